@@ -1,0 +1,101 @@
+# Builds gpipe_fast in an environment of its own, checks it and runs it; `make help` lists the targets.
+
+PYTHON ?= python3
+TORCH ?= 2.14.1
+VENV ?= .venv
+ARGS ?=
+
+# The second environment: the Python and torch of the reference GPU machine.
+REFERENCE_PYTHON ?= 3.12
+REFERENCE_TORCH ?= 2.11.0
+
+export MAX_JOBS ?= $(shell nproc)
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := build
+# `test` ends with the tests, whose summary is the last thing to read; ninja is parallel by itself.
+.NOTPARALLEL:
+
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed-torch-$(TORCH)
+# The file's name carries the Python version, so environments of different Pythons share the tree.
+EXT_SUFFIX := $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
+# Directories change when a file comes or goes, so a deleted source is noticed too.
+SOURCES := setup.py csrc csrc/cuda $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*.cpp csrc/cuda/*.h csrc/cuda/*.cu)
+CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+
+.PHONY: help build import test pytest lint format demo bench soak smoke smoke-reference gpu clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+build: $(EXTENSION)  ## create .venv, install pinned dependencies, build the extension (TORCH=2.11.0 to 2.14.1)
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"Python 3.10 or later is needed, not {sys.version}")'
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): requirements.txt | $(PY)
+	$(PY) -m pip install --quiet torch==$(TORCH) -r requirements.txt
+	@rm -f $(VENV)/.installed-torch-*
+	@# The tree itself is what this environment imports, from any directory.
+	@echo '$(CURDIR)' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpipe_fast.pth"
+	@touch $@
+
+# One directory of object files for each environment and torch: they are built against different headers.
+$(EXTENSION): $(INSTALLED) $(SOURCES)
+	$(PY) setup.py --quiet build_ext --inplace --build-temp build/$(notdir $(VENV))-torch-$(TORCH)
+
+import: build
+	cd / && $(abspath $(PY)) -c 'import gpipe_fast, gpipe_fast.kernels; print(gpipe_fast.build_info())'
+
+test: lint build import smoke-reference pytest  ## lint, build, import, smoke test in the second environment, fast tests
+
+pytest: build
+	$(PY) -m pytest -q -ra $(ARGS)
+
+lint: $(INSTALLED)  ## ruff, mypy --strict, clang-format; changes nothing
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy --strict gpipe_fast
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(INSTALLED)  ## rewrite the sources as lint wants them
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+demo: build  ## train the demo; pass it ARGS="..."
+	$(PY) -m gpipe_fast.demo $(ARGS)
+
+bench: build  ## run the benchmarks; pass them ARGS="..."
+	$(PY) -m bench $(ARGS)
+
+soak: build  ## every test, the long ones too
+	GPIPE_FAST_SOAK=1 $(PY) -m pytest -q -ra -m 'soak or not soak' $(ARGS)
+
+smoke: build
+	$(PY) -m pytest -q -m smoke
+
+smoke-reference:  ## build and smoke test with Python 3.12 and torch 2.11.0 in .venv-reference
+	@for python in python$(REFERENCE_PYTHON) ~/.pyenv/versions/$(REFERENCE_PYTHON)*/bin/python$(REFERENCE_PYTHON); do \
+	  if "$$python" -c 'import ensurepip' 2>/dev/null; then \
+	    exec $(MAKE) smoke PYTHON="$$python" VENV=.venv-reference TORCH=$(REFERENCE_TORCH); \
+	  fi; \
+	done; \
+	echo 'SKIPPED smoke-reference: no Python $(REFERENCE_PYTHON) that can make environments, on PATH or in ~/.pyenv/versions'; \
+	[ "$${GPIPE_FAST_REQUIRE_REFERENCE:-0}" != 1 ]
+
+# For a GPU machine whose PYTHON already has torch: installs nothing, needs no network.
+gpu: export PYTHONPATH := $(CURDIR)
+gpu:  ## on a GPU machine: build with PYTHON, run all tests and the benchmarks, write bench/results
+	@mkdir -p bench/results
+	$(PYTHON) setup.py --quiet build_ext --inplace --build-temp build/gpu
+	$(PYTHON) -m pytest -q -ra | tee bench/results/gpu-tests.txt
+	$(PYTHON) -m bench $(ARGS)
+
+clean:  ## remove what was built; the environments stay
+	rm -rf build dist *.egg-info gpipe_fast/_C*.so .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,34 @@
+"""The one file that imports the compiled extension, which also registers torch.ops.gpipe_fast."""
+
+import torch  # first: it loads the libraries that the extension links against
+
+_HOW_TO_BUILD = "run `make` in the source tree, or `pip install --no-build-isolation .`"
+
+try:
+    import gpipe_fast._C as _C
+except ImportError as error:
+    raise ImportError(
+        f"gpipe_fast's C++ extension does not load under torch {torch.__version__}: {error}; {_HOW_TO_BUILD}"
+    ) from error
+
+# Another torch's layouts may load and then misbehave, so a mismatch is refused here, before
+# any other name is read; builds of one release may differ in what follows major.minor.
+if _C.build_info()["torch"].split(".")[:2] != torch.__version__.split(".")[:2]:
+    raise ImportError(
+        f"gpipe_fast's C++ extension was built against torch {_C.build_info()['torch']}, "
+        f"but this is torch {torch.__version__}; {_HOW_TO_BUILD}"
+    )
+
+Arena = _C.Arena
+Layout = _C.Layout
+MiniBatch = _C.MiniBatch
+Pass = _C.Pass
+Port = _C.Port
+PortedProgram = _C.PortedProgram
+Program = _C.Program
+Role = _C.Role
+StageRun = _C.StageRun
+Value = _C.Value
+When = _C.When
+build_info = _C.build_info
+built_with_cuda = _C.built_with_cuda

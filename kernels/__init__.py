@@ -1,0 +1,1 @@
+"""Triton kernels, imported as `gpipe_fast.kernels`; they import torch and triton alone."""

@@ -1,0 +1,93 @@
+"""Builds gpipe_fast._C with or without CUDA: the toolkit and torch decide, never a visible GPU."""
+
+import os
+import re
+import shutil
+import sysconfig
+from glob import glob
+from pathlib import Path
+
+from setuptools import setup
+
+DEFAULT_ARCH = "9.0"
+
+
+def find_toolkit():
+    """Returns the root and version of the CUDA toolkit, or (None, None).
+
+    An nvcc without headers beside it is a wrapper, not a toolkit.
+    """
+    nvcc = shutil.which("nvcc")
+    beside_nvcc = Path(nvcc).resolve().parents[1] if nvcc else None
+    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), beside_nvcc, "/usr/local/cuda"):
+        header = Path(root or "") / "include" / "cuda.h"
+        if root and header.exists() and (Path(root) / "bin" / "nvcc").exists():
+            version = int(re.search(r"#define CUDA_VERSION (\d+)", header.read_text())[1])
+            return str(root), f"{version // 1000}.{version % 1000 // 10}"
+    return None, None
+
+
+def choose_cuda(request, torch_cuda, toolkit):
+    """Returns whether to build with CUDA, and why.
+
+    `request` is GPIPE_FAST_CUDA, '' when unset; `torch_cuda` and `toolkit` are versions or None.
+    """
+    found = f"torch built with CUDA: {torch_cuda or 'no'}, CUDA toolkit: {toolkit or 'not found'}"
+    usable = bool(torch_cuda and toolkit and torch_cuda.split(".")[0] == toolkit.split(".")[0])
+    if request not in ("", "0", "1"):
+        raise SystemExit(f"GPIPE_FAST_CUDA must be 0 or 1, but is {request!r}")
+    if request == "1" and not usable:
+        raise SystemExit(
+            f"GPIPE_FAST_CUDA=1 needs torch and a toolkit of one major CUDA version; found {found}"
+        )
+    return usable and request != "0", f"GPIPE_FAST_CUDA={request}, {found}" if request else found
+
+
+def choose_archs(requested, visible):
+    """Returns the GPU architectures to compile for, and why; `visible` are those of the GPUs here."""
+    if requested:
+        return requested, "TORCH_CUDA_ARCH_LIST"
+    if visible:
+        return ";".join(sorted({f"{major}.{minor}" for major, minor in visible})), "the GPUs here"
+    return DEFAULT_ARCH, "the default, no GPU here"
+
+
+def build_arguments():
+    """Returns setup()'s `ext_modules` and `cmdclass`."""
+    # pip puts ninja beside the interpreter, which is on PATH only in an activated environment.
+    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    try:
+        import torch
+    except ImportError as error:
+        raise SystemExit(
+            "gpipe_fast is built against the torch that will run it: install torch, then run "
+            f"`pip install --no-build-isolation .` ({error})"
+        ) from error
+    toolkit, version = find_toolkit()
+    if toolkit:  # before cpp_extension is imported: its own search takes any nvcc on PATH for a toolkit
+        os.environ["CUDA_HOME"] = toolkit
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+    cuda, reason = choose_cuda(os.environ.get("GPIPE_FAST_CUDA", ""), torch.version.cuda, version)
+    sources, macros = sorted(glob("csrc/*.cpp")), []
+    flags = {"cxx": ["-O3", "-Wall", "-fvisibility=hidden", "-fopenmp"], "nvcc": ["-O3"]}
+    if cuda:
+        visible = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+        archs, choice = choose_archs(os.environ.get("TORCH_CUDA_ARCH_LIST"), visible)
+        os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+        sources += sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu"))
+        macros += [("GPIPE_FAST_CUDA", "1"), ("GPIPE_FAST_CUDA_ARCHS", archs)]
+        # torch's wheels carry the headers of the math libraries; system includes yield to the toolkit's own.
+        wheels = Path(torch.__file__).parents[1] / "nvidia" / f"cu{version.split('.')[0]}" / "include"
+        for compiler in flags.values():
+            compiler += ["-isystem", str(wheels)]
+    print(f"gpipe_fast: building {f'with CUDA for {archs} ({choice})' if cuda else 'for the CPU'}; {reason}")
+    headers = sorted(glob("csrc/**/*.h", recursive=True))
+    extension = (CUDAExtension if cuda else CppExtension)(
+        "gpipe_fast._C", sources, define_macros=macros, extra_compile_args=flags, depends=headers
+    )
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+
+
+if __name__ == "__main__":
+    setup(**build_arguments())

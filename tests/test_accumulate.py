@@ -1,0 +1,163 @@
+"""gpipe_fast::accumulate_ against a plain loop."""
+
+import itertools
+
+import pytest
+import torch
+
+import gpipe_fast  # noqa: F401  registers the operator
+
+accumulate_ = torch.ops.gpipe_fast.accumulate_.default
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Around one vector, one block and one chunk of the CUDA kernel.
+SIZES = (1, 3, 7, 8, 9, 255, 257, 1025, 8191, 8192, 8193, 20011)
+
+
+def pairs(sizes, accumulator_dtype, gradient_dtype, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+
+    def make(size, dtype):
+        return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    accumulators = [make(size, accumulator_dtype) for size in sizes]
+    return accumulators, [make(size, gradient_dtype) for size in sizes]
+
+
+def check_against_loop(accumulators, gradients):
+    """Runs the operator; every accumulator must have the bits of `accumulator.add_(gradient)` on its own."""
+    expected = [a.clone().add_(g) for a, g in zip(accumulators, gradients, strict=True)]
+    unchanged = [g.clone() for g in gradients]
+    versions = [a._version for a in accumulators]
+    assert accumulate_(accumulators, gradients) is None
+    for i, (accumulator, version) in enumerate(zip(accumulators, versions, strict=True)):
+        assert torch.equal(accumulator, expected[i]), f"pair {i} of shape {tuple(accumulator.shape)}"
+        assert accumulator._version > version, f"autograd does not see that accumulator {i} changed"
+    for gradient, before in zip(gradients, unchanged, strict=True):
+        assert torch.equal(gradient, before)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("accumulator_dtype", "gradient_dtype"), list(itertools.product(DTYPES, DTYPES)))
+def test_cpu_has_the_bits_of_a_loop(accumulator_dtype, gradient_dtype):
+    check_against_loop(*pairs(SIZES, accumulator_dtype, gradient_dtype))
+
+
+def test_empty_scalar_and_strided():
+    strided = [
+        torch.randn(5, 6).t(),
+        torch.randn(12)[::2],
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    ]
+    gradients = [torch.randn(6, 5), torch.randn(6), torch.randn(2, 3, 4, 4)]
+    check_against_loop(
+        [torch.empty(0), torch.tensor(1.0), *strided], [torch.empty(0), torch.tensor(2.0), *gradients]
+    )
+    accumulate_([], [])
+
+
+whole = torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    ("accumulators", "gradients", "message"),
+    [
+        ([torch.zeros(2)], [], "1 accumulators, but 0 gradients"),
+        ([torch.zeros(2, 3)], [torch.zeros(3)], r"accumulator 0 has shape \[2, 3\], but its gradient \[3\]"),
+        ([torch.zeros(2)], [torch.zeros(2, device="meta")], "accumulator 0 is on cpu, its gradient on meta"),
+        (
+            [torch.zeros(2).long()],
+            [torch.zeros(2)],
+            "dtype Float does not cast to accumulator 0 of dtype Long",
+        ),
+        ([whole, whole], [torch.ones(8), torch.ones(8)], "accumulators (0 and 1|1 and 0) share memory"),
+        ([whole[:5], whole[4:]], [torch.ones(5), torch.ones(4)], "accumulators 0 and 1 share memory"),
+        (
+            [whole[:4], torch.zeros(4)],
+            [torch.ones(4), whole[3:7]],
+            "gradient 1 shares memory with accumulator 0",
+        ),
+        ([whole], [whole], "gradient 0 shares memory with accumulator 0"),
+    ],
+)
+def test_refuses_before_any_work(accumulators, gradients, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        accumulate_(accumulators, gradients)
+    assert all(not a.any() for a in accumulators)
+
+
+def test_opcheck():
+    accumulators, gradients = pairs((4, 9), torch.float32, torch.bfloat16)
+    torch.library.opcheck(accumulate_, (accumulators, gradients))
+
+
+def test_meta_checks_shapes():
+    accumulate_([torch.empty(3, device="meta")], [torch.empty(3, device="meta")])
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"accumulator 0 has shape \[3\], but its gradient \[4\]"
+    ):
+        accumulate_([torch.empty(3, device="meta")], [torch.empty(4, device="meta")])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("accumulator_dtype", "gradient_dtype"), list(itertools.product(DTYPES, DTYPES)))
+def test_cuda_has_the_bits_of_a_loop(accumulator_dtype, gradient_dtype):
+    check_against_loop(*pairs(SIZES, accumulator_dtype, gradient_dtype, "cuda"))
+
+
+@pytest.mark.cuda
+def test_cuda_many_small_tensors_of_mixed_dtypes():
+    """More pairs than one launch's table holds, in several combinations of dtypes, empty ones among them."""
+    accumulators, gradients = [], []
+    for accumulator_dtype, gradient_dtype in itertools.product(DTYPES[:3], DTYPES[:3]):
+        some = pairs([i % 37 for i in range(300)], accumulator_dtype, gradient_dtype, "cuda")
+        accumulators += some[0]
+        gradients += some[1]
+    order = torch.randperm(len(accumulators), generator=torch.Generator().manual_seed(1)).tolist()
+    check_against_loop([accumulators[i] for i in order], [gradients[i] for i in order])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shift", [1, 2, 3, 5])
+def test_cuda_unaligned_and_strided(shift):
+    (accumulator,), (gradient,) = pairs([10_000], torch.float32, torch.bfloat16, "cuda")
+    (matrix,), (transposed,) = pairs([(33, 65)], torch.float32, torch.float32, "cuda")
+    check_against_loop(
+        [accumulator[shift:9000], matrix],
+        [gradient[2 * shift : 9000 + shift], transposed.t().contiguous().t()],
+    )
+    # What lies before and behind the views stays as it was.
+    (untouched,), _ = pairs([10_000], torch.float32, torch.bfloat16, "cuda")
+    assert torch.equal(accumulator[:shift], untouched[:shift])
+    assert torch.equal(accumulator[9000:], untouched[9000:])
+
+
+@pytest.mark.cuda
+def test_cuda_error_against_float64():
+    """Sixteen bf16 gradients into float32: as close to the float64 sum as sixteen add_ are."""
+    (accumulator,), _ = pairs([100_003], torch.float32, torch.bfloat16, "cuda")
+    reference, loop = accumulator.double(), accumulator.clone()
+    for _ in range(16):
+        gradient = torch.randn(100_003, device="cuda", dtype=torch.bfloat16)
+        accumulate_([accumulator], [gradient])
+        loop.add_(gradient)
+        reference += gradient.double()
+    assert (accumulator.double() - reference).abs().max() <= 2 * (loop.double() - reference).abs().max()
+
+
+@pytest.mark.cuda
+def test_cuda_runs_on_the_current_stream():
+    """Captured on a side stream, and replayed: the operator enqueues there and nowhere else."""
+    accumulator, gradient = torch.zeros(1000, device="cuda"), torch.ones(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accumulate_([accumulator], [gradient])
+    for _ in range(3):
+        graph.replay()
+    assert torch.equal(accumulator, torch.full_like(accumulator, 3.0))
+
+
+@pytest.mark.cuda
+def test_cuda_refuses_tensors_on_different_devices():
+    with pytest.raises((ValueError, RuntimeError), match="accumulator 0 is on cuda:0, its gradient on cpu"):
+        accumulate_([torch.zeros(2, device="cuda")], [torch.zeros(2)])
