@@ -1,0 +1,286 @@
+"""Which keyed draw replaces which of PyTorch's random ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload
+
+from gpipe_fast import _extension  # noqa: F401, registers torch.ops.gpipe_fast
+
+_keyed = torch.ops.gpipe_fast
+
+
+class Drawer(Protocol):
+    """What a rule draws with: it knows the key, the layer and the ordinal."""
+
+    def draw(
+        self, op: Any, size: Sequence[int], *parameters: float, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Draws the layer's next random tensor with one of the ``keyed_*`` ops."""
+
+    def draw_like(
+        self, op: Any, like: Tensor, *parameters: float, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Draws as many elements as ``like`` has, in its dtype and on its device unless told otherwise."""
+
+
+Rule = Callable[..., Any]
+R = TypeVar("R", bound=Rule)
+RULES: dict[OpOverload[Any, Any], Rule] = {}
+
+
+def _overload(name: str) -> OpOverload[Any, Any] | None:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
+def _rule(*names: str) -> Callable[[R], R]:
+    """Registers what replaces the ops ``names``: called with a drawer and the op's own arguments."""
+
+    def register(rule: R) -> R:
+        # Newer releases of PyTorch have more overloads.
+        RULES.update((op, rule) for op in map(_overload, names) if op is not None)
+        return rule
+
+    return register
+
+
+def _sampler(functional: str, in_place: str) -> Callable[[R], R]:
+    """Registers a rule that draws as many elements as its first tensor has.
+
+    The functional op returns the draw, the in-place op stores it in that tensor.
+    """
+
+    def register(rule: R) -> R:
+        _rule(functional)(lambda drawer, like, *args: _laid_out_as(like, rule(drawer, like, *args)))
+        _rule(in_place)(lambda drawer, like, *args: like.copy_(rule(drawer, like, *args)))
+        return rule
+
+    return register
+
+
+def _laid_out_as(like: Tensor, drawn: Tensor) -> Tensor:
+    # Draws are contiguous; torch's functional ops keep the memory format of their input.
+    return drawn if like.is_contiguous() else torch.empty_like(like, dtype=drawn.dtype).copy_(drawn)
+
+
+@_sampler("bernoulli.p", "bernoulli_.float")
+def _bernoulli(drawer: Drawer, like: Tensor, p: float = 0.5) -> Tensor:
+    return drawer.draw_like(_keyed.keyed_bernoulli, like, p)
+
+
+@_sampler("bernoulli.Tensor", "bernoulli_.Tensor")
+def _bernoulli_each(drawer: Drawer, like: Tensor, p: Tensor) -> Tensor:
+    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+    draw = drawer.draw_like(_keyed.keyed_uniform, like, 0.0, 1.0, dtype=dtype)
+    return torch.lt(draw, p).to(like.dtype)
+
+
+@_rule("bernoulli")
+def _bernoulli_self(drawer: Drawer, p: Tensor) -> Tensor:
+    return _laid_out_as(p, _bernoulli_each(drawer, p, p))
+
+
+@_sampler("uniform", "uniform_")
+def _uniform(drawer: Drawer, like: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    return drawer.draw_like(_keyed.keyed_uniform, like, low, high)
+
+
+@_sampler("normal_functional", "normal_")
+def _normal(drawer: Drawer, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return drawer.draw_like(_keyed.keyed_normal, like, mean, std)
+
+
+@_sampler("exponential", "exponential_")
+def _exponential(drawer: Drawer, like: Tensor, rate: float = 1.0) -> Tensor:
+    return drawer.draw_like(_keyed.keyed_exponential, like, rate)
+
+
+@_sampler("log_normal", "log_normal_")
+def _log_normal(drawer: Drawer, like: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    return _normal(drawer, like, mean, std).exp_()
+
+
+@_sampler("cauchy", "cauchy_")
+def _cauchy(drawer: Drawer, like: Tensor, median: float = 0.0, scale: float = 1.0) -> Tensor:
+    half_turn = _uniform(drawer, like, -0.5, 0.5) * math.pi
+    return half_turn.tan_().mul_(scale).add_(median)
+
+
+@_sampler("geometric", "geometric_")
+def _geometric(drawer: Drawer, like: Tensor, p: float) -> Tensor:
+    # An exponential of this rate, rounded up, counts the trials until the first success.
+    waits = drawer.draw_like(_keyed.keyed_exponential, like, -math.log1p(-p), dtype=torch.float64)
+    return waits.ceil_().to(like.dtype)
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """The largest integer ``random_`` draws by default: up to here every integer is exact in ``dtype``."""
+    if dtype.is_floating_point:
+        return int(2 / torch.finfo(dtype).eps)
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+@_sampler("random", "random_")
+def _integers(drawer: Drawer, like: Tensor) -> Tensor:
+    return drawer.draw_like(_keyed.keyed_integer, like, 0, _largest(like.dtype))
+
+
+@_sampler("random.to", "random_.to")
+def _integers_below(drawer: Drawer, like: Tensor, end: int) -> Tensor:
+    return drawer.draw_like(_keyed.keyed_integer, like, 0, end - 1)
+
+
+@_sampler("random.from", "random_.from")
+def _integers_between(drawer: Drawer, like: Tensor, low: int, end: int | None) -> Tensor:
+    return drawer.draw_like(_keyed.keyed_integer, like, low, _largest(like.dtype) if end is None else end - 1)
+
+
+def _factory(sized: Sequence[str], like: Sequence[str] = ()) -> Callable[[R], R]:
+    """Registers a rule that takes a size: last for ``sized`` ops, as a tensor and first for ``like`` ops."""
+
+    def register(rule: R) -> R:
+        def of_size(drawer: Drawer, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+            *parameters, size = args
+            drawn: Tensor = rule(drawer, size, dtype, device or torch.device("cpu"), *parameters)
+            return drawn
+
+        def of_tensor(
+            drawer: Drawer, like: Tensor, *parameters: Any, dtype: Any = None, device: Any = None, **rest: Any
+        ) -> Tensor:
+            drawn: Tensor = rule(drawer, like.shape, dtype or like.dtype, device or like.device, *parameters)
+            memory_format = rest.get("memory_format") or torch.preserve_format
+            out = torch.empty_like(like, dtype=drawn.dtype, device=drawn.device, memory_format=memory_format)
+            return drawn if out.is_contiguous() else out.copy_(drawn)
+
+        _rule(*sized)(of_size)
+        _rule(*like)(of_tensor)
+        return rule
+
+    return register
+
+
+@_factory(["rand", "rand.generator"], ["rand_like", "rand_like.generator"])
+def _rand(drawer: Drawer, size: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    dtype = dtype or torch.get_default_dtype()
+    return drawer.draw(_keyed.keyed_uniform, size, 0.0, 1.0, dtype=dtype, device=device)
+
+
+@_factory(["randn", "randn.generator"], ["randn_like", "randn_like.generator"])
+def _randn(drawer: Drawer, size: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    return _normal_of_size(drawer, size, dtype, device, 0.0, 1.0)
+
+
+@_factory(["normal.float_float"])
+def _normal_of_size(
+    drawer: Drawer,
+    size: Sequence[int],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    mean: float,
+    std: float,
+) -> Tensor:
+    dtype = dtype or torch.get_default_dtype()
+    return drawer.draw(_keyed.keyed_normal, size, mean, std, dtype=dtype, device=device)
+
+
+@_factory(
+    ["randint", "randint.generator", "randint.low", "randint.low_generator"],
+    ["randint_like", "randint_like.generator", "randint_like.low_dtype", "randint_like.low_generator_dtype"],
+)
+def _randint(
+    drawer: Drawer, size: Sequence[int], dtype: torch.dtype | None, device: torch.device, *bounds: int
+) -> Tensor:
+    low, end = bounds if len(bounds) == 2 else (0, *bounds)
+    return drawer.draw(_keyed.keyed_integer, size, low, end - 1, dtype=dtype or torch.int64, device=device)
+
+
+@_factory(["randperm", "randperm.generator"])
+def _randperm(drawer: Drawer, n: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    # Equal draws of 53 bits are rarer than a wrong bit in memory.
+    order = drawer.draw(_keyed.keyed_uniform, [n], 0.0, 1.0, dtype=torch.float64, device=device).argsort()
+    return order.to(dtype or torch.int64)
+
+
+@_rule("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
+def _normal_each(drawer: Drawer, mean: Tensor | float, std: Tensor | float = 1.0) -> Tensor:
+    shape = mean + torch.zeros_like(std) if isinstance(std, Tensor) else mean
+    assert isinstance(shape, Tensor)
+    return drawer.draw_like(_keyed.keyed_normal, shape, 0.0, 1.0).mul_(std).add_(mean)
+
+
+@_rule("native_dropout")
+def _native_dropout(
+    drawer: Drawer, input: Tensor, p: float, train: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    if train is False:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    mask = _laid_out_as(input, drawer.draw_like(_keyed.keyed_bernoulli, input, 1.0 - p, dtype=torch.bool))
+    return input.mul(mask).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p)), mask
+
+
+@_rule("_fused_dropout")
+def _fused_dropout(drawer: Drawer, input: Tensor, keep: float) -> tuple[Tensor, Tensor]:
+    mask = _laid_out_as(input, drawer.draw_like(_keyed.keyed_bernoulli, input, keep, dtype=torch.uint8))
+    return input.mul(mask).mul_(1.0 / keep), mask
+
+
+def _rrelu_noise(
+    drawer: Drawer, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
+) -> Tensor | float:
+    if not training:
+        return (lower + upper) / 2
+    return torch.where(input <= 0, drawer.draw_like(_keyed.keyed_uniform, input, lower, upper), 1.0)
+
+
+@_rule("rrelu_with_noise_functional")
+def _rrelu_functional(drawer: Drawer, input: Tensor, noise: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    slope = _rrelu_noise(drawer, input, *args)
+    if isinstance(slope, Tensor):
+        return input * slope, slope
+    return F.leaky_relu(input, slope), noise.clone()
+
+
+@_rule("rrelu_with_noise")
+def _rrelu(drawer: Drawer, input: Tensor, noise: Tensor, *args: Any) -> Tensor:
+    out, new_noise = _rrelu_functional(drawer, input, noise, *args)
+    noise.copy_(new_noise)
+    return out
+
+
+@_rule("rrelu_with_noise_")
+def _rrelu_in_place(drawer: Drawer, input: Tensor, noise: Tensor, *args: Any) -> Tensor:
+    return input.copy_(_rrelu(drawer, input, noise, *args))
+
+
+@_rule("multinomial")
+def _multinomial(drawer: Drawer, weights: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+    weights = weights.double()
+    if replacement:
+        # The first category whose cumulative weight is above a uniform share of the total.
+        cumulative = weights.cumsum(-1)
+        size = [*weights.shape[:-1], num_samples]
+        share = drawer.draw(_keyed.keyed_uniform, size, 0.0, 1.0, dtype=torch.float64, device=weights.device)
+        return torch.searchsorted(cumulative, share * cumulative[..., -1:], right=True)
+    # Each category arrives after an exponential wait with its weight as rate; the first to arrive are taken.
+    waits = drawer.draw_like(_keyed.keyed_exponential, weights, 1.0)
+    return (weights / waits).topk(num_samples, dim=-1).indices
+
+
+def _register_shapes() -> None:
+    """Says what the keyed ops return without drawing: for fake tensors, and so for tracing."""
+
+    def like_empty(key: Tensor, layer: int, ordinal: int, size: Sequence[int], *_: Any, **to: Any) -> Tensor:
+        return torch.empty(size, **to)
+
+    for op in ("bernoulli", "uniform", "normal", "exponential", "integer"):
+        torch.library.register_fake(f"gpipe_fast::keyed_{op}", like_empty)
+
+
+_register_shapes()
