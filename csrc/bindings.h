@@ -1,0 +1,11 @@
+// What each binding file adds to the module; together they are the only C++ that knows Python types.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace gpipe_fast {
+
+void bind_program(pybind11::module_& m);
+void bind_sequential(pybind11::module_& m);
+
+}  // namespace gpipe_fast

@@ -1,0 +1,9 @@
+"""GPipe for PyTorch: pipeline parallelism with the micro-batch loop in C++."""
+
+from gpipe_fast._extension import build_info, built_with_cuda
+from gpipe_fast.gpipe import GPipe
+from gpipe_fast.random import keyed_rng
+
+__version__ = "0.1.0"
+
+__all__ = ["GPipe", "build_info", "built_with_cuda", "keyed_rng"]

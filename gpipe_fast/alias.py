@@ -1,0 +1,89 @@
+"""Which values of a functional graph are other values looked at differently."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+# Copies by contract, not by need: in a graph that changes nothing in place a copy with the strides of its
+# original can be the original.
+_COPIES = frozenset(
+    {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default, aten._unsafe_view.default}
+)
+
+
+class Source(NamedTuple):
+    """Where a value's elements lie: ``offset`` elements into the tensor ``base`` (itself no view)."""
+
+    base: fx.Node
+    offset: int
+
+
+def source_of(node: fx.Node) -> Source:
+    """Follows views (and needless copies) back to the value that owns the memory."""
+    offset = 0
+    while True:
+        step = _looks_at(node)
+        if step is None:
+            return Source(node, offset)
+        node, delta = step
+        offset += delta
+
+
+def _looks_at(node: fx.Node) -> tuple[fx.Node, int] | None:
+    producer: object = node
+    if node.target is operator.getitem:
+        producer = node.args[0]
+    assert isinstance(producer, fx.Node)
+    if not isinstance(producer.target, OpOverload) or not producer.all_input_nodes:
+        return None
+    original = producer.args[0] if producer.args else None
+    value = node.meta.get("val")
+    if not isinstance(original, fx.Node) or not isinstance(value, Tensor):
+        return None
+    seen = original.meta.get("val")
+    if not isinstance(seen, Tensor) or not _same_kind(value, seen):
+        return None
+    if producer.target in _COPIES:
+        if producer.target is aten._unsafe_view.default:
+            return original, 0
+        return (original, 0) if value.stride() == seen.stride() and value.shape == seen.shape else None
+    if is_view(producer.target):
+        return original, int(value.storage_offset() - seen.storage_offset())
+    return None
+
+
+def is_view(op: OpOverload[Any, Any]) -> bool:
+    """Whether the operator's result shares its first argument's memory."""
+    schema = op._schema
+    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+
+def _same_kind(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.device == b.device
+        and a.layout is torch.strided
+        and b.layout is torch.strided
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+def count_reads(user: fx.Node, node: fx.Node) -> int:
+    """How many of ``user``'s arguments are ``node``."""
+    found = 0
+
+    def look(argument: fx.Node) -> fx.Node:
+        nonlocal found
+        found += argument is node
+        return argument
+
+    fx.map_arg((user.args, user.kwargs), look)
+    return found

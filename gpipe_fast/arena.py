@@ -1,0 +1,83 @@
+"""Offsets in one block of memory for values whose lifetimes are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A value's need of memory.
+
+    Attributes:
+        size: in bytes.
+        begin: the step that writes it first.
+        end: the last step that reads it; at least ``begin``.
+        reuses: values that die at ``begin`` and whose memory the value may take over in place.
+    """
+
+    size: int
+    begin: int
+    end: int
+    reuses: tuple[int, ...] = ()
+
+
+def lay_out(lifetimes: Mapping[int, Lifetime]) -> tuple[dict[int, int], int]:
+    """Places values so that no two that live at the same step overlap.
+
+    A value written in place of a dying one takes its offset; the others, the largest first, the lowest free
+    offset (first fit by decreasing size: within a few per cent of the peak for graphs of layers).
+
+    Args:
+        lifetimes: by value.
+
+    Returns:
+        Each value's offset in bytes, a multiple of ``ALIGNMENT``, and the bytes needed in all.
+    """
+    chains = _chains(lifetimes)
+    placed: list[tuple[int, int, int, int]] = []  # begin, end, low, high
+    offsets: dict[int, int] = {}
+    total = 0
+    for chain in sorted(chains, key=lambda c: (-_rounded(lifetimes[c[0]].size), lifetimes[c[0]].begin)):
+        size = _rounded(lifetimes[chain[0]].size)
+        begin, end = lifetimes[chain[0]].begin, lifetimes[chain[-1]].end
+        taken = sorted((low, high) for b, e, low, high in placed if b <= end and begin <= e)
+        offset = 0
+        for low, high in taken:
+            if offset + size <= low:
+                break
+            offset = max(offset, high)
+        placed.append((begin, end, offset, offset + size))
+        total = max(total, offset + size)
+        offsets.update(dict.fromkeys(chain, offset))
+    return offsets, total
+
+
+def _chains(lifetimes: Mapping[int, Lifetime]) -> list[Sequence[int]]:
+    """Groups values that succeed one another in the same memory."""
+    chain_of: dict[int, list[int]] = {}
+    for value in sorted(lifetimes, key=lambda v: lifetimes[v].begin):
+        life = lifetimes[value]
+        for dying in life.reuses:
+            chain = chain_of.get(dying)
+            before = lifetimes.get(dying)
+            if (
+                chain
+                and before
+                and chain[-1] == dying
+                and before.end == life.begin
+                and before.size == life.size
+            ):
+                chain.append(value)
+                chain_of[value] = chain
+                break
+        else:
+            chain_of[value] = [value]
+    return list({id(c): c for c in chain_of.values()}.values())
+
+
+def _rounded(size: int) -> int:
+    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT

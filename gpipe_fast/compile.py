@@ -1,0 +1,198 @@
+"""Stages and the shapes that reach them to programs: equal stages are traced and lowered once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import _extension
+from gpipe_fast._extension import Arena, Pass, PortedProgram
+from gpipe_fast.fingerprint import fingerprint
+from gpipe_fast.lower import lower
+from gpipe_fast.program import Program
+from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE, Split, split
+from gpipe_fast.trace import Joint, Port, Role, Untraceable, trace
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a program is specialised on of one boundary tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, requires_grad: bool) -> Spec:
+        """Describes a tensor, real or fake."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, requires_grad)
+
+    def example(self) -> Tensor:
+        """A tensor that this describes, its elements arbitrary."""
+        empty = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return empty.requires_grad_(self.requires_grad)
+
+
+Specs = tuple[Spec, ...]
+
+
+class Stage:
+    """A run of consecutive layers placed on a device, and the scratch memory its programs share.
+
+    Attributes:
+        layers: the layers.
+        first_layer: index of the first one in the whole model.
+        device: where they are.
+        arena: scratch memory.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], first_layer: int, device: torch.device) -> None:
+        self.layers = list(layers)
+        self.first_layer = first_layer
+        self.device = device
+        self.arena = Arena()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A traced stage under one checkpoint policy, as data.
+
+    Attributes:
+        split: the graphs, and what is saved between them.
+        forward: the forward that goes with ``backward``.
+        backward: None in inference, and where nothing needs a gradient.
+    """
+
+    split: Split
+    forward: Program
+    backward: Program | None
+
+
+@dataclass
+class Traced:
+    """A joint graph and its lowered forms by the share of activations that is saved."""
+
+    joint: Joint
+    lowered: dict[float, Lowered] = field(default_factory=dict)
+
+    def lower(self, budget: float) -> Lowered:
+        """Splits and lowers, once per budget (see ``split``)."""
+        if budget not in self.lowered:
+            parts = split(self.joint, budget)
+            backward = None if parts.backward is None else lower(parts.backward)
+            self.lowered[budget] = Lowered(parts, lower(parts.forward_saving), backward)
+        return self.lowered[budget]
+
+
+class CompiledStage:
+    """One stage for one signature.
+
+    Attributes:
+        stage: what was compiled.
+        inputs: what reaches it.
+        outputs: what leaves it.
+        traced: its graph, possibly shared with other stages.
+    """
+
+    def __init__(self, stage: Stage, inputs: Specs, traced: Traced) -> None:
+        self.stage = stage
+        self.inputs = inputs
+        self.traced = traced
+        self.outputs = _outputs(traced.joint)
+        self._passes: dict[float, Pass] = {}
+
+    def run_pass(self, budget: float) -> Pass:
+        """The programs of this stage, in its own memory, for one budget; built on first use."""
+        if budget not in self._passes:
+            lowered = self.traced.lower(budget)
+            backward = None if lowered.backward is None else self._build(lowered.backward)
+            self._passes[budget] = Pass(self._build(lowered.forward), backward)
+        return self._passes[budget]
+
+    def _build(self, program: Program) -> PortedProgram:
+        native = program.build(self.stage.arena, self.stage.device)
+        return PortedProgram(native, _native(program.inputs), _native(program.outputs))
+
+
+def _native(ports: Sequence[Port]) -> list[_extension.Port]:
+    return [_extension.Port(getattr(_extension.Role, p.role.name), p.index) for p in ports]
+
+
+def _outputs(joint: Joint) -> Specs:
+    nodes, differentiable = joint.of(Role.OUTPUT), joint.differentiable_outputs()
+    return tuple(Spec.of(nodes[i].meta["val"], i in differentiable) for i in range(len(nodes)))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A pipeline that cannot be compiled: the first stage that stands in the way, and why."""
+
+    stage_index: int
+    untraceable: Untraceable
+
+
+class Compiler:
+    """Compiles pipelines.
+
+    Attributes:
+        num_traces: how many stages have been traced so far.
+    """
+
+    def __init__(self, limit: int = 128) -> None:
+        """Makes one that remembers the ``limit`` traces used last."""
+        self.num_traces = 0
+        self._limit = limit
+        self._traces: OrderedDict[Hashable, Traced | Untraceable] = OrderedDict()
+
+    def compile(self, stages: Sequence[Stage], inputs: Specs) -> list[CompiledStage] | Refusal:
+        """Traces all stages for one micro-batch's signature, under the present grad and autocast modes."""
+        compiled: list[CompiledStage] = []
+        for index, stage in enumerate(stages):
+            traced = self._trace(stage, inputs, frozenset())
+            if isinstance(traced, Untraceable):
+                return Refusal(index, traced)
+            compiled.append(CompiledStage(stage, inputs, traced))
+            inputs = compiled[-1].outputs
+        for index in range(len(compiled) - 2, -1, -1):
+            # A gradient that a stage does not give to its predecessor must not reach it as zeros.
+            before, after = compiled[index], compiled[index + 1]
+            undefined = (
+                before.traced.joint.differentiable_outputs() - after.traced.joint.differentiable_inputs()
+            )
+            if undefined:
+                traced = self._trace(before.stage, before.inputs, undefined)
+                if isinstance(traced, Untraceable):
+                    return Refusal(index, traced)
+                compiled[index] = CompiledStage(before.stage, before.inputs, traced)
+        return compiled
+
+    def _trace(self, stage: Stage, inputs: Specs, undefined: frozenset[int]) -> Traced | Untraceable:
+        key = (fingerprint(stage.layers), inputs, undefined, modes())
+        if key in self._traces:
+            self._traces.move_to_end(key)
+            return self._traces[key]
+        self.num_traces += 1
+        joint = trace(stage.layers, [spec.example() for spec in inputs], undefined)
+        self._traces[key] = joint if isinstance(joint, Untraceable) else Traced(joint)
+        while len(self._traces) > self._limit:
+            self._traces.popitem(last=False)
+        return self._traces[key]
+
+
+def modes() -> Hashable:
+    """The global state that a program depends on."""
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    )
+    return torch.is_grad_enabled(), autocast, torch.get_num_threads()
+
+
+def budget_of(recompute: bool) -> float:
+    """The share of activations that a micro-batch saves."""
+    return FULL_RECOMPUTE if recompute else NO_RECOMPUTE

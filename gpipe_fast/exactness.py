@@ -1,0 +1,43 @@
+"""Whether a matrix product may add to its result in place without changing a bit."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def accumulates_exactly(a: Tensor, b: Tensor) -> bool:
+    """Whether ``addmm(c, a, b)`` has the bits of ``c + mm(a, b)`` for operands laid out like these.
+
+    A product kernel that sums a long inner dimension in blocks adds each block to the result, so that
+    ``(c + p1) + p2`` stands where ``c + (p1 + p2)`` should. Where the blocks end is the library's own
+    business, so the answer comes from trying it on random numbers, once per layout and thread count: a
+    different order of summation shows in thousands of elements.
+    """
+    if a.device.type != "cpu" or not a.is_floating_point() or 0 in (*a.shape, *b.shape):
+        return False
+    return _tried(_layout(a), _layout(b), a.dtype, torch.get_num_threads())
+
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return tuple(tensor.shape), tuple(tensor.stride())
+
+
+@functools.cache
+def _tried(a: _Layout, b: _Layout, dtype: torch.dtype, threads: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(layout: _Layout) -> Tensor:
+        tensor = torch.empty_strided(*layout, dtype=dtype)
+        return tensor.copy_(torch.randn(layout[0], generator=generator))
+
+    left, right = random(a), random(b)
+    total = torch.randn(a[0][0], b[0][1], generator=generator).to(dtype)
+    expected = total + left @ right
+    torch.addmm(total, left, right, out=total)
+    return torch.equal(total, expected)

@@ -1,0 +1,303 @@
+"""GPipe: the user's Sequential, trained as a pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gpipe_fast._extension import MiniBatch, StageRun
+from gpipe_fast.compile import CompiledStage, Compiler, Refusal, Spec, Stage, budget_of, modes
+from gpipe_fast.fingerprint import fingerprint
+from gpipe_fast.partition import cut_evenly
+from gpipe_fast.random import minibatch_key
+from gpipe_fast.trace import buffers_of, parameters_of
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+Device = torch.device | int | str
+
+
+class GPipe(nn.Module):
+    """Trains a sequence of layers as a pipeline of stages over micro-batches.
+
+    The numbers are those of ``torch.cat([module(c) for c in x.chunk(chunks)])``: outputs, gradients and
+    buffers, bit for bit on the CPU. Children, parameter names and ``state_dict`` are those of ``module``::
+
+        model = GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
+        loss_fn(model(x), y).backward()
+
+    Args:
+        module: the layers; they are not copied.
+        balance: layers per partition; by default an even cut by parameter count into one partition a device.
+        devices: one for each partition; by default CPU stages.
+        chunks: micro-batches per mini-batch; a mini-batch is cut as ``Tensor.chunk`` cuts it.
+        checkpoint: which micro-batches recompute their activations in the backward: ``'always'``,
+            ``'except_last'`` or ``'never'``. In eval mode none does.
+
+    Raises:
+        TypeError: ``module`` is not a ``Sequential``.
+        ValueError: ``balance``, ``chunks`` or ``checkpoint`` does not fit.
+        IndexError: there are fewer devices than partitions.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Sequence[int] | None = None,
+        *,
+        devices: Sequence[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+    ) -> None:
+        super().__init__()
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        if not isinstance(module, nn.Sequential):
+            raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
+        layers = list(module)
+        if len({id(layer) for layer in layers}) != len(layers):
+            raise ValueError("module with duplicate children is not supported")
+        self.balance = _balance(layers, balance, devices)
+        self.devices = _devices(devices, len(self.balance))
+        _refuse_ties_across(layers, self.balance)
+        for name, layer in module.named_children():
+            if hasattr(self, name):
+                raise ValueError(f"a layer named {name!r} would hide GPipe's own attribute; rename the layer")
+            self.add_module(name, layer)
+        self.train(module.training)
+        self._stages = _stages(layers, self.balance, self.devices)
+        self._compiler = Compiler()
+        self._compiled: OrderedDict[Any, list[CompiledStage]] = OrderedDict()
+
+    @property
+    def chunks(self) -> int:
+        """Micro-batches per mini-batch; may be set between calls."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        number = int(chunks)
+        if number <= 0:
+            raise ValueError(f"number of chunks must be positive integer, got {chunks}")
+        self._chunks = number
+
+    @property
+    def checkpoint(self) -> str:
+        """Which micro-batches recompute: 'always', 'except_last' or 'never'; may be set between calls."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str) -> None:
+        mode = str(checkpoint)
+        if mode not in CHECKPOINT_MODES:
+            raise ValueError(
+                f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}"
+            )
+        self._checkpoint = mode
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self._modules)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A layer by position; negative positions count from the end."""
+        if not isinstance(index, int):
+            raise TypeError(f"layers are indexed by integers, got {type(index).__name__}")
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers in order."""
+        return self.children()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Runs one mini-batch.
+
+        Args:
+            input: any dtype; its first dimension is cut into micro-batches.
+
+        Returns:
+            What the last layer returns for each micro-batch, concatenated along the first dimension.
+
+        Raises:
+            TypeError: ``input`` is not a tensor.
+            ValueError: ``input`` has no dimension to cut, or is not on the first stage's device.
+            RuntimeError: a stage cannot be traced; the message names the layer and the reason.
+        """
+        _check_input(input, self.devices)
+        if not self._stages:
+            return input
+        microbatches = input.chunk(self.chunks)
+        run = self._prepare(microbatches)
+        if not torch.is_grad_enabled():
+            return run.forward(microbatches)
+        parameters = [p for stage in run.stages for p in stage.parameters]
+        result: Tensor = _Step.apply(run, len(microbatches), input, *parameters)
+        return result
+
+    def _prepare(self, microbatches: Sequence[Tensor]) -> _Run:
+        """Programs for every stage and micro-batch; at most two signatures differ, the last being smaller."""
+        requires_grad = torch.is_grad_enabled() and microbatches[0].requires_grad
+        by_microbatch = [self._compile(Spec.of(m, requires_grad)) for m in microbatches]
+        training = self.training and torch.is_grad_enabled()
+        recompute = [training and self._recomputes(i, len(microbatches)) for i in range(len(microbatches))]
+        stages = [
+            StageRun(
+                parameters_of(stage.layers),
+                buffers_of(stage.layers),
+                stage.first_layer,
+                [
+                    compiled[j].run_pass(budget_of(r))
+                    for compiled, r in zip(by_microbatch, recompute, strict=True)
+                ],
+            )
+            for j, stage in enumerate(self._stages)
+        ]
+        return _Run(stages, by_microbatch[0][-1].outputs[0].requires_grad)
+
+    def _recomputes(self, microbatch: int, num_microbatches: int) -> bool:
+        if self.checkpoint == "except_last":
+            return microbatch < num_microbatches - 1
+        return self.checkpoint == "always"
+
+    def _compile(self, spec: Spec) -> list[CompiledStage]:
+        key = (spec, modes(), fingerprint(self))
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = self._compiler.compile(self._stages, (spec,))
+            if isinstance(compiled, Refusal):
+                raise RuntimeError(_explain(compiled, self._stages))
+            if len(compiled[-1].outputs) != 1:
+                raise RuntimeError(
+                    f"the last layer must return one tensor, it returns {len(compiled[-1].outputs)}"
+                )
+            found = self._compiled[key] = compiled
+            while len(self._compiled) > 32:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return found
+
+
+class _Run:
+    """The executor's side of one mini-batch."""
+
+    def __init__(self, stages: list[StageRun], differentiable: bool) -> None:
+        self.stages = stages
+        self.differentiable = differentiable
+        self.native = MiniBatch(stages, minibatch_key())
+        self.sizes: list[int] = []
+
+    def forward(self, microbatches: Sequence[Tensor]) -> Tensor:
+        outputs = self.native.forward([[m] for m in microbatches])
+        self.sizes = [len(o) for (o,) in outputs]
+        return torch.cat([o for (o,) in outputs])
+
+    def backward(self, gradient: Tensor, keep: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+        inputs, parameters = self.native.backward([[g] for g in gradient.split(self.sizes)], keep)
+        parts = [m[0] for m in inputs if m and m[0] is not None]
+        return torch.cat(parts) if parts else None, [p for stage in parameters for p in stage]
+
+
+class _Step(torch.autograd.Function):
+    """One mini-batch as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, num_microbatches: int, input: Tensor, *parameters: Tensor) -> Tensor:
+        # Saved so that autograd notices an in-place change of any of them before the backward.
+        ctx.save_for_backward(input, *parameters)
+        ctx.run = run
+        output = run.forward(input.chunk(num_microbatches))
+        if not run.differentiable:
+            ctx.mark_non_differentiable(output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        input_gradient, parameter_gradients = ctx.run.backward(gradient, keep)
+        return None, None, input_gradient, *parameter_gradients
+
+
+def _check_input(input: object, devices: Sequence[torch.device]) -> None:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"expected Tensor, but got {type(input)}")
+    if input.dim() == 0:
+        raise ValueError("the input has no dimension to cut into micro-batches, got a 0-dimensional tensor")
+    if devices and input.device != devices[0]:
+        raise ValueError(f"the input must be on the first stage's device {devices[0]}, got {input.device}")
+
+
+def _balance(
+    layers: Sequence[nn.Module], balance: Sequence[int] | None, devices: Sequence[Device] | None
+) -> list[int]:
+    if balance is None:
+        wanted = len(devices) if devices is not None else os.cpu_count() or 1
+        if not layers:
+            return []
+        costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        return cut_evenly(costs, max(1, min(wanted, len(layers))))
+    sizes = list(balance)
+    if sum(sizes) != len(layers):
+        raise ValueError(
+            f"module and sum of balance have different length (module: {len(layers)}, "
+            f"sum of balance: {sum(sizes)}); balance says how many layers each stage takes"
+        )
+    if any(size <= 0 for size in sizes):
+        raise ValueError(f"all balance numbers must be positive integer (balance: {sizes})")
+    return sizes
+
+
+def _devices(devices: Sequence[Device] | None, num_partitions: int) -> list[torch.device]:
+    if devices is None:
+        return [torch.device("cpu")] * num_partitions
+    if len(devices) < num_partitions:
+        raise IndexError(
+            "too few devices to hold given partitions "
+            f"(devices: {len(devices)}, partitions: {num_partitions})"
+        )
+    chosen = [torch.device(d) for d in devices][:num_partitions]
+    others = sorted({str(d) for d in chosen if d.type != "cpu"})
+    if others:
+        raise ValueError(
+            f"stages run on the CPU only so far, got devices {', '.join(others)}; pass devices=None"
+        )
+    return chosen
+
+
+def _refuse_ties_across(layers: Sequence[nn.Module], balance: Sequence[int]) -> None:
+    owner: dict[int, int] = {}
+    first = 0
+    for stage_index, size in enumerate(balance):
+        for parameter in parameters_of(layers[first : first + size]):
+            if owner.setdefault(id(parameter), stage_index) != stage_index:
+                raise ValueError(
+                    f"a parameter of shape {list(parameter.shape)} is shared by stages "
+                    f"{owner[id(parameter)]} and {stage_index}; keep the layers that share it in one stage"
+                )
+        first += size
+
+
+def _stages(
+    layers: Sequence[nn.Module], balance: Sequence[int], devices: Sequence[torch.device]
+) -> list[Stage]:
+    stages: list[Stage] = []
+    first = 0
+    for size, device in zip(balance, devices, strict=True):
+        stages.append(Stage(layers[first : first + size], first, device))
+        first += size
+    return stages
+
+
+def _explain(refusal: Refusal, stages: Sequence[Stage]) -> str:
+    stage, untraceable = stages[refusal.stage_index], refusal.untraceable
+    where = f"stage {refusal.stage_index}"
+    if untraceable.layer is not None:
+        layer = stage.layers[untraceable.layer]
+        where += f", layer {stage.first_layer + untraceable.layer} ({type(layer).__name__})"
+    return f"{where} cannot be traced faithfully: {untraceable.reason}"

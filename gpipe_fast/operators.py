@@ -1,0 +1,82 @@
+"""How an operator of a graph is called: its arguments in order, and a form that writes where it is told."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """An operator with its arguments in schema order.
+
+    Attributes:
+        op: the operator to call.
+        arguments: graph nodes, lists of them, and constants.
+        writes: None if the results are returned, else the positions of ``arguments`` that take the tensors
+            to write (they hold None until then).
+    """
+
+    op: OpOverload[Any, Any]
+    arguments: tuple[Any, ...]
+    writes: tuple[int, ...] | None
+
+
+def returning(node: fx.Node) -> OperatorCall:
+    """The call as the graph has it."""
+    op = node.target
+    assert isinstance(op, OpOverload)
+    return OperatorCall(op, _in_order(op, node), None)
+
+
+def writing(node: fx.Node) -> OperatorCall | None:
+    """The same call, its bits too, writing into tensors it is given; None if the operator cannot."""
+    op = node.target
+    assert isinstance(op, OpOverload)
+    arguments = _in_order(op, node)
+    if op in (aten.clone.default, aten._to_copy.default):
+        return OperatorCall(aten.copy_.default, (None, arguments[0], False), (0,))
+    if op is aten.relu.default:  # whose own kernel is clamp_min at zero
+        return OperatorCall(aten.clamp_min.out, (arguments[0], 0, None), (2,))
+    out = _out_variant(op)
+    if out is None:
+        return None
+    num_outs = len(op._schema.returns)
+    writes = tuple(range(len(arguments), len(arguments) + num_outs))
+    return OperatorCall(out, (*arguments, *[None] * num_outs), writes)
+
+
+def _in_order(op: OpOverload[Any, Any], node: fx.Node) -> tuple[Any, ...]:
+    given = dict(zip((a.name for a in op._schema.arguments), node.args, strict=False)) | node.kwargs
+    return tuple(given.get(a.name, a.default_value) for a in op._schema.arguments)
+
+
+@functools.cache
+def _out_variant(op: OpOverload[Any, Any]) -> OpOverload[Any, Any] | None:
+    """The overload that takes its results as arguments, if its kernel fills them itself.
+
+    PyTorch generates an out variant for every operator; the generated ones compute elsewhere and copy, and
+    are registered for all devices alike.
+    """
+    inputs = [(a.name, str(a.type)) for a in op._schema.arguments]
+    packet = op.overloadpacket
+    for name in packet.overloads():
+        out = getattr(packet, name)
+        written = [a for a in out._schema.arguments if a.is_out]
+        given = [(a.name, str(a.type)) for a in out._schema.arguments if not a.is_out]
+        fits = written and given == inputs and len(written) == len(op._schema.returns)
+        if fits and torch._C._dispatch_has_kernel_for_dispatch_key(out.name(), "CPU"):
+            return out  # type: ignore[no-any-return]
+    return None
+
+
+def is_pointwise(op: OpOverload[Any, Any]) -> bool:
+    """Whether each result element depends on the input elements at its own place alone."""
+    return torch.Tag.pointwise in op.tags or op in (aten.copy_.default, aten.clamp_min.out)
