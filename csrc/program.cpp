@@ -166,6 +166,15 @@ void Program::take_in(Slot slot, at::Tensor tensor) {
   set(slot, std::move(tensor));
 }
 
+// Some operators return an argument when they have nothing to do. What a program owns it may hand out or add to.
+at::Tensor Program::owned(at::Tensor tensor) const {
+  if (!tensor.defined()) return tensor;
+  const auto& storage = tensor.storage();
+  bool shared = storage.is_alias_of(arena_->storage());
+  for (Slot slot : inputs_) shared = shared || storage.is_alias_of(slots_[slot].storage());
+  return shared ? tensor.clone() : tensor;
+}
+
 void Program::repoint(Slot slot) {
   const at::Tensor& base = slots_[slot];
   if (!base.defined()) return;
@@ -258,7 +267,7 @@ void Program::execute(const Step& step) {
     case Step::Kind::call_returning:
       step.op->call(returned_);
       for (size_t i = 0; i < step.slots.size(); ++i) {
-        if (step.slots[i]) take_in(*step.slots[i], std::move(returned_.at(i)));
+        if (step.slots[i]) take_in(*step.slots[i], owned(std::move(returned_.at(i))));
       }
       returned_.clear();
       break;

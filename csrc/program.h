@@ -130,6 +130,7 @@ class Program {
   at::Tensor make(const Layout& layout) const;
   void set(Slot slot, at::Tensor tensor);
   void take_in(Slot slot, at::Tensor tensor);
+  at::Tensor owned(at::Tensor tensor) const;
   void repoint(Slot slot);
   void release(Slot slot);
   at::Tensor hand_out(Slot slot) const;

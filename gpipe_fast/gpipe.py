@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from gpipe_fast._extension import MiniBatch, StageRun
+from gpipe_fast._extension import StageRun
 from gpipe_fast.compile import CompiledStage, Compiler, Refusal, Spec, Stage, budget_of, modes
 from gpipe_fast.fingerprint import fingerprint
 from gpipe_fast.partition import cut_evenly
-from gpipe_fast.random import minibatch_key
+from gpipe_fast.step import Run, Step
 from gpipe_fast.trace import buffers_of, parameters_of
+
+# Signatures whose programs a module remembers.
+_SIGNATURES = 32
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 Device = torch.device | int | str
@@ -70,9 +72,20 @@ class GPipe(nn.Module):
                 raise ValueError(f"a layer named {name!r} would hide GPipe's own attribute; rename the layer")
             self.add_module(name, layer)
         self.train(module.training)
-        self._stages = _stages(layers, self.balance, self.devices)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stages = _stages(list(self), self.balance, self.devices)
         self._compiler = Compiler()
-        self._compiled: OrderedDict[Any, list[CompiledStage]] = OrderedDict()
+        self._compiled: OrderedDict[Hashable, list[CompiledStage]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copying and pickling keep: all but programs, which are made again when needed."""
+        return {k: v for k, v in vars(self).items() if k not in ("_stages", "_compiler", "_compiled")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._begin()
 
     @property
     def chunks(self) -> int:
@@ -136,13 +149,17 @@ class GPipe(nn.Module):
         if not torch.is_grad_enabled():
             return run.forward(microbatches)
         parameters = [p for stage in run.stages for p in stage.parameters]
-        result: Tensor = _Step.apply(run, len(microbatches), input, *parameters)
+        result: Tensor = Step.apply(run, len(microbatches), input, *parameters)
         return result
 
-    def _prepare(self, microbatches: Sequence[Tensor]) -> _Run:
-        """Programs for every stage and micro-batch; at most two signatures differ, the last being smaller."""
+    def _prepare(self, microbatches: Sequence[Tensor]) -> Run:
+        """Programs for every stage and micro-batch."""
         requires_grad = torch.is_grad_enabled() and microbatches[0].requires_grad
-        by_microbatch = [self._compile(Spec.of(m, requires_grad)) for m in microbatches]
+        context = (modes(), fingerprint(self.children()))
+        # Only the last micro-batch can differ from the first.
+        full = self._compile(Spec.of(microbatches[0], requires_grad), context)
+        last = self._compile(Spec.of(microbatches[-1], requires_grad), context)
+        by_microbatch = [full] * (len(microbatches) - 1) + [last]
         training = self.training and torch.is_grad_enabled()
         recompute = [training and self._recomputes(i, len(microbatches)) for i in range(len(microbatches))]
         stages = [
@@ -157,15 +174,15 @@ class GPipe(nn.Module):
             )
             for j, stage in enumerate(self._stages)
         ]
-        return _Run(stages, by_microbatch[0][-1].outputs[0].requires_grad)
+        return Run(stages, last[-1].outputs[0].requires_grad)
 
     def _recomputes(self, microbatch: int, num_microbatches: int) -> bool:
         if self.checkpoint == "except_last":
             return microbatch < num_microbatches - 1
         return self.checkpoint == "always"
 
-    def _compile(self, spec: Spec) -> list[CompiledStage]:
-        key = (spec, modes(), fingerprint(self))
+    def _compile(self, spec: Spec, context: Hashable) -> list[CompiledStage]:
+        key = (spec, context)
         found = self._compiled.get(key)
         if found is None:
             compiled = self._compiler.compile(self._stages, (spec,))
@@ -176,52 +193,10 @@ class GPipe(nn.Module):
                     f"the last layer must return one tensor, it returns {len(compiled[-1].outputs)}"
                 )
             found = self._compiled[key] = compiled
-            while len(self._compiled) > 32:
+            while len(self._compiled) > _SIGNATURES:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
         return found
-
-
-class _Run:
-    """The executor's side of one mini-batch."""
-
-    def __init__(self, stages: list[StageRun], differentiable: bool) -> None:
-        self.stages = stages
-        self.differentiable = differentiable
-        self.native = MiniBatch(stages, minibatch_key())
-        self.sizes: list[int] = []
-
-    def forward(self, microbatches: Sequence[Tensor]) -> Tensor:
-        outputs = self.native.forward([[m] for m in microbatches])
-        self.sizes = [len(o) for (o,) in outputs]
-        return torch.cat([o for (o,) in outputs])
-
-    def backward(self, gradient: Tensor, keep: bool) -> tuple[Tensor | None, list[Tensor | None]]:
-        inputs, parameters = self.native.backward([[g] for g in gradient.split(self.sizes)], keep)
-        parts = [m[0] for m in inputs if m and m[0] is not None]
-        return torch.cat(parts) if parts else None, [p for stage in parameters for p in stage]
-
-
-class _Step(torch.autograd.Function):
-    """One mini-batch as one node of the autograd graph."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, num_microbatches: int, input: Tensor, *parameters: Tensor) -> Tensor:
-        # Saved so that autograd notices an in-place change of any of them before the backward.
-        ctx.save_for_backward(input, *parameters)
-        ctx.run = run
-        output = run.forward(input.chunk(num_microbatches))
-        if not run.differentiable:
-            ctx.mark_non_differentiable(output)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        input_gradient, parameter_gradients = ctx.run.backward(gradient, keep)
-        return None, None, input_gradient, *parameter_gradients
 
 
 def _check_input(input: object, devices: Sequence[torch.device]) -> None:

@@ -14,6 +14,7 @@ For ``backward_recompute`` of Linear, ReLU, Linear, the joint graph's 20 nodes b
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -22,11 +23,12 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_fast._extension import When
-from gpipe_fast.alias import Source, count_reads, source_of
-from gpipe_fast.arena import Lifetime, lay_out
+from gpipe_fast.alias import Source, source_of
 from gpipe_fast.exactness import accumulates_exactly
-from gpipe_fast.operators import OperatorCall, is_pointwise, returning, writing
-from gpipe_fast.program import Accumulate, Call, Home, Make, Program, Ref, Release, Step, Take, Value
+from gpipe_fast.gradients import Gradient, contributions, is_dense, only_leads_to
+from gpipe_fast.operators import OperatorCall, returning, writing
+from gpipe_fast.placement import place
+from gpipe_fast.program import Accumulate, Call, Home, Make, Program, Ref, Take, Value
 from gpipe_fast.split import StageGraph
 from gpipe_fast.trace import Role, layer_of
 
@@ -56,7 +58,7 @@ class _Lowering:
         self.program = Program(graph.name)
         self.index: dict[fx.Node, int] = {}  # base -> value
         self.views: dict[tuple[Any, ...], int] = {}
-        self.gradient_of: dict[fx.Node, _Gradient] = {}  # base written straight into an accumulator -> which
+        self.gradient_of: dict[fx.Node, Gradient] = {}  # base written straight into an accumulator -> which
         self.lasting: set[fx.Node] = set()  # bases that leave the program
 
     def run(self) -> Program:
@@ -64,22 +66,25 @@ class _Lowering:
         self._add_placeholders()
         results = [n for n in self.graph.outputs if n.port.role is not Role.PARAMETER_GRADIENT]
         gradients = [
-            _Gradient(n.port.index, n.node)
+            Gradient(n.port.index, n.node)
             for n in self.graph.outputs
             if n.port.role is Role.PARAMETER_GRADIENT
         ]
         self.lasting = {self.sources[n.node].base for n in results}
-        if not self.plain:
-            self._choose_written_gradients(gradients)
+        for gradient in gradients:
+            gradient.parts = self._contributions(gradient)
+            if not self.plain:
+                self._choose_written(gradient)
+        due = self._due(gradients)
         for node in self.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
                 self._add_call(node)
-        for gradient in gradients:
-            self._finish_gradient(gradient)
+            for gradient in due.get(node, ()):
+                self._finish_gradient(gradient)
         program.gradients = tuple(g.index for g in gradients)
         program.outputs = tuple(n.port for n in results)
         program.results = [self._result(n.node, n.port.role) for n in results]
-        _place(program)
+        place(program)
         return program
 
     # Values
@@ -201,49 +206,42 @@ class _Lowering:
         # What a step or the user changes in place later must not be what was handed out before.
         changes = source.home in (Home.PARAMETER, Home.CONSTANT) or _is_buffer(base, self.graph)
         shared = source.home is Home.INPUT and role in (Role.BUFFER, Role.SAVED)
-        whole = source.home is Home.INPUT or _count(source) == node.meta["val"].numel()
+        whole = source.home is Home.INPUT or math.prod(source.sizes) == node.meta["val"].numel()
         if (changes or shared or not whole) and not self.plain:
             return self._copied(f"{node.name}_copy", value, node.meta["val"])
         return value
 
     # Gradients of parameters
 
-    def _choose_written_gradients(self, gradients: list[_Gradient]) -> None:
-        """Finds those whose first contribution an operator can write into the accumulator itself."""
+    def _contributions(self, gradient: Gradient) -> list[fx.Node]:
+        if self.plain:
+            return [gradient.node]
+        return contributions(gradient.node, self.graph.parameter_uses.get(gradient.index, 1))
+
+    def _choose_written(self, gradient: Gradient) -> None:
+        """Notes whether an operator can write the first contribution into the accumulator itself."""
+        part = gradient.parts[0]
+        base, offset = self.sources[part]
+        value, like = base.meta.get("val"), part.meta["val"]
+        if base.op != "call_function" or base.target is operator.getitem or not isinstance(value, Tensor):
+            return
+        whole = offset == 0 and value.numel() == like.numel() and value.dtype == like.dtype
+        alone = base not in self.lasting and base not in self.gradient_of and only_leads_to(base, part)
+        if whole and is_dense(value) and alone and writing(base) is not None:
+            self.gradient_of[base] = gradient
+
+    def _due(self, gradients: list[Gradient]) -> dict[fx.Node, list[Gradient]]:
+        """After which node the last contribution to each gradient has been made."""
+        order = {node: position for position, node in enumerate(self.nodes)}
+        due: dict[fx.Node, list[Gradient]] = {}
         for gradient in gradients:
-            gradient.parts = _contributions(gradient.node, self._uses_of_parameter(gradient.index))
-            part = gradient.parts[0]
-            base, offset = self.sources[part]
-            value = base.meta.get("val")
-            if base.op != "call_function" or base.target is operator.getitem or not isinstance(value, Tensor):
-                continue
-            whole = offset == 0 and value.numel() == part.meta["val"].numel() and _is_dense(value)
-            alone = (
-                base not in self.lasting and base not in self.gradient_of and self._only_leads_to(base, part)
-            )
-            if whole and alone and value.dtype == part.meta["val"].dtype and writing(base) is not None:
-                self.gradient_of[base] = gradient
+            bases = [self.sources[part].base for part in gradient.parts]
+            made = [b.args[0] if b.target is operator.getitem else b for b in bases]
+            last = max((m for m in made if isinstance(m, fx.Node)), key=order.__getitem__)
+            due.setdefault(last, []).append(gradient)
+        return due
 
-    def _uses_of_parameter(self, index: int) -> int:
-        return self.graph.parameter_uses.get(index, 1)
-
-    def _only_leads_to(self, base: fx.Node, part: fx.Node) -> bool:
-        """Whether nothing reads ``base`` but views on the way to ``part``, read once as a gradient."""
-        pending, seen = [base], {base}
-        while pending:
-            node = pending.pop()
-            for user in node.users:
-                if node is part:
-                    if sum(count_reads(u, part) for u in part.users) > 1:
-                        return False
-                elif self.sources[user].base is not base:
-                    return False
-                elif user not in seen:
-                    seen.add(user)
-                    pending.append(user)
-        return part in seen
-
-    def _add_written_gradient(self, node: fx.Node, gradient: _Gradient) -> None:
+    def _add_written_gradient(self, node: fx.Node, gradient: Gradient) -> None:
         steps = self.program.steps
         part, like = gradient.parts[0], node.meta["val"]
         gradient.value = self._add(
@@ -263,64 +261,35 @@ class _Lowering:
             steps.append(Accumulate(target, self.index[node], When.LATER))
         self.index.setdefault(node, target)
 
-    def _finish_gradient(self, gradient: _Gradient) -> None:
+    def _finish_gradient(self, gradient: Gradient) -> None:
         """Adds what no operator has written: whole gradients, and further uses of tied parameters."""
         steps = self.program.steps
-        parts = gradient.parts or [gradient.node]
         if gradient.value is None:
-            part = parts[0]
+            part = gradient.parts[0]
             value, like = self._value(part), part.meta["val"]
             base = self.sources[part].base
             home = self.program.values[self.index[base]].home
-            lone = self._only_leads_to(base, part) and base not in self.lasting
+            lone = only_leads_to(base, part) and base not in self.lasting
             if (
                 home is Home.RESULT
                 and lone
-                and _is_dense(like)
-                and _count(self.program.values[self.index[base]]) == like.numel()
+                and is_dense(like)
+                and math.prod(self.program.values[self.index[base]].sizes) == like.numel()
             ):
                 gradient.value = self._add(
                     f"grad_{gradient.index}", Home.ACCUMULATOR, like, index=gradient.index
                 )
                 steps.append(Take(gradient.value, value))
             else:
-                dense = like if _is_dense(like) else torch.empty(like.shape, dtype=like.dtype, device="meta")
+                dense = like if is_dense(like) else torch.empty(like.shape, dtype=like.dtype, device="meta")
                 gradient.value = self._add(
                     f"grad_{gradient.index}", Home.ACCUMULATOR, dense, index=gradient.index
                 )
                 steps.append(Make(gradient.value, When.FIRST))
                 steps.append(_copy(gradient.value, value, When.FIRST))
             steps.append(Accumulate(gradient.value, value, When.LATER))
-        for part in parts[1:]:
+        for part in gradient.parts[1:]:
             steps.append(Accumulate(gradient.value, self._value(part), When.ALWAYS))
-
-
-class _Gradient:
-    """The gradient of one parameter on its way into the accumulator."""
-
-    def __init__(self, index: int, node: fx.Node) -> None:
-        self.index = index
-        self.node = node
-        self.parts: list[fx.Node] = []
-        self.value: int | None = None
-
-
-def _contributions(node: fx.Node, uses: int) -> list[fx.Node]:
-    """The terms of a gradient that autograd summed, in its order.
-
-    Autograd adds the gradient of each use of a parameter to one running sum over all micro-batches; adding
-    up within a micro-batch first would round differently.
-    """
-    parts: list[fx.Node] = []
-    while (
-        len(parts) + 1 < uses and node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1
-    ):
-        left, right = node.args
-        if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
-            break
-        parts.append(right)
-        node = left
-    return [node, *reversed(parts)]
 
 
 def _copy(target: int, value: int, when: When) -> Call:
@@ -329,99 +298,3 @@ def _copy(target: int, value: int, when: When) -> Call:
 
 def _is_buffer(node: fx.Node, graph: StageGraph) -> bool:
     return any(n.node is node and n.port.role is Role.BUFFER for n in graph.inputs)
-
-
-def _count(value: Value) -> int:
-    count = 1
-    for size in value.sizes:
-        count *= size
-    return count
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a block of memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(
-        (st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-# Placement
-
-
-def _place(program: Program) -> None:
-    """Gives arena values their offsets and drops the others after their last use."""
-    values, steps = program.values, program.steps
-    base_of = [v.index if v.home is Home.VIEW else i for i, v in enumerate(values)]
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for position, step in enumerate(steps):
-        for used in _used(step):
-            first.setdefault(base_of[used], position)
-            last[base_of[used]] = position
-    kept = {base_of[r] for r in program.results}
-
-    lifetimes = {
-        i: Lifetime(_bytes(v), first[i], last[i], _reusable(program, steps[first[i]], i, base_of))
-        for i, v in enumerate(values)
-        if v.home is Home.ARENA and i in first
-    }
-    offsets, program.arena_bytes = lay_out(lifetimes)
-    for i, offset in offsets.items():
-        v = values[i]
-        values[i] = Value(v.name, v.home, v.sizes, v.strides, v.dtype, offset)
-
-    ends: dict[int, list[int]] = {}
-    for i, v in enumerate(values):
-        if v.home in (Home.FRESH, Home.RESULT) and i in last and i not in kept:
-            ends.setdefault(last[i], []).append(i)
-    program.steps = [
-        s
-        for position, step in enumerate(steps)
-        for s in (step, *(Release(v) for v in ends.get(position, ())))
-    ]
-
-
-def _used(step: Step) -> list[int]:
-    match step:
-        case Call(_, arguments, results):
-            return [*_refs(arguments), *(r for r in results or () if r is not None)]
-        case Make(value) | Release(value):
-            return [value]
-        case Accumulate(accumulator, value) | Take(accumulator, value):
-            return [accumulator, value]
-
-
-def _refs(argument: Any) -> list[int]:
-    if isinstance(argument, Ref):
-        return [argument.value]
-    if isinstance(argument, (list, tuple)):
-        return [r for a in argument for r in _refs(a)]
-    return []
-
-
-def _reusable(program: Program, step: Step, value: int, base_of: list[int]) -> tuple[int, ...]:
-    """Arguments of an element-by-element call whose memory its result may take over."""
-    if not isinstance(step, Call) or step.results is not None or not is_pointwise(step.op):
-        return ()
-    refs = [r for r in _refs(step.arguments) if r != value]
-    own = program.values[value]
-    found = []
-    for ref in refs:
-        other = program.values[ref]
-        same = (other.sizes, other.strides, other.dtype) == (own.sizes, own.strides, own.dtype)
-        # Another view of the same memory might be read after it was overwritten.
-        if same and other.home is Home.ARENA and all(r == ref for r in refs if base_of[r] == ref):
-            found.append(ref)
-    return tuple(found)
-
-
-def _bytes(value: Value) -> int:
-    if not _count(value):
-        return 0
-    span = 1 + sum((size - 1) * stride for size, stride in zip(value.sizes, value.strides, strict=True))
-    return span * value.dtype.itemsize

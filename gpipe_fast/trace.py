@@ -260,6 +260,8 @@ def _refuse_graph(module: fx.GraphModule) -> Untraceable | None:
             continue
         if _draws(node, node.target):
             return Untraceable(layer, f"{node.target} draws outside the forward of a layer")
+        if not node.target._schema.returns:
+            return Untraceable(layer, f"{node.target} returns nothing: it acts by a side effect")
         if node.target._schema.is_mutable:
             return Untraceable(
                 layer, f"{node.target} changes a tensor that is neither a buffer nor made by the layer"

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench` runs them, prints their tables and keeps them in bench/results."""

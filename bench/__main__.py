@@ -1,0 +1,28 @@
+"""`python -m bench [name ...]`: runs the benchmarks, all by default."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+BENCHMARKS = {
+    "draws": "keyed random draws against PyTorch's own",
+    "execution": "one stage's programs against eager autograd and boxed dispatch",
+    "tracing": "seconds to trace and lower GPT blocks",
+}
+
+
+def main() -> None:
+    names = ", ".join(f"{name} ({what})" for name, what in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("name", nargs="*", help=f"which to run; by default all: {names}")
+    wanted = parser.parse_args().name or list(BENCHMARKS)
+    unknown = [name for name in wanted if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    for name in wanted:
+        importlib.import_module(f"bench.{name}").main()
+
+
+if __name__ == "__main__":
+    main()

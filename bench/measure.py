@@ -1,0 +1,91 @@
+"""Times candidates alternately in one run, and reports them with the machine they ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per call: the median and the 20th and 80th percentiles."""
+
+    median: float
+    p20: float
+    p80: float
+
+    def __str__(self) -> str:
+        digits = 1 if self.median < 1000 else 0
+        return f"{self.median:.{digits}f} [{self.p20:.{digits}f}, {self.p80:.{digits}f}]"
+
+
+def alternate(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1
+) -> dict[str, Timing]:
+    """Times every candidate once a round, so that a slow spell of the machine meets them all.
+
+    Args:
+        candidates: what to call, by name.
+        rounds: samples of each; one more comes first and is dropped.
+        calls: calls per sample.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for round_index in range(rounds + 1):
+        for name, candidate in candidates.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                candidate()
+            if round_index:
+                samples[name].append((time.perf_counter() - start) / calls * 1e6)
+    return {name: _timing(times) for name, times in samples.items()}
+
+
+def _timing(times: Sequence[float]) -> Timing:
+    cuts = statistics.quantiles(times, n=10) if len(times) > 1 else [times[0]] * 9
+    return Timing(statistics.median(times), cuts[1], cuts[7])
+
+
+def machine() -> str:
+    """Processor, versions, threads and commit, in one line."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return (
+        f"{model}, {os.cpu_count()} cores{gpu}; "
+        f"Python {platform.python_version()}, torch {torch.__version__}; "
+        f"{torch.get_num_threads()} intra-op threads; commit {_commit()}"
+    )
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
+        return done.stdout.strip()
+
+    changed = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + changed
+
+
+def report(
+    name: str, title: str, headers: Sequence[str], rows: Iterable[Sequence[object]], note: str = ""
+) -> None:
+    """Prints a table with the machine line and keeps it as ``bench/results/<name>.md``."""
+    table = tabulate(list(rows), headers=headers, tablefmt="github", floatfmt=".2f")
+    text = f"# {title}\n\n{machine()}.\n{note}\n{table}\n"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)
+    print(text, flush=True)

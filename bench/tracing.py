@@ -1,0 +1,75 @@
+"""What it costs to trace, split and lower a stage, and what equal stages cost together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from bench.measure import report
+from bench.models import blocks
+from gpipe_fast.compile import Compiler, Refusal, Spec, Stage, budget_of
+from gpipe_fast.lower import lower
+from gpipe_fast.split import FULL_RECOMPUTE, split
+from gpipe_fast.trace import Untraceable, trace
+
+CPU = torch.device("cpu")
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def one_stage(count: int) -> list[object]:
+    """Seconds to make the programs of one stage of ``count`` blocks."""
+    layers, input = blocks(count), torch.randn(2, 128, 256, requires_grad=True)
+    start = time.perf_counter()
+    joint = trace(layers, [input])
+    traced = time.perf_counter()
+    assert not isinstance(joint, Untraceable), joint
+    parts = split(joint, FULL_RECOMPUTE)
+    assert parts.backward is not None
+    programs = [lower(parts.forward), lower(parts.backward)]
+    lowered = time.perf_counter()
+    steps = sum(len(p.steps) for p in programs)
+    return [f"1 stage of {count}", 1, traced - start, lowered - traced, steps]
+
+
+def equal_stages(count: int, num_stages: int) -> list[object]:
+    """Seconds for a pipeline of ``num_stages`` equal stages: the first pays, the others find its work."""
+    per_stage = count // num_stages
+    layers = blocks(count)
+    stages = [
+        Stage(layers[i * per_stage : (i + 1) * per_stage], i * per_stage, CPU) for i in range(num_stages)
+    ]
+    compiler = Compiler()
+    start = time.perf_counter()
+    compiled = compiler.compile(stages, (Spec.of(torch.randn(2, 128, 256), True),))
+    traced = time.perf_counter()
+    assert not isinstance(compiled, Refusal), compiled
+    for stage in compiled:
+        stage.run_pass(budget_of(recompute=True))
+    lowered = time.perf_counter()
+    name = f"{num_stages} stages of {per_stage}"
+    return [name, compiler.num_traces, traced - start, lowered - traced, ""]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    trace(blocks(1), [torch.randn(2, 128, 256)])  # what PyTorch imports and registers once per process
+    rows = [one_stage(count) for count in (2, 8, 24)]
+    rows += [equal_stages(24, num_stages) for num_stages in (2, 4, 12)]
+    report(
+        "tracing",
+        "Tracing and lowering GPT blocks of width 256",
+        ["blocks", "traces", "trace, s", "split and lower, s", "steps"],
+        rows,
+        "Full recompute. In the lower rows one pipeline of 24 blocks is compiled, building included.\n",
+    )
+
+
+if __name__ == "__main__":
+    main()

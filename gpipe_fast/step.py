@@ -1,0 +1,59 @@
+"""One mini-batch through the executor, as one node of the autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gpipe_fast._extension import MiniBatch, StageRun
+from gpipe_fast.random import minibatch_key
+
+
+class Run:
+    """The executor's side of one mini-batch."""
+
+    def __init__(self, stages: list[StageRun], differentiable: bool) -> None:
+        self.stages = stages
+        self.differentiable = differentiable
+        self.native = MiniBatch(stages, minibatch_key())
+        self.sizes: list[int] = []
+
+    def forward(self, microbatches: Sequence[Tensor]) -> Tensor:
+        """Runs all stages on all micro-batches and joins what comes out."""
+        outputs = self.native.forward([[m] for m in microbatches])
+        self.sizes = [len(o) for (o,) in outputs]
+        return torch.cat([o for (o,) in outputs])
+
+    def backward(self, gradient: Tensor, keep: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The gradients of the input and of every parameter; ``keep`` allows another backward."""
+        inputs, parameters = self.native.backward([[g] for g in gradient.split(self.sizes)], keep)
+        parts = [m[0] for m in inputs if m and m[0] is not None]
+        return torch.cat(parts) if parts else None, [p for stage in parameters for p in stage]
+
+
+class Step(torch.autograd.Function):
+    """One mini-batch as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, num_microbatches: int, input: Tensor, *parameters: Tensor) -> Tensor:
+        """Cuts the input, so that its gradient is one tensor."""
+        # Saved so that autograd notices an in-place change of any of them before the backward.
+        ctx.save_for_backward(input, *parameters)
+        ctx.run = run
+        output = run.forward(input.chunk(num_microbatches))
+        if not run.differentiable:
+            ctx.mark_non_differentiable(output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """As ``Run.backward``, after autograd's check that nothing was changed in place."""
+        _ = ctx.saved_tensors
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        input_gradient, parameter_gradients = ctx.run.backward(gradient, keep)
+        return None, None, input_gradient, *parameter_gradients
