@@ -21,6 +21,9 @@ def accumulates_exactly(a: Tensor, b: Tensor) -> bool:
     return _tried(_layout(a), _layout(b), a.dtype, torch.get_num_threads())
 
 
+# Results to compare before the order of summation counts as the same.
+_ELEMENTS = 512
+
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -34,10 +37,15 @@ def _tried(a: _Layout, b: _Layout, dtype: torch.dtype, threads: int) -> bool:
 
     def random(layout: _Layout) -> Tensor:
         tensor = torch.empty_strided(*layout, dtype=dtype)
-        return tensor.copy_(torch.randn(layout[0], generator=generator))
+        # In float64, or products of float64 operands would not round at all.
+        return tensor.copy_(torch.randn(layout[0], generator=generator, dtype=torch.float64))
 
-    left, right = random(a), random(b)
-    total = torch.randn(a[0][0], b[0][1], generator=generator).to(dtype)
-    expected = total + left @ right
-    torch.addmm(total, left, right, out=total)
-    return torch.equal(total, expected)
+    # One trial of a small product could come out equal by chance.
+    for _ in range(-(-_ELEMENTS // (a[0][0] * b[0][1]))):
+        left, right = random(a), random(b)
+        total = torch.randn(a[0][0], b[0][1], generator=generator, dtype=torch.float64).to(dtype)
+        expected = total + left @ right
+        torch.addmm(total, left, right, out=total)
+        if not torch.equal(total, expected):
+            return False
+    return True

@@ -80,7 +80,8 @@ class _Walk:
         if isinstance(value, nn.Module):
             return self.module(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return (type(value), self.attribute(vars(value)))
+            fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+            return (type(value), self.attribute(fields))
         return _Identity(value)
 
     def module(self, module: nn.Module | None) -> Hashable:
@@ -122,7 +123,7 @@ def snapshot(layers: Iterable[nn.Module]) -> Callable[[], list[str]]:
     Parameters and buffers are put back without being named: tracing swaps them, and ties confuse it.
     """
     noted = [
-        (name, module, {k: (v, _copy(v)) for k, v in vars(module).items()})
+        (name, module, {k: (v, _copies(v, {})) for k, v in vars(module).items()})
         for index, layer in enumerate(layers)
         for name, module in layer.named_modules(prefix=str(index))
     ]
@@ -134,9 +135,11 @@ def snapshot(layers: Iterable[nn.Module]) -> Callable[[], list[str]]:
             for key in [k for k in state if k not in before]:
                 del state[key]
                 changed.append(f"{name}.{key}")
-            for key, (value, copied) in before.items():
-                if state.get(key, restore) is not value or not _same(value, copied):
-                    _put_back(value, copied)
+            for key, (value, copies) in before.items():
+                mutated = [(c, copied) for c, copied in copies.values() if not _same(c, copied)]
+                for container, copied in mutated:
+                    _put_back(container, copied)
+                if mutated or state.get(key, restore) is not value:
                     state[key] = value
                     if key not in _OWN:
                         changed.append(f"{name}.{key}")
@@ -145,8 +148,15 @@ def snapshot(layers: Iterable[nn.Module]) -> Callable[[], list[str]]:
     return restore
 
 
-def _copy(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict, set)) else value
+def _copies(value: Any, found: dict[int, tuple[Any, Any]]) -> dict[int, tuple[Any, Any]]:
+    """Every container within ``value``, itself included, beside a copy, by identity."""
+    if isinstance(value, (list, dict, set)) and id(value) not in found:
+        found[id(value)] = (value, value.copy())
+    elif not isinstance(value, tuple):
+        return found
+    for item in value.values() if isinstance(value, dict) else value:
+        _copies(item, found)
+    return found
 
 
 def _same(value: Any, copied: Any) -> bool:
