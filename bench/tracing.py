@@ -11,8 +11,9 @@ from bench.measure import report
 from bench.models import blocks
 from gpipe_fast.compile import Compiler, Refusal, Spec, Stage, budget_of
 from gpipe_fast.lower import lower
+from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, split
-from gpipe_fast.trace import Untraceable, trace
+from gpipe_fast.trace import trace
 
 CPU = torch.device("cpu")
 
@@ -47,10 +48,10 @@ def equal_stages(count: int, num_stages: int) -> list[object]:
     ]
     compiler = Compiler()
     start = time.perf_counter()
-    compiled = compiler.compile(stages, (Spec.of(torch.randn(2, 128, 256), True),))
+    compiled = compiler.compile(stages, [(Spec.of(torch.randn(2, 128, 256), True),)])
     traced = time.perf_counter()
     assert not isinstance(compiled, Refusal), compiled
-    for stage in compiled:
+    for stage in compiled[0]:
         stage.run_pass(budget_of(recompute=True))
     lowered = time.perf_counter()
     name = f"{num_stages} stages of {per_stage}"

@@ -41,7 +41,8 @@ Argument to_argument(Program& program, py::handle object, const c10::TypePtr& ty
     }
     return tensors;
   }
-  const bool number = py::isinstance<py::int_>(object) || py::isinstance<py::float_>(object);
+  const bool number = py::isinstance<py::int_>(object) || py::isinstance<py::float_>(object) ||
+                      PyComplex_Check(object.ptr());
   if (type->kind() == c10::TypeKind::TensorType && number) {
     // As eager does with `tensor + 1`: a number does not widen the result's dtype.
     at::Tensor tensor = at::scalar_to_tensor(torch::jit::toIValue(object, c10::NumberType::get()).toScalar());
@@ -105,7 +106,7 @@ void bind_program(py::module_& m) {
       .def_property_readonly("bytes", &Arena::bytes);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<std::shared_ptr<Arena>, at::Device>(), py::arg("arena"), py::arg("device"))
-      .def("add_input", &Program::add_input)
+      .def("add_input", &Program::add_input, py::arg("layout"), py::arg("any_dtype") = false)
       .def("add_parameter", &Program::add_parameter)
       .def("add_constant", &Program::add_constant)
       .def("add_accumulator", &Program::add_accumulator)

@@ -58,9 +58,9 @@ Slot Program::add_value(Layout layout, at::Tensor tensor) {
   return static_cast<Slot>(slots_.size()) - 1;
 }
 
-Slot Program::add_input(Layout layout) {
+Slot Program::add_input(Layout layout, bool any_dtype) {
   Slot slot = add_value(std::move(layout), {});
-  inputs_.push_back(slot);
+  inputs_.push_back({slot, any_dtype});
   of_this_run_.push_back(slot);
   return slot;
 }
@@ -151,6 +151,18 @@ void Program::set(Slot slot, at::Tensor tensor) {
   repoint(slot);
 }
 
+// What an operator returns, and what comes in, may be laid out, or for statistics typed, otherwise than tracing
+// foresaw. Operators read it as they would in eager mode; only views, whose strides were computed ahead, need what was
+// foreseen.
+void Program::take_result(Slot slot, at::Tensor tensor) {
+  const Value& value = values_[slot];
+  if (value.views.empty() && tensor.defined() && tensor.sizes() == value.layout.sizes) {
+    slots_[slot] = std::move(tensor);
+  } else {
+    take_in(slot, std::move(tensor));
+  }
+}
+
 // A tensor of another layout than the one lowered for is copied into that layout: every stride that follows
 // from it was computed ahead.
 void Program::take_in(Slot slot, at::Tensor tensor) {
@@ -171,7 +183,7 @@ at::Tensor Program::owned(at::Tensor tensor) const {
   if (!tensor.defined()) return tensor;
   const auto& storage = tensor.storage();
   bool shared = storage.is_alias_of(arena_->storage());
-  for (Slot slot : inputs_) shared = shared || storage.is_alias_of(slots_[slot].storage());
+  for (const Input& input : inputs_) shared = shared || storage.is_alias_of(slots_[input.slot].storage());
   return shared ? tensor.clone() : tensor;
 }
 
@@ -236,7 +248,11 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs,
     }
     arena_generation_ = arena_->generation();
   }
-  for (size_t i = 0; i < inputs.size(); ++i) take_in(inputs_[i], inputs[i]);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Input& input = inputs_[i];
+    const bool fits = input.any_dtype || inputs[i].scalar_type() == values_[input.slot].layout.dtype;
+    fits ? take_result(input.slot, inputs[i]) : take_in(input.slot, inputs[i]);
+  }
   if (!first) {
     for (const Indexed& accumulator : accumulators_) {
       at::Tensor& tensor = accumulators.at(accumulator.index);
@@ -267,7 +283,7 @@ void Program::execute(const Step& step) {
     case Step::Kind::call_returning:
       step.op->call(returned_);
       for (size_t i = 0; i < step.slots.size(); ++i) {
-        if (step.slots[i]) take_in(*step.slots[i], owned(std::move(returned_.at(i))));
+        if (step.slots[i]) take_result(*step.slots[i], owned(std::move(returned_.at(i))));
       }
       returned_.clear();
       break;

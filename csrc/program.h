@@ -60,7 +60,8 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   // Building: a value is added before the steps that use it. Each returns the new value's slot.
-  Slot add_input(Layout layout);
+  // `any_dtype`: as an operator of another program returned it, which may differ from what tracing foresaw.
+  Slot add_input(Layout layout, bool any_dtype = false);
   Slot add_parameter(int64_t index, Layout layout);
   Slot add_constant(at::Tensor value);
   Slot add_accumulator(int64_t index, Layout layout);
@@ -112,6 +113,10 @@ class Program {
     std::vector<View> views;
     std::optional<Slot> base;  // of a view
   };
+  struct Input {
+    Slot slot;
+    bool any_dtype;
+  };
   struct Indexed {
     Slot slot;
     int64_t index;
@@ -130,6 +135,7 @@ class Program {
   at::Tensor make(const Layout& layout) const;
   void set(Slot slot, at::Tensor tensor);
   void take_in(Slot slot, at::Tensor tensor);
+  void take_result(Slot slot, at::Tensor tensor);
   at::Tensor owned(at::Tensor tensor) const;
   void repoint(Slot slot);
   void release(Slot slot);
@@ -143,7 +149,7 @@ class Program {
 
   std::deque<at::Tensor> slots_;  // a deque: operators keep the addresses
   std::vector<Value> values_;
-  std::vector<Slot> inputs_;
+  std::vector<Input> inputs_;
   std::vector<Indexed> parameters_, accumulators_, in_arena_;  // the last one's index: offset in bytes
   std::vector<Slot> of_this_run_;                              // dropped when it ends
   std::vector<Slot> outputs_;

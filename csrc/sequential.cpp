@@ -109,6 +109,12 @@ Tensors MiniBatch::run_forward(size_t stage, size_t microbatch, Tensors inputs, 
       if (port.role == Role::input) put(kept.inputs, port.index, cell.inputs.at(port.index));
       if (port.role == Role::buffer) put(kept.buffers, port.index, cell.buffers.at(port.index));
     }
+    // The commit writes into the module's own tensor, and the recompute must read what stood there before.
+    for (const Port& port : pass.forward.outputs) {
+      if (port.role != Role::buffer || static_cast<size_t>(port.index) >= kept.buffers.size()) continue;
+      at::Tensor& buffer = kept.buffers[port.index];
+      if (buffer.defined() && buffer.is_same(run.buffers[port.index])) buffer = buffer.clone();
+    }
   }
   return outputs;
 }

@@ -23,8 +23,9 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses import FakeTensorMode
 from torch.fx.traceback import annotate, preserve_node_meta
+
+from gpipe_fast.fake import RealLayouts
 
 __all__ = [
     "BufferAOTInput",
@@ -74,6 +75,18 @@ def without_python_decompositions() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _fast_attention() -> Iterator[None]:
+    # In inference nn.MultiheadAttention calls one fused operator, unless it notices that it is traced.
+    module = torch.nn.modules.activation
+    noticing = module._is_make_fx_tracing
+    module._is_make_fx_tracing = lambda: False
+    try:
+        yield
+    finally:
+        module._is_make_fx_tracing = noticing
+
+
+@contextlib.contextmanager
 def _uncached_autocast() -> Iterator[None]:
     # A cached cast of a weight is shared by every use within one autocast region, and so would be its
     # gradient: a loop without the cache, which is what a pipeline computes, gives other numbers.
@@ -95,18 +108,19 @@ def export_joint(module: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModul
     Returns:
         A flat functional ATen graph whose placeholders and results carry ``meta['desc']``.
     """
-    # Plain tensor attributes and list indexing bring real tensors into the trace.
-    context = TracingContext(FakeTensorMode(allow_non_fake_inputs=True))
+    context = TracingContext(RealLayouts())
     with (
         contextlib.ExitStack() as stack,
         preserve_node_meta(),
         tracing(context),
         without_python_decompositions(),
+        _fast_attention(),
         _uncached_autocast(),
         # loss.backward() runs outside the autocast region of the forward.
         functorch_config.patch(backward_pass_autocast="off"),
     ):
-        joint = aot_export_joint_with_descriptors(stack, module, inputs)
+        # A function mode, which would only note names, keeps nn.MultiheadAttention from its fused operator.
+        joint = aot_export_joint_with_descriptors(stack, module, inputs, _disable_torch_fn_metadata_mode=True)
         graph_module: fx.GraphModule = joint.graph_module
     return graph_module
 

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from gpipe_fast import _extension
 from gpipe_fast._extension import Arena, Pass, PortedProgram
+from gpipe_fast.arrival import Arrivals
 from gpipe_fast.fingerprint import fingerprint
 from gpipe_fast.lower import lower
 from gpipe_fast.program import Program
+from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE, Split, split
-from gpipe_fast.trace import Joint, Port, Role, Untraceable, trace
+from gpipe_fast.trace import Joint, Port, Role, trace
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Spec:
         """Describes a tensor, real or fake."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, requires_grad)
 
+    def on_meta(self) -> Tensor:
+        """Shape and strides alone."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
     def example(self) -> Tensor:
         """A tensor that this describes, its elements arbitrary."""
         empty = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
@@ -40,6 +46,7 @@ class Spec:
 
 
 Specs = tuple[Spec, ...]
+Gradients = dict[int, tuple[int, ...]]  # the strides of those that arrive, by output
 
 
 class Stage:
@@ -150,39 +157,84 @@ class Compiler:
         self._limit = limit
         self._traces: OrderedDict[Hashable, Traced | Untraceable] = OrderedDict()
 
-    def compile(self, stages: Sequence[Stage], inputs: Specs) -> list[CompiledStage] | Refusal:
-        """Traces all stages for one micro-batch's signature, under the present grad and autocast modes."""
-        compiled: list[CompiledStage] = []
-        for index, stage in enumerate(stages):
-            traced = self._trace(stage, inputs, frozenset())
-            if isinstance(traced, Untraceable):
-                return Refusal(index, traced)
-            compiled.append(CompiledStage(stage, inputs, traced))
-            inputs = compiled[-1].outputs
-        for index in range(len(compiled) - 2, -1, -1):
-            # A gradient that a stage does not give to its predecessor must not reach it as zeros.
-            before, after = compiled[index], compiled[index + 1]
-            undefined = (
-                before.traced.joint.differentiable_outputs() - after.traced.joint.differentiable_inputs()
-            )
-            if undefined:
-                traced = self._trace(before.stage, before.inputs, undefined)
+    def compile(
+        self, stages: Sequence[Stage], microbatches: Sequence[Specs]
+    ) -> list[list[CompiledStage]] | Refusal:
+        """Traces all stages for the micro-batches of a mini-batch, under the present grad and autocast modes.
+
+        Args:
+            stages: the pipeline.
+            microbatches: what reaches the first stage, each different signature once, in order.
+        """
+        pipelines: list[list[CompiledStage]] = []
+        for inputs in microbatches:
+            compiled: list[CompiledStage] = []
+            for index, stage in enumerate(stages):
+                traced = self._trace(stage, inputs, ())
+                if isinstance(traced, Untraceable):
+                    return Refusal(index, traced)
+                compiled.append(CompiledStage(stage, inputs, traced))
+                inputs = compiled[-1].outputs
+            pipelines.append(compiled)
+        joined = _joined([compiled[-1].outputs for compiled in pipelines])
+        for compiled, gradients in zip(pipelines, joined, strict=True):
+            refusal = self._let_arrive(compiled, gradients)
+            if refusal is not None:
+                return refusal
+        return pipelines
+
+    def _let_arrive(self, compiled: list[CompiledStage], gradients: Gradients) -> Refusal | None:
+        """From the last stage on, tells each in what layout its gradients come, or that they do not."""
+        for index in reversed(range(len(compiled))):
+            before = compiled[index]
+            arrivals = _arrivals(before.traced.joint, gradients)
+            if arrivals:
+                traced = self._trace(before.stage, before.inputs, arrivals)
                 if isinstance(traced, Untraceable):
                     return Refusal(index, traced)
                 compiled[index] = CompiledStage(before.stage, before.inputs, traced)
-        return compiled
+            given = compiled[index].traced.joint.of(Role.INPUT_GRADIENT)
+            gradients = {i: node.meta["val"].stride() for i, node in given.items()}
+        return None
 
-    def _trace(self, stage: Stage, inputs: Specs, undefined: frozenset[int]) -> Traced | Untraceable:
-        key = (fingerprint(stage.layers), inputs, undefined, modes())
+    def _trace(self, stage: Stage, inputs: Specs, arrivals: Arrivals) -> Traced | Untraceable:
+        key = (fingerprint(stage.layers), inputs, arrivals, modes())
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]
         self.num_traces += 1
-        joint = trace(stage.layers, [spec.example() for spec in inputs], undefined)
+        joint = trace(stage.layers, [spec.example() for spec in inputs], arrivals)
         self._traces[key] = joint if isinstance(joint, Untraceable) else Traced(joint)
         while len(self._traces) > self._limit:
             self._traces.popitem(last=False)
         return self._traces[key]
+
+
+def _arrivals(joint: Joint, gradients: Gradients) -> Arrivals:
+    """The gradients of a stage's outputs that come otherwise than its trace assumes, or not at all."""
+    # Strides of dimensions of size one count: they tell channels_last from contiguous.
+    return tuple(
+        (index, gradients.get(index))
+        for index, tangent in joint.of(Role.TANGENT).items()
+        if gradients.get(index) != tangent.meta["val"].stride()
+    )
+
+
+def _joined(outputs: Sequence[Specs]) -> list[Gradients]:
+    """Strides of each micro-batch's part of the module's outputs; losses lay gradients out like these."""
+    found: list[Gradients] = [{} for _ in outputs]
+    for index in range(min(len(specs) for specs in outputs)):
+        parts = [specs[index].on_meta() for specs in outputs]
+        if any(part.dim() == 0 for part in parts):
+            for gradients in found:
+                gradients[index] = ()
+            continue
+        whole = torch.cat(parts * (3 - len(parts)))
+        begin = 0
+        for gradients, part in zip(found, parts, strict=True):
+            gradients[index] = whole[begin : begin + len(part)].stride()
+            begin += len(part)
+    return found
 
 
 def modes() -> Hashable:

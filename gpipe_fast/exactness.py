@@ -36,9 +36,11 @@ def _tried(a: _Layout, b: _Layout, dtype: torch.dtype, threads: int) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def random(layout: _Layout) -> Tensor:
-        tensor = torch.empty_strided(*layout, dtype=dtype)
+        sizes, strides = layout
+        distinct = [size if stride else 1 for size, stride in zip(sizes, strides, strict=True)]
+        tensor = torch.empty_strided(distinct, strides, dtype=dtype)
         # In float64, or products of float64 operands would not round at all.
-        return tensor.copy_(torch.randn(layout[0], generator=generator, dtype=torch.float64))
+        return tensor.copy_(torch.randn(distinct, generator=generator, dtype=torch.float64)).expand(sizes)
 
     # One trial of a small product could come out equal by chance.
     for _ in range(-(-_ELEMENTS // (a[0][0] * b[0][1]))):

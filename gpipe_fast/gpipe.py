@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
@@ -75,13 +76,16 @@ class GPipe(nn.Module):
         self._begin()
 
     def _begin(self) -> None:
+        self._turn = threading.RLock()
         self._stages = _stages(list(self), self.balance, self.devices)
         self._compiler = Compiler()
-        self._compiled: OrderedDict[Hashable, list[CompiledStage]] = OrderedDict()
+        self._compiled: OrderedDict[Hashable, list[list[CompiledStage]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         """What copying and pickling keep: all but programs, which are made again when needed."""
-        return {k: v for k, v in vars(self).items() if k not in ("_stages", "_compiler", "_compiled")}
+        return {
+            k: v for k, v in vars(self).items() if k not in ("_turn", "_stages", "_compiler", "_compiled")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -142,10 +146,15 @@ class GPipe(nn.Module):
             RuntimeError: a stage cannot be traced; the message names the layer and the reason.
         """
         _check_input(input, self.devices)
-        if not self._stages:
+        if not len(self):
             return input
+        if list(self) != [layer for stage in self._stages for layer in stage.layers]:
+            # A layer was replaced since the last call.
+            self.balance = _balance(list(self), self.balance, None)
+            self._begin()
         microbatches = input.chunk(self.chunks)
-        run = self._prepare(microbatches)
+        with self._turn:  # tracing changes state of PyTorch's own
+            run = self._prepare(microbatches)
         if not torch.is_grad_enabled():
             return run.forward(microbatches)
         parameters = [p for stage in run.stages for p in stage.parameters]
@@ -155,10 +164,10 @@ class GPipe(nn.Module):
     def _prepare(self, microbatches: Sequence[Tensor]) -> Run:
         """Programs for every stage and micro-batch."""
         requires_grad = torch.is_grad_enabled() and microbatches[0].requires_grad
-        context = (modes(), fingerprint(self.children()))
-        # Only the last micro-batch can differ from the first.
-        full = self._compile(Spec.of(microbatches[0], requires_grad), context)
-        last = self._compile(Spec.of(microbatches[-1], requires_grad), context)
+        # Only the last micro-batch can differ from the others.
+        specs = dict.fromkeys(Spec.of(m, requires_grad) for m in (microbatches[0], microbatches[-1]))
+        pipelines = self._compile(tuple(specs))
+        full, last = pipelines[0], pipelines[-1]
         by_microbatch = [full] * (len(microbatches) - 1) + [last]
         training = self.training and torch.is_grad_enabled()
         recompute = [training and self._recomputes(i, len(microbatches)) for i in range(len(microbatches))]
@@ -174,24 +183,23 @@ class GPipe(nn.Module):
             )
             for j, stage in enumerate(self._stages)
         ]
-        return Run(stages, last[-1].outputs[0].requires_grad)
+        return Run(stages, last[-1].outputs[0].requires_grad, self._turn)
 
     def _recomputes(self, microbatch: int, num_microbatches: int) -> bool:
         if self.checkpoint == "except_last":
             return microbatch < num_microbatches - 1
         return self.checkpoint == "always"
 
-    def _compile(self, spec: Spec, context: Hashable) -> list[CompiledStage]:
-        key = (spec, context)
+    def _compile(self, specs: tuple[Spec, ...]) -> list[list[CompiledStage]]:
+        key = (specs, modes(), fingerprint(self.children()))
         found = self._compiled.get(key)
         if found is None:
-            compiled = self._compiler.compile(self._stages, (spec,))
+            compiled = self._compiler.compile(self._stages, [(spec,) for spec in specs])
             if isinstance(compiled, Refusal):
                 raise RuntimeError(_explain(compiled, self._stages))
-            if len(compiled[-1].outputs) != 1:
-                raise RuntimeError(
-                    f"the last layer must return one tensor, it returns {len(compiled[-1].outputs)}"
-                )
+            num_outputs = len(compiled[0][-1].outputs)
+            if num_outputs != 1:
+                raise RuntimeError(f"the last layer must return one tensor, it returns {num_outputs}")
             found = self._compiled[key] = compiled
             while len(self._compiled) > _SIGNATURES:
                 self._compiled.popitem(last=False)

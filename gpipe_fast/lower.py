@@ -29,8 +29,9 @@ from gpipe_fast.gradients import Gradient, contributions, is_dense, only_leads_t
 from gpipe_fast.operators import OperatorCall, returning, writing
 from gpipe_fast.placement import place
 from gpipe_fast.program import Accumulate, Call, Home, Make, Program, Ref, Take, Value
+from gpipe_fast.refuse import layer_of
 from gpipe_fast.split import StageGraph
-from gpipe_fast.trace import Role, layer_of
+from gpipe_fast.trace import Role
 
 aten = torch.ops.aten
 
@@ -65,16 +66,10 @@ class _Lowering:
         program = self.program
         self._add_placeholders()
         results = [n for n in self.graph.outputs if n.port.role is not Role.PARAMETER_GRADIENT]
-        gradients = [
-            Gradient(n.port.index, n.node)
-            for n in self.graph.outputs
-            if n.port.role is Role.PARAMETER_GRADIENT
-        ]
+        gradients = self._gradients()
         self.lasting = {self.sources[n.node].base for n in results}
-        for gradient in gradients:
-            gradient.parts = self._contributions(gradient)
-            if not self.plain:
-                self._choose_written(gradient)
+        for gradient in () if self.plain else gradients:
+            self._choose_written(gradient)
         due = self._due(gradients)
         for node in self.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
@@ -100,7 +95,8 @@ class _Lowering:
             if port.role is Role.PARAMETER:
                 self.index[node] = self._add(str(port), Home.PARAMETER, node.meta["val"], index=port.index)
             else:
-                self.index[node] = self._add(str(port), Home.INPUT, node.meta["val"])
+                saved = int(port.role is Role.SAVED)
+                self.index[node] = self._add(str(port), Home.INPUT, node.meta["val"], index=saved)
                 inputs.append(port)
         self.program.inputs = tuple(inputs)
         for node in self.nodes:
@@ -205,13 +201,25 @@ class _Lowering:
         source = self.program.values[self.index[base]]
         # What a step or the user changes in place later must not be what was handed out before.
         changes = source.home in (Home.PARAMETER, Home.CONSTANT) or _is_buffer(base, self.graph)
-        shared = source.home is Home.INPUT and role in (Role.BUFFER, Role.SAVED)
-        whole = source.home is Home.INPUT or math.prod(source.sizes) == node.meta["val"].numel()
-        if (changes or shared or not whole) and not self.plain:
+        shared = source.home is Home.INPUT and role is Role.BUFFER
+        if (changes or shared) and not self.plain:
             return self._copied(f"{node.name}_copy", value, node.meta["val"])
         return value
 
     # Gradients of parameters
+
+    def _gradients(self) -> list[Gradient]:
+        """One for each parameter; a tied one has a gradient under each name, and their terms join."""
+        order = {node: position for position, node in enumerate(self.nodes)}
+        found: dict[int, Gradient] = {}
+        for port, node in self.graph.outputs:
+            if port.role is Role.PARAMETER_GRADIENT:
+                parts = self._contributions(Gradient(port.index, node))
+                gradient = found.setdefault(port.index, Gradient(port.index, node))
+                gradient.parts = (
+                    sorted(gradient.parts + parts, key=order.__getitem__) if gradient.parts else parts
+                )
+        return list(found.values())
 
     def _contributions(self, gradient: Gradient) -> list[fx.Node]:
         if self.plain:

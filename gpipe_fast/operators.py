@@ -12,6 +12,21 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
+# Operators that write into tensors they are given with the bits and strides they would return. Only these:
+# many others resize their result to what an intermediate needs, or compute elsewhere and copy.
+_WRITING = frozenset(
+    """
+    mm addmm bmm baddbmm cat max_pool2d_with_indices
+    add.Tensor sub.Tensor mul.Tensor div.Tensor neg reciprocal abs sign
+    exp log sqrt rsqrt sin cos erf pow.Tensor_Scalar maximum minimum clamp clamp_min clamp_max where.self
+    eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar
+    gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_and logical_or logical_not
+    threshold_backward leaky_relu leaky_relu_backward elu elu_backward softplus softplus_backward
+    sigmoid sigmoid_backward tanh tanh_backward gelu gelu_backward silu silu_backward
+    sum.dim_IntList mean.dim _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
+    """.split()  # noqa: SIM905
+)
+
 
 @dataclass(frozen=True)
 class OperatorCall:
@@ -60,19 +75,16 @@ def _in_order(op: OpOverload[Any, Any], node: fx.Node) -> tuple[Any, ...]:
 
 @functools.cache
 def _out_variant(op: OpOverload[Any, Any]) -> OpOverload[Any, Any] | None:
-    """The overload that takes its results as arguments, if its kernel fills them itself.
-
-    PyTorch generates an out variant for every operator; the generated ones compute elsewhere and copy, and
-    are registered for all devices alike.
-    """
+    """The overload that takes its results as arguments, if it is known to be faithful."""
+    if op.namespace != "aten" or str(op).removeprefix("aten.").removesuffix(".default") not in _WRITING:
+        return None
     inputs = [(a.name, str(a.type)) for a in op._schema.arguments]
     packet = op.overloadpacket
     for name in packet.overloads():
         out = getattr(packet, name)
         written = [a for a in out._schema.arguments if a.is_out]
         given = [(a.name, str(a.type)) for a in out._schema.arguments if not a.is_out]
-        fits = written and given == inputs and len(written) == len(op._schema.returns)
-        if fits and torch._C._dispatch_has_kernel_for_dispatch_key(out.name(), "CPU"):
+        if written and given == inputs and len(written) == len(op._schema.returns):
             return out  # type: ignore[no-any-return]
     return None
 

@@ -22,7 +22,7 @@ def cut_evenly(costs: Sequence[float], num_partitions: int) -> list[int]:
         ValueError: there are fewer layers than partitions.
     """
     num_layers = len(costs)
-    if not 1 <= num_partitions <= max(num_layers, 1):
+    if not 1 <= num_partitions <= num_layers:
         raise ValueError(
             f"cannot cut {num_layers} layers into {num_partitions} partitions of at least one layer"
         )

@@ -39,7 +39,8 @@ class Value:
         sizes: in elements.
         strides: in elements.
         dtype: of its elements.
-        index: of the parameter or accumulator; an arena value's offset in bytes; a view's base.
+        index: of the parameter or accumulator; an arena value's offset in bytes; a view's base; of an input,
+            1 if another program's operator typed it.
         offset: of a view, in elements from its base.
         constant: the tensor, if it is one.
     """
@@ -245,7 +246,7 @@ def _add_value(native: NativeProgram, value: Value) -> None:
     layout = Layout(value.sizes, value.strides, value.dtype)
     match value.home:
         case Home.INPUT:
-            native.add_input(layout)
+            native.add_input(layout, bool(value.index))
         case Home.PARAMETER:
             native.add_parameter(value.index, layout)
         case Home.CONSTANT:

@@ -58,7 +58,9 @@ class KeyedRandomMode(TorchDispatchMode):
 
     def __init__(self, key: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._attention = _UnfusedAttention()
+        # Only CUDA has fused attention with dropout, and a function mode keeps Transformer layers in eval
+        # from their fast path.
+        self._attention = _UnfusedAttention() if torch.cuda.is_available() else None
         self.set_key(key)
 
     def set_key(self, key: Tensor) -> None:
@@ -78,11 +80,13 @@ class KeyedRandomMode(TorchDispatchMode):
 
     def __enter__(self) -> KeyedRandomMode:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._attention.__enter__()  # type: ignore[no-untyped-call]
+        if self._attention is not None:
+            self._attention.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._attention.__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._attention is not None:
+            self._attention.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(

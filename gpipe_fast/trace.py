@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 
 from gpipe_fast import aot
+from gpipe_fast.arrival import Arrivals, finish, take_out
 from gpipe_fast.fingerprint import snapshot
 from gpipe_fast.random import KeyedRandomMode, UnkeyedRandomOp
+from gpipe_fast.refuse import Untraceable, refuse_graph, refuse_layers
 
 
 class Role(str, Enum):
@@ -78,32 +79,18 @@ class Joint:
         return frozenset(n.port.index for n in self.outputs if n.port.role is Role.INPUT_GRADIENT)
 
 
-@dataclass(frozen=True)
-class Untraceable:
-    """A stage that cannot be traced faithfully.
-
-    Attributes:
-        layer: index of the layer within the stage, or None when no single layer is to blame.
-        reason: what stands in the way, one sentence without a full stop.
-    """
-
-    layer: int | None
-    reason: str
-
-
 class _Stage(nn.Module):
     """The layers as one function of (key, inputs) whose results alias nothing."""
 
-    def __init__(self, layers: Sequence[nn.Module], undefined: frozenset[int]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], arrivals: Arrivals, copy_inputs: bool) -> None:
         super().__init__()
+        self.copy_inputs = copy_inputs
         self.layers = nn.ModuleList(layers)
-        self.undefined = undefined
+        self.arrivals = arrivals
         self.layer: int | None = None
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        # Clones, so that an in-place first layer changes nothing outside and no output is a view of an
-        # input or of another output; lowering drops those that copy for nothing.
-        value: object = tuple(x.clone() for x in inputs)
+        value: object = tuple(x.clone() for x in inputs) if self.copy_inputs else inputs
         if len(inputs) == 1:
             (value,) = value  # type: ignore[misc]
         mode = KeyedRandomMode(key)
@@ -120,11 +107,14 @@ class _Stage(nn.Module):
         outputs = (value,) if isinstance(value, Tensor) else value
         if not isinstance(outputs, tuple) or not all(isinstance(x, Tensor) for x in outputs):
             raise _Refused(f"the stage returns {_describe(value)}, not a tensor or a tuple of tensors")
-        # An output whose gradient never comes must not enter the backward as a gradient of zeros.
-        return tuple(x.detach().clone() if i in self.undefined else x.clone() for i, x in enumerate(outputs))
+        return finish(outputs, self.arrivals)
 
 
 class _Refused(Exception):
+    pass
+
+
+class _ChangesInput(Exception):
     pass
 
 
@@ -153,7 +143,7 @@ def buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def trace(
-    layers: Sequence[nn.Module], inputs: Sequence[Tensor], undefined: frozenset[int] = frozenset()
+    layers: Sequence[nn.Module], inputs: Sequence[Tensor], arrivals: Arrivals = ()
 ) -> Joint | Untraceable:
     """Traces one stage for inputs of the given shapes, dtypes, strides and need of gradients.
 
@@ -163,121 +153,49 @@ def trace(
     Args:
         layers: the stage's layers. They are left as they were.
         inputs: one micro-batch of the stage's input; only described, never read.
-        undefined: outputs whose gradient nobody will supply.
+        arrivals: outputs whose gradient arrives in another layout than their own, or never.
     """
-    refusal = _refuse_layers(layers)
+    refusal = refuse_layers(layers)
     if refusal is not None:
         return refusal
-    stage = _Stage(layers, undefined)
+    try:
+        return _attempt(layers, inputs, _Stage(layers, arrivals, copy_inputs=False))
+    except _ChangesInput:
+        # As the first layers of a model change its caller's tensor; a pipeline's input stays as it was.
+        return _attempt(layers, inputs, _Stage(layers, arrivals, copy_inputs=True))
+
+
+def _attempt(layers: Sequence[nn.Module], inputs: Sequence[Tensor], stage: _Stage) -> Joint | Untraceable:
     key = torch.zeros(3, dtype=torch.int64)
+    example = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
     restore = snapshot(layers)
     failure: Untraceable | None = None
-    module: fx.GraphModule | None = None
-    example = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
     try:
         module = aot.export_joint(stage, (key, *example))
-    except _Refused as refused:
-        failure = Untraceable(stage.layer, str(refused))
-    except UnkeyedRandomOp as error:
+    except (_Refused, UnkeyedRandomOp) as error:
         failure = Untraceable(stage.layer, str(error))
     except Exception as error:
+        if "in-place operation" in str(error) and not stage.copy_inputs:
+            raise _ChangesInput from error
         failure = Untraceable(stage.layer, f"tracing raised {type(error).__name__}: {_first_line(error)}")
     finally:
         changed = restore()
     if failure is not None:
         return failure
     if changed:
-        layer = int(changed[0].split(".")[0])
-        return Untraceable(layer, f"its forward sets {changed[0].partition('.')[2]}, a side effect")
-    assert module is not None
-    return _refuse_graph(module) or _read(module, layers)
+        layer, _, attribute = changed[0].partition(".")
+        return Untraceable(int(layer), f"its forward sets {attribute}, a side effect")
+    try:
+        return refuse_graph(module) or _read(module, layers)
+    except _Refused as refused:
+        return Untraceable(None, str(refused))
 
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _refuse_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
-    """Layers known to trace unfaithfully, or whose effects a trace does not see."""
-    for index, layer in enumerate(layers):
-        for name, module in layer.named_modules():
-            kind = type(module).__name__ + (f" {name}" if name else "")
-            if isinstance(module, nn.RNNBase):
-                return Untraceable(
-                    index, f"{kind}: recurrent layers differ in bits when traced and unroll with the length"
-                )
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-                return Untraceable(index, f"{kind}: max_norm changes a parameter in the forward")
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                return Untraceable(index, f"{kind}: sparse gradients")
-            if isinstance(module, torch.jit.ScriptModule):
-                return Untraceable(index, f"{kind}: a TorchScript module is opaque")
-            for hook in _hooks(module):
-                if not getattr(hook, "__module__", "").startswith("torch."):
-                    return Untraceable(
-                        index,
-                        f"{kind}: the hook {getattr(hook, '__name__', hook)!s} would run once, while tracing",
-                    )
-            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if nn.parameter.is_lazy(tensor):
-                    return Untraceable(
-                        index, f"{kind}: {key} is not initialised yet; run one batch through the module first"
-                    )
-                if tensor is not None and (
-                    type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided
-                ):
-                    return Untraceable(
-                        index, f"{kind}: {key} is a {type(tensor).__name__} of layout {tensor.layout}"
-                    )
-    return None
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _hooks(module: nn.Module) -> list[object]:
-    return [hook for table in _HOOKS for hook in vars(module).get(table, {}).values()]
-
-
-def layer_of(node: fx.Node) -> int | None:
-    """The layer, counted within the stage, that a node was traced from."""
-    layer = (node.meta.get("custom") or {}).get("layer")
-    return layer if isinstance(layer, int) else None
-
-
-def _refuse_graph(module: fx.GraphModule) -> Untraceable | None:
-    for node in module.graph.nodes:
-        layer = layer_of(node)
-        if node.op == "get_attr":
-            value = getattr(module, str(node.target))
-            if isinstance(value, Tensor) and (value.requires_grad or isinstance(value, nn.Parameter)):
-                return Untraceable(
-                    layer, "it uses a tensor that needs a gradient and is not one of its parameters"
-                )
-            if not isinstance(value, Tensor):
-                return Untraceable(layer, f"it traces to a nested graph ({type(value).__name__})")
-        if node.op != "call_function" or not isinstance(node.target, OpOverload):
-            continue
-        if _draws(node, node.target):
-            return Untraceable(layer, f"{node.target} draws outside the forward of a layer")
-        if not node.target._schema.returns:
-            return Untraceable(layer, f"{node.target} returns nothing: it acts by a side effect")
-        if node.target._schema.is_mutable:
-            return Untraceable(
-                layer, f"{node.target} changes a tensor that is neither a buffer nor made by the layer"
-            )
-    return None
-
-
-def _draws(node: fx.Node, op: OpOverload[Any, Any]) -> bool:
-    if op.namespace != "aten" or torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    given = dict(zip((a.name for a in op._schema.arguments), node.args, strict=False)) | node.kwargs
-    # Fused attention carries the tag for its dropout alone, which is 0 unless given.
-    return bool(given.get("dropout_p", "dropout_p" not in (a.name for a in op._schema.arguments)))
-
-
-def _read(module: fx.GraphModule, layers: Sequence[nn.Module]) -> Joint | Untraceable:
+def _read(module: fx.GraphModule, layers: Sequence[nn.Module]) -> Joint:
     """Translates PyTorch's descriptors into ports."""
     names = nn.Module()
     names.layers = nn.ModuleList(layers)
@@ -296,6 +214,11 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module]) -> Joint | Untrac
                 return Port(Role.INPUT, desc.idx - 1) if desc.idx else Port(Role.KEY, 0)
             case aot.TangentAOTInput(output=aot.PlainAOTOutput() as output):
                 return Port(Role.TANGENT, output.idx)
+            case (
+                aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput())
+                | aot.TangentAOTInput(output=aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput()))
+            ):
+                raise _ChangesInput
             case aot.PlainAOTOutput():
                 return Port(Role.OUTPUT, desc.idx)
             case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput() as buffer):
@@ -312,11 +235,17 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module]) -> Joint | Untrac
     (results,) = result.args
     assert isinstance(results, (list, tuple))
     descriptors = result.meta["desc"]
-    try:
-        inputs = [Node(port(n.meta["desc"]), n) for n in module.graph.find_nodes(op="placeholder")]
-        outputs = [
-            Node(port(d), n) for n, d in zip(results, descriptors, strict=True) if isinstance(n, fx.Node)
-        ]
-    except _Refused as refused:
-        return Untraceable(None, str(refused))
-    return Joint(module, tuple(inputs), tuple(outputs), len(layers))
+    for tangent in module.graph.find_nodes(op="placeholder"):
+        take_out(tangent)
+    inputs = [Node(port(n.meta["desc"]), n) for n in module.graph.find_nodes(op="placeholder")]
+    outputs = [Node(port(d), n) for n, d in zip(results, descriptors, strict=True) if isinstance(n, fx.Node)]
+    return Joint(module, tuple(inputs), tuple(_unclone(n) for n in outputs), len(layers))
+
+
+def _unclone(output: Node) -> Node:
+    """An output before ``_Stage`` cloned it, and so with its own strides."""
+    if output.port.role is not Role.OUTPUT or output.node.target is not torch.ops.aten.clone.default:
+        return output
+    original = output.node.args[0]
+    assert isinstance(original, fx.Node)
+    return Node(output.port, original)

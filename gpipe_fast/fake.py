@@ -1,0 +1,69 @@
+"""Fake tensors laid out as the real kernels lay theirs out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+# Their fake kernels are right, and the real ones expensive.
+_TRUSTED = frozenset({torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
+
+
+class RealLayouts(FakeTensorMode):
+    """A fake mode that asks the real kernel for the strides of its results where the fake one may be wrong.
+
+    For permuted and channels_last arguments some fake kernels (group and batch norm, padding, gated units)
+    give other strides than the real ones, and what follows would sum in another order. The real kernel runs
+    once, on zeros, while tracing.
+    """
+
+    def __init__(self) -> None:
+        # Plain tensor attributes and list indexing bring real tensors into the trace.
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the fake kernel, then lays its results out anew if the real kernel would."""
+        fake = super().__torch_dispatch__(func, types, args, kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if not _is_doubtful(func) or all(t.is_contiguous() or t.dim() < 3 for t in tensors):
+            return fake
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                real = func(
+                    *tree_map_only(Tensor, _zeros, args), **tree_map_only(Tensor, _zeros, kwargs or {})
+                )
+        except Exception:  # zeros need not be valid arguments; the fake layout then stands
+            return fake
+        leaves, structure = tree_flatten(fake)
+        with self:
+            return tree_unflatten(map(_laid_out, leaves, tree_leaves(real)), structure)
+
+
+def _is_doubtful(func: Any) -> bool:
+    return (
+        isinstance(func, OpOverload)
+        and func.namespace == "aten"
+        and func not in _TRUSTED
+        and torch.Tag.nondeterministic_seeded not in func.tags
+        and not func._schema.is_mutable
+        and not any(r.alias_info for r in func._schema.returns)
+    )
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    zeros = torch.zeros(span if tensor.numel() else 0, dtype=tensor.dtype, device=tensor.device)
+    return zeros.as_strided(tensor.shape, tensor.stride())
+
+
+def _laid_out(fake: Any, real: Any) -> Any:
+    both = isinstance(fake, Tensor) and isinstance(real, Tensor)
+    if not both or fake.stride() == real.stride():
+        return fake
+    return torch.empty_strided(real.shape, real.stride(), dtype=fake.dtype, device=fake.device)

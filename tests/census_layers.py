@@ -1,0 +1,368 @@
+"""Every layer of torch.nn: how it is made, what it is fed, or why it is no layer of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one layer is exercised.
+
+    Attributes:
+        make: makes it.
+        shape: of one sample.
+        feed: calls it with arguments made from one tensor; by default with the tensor.
+        integers: the input is integers below this number.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    feed: Callable[[Any, Tensor], Tensor] | None = None
+    integers: int = 0
+
+
+class Fed(nn.Module):
+    """A layer of several arguments or results as one of a single tensor."""
+
+    def __init__(self, layer: nn.Module, feed: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.feed = feed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed(self.layer, x)
+
+
+SEQUENCE, IMAGE, VOLUME, FEATURES = (6, 9), (6, 9, 7), (4, 6, 5, 7), (12,)
+RECIPES: dict[str, Recipe] = {}
+
+
+def _add(
+    name: str,
+    *args: Any,
+    shape: tuple[int, ...],
+    feed: Callable[[Any, Tensor], Tensor] | None = None,
+    integers: int = 0,
+    **kwargs: Any,
+) -> None:
+    """Adds a recipe; what follows the class name in ``name`` tells apart several of one class."""
+    kind = getattr(nn, name.split()[0], None)  # some are missing from older releases
+    if kind is not None:
+        RECIPES[name] = Recipe(lambda: kind(*args, **kwargs), shape, feed, integers)
+
+
+def _add_pointwise() -> None:
+    for name in [
+        "CELU",
+        "ELU",
+        "GELU",
+        "Hardshrink",
+        "Hardsigmoid",
+        "Hardswish",
+        "Hardtanh",
+        "Identity",
+        "LeakyReLU",
+        "LogSigmoid",
+        "Mish",
+        "PReLU",
+        "RReLU",
+        "ReLU",
+        "ReLU6",
+        "SELU",
+        "SiLU",
+        "Sigmoid",
+        "Softplus",
+        "Softshrink",
+        "Softsign",
+        "Tanh",
+        "Tanhshrink",
+        "Dropout",
+        "AlphaDropout",
+    ]:
+        _add(name, shape=IMAGE)
+    _add("GELU tanh", approximate="tanh", shape=FEATURES)
+    _add("PReLU per channel", 6, shape=IMAGE)
+    _add("ReLU in place", inplace=True, shape=IMAGE)
+    _add("Dropout in place", inplace=True, shape=IMAGE)
+    _add("ELU in place", inplace=True, shape=IMAGE)
+    _add("RReLU in place", inplace=True, shape=IMAGE)
+    _add("Threshold", 0.1, 20.0, shape=IMAGE)
+    _add("GLU", shape=FEATURES)
+    _add("GLU over channels", 1, shape=IMAGE)
+    for name in ("Softmax", "LogSoftmax", "Softmin"):
+        _add(name, -1, shape=FEATURES)
+        _add(f"{name} over channels", 1, shape=IMAGE)
+    _add("Softmax2d", shape=IMAGE)
+    _add("FeatureAlphaDropout", shape=IMAGE)
+    _add("Dropout1d", shape=SEQUENCE)
+    _add("Dropout2d", shape=IMAGE)
+    _add("Dropout3d", shape=VOLUME)
+
+
+def _add_products() -> None:
+    _add("Linear", 12, 10, shape=FEATURES)
+    _add("Linear on sequences", 9, 10, shape=SEQUENCE)
+    _add("Linear without bias", 9, 10, bias=False, shape=SEQUENCE)
+    _add("LazyLinear", 10, shape=FEATURES)
+    _add("Bilinear", 6, 6, 5, shape=FEATURES, feed=lambda f, x: f(*x.chunk(2, -1)))
+    for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
+        c = shape[0]
+        _add(f"Conv{d}d", c, 8, 3, padding=1, shape=shape)
+        _add(f"Conv{d}d strided in groups", c, 8, 3, stride=2, dilation=2, padding=3, groups=2, shape=shape)
+        _add(f"Conv{d}d reflected", c, 8, 3, padding=1, padding_mode="reflect", bias=False, shape=shape)
+        _add(f"Conv{d}d depthwise", c, c, 3, groups=c, padding="same", shape=shape)
+        _add(f"Conv{d}d pointwise", c, 8, 1, shape=shape)
+        _add(f"ConvTranspose{d}d", c, 8, 3, stride=2, output_padding=1, shape=shape)
+        _add(f"ConvTranspose{d}d in groups", c, 8, 3, groups=2, shape=shape)
+        _add(f"LazyConv{d}d", 8, 3, shape=shape)
+        _add(f"LazyConvTranspose{d}d", 8, 3, shape=shape)
+    _add("Unfold", 3, shape=IMAGE)
+    _add("Fold", (5, 4), 2, shape=(8, 12))
+    _add("Embedding", 11, 8, shape=(5,), integers=11)
+    _add("Embedding padded", 11, 8, padding_idx=2, shape=(5,), integers=11)
+    _add("Embedding scaled", 11, 8, scale_grad_by_freq=True, shape=(5,), integers=11)
+    _add("Embedding max_norm", 11, 8, max_norm=1.0, shape=(5,), integers=11)
+    _add("Embedding sparse", 11, 8, sparse=True, shape=(5,), integers=11)
+    for mode in ("sum", "mean", "max"):
+        _add(f"EmbeddingBag {mode}", 11, 8, mode=mode, shape=(5,), integers=11)
+
+
+def _add_norms() -> None:
+    for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
+        c = shape[0]
+        _add(f"BatchNorm{d}d", c, shape=shape)
+        _add(f"BatchNorm{d}d cumulative", c, momentum=None, shape=shape)
+        _add(f"BatchNorm{d}d untracked", c, affine=False, track_running_stats=False, shape=shape)
+        _add(f"InstanceNorm{d}d", c, shape=shape)
+        _add(f"InstanceNorm{d}d tracked", c, affine=True, track_running_stats=True, shape=shape)
+        _add(f"LazyBatchNorm{d}d", shape=shape)
+        _add(f"LazyInstanceNorm{d}d", shape=shape)
+    _add(
+        "BatchNorm1d of features",
+        12,
+        shape=FEATURES,
+        feed=lambda f, x: f(x.unflatten(1, (4, 3)).flatten(0, 1).repeat(1, 4)),
+    )
+    _add("SyncBatchNorm", 6, shape=IMAGE)
+    _add("GroupNorm", 3, 6, shape=IMAGE)
+    _add("LayerNorm", 12, shape=FEATURES)
+    _add("LayerNorm over images", list(IMAGE), shape=IMAGE)
+    _add("RMSNorm", 9, shape=SEQUENCE)
+    _add("LocalResponseNorm", 3, shape=IMAGE)
+    _add("CrossMapLRN2d", 3, shape=IMAGE)
+
+
+def _add_pooling() -> None:
+    for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
+        _add(f"MaxPool{d}d", 2, shape=shape)
+        _add(f"MaxPool{d}d overlapping", 3, stride=2, padding=1, ceil_mode=True, shape=shape)
+        _add(f"MaxPool{d}d indices", 2, return_indices=True, shape=shape, feed=lambda f, x: f(x)[0])
+        _add(f"AvgPool{d}d", 2, shape=shape)
+        _add(f"AvgPool{d}d padded", 3, stride=2, padding=1, count_include_pad=False, shape=shape)
+        _add(f"AdaptiveAvgPool{d}d", 3, shape=shape)
+        _add(f"AdaptiveAvgPool{d}d to one", 1, shape=shape)
+        _add(f"AdaptiveMaxPool{d}d", 3, shape=shape)
+        _add(f"LPPool{d}d", 2, 2, shape=shape, feed=lambda f, x: f(x.abs() + 0.1))
+        _add(f"MaxUnpool{d}d", 2, shape=shape, feed=lambda f, x, d=d: _unpool(f, x, d))
+    _add("FractionalMaxPool2d", 2, output_size=(4, 3), shape=IMAGE)
+    _add("FractionalMaxPool3d", 2, output_size=(4, 3, 4), shape=VOLUME)
+
+
+def _unpool(layer: nn.Module, x: Tensor, d: int) -> Tensor:
+    pool = (nn.functional.max_pool1d, nn.functional.max_pool2d, nn.functional.max_pool3d)[d - 1]
+    pooled, indices = pool(x, 2, return_indices=True)
+    return layer(pooled, indices, output_size=x.shape[2:])
+
+
+def _add_shapes() -> None:
+    for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
+        for kind in ("Circular", "Reflection", "Replication", "Zero"):
+            _add(f"{kind}Pad{d}d", 2, shape=shape)
+        _add(f"ConstantPad{d}d", 2, 0.5, shape=shape)
+    _add("ChannelShuffle", 3, shape=IMAGE)
+    _add("PixelShuffle", 2, shape=(8, 5, 3))
+    _add("PixelUnshuffle", 2, shape=(3, 6, 4))
+    _add("Flatten", shape=IMAGE)
+    _add("Unflatten", 1, (3, 4), shape=FEATURES)
+    _add("UpsamplingNearest2d", scale_factor=2, shape=IMAGE)
+    _add("UpsamplingBilinear2d", scale_factor=2, shape=IMAGE)
+    for mode, shape in (
+        *(("nearest", s) for s in (SEQUENCE, IMAGE, VOLUME)),
+        *(("nearest-exact", s) for s in (SEQUENCE, IMAGE, VOLUME)),
+        ("linear", SEQUENCE),
+        ("bilinear", IMAGE),
+        ("bicubic", IMAGE),
+        ("trilinear", VOLUME),
+    ):
+        _add(f"Upsample {mode} {len(shape) - 1}d", scale_factor=1.7, mode=mode, shape=shape)
+    _add("Upsample aligned", size=(13, 5), mode="bilinear", align_corners=True, shape=IMAGE)
+
+
+def _add_attention() -> None:
+    sizes = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "batch_first": True}
+    tokens = (5, 8)
+    attend = {"shape": tokens, "feed": lambda f, x: f(x, x, x)[0]}
+    _add("MultiheadAttention", 8, 2, batch_first=True, **attend)
+    _add("MultiheadAttention dropout", 8, 2, dropout=0.2, batch_first=True, **attend)
+    _add(
+        "MultiheadAttention unweighted",
+        8,
+        2,
+        dropout=0.2,
+        batch_first=True,
+        shape=tokens,
+        feed=lambda f, x: f(x, x, x, need_weights=False)[0],
+    )
+    _add("TransformerEncoderLayer", **sizes, shape=tokens)
+    _add("TransformerEncoderLayer norm first", **sizes, norm_first=True, activation="gelu", shape=tokens)
+    both = {"shape": tokens, "feed": lambda f, x: f(x, x.flip(1))}
+    _add("TransformerDecoderLayer", **sizes, **both)
+    RECIPES["TransformerEncoder"] = Recipe(
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(**sizes), 2), tokens
+    )
+    RECIPES["TransformerDecoder"] = Recipe(
+        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(**sizes), 2), **both
+    )
+    layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+    _add("Transformer", **sizes, **layers, **both)
+    for name in ("RNN", "GRU", "LSTM"):
+        _add(name, 8, 6, batch_first=True, shape=tokens, feed=lambda f, x: f(x)[0])
+    _add("RNNCell", 12, 6, shape=FEATURES)
+    _add("GRUCell", 12, 6, shape=FEATURES)
+    _add("LSTMCell", 12, 6, shape=FEATURES, feed=lambda f, x: torch.cat(f(x), -1))
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = x.chunk(2, -1)
+    return a, b
+
+
+def _signs(x: Tensor) -> Tensor:
+    return torch.where(x.detach() > 0, 1.0, -1.0)
+
+
+def _classes(x: Tensor) -> Tensor:
+    return x.detach().argmax(1)
+
+
+def _add_losses() -> None:
+    """Losses, their targets made from their input: one number a micro-batch."""
+    for name in ("L1Loss", "MSELoss", "SmoothL1Loss", "HuberLoss"):
+        _add(name, shape=FEATURES, feed=lambda f, x: f(*_halves(x)).reshape(1))
+    for name in ("SoftMarginLoss", "HingeEmbeddingLoss"):
+        _add(name, shape=FEATURES, feed=lambda f, x: f(x, _signs(x.flip(-1))).reshape(1))
+    for name in ("CrossEntropyLoss", "MultiMarginLoss"):
+        _add(name, shape=FEATURES, feed=lambda f, x: f(x, _classes(x.flip(-1))).reshape(1))
+    _add(
+        "CrossEntropyLoss smoothed",
+        label_smoothing=0.1,
+        shape=IMAGE,
+        feed=lambda f, x: f(x, _classes(x.flip(1))).reshape(1),
+    )
+    _add("NLLLoss", shape=FEATURES, feed=lambda f, x: f(x.log_softmax(1), _classes(x)).reshape(1))
+    _add("NLLLoss2d", shape=IMAGE, feed=lambda f, x: f(x.log_softmax(1), _classes(x)).reshape(1))
+    _add("BCELoss", shape=FEATURES, feed=lambda f, x: f(*(h.sigmoid() for h in _halves(x))).reshape(1))
+    _add(
+        "BCEWithLogitsLoss", shape=FEATURES, feed=lambda f, x: f(x, (x.detach() > 0.3).to(x.dtype)).reshape(1)
+    )
+    _add("KLDivLoss", shape=FEATURES, feed=lambda f, x: f(x.log_softmax(1), x.flip(1).softmax(1)).reshape(1))
+    _add("PoissonNLLLoss", shape=FEATURES, feed=lambda f, x: f(*(h.abs() for h in _halves(x))).reshape(1))
+    _add(
+        "GaussianNLLLoss",
+        shape=FEATURES,
+        feed=lambda f, x: f(*_halves(x), _halves(x)[0].exp()).reshape(1),
+    )
+    _add(
+        "MultiLabelSoftMarginLoss",
+        shape=FEATURES,
+        feed=lambda f, x: f(x, (x.detach() > 0.3).to(x.dtype)).reshape(1),
+    )
+    _add(
+        "MultiLabelMarginLoss",
+        shape=FEATURES,
+        feed=lambda f, x: f(x, x.detach().argsort(1)).reshape(1),
+    )
+    _add("CosineSimilarity", shape=FEATURES, feed=lambda f, x: f(*_halves(x)))
+    _add("PairwiseDistance", shape=FEATURES, feed=lambda f, x: f(*_halves(x)))
+    _add(
+        "CosineEmbeddingLoss",
+        shape=FEATURES,
+        feed=lambda f, x: f(*_halves(x), _signs(x[:, 0])).reshape(1),
+    )
+    _add("MarginRankingLoss", shape=FEATURES, feed=lambda f, x: f(*_halves(x), _signs(x[:, :6])).reshape(1))
+    for name in ("TripletMarginLoss", "TripletMarginWithDistanceLoss"):
+        _add(name, shape=FEATURES, feed=lambda f, x: f(*x.chunk(3, -1)).reshape(1))
+    _add(
+        "CTCLoss",
+        shape=(7, 5),
+        feed=lambda f, x: f(
+            x.transpose(0, 1).log_softmax(-1),
+            torch.tensor([[1, 2, 4]] * len(x)),
+            (7,) * len(x),
+            (3,) * len(x),
+        ).reshape(1),
+    )
+    _add(
+        "AdaptiveLogSoftmaxWithLoss",
+        12,
+        10,
+        [4, 7],
+        shape=FEATURES,
+        feed=lambda f, x: f(x, _classes(x[:, :10])).output,
+    )
+    _add(
+        "LinearCrossEntropyLoss",
+        12,
+        10,
+        shape=FEATURES,
+        feed=lambda f, x: f(x, _classes(x[:, :10])).reshape(1),
+    )
+
+
+for _group in (
+    _add_pointwise,
+    _add_products,
+    _add_norms,
+    _add_pooling,
+    _add_shapes,
+    _add_attention,
+    _add_losses,
+):
+    _group()
+
+_CONTAINER = "a container: it has no forward of its own"
+OUT_OF_SCOPE = {
+    "Container": _CONTAINER,
+    "DataParallel": "needs several GPUs",
+    "Module": "abstract",
+    "ModuleDict": _CONTAINER,
+    "ModuleList": _CONTAINER,
+    "ParameterDict": _CONTAINER,
+    "ParameterList": _CONTAINER,
+    "RNNBase": "abstract",
+    "RNNCellBase": "abstract",
+    "Sequential": "what a pipeline is made from; every recipe is run inside one",
+}
+
+_DATA_DEPENDENT = "tracing raised DataDependentOutputException"
+_DYNAMIC_SHAPE = "tracing raised DynamicOutputShapeException"
+PYTHON: dict[str, str] = {
+    "RNN": "recurrent layers",
+    "GRU": "recurrent layers",
+    "LSTM": "recurrent layers",
+    "Embedding max_norm": "changes a parameter",
+    "Embedding sparse": "sparse gradients",
+    **{
+        f"BatchNorm{d}d cumulative": _DATA_DEPENDENT for d in (1, 2, 3)
+    },  # 1 / num_batches_tracked as a number
+    "GaussianNLLLoss": _DATA_DEPENDENT,  # checks that the variance is positive
+    "CTCLoss": _DYNAMIC_SHAPE,
+    "AdaptiveLogSoftmaxWithLoss": _DYNAMIC_SHAPE,
+    "CrossMapLRN2d": "tracing raised RuntimeError",  # its autograd.Function resizes tensors
+}

@@ -1,0 +1,91 @@
+"""What the tests of one stage share: tracing it, running its graphs in Python, running its programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast._extension import Arena
+from gpipe_fast.arrival import Arrivals
+from gpipe_fast.lower import lower, lower_plainly
+from gpipe_fast.random import make_key
+from gpipe_fast.refuse import Untraceable
+from gpipe_fast.split import Split, StageGraph
+from gpipe_fast.trace import Joint, Port, Role, buffers_of, parameters_of, trace
+
+CPU = torch.device("cpu")
+Values = dict[Port, Tensor]
+
+
+def joint_of(layers: Sequence[nn.Module], *inputs: Tensor, arrivals: Arrivals = ()) -> Joint:
+    joint = trace(layers, inputs, arrivals)
+    assert not isinstance(joint, Untraceable), joint
+    return joint
+
+
+def given(layers: Sequence[nn.Module], joint: Joint, *inputs: Tensor, seed: int = 0) -> Values:
+    """A value for each port that is filled from outside; gradients of the outputs are random."""
+    generator = torch.Generator().manual_seed(seed)
+    values: Values = {Port(Role.KEY, 0): make_key(seed, 0)}
+    values |= {Port(Role.INPUT, i): x.detach() for i, x in enumerate(inputs)}
+    values |= {Port(Role.PARAMETER, i): p.detach() for i, p in enumerate(parameters_of(layers))}
+    values |= {Port(Role.BUFFER, i): b.clone() for i, b in enumerate(buffers_of(layers))}
+    for port, node in joint.inputs:
+        if port.role is Role.TANGENT:
+            like = node.meta["val"]
+            values[port] = torch.randn(tuple(like.shape), generator=generator, dtype=like.dtype)
+    return values
+
+
+def saved(results: Values) -> Values:
+    return {port: value for port, value in results.items() if port.role is Role.SAVED}
+
+
+def run_graph(graph: StageGraph, values: Mapping[Port, Tensor]) -> Values:
+    """The graph as torch.fx runs it: what a program must equal."""
+    with torch.no_grad():
+        results = graph.module(*(values[port] for port, _ in graph.inputs))
+    return {port: result for (port, _), result in zip(graph.outputs, results, strict=True)}
+
+
+def run_graphs(parts: Split, values: Values) -> tuple[Values, Values]:
+    """Results of the forward and of the backward."""
+    forward = run_graph(parts.forward_saving, values)
+    assert parts.backward is not None
+    return forward, run_graph(parts.backward, values | saved(forward))
+
+
+class Runner:
+    """One program of a stage, with the accumulators of a mini-batch."""
+
+    def __init__(
+        self, graph: StageGraph, layers: Sequence[nn.Module], plain: bool = False, arena: Arena | None = None
+    ) -> None:
+        self.program = (lower_plainly if plain else lower)(graph)
+        self.native = self.program.build(arena or Arena(), CPU, direct=not plain)
+        parameters = [p.detach() for p in parameters_of(layers)]
+        self.native.bind(parameters)
+        self.accumulators: list[Tensor | None] = [None] * len(parameters)
+
+    def __call__(self, values: Mapping[Port, Tensor], first: bool = True) -> Values:
+        """Results by port; gradients of parameters are the sums so far."""
+        inputs = [values[port] for port in self.program.inputs]
+        outputs, self.accumulators = self.native.run(inputs, self.accumulators, first)
+        results = dict(zip(self.program.outputs, outputs, strict=True))
+        for index in self.program.gradients:
+            gradient = self.accumulators[index]
+            assert gradient is not None
+            results[Port(Role.PARAMETER_GRADIENT, index)] = gradient
+        return results
+
+
+def unequal(ours: Values, expected: Values) -> list[str]:
+    """Ports whose values differ in a bit, in shape or in dtype."""
+    assert ours.keys() == expected.keys()
+    return [
+        str(port)
+        for port, value in expected.items()
+        if ours[port].dtype != value.dtype or not torch.equal(ours[port], value)
+    ]

@@ -1,0 +1,89 @@
+"""Benchmarks check what they time; here they do it on tiny sizes, and nothing is said about speed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import draws, execution, measure, models, tracing
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_candidates_take_turns() -> None:
+    order: list[str] = []
+    timings = measure.alternate(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3, calls=2
+    )
+    assert "".join(order) == "aabb" * 4  # one round comes first and is dropped
+    assert timings.keys() == {"a", "b"}
+    for timing in timings.values():
+        assert 0 < timing.p20 <= timing.median <= timing.p80
+
+
+def test_a_timing_reads_as_median_and_percentiles() -> None:
+    assert str(measure.Timing(12.345, 11.0, 13.96)) == "12.3 [11.0, 14.0]"
+    assert str(measure.Timing(1234.5, 1100.0, 1399.6)) == "1234 [1100, 1400]"
+
+
+def test_percentiles() -> None:
+    timing = measure._timing([float(x) for x in range(1, 10)])
+    assert timing == measure.Timing(5.0, 2.0, 8.0)
+    assert measure._timing([7.0]) == measure.Timing(7.0, 7.0, 7.0)
+
+
+def test_a_report_has_the_machine_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    measure.report("name", "Title", ["what", "µs"], [["ours", 1.234]], "A note.\n")
+    text = (tmp_path / "name.md").read_text()
+    assert text.startswith(f"# Title\n\n{measure.machine()}.\nA note.\n")
+    assert "| ours   | 1.23 |" in text
+    assert text in capsys.readouterr().out
+    assert f"torch {torch.__version__}" in measure.machine()
+
+
+@pytest.mark.parametrize("layers", [models.mlp(8), models.blocks(1, 8, 2)], ids=["mlp", "block"])
+def test_execution_checks_its_programs(layers: list[torch.nn.Module]) -> None:
+    input = torch.randn(2, 3, 8)
+    timings = execution.measure(layers, input, rounds=1, calls=1)
+    assert Counter(name.split(",")[0] for name in timings) == {"forward": 3, "backward": 3, "both": 3}
+
+
+def test_execution_notices_a_wrong_gradient() -> None:
+    stage, forward, backward = execution.prepare(models.mlp(8), torch.randn(4, 8))
+    runs = (stage.program(forward, plain=False), stage.program(backward, plain=False))
+    execution.check(stage, [runs])
+    stage.tangent.add_(1)  # the programs read it, and so does eager
+    execution.check(stage, [runs])
+    wrong = stage.program(backward, plain=False)
+
+    def twice(first: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        wrong(True)
+        return wrong(False)
+
+    with pytest.raises(AssertionError):
+        execution.check(stage, [(runs[0], twice)])
+
+
+@pytest.mark.parametrize("name", draws.DRAWS)
+def test_draws_check_their_distributions(name: str) -> None:
+    torch.manual_seed(0)
+    baseline, ours, mean, std = draws.DRAWS[name]
+    for draw in (baseline, ours):
+        draws.check(name, draw, mean, std)
+    with pytest.raises(AssertionError, match="standard errors"):
+        draws.check(name, lambda n: ours(n) + 0.05, mean, std)
+
+
+def test_tracing_counts_traces() -> None:
+    name, num_traces, *seconds, steps = tracing.one_stage(1)
+    assert (name, num_traces) == ("1 stage of 1", 1)
+    assert steps > 0
+    name, num_traces, *seconds, _ = tracing.equal_stages(2, 2)
+    assert (name, num_traces) == ("2 stages of 1", 1)
+    assert all(s > 0 for s in seconds)

@@ -1,0 +1,337 @@
+"""GPipe against the plain micro-batch loop, and against what users of torchgpipe rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from reference import check_step, leaf, loop_step, pipeline, pipeline_step, plain_loop, restored, unequal
+from torch import Tensor, nn
+
+from bench.models import Block
+from gpipe_fast import GPipe
+from gpipe_fast.compile import budget_of
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def gpt() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 16), Block(16, 2), nn.Dropout(0.1), Block(16, 2), nn.Linear(16, 11))
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+def noisy() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Dropout(0.2), nn.Linear(6, 8), nn.Dropout(0.5), nn.GELU(), nn.AlphaDropout(0.1), nn.Linear(8, 4)
+    )
+
+
+def features(batch: int = 8) -> Tensor:
+    return torch.randn(batch, 6, generator=torch.Generator().manual_seed(1))
+
+
+def tokens(batch: int = 8) -> Tensor:
+    return torch.randint(0, 11, (batch, 5), generator=torch.Generator().manual_seed(1))
+
+
+def images(batch: int = 8) -> Tensor:
+    return torch.randn(batch, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+Model, Batch = Callable[[], nn.Sequential], Callable[[int], Tensor]
+MODELS: dict[str, tuple[Model, Batch]] = {
+    "mlp": (mlp, features),
+    "gpt": (gpt, tokens),
+    "convolutions": (convolutions, images),
+    "dropout": (noisy, features),
+}
+every_model = pytest.mark.parametrize(("make", "batch"), MODELS.values(), ids=MODELS.keys())
+
+
+def cut(num_layers: int, num_stages: int) -> list[int]:
+    """Uneven on purpose: the first stages are short."""
+    sizes = [1] * num_stages
+    sizes[-1] += num_layers - num_stages
+    return sizes
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@every_model
+def test_equals_the_plain_loop(make: Model, batch: Batch, num_stages: int) -> None:
+    """Contract 1: output, every gradient and every buffer, for every cut into stages and micro-batches."""
+    model, x = make(), batch(8)
+    pipe = GPipe(model, cut(len(model), num_stages))
+    for pipe.chunks in (1, 2, 4, 8):
+        expected = loop_step(model, x, pipe.chunks)
+        for pipe.checkpoint in CHECKPOINT_MODES:
+            where = f"M={pipe.chunks}, {pipe.checkpoint}"
+            assert unequal(pipeline_step(pipe, x), expected) == [], where
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "chunks", "sizes"),
+    [(7, 4, [2, 2, 2, 1]), (5, 4, [2, 2, 1]), (2, 4, [1, 1]), (1, 8, [1]), (0, 4, [0] * 4)],
+)
+def test_cuts_mini_batches_as_chunk_does(batch_size: int, chunks: int, sizes: list[int]) -> None:
+    assert [len(c) for c in features(batch_size).chunk(chunks)] == sizes
+    check_step(mlp(), features(batch_size), chunks, [2, 3])
+
+
+@pytest.mark.smoke
+@every_model
+def test_inference(make: Model, batch: Batch) -> None:
+    model, x = make().eval(), batch(8)
+    pipe = GPipe(model, cut(len(model), 3), chunks=4)
+    expected = plain_loop(model, x, 4)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            assert torch.equal(pipe(x), expected)
+    pipe.train()
+    assert model[0].training
+    assert pipe(x).requires_grad
+
+
+def test_autocast() -> None:
+    """As a loop without autocast's weight cache; layer norm's statistics stay in float32."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4))
+    results = []
+    for forward in (GPipe(model, [2, 2], chunks=2), lambda x: plain_loop(model, x, 2)):
+        with restored(model):
+            x = leaf(features())
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                y = forward(x)
+            y.float().square().sum().backward()
+            results.append([y, x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    check_step(mlp().to(dtype), features().to(dtype), 4, [2, 3])
+
+
+@pytest.mark.parametrize(
+    "x",
+    [features().t().contiguous().t(), features(1).expand(8, 6), features(16)[::2], features()],
+    ids=["transposed", "expanded", "strided", "contiguous"],
+)
+def test_strides_of_the_input(x: Tensor) -> None:
+    check_step(mlp(), x, 4, [2, 3])
+
+
+def test_state_dict_is_the_sequentials() -> None:
+    model = convolutions()
+    pipe = GPipe(convolutions(), [3, 3])
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in model.named_parameters()]
+    with torch.no_grad():
+        model[0].weight.fill_(7.0)
+    pipe.load_state_dict(model.state_dict())
+    assert torch.equal(pipe[0].weight, model[0].weight)
+    model.load_state_dict(pipe.state_dict())
+
+
+def test_is_a_container_of_the_users_layers() -> None:
+    model = mlp()
+    pipe = GPipe(model, [2, 3], chunks=2.0, checkpoint="never")  # type: ignore[arg-type]
+    assert len(pipe) == 5
+    assert list(pipe) == list(model)
+    assert pipe[0] is model[0]
+    assert pipe[-1] is model[4]
+    assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([2, 3], 2, "never")
+    assert pipe.devices == [torch.device("cpu")] * 2
+    with pytest.raises(TypeError, match="layers are indexed by integers, got slice"):
+        pipe[0:2]  # type: ignore[index]
+    with pytest.raises(IndexError):
+        pipe[5]
+    x = features()
+    assert GPipe(nn.Sequential())(x) is x
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"), [("always", "RRRR"), ("except_last", "RRR-"), ("never", "----")]
+)
+def test_checkpoint_says_which_micro_batches_recompute(checkpoint: str, expected: str) -> None:
+    pipe = GPipe(mlp(), [5], chunks=4, checkpoint=checkpoint)
+    with mock.patch("gpipe_fast.gpipe.budget_of", side_effect=budget_of) as asked:
+        pipe(features())
+        assert "".join("R" if call.args[0] else "-" for call in asked.call_args_list) == expected
+        asked.reset_mock()
+        pipe.eval()(features())
+        assert not any(call.args[0] for call in asked.call_args_list)
+
+
+TIED = nn.Linear(4, 4), nn.Linear(4, 4)
+TIED[1].weight = TIED[0].weight
+ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (ValueError, "number of chunks must be positive integer", lambda: GPipe(mlp(), [5], chunks=0)),
+    (
+        ValueError,
+        "checkpoint is not one of 'always', 'except_last'",
+        lambda: GPipe(mlp(), [5], checkpoint="no"),
+    ),
+    (TypeError, "module must be nn.Sequential to be partitioned", lambda: GPipe(nn.Linear(1, 1), [1])),
+    (ValueError, "module with duplicate children", lambda: GPipe(nn.Sequential(*[TIED[0]] * 2), [2])),
+    (ValueError, "is shared by stages 0 and 1", lambda: GPipe(nn.Sequential(*TIED), [1, 1])),
+    (
+        ValueError,
+        r"module and sum of balance have different length \(module: 5, sum of balance: 4\)",
+        lambda: GPipe(mlp(), [2, 2]),
+    ),
+    (
+        ValueError,
+        r"all balance numbers must be positive integer \(balance: \[5, 0\]\)",
+        lambda: GPipe(mlp(), [5, 0]),
+    ),
+    (
+        IndexError,
+        r"too few devices to hold given partitions \(devices: 1, partitions: 2\)",
+        lambda: GPipe(mlp(), [2, 3], devices=["cpu"]),
+    ),
+    (TypeError, "expected Tensor, but got <class 'int'>", lambda: GPipe(mlp(), [5])(3)),
+    (ValueError, "has no dimension to cut", lambda: GPipe(mlp(), [5])(torch.tensor(1.0))),
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "call"), ERRORS, ids=[m for _, m, _ in ERRORS])
+def test_errors(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_earlier_errors_come_first() -> None:
+    for first, second in (({"chunks": 0}, {"checkpoint": "no"}), ({"checkpoint": "no"}, {"balance": [9]})):
+        with pytest.raises(ValueError, match=next(iter(first))):
+            GPipe(nn.Linear(1, 1), **{"balance": [1], **first, **second})  # type: ignore[arg-type]
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_an_untraceable_layer_is_named() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), Branch()), [1, 2])
+    with pytest.raises(
+        RuntimeError, match=r"stage 1, layer 2 \(Branch\) cannot be traced faithfully: .*Data"
+    ):
+        pipe(features())
+
+
+def test_a_failed_call_changes_nothing_and_the_next_one_works() -> None:
+    model = nn.Sequential(nn.Embedding(11, 6), nn.Flatten(), nn.BatchNorm1d(30), nn.Linear(30, 2))
+    pipe, x, bad = GPipe(model, [2, 2], chunks=2), tokens(), tokens()
+    bad[-1, -1] = 11
+    expected = loop_step(model, x, 2)
+    before = {k: v.clone() for k, v in pipe.state_dict().items()}
+    with pytest.raises(IndexError, match="index out of range"):
+        pipe(bad)
+    assert all(torch.equal(v, before[k]) for k, v in pipe.state_dict().items())
+    assert unequal(pipeline_step(pipe, x), expected) == []
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_unused_parameters_have_no_gradient() -> None:
+    model = nn.Sequential(HalfUsed(), nn.Linear(6, 2))
+    check_step(model, features(), 2, [1, 1])
+    GPipe(model, [1, 1])(features()).sum().backward()
+    assert model[0].unused.weight.grad is None
+
+
+CHANGES: dict[str, Callable[[GPipe], object]] = {
+    "frozen": lambda p: p[1].requires_grad_(False),
+    "all frozen but the last": lambda p: [layer.requires_grad_(False) for layer in list(p)[:-1]],
+    "parameter replaced": lambda p: setattr(p[1], "weight", nn.Parameter(torch.ones(8, 6))),
+    "data replaced": lambda p: setattr(p[1].weight, "data", torch.ones(8, 6)),
+    "other shape": lambda p: (setattr(p[1], "out_features", 8), setattr(p[1], "bias", None)),
+    "dropout.p": lambda p: setattr(p[2], "p", 0.9),
+    "eval of a layer": lambda p: p[2].eval(),
+    "layer replaced": lambda p: setattr(p, "3", nn.Tanh()),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_between_calls_takes_effect(change: Callable[[GPipe], object]) -> None:
+    """Contract 5: nothing stale."""
+    pipe, x = GPipe(noisy(), [2, 4], chunks=4), features()
+    before = pipeline_step(pipe, x)
+    change(pipe)
+    expected = loop_step(nn.Sequential(*pipe), x, 4)
+    after = pipeline_step(pipe, x)
+    assert unequal(after, expected) == []
+    assert after.keys() != before.keys() or unequal(after, before) != []
+
+
+def test_changing_batch_sizes() -> None:
+    model = mlp()
+    pipe = GPipe(model, [2, 3], chunks=3)
+    for size in (8, 3, 8, 1, 5):
+        x = features(size)
+        assert unequal(pipeline_step(pipe, x), loop_step(model, x, 3)) == []
+
+
+@pytest.mark.smoke
+@every_model
+def test_training_steps(make: Model, batch: Batch) -> None:
+    """Five steps of AdamW: parameters, moments and buffers."""
+    states = []
+    for pipelined in (False, True):
+        model, x = make(), batch(7)
+        forward = GPipe(model, cut(len(model), 2), chunks=3) if pipelined else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(5):
+            optimizer.zero_grad()
+            output = pipeline(forward, x) if isinstance(forward, GPipe) else plain_loop(model, x, 3)
+            output.square().mean().backward()
+            optimizer.step()
+        moments = [v for state in optimizer.state.values() for v in state.values()]
+        states.append([*model.state_dict().values(), *moments])
+    assert all(map(torch.equal, *states))
+
+
+def test_calls_from_several_threads_do_not_meet() -> None:
+    """The mini-batches of one pipeline run in turn, whoever calls."""
+    torch.manual_seed(0)
+    pipe = GPipe(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh()), [2, 2], chunks=4)
+    inputs = [torch.randn(64, 64) for _ in range(2)]
+
+    @torch.no_grad()
+    def call(x: Tensor) -> list[Tensor]:
+        return [pipe(x) for _ in range(300)]
+
+    expected = [pipe(x) for x in inputs]
+    with ThreadPoolExecutor(2) as pool:
+        for outputs, output in zip(pool.map(call, inputs), expected, strict=True):
+            assert all(torch.equal(o, output) for o in outputs)

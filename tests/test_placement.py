@@ -1,0 +1,104 @@
+"""Where values of a program go: memory is taken over only when nothing reads it any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from stages import Runner, given, joint_of, run_graph, unequal
+from torch import Tensor, nn
+
+from gpipe_fast.lower import lower
+from gpipe_fast.program import Home, Release
+from gpipe_fast.split import split
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def transposed(x: Tensor) -> Tensor:
+    h = x.tanh()
+    return (h * h.t()).exp()
+
+
+def shifted(x: Tensor) -> Tensor:
+    h = x.tanh().flatten()
+    return (h[:32] * h[32:] + h[16:48]).exp()
+
+
+def read_later(x: Tensor) -> Tensor:
+    h = x.tanh()
+    return (h.exp() + 1).sin() * h
+
+
+def broadcast(x: Tensor) -> Tensor:
+    h = x.tanh()
+    return (h + h[0]).exp()
+
+
+@pytest.mark.parametrize("function", [transposed, shifted, read_later, broadcast])
+def test_nothing_is_overwritten_while_it_is_read(function: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    layers, x = [Function(function)], torch.randn(8, 8)
+    joint = joint_of(layers, x)
+    graph = split(joint, 0.0).forward
+    values = given(layers, joint, x)
+    assert unequal(Runner(graph, layers)(values), run_graph(graph, values)) == []
+
+
+def test_a_chain_of_pointwise_calls_takes_one_place() -> None:
+    layers = [nn.Linear(8, 8), *(nn.Tanh() for _ in range(10)), nn.Linear(8, 8)]
+    program = lower(split(joint_of(layers, torch.randn(4, 8)), 0.0).forward)
+    assert program.arena_bytes == 4 * 8 * 4
+
+
+def test_values_of_their_own_are_released_after_their_last_use() -> None:
+    """Layer norm returns its results: each goes as soon as nothing reads it."""
+    layers = [m for _ in range(3) for m in (nn.Linear(8, 8), nn.LayerNorm(8))]
+    program = lower(split(joint_of(layers, torch.randn(4, 8)), 0.0).forward)
+    made = {i for i, v in enumerate(program.values) if v.home is Home.RESULT}
+    released = [step.value for step in program.steps if isinstance(step, Release)]
+    assert len(released) == len(set(released))
+    assert made - set(released) == {program.results[0]}
+
+
+def test_what_leaves_holds_no_more_memory_than_itself() -> None:
+    layers, x = [nn.Linear(8, 8), Function(lambda h: h[:, :2].contiguous())], torch.randn(64, 8)
+    joint = joint_of(layers, x)
+    (output,) = Runner(split(joint, 0.0).forward, layers)(given(layers, joint, x)).values()
+    assert output.untyped_storage().nbytes() == output.nbytes
+
+
+class Table(nn.Module):
+    """Returns what it owns, as position embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("scale", torch.ones(4))
+        self.plain = torch.ones(3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x + 1, self.weight.t(), self.scale, self.plain
+
+
+def test_what_leaves_is_no_memory_of_the_module() -> None:
+    """An optimizer's step must not change what was handed out before."""
+    layer, x = Table(), torch.randn(4, 4)
+    joint = joint_of([layer], x)
+    values = given([layer], joint, x)
+    results = Runner(split(joint, 0.0).forward, [layer])(values)
+    kept = {port: value.clone() for port, value in results.items()}
+    with torch.no_grad():
+        for owned in (layer.weight, layer.scale, layer.plain, *values.values()):
+            owned.zero_()
+    assert unequal(results, kept) == []
