@@ -41,8 +41,8 @@ Argument to_argument(Program& program, py::handle object, const c10::TypePtr& ty
     }
     return tensors;
   }
-  const bool number = py::isinstance<py::int_>(object) || py::isinstance<py::float_>(object) ||
-                      PyComplex_Check(object.ptr());
+  const bool number =
+      py::isinstance<py::int_>(object) || py::isinstance<py::float_>(object) || PyComplex_Check(object.ptr());
   if (type->kind() == c10::TypeKind::TensorType && number) {
     // As eager does with `tensor + 1`: a number does not widen the result's dtype.
     at::Tensor tensor = at::scalar_to_tensor(torch::jit::toIValue(object, c10::NumberType::get()).toScalar());

@@ -114,6 +114,10 @@ class CompiledStage:
         self.outputs = _outputs(traced.joint)
         self._passes: dict[float, Pass] = {}
 
+    def draws(self) -> bool:
+        """Whether any of its operators is random."""
+        return any(n.port.role is Role.KEY and bool(n.node.users) for n in self.traced.joint.inputs)
+
     def run_pass(self, budget: float) -> Pass:
         """The programs of this stage, in its own memory, for one budget; built on first use."""
         if budget not in self._passes:

@@ -15,6 +15,7 @@ from gpipe_fast._extension import StageRun
 from gpipe_fast.compile import CompiledStage, Compiler, Refusal, Spec, Stage, budget_of, modes
 from gpipe_fast.fingerprint import fingerprint
 from gpipe_fast.partition import cut_evenly
+from gpipe_fast.random import minibatch_key
 from gpipe_fast.step import Run, Step
 from gpipe_fast.trace import buffers_of, parameters_of
 
@@ -183,7 +184,9 @@ class GPipe(nn.Module):
             )
             for j, stage in enumerate(self._stages)
         ]
-        return Run(stages, last[-1].outputs[0].requires_grad, self._turn)
+        # What draws nothing leaves PyTorch's generator as it was.
+        key = minibatch_key() if any(stage.draws() for stage in full) else 0
+        return Run(stages, key, last[-1].outputs[0].requires_grad, self._turn)
 
     def _recomputes(self, microbatch: int, num_microbatches: int) -> bool:
         if self.checkpoint == "except_last":

@@ -15,7 +15,8 @@ A stage whose first layer is layer 1 passes ``first_layer = 1`` and ``layer=0``,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,21 +51,22 @@ class KeyedRandomMode(TorchDispatchMode):
     """Replaces every random op by a draw from ``torch.ops.gpipe_fast``, in eager mode and under tracing.
 
     Args:
-        key: ``[minibatch_key, microbatch, first_layer]``, int64, on the CPU; real, fake, or a trace's input.
+        key: ``[minibatch_key, microbatch, first_layer]``, int64, on the CPU; real, fake, or a trace's input;
+            or a function that returns it.
 
     Raises:
         UnkeyedRandomOp: on a random op that has no keyed counterpart, or that brings its own generator.
     """
 
-    def __init__(self, key: Tensor) -> None:
+    def __init__(self, key: Tensor | Callable[[], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # Only CUDA has fused attention with dropout, and a function mode keeps Transformer layers in eval
         # from their fast path.
         self._attention = _UnfusedAttention() if torch.cuda.is_available() else None
         self.set_key(key)
 
-    def set_key(self, key: Tensor) -> None:
-        """Goes on to another micro-batch, outside of every layer."""
+    def set_key(self, key: Tensor | Callable[[], Tensor]) -> None:
+        """Goes on to another micro-batch, outside of every layer; a function is asked at the first draw."""
         self._key = key
         self._layer = NO_LAYER
         self._ordinals = {NO_LAYER: 0}
@@ -112,6 +114,8 @@ class KeyedRandomMode(TorchDispatchMode):
             raise UnkeyedRandomOp(
                 "a random op inside torch.utils.checkpoint would not draw the same when recomputed"
             )
+        if not isinstance(self._key, Tensor):
+            self._key = self._key()
         ordinal = self._ordinals[self._layer]
         self._ordinals[self._layer] = ordinal + 1
         drawn: Tensor = op(self._key, self._layer, ordinal, size, *parameters, dtype=dtype, device=device)
@@ -182,8 +186,9 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, but is {type(module).__name__}")
-    minibatch = minibatch_key() if key is None else key
-    mode = KeyedRandomMode(make_key(minibatch, 0))
+    # Drawn when first needed: what draws nothing leaves PyTorch's generator as it was, here and in GPipe.
+    minibatch = functools.cache(minibatch_key if key is None else lambda: key)
+    mode = KeyedRandomMode(lambda: make_key(minibatch(), 0))
     progress = _Progress(mode, module, minibatch)
     with contextlib.ExitStack() as hooks:
         hooks.callback(module.register_forward_pre_hook(progress.begin_microbatch, prepend=True).remove)
@@ -197,7 +202,7 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
 class _Progress:
     """Tells a mode, from the calls of a Sequential and its children, which micro-batch and layer run."""
 
-    def __init__(self, mode: KeyedRandomMode, module: nn.Sequential, minibatch: int) -> None:
+    def __init__(self, mode: KeyedRandomMode, module: nn.Sequential, minibatch: Callable[[], int]) -> None:
         self._mode = mode
         self._layers = list(module)
         self._minibatch = minibatch
@@ -206,7 +211,8 @@ class _Progress:
         self._depth = 0  # above 1, a layer calls a child of the Sequential by itself
 
     def begin_microbatch(self, module: nn.Module, args: Any) -> None:
-        self._mode.set_key(make_key(self._minibatch, self._microbatch))
+        microbatch = self._microbatch
+        self._mode.set_key(lambda: make_key(self._minibatch(), microbatch))
         self._microbatch += 1
         self._next_layer = self._depth = 0
 

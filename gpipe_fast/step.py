@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gpipe_fast._extension import MiniBatch, StageRun
-from gpipe_fast.random import minibatch_key
 
 
 class Run:
@@ -20,12 +19,12 @@ class Run:
     """
 
     def __init__(
-        self, stages: list[StageRun], differentiable: bool, turn: AbstractContextManager[object]
+        self, stages: list[StageRun], key: int, differentiable: bool, turn: AbstractContextManager[object]
     ) -> None:
         self.turn = turn
         self.stages = stages
         self.differentiable = differentiable
-        self.native = MiniBatch(stages, minibatch_key())
+        self.native = MiniBatch(stages, key)
         self.sizes: list[int] = []
 
     def forward(self, microbatches: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from reference import check_step, leaf, loop_step, pipeline, pipeline_step, plai
 from torch import Tensor, nn
 
 from bench.models import Block
-from gpipe_fast import GPipe
+from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.compile import budget_of
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 
@@ -140,6 +140,18 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 )
 def test_strides_of_the_input(x: Tensor) -> None:
     check_step(mlp(), x, 4, [2, 3])
+
+
+def test_a_mini_batch_without_random_layers_leaves_the_generator_alone() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+    pipe, x = GPipe(model, [2], chunks=2), features()
+    before = torch.get_rng_state()
+    pipe.eval()(x)
+    with keyed_rng(model):
+        model(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    pipe.train()(x)
+    assert not torch.equal(torch.get_rng_state(), before)
 
 
 def test_state_dict_is_the_sequentials() -> None:
