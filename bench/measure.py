@@ -76,7 +76,8 @@ def _commit() -> str:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
         return done.stdout.strip()
 
-    changed = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    elsewhere = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!../README.md")
+    changed = "+changes" if elsewhere else ""
     return (git("rev-parse", "--short", "HEAD") or "unknown") + changed
 
 
