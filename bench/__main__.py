@@ -8,6 +8,7 @@ import importlib
 BENCHMARKS = {
     "draws": "keyed random draws against PyTorch's own",
     "execution": "one stage's programs against eager autograd and boxed dispatch",
+    "recompute": "GPT blocks against eager checkpointing, in processes of their own",
     "tracing": "seconds to trace and lower GPT blocks",
 }
 

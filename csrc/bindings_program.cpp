@@ -103,7 +103,8 @@ void bind_program(py::module_& m) {
       .def(py::init(&layout), py::arg("sizes"), py::arg("strides"), py::arg("dtype"));
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init<>())
-      .def_property_readonly("bytes", &Arena::bytes);
+      .def_property_readonly("bytes", &Arena::bytes)
+      .def_property_readonly("recycled_bytes", [](Arena& arena) { return arena.recycler().kept_bytes(); });
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<std::shared_ptr<Arena>, at::Device>(), py::arg("arena"), py::arg("device"))
       .def("add_input", &Program::add_input, py::arg("layout"), py::arg("any_dtype") = false)

@@ -7,7 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
-#include <algorithm>
+#include <set>
 #include <utility>
 
 namespace gpipe_fast {
@@ -134,6 +134,19 @@ void Program::add_take(Slot accumulator, Slot value) {
 }
 
 void Program::add_release(Slot value) { add_step({Step::Kind::release, nullptr, {value}}, When::always); }
+
+void Program::set_outputs(std::vector<Slot> outputs) {
+  outputs_ = std::move(outputs);
+  std::set<Slot> leaving;
+  for (Slot slot : outputs_) leaving.insert(base_of(slot));
+  for (const auto& step : steps_) {
+    if (step->kind == Step::Kind::take) leaving.insert(base_of(*step->slots[1]));
+  }
+  for (const auto& step : steps_) {
+    if (step->kind != Step::Kind::call_returning) continue;
+    for (const auto& slot : step->slots) step->leaves = step->leaves || (slot && leaving.count(*slot) != 0);
+  }
+}
 
 at::Tensor Program::hollow(const Layout& layout) const {
   at::Tensor tensor = at::empty({0}, at::TensorOptions(layout.dtype).device(device_));
@@ -278,15 +291,16 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs,
 void Program::execute(const Step& step) {
   switch (step.kind) {
     case Step::Kind::call:
-      step.op->call(returned_);
-      break;
-    case Step::Kind::call_returning:
+    case Step::Kind::call_returning: {
+      std::optional<Recycler::Use> recycled;
+      if (!step.leaves) recycled.emplace(arena_->recycler());
       step.op->call(returned_);
       for (size_t i = 0; i < step.slots.size(); ++i) {
         if (step.slots[i]) take_result(*step.slots[i], owned(std::move(returned_.at(i))));
       }
       returned_.clear();
       break;
+    }
     case Step::Kind::make:
       set(*step.slots[0], make(values_[*step.slots[0]].layout));
       break;

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "operator.h"
+#include "recycler.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -46,9 +47,12 @@ class Arena {
   const c10::Storage& storage() const { return block_.storage(); }
   int64_t bytes() const { return bytes_; }
   int64_t generation() const { return generation_; }
+  // For what operators allocate themselves.
+  Recycler& recycler() { return *recycler_; }
 
  private:
   at::Tensor block_;
+  std::shared_ptr<Recycler> recycler_ = std::make_shared<Recycler>();
   int64_t bytes_ = 0;
   int64_t generation_ = 0;
 };
@@ -83,7 +87,7 @@ class Program {
   // Drops a value of this run, and all views of it.
   void add_release(Slot value);
   // The results, in order. None may lie in the arena.
-  void set_outputs(std::vector<Slot> outputs) { outputs_ = std::move(outputs); }
+  void set_outputs(std::vector<Slot> outputs);
   void set_arena_bytes(int64_t bytes) { arena_bytes_ = bytes; }
 
   // For building operators: the tensor of a slot; its address stays, its content changes with every run.
@@ -125,10 +129,12 @@ class Program {
     enum class Kind : uint8_t { call, call_returning, make, accumulate, take, release } kind;
     std::unique_ptr<Operator> op;
     std::vector<std::optional<Slot>> slots;
+    bool leaves = false;  // a result outlives the run, so its memory must not be the recycler's
   };
 
   Slot add_value(Layout layout, at::Tensor tensor);
   void add_step(Step step, When when);
+  Slot base_of(Slot slot) const { return values_[slot].base.value_or(slot); }
   void execute(const Step& step);
 
   at::Tensor hollow(const Layout& layout) const;  // laid out, but over no memory
