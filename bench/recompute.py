@@ -1,7 +1,7 @@
 """Forward and recomputing backward of GPT blocks against eager checkpointing, each in a process of its own.
 
 Within one process the two share the C library's heap, and how one leaves it decides how many pages the
-other has zeroed for it; a program takes care of its own memory, so eager's time would depend on its neighbour.
+other has zeroed for it; a program keeps its own memory, so eager's time would depend on its neighbour.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def main() -> None:
         ["blocks", "eager with checkpoint, ms", "gpipe_fast, ms", "times faster", "pairs"],
         rows,
         "Forward and recomputing backward, width 256, 8 heads, 2 x 128 tokens; medians of "
-        f"{PROCESSES} processes of each kind, alternating, each a median of 30 runs. Outputs and gradients were "
-        "checked to be eager's, bit for bit.\n",
+        f"{PROCESSES} processes of each kind, alternating, each a median of 30 runs. Outputs and gradients "
+        "were checked to be eager's, bit for bit.\n",
     )
 
 

@@ -5,14 +5,13 @@
 #include <c10/core/impl/alloc_cpu.h>
 
 #include <algorithm>
-#include <new>
+#include <unordered_map>
 #include <utility>
 
 namespace gpipe_fast {
 namespace {
 
 constexpr size_t kSmallest = 32 * 1024;  // what the C library keeps by itself is left to it
-constexpr size_t kHeader = 64;           // one alignment of PyTorch's
 constexpr size_t kGranularity = 4096;
 
 thread_local Recycler* active = nullptr;
@@ -45,19 +44,28 @@ void install() {
   (void)installed;
 }
 
-}  // namespace
-
-struct Recycler::Header {
-  size_t size;  // of the block without the header
-  std::shared_ptr<Recycler> owner;
+// Whose block it is, and how large. Kept beside the blocks, which are just what PyTorch's own allocator would have made:
+// code that releases one by hand (raw_deallocate) frees it rightly, and only leaves an entry behind.
+struct Owner {
+  size_t size;
+  std::shared_ptr<Recycler> recycler;
 };
+struct Registry {
+  std::mutex mutex;
+  std::unordered_map<void*, Owner> owners;
+};
+
+Registry& registry() {
+  static Registry* const blocks =
+      new Registry;  // never destroyed: tensors may be freed after everything else
+  return *blocks;
+}
+
+}  // namespace
 
 Recycler::~Recycler() {
   for (auto& [size, blocks] : free_) {
-    for (Header* block : blocks) {
-      block->~Header();
-      c10::free_cpu(block);
-    }
+    for (void* block : blocks) c10::free_cpu(block);
   }
 }
 
@@ -69,9 +77,8 @@ Recycler::Use::Use(Recycler& recycler) : before_(active) {
 Recycler::Use::~Use() { active = before_; }
 
 void* Recycler::take(size_t bytes) {
-  static_assert(sizeof(Header) <= kHeader);
   const size_t size = (bytes + kGranularity - 1) / kGranularity * kGranularity;
-  Header* block = nullptr;
+  void* block = nullptr;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = free_.find(size);
@@ -83,26 +90,29 @@ void* Recycler::take(size_t bytes) {
     in_use_ += size;
     most_in_use_ = std::max(most_in_use_, in_use_);
   }
-  if (block == nullptr) block = new (c10::alloc_cpu(kHeader + size)) Header{size, nullptr};
-  block->owner = shared_from_this();
-  return reinterpret_cast<char*>(block) + kHeader;
+  if (block == nullptr) block = c10::alloc_cpu(size);
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().owners[block] = {size, shared_from_this()};
+  return block;
 }
 
-void Recycler::give_back(void* data) {
-  auto* block = reinterpret_cast<Header*>(static_cast<char*>(data) - kHeader);
-  // Held until the end: the block may be the last thing that keeps its recycler.
-  std::shared_ptr<Recycler> owner = std::move(block->owner);
+void Recycler::give_back(void* block) {
+  Owner owner;
   {
-    std::lock_guard<std::mutex> lock(owner->mutex_);
-    owner->in_use_ -= block->size;
-    if (owner->kept_ + block->size <= owner->most_in_use_) {
-      owner->free_[block->size].push_back(block);
-      owner->kept_ += block->size;
-      return;
-    }
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    auto entry = registry().owners.extract(block);
+    owner = std::move(entry.mapped());
   }
-  block->~Header();
-  c10::free_cpu(block);
+  if (!owner.recycler->keep(block, owner.size)) c10::free_cpu(block);
+}
+
+bool Recycler::keep(void* block, size_t size) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  in_use_ -= size;
+  if (kept_ + size > most_in_use_) return false;
+  free_[size].push_back(block);
+  kept_ += size;
+  return true;
 }
 
 size_t Recycler::kept_bytes() const {

@@ -32,16 +32,17 @@ class Recycler : public std::enable_shared_from_this<Recycler> {
   // At least `bytes`, aligned as PyTorch aligns.
   void* take(size_t bytes);
   // Returns what `take` gave to the recycler it came from.
-  static void give_back(void* data);
+  static void give_back(void* block);
 
   // Free bytes kept now: never more than were in use at once.
   size_t kept_bytes() const;
 
  private:
-  struct Header;
+  // False if there are enough blocks.
+  bool keep(void* block, size_t size);
 
   mutable std::mutex mutex_;
-  std::unordered_map<size_t, std::vector<Header*>> free_;  // by size
+  std::unordered_map<size_t, std::vector<void*>> free_;  // by size
   size_t kept_ = 0;
   size_t in_use_ = 0;
   size_t most_in_use_ = 0;
