@@ -76,7 +76,7 @@ GPIPE_FAST_LOOP static void philox_blocks_portable(const PhiloxStream& stream, u
 }
 
 #ifdef GPIPE_FAST_AVX512
-// The same with each word in the lower half of a 64-bit lane, where a product needs no rearranging: twice as fast as
+// The same with each word in the lower half of a 64-bit lane, where a product needs no rearranging, as it does in
 // what the compiler makes of the loop above. The upper halves hold leftovers that no product reads.
 __attribute__((target("avx512f"))) static void philox_blocks_avx512(const PhiloxStream& stream,
                                                                     uint64_t first_block, int64_t num_blocks,

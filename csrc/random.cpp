@@ -22,8 +22,8 @@ namespace {
 
 constexpr int64_t kTileBlocks = 256;  // 4 KiB of words: they stay in the first-level cache
 constexpr int64_t kTileWords = kTileBlocks * kWordsPerBlock;
-constexpr int64_t kParallelTiles =
-    256;  // below a tenth of a millisecond, a second thread costs more than it saves
+// Tiles below which starting a second thread is not worth it.
+constexpr int64_t kParallelTiles = 256;
 
 // A random op outside of every layer draws as this layer; see gpipe_fast/random.py.
 constexpr int64_t kNoLayer = 0xFFFF;

@@ -1,7 +1,7 @@
 // Memory that operators allocate inside a program, used again instead of being given back.
 //
-// The C library unmaps large blocks when they are freed, and new ones come as pages to be zeroed one by one: for an
-// attention backward a tenth of its time. A program's operators ask for the same sizes in every run.
+// The C library unmaps large blocks when they are freed, and new ones come as pages to be zeroed one by one. A program's
+// operators ask for the same sizes in every run.
 #pragma once
 
 #include <cstddef>

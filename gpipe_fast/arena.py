@@ -29,7 +29,7 @@ def lay_out(lifetimes: Mapping[int, Lifetime]) -> tuple[dict[int, int], int]:
     """Places values so that no two that live at the same step overlap.
 
     A value written in place of a dying one takes its offset; the others, the largest first, the lowest free
-    offset (first fit by decreasing size: within a few per cent of the peak for graphs of layers).
+    offset (first fit by decreasing size).
 
     Args:
         lifetimes: by value.

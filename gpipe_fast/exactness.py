@@ -13,8 +13,7 @@ def accumulates_exactly(a: Tensor, b: Tensor) -> bool:
 
     A product kernel that sums a long inner dimension in blocks adds each block to the result, so that
     ``(c + p1) + p2`` stands where ``c + (p1 + p2)`` should. Where the blocks end is the library's own
-    business, so the answer comes from trying it on random numbers, once per layout and thread count: a
-    different order of summation shows in thousands of elements.
+    business, so the answer comes from trying it on random numbers, once per layout and thread count.
     """
     if a.device.type != "cpu" or not a.is_floating_point() or 0 in (*a.shape, *b.shape):
         return False

@@ -74,10 +74,6 @@ class Joint:
         """Which outputs take a gradient."""
         return frozenset(n.port.index for n in self.inputs if n.port.role is Role.TANGENT)
 
-    def differentiable_inputs(self) -> frozenset[int]:
-        """Which inputs are given a gradient."""
-        return frozenset(n.port.index for n in self.outputs if n.port.role is Role.INPUT_GRADIENT)
-
 
 class _Stage(nn.Module):
     """The layers as one function of (key, inputs) whose results alias nothing."""

@@ -50,7 +50,7 @@ def test_ports() -> None:
         *(f"parameter_gradient[{i}]" for i in range(4)),
     ]
     assert joint.differentiable_outputs() == {0}
-    assert joint.differentiable_inputs() == {0}
+    assert joint.of(Role.INPUT_GRADIENT).keys() == {0}
 
 
 def test_nodes_remember_their_layer() -> None:
@@ -62,7 +62,7 @@ def test_nodes_remember_their_layer() -> None:
 
 
 def test_no_input_gradient_unless_asked_for() -> None:
-    assert joint_of([nn.Linear(4, 4)], X).differentiable_inputs() == frozenset()
+    assert not joint_of([nn.Linear(4, 4)], X).of(Role.INPUT_GRADIENT)
 
 
 def test_tied_parameters_share_a_port() -> None:
@@ -78,7 +78,7 @@ def test_several_inputs_and_outputs() -> None:
     joint = joint_of([layer], X.clone().requires_grad_(), X)
     assert sorted(joint.of(Role.OUTPUT)) == [0, 1, 2]
     assert joint.differentiable_outputs() == {0, 2}  # not the integers
-    assert joint.differentiable_inputs() == {0}
+    assert joint.of(Role.INPUT_GRADIENT).keys() == {0}
 
 
 def test_an_undefined_gradient_has_no_tangent() -> None:
