@@ -47,7 +47,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("built_with_cuda", &built_with_cuda, "Whether this extension has CUDA kernels.");
   m.def("build_info", &build_info, "The torch, CUDA, GPU architectures and compiler it was built with.");
   bind_program(m);
-  bind_sequential(m);
+  bind_pipeline(m);
 }
 
 }  // namespace gpipe_fast

@@ -237,7 +237,7 @@ void Program::bind(const std::vector<at::Tensor>& parameters) {
 }
 
 std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs,
-                                     std::vector<at::Tensor>& accumulators, bool first) {
+                                     std::vector<at::Tensor>& accumulators, bool first, Watch* watch) {
   // Below autograd, and without version counters: what runs here was differentiated when it was traced.
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   GPIPE_CHECK(inputs.size() == inputs_.size(), "a program of ", inputs_.size(), " inputs got ",
@@ -276,7 +276,10 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs,
     }
   }
 
-  for (const Step* step : first ? first_ : later_) execute(*step);
+  for (const Step* step : first ? first_ : later_) {
+    if (watch != nullptr) watch->look();
+    execute(*step);
+  }
 
   if (first) {
     for (const Indexed& accumulator : accumulators_)

@@ -14,6 +14,7 @@
 
 #include "operator.h"
 #include "recycler.h"
+#include "watch.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -97,10 +98,10 @@ class Program {
   void bind(const std::vector<at::Tensor>& parameters);
 
   // Runs once; needs no GIL. `accumulators` is indexed as in add_accumulator: with `first` this program's are
-  // made, else added to. After an exception the accumulators are undefined and the program can be run again.
-  // One run at a time.
+  // made, else added to. `watch`, where given, is asked before every step. After an exception, its own too, the
+  // accumulators are undefined and the program can be run again. One run at a time.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& accumulators,
-                              bool first);
+                              bool first, Watch* watch = nullptr);
 
   int64_t num_inputs() const { return static_cast<int64_t>(inputs_.size()); }
   int64_t num_steps(bool first) const { return static_cast<int64_t>((first ? first_ : later_).size()); }

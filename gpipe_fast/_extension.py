@@ -19,16 +19,19 @@ if _C.build_info()["torch"].split(".")[:2] != torch.__version__.split(".")[:2]:
         f"but this is torch {torch.__version__}; {_HOW_TO_BUILD}"
     )
 
+Actions = _C.Actions
 Arena = _C.Arena
 Layout = _C.Layout
-MiniBatch = _C.MiniBatch
 Pass = _C.Pass
+Pipeline = _C.Pipeline
+Plan = _C.Plan
 Port = _C.Port
 PortedProgram = _C.PortedProgram
 Program = _C.Program
 Role = _C.Role
-StageRun = _C.StageRun
+StagePlan = _C.StagePlan
 Value = _C.Value
 When = _C.When
 build_info = _C.build_info
 built_with_cuda = _C.built_with_cuda
+kept_bytes = _C.kept_bytes

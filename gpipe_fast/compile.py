@@ -17,7 +17,7 @@ from gpipe_fast.lower import lower
 from gpipe_fast.program import Program
 from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE, Split, split
-from gpipe_fast.trace import Joint, Port, Role, trace
+from gpipe_fast.trace import Joint, Port, Role, buffers_of, trace
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,11 @@ class CompiledStage:
         self.traced = traced
         self.outputs = _outputs(traced.joint)
         self._passes: dict[float, Pass] = {}
+
+    def written_buffers(self) -> list[Tensor]:
+        """The buffers that its forward writes."""
+        buffers = buffers_of(self.stage.layers)
+        return [buffers[n.port.index] for n in self.traced.joint.outputs if n.port.role is Role.BUFFER]
 
     def draws(self) -> bool:
         """Whether any of its operators is random."""

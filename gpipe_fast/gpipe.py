@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast._extension import StageRun
 from gpipe_fast.compile import CompiledStage, Compiler, Refusal, Spec, Stage, budget_of, modes
 from gpipe_fast.fingerprint import fingerprint
+from gpipe_fast.lifetime import open_pipeline
 from gpipe_fast.partition import cut_evenly
+from gpipe_fast.plan import Plan, make_plan
 from gpipe_fast.random import minibatch_key
-from gpipe_fast.step import Run, Step
+from gpipe_fast.recording import Recording, record
 from gpipe_fast.trace import buffers_of, parameters_of
 
 # Signatures whose programs a module remembers.
 _SIGNATURES = 32
+
+# What `GPipe._begin` makes.
+_NOT_COPIED = frozenset({"_turn", "_stages", "_compiler", "_compiled", "_plans", "_pipeline"})
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 Device = torch.device | int | str
@@ -61,6 +67,7 @@ class GPipe(nn.Module):
         super().__init__()
         self.chunks = chunks
         self.checkpoint = checkpoint
+        self.threads_per_stage = None
         if not isinstance(module, nn.Sequential):
             raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
         layers = list(module)
@@ -81,12 +88,12 @@ class GPipe(nn.Module):
         self._stages = _stages(list(self), self.balance, self.devices)
         self._compiler = Compiler()
         self._compiled: OrderedDict[Hashable, list[list[CompiledStage]]] = OrderedDict()
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._pipeline = open_pipeline(max(1, len(self._stages)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copying and pickling keep: all but programs, which are made again when needed."""
-        return {
-            k: v for k, v in vars(self).items() if k not in ("_turn", "_stages", "_compiler", "_compiled")
-        }
+        """What copying and pickling keep: all but threads and programs, which are made again when needed."""
+        return {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -117,6 +124,20 @@ class GPipe(nn.Module):
                 f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}"
             )
         self._checkpoint = mode
+
+    @property
+    def threads_per_stage(self) -> int | None:
+        """Intra-op threads of each stage; may be set between calls.
+
+        None, the default, divides those of the caller (``torch.get_num_threads()``) among the stages.
+        """
+        return self._threads_per_stage
+
+    @threads_per_stage.setter
+    def threads_per_stage(self, threads: int | None) -> None:
+        if threads is not None and int(threads) <= 0:
+            raise ValueError(f"threads_per_stage must be a positive integer or None, got {threads}")
+        self._threads_per_stage = None if threads is None else int(threads)
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -153,61 +174,88 @@ class GPipe(nn.Module):
             # A layer was replaced since the last call.
             self.balance = _balance(list(self), self.balance, None)
             self._begin()
-        microbatches = input.chunk(self.chunks)
         with self._turn:  # tracing changes state of PyTorch's own
-            run = self._prepare(microbatches)
-        if not torch.is_grad_enabled():
-            return run.forward(microbatches)
-        parameters = [p for stage in run.stages for p in stage.parameters]
-        result: Tensor = Step.apply(run, len(microbatches), input, *parameters)
-        return result
+            plan = self._plan(input)
+        # What draws nothing leaves PyTorch's generator as it was.
+        key = minibatch_key() if plan.draws else 0
+        return self._pipeline.forward(
+            plan.native, input, parameters_of(self.children()), buffers_of(self.children()), key
+        )
 
-    def _prepare(self, microbatches: Sequence[Tensor]) -> Run:
-        """Programs for every stage and micro-batch."""
-        requires_grad = torch.is_grad_enabled() and microbatches[0].requires_grad
+    def recording(self) -> AbstractContextManager[Recording]:
+        """Records begin and end of every action and of every wait inside a block.
+
+        ::
+
+        with model.recording() as recording:
+            loss_fn(model(x), y).backward()
+        print(recording.bubble())
+        """
+        return record(self._pipeline)
+
+    def _plan(self, input: Tensor) -> Plan:
+        """The plan for such an input, made when it is first seen."""
+        training = self.training and torch.is_grad_enabled()
+        # Of all micro-batches but the last, and of the last.
+        recompute = (self.checkpoint != "never", self.checkpoint == "always")
+        budgets = tuple(budget_of(training and r) for r in recompute)
+        threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
+        requires_grad = torch.is_grad_enabled() and input.requires_grad
+        signature = (
+            Spec.of(input, requires_grad),
+            self.chunks,
+            threads,
+            modes(),
+            fingerprint(self.children()),
+        )
+        key = (signature, budgets)
+        plan = self._plans.get(key)
+        if plan is None:
+            microbatches = input.detach().chunk(self.chunks)
+            with _intra_op_threads(threads):
+                pipelines = self._compile(signature, microbatches, requires_grad)
+                plan = make_plan(pipelines, [budgets[0]] * (len(microbatches) - 1) + [budgets[1]], threads)
+            _remember(self._plans, key, plan)
+        self._plans.move_to_end(key)
+        return plan
+
+    def _compile(
+        self, signature: Hashable, microbatches: Sequence[Tensor], requires_grad: bool
+    ) -> list[list[CompiledStage]]:
+        """The compiled stages of each micro-batch."""
         # Only the last micro-batch can differ from the others.
         specs = dict.fromkeys(Spec.of(m, requires_grad) for m in (microbatches[0], microbatches[-1]))
-        pipelines = self._compile(tuple(specs))
-        full, last = pipelines[0], pipelines[-1]
-        by_microbatch = [full] * (len(microbatches) - 1) + [last]
-        training = self.training and torch.is_grad_enabled()
-        recompute = [training and self._recomputes(i, len(microbatches)) for i in range(len(microbatches))]
-        stages = [
-            StageRun(
-                parameters_of(stage.layers),
-                buffers_of(stage.layers),
-                stage.first_layer,
-                [
-                    compiled[j].run_pass(budget_of(r))
-                    for compiled, r in zip(by_microbatch, recompute, strict=True)
-                ],
-            )
-            for j, stage in enumerate(self._stages)
-        ]
-        # What draws nothing leaves PyTorch's generator as it was.
-        key = minibatch_key() if any(stage.draws() for stage in full) else 0
-        return Run(stages, key, last[-1].outputs[0].requires_grad, self._turn)
-
-    def _recomputes(self, microbatch: int, num_microbatches: int) -> bool:
-        if self.checkpoint == "except_last":
-            return microbatch < num_microbatches - 1
-        return self.checkpoint == "always"
-
-    def _compile(self, specs: tuple[Spec, ...]) -> list[list[CompiledStage]]:
-        key = (specs, modes(), fingerprint(self.children()))
-        found = self._compiled.get(key)
-        if found is None:
-            compiled = self._compiler.compile(self._stages, [(spec,) for spec in specs])
-            if isinstance(compiled, Refusal):
-                raise RuntimeError(_explain(compiled, self._stages))
-            num_outputs = len(compiled[0][-1].outputs)
+        compiled = self._compiled.get(signature)
+        if compiled is None:
+            found = self._compiler.compile(self._stages, [(spec,) for spec in specs])
+            if isinstance(found, Refusal):
+                raise RuntimeError(_explain(found, self._stages))
+            num_outputs = len(found[0][-1].outputs)
             if num_outputs != 1:
                 raise RuntimeError(f"the last layer must return one tensor, it returns {num_outputs}")
-            found = self._compiled[key] = compiled
-            while len(self._compiled) > _SIGNATURES:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        return found
+            compiled = found
+            _remember(self._compiled, signature, compiled)
+        return [compiled[0]] * (len(microbatches) - 1) + [compiled[-1]]
+
+
+_Cached = TypeVar("_Cached")
+
+
+def _remember(cache: OrderedDict[Hashable, _Cached], key: Hashable, value: _Cached) -> None:
+    cache[key] = value
+    while len(cache) > _SIGNATURES:
+        cache.popitem(last=False)
+
+
+@contextlib.contextmanager
+def _intra_op_threads(number: int) -> Iterator[None]:
+    """Sets the calling thread's count for the block: what is lowered depends on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_input(input: object, devices: Sequence[torch.device]) -> None:

@@ -3,92 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from models import (
+    Batch,
+    Model,
+    convolutions,
+    cut,
+    every_model,
+    features,
+    mlp,
+    noisy,
+    tokens,
+)
 from reference import check_step, leaf, loop_step, pipeline, pipeline_step, plain_loop, restored, unequal
 from torch import Tensor, nn
 
-from bench.models import Block
 from gpipe_fast import GPipe, keyed_rng
-from gpipe_fast.compile import budget_of
-from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.plan import make_plan
+from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-
-
-def gpt() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(11, 16), Block(16, 2), nn.Dropout(0.1), Block(16, 2), nn.Linear(16, 11))
-
-
-def convolutions() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16, 3),
-    )
-
-
-def noisy() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Dropout(0.2), nn.Linear(6, 8), nn.Dropout(0.5), nn.GELU(), nn.AlphaDropout(0.1), nn.Linear(8, 4)
-    )
-
-
-def features(batch: int = 8) -> Tensor:
-    return torch.randn(batch, 6, generator=torch.Generator().manual_seed(1))
-
-
-def tokens(batch: int = 8) -> Tensor:
-    return torch.randint(0, 11, (batch, 5), generator=torch.Generator().manual_seed(1))
-
-
-def images(batch: int = 8) -> Tensor:
-    return torch.randn(batch, 3, 6, 6, generator=torch.Generator().manual_seed(1))
-
-
-Model, Batch = Callable[[], nn.Sequential], Callable[[int], Tensor]
-MODELS: dict[str, tuple[Model, Batch]] = {
-    "mlp": (mlp, features),
-    "gpt": (gpt, tokens),
-    "convolutions": (convolutions, images),
-    "dropout": (noisy, features),
-}
-every_model = pytest.mark.parametrize(("make", "batch"), MODELS.values(), ids=MODELS.keys())
-
-
-def cut(num_layers: int, num_stages: int) -> list[int]:
-    """Uneven on purpose: the first stages are short."""
-    sizes = [1] * num_stages
-    sizes[-1] += num_layers - num_stages
-    return sizes
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@every_model
-def test_equals_the_plain_loop(make: Model, batch: Batch, num_stages: int) -> None:
-    """Contract 1: output, every gradient and every buffer, for every cut into stages and micro-batches."""
-    model, x = make(), batch(8)
-    pipe = GPipe(model, cut(len(model), num_stages))
-    for pipe.chunks in (1, 2, 4, 8):
-        expected = loop_step(model, x, pipe.chunks)
-        for pipe.checkpoint in CHECKPOINT_MODES:
-            where = f"M={pipe.chunks}, {pipe.checkpoint}"
-            assert unequal(pipeline_step(pipe, x), expected) == [], where
 
 
 @pytest.mark.parametrize(
@@ -188,12 +126,12 @@ def test_is_a_container_of_the_users_layers() -> None:
 )
 def test_checkpoint_says_which_micro_batches_recompute(checkpoint: str, expected: str) -> None:
     pipe = GPipe(mlp(), [5], chunks=4, checkpoint=checkpoint)
-    with mock.patch("gpipe_fast.gpipe.budget_of", side_effect=budget_of) as asked:
+    with mock.patch("gpipe_fast.gpipe.make_plan", side_effect=make_plan) as made:
         pipe(features())
-        assert "".join("R" if call.args[0] else "-" for call in asked.call_args_list) == expected
-        asked.reset_mock()
         pipe.eval()(features())
-        assert not any(call.args[0] for call in asked.call_args_list)
+    in_training, in_eval = (call.args[1] for call in made.call_args_list)
+    assert "".join("R" if budget == FULL_RECOMPUTE else "-" for budget in in_training) == expected
+    assert in_eval == [NO_RECOMPUTE] * 4
 
 
 TIED = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -331,19 +269,3 @@ def test_training_steps(make: Model, batch: Batch) -> None:
         moments = [v for state in optimizer.state.values() for v in state.values()]
         states.append([*model.state_dict().values(), *moments])
     assert all(map(torch.equal, *states))
-
-
-def test_calls_from_several_threads_do_not_meet() -> None:
-    """The mini-batches of one pipeline run in turn, whoever calls."""
-    torch.manual_seed(0)
-    pipe = GPipe(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh()), [2, 2], chunks=4)
-    inputs = [torch.randn(64, 64) for _ in range(2)]
-
-    @torch.no_grad()
-    def call(x: Tensor) -> list[Tensor]:
-        return [pipe(x) for _ in range(300)]
-
-    expected = [pipe(x) for x in inputs]
-    with ThreadPoolExecutor(2) as pool:
-        for outputs, output in zip(pool.map(call, inputs), expected, strict=True):
-            assert all(torch.equal(o, output) for o in outputs)

@@ -1,0 +1,59 @@
+// A pipeline: one engine, and mini-batches through it from the module's input to its output and back.
+#pragma once
+
+#include "disturbance.h"
+#include "engine.h"
+#include "minibatch.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace gpipe_fast {
+
+// Thread safe: programs and their memory serve one run at a time, so the runs of several threads take turns.
+class Pipeline : public std::enable_shared_from_this<Pipeline> {
+ public:
+  // `poll` is called by the thread that waits for a run, about every 20 ms; what it throws ends the run.
+  Pipeline(int32_t num_stages, std::function<void()> poll);
+
+  // One mini-batch: cuts `input` along its first dimension, runs the stages, joins the outputs, and ties the result
+  // into the autograd graph where a gradient can be needed. `parameters` and `buffers` are the whole module's.
+  at::Tensor forward(const std::shared_ptr<const Plan>& plan, const at::Tensor& input,
+                     const Tensors& parameters, const Tensors& buffers, int64_t key);
+
+  struct Gradients {
+    at::Tensor input;    // undefined where none is due; so below
+    Tensors parameters;  // of the whole module
+  };
+  // Of one mini-batch, given the gradient of its output. `sizes`: of its outputs along the first dimension.
+  Gradients backward(MiniBatch& minibatch, const at::Tensor& gradient, const std::vector<int64_t>& sizes,
+                     bool retain);
+
+  // Ends the run that is under way, if any, and refuses every later one. For the interpreter's exit.
+  void close();
+
+  // See Engine. Both wait for their turn.
+  void record(int64_t events_per_stage);
+  std::vector<std::vector<Event>> events();
+  // From now on, for tests.
+  void disturb(Disturbance disturbance);
+
+ private:
+  class Turn;
+
+  void run(const Actions& actions, MiniBatch& minibatch);
+
+  std::mutex turn_;
+  std::atomic<std::thread::id> running_in_{};
+  Engine engine_;
+  std::function<void()> poll_;
+  Disturbance disturbance_;
+  bool closed_ = false;
+};
+
+}  // namespace gpipe_fast
