@@ -48,6 +48,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", &build_info, "The torch, CUDA, GPU architectures and compiler it was built with.");
   bind_program(m);
   bind_pipeline(m);
+  bind_snapshot(m);
 }
 
 }  // namespace gpipe_fast

@@ -146,7 +146,6 @@ struct Engine::Pool {
   void start_run(const Actions& new_actions, Work& new_work) {
     actions = &new_actions;
     work = &new_work;
-    failure.reset();
     for (Slots& slots : forward) slots.reset();
     for (Slots& slots : backward) slots.reset();
     running.store(static_cast<int32_t>(threads.size()), std::memory_order_relaxed);

@@ -1,11 +1,11 @@
 """What csrc/bindings.cpp offers."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 def built_with_cuda() -> bool: ...
 def build_info() -> dict[str, str]: ...
@@ -110,5 +110,9 @@ class Pipeline:
         self, seed: int = 0, longest_delay_us: int = 0, faults: Sequence[tuple[str, int, str]] = ()
     ) -> None: ...
     def close(self) -> None: ...
+
+class Snapshot:
+    def __init__(self, modules: Iterable[nn.Module]) -> None: ...
+    def unchanged(self, modules: Iterable[nn.Module]) -> bool: ...
 
 def kept_bytes(output: Tensor) -> int: ...

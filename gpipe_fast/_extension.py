@@ -29,6 +29,7 @@ Port = _C.Port
 PortedProgram = _C.PortedProgram
 Program = _C.Program
 Role = _C.Role
+Snapshot = _C.Snapshot
 StagePlan = _C.StagePlan
 Value = _C.Value
 When = _C.When

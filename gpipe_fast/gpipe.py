@@ -6,27 +6,29 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast.compile import CompiledStage, Compiler, Refusal, Spec, Stage, budget_of, modes
-from gpipe_fast.fingerprint import fingerprint
 from gpipe_fast.lifetime import open_pipeline
 from gpipe_fast.partition import cut_evenly
 from gpipe_fast.plan import Plan, make_plan
 from gpipe_fast.random import minibatch_key
 from gpipe_fast.recording import Recording, record
-from gpipe_fast.trace import buffers_of, parameters_of
+from gpipe_fast.state import State
+from gpipe_fast.trace import parameters_of
 
 # Signatures whose programs a module remembers.
 _SIGNATURES = 32
 
 # What `GPipe._begin` makes.
-_NOT_COPIED = frozenset({"_turn", "_stages", "_compiler", "_compiled", "_plans", "_pipeline"})
+_NOT_COPIED = frozenset(
+    {"_turn", "_layers", "_stages", "_state", "_compiler", "_compiled", "_plans", "_pipeline"}
+)
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 Device = torch.device | int | str
@@ -85,7 +87,9 @@ class GPipe(nn.Module):
 
     def _begin(self) -> None:
         self._turn = threading.RLock()
-        self._stages = _stages(list(self), self.balance, self.devices)
+        self._layers = list(self)
+        self._stages = _stages(self._layers, self.balance, self.devices)
+        self._state = State()
         self._compiler = Compiler()
         self._compiled: OrderedDict[Hashable, list[list[CompiledStage]]] = OrderedDict()
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
@@ -170,17 +174,19 @@ class GPipe(nn.Module):
         _check_input(input, self.devices)
         if not len(self):
             return input
-        if list(self) != [layer for stage in self._stages for layer in stage.layers]:
-            # A layer was replaced since the last call.
-            self.balance = _balance(list(self), self.balance, None)
-            self._begin()
         with self._turn:  # tracing changes state of PyTorch's own
+            layers = cast(Collection[nn.Module], self._modules.values())
+            self._state.look(layers)
+            if self._state.layers != self._layers:
+                # One was replaced since the last call.
+                self.balance = _balance(self._state.layers, self.balance, None)
+                self._begin()
+                self._state.look(layers)
             plan = self._plan(input)
+            parameters, buffers = self._state.parameters, self._state.buffers
         # What draws nothing leaves PyTorch's generator as it was.
         key = minibatch_key() if plan.draws else 0
-        return self._pipeline.forward(
-            plan.native, input, parameters_of(self.children()), buffers_of(self.children()), key
-        )
+        return self._pipeline.forward(plan.native, input, parameters, buffers, key)
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Records begin and end of every action and of every wait inside a block.
@@ -206,7 +212,7 @@ class GPipe(nn.Module):
             self.chunks,
             threads,
             modes(),
-            fingerprint(self.children()),
+            self._state.fingerprint,
         )
         key = (signature, budgets)
         plan = self._plans.get(key)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from traps import batch, differences, linear, refused, run_joint, traced
 
 import gpipe_fast.compile
-import gpipe_fast.gpipe
+import gpipe_fast.state
 from gpipe_fast import GPipe, aot, refuse, trace
 from gpipe_fast.trace import Role, buffers_of
 
@@ -256,7 +256,7 @@ def test_changes_after_the_first_call_without_rule_are_missed(name: str) -> None
     model = changeable()
     pipe = GPipe(model, [3], chunks=4)
     with (
-        mock.patch.object(gpipe_fast.gpipe, "fingerprint", return_value=None),
+        mock.patch.object(gpipe_fast.state, "fingerprint", return_value=None),
         mock.patch.object(gpipe_fast.compile, "fingerprint", return_value=None),
     ):
         pipeline_step(pipe, batch(), 0.0)
