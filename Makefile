@@ -24,7 +24,7 @@ EXT_SUFFIX := $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c 'import syscon
 EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
 # Directories change when a file comes or goes, so a deleted source is noticed too.
 SOURCES := setup.py csrc csrc/cuda $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*.cpp csrc/cuda/*.h csrc/cuda/*.cu)
-CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 .PHONY: help build import test pytest lint format demo bench soak smoke smoke-reference gpu clean
 

@@ -7,7 +7,9 @@ import importlib
 
 BENCHMARKS = {
     "draws": "keyed random draws against PyTorch's own",
+    "engine": "steps of empty programs against bare hand-overs between threads",
     "execution": "one stage's programs against eager autograd and boxed dispatch",
+    "pipeline": "two stages of GPT blocks at once against their critical path",
     "recompute": "GPT blocks against eager checkpointing, in processes of their own",
     "tracing": "seconds to trace and lower GPT blocks",
 }

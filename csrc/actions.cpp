@@ -3,6 +3,7 @@
 #include "check.h"
 
 #include <array>
+#include <set>
 #include <utility>
 
 namespace gpipe_fast {
@@ -17,12 +18,14 @@ Actions::Actions(std::vector<std::vector<Action>> stages, int64_t capacity)
   GPIPE_CHECK_ARG(!stages_.empty(), "a pipeline has at least one stage");
   GPIPE_CHECK_ARG(capacity > 0, "at least one boundary tensor must be able to wait, got room for ", capacity);
   const int32_t last = num_stages() - 1;
+  std::set<int64_t> ranks;
   for (int32_t stage = 0; stage <= last; ++stage) {
     int64_t rank = -1;
     for (const Action& action : stages_[stage]) {
       GPIPE_CHECK_ARG(action.stage == stage, action.name(), " stands among the actions of stage ", stage);
       GPIPE_CHECK_ARG(action.rank > rank, action.name(), " has rank ", action.rank, " after one of rank ",
                       rank);
+      GPIPE_CHECK_ARG(ranks.insert(action.rank).second, action.name(), " shares its rank ", action.rank);
       rank = action.rank;
     }
   }

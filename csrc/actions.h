@@ -20,7 +20,7 @@ struct Action {
   ActionKind kind;
   int32_t stage;
   int32_t microbatch;
-  // Position in schedule order: higher than that of everything it waits for.
+  // Position in schedule order: no other action's, and higher than that of everything it waits for.
   int64_t rank;
 
   // In the field's notation: 2F0 is stage 2, forward, micro-batch 0.

@@ -21,7 +21,7 @@ namespace gpipe_fast {
 class Work {
  public:
   virtual ~Work() = default;
-  // Around all actions of a stage in one run, to set up its worker: calls `walk` once.
+  // Around all actions of a stage in one run, if it has any, to set up its worker: calls `walk` once.
   virtual void enter(int32_t stage, const std::function<void()>& walk) {
     (void)stage;
     walk();

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import draws, execution, measure, models, tracing
+from bench import draws, engine, execution, measure, models, tracing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -87,3 +87,21 @@ def test_tracing_counts_traces() -> None:
     name, num_traces, *seconds, _ = tracing.equal_stages(2, 2)
     assert (name, num_traces) == ("2 stages of 1", 1)
     assert all(s > 0 for s in seconds)
+
+
+def test_engine_counts_actions(tmp_path: Path) -> None:
+    samples = engine.run(engine.build(tmp_path), rounds=2, steps=1)
+    assert list(samples) == [(2, 8), (2, 64), (4, 8), (4, 64)]
+    for sample in samples.values():
+        for times in (sample.steps, sample.recorded_steps, sample.rested_steps, sample.hand_overs):
+            assert len(times) == 2
+            assert all(time > 0 for time in times)
+
+
+def test_engine_reports_per_action_and_hand_over() -> None:
+    sample = engine.Samples([80.0, 160.0, 240.0], [320.0] * 3, [400.0] * 3, [2.0, 2.5, 3.0])
+    (row,) = engine.rows({(2, 8): sample})
+    assert row[:3] == [2, 8, 64]  # 32 F and B, 16 SEND and as many RECV
+    medians = [str(cell).split()[0] for cell in row[3:-1]]
+    assert medians == ["2.500", "5.000", "5.000", "160.0", "400.0", "2.5"]
+    assert row[-1] == "16 x = 40"

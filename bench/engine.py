@@ -1,0 +1,115 @@
+"""The engine alone: steps of empty programs, beside bare hand-overs between two threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.measure import report
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ["bench/cpp/engine.cpp", "csrc/engine.cpp", "csrc/actions.cpp"]
+ROUNDS, STEPS = 200, 20
+
+
+@dataclass
+class Samples:
+    """Microseconds of steps: plain, recorded, waking the workers; and of single hand-overs."""
+
+    steps: list[float] = field(default_factory=list)
+    recorded_steps: list[float] = field(default_factory=list)
+    rested_steps: list[float] = field(default_factory=list)
+    hand_overs: list[float] = field(default_factory=list)
+
+
+Size = tuple[int, int]  # stages, micro-batches
+
+
+def build(folder: Path) -> Path:
+    """Compiles the C++ half, optimised as the extension is."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+    binary = folder / "engine"
+    command = [compiler, "-std=c++17", "-O3", "-Icsrc", "-pthread", *SOURCES, "-o", str(binary)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return binary
+
+
+def run(binary: Path, rounds: int, steps: int) -> dict[Size, Samples]:
+    """Samples by size; ``steps`` steps each. The program checks that every action runs, in order."""
+    command = [str(binary), str(rounds), str(steps)]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    samples: dict[Size, Samples] = defaultdict(Samples)
+    for line in lines:
+        num_stages, num_microbatches, *times = line.split()
+        sample = samples[int(num_stages), int(num_microbatches)]
+        lists = (sample.steps, sample.recorded_steps, sample.rested_steps, sample.hand_overs)
+        for values, time in zip(lists, times, strict=True):
+            values.append(float(time))
+    return samples
+
+
+def rows(samples: Mapping[Size, Samples]) -> list[list[object]]:
+    """One for each size, beginning with its number of stages and of micro-batches."""
+    result: list[list[object]] = []
+    for (num_stages, num_microbatches), sample in samples.items():
+        computing = 2 * num_stages * num_microbatches
+        hand_overs = 2 * (num_stages - 1) * num_microbatches
+        actions = computing + 2 * hand_overs  # each is a SEND and a RECV
+        bare = statistics.median(sample.hand_overs) * hand_overs
+        result.append(
+            [
+                *(num_stages, num_microbatches, actions),
+                _spread(sample.steps, actions, 3),
+                f"{statistics.median(sample.steps) / computing:.3f}",
+                _spread(sample.recorded_steps, actions, 3),
+                _spread(sample.steps, 1, 1),
+                _spread(sample.rested_steps, 1, 1),
+                _spread(sample.hand_overs, 1, 1),
+                f"{hand_overs} x = {bare:.0f}",
+            ]
+        )
+    return result
+
+
+def _spread(samples: Sequence[float], count: int, digits: int) -> str:
+    each = sorted(sample / count for sample in samples)
+    cuts = statistics.quantiles(each, n=10) if len(each) > 1 else each * 9
+    return f"{statistics.median(each):.{digits}f} [{cuts[1]:.{digits}f}, {cuts[7]:.{digits}f}]"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        samples = run(build(Path(folder)), ROUNDS, STEPS)
+    report(
+        "engine",
+        "What the engine costs",
+        [
+            "stages",
+            "micro-batches",
+            "actions",
+            "per action: median [p20, p80]",
+            "per F or B",
+            "per action, recorded",
+            "step",
+            "step, workers asleep",
+            "bare hand-over",
+            "a step's hand-overs, bare",
+        ],
+        rows(samples),
+        "All times in µs. Fill-drain with programs that do nothing; a step is two runs, forward and "
+        "backward, and its actions are F, B, SEND and RECV. Steps follow each other at once, or (workers "
+        "asleep) every run comes after 300 µs of work by the caller. The bare hand-over wakes another thread "
+        "through a mutex and a condition variable: quick while both threads share a core, slow where a "
+        "sleeping core must be woken.\n",
+    )
+
+
+if __name__ == "__main__":
+    main()

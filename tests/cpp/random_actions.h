@@ -1,0 +1,132 @@
+// Random schedules for the engine's tests: any order that could happen, with ranks that prove it.
+#pragma once
+
+#include "actions.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace gpipe_fast {
+
+using Random = std::mt19937;
+
+enum class Order { fill_drain, one_forward_one_backward, any };
+
+struct Shape {
+  int32_t num_stages;
+  int32_t num_microbatches;
+  int64_t capacity;
+};
+
+// Stages act in turn at random, each doing something that could be done next, until all is done: the position
+// in this sequence is an action's rank. With Order::any a stage has no order of its own.
+class Draw {
+ public:
+  Draw(const Shape& shape, Order order, bool forward, bool backward)
+      : shape_(shape), wanted_(shape.num_stages) {
+    if (forward) {
+      lanes_.push_back(
+          {{ActionKind::recv_forward, ActionKind::forward, ActionKind::send_forward}, 1, {}, {}});
+    }
+    if (backward) {
+      lanes_.push_back(
+          {{ActionKind::recv_backward, ActionKind::backward, ActionKind::send_backward}, -1, {}, {}});
+    }
+    const bool drains = order == Order::fill_drain;
+    const int32_t M = shape.num_microbatches;
+    for (int32_t k = 0; order != Order::any && k < shape.num_stages; ++k) {
+      const int32_t ahead = drains ? M : std::min(M, shape.num_stages - 1 - k);
+      for (int32_t i = 0; i < M + ahead; ++i) {
+        if (i < M && forward) want(lanes_.front(), k, i);
+        if (i >= ahead && backward) want(lanes_.back(), k, drains ? M - 1 - (i - ahead) : i - ahead);
+      }
+    }
+  }
+
+  // A fixed order can need more room than asked for; then it gets that.
+  Actions make(Random& random) {
+    for (;; ++shape_.capacity) {
+      if (auto stages = walk(random)) return Actions(std::move(*stages), shape_.capacity);
+    }
+  }
+
+ private:
+  // One direction. A micro-batch is received, computed and sent on, where there is a neighbour.
+  struct Lane {
+    std::array<ActionKind, 3> kinds;
+    int32_t step;                               // to the stage that receives
+    std::vector<std::vector<int32_t>> done;     // of the three, by stage and micro-batch
+    std::vector<std::deque<int32_t>> arriving;  // micro-batches on the edge to a stage
+  };
+
+  bool is_stage(int32_t k) const { return k >= 0 && k < shape_.num_stages; }
+  // The first of the three from `done` on that this stage has; 3 if none is left.
+  int32_t next(const Lane& lane, int32_t k, int32_t done) const {
+    if (done == 0 && !is_stage(k - lane.step)) done = 1;
+    return done == 2 && !is_stage(k + lane.step) ? 3 : done;
+  }
+  void want(const Lane& lane, int32_t k, int32_t m) {
+    for (int32_t i = next(lane, k, 0); i < 3; i = next(lane, k, i + 1))
+      wanted_[k].push_back({lane.kinds[i], m});
+  }
+
+  bool could(const Lane& lane, int32_t k, int32_t m, int32_t i) const {
+    if (i == 3) return false;
+    if (i == 0 && (lane.arriving[k].empty() || lane.arriving[k].front() != m)) return false;
+    if (i == 1 && lane.step < 0 && lanes_.size() == 2 && lanes_.front().done[k][m] < 2) return false;
+    if (i == 2 && static_cast<int64_t>(lane.arriving[k + lane.step].size()) == shape_.capacity) return false;
+    return wanted_[k].empty() || wanted_[k][stages_[k].size()] == std::make_pair(lane.kinds[i], m);
+  }
+
+  std::optional<std::vector<std::vector<Action>>> walk(Random& random) {
+    stages_.assign(shape_.num_stages, {});
+    for (Lane& lane : lanes_) {
+      lane.done.assign(shape_.num_stages, std::vector<int32_t>(shape_.num_microbatches, 0));
+      lane.arriving.assign(shape_.num_stages, {});
+    }
+    struct Choice {
+      Lane* lane;
+      int32_t stage, microbatch;
+    };
+    const uint32_t favoured = random() % 3;  // the stages before, those behind, or none
+    for (int64_t rank = 0;; ++rank) {
+      std::vector<Choice> choices;
+      bool finished = true;
+      for (int32_t k = 0; k < shape_.num_stages; ++k) {
+        for (Lane& lane : lanes_) {
+          for (int32_t m = 0; m < shape_.num_microbatches; ++m) {
+            const int32_t i = next(lane, k, lane.done[k][m]);
+            finished &= i == 3;
+            if (could(lane, k, m, i)) choices.push_back({&lane, k, m});
+          }
+        }
+      }
+      if (finished) return stages_;
+      if (choices.empty()) return std::nullopt;
+      size_t chosen = random() % choices.size();
+      if (favoured < 2 && random() % 4 != 0) chosen = favoured == 0 ? 0 : choices.size() - 1;
+      act(*choices[chosen].lane, choices[chosen].stage, choices[chosen].microbatch, rank);
+    }
+  }
+
+  void act(Lane& lane, int32_t k, int32_t m, int64_t rank) {
+    const int32_t i = next(lane, k, lane.done[k][m]);
+    if (i == 0) lane.arriving[k].pop_front();
+    if (i == 2) lane.arriving[k + lane.step].push_back(m);
+    lane.done[k][m] = i + 1;
+    stages_[k].push_back({lane.kinds[i], k, m, rank});
+  }
+
+  Shape shape_;
+  std::vector<Lane> lanes_;
+  std::vector<std::vector<std::pair<ActionKind, int32_t>>> wanted_;  // by stage; empty: any order
+  std::vector<std::vector<Action>> stages_;
+};
+
+}  // namespace gpipe_fast

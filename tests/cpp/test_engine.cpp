@@ -1,0 +1,412 @@
+// The engine under random schedules, delays, failures and interruptions; without torch and under sanitizers.
+//
+//   test_engine [rounds] [seed]
+#include "engine.h"
+#include "numbers.h"
+#include "random_actions.h"
+#include "waiter.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+using namespace gpipe_fast;
+
+namespace {
+
+Shape draw_shape(Random& random, int32_t num_stages) {
+  return {num_stages, 1 + below(random, 8), 1 + below(random, 4)};
+}
+Order draw_order(Random& random) { return static_cast<Order>(random() % 3); }
+
+// Nothing goes wrong; now and then as two runs that share their data, as a step's forward and backward do.
+void run_whole(Random& random, Engine& engine) {
+  const Shape shape = draw_shape(random, engine.num_stages());
+  const Order order = draw_order(random);
+  std::vector<Actions> runs;
+  if (random() % 2) {
+    runs.push_back(Draw(shape, order, true, true).make(random));
+  } else {
+    runs.push_back(Draw(shape, order, true, false).make(random));
+    runs.push_back(Draw(shape, order, false, true).make(random));
+  }
+  Numbers numbers(shape, std::max(runs.front().capacity(), runs.back().capacity()), random);
+  std::vector<const Actions*> pointers;
+  for (const Actions& actions : runs) {
+    CHECK(!engine.run(actions, numbers));
+    pointers.push_back(&actions);
+  }
+  numbers.check_ran(pointers, true);
+}
+
+// Whatever the timing, what comes out is the failure of lowest rank.
+void run_failing(Random& random, Engine& engine) {
+  const Shape shape = draw_shape(random, engine.num_stages());
+  const Actions actions = Draw(shape, draw_order(random), true, random() % 4 != 0).make(random);
+  int64_t total = 0;
+  for (int32_t k = 0; k < shape.num_stages; ++k) total += static_cast<int64_t>(actions.of(k).size());
+  Trouble trouble;
+  if (random() % 4 == 0) trouble.failing_before = below(random, shape.num_stages);
+  if (random() % 4 == 0) trouble.failing_after = below(random, shape.num_stages);
+  for (int i = below(random, 4); i >= 0; --i) trouble.failing.insert(below(random, total));
+  const auto [rank, what] = trouble.first(actions);
+  // An endless action behind it is stopped by it.
+  if (random() % 2) trouble.endless = rank + 1 + below(random, total);
+  Numbers numbers(shape, actions.capacity(), random, trouble);
+  const std::optional<Failure> failure = engine.run(actions, numbers);
+  CHECK(failure);
+  CHECK(failure->action.rank == rank);
+  CHECK(describe(failure->error) == what);
+  numbers.check_ran({&actions}, false);
+}
+
+// An action that never ends by itself, until `poll` throws.
+void run_polling(Random& random, Engine& engine) {
+  const Shape shape = draw_shape(random, engine.num_stages());
+  const Actions actions = Draw(shape, draw_order(random), true, true).make(random);
+  const auto& list = actions.of(below(random, shape.num_stages));
+  Trouble trouble;
+  trouble.endless = list[random() % list.size()].rank;
+  Numbers numbers(shape, actions.capacity(), random, trouble);
+  const std::thread::id caller = std::this_thread::get_id();
+  const int throwing = 1 + below(random, 2);
+  int polled = 0;
+  bool thrown = false;
+  try {
+    (void)engine.run(actions, numbers, [&] {
+      CHECK(std::this_thread::get_id() == caller);
+      if (++polled == throwing) throw Bare{-7};
+    });
+  } catch (const Bare& e) {
+    thrown = e.rank == -7;
+  }
+  CHECK(thrown && polled == throwing);
+  numbers.check_ran({&actions}, false);
+}
+
+// Interrupted at any moment, before and after a run too: that says so, or the run had come to its end.
+void run_interrupted(Random& random, Engine& engine) {
+  const Shape shape = draw_shape(random, engine.num_stages());
+  const Actions actions = Draw(shape, draw_order(random), true, true).make(random);
+  Trouble trouble;
+  if (random() % 2) trouble.endless = actions.of(0).back().rank;
+  if (random() % 4 == 0) trouble.failing.insert(0);
+  Numbers numbers(shape, actions.capacity(), random, trouble);
+  std::atomic<bool> over{false};
+  std::thread other([&, seed = random()] {
+    Random own(seed);
+    for (sleep_us(below(own, 1000)); !over; sleep_us(below(own, 1000))) engine.interrupt();
+  });
+  bool stopped = false;
+  std::optional<Failure> failure;
+  try {
+    failure = engine.run(actions, numbers);
+  } catch (const Stopped&) {
+    stopped = true;
+  }
+  over = true;
+  other.join();
+  CHECK(stopped || failure || trouble.endless < 0);
+  CHECK(!failure || describe(failure->error) == description_for(0));
+  numbers.check_ran({&actions}, !stopped && !failure);
+}
+
+void test_random(int rounds, Random& random) {
+  for (int done = 0; done < rounds;) {
+    Engine engine(1 + below(random, 6));
+    for (int i = 0; i < 10 && done < rounds; ++i, ++done) {
+      if (random() % 4 == 0) engine.record(below(random, 100));
+      const uint32_t what = random() % 16;
+      if (what == 0) run_polling(random, engine);
+      if (what >= 1 && what < 4) run_interrupted(random, engine);
+      if (what >= 4 && what < 9) run_failing(random, engine);
+      run_whole(random, engine);
+    }
+  }
+}
+
+// No wake-up is lost in the moment between a look and the sleep.
+void test_waiter(Random& random) {
+  Waiter waiters[2];
+  std::atomic<int> turn{0};
+  const auto take_turns = [&](int self, uint32_t seed) {
+    Random own(seed);
+    for (int i = 0; i < 5000; ++i) {
+      const auto begin = std::chrono::steady_clock::now();
+      CHECK(waiters[self].wait_for([&] { return turn.load() == self; }, std::chrono::seconds(20)));
+      CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10));
+      for (volatile uint32_t spent = own() % 8192; spent > 0;) spent = spent - 1;
+      turn.store(1 - self);
+      waiters[1 - self].wake();
+    }
+  };
+  std::thread other(take_turns, 1, random());
+  take_turns(0, random());
+  other.join();
+}
+
+// What throws in `poll` is not called again, and no further action begins.
+void test_poll_throws_once(Random& random) {
+  struct Slow final : Work {
+    void run(const Action&, Watch&) override {
+      ++ran;
+      sleep_us(100000);  // several polls
+    }
+    int ran = 0;
+  } slow;
+  Engine engine(1);
+  const Actions actions = Draw({1, 3, 1}, Order::fill_drain, true, false).make(random);
+  int polled = 0;
+  bool thrown = false;
+  try {
+    (void)engine.run(actions, slow, [&] { ++polled, throw_for(0); });
+  } catch (const std::runtime_error&) {
+    thrown = true;
+  }
+  CHECK(thrown && polled == 1 && slow.ran == 1);
+}
+
+// While nothing runs there is nothing to interrupt.
+void test_interrupting_nothing(Random& random) {
+  Engine engine(2);
+  engine.interrupt();
+  run_whole(random, engine);
+  engine.interrupt();
+  run_whole(random, engine);
+}
+
+// Stopped is no failure of an action that was cancelled, but one of an action that was not.
+void test_stopped_by_itself() {
+  struct Stopping final : Work {
+    void run(const Action& action, Watch&) override {
+      if (action.stage == 0) throw Stopped();
+    }
+  } work;
+  Random random(0);
+  const Actions actions = Draw({2, 2, 1}, Order::fill_drain, true, true).make(random);
+  Engine engine(2);
+  const auto failure = engine.run(actions, work);
+  CHECK(failure && failure->action.rank == actions.of(0).front().rank &&
+        describe(failure->error) == "Stopped");
+}
+
+bool meets(ActionKind kind) { return kind != ActionKind::forward && kind != ActionKind::backward; }
+
+// The latest events, in order of time: each action's wait, if it has one, and then the action.
+void check_events(const Engine& engine, const Actions& actions, int runs, size_t kept) {
+  std::map<std::string, int64_t> sent, received;
+  const auto events = engine.events();
+  CHECK(events.size() == static_cast<size_t>(engine.num_stages()));
+  for (int32_t k = 0; k < engine.num_stages(); ++k) {
+    std::vector<std::pair<int64_t, bool>> expected;
+    for (int run = 0; run < runs; ++run) {
+      for (const Action& action : actions.of(k)) {
+        if (meets(action.kind)) expected.emplace_back(action.rank, true);
+        expected.emplace_back(action.rank, false);
+      }
+    }
+    CHECK(events[k].size() == std::min(kept, expected.size()));
+    const size_t skipped = expected.size() - events[k].size();
+    int64_t last = 0;
+    for (size_t i = 0; i < events[k].size(); ++i) {
+      const Event& event = events[k][i];
+      CHECK(std::make_pair(event.action.rank, event.is_wait) == expected[skipped + i]);
+      CHECK(event.action.stage == k && last <= event.begin && event.begin <= event.end);
+      last = event.end;
+      const std::string tensor = std::to_string(event.action.microbatch);
+      const ActionKind kind = event.action.kind;
+      if (kind == ActionKind::send_forward && !event.is_wait)
+        sent[tensor + "f" + std::to_string(k + 1)] = last;
+      if (kind == ActionKind::send_backward && !event.is_wait)
+        sent[tensor + "b" + std::to_string(k - 1)] = last;
+      if (kind == ActionKind::recv_forward && event.is_wait)
+        received[tensor + "f" + std::to_string(k)] = last;
+      if (kind == ActionKind::recv_backward && event.is_wait)
+        received[tensor + "b" + std::to_string(k)] = last;
+    }
+  }
+  for (const auto& [tensor, end] : received) CHECK(runs > 1 || kept < 1000 || sent.at(tensor) <= end);
+}
+
+void test_recording(Random& random) {
+  const Shape shape{3, 4, 2};
+  const Actions actions = Draw(shape, Order::any, true, true).make(random);
+  Engine engine(shape.num_stages);
+  CHECK(engine.events().size() == 3);
+  const auto run = [&] {
+    Numbers numbers(shape, actions.capacity(), random);
+    CHECK(!engine.run(actions, numbers));
+  };
+  run();
+  check_events(engine, actions, 1, 0);
+  for (size_t kept : {1, 7, 1000, 0, 20}) {
+    engine.record(static_cast<int64_t>(kept));
+    run();
+    check_events(engine, actions, 1, kept);
+    run();
+    check_events(engine, actions, 2, kept);
+  }
+  Engine told_before(shape.num_stages);
+  told_before.record(1000);
+  Numbers numbers(shape, actions.capacity(), random);
+  CHECK(!told_before.run(actions, numbers));
+  check_events(told_before, actions, 1, 1000);
+}
+
+size_t num_threads() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return std::distance(begin(tasks), end(tasks));
+}
+// A thread that was joined stands in /proc a moment longer.
+void check_num_threads(size_t expected) {
+  for (int i = 0; i < 10000 && num_threads() != expected; ++i) sleep_us(1000);
+  CHECK(num_threads() == expected);
+}
+
+void test_engines_come_and_go(Random& random) {
+  std::thread([] {}).join();  // a sanitizer may start a thread of its own with the first
+  sleep_us(10000);
+  const size_t before = num_threads();
+  for (int i = 0; i < 1000; ++i) {
+    Engine unused(1 + i % 6);
+    Engine engine(1 + i % 6);
+    run_whole(random, engine);
+  }
+  check_num_threads(before);
+}
+
+#if !defined(__SANITIZE_THREAD__)  // which does not follow a fork of several threads
+template <class Child>
+void run_in_child(const Child& child) {
+  const pid_t pid = fork();
+  CHECK(pid >= 0);
+  if (pid == 0) {
+    alarm(120);
+    child();
+    _exit(0);  // what the parent holds is no leak of the child
+  }
+  int status = 0;
+  CHECK(waitpid(pid, &status, 0) == pid);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+void test_fork(Random& random) {
+  auto engine = std::make_unique<Engine>(3);
+  run_in_child([&] { run_whole(random, *engine); });
+  run_whole(random, *engine);
+  const size_t threads = num_threads();
+  run_in_child([&] {
+    check_num_threads(1);
+    run_whole(random, *engine);
+    run_failing(random, *engine);
+    run_interrupted(random, *engine);
+    check_num_threads(4);
+    run_in_child([&] { run_whole(random, *engine); });
+    engine.reset();
+    check_num_threads(1);
+  });
+  run_in_child([&] {  // an engine that only its parent has used
+    engine->interrupt();
+    engine->record(10);
+    (void)engine->events();
+    engine.reset();
+  });
+  CHECK(num_threads() == threads);
+  run_whole(random, *engine);
+  CHECK(num_threads() == threads);
+}
+#endif
+
+template <class Call>
+std::string refusal(const Call& call) {
+  try {
+    call();
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void test_refusals() {
+  using Stages = std::vector<std::vector<Action>>;
+  constexpr ActionKind F = ActionKind::forward, SF = ActionKind::send_forward, RF = ActionKind::recv_forward,
+                       SB = ActionKind::send_backward, RB = ActionKind::recv_backward;
+  const std::tuple<Stages, int64_t, std::string> cases[] = {
+      {{}, 1, "a pipeline has at least one stage"},
+      {{{}}, 0, "at least one boundary tensor must be able to wait, got room for 0"},
+      {{{}}, -2, "at least one boundary tensor must be able to wait, got room for -2"},
+      {{{{F, 1, 0, 0}}, {}}, 1, "1F0 stands among the actions of stage 0"},
+      {{{{F, 0, 0, -1}}}, 1, "0F0 has rank -1 after one of rank -1"},
+      {{{{F, 0, 0, 3}, {F, 0, 1, 3}}}, 1, "0F1 has rank 3 after one of rank 3"},
+      {{{{F, 0, 0, 3}}, {{F, 1, 0, 3}}}, 1, "1F0 shares its rank 3"},
+      {{{{SF, 0, 0, 0}, {SF, 0, 1, 1}}, {{RF, 1, 0, 2}}},
+       2,
+       "stage 0 sends 2 tensors to stage 1, which receives 1"},
+      {{{}, {{RF, 1, 0, 0}}}, 1, "stage 0 sends 0 tensors to stage 1, which receives 1"},
+      {{{}, {{SF, 1, 0, 0}}}, 1, "stage 1 sends 1 tensors to stage 2, which receives 0"},
+      {{{{RF, 0, 0, 0}}}, 1, "stage -1 sends 0 tensors to stage 0, which receives 1"},
+      {{{}, {{SB, 1, 0, 0}}}, 1, "stage 1 sends 1 tensors to stage 0, which receives 0"},
+      {{{{SB, 0, 0, 0}}}, 1, "stage 0 sends 1 tensors to stage -1, which receives 0"},
+      {{{}, {{RB, 1, 0, 0}}}, 1, "stage 2 sends 0 tensors to stage 1, which receives 1"},
+      {{{{SF, 0, 0, 0}, {SF, 0, 1, 1}}, {{RF, 1, 1, 2}, {RF, 1, 0, 3}}},
+       2,
+       "1RECV_F1 meets 0SEND_F0: an edge keeps its order"},
+      {{{{SF, 0, 0, 1}}, {{RF, 1, 0, 0}}}, 1, "1RECV_F0 ranks before 0SEND_F0"},
+      {{{{RB, 0, 0, 0}}, {{SB, 1, 0, 1}}}, 1, "0RECV_B0 ranks before 1SEND_B0"},
+      {{{{SF, 0, 0, 0}, {SF, 0, 1, 1}}, {{RF, 1, 0, 2}, {RF, 1, 1, 3}}},
+       1,
+       "0SEND_F1 ranks before a slot is free: of 1 one is freed by 1RECV_F0"},
+  };
+  for (const auto& [stages, capacity, message] : cases) {
+    const std::string got =
+        refusal([&, &stages = stages, &capacity = capacity] { Actions(stages, capacity); });
+    if (got != message)
+      std::fprintf(stderr, "got      \"%s\"\nexpected \"%s\"\n", got.c_str(), message.c_str());
+    CHECK(got == message);
+  }
+  CHECK(refusal([] { Engine(0); }) == "an engine has at least one stage, got 0");
+  CHECK(refusal([] { Engine(1).record(-1); }) == "cannot keep -1 events");
+  struct Nothing final : Work {
+    void run(const Action&, Watch&) override {}
+  } nothing;
+  Engine engine(2);
+  CHECK(refusal([&] { (void)engine.run(Actions({{}}, 1), nothing); }) ==
+        "an engine of 2 stages got actions for 1");
+  CHECK(!engine.run(Actions({{}, {{F, 1, 0, 0}}}, 1), nothing));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 300;
+  Random random(argc > 2 ? std::atoi(argv[2]) : 0);
+  test_refusals();
+  test_waiter(random);
+  test_poll_throws_once(random);
+  test_interrupting_nothing(random);
+  test_stopped_by_itself();
+  test_recording(random);
+#if !defined(__SANITIZE_THREAD__)
+  test_fork(random);
+#endif
+  test_engines_come_and_go(random);
+  test_random(rounds, random);
+  std::printf("%d rounds passed, 0 failed\n", rounds);
+}
