@@ -52,8 +52,8 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// Stage, kind, micro-batch, whether it is a wait, begin and end in nanoseconds.
-using PlainEvent = std::tuple<std::string, bool, int64_t, int64_t>;
+// Action, whether it is a wait, begin and end in nanoseconds, run.
+using PlainEvent = std::tuple<std::string, bool, int64_t, int64_t, int64_t>;
 
 std::vector<std::vector<PlainEvent>> events(Pipeline& pipeline) {
   std::vector<std::vector<Event>> found;
@@ -65,7 +65,7 @@ std::vector<std::vector<PlainEvent>> events(Pipeline& pipeline) {
   for (const auto& stage : found) {
     auto& plain = result.emplace_back();
     for (const Event& event : stage)
-      plain.emplace_back(event.action.name(), event.is_wait, event.begin, event.end);
+      plain.emplace_back(event.action.name(), event.is_wait, event.begin, event.end, event.run);
   }
   return result;
 }
@@ -143,6 +143,7 @@ void bind_pipeline(py::module_& m) {
           py::arg("plan"), py::arg("input"), py::arg("parameters"), py::arg("buffers"), py::arg("key"),
           no_gil)
       .def("record", &Pipeline::record, py::arg("events_per_stage"), no_gil)
+      .def("recorded", &Pipeline::recorded, no_gil)
       .def("events", &events)
       .def("disturb", &disturb, py::arg("seed") = 0, py::arg("longest_delay_us") = 0,
            py::arg("faults") = std::vector<std::tuple<std::string, int64_t, std::string>>())

@@ -87,18 +87,19 @@ struct Engine::Pool {
 
     Recorder& recorder = recorders[action.stage];
     Slots* const slots = slots_of(action);
+    const int64_t run = generation.load(std::memory_order_relaxed);
     int64_t begin = recorder.on() ? now() : 0;
     if (slots != nullptr) {
       const bool ready = wait(*slots, action);
       if (recorder.on()) {
         const int64_t end = now();
-        recorder.add({action, true, begin, end});
+        recorder.add({action, run, true, begin, end});
         begin = end;
       }
       if (!ready) return false;
     }
     work->run(action, watch);
-    if (recorder.on()) recorder.add({action, false, begin, now()});
+    if (recorder.on()) recorder.add({action, run, false, begin, now()});
     if (slots != nullptr) sends(action) ? slots->send() : slots->receive();
     return true;
   }

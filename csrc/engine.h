@@ -37,6 +37,7 @@ struct Failure {
 // Begin and end of an action, or of the wait at its slot just before. Nanoseconds of the steady clock.
 struct Event {
   Action action;
+  int64_t run;  // which run of the engine it is of, counted up
   bool is_wait;
   int64_t begin;
   int64_t end;
@@ -64,6 +65,7 @@ class Engine {
 
   // Keeps the latest events of each stage from now on, in memory that is allocated here; 0 keeps none.
   void record(int64_t events_per_stage);
+  int64_t recorded() const { return recorded_; }
   // What was recorded, by stage, in order of time.
   std::vector<std::vector<Event>> events() const;
 

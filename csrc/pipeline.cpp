@@ -130,6 +130,11 @@ void Pipeline::record(int64_t events_per_stage) {
   engine_.record(events_per_stage);
 }
 
+int64_t Pipeline::recorded() {
+  const Turn turn(*this);
+  return engine_.recorded();
+}
+
 std::vector<std::vector<Event>> Pipeline::events() {
   const Turn turn(*this);
   return engine_.events();

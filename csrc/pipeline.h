@@ -37,8 +37,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // Ends the run that is under way, if any, and refuses every later one. For the interpreter's exit.
   void close();
 
-  // See Engine. Both wait for their turn.
+  // See Engine. They wait for their turn.
   void record(int64_t events_per_stage);
+  int64_t recorded();
   std::vector<std::vector<Event>> events();
   // From now on, for tests.
   void disturb(Disturbance disturbance);

@@ -1,7 +1,6 @@
 #include "surroundings.h"
 
 #include <ATen/Parallel.h>
-#include <c10/core/InferenceMode.h>
 #include <omp.h>
 
 // MKL is inside of torch's own library, where torch has it.
@@ -35,7 +34,6 @@ class ObserversGuard {
 
 Surroundings::Surroundings(int num_threads)
     : num_threads_(num_threads),
-      inference_(c10::InferenceMode::is_enabled()),
       observers_(at::get_record_function_tls_()),
       debug_info_(c10::ThreadLocalDebugInfo::current()) {
   std::fegetenv(&floating_point_);
@@ -44,7 +42,6 @@ Surroundings::Surroundings(int num_threads)
 void Surroundings::run(const std::function<void()>& body) const {
   set_num_threads(num_threads_);
   std::fesetenv(&floating_point_);
-  const c10::InferenceMode inference(inference_);
   const ObserversGuard observers(observers_);
   const c10::DebugInfoGuard debug_info(debug_info_);
   body();

@@ -10,8 +10,8 @@
 
 namespace gpipe_fast {
 
-// Taken by the calling thread; used by any number of workers. Not taken over are grad mode, autocast and dispatch
-// modes: programs have been through all three.
+// Taken by the calling thread; used by any number of workers. Not taken over are grad and inference mode, autocast and
+// dispatch modes: programs run below all of them.
 class Surroundings {
  public:
   // `num_threads`: intra-op threads of each worker.
@@ -22,7 +22,6 @@ class Surroundings {
 
  private:
   int num_threads_;
-  bool inference_;
   std::fenv_t floating_point_;  // rounding, and whether denormals are flushed to zero
   at::RecordFunctionTLS observers_;
   std::shared_ptr<c10::ThreadLocalDebugInfo> debug_info_;

@@ -25,9 +25,12 @@ from gpipe_fast.trace import parameters_of
 # Signatures whose programs a module remembers.
 _SIGNATURES = 32
 
-# What `GPipe._begin` makes.
+# Tracing changes state of PyTorch's own, for all threads.
+_turn = threading.RLock()
+
+# What a copy makes anew.
 _NOT_COPIED = frozenset(
-    {"_turn", "_layers", "_stages", "_state", "_compiler", "_compiled", "_plans", "_pipeline"}
+    {"_layers", "_stages", "_state", "_compiler", "_compiled", "_plans", "_pipeline"}
 )
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -83,17 +86,16 @@ class GPipe(nn.Module):
                 raise ValueError(f"a layer named {name!r} would hide GPipe's own attribute; rename the layer")
             self.add_module(name, layer)
         self.train(module.training)
+        self._pipeline = open_pipeline(max(1, len(self.balance)))
         self._begin()
 
     def _begin(self) -> None:
-        self._turn = threading.RLock()
         self._layers = list(self)
         self._stages = _stages(self._layers, self.balance, self.devices)
         self._state = State()
         self._compiler = Compiler()
         self._compiled: OrderedDict[Hashable, list[list[CompiledStage]]] = OrderedDict()
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
-        self._pipeline = open_pipeline(max(1, len(self._stages)))
 
     def __getstate__(self) -> dict[str, Any]:
         """What copying and pickling keep: all but threads and programs, which are made again when needed."""
@@ -101,6 +103,7 @@ class GPipe(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._pipeline = open_pipeline(max(1, len(self.balance)))
         self._begin()
 
     @property
@@ -139,9 +142,9 @@ class GPipe(nn.Module):
 
     @threads_per_stage.setter
     def threads_per_stage(self, threads: int | None) -> None:
-        if threads is not None and int(threads) <= 0:
-            raise ValueError(f"threads_per_stage must be a positive integer or None, got {threads}")
-        self._threads_per_stage = None if threads is None else int(threads)
+        if threads is not None and (not isinstance(threads, int) or threads <= 0):
+            raise ValueError(f"threads_per_stage must be a positive integer or None, got {threads!r}")
+        self._threads_per_stage = threads
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -174,7 +177,7 @@ class GPipe(nn.Module):
         _check_input(input, self.devices)
         if not len(self):
             return input
-        with self._turn:  # tracing changes state of PyTorch's own
+        with _turn:
             layers = cast(Collection[nn.Module], self._modules.values())
             self._state.look(layers)
             if self._state.layers != self._layers:

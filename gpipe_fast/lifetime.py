@@ -1,9 +1,11 @@
-"""C++ pipelines and the interpreter's exit: none may still run when the libraries it uses are torn down."""
+"""C++ pipelines in the life of a process: its exit, at which none may still run, and its forks."""
 
 from __future__ import annotations
 
 import atexit
 import weakref
+
+import torch
 
 from gpipe_fast._extension import Pipeline
 
@@ -21,3 +23,11 @@ def open_pipeline(num_stages: int) -> Pipeline:
 def _close_all() -> None:
     for pipeline in list(_open):
         pipeline.close()
+
+
+# PyTorch's autograd counts the devices when it first runs, and makes a thread for each but the CPU. Tracing
+# fakes a GPU, which would be counted: the children of a fork then could run no backward, and waited 10 s at
+# their exit for a thread that they do not have. So it counts before anything is traced.
+if not torch.cuda.is_available():
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), requires_grad=True).backward()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpipe_fast._extension import Pipeline
 from gpipe_fast.schedule import Action, Kind, Schedule
 
-# Events kept of each stage, 48 bytes each: a step of 8,000 micro-batches.
+# Events kept of each stage, 48 bytes each: a step of 6,500 micro-batches.
 CAPACITY = 65536
 
 
@@ -22,12 +22,14 @@ class Event:
         is_wait: whether this is the wait.
         begin: seconds, on the clock of ``time.monotonic()``.
         end: likewise.
+        run: which of the engine's runs it is of, counted up; a forward is one, and a backward.
     """
 
     action: Action
     is_wait: bool
     begin: float
     end: float
+    run: int = 0
 
 
 class Recording:
@@ -45,12 +47,11 @@ class Recording:
 
     @property
     def latest(self) -> dict[Action, Event]:
-        """The latest run of each action, by stage and in order of time."""
-        found: dict[Action, Event] = {}
-        for event in (e for stage in self.stages for e in stage if not e.is_wait):
-            found.pop(event.action, None)
-            found[event.action] = event
-        return found
+        """What ran in the latest forward, and in the latest backward after it, by stage and in order of time."""
+        actions = [e for stage in self.stages for e in stage if not e.is_wait]
+        forward = max((e.run for e in actions if not _is_backward(e)), default=0)
+        backward = max((e.run for e in actions if _is_backward(e) and e.run >= forward), default=forward)
+        return {e.action: e for e in actions if e.run == (backward if _is_backward(e) else forward)}
 
     def seconds(self) -> dict[Action, float]:
         """How long each action took, without its wait."""
@@ -65,7 +66,7 @@ class Recording:
         rows = [tuple(a for a in self.latest if a.stage == stage) for stage in range(len(self.stages))]
         num_microbatches = max((a.microbatch for a in self.latest), default=-1) + 1
         whole = Schedule(tuple(rows), num_microbatches, slots=num_microbatches)
-        backward = any(a.kind is Kind.B for a in self.latest)
+        backward = any(map(_is_backward, self.latest.values()))
         return [whole.forward_part(), whole.backward_part()] if backward else [whole]
 
     def span(self) -> float:
@@ -86,9 +87,15 @@ class Recording:
         return sum(phase.critical_path(seconds.__getitem__) for phase in self.phases())
 
 
+def _is_backward(event: Event) -> bool:
+    return event.action.kind in (Kind.RECV_B, Kind.B, Kind.SEND_B)
+
+
 @contextlib.contextmanager
 def record(pipeline: Pipeline) -> Iterator[Recording]:
     """Records what ``pipeline`` does inside the block."""
+    if pipeline.recorded():
+        raise RuntimeError("this module is being recorded already; recordings cannot be nested")
     recording = Recording()
     pipeline.record(CAPACITY)
     try:
@@ -98,8 +105,8 @@ def record(pipeline: Pipeline) -> Iterator[Recording]:
         pipeline.record(0)
         recording.stages = tuple(
             tuple(
-                Event(Action.parse(name), is_wait, begin * 1e-9, end * 1e-9)
-                for name, is_wait, begin, end in stage
+                Event(Action.parse(name), is_wait, begin * 1e-9, end * 1e-9, run)
+                for name, is_wait, begin, end, run in stage
             )
             for stage in events
         )

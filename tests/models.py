@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from bench.models import Block
 
@@ -42,6 +43,14 @@ def noisy() -> nn.Sequential:
     )
 
 
+def spectral() -> nn.Sequential:
+    """Buffers that the backward depends on change with every micro-batch."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        spectral_norm(nn.Linear(6, 8)), nn.Tanh(), spectral_norm(nn.Linear(8, 8)), nn.GELU(), nn.Linear(8, 4)
+    )
+
+
 def features(batch: int = 8) -> Tensor:
     return torch.randn(batch, 6, generator=torch.Generator().manual_seed(1))
 
@@ -59,6 +68,7 @@ MODELS: dict[str, tuple[Model, Batch]] = {
     "gpt": (gpt, tokens),
     "convolutions": (convolutions, images),
     "dropout": (noisy, features),
+    "spectral norm": (spectral, features),
 }
 every_model = pytest.mark.parametrize(("make", "batch"), MODELS.values(), ids=MODELS.keys())
 
