@@ -33,7 +33,7 @@ class MiniBatch final : public Work {
 
   // The first stage's boundary inputs, by micro-batch. Workers take over the calling thread's surroundings.
   void begin_forward(std::vector<Tensors> microbatches);
-  // Writes the buffers, and returns the last stage's outputs by micro-batch.
+  // Writes the buffers, which autograd notices, and returns the last stage's outputs by micro-batch.
   std::vector<Tensors> end_forward();
 
   // Gradients of the last stage's outputs, by micro-batch. Tensors kept by the forward are dropped as the backward goes,

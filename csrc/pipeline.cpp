@@ -35,6 +35,16 @@ namespace {
   std::abort();  // unreachable: what has no place for a message comes out as it is
 }
 
+// Both below autograd: a mini-batch is one node of the graph.
+Tensors cut(const at::Tensor& tensor, int64_t num_parts) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return tensor.chunk(num_parts);
+}
+at::Tensor join(const Tensors& parts) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return at::cat(parts);
+}
+
 }  // namespace
 
 // One thread's turn at the engine. A signal handler that runs while its thread waits for a run must not ask for another.
@@ -63,21 +73,19 @@ Pipeline::Pipeline(int32_t num_stages, std::function<void()> poll)
 at::Tensor Pipeline::forward(const std::shared_ptr<const Plan>& plan, const at::Tensor& input,
                              const Tensors& parameters, const Tensors& buffers, int64_t key) {
   auto minibatch = std::make_shared<MiniBatch>(plan, parameters, buffers, key);
-  at::Tensor output;
-  std::vector<int64_t> sizes;
+  std::vector<Tensors> microbatches;
+  for (at::Tensor& part : cut(input, plan->num_microbatches())) microbatches.push_back({std::move(part)});
+  Tensors outputs;
   {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    std::vector<Tensors> microbatches;
-    for (at::Tensor& part : input.chunk(plan->num_microbatches())) microbatches.push_back({std::move(part)});
     const Turn turn(*this);
     minibatch->begin_forward(std::move(microbatches));
     run(plan->forward, *minibatch);
-    Tensors outputs;
     for (Tensors& part : minibatch->end_forward()) outputs.push_back(std::move(part.at(0)));
-    for (const at::Tensor& part : outputs) sizes.push_back(part.size(0));
-    output = at::cat(outputs);
   }
+  at::Tensor output = join(outputs);
   if (plan->differentiable) {
+    std::vector<int64_t> sizes;
+    for (const at::Tensor& part : outputs) sizes.push_back(part.size(0));
     tie(output, input, parameters, shared_from_this(), std::move(minibatch), std::move(sizes));
   }
   return output;

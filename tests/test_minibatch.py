@@ -154,6 +154,17 @@ def test_buffers_are_written_only_if_all_stages_succeed() -> None:
     assert layers[0].mean == (((0.5 * 0.5 + 2.5) * 0.5 + 4.5) * 0.5) + 6.5
 
 
+def test_autograd_notices_that_buffers_were_written() -> None:
+    """A graph that saved the statistics before must not be differentiated with the new ones."""
+    norm, x = nn.BatchNorm1d(WIDTH), data()
+    earlier = norm.eval()(x).sum()
+    norm.train()
+    Pipe([norm, nn.Tanh()], [1, 1], x, [0.0] * M)(x)
+    assert norm.num_batches_tracked == M
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        earlier.backward()
+
+
 def test_a_buffer_that_two_stages_share_is_not_written() -> None:
     """Both run at once, so neither would read what the plain loop's order makes of it."""
     first, second = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
