@@ -64,9 +64,36 @@ std::vector<Tensors> MiniBatch::end_forward() {
     }
     stage.buffers.clear();
   }
+  note_buffers();
   phase_ = Phase::idle;
   kept_ = true;
   return outputs;
+}
+
+void MiniBatch::note_buffers() {
+  for (Stage& stage : stages_) {
+    for (const Cell& cell : stage.cells) {
+      for (size_t i = 0; i < cell.buffers.size(); ++i) {
+        const at::Tensor& own = stage.module_buffers[i];
+        if (cell.buffers[i].is_same(own) && !own.is_inference())
+          stage.noted_buffers[i] = {own._version(), own.const_data_ptr()};
+      }
+    }
+  }
+}
+
+void MiniBatch::check_buffers() const {
+  for (size_t stage = 0; stage < stages_.size(); ++stage) {
+    for (const auto& [index, noted] : stages_[stage].noted_buffers) {
+      const at::Tensor& buffer = stages_[stage].module_buffers[index];
+      GPIPE_CHECK(buffer._version() == noted.version && buffer.const_data_ptr() == noted.data,
+                  "one of the variables needed for gradient computation has been modified by an inplace "
+                  "operation: buffer ",
+                  index, " of stage ", stage, " [", buffer.toString(), " ", buffer.sizes(),
+                  "] is at version ", buffer._version(), "; expected version ", noted.version,
+                  " instead, with the same data");
+    }
+  }
 }
 
 void MiniBatch::begin_backward(std::vector<Tensors> microbatches, bool retain) {
@@ -74,6 +101,7 @@ void MiniBatch::begin_backward(std::vector<Tensors> microbatches, bool retain) {
   GPIPE_CHECK(static_cast<int64_t>(microbatches.size()) == plan_->num_microbatches(),
               "the backward needs the gradients of ", plan_->num_microbatches(), " micro-batches, got ",
               microbatches.size());
+  check_buffers();
   for (Stage& stage : stages_) {
     stage.gradients = Tensors(stage.parameters.size());
     stage.has_gradients = false;

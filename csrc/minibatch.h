@@ -16,6 +16,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -38,6 +39,7 @@ class MiniBatch final : public Work {
 
   // Gradients of the last stage's outputs, by micro-batch. Tensors kept by the forward are dropped as the backward goes,
   // unless `retain`: only then there can be another.
+  // Throws if a buffer that the backward reads was changed in place since.
   void begin_backward(std::vector<Tensors> microbatches, bool retain);
   struct Gradients {
     std::vector<Tensors> inputs;  // by micro-batch; undefined where none is due
@@ -69,10 +71,15 @@ class MiniBatch final : public Work {
     Tensors tangents;         // boundary gradient, until B
     Tensors input_gradients;  // boundary gradient, from B to SEND_B
   };
+  struct Noted {
+    int64_t version;
+    const void* data;
+  };
   struct Stage {
     Tensors parameters;
     Tensors module_buffers;
-    Tensors buffers;  // as the latest micro-batch left them
+    Tensors buffers;                        // as the latest micro-batch left them
+    std::map<size_t, Noted> noted_buffers;  // the module's own that the backward reads, by index
     Tensors gradients;
     bool has_gradients = false;
     std::vector<Cell> cells;  // by micro-batch
@@ -80,6 +87,8 @@ class MiniBatch final : public Work {
   enum class Phase { idle, forward, backward };
 
   void bind(int32_t stage);
+  void note_buffers();
+  void check_buffers() const;
   static Tensors gather(const std::vector<Port>& ports, const Cell& cell);
   void forward(const Action& action, Watch& watch);
   static void keep_only(const Pass& pass, const Stage& stage, Cell& cell);

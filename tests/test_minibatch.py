@@ -165,6 +165,26 @@ def test_autograd_notices_that_buffers_were_written() -> None:
         earlier.backward()
 
 
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_a_buffer_changed_before_the_backward_raises(budget: float) -> None:
+    """As in eager: the statistics are read in the backward."""
+    norm, x = nn.BatchNorm1d(WIDTH).eval(), data()
+    for forward in (nn.Sequential(norm, nn.Tanh()), Pipe([norm, nn.Tanh()], [1, 1], x, [budget] * M)):
+        loss = forward(x).sum()
+        norm.running_var.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_buffer_with_new_data_before_the_backward_raises() -> None:
+    """Eager would read the old data; what is gone cannot be."""
+    norm, x = nn.BatchNorm1d(WIDTH).eval(), data()
+    loss = Pipe([norm, nn.Tanh()], [1, 1], x, [0.0] * M)(x).sum()
+    norm.running_var.data = torch.ones(WIDTH) * 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_buffer_that_two_stages_share_is_not_written() -> None:
     """Both run at once, so neither would read what the plain loop's order makes of it."""
     first, second = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
