@@ -14,8 +14,6 @@
 namespace gpipe_fast {
 namespace {
 
-constexpr auto kPollInterval = std::chrono::milliseconds(20);
-
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())

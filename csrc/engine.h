@@ -6,6 +6,7 @@
 #include "actions.h"
 #include "watch.h"
 
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -42,6 +43,9 @@ struct Event {
   int64_t begin;
   int64_t end;
 };
+
+// How often a thread that waits looks after other things.
+constexpr auto kPollInterval = std::chrono::milliseconds(20);
 
 // Not thread safe, but for interrupt(): one run at a time. The workers are made by the first run and stay. After
 // fork() the child makes its own.

@@ -54,10 +54,14 @@ void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
   phase_ = Phase::forward;
 }
 
-std::vector<Tensors> MiniBatch::end_forward() {
-  at::NoGradGuard no_grad;
+std::vector<Tensors> MiniBatch::take_outputs() {
   std::vector<Tensors> outputs;
   for (Cell& cell : stages_.back().cells) outputs.push_back(std::move(cell.outputs));
+  return outputs;
+}
+
+void MiniBatch::end_forward() {
+  at::NoGradGuard no_grad;
   for (Stage& stage : stages_) {
     for (size_t i = 0; i < stage.buffers.size(); ++i) {
       if (!stage.buffers[i].is_same(stage.module_buffers[i])) stage.module_buffers[i].copy_(stage.buffers[i]);
@@ -67,7 +71,6 @@ std::vector<Tensors> MiniBatch::end_forward() {
   note_buffers();
   phase_ = Phase::idle;
   kept_ = true;
-  return outputs;
 }
 
 void MiniBatch::note_buffers() {

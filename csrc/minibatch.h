@@ -34,8 +34,10 @@ class MiniBatch final : public Work {
 
   // The first stage's boundary inputs, by micro-batch. Workers take over the calling thread's surroundings.
   void begin_forward(std::vector<Tensors> microbatches);
-  // Writes the buffers, which autograd notices, and returns the last stage's outputs by micro-batch.
-  std::vector<Tensors> end_forward();
+  // After the run, once: the last stage's outputs, by micro-batch.
+  std::vector<Tensors> take_outputs();
+  // Writes the buffers, which autograd notices.
+  void end_forward();
 
   // Gradients of the last stage's outputs, by micro-batch. Tensors kept by the forward are dropped as the backward goes,
   // unless `retain`: only then there can be another.

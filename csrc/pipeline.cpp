@@ -7,6 +7,7 @@
 #include <ATen/ops/cat.h>
 #include <c10/util/Exception.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -35,10 +36,14 @@ namespace {
   std::abort();  // unreachable: what has no place for a message comes out as it is
 }
 
-// Both below autograd: a mini-batch is one node of the graph.
+// All below autograd: a mini-batch is one node of the graph.
 Tensors cut(const at::Tensor& tensor, int64_t num_parts) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return tensor.chunk(num_parts);
+}
+Tensors cut(const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return tensor.split_with_sizes(sizes);
 }
 at::Tensor join(const Tensors& parts) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -47,13 +52,14 @@ at::Tensor join(const Tensors& parts) {
 
 }  // namespace
 
-// One thread's turn at the engine. A signal handler that runs while its thread waits for a run must not ask for another.
+// One thread's turn at the engine. It may be interrupted while it waits. A signal handler that runs while its own thread
+// waits for a run must not ask for another.
 class Pipeline::Turn {
  public:
   explicit Turn(Pipeline& pipeline) : pipeline_(pipeline) {
     GPIPE_CHECK(pipeline.running_in_.load() != std::this_thread::get_id(),
                 "a pipeline was called from within its own run, by a signal handler");
-    pipeline.turn_.lock();
+    while (!pipeline.turn_.try_lock_for(kPollInterval)) pipeline.poll_();
     pipeline.running_in_.store(std::this_thread::get_id());
   }
   ~Turn() {
@@ -76,13 +82,16 @@ at::Tensor Pipeline::forward(const std::shared_ptr<const Plan>& plan, const at::
   std::vector<Tensors> microbatches;
   for (at::Tensor& part : cut(input, plan->num_microbatches())) microbatches.push_back({std::move(part)});
   Tensors outputs;
+  at::Tensor output;
   {
     const Turn turn(*this);
     minibatch->begin_forward(std::move(microbatches));
     run(plan->forward, *minibatch);
-    for (Tensors& part : minibatch->end_forward()) outputs.push_back(std::move(part.at(0)));
+    for (Tensors& part : minibatch->take_outputs()) outputs.push_back(std::move(part.at(0)));
+    // First, as it may fail; then nothing can.
+    output = join(outputs);
+    minibatch->end_forward();
   }
-  at::Tensor output = join(outputs);
   if (plan->differentiable) {
     std::vector<int64_t> sizes;
     for (const at::Tensor& part : outputs) sizes.push_back(part.size(0));
@@ -93,18 +102,20 @@ at::Tensor Pipeline::forward(const std::shared_ptr<const Plan>& plan, const at::
 
 Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const at::Tensor& gradient,
                                        const std::vector<int64_t>& sizes, bool retain) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<Tensors> microbatches;
-  for (at::Tensor& part : gradient.split_with_sizes(sizes)) microbatches.push_back({std::move(part)});
-  const Turn turn(*this);
-  minibatch.begin_backward(std::move(microbatches), retain);
-  run(*minibatch.plan().backward, minibatch);
-  MiniBatch::Gradients gradients = minibatch.end_backward();
+  for (at::Tensor& part : cut(gradient, sizes)) microbatches.push_back({std::move(part)});
+  MiniBatch::Gradients gradients;
+  {
+    const Turn turn(*this);
+    minibatch.begin_backward(std::move(microbatches), retain);
+    run(*minibatch.plan().backward, minibatch);
+    gradients = minibatch.end_backward();
+  }
   Tensors inputs;
   for (Tensors& part : gradients.inputs) {
     if (!part.empty() && part[0].defined()) inputs.push_back(std::move(part[0]));
   }
-  return {inputs.empty() ? at::Tensor() : at::cat(inputs), std::move(gradients.parameters)};
+  return {inputs.empty() ? at::Tensor() : join(inputs), std::move(gradients.parameters)};
 }
 
 void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {

@@ -49,7 +49,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
   void run(const Actions& actions, MiniBatch& minibatch);
 
-  std::mutex turn_;
+  std::timed_mutex turn_;
   std::atomic<std::thread::id> running_in_{};
   Engine engine_;
   std::function<void()> poll_;

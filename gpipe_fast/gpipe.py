@@ -242,6 +242,8 @@ class GPipe(nn.Module):
             num_outputs = len(found[0][-1].outputs)
             if num_outputs != 1:
                 raise RuntimeError(f"the last layer must return one tensor, it returns {num_outputs}")
+            if not found[0][-1].outputs[0].shape:
+                raise RuntimeError("the last layer returns a 0-dimensional tensor, which cannot be concatenated")
             compiled = found
             _remember(self._compiled, signature, compiled)
         return [compiled[0]] * (len(microbatches) - 1) + [compiled[-1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 
 import torch
@@ -25,8 +26,17 @@ def _close_all() -> None:
         pipeline.close()
 
 
+def _after_fork_in_child() -> None:
+    # PyTorch makes its intra-op pool anew when a child first asks for it; of several workers that ask at once
+    # some would get none ("Invalid thread pool!").
+    if _open:
+        torch.set_num_threads(torch.get_num_threads())
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
 # PyTorch's autograd counts the devices when it first runs, and makes a thread for each but the CPU. Tracing
-# fakes a GPU, which would be counted: the children of a fork then could run no backward, and waited 10 s at
+# fakes a GPU, which would be counted: the children of a fork could then run no backward, and waited 10 s at
 # their exit for a thread that they do not have. So it counts before anything is traced.
 if not torch.cuda.is_available():
     with torch.inference_mode(False), torch.enable_grad():
