@@ -147,7 +147,8 @@ void bind_pipeline(py::module_& m) {
       .def("events", &events)
       .def("disturb", &disturb, py::arg("seed") = 0, py::arg("longest_delay_us") = 0,
            py::arg("faults") = std::vector<std::tuple<std::string, int64_t, std::string>>())
-      .def("close", &Pipeline::close, no_gil);
+      .def("close", &Pipeline::close, no_gil)
+      .def("after_fork", &Pipeline::after_fork);
   m.def("kept_bytes", &kept_bytes, py::arg("output"), no_gil);
 }
 

@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -218,6 +219,12 @@ bool Engine::end() {
   running_ = false;
   pool_->cancellation.reset();
   return std::exchange(interrupted_, false);
+}
+
+void Engine::after_fork() {
+  new (&mutex_) std::mutex;  // a thread that is no more may have held it
+  running_ = interrupted_ = false;
+  (void)pool_.release();
 }
 
 void Engine::interrupt() {

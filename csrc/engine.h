@@ -67,6 +67,9 @@ class Engine {
   // Cancels everything that runs now. From any thread.
   void interrupt();
 
+  // In the child of a fork that other threads of the parent did not wait for: forgets what they were doing.
+  void after_fork();
+
   // Keeps the latest events of each stage from now on, in memory that is allocated here; 0 keeps none.
   void record(int64_t events_per_stage);
   int64_t recorded() const { return recorded_; }

@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -76,8 +77,27 @@ class Pipeline::Turn {
 Pipeline::Pipeline(int32_t num_stages, std::function<void()> poll)
     : engine_(num_stages), poll_(std::move(poll)) {}
 
+template <class Body>
+auto Pipeline::held_at_exit(const Body& body) {
+  try {
+    return body();
+  } catch (const Closed&) {
+    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+}
+
 at::Tensor Pipeline::forward(const std::shared_ptr<const Plan>& plan, const at::Tensor& input,
                              const Tensors& parameters, const Tensors& buffers, int64_t key) {
+  return held_at_exit([&] { return forward_once(plan, input, parameters, buffers, key); });
+}
+
+Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const at::Tensor& gradient,
+                                       const std::vector<int64_t>& sizes, bool retain) {
+  return held_at_exit([&] { return backward_once(minibatch, gradient, sizes, retain); });
+}
+
+at::Tensor Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const at::Tensor& input,
+                                  const Tensors& parameters, const Tensors& buffers, int64_t key) {
   auto minibatch = std::make_shared<MiniBatch>(plan, parameters, buffers, key);
   std::vector<Tensors> microbatches;
   for (at::Tensor& part : cut(input, plan->num_microbatches())) microbatches.push_back({std::move(part)});
@@ -100,8 +120,8 @@ at::Tensor Pipeline::forward(const std::shared_ptr<const Plan>& plan, const at::
   return output;
 }
 
-Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const at::Tensor& gradient,
-                                       const std::vector<int64_t>& sizes, bool retain) {
+Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const at::Tensor& gradient,
+                                            const std::vector<int64_t>& sizes, bool retain) {
   std::vector<Tensors> microbatches;
   for (at::Tensor& part : cut(gradient, sizes)) microbatches.push_back({std::move(part)});
   MiniBatch::Gradients gradients;
@@ -126,14 +146,14 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
     MiniBatch& minibatch;
     bool done = false;
   } guard{minibatch};
-  GPIPE_CHECK(!closed_, "a pipeline cannot run while the interpreter exits");
+  check_open();
   Disturbed disturbed(minibatch, disturbance_);
   const bool plain = disturbance_.longest_delay_us == 0 && disturbance_.faults.empty();
   Work& work = plain ? static_cast<Work&>(minibatch) : disturbed;
   try {
     if (auto failure = engine_.run(actions, work, poll_)) raise(*failure);
   } catch (const Stopped&) {
-    GPIPE_CHECK(false, "the run was ended, because the interpreter exits");
+    throw Closed();
   }
   guard.done = true;
 }
@@ -141,7 +161,19 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
 void Pipeline::close() {
   engine_.interrupt();
   const Turn turn(*this);
-  closed_ = true;
+  closed_by_ = std::this_thread::get_id();
+}
+
+void Pipeline::check_open() const {
+  if (!closed_by_) return;
+  GPIPE_CHECK(closed_by_ != std::this_thread::get_id(), "a pipeline cannot run while the interpreter exits");
+  throw Closed();
+}
+
+void Pipeline::after_fork() {
+  new (&turn_) std::timed_mutex;  // a thread that is no more may have held it
+  running_in_.store(std::thread::id());
+  engine_.after_fork();
 }
 
 void Pipeline::record(int64_t events_per_stage) {

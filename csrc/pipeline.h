@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -34,8 +35,12 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   Gradients backward(MiniBatch& minibatch, const at::Tensor& gradient, const std::vector<int64_t>& sizes,
                      bool retain);
 
-  // Ends the run that is under way, if any, and refuses every later one. For the interpreter's exit.
+  // For the interpreter's exit: ends the run that is under way, and refuses every later one of this thread. Other threads
+  // that come here are held until the process ends, as the interpreter does with those that ask for the GIL.
   void close();
+
+  // In the child of a fork: forgets what other threads of the parent were doing.
+  void after_fork();
 
   // See Engine. They wait for their turn.
   void record(int64_t events_per_stage);
@@ -46,7 +51,15 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
  private:
   class Turn;
+  struct Closed {};  // ends what a thread was doing when the pipeline was closed
 
+  template <class Body>
+  static auto held_at_exit(const Body& body);
+  at::Tensor forward_once(const std::shared_ptr<const Plan>& plan, const at::Tensor& input,
+                          const Tensors& parameters, const Tensors& buffers, int64_t key);
+  Gradients backward_once(MiniBatch& minibatch, const at::Tensor& gradient, const std::vector<int64_t>& sizes,
+                          bool retain);
+  void check_open() const;
   void run(const Actions& actions, MiniBatch& minibatch);
 
   std::timed_mutex turn_;
@@ -54,7 +67,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   Engine engine_;
   std::function<void()> poll_;
   Disturbance disturbance_;
-  bool closed_ = false;
+  std::optional<std::thread::id> closed_by_;
 };
 
 }  // namespace gpipe_fast

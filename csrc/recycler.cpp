@@ -4,6 +4,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <unordered_map>
 #include <utility>
@@ -50,14 +52,20 @@ struct Owner {
   size_t size;
   std::shared_ptr<Recycler> recycler;
 };
+// Of all recyclers; its mutex is theirs too. Never destroyed: tensors may be freed after everything else.
 struct Registry {
   std::mutex mutex;
   std::unordered_map<void*, Owner> owners;
 };
 
 Registry& registry() {
-  static Registry* const blocks =
-      new Registry;  // never destroyed: tensors may be freed after everything else
+  static Registry* const blocks = [] {
+    auto* made = new Registry;
+    // The child of a fork must not find it locked by a thread that it does not have.
+    pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
+                   [] { registry().mutex.unlock(); });
+    return made;
+  }();
   return *blocks;
 }
 
@@ -80,7 +88,7 @@ void* Recycler::take(size_t bytes) {
   const size_t size = (bytes + kGranularity - 1) / kGranularity * kGranularity;
   void* block = nullptr;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(registry().mutex);
     auto found = free_.find(size);
     if (found != free_.end() && !found->second.empty()) {
       block = found->second.back();
@@ -97,17 +105,16 @@ void* Recycler::take(size_t bytes) {
 }
 
 void Recycler::give_back(void* block) {
-  Owner owner;
+  Owner owner;  // may be the last reference: it goes when the mutex has been given back
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
-    auto entry = registry().owners.extract(block);
-    owner = std::move(entry.mapped());
+    owner = std::move(registry().owners.extract(block).mapped());
+    if (owner.recycler->keep(block, owner.size)) return;
   }
-  if (!owner.recycler->keep(block, owner.size)) c10::free_cpu(block);
+  c10::free_cpu(block);
 }
 
 bool Recycler::keep(void* block, size_t size) {
-  std::lock_guard<std::mutex> lock(mutex_);
   in_use_ -= size;
   if (kept_ + size > most_in_use_) return false;
   free_[size].push_back(block);
@@ -116,7 +123,7 @@ bool Recycler::keep(void* block, size_t size) {
 }
 
 size_t Recycler::kept_bytes() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::mutex> lock(registry().mutex);
   return kept_;
 }
 

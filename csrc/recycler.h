@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <unordered_map>
 #include <vector>
 
@@ -38,10 +37,9 @@ class Recycler : public std::enable_shared_from_this<Recycler> {
   size_t kept_bytes() const;
 
  private:
-  // False if there are enough blocks.
+  // False if there are enough blocks. Under the mutex that all share.
   bool keep(void* block, size_t size);
 
-  mutable std::mutex mutex_;
   std::unordered_map<size_t, std::vector<void*>> free_;  // by size
   size_t kept_ = 0;
   size_t in_use_ = 0;

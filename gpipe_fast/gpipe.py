@@ -29,9 +29,7 @@ _SIGNATURES = 32
 _turn = threading.RLock()
 
 # What a copy makes anew.
-_NOT_COPIED = frozenset(
-    {"_layers", "_stages", "_state", "_compiler", "_compiled", "_plans", "_pipeline"}
-)
+_NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_compiler", "_compiled", "_plans", "_pipeline"})
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 Device = torch.device | int | str
@@ -243,7 +241,9 @@ class GPipe(nn.Module):
             if num_outputs != 1:
                 raise RuntimeError(f"the last layer must return one tensor, it returns {num_outputs}")
             if not found[0][-1].outputs[0].shape:
-                raise RuntimeError("the last layer returns a 0-dimensional tensor, which cannot be concatenated")
+                raise RuntimeError(
+                    "the last layer returns a 0-dimensional tensor, which cannot be concatenated"
+                )
             compiled = found
             _remember(self._compiled, signature, compiled)
         return [compiled[0]] * (len(microbatches) - 1) + [compiled[-1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import os
 import weakref
 
 import torch
@@ -34,6 +35,13 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+def _after_fork() -> None:
+    for pipeline in list(_open):
+        pipeline.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 # PyTorch's autograd counts the devices when it first runs, and makes a thread for each but the CPU. Tracing
 # fakes a GPU, which would be counted: the children of a fork could then run no backward, and waited 10 s at

@@ -47,7 +47,7 @@ class Recording:
 
     @property
     def latest(self) -> dict[Action, Event]:
-        """What ran in the latest forward, and in the latest backward after it, by stage and in order of time."""
+        """What ran in the latest forward and in the latest backward after it, by stage, in order of time."""
         actions = [e for stage in self.stages for e in stage if not e.is_wait]
         forward = max((e.run for e in actions if not _is_backward(e)), default=0)
         backward = max((e.run for e in actions if _is_backward(e) and e.run >= forward), default=forward)

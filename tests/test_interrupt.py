@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 import torch
 from reference import Result, collect, gradient_like, leaf, loop_step, pipeline, pipeline_step, unequal
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast._extension import kept_bytes
@@ -287,23 +287,47 @@ def test_calls_from_other_threads_are_not_interrupted(long: Long, half: str) -> 
     assert Step(long).run(half, disturb)
 
 
-def test_ends_the_wait_for_another_threads_step(long: Long) -> None:
-    """Mini-batches of one pipeline take turns; whoever waits for the turn can be interrupted too."""
-    x, ended = long.x[: 2 * M], threading.Event()
+@contextmanager
+def another_thread_steps(long: Long, x: Tensor) -> Iterator[threading.Event]:
+    """A thread whose forward is under way, for most of a second, when the block begins; set at its end."""
     long.start_again()
     long.pipe(x)
     long.pipe._pipeline.disturb(0, 2_000)
+    ended = threading.Event()
 
-    def in_thread() -> None:
+    def step() -> None:
         long.pipe(x)
         ended.set()
 
-    threading.Thread(target=in_thread).start()
+    threading.Thread(target=step).start()
     time.sleep(0.1)
-    interrupted = Interrupted(lambda: long.pipe(x), 0.1)
-    was_under_way = not ended.is_set()
-    ended.wait(60)
-    long.pipe._pipeline.disturb()
+    try:
+        yield ended
+    finally:
+        ended.wait(60)
+        long.pipe._pipeline.disturb()
+
+
+def test_ends_the_wait_for_another_threads_step(long: Long) -> None:
+    """Mini-batches of one pipeline take turns; whoever waits for the turn can be interrupted too."""
+    x = long.x[: 2 * M]
+    with another_thread_steps(long, x) as ended:
+        interrupted = Interrupted(lambda: long.pipe(x), 0.1)
+        assert not ended.is_set()
     assert not interrupted.finished
-    assert was_under_way
     assert interrupted.seconds < LONGEST
+
+
+def test_a_handler_may_call_the_pipeline_while_its_thread_waits_for_the_turn(long: Long) -> None:
+    """Nothing of its own is under way: both wait."""
+    x, outputs = long.x[: 2 * M], []
+    long.start_again()
+    long.pipe.eval()
+    expected = long.pipe(x)
+    with another_thread_steps(long, x) as ended, handling(lambda: outputs.append(long.pipe(x))):
+        interrupted = Interrupted(lambda: outputs.append(long.pipe(x)), 0.1)
+        assert ended.is_set()
+    assert interrupted.finished
+    assert interrupted.sent < interrupted.end - 0.1
+    assert [torch.equal(output, expected) for output in outputs] == [True, True]
+    long.pipe.train()

@@ -1,0 +1,241 @@
+"""Pipelines come and go: threads and memory they give back, copies, forks, and the interpreter's exit."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from lifetime_programs import layers, num_threads
+from reference import collect, leaf, loop_step, pipeline, pipeline_step, unequal
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast._extension import kept_bytes
+
+TESTS = Path(__file__).parent
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc"),
+]
+
+
+def features() -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+def wide() -> nn.Sequential:
+    """Few operators, which are traced quickly; a gradient, or what a micro-batch keeps, takes 256 KiB."""
+    return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+
+
+def use(number: int, model: nn.Sequential, x: Tensor) -> None:
+    """Makes a pipeline, uses it, and drops it at one of several points of its life."""
+    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="never")
+    if number % 10 == 9:
+        return
+    if number % 10 == 8:
+        pipe._pipeline.disturb(0, 0, [("1F1", 0, "ValueError")])
+        with pytest.raises(ValueError, match="planted"):
+            pipe(x)
+        return
+    output = pipe(x)
+    if number % 10 == 7:
+        return  # never run backward
+    if number % 10 == 6:
+        del pipe
+    output.sum().backward(retain_graph=number % 10 == 5)
+    model.zero_grad()
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cycles(count: int) -> tuple[int, float]:
+    """How many threads more there are after so many pipelines, and how many bytes more per pipeline."""
+    model, x = wide(), torch.randn(512, 256)
+    for number in range(20):
+        use(number, model, x)
+    threads, memory = num_threads(), resident_bytes()
+    for number in range(count):
+        use(number, model, x)
+    return num_threads() - threads, (resident_bytes() - memory) / count
+
+
+# PyTorch keeps the source text of every graph that it ever made: here some 20 KB for each pipeline.
+MOST_BYTES = 80e3
+
+
+def test_a_hundred_pipelines_come_and_go() -> None:
+    threads, bytes_each = cycles(100)
+    assert threads == 0
+    assert bytes_each < MOST_BYTES
+
+
+@pytest.mark.soak
+def test_a_thousand_pipelines_come_and_go() -> None:
+    threads, bytes_each = cycles(1000)
+    assert threads == 0
+    assert bytes_each < MOST_BYTES
+
+
+def test_the_count_of_what_stays_can_fail() -> None:
+    """One pipeline that stays, with what it keeps for a backward."""
+    model, x = wide(), torch.randn(512, 256)
+    use(0, model, x)
+    threads, memory = num_threads(), resident_bytes()
+    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="never")
+    output = pipe(x)
+    assert num_threads() == threads + 2
+    assert kept_bytes(output) > MOST_BYTES
+    assert resident_bytes() - memory > MOST_BYTES
+
+
+def test_workers_come_with_the_first_step_and_go_with_the_pipeline() -> None:
+    before = num_threads()
+    pipe = GPipe(layers(), [2, 2, 2], chunks=4)
+    assert num_threads() == before
+    for _ in range(3):
+        pipe(features())
+        assert num_threads() == before + 3
+    gone = weakref.ref(pipe)
+    del pipe
+    assert gone() is None
+    assert num_threads() == before
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_graph_outlives_its_pipeline(checkpoint: str) -> None:
+    model, x, before = layers(), leaf(features()), num_threads()
+    expected = loop_step(model, x, 4)
+    pipe = GPipe(model, [2, 2, 2], chunks=4, checkpoint=checkpoint)
+    output, gone = pipeline(pipe, x), weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert gone() is None
+    assert num_threads() == before + 3
+    assert unequal(collect(model, x, output), expected) == []
+    del output
+    assert num_threads() == before
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies_train_on_their_own(way: str, used: bool, tmp_path: Path) -> None:
+    """What is copied is the model; threads, programs and what a mini-batch keeps stay with the original."""
+    pipe, x = GPipe(layers(), [2, 2, 2], chunks=4, checkpoint="always"), features()
+    pipe.threads_per_stage = 1
+    expected = loop_step(nn.Sequential(*pipe), x, 4)
+    pending = pipeline(pipe, x) if used else None
+    start = {name: value.clone() for name, value in pipe.state_dict().items()}
+    if way == "deepcopy":
+        made = copy.deepcopy(pipe)
+    elif way == "pickle":
+        made = pickle.loads(pickle.dumps(pipe))
+    else:
+        torch.save(pipe, tmp_path / "pipe.pt")
+        made = torch.load(tmp_path / "pipe.pt", weights_only=False)
+    assert (made.balance, made.chunks, made.checkpoint, made.threads_per_stage) == ([2, 2, 2], 4, "always", 1)
+    assert not {p.data_ptr() for p in made.parameters()} & {p.data_ptr() for p in pipe.parameters()}
+    before = num_threads()
+    made(x).square().sum().backward()
+    assert num_threads() == before + 3
+    assert all(torch.equal(value, start[name]) for name, value in pipe.state_dict().items())
+    assert all(p.grad is None for p in pipe.parameters())
+    for which in (made, pipe):
+        which.load_state_dict(start)
+        which.zero_grad()
+        assert unequal(pipeline_step(which, x), loop_step(nn.Sequential(*which), x, 4)) == []
+    if pending is not None:
+        del pending
+    else:
+        assert unequal(pipeline_step(pipe, x), expected) == []
+
+
+def run(*arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """One of lifetime_programs.py."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        "lifetime_programs.py",
+        *map(str, arguments),
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    return subprocess.run(
+        command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.mark.parametrize(("how", "status"), [("end", 0), ("exit", 3), ("exception", 1)])
+def test_the_interpreter_exits(how: str, status: int) -> None:
+    """With a pipeline and graphs of it as globals: at the program's end, by sys.exit, by an exception."""
+    begin = time.monotonic()
+    done = run("leave", how)
+    assert done.returncode == status, done.stderr
+    if how == "exception":
+        assert done.stderr.endswith("\nLookupError: as planned\n")
+        assert done.stderr.count("Traceback") == 1
+    else:
+        assert done.stderr == ""
+    assert time.monotonic() - begin < 20
+
+
+def check_children(count: int, *arguments: object) -> None:
+    """All of them ended with status 0 and without a word, and the parent too."""
+    done = run(*arguments, count)
+    assert done.stdout == f"{count} children\n", done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("how", ["stops", "slow", "several", "catches"])
+def test_the_interpreter_exits_while_a_daemon_thread_trains(how: str) -> None:
+    """In the middle of a long step, by several threads, and by one that goes on after errors."""
+    check_children(3, "daemon", how)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["stops", "slow", "several", "catches"])
+def test_the_interpreter_exits_fifty_times_while_a_daemon_thread_trains(how: str) -> None:
+    check_children(50, "daemon", how)
+
+
+@pytest.mark.parametrize("state", ["new", "used", "half"])
+def test_the_child_of_a_fork_trains(state: str) -> None:
+    """Bits equal to the parent's, by workers of its own; of a step half done the child may do the rest."""
+    check_children(2, "forks", state)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("state", ["new", "used", "half"])
+def test_fifty_children_train(state: str) -> None:
+    check_children(50, "forks", state)
+
+
+def test_the_child_of_a_fork_trains_though_the_parent_was_in_a_step() -> None:
+    check_children(2, "forks", "busy")
+
+
+def test_the_child_of_a_fork_ends_though_the_parent_was_in_a_step() -> None:
+    check_children(2, "forks_to_end", "busy")
+
+
+def test_a_data_loader_forks() -> None:
+    """Workers that run a pipeline themselves, while the parent trains another on what they load."""
+    alone, forked = run("data_loader", 0, ""), run("data_loader", 2, "")
+    assert (alone.returncode, alone.stderr) == (forked.returncode, forked.stderr) == (0, "")
+    assert alone.stdout == forked.stdout != ""
