@@ -27,6 +27,8 @@ _SIGNATURES = 32
 
 # Tracing changes state of PyTorch's own, for all threads.
 _turn = threading.RLock()
+# The child of a fork must not find it held by a thread that it does not have.
+os.register_at_fork(after_in_child=_turn._at_fork_reinit)  # type: ignore[attr-defined]
 
 # What a copy makes anew.
 _NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_compiler", "_compiled", "_plans", "_pipeline"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import os
 import weakref
 
 import torch
@@ -27,21 +26,17 @@ def _close_all() -> None:
         pipeline.close()
 
 
-def _after_fork_in_child() -> None:
+def _after_fork() -> None:
+    for pipeline in list(_open):
+        pipeline.after_fork()
     # PyTorch makes its intra-op pool anew when a child first asks for it; of several workers that ask at once
     # some would get none ("Invalid thread pool!").
     if _open:
         torch.set_num_threads(torch.get_num_threads())
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-def _after_fork() -> None:
-    for pipeline in list(_open):
-        pipeline.after_fork()
-
-
 os.register_at_fork(after_in_child=_after_fork)
+
 
 # PyTorch's autograd counts the devices when it first runs, and makes a thread for each but the CPU. Tracing
 # fakes a GPU, which would be counted: the children of a fork could then run no backward, and waited 10 s at

@@ -7,9 +7,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 
 import torch
 from reference import collect, leaf, loop_step, pipeline, pipeline_step, unequal
@@ -55,12 +56,13 @@ def leave_everything_behind(how: str) -> None:
         sys.exit(3)
 
 
-def report(children: list[str]) -> None:
+def report(children: Iterable[tuple[str, str]]) -> None:
     """Prints what ended otherwise than with 0 and without a word."""
-    for number, child in enumerate(children):
-        if child:
-            print(f"child {number}: {child}")
-    print(f"{len(children)} children")
+    number = 0
+    for number, (kind, said) in enumerate(children, start=1):
+        if said:
+            print(f"{kind}, child {number}: {said}")
+    print(f"{number} children")
     sys.stdout.flush()
 
 
@@ -86,81 +88,93 @@ def in_child(body: Callable[[], object]) -> str:
         return "hangs"
 
 
-def daemon(how: str, count: str) -> None:
+def daemon(hows: str, count: str) -> None:
     """Children that end while a daemon thread of theirs trains."""
     pipe(x).sum().backward()
 
-    def steps() -> None:
+    def steps(how: str) -> None:
         while True:
             with suppress(RuntimeError if how == "catches" else ()):
                 pipe(x).sum().backward()
 
-    def child(seconds: float) -> None:
-        if how == "slow":
-            pipe._pipeline.disturb(0, 5000)
+    def child(how: str, seconds: float) -> None:
+        pipe._pipeline.disturb(0, 5000 if how == "slow" else 0)
         for _ in range(3 if how == "several" else 1):
-            threading.Thread(target=steps, daemon=True).start()
+            threading.Thread(target=steps, args=(how,), daemon=True).start()
         time.sleep(0.05 + seconds)
 
-    report([in_child(partial(child, 0.0007 * i)) for i in range(int(count))])
-
-
-def step_is_right(pipe: GPipe) -> None:
-    """From the buffers that the first step met."""
-    model.load_state_dict(start)
-    wrong = unequal(pipeline_step(pipe, x), expected)
-    assert not wrong, wrong
+    report(
+        (how, in_child(partial(child, how, 0.0007 * number)))
+        for how in hows.split("+")
+        for number in range(int(count))
+    )
 
 
 start = {name: value.clone() for name, value in model.state_dict().items()}
 expected = loop_step(model, x, M)
 
 
-def keep_busy(longest_delay_us: int) -> None:
-    """Has another thread take one step after the other from now on."""
-    pipe._pipeline.disturb(0, longest_delay_us)
-    threading.Thread(target=lambda: [pipe(x) for _ in range(10**6)], daemon=True).start()
+def check_step(pipe: GPipe) -> None:
+    """From the buffers that the first step met."""
+    model.load_state_dict(start)
+    wrong = unequal(pipeline_step(pipe, x), expected)
+    assert not wrong, wrong
+
+
+def check_backward(output: Tensor) -> None:
+    result = collect(pipe, leaf(x), output)
+    names = [name for name in expected if name.startswith("gradient of")]
+    assert not unequal({n: result[n] for n in names}, {n: expected[n] for n in names})
+
+
+def keep_busy(how: str) -> None:
+    """Has another thread compute, be delayed in, or trace one step after the other from now on."""
+    pipe._pipeline.disturb(0, 2000 if how == "delayed" else 0)
+
+    def steps() -> None:
+        while True:
+            (GPipe(layers(), [2, 2, 2], chunks=M) if how == "tracing" else pipe)(x)
+
+    threading.Thread(target=steps, daemon=True).start()
     time.sleep(0.1)
 
 
-def forks(state: str, count: str) -> None:
-    """Children that train, of a parent whose pipeline is new, used, half-way, or busy with a step, or delayed."""
+def forks(states: str, count: str) -> None:
+    """Children that train, of a parent with a new or used pipeline, a half-way step, or a busy thread."""
 
-    def child() -> None:
+    def child(state: str) -> None:
         before = num_threads()
         pipe._pipeline.disturb()
         if state == "half":
-            result = collect(pipe, leaf(x), outputs[0])
-            names = [name for name in expected if name.startswith("gradient of")]
-            assert not unequal({n: result[n] for n in names}, {n: expected[n] for n in names})
+            check_backward(outputs[0])
         else:
-            step_is_right(pipe)
-            step_is_right(pipe)
+            check_step(pipe)
+            check_step(pipe)
         assert num_threads() == before + K, (num_threads(), before)
         if state == "used":
-            step_is_right(GPipe(model, [4, 2], chunks=M))
+            check_step(GPipe(model, [4, 2], chunks=M))
 
-    if state != "new":
-        step_is_right(pipe)
-    if state == "half":
-        outputs.append(pipeline(pipe, x))
-    if state in ("busy", "delayed"):
-        keep_busy(0 if state == "busy" else 2000)
-    children = []
-    for number in range(int(count)):
-        time.sleep(0.0003 * number)
-        children.append(in_child(child))
-        if state == "used":
-            step_is_right(pipe)
-    report(children)
+    def children() -> Iterator[tuple[str, str]]:
+        for state in states.split("+"):
+            if state == "half":
+                outputs.append(pipeline(pipe, x))
+            if state in ("computing", "delayed", "tracing"):
+                keep_busy(state)
+            for number in range(int(count)):
+                time.sleep(0.0003 * number)
+                yield state, in_child(partial(child, state))
+            if state in ("new", "used", "half"):
+                check_step(pipe)  # the parent goes on
+
+    report(children())
     os._exit(0)  # busy as it may be
 
 
-def forks_to_end(_: str, count: str) -> None:
-    """Children that only end, of a parent in which a step is under way."""
+def forks_to_end(how: str, count: str) -> None:
+    """Children that only end, of a parent whose thread is busy."""
     pipe(x)
-    keep_busy(2000)
-    report([in_child(lambda: None) for _ in range(int(count))])
+    keep_busy(how)
+    report((how, in_child(lambda: None)) for _ in range(int(count)))
     os._exit(0)
 
 
@@ -179,21 +193,24 @@ class Features(Dataset[Tensor]):
 extractor = GPipe(layers()[:2].eval(), [1, 1], chunks=2)
 
 
-def data_loader(num_workers: str, _: str) -> None:
-    """Trains on what forked workers load; prints a fingerprint of the parameters."""
-    trained = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), [2, 1], chunks=M)
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+def data_loader() -> None:
+    """Trains on what forked workers load; then without them, which must give the same parameters."""
     extractor(x)
-    context = "fork" if num_workers != "0" else None
-    loader = DataLoader(
-        Features(), batch_size=None, num_workers=int(num_workers), multiprocessing_context=context
-    )
-    for _epoch in range(2):
-        for batch in loader:
+    results = []
+    for num_workers in (2, 0):
+        torch.manual_seed(0)
+        trained = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), [2, 1], chunks=M)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        context = "fork" if num_workers else None
+        loader = DataLoader(
+            Features(), batch_size=None, num_workers=num_workers, multiprocessing_context=context
+        )
+        for batch in chain(loader, loader):
             optimizer.zero_grad()
             trained(batch).square().mean().backward()
             optimizer.step()
-    print([p.double().sum().item().hex() for p in trained.parameters()])
+        results.append(list(trained.parameters()))
+    print(all(map(torch.equal, *results)))
 
 
 PROGRAMS = {
