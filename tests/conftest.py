@@ -1,12 +1,18 @@
 """What every test shares: which tests run here, and a fixture that fixes the thread count."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import gpipe_fast
+
+
+def pytest_configure() -> None:
+    # A shell's background jobs start with Ctrl-C ignored, and so would the tests of what it does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def missing_for_cuda() -> str | None:
