@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.measure import report
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ["bench/cpp/engine.cpp", "csrc/engine.cpp", "csrc/actions.cpp"]
+SOURCES = ["bench/cpp/engine.cpp", "csrc/engine.cpp", "csrc/actions.cpp", "csrc/cores.cpp"]
 ROUNDS, STEPS = 200, 20
 
 

@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include "check.h"
+#include "cores.h"
 #include "recorder.h"
 #include "slots.h"
 
@@ -26,7 +27,11 @@ int64_t now() {
 // The workers and all they share.
 struct Engine::Pool {
   Pool(int32_t num_stages, int64_t recorded)
-      : process(getpid()), forward(num_stages), backward(num_stages), recorders(num_stages) {
+      : process(getpid()),
+        cores(num_stages),
+        forward(num_stages),
+        backward(num_stages),
+        recorders(num_stages) {
     for (Recorder& recorder : recorders) recorder.resize(recorded);
     try {
       for (int32_t stage = 0; stage < num_stages; ++stage) {
@@ -49,7 +54,9 @@ struct Engine::Pool {
     for (int64_t done = 0;; ++done) {
       start.wait([&] { return generation.load(std::memory_order_seq_cst) > done || stopping.load(); });
       if (generation.load(std::memory_order_seq_cst) <= done) return;
+      cores.enter(stage);
       walk(stage);
+      cores.leave(stage);
       if (running.fetch_sub(1, std::memory_order_seq_cst) == 1) finish.wake();
     }
   }
@@ -154,6 +161,7 @@ struct Engine::Pool {
   }
 
   const pid_t process;
+  Cores cores;
 
   // Of the run; written by the caller while no worker walks.
   const Actions* actions = nullptr;
@@ -210,6 +218,7 @@ Engine::Pool& Engine::begin() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (pool_ && pool_->process != getpid()) (void)pool_.release();
   if (!pool_) pool_ = std::make_unique<Pool>(num_stages_, recorded_);
+  pool_->cores.arrange();
   running_ = true;
   return *pool_;
 }

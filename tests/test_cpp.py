@@ -29,7 +29,8 @@ class Program:
 
 
 PROGRAMS = {
-    "test_engine": Program(("engine.cpp", "actions.cpp"), ("address", "thread")),
+    "test_cores": Program(("cores.cpp",)),
+    "test_engine": Program(("engine.cpp", "actions.cpp", "cores.cpp"), ("address", "thread")),
     "test_random": Program(),
 }
 Build = Callable[[str, str], Path]

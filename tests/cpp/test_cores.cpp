@@ -1,0 +1,133 @@
+// Threads that share a core are moved apart, and may then run wherever they might before; without torch and under
+// sanitizers.
+#include "cores.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#ifdef __linux__
+#include <sched.h>
+#endif
+
+using namespace gpipe_fast;
+
+namespace {
+
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                        \
+    }                                                                      \
+  } while (false)
+
+using Numbers = std::vector<int>;
+
+void test_spread() {
+  // Nothing to choose from.
+  CHECK((spread({0, 0, 0}, {0}) == Numbers{0, 0, 0}));
+  CHECK((spread({}, {0, 1}) == Numbers{}));
+  // Neighbours apart, and as many here as there.
+  CHECK((spread({0, 0}, {0, 1}) == Numbers{0, 1}));
+  CHECK((spread({1, 1, 1, 1}, {0, 1}) == Numbers{1, 0, 1, 0}));
+  CHECK((spread({0, 0, 1, 1}, {0, 1}) == Numbers{0, 1, 0, 1}));
+  CHECK((spread({0, 1, 2, 0, 0, 0}, {0, 1, 2}) == Numbers{0, 1, 2, 0, 1, 2}));
+  // Who is well placed stays.
+  CHECK((spread({1, 0, 1, 0}, {0, 1}) == Numbers{1, 0, 1, 0}));
+  CHECK((spread({5, 9, 5}, {3, 5, 9, 11}) == Numbers{5, 9, 3}));
+  // A core that may no longer be used is left.
+  CHECK((spread({7, 4}, {3, 4}) == Numbers{3, 4}));
+}
+
+#ifdef __linux__
+
+cpu_set_t mask_of_this_thread() {
+  cpu_set_t mask;
+  CHECK(sched_getaffinity(0, sizeof(mask), &mask) == 0);
+  return mask;
+}
+
+// Runs on a thread of its own, since it changes where that may run.
+template <class Body>
+void in_thread(const Body& body) {
+  std::thread thread(body);
+  thread.join();
+}
+
+void go_to(int core) {
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(core, &one);
+  CHECK(sched_setaffinity(0, sizeof(one), &one) == 0);
+}
+
+// Two threads of the pool that last ran on one core; returns whether the second one's next part runs elsewhere.
+bool moves_apart(int core, const cpu_set_t& mask) {
+  Cores cores(2);
+  cores.arrange();
+  bool moved = false;
+  const auto first_run = [&](int thread) {
+    cores.enter(thread);  // nothing is known yet
+    go_to(core);
+    cores.leave(thread);
+  };
+  in_thread([&] { first_run(0); });
+  in_thread([&] { first_run(1); });
+  cores.arrange();
+  in_thread([&] {
+    go_to(core);
+    CHECK(sched_setaffinity(0, sizeof(mask), &mask) == 0);
+    cores.enter(1);
+    moved = sched_getcpu() != core;
+    const cpu_set_t after = mask_of_this_thread();
+    CHECK(CPU_EQUAL(&after, &mask));
+    cores.leave(1);
+  });
+  in_thread([&] {
+    go_to(core);
+    cores.enter(0);  // well placed
+    CHECK(sched_getcpu() == core);
+  });
+  return moved;
+}
+
+// Where a thread may not run it is not sent.
+void test_a_mask_from_outside_is_kept(int core) {
+  Cores cores(2);
+  for (int thread = 0; thread < 2; ++thread) {
+    in_thread([&] {
+      go_to(core);
+      cores.leave(thread);
+    });
+  }
+  cores.arrange();
+  in_thread([&] {
+    go_to(core);
+    cores.enter(1);
+    CHECK(sched_getcpu() == core);
+    const cpu_set_t mask = mask_of_this_thread();
+    CHECK(CPU_COUNT(&mask) == 1);
+  });
+}
+
+#endif
+
+}  // namespace
+
+int main() {
+  test_spread();
+#ifdef __linux__
+  const cpu_set_t mask = mask_of_this_thread();
+  const int core = sched_getcpu();
+  if (CPU_COUNT(&mask) > 1) {
+    // The kernel may move a thread, too.
+    int moved = 0;
+    for (int i = 0; i < 100; ++i) moved += moves_apart(core, mask);
+    CHECK(moved > 75);
+  }
+  test_a_mask_from_outside_is_kept(core);
+#endif
+  std::printf("0 failed\n");
+}
