@@ -9,7 +9,7 @@ import torch
 
 from bench.measure import report
 from bench.models import blocks
-from gpipe_fast.compile import Compiler, Refusal, Spec, Stage, budget_of
+from gpipe_fast.compile import Boundary, Compiler, Refusal, Spec, Stage, budget_of
 from gpipe_fast.lower import lower
 from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, split
@@ -48,7 +48,7 @@ def equal_stages(count: int, num_stages: int) -> list[object]:
     ]
     compiler = Compiler()
     start = time.perf_counter()
-    compiled = compiler.compile(stages, [(Spec.of(torch.randn(2, 128, 256), True),)])
+    compiled = compiler.compile(stages, [Boundary((Spec.of(torch.randn(2, 128, 256), True),))])
     traced = time.perf_counter()
     assert not isinstance(compiled, Refusal), compiled
     for stage in compiled[0]:

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -34,23 +35,34 @@ struct Noted {
 
 class GPipeBackward final : public torch::autograd::Node {
  public:
-  GPipeBackward(const at::Tensor& input, const Tensors& parameters, std::shared_ptr<Pipeline> pipeline,
-                std::shared_ptr<MiniBatch> minibatch, std::vector<int64_t> sizes)
-      : pipeline_(std::move(pipeline)), sizes_(std::move(sizes)), minibatch_(std::move(minibatch)) {
-    noted_.emplace_back(input);
+  GPipeBackward(const Tensors& inputs, const Tensors& parameters, std::shared_ptr<Pipeline> pipeline,
+                std::shared_ptr<MiniBatch> minibatch, Sizes sizes)
+      : num_inputs_(inputs.size()),
+        pipeline_(std::move(pipeline)),
+        sizes_(std::move(sizes)),
+        minibatch_(std::move(minibatch)) {
+    for (const at::Tensor& input : inputs) noted_.emplace_back(input);
     for (const at::Tensor& parameter : parameters) noted_.emplace_back(parameter);
   }
 
   variable_list apply(variable_list&& gradients) override {
     TORCH_CHECK(!at::GradMode::is_enabled(),
                 "a pipeline's backward cannot be differentiated; pass create_graph=False");
-    variable_list result(num_outputs());
-    if (!gradients[0].defined()) return result;
     const std::shared_ptr<MiniBatch> minibatch = checked();
+    variable_list result(num_outputs());
+    // PyTorch counts the outputs that can need a gradient alone.
+    Tensors of_outputs(sizes_.size());
+    bool any = false;
+    for (size_t i = 0, next = 0; i < of_outputs.size(); ++i) {
+      if (!minibatch->plan()->differentiable[i]) continue;
+      of_outputs[i] = std::move(gradients[next++]);
+      any = any || of_outputs[i].defined();
+    }
+    if (!any) return result;
     const bool retain = torch::autograd::get_current_graph_task_keep_graph();
-    Pipeline::Gradients found = pipeline_->backward(*minibatch, gradients[0], sizes_, retain);
-    result[0] = std::move(found.input);
-    std::move(found.parameters.begin(), found.parameters.end(), result.begin() + 1);
+    Pipeline::Gradients found = pipeline_->backward(*minibatch, of_outputs, sizes_, retain);
+    std::move(found.inputs.begin(), found.inputs.end(), result.begin());
+    std::move(found.parameters.begin(), found.parameters.end(), result.begin() + num_inputs_);
     return result;
   }
 
@@ -77,15 +89,16 @@ class GPipeBackward final : public torch::autograd::Node {
       TORCH_CHECK(
           !noted.changed(),
           "one of the variables needed for gradient computation has been modified by an inplace operation: ",
-          i == 0 ? std::string("the input") : "parameter " + std::to_string(i - 1), " [",
+          i < num_inputs_ ? "input " : "parameter ", i < num_inputs_ ? i : i - num_inputs_, " [",
           noted.tensor.toString(), " ", noted.tensor.sizes(), "] is at version ", noted.tensor._version(),
           "; expected version ", noted.version, " instead");
     }
     return minibatch_;
   }
 
+  const size_t num_inputs_;
   const std::shared_ptr<Pipeline> pipeline_;
-  const std::vector<int64_t> sizes_;
+  const Sizes sizes_;
   std::mutex state_mutex_;  // of the two below: backwards may come from several threads
   std::shared_ptr<MiniBatch> minibatch_;
   std::vector<Noted> noted_;
@@ -105,14 +118,17 @@ Pointer make_node(Arguments&&... arguments) {
 
 }  // namespace
 
-void tie(at::Tensor& output, const at::Tensor& input, const Tensors& parameters,
-         std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch,
-         std::vector<int64_t> sizes) {
-  if (!torch::autograd::compute_requires_grad(input, parameters)) return;
+void tie(const Tensors& outputs, const Tensors& inputs, const Tensors& parameters,
+         std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch, Sizes sizes) {
+  const std::vector<bool> differentiable = minibatch->plan()->differentiable;
+  const bool any = std::find(differentiable.begin(), differentiable.end(), true) != differentiable.end();
+  if (!any || !torch::autograd::compute_requires_grad(inputs, parameters)) return;
   auto node =
-      make_node<NodePointer>(input, parameters, std::move(pipeline), std::move(minibatch), std::move(sizes));
-  node->set_next_edges(torch::autograd::collect_next_edges(input, parameters));
-  torch::autograd::set_history(output, node);
+      make_node<NodePointer>(inputs, parameters, std::move(pipeline), std::move(minibatch), std::move(sizes));
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs, parameters));
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (differentiable[i]) torch::autograd::set_history(outputs[i], node);
+  }
 }
 
 int64_t kept_bytes(const at::Tensor& output) {

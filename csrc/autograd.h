@@ -13,13 +13,14 @@ namespace gpipe_fast {
 
 class Pipeline;
 
-// Makes `output` the mini-batch's result in the graph, if `input` or a parameter needs a gradient and grad mode is on.
+// Makes `outputs` the mini-batch's results in the graph: those that can need a gradient, if an input or a parameter needs
+// one and grad mode is on.
 //
-// The node's backward raises if the input or a parameter was changed in place since, if it is to be differentiated
-// itself, or if what the forward kept is gone. An undefined gradient of the output gives undefined ones.
-void tie(at::Tensor& output, const at::Tensor& input, const Tensors& parameters,
+// The node's backward raises if an input or a parameter was changed in place since, if it is to be differentiated itself,
+// or if what the forward kept is gone. Where no output has a gradient, nothing gets one.
+void tie(const Tensors& outputs, const Tensors& inputs, const Tensors& parameters,
          std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch,
-         std::vector<int64_t> sizes);
+         std::vector<std::vector<int64_t>> sizes);
 
 // Bytes that the mini-batch of this output keeps for its backward; 0 if it keeps none, or is no pipeline's.
 int64_t kept_bytes(const at::Tensor& output);

@@ -4,6 +4,7 @@
 #include "autograd.h"
 #include "pipeline.h"
 
+#include <pybind11/functional.h>
 #include <torch/extension.h>
 
 #include <map>
@@ -123,12 +124,21 @@ void bind_pipeline(py::module_& m) {
            py::arg("first_layer"), py::arg("parameters"), py::arg("buffers"), py::arg("passes"));
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
       py::init([](std::vector<StagePlan> stages, Actions forward, std::optional<Actions> backward,
-                  int num_threads, bool differentiable) {
-        return std::make_shared<Plan>(
-            Plan{std::move(stages), std::move(forward), std::move(backward), num_threads, differentiable});
+                  int num_threads, std::vector<bool> differentiable, std::vector<bool> expected,
+                  std::optional<std::function<std::shared_ptr<Plan>(std::vector<bool>)>> instead) {
+        // pybind's own wrapper takes the GIL to call and to let go.
+        auto plan = std::make_shared<Plan>(Plan{std::move(stages),
+                                                std::move(forward),
+                                                std::move(backward),
+                                                num_threads,
+                                                std::move(differentiable),
+                                                std::move(expected),
+                                                {}});
+        if (instead) plan->instead = std::move(*instead);
+        return plan;
       }),
       py::arg("stages"), py::arg("forward"), py::arg("backward"), py::arg("num_threads"),
-      py::arg("differentiable"));
+      py::arg("differentiable"), py::arg("expected"), py::arg("instead"));
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline")
@@ -137,10 +147,10 @@ void bind_pipeline(py::module_& m) {
           py::arg("num_stages"))
       .def(
           "forward",
-          [](Pipeline& pipeline, const std::shared_ptr<Plan>& plan, const at::Tensor& input,
+          [](Pipeline& pipeline, const std::shared_ptr<Plan>& plan, const Tensors& inputs,
              const Tensors& parameters, const Tensors& buffers,
-             int64_t key) { return pipeline.forward(plan, input, parameters, buffers, key); },
-          py::arg("plan"), py::arg("input"), py::arg("parameters"), py::arg("buffers"), py::arg("key"),
+             int64_t key) { return pipeline.forward(plan, inputs, parameters, buffers, key); },
+          py::arg("plan"), py::arg("inputs"), py::arg("parameters"), py::arg("buffers"), py::arg("key"),
           no_gil)
       .def("record", &Pipeline::record, py::arg("events_per_stage"), no_gil)
       .def("recorded", &Pipeline::recorded, no_gil)

@@ -47,6 +47,7 @@ void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
     stage.cells = std::vector<Cell>(microbatches.size());
     stage.buffers = stage.module_buffers;
   }
+  num_inputs_ = microbatches.front().size();
   for (size_t m = 0; m < microbatches.size(); ++m) {
     stages_.front().cells[m].arrived = std::move(microbatches[m]);
   }
@@ -99,7 +100,8 @@ void MiniBatch::check_buffers() const {
   }
 }
 
-void MiniBatch::begin_backward(std::vector<Tensors> microbatches, bool retain) {
+void MiniBatch::begin_backward(std::shared_ptr<const Plan> plan, std::vector<Tensors> microbatches,
+                               bool retain) {
   GPIPE_CHECK(kept_, "what the forward kept is gone: a second backward needs retain_graph=True in the first");
   GPIPE_CHECK(static_cast<int64_t>(microbatches.size()) == plan_->num_microbatches(),
               "the backward needs the gradients of ", plan_->num_microbatches(), " micro-batches, got ",
@@ -113,6 +115,7 @@ void MiniBatch::begin_backward(std::vector<Tensors> microbatches, bool retain) {
     stages_.back().cells[m].tangents = std::move(microbatches[m]);
   }
   surroundings_.emplace(plan_->num_threads);
+  backward_plan_ = std::move(plan);
   retain_ = retain;
   phase_ = Phase::backward;
 }
@@ -129,6 +132,7 @@ MiniBatch::Gradients MiniBatch::end_backward() {
     stages_[i].gradients.clear();
   }
   phase_ = Phase::idle;
+  backward_plan_.reset();
   kept_ = retain_;
   return gradients;
 }
@@ -147,6 +151,7 @@ void MiniBatch::abandon() {
     if (!kept_) stage.cells.clear();
   }
   phase_ = Phase::idle;
+  backward_plan_.reset();
 }
 
 void MiniBatch::enter(int32_t stage, const std::function<void()>& walk) {
@@ -157,9 +162,10 @@ void MiniBatch::enter(int32_t stage, const std::function<void()>& walk) {
 }
 
 void MiniBatch::bind(int32_t stage) {
+  const bool backward = phase_ == Phase::backward;
   std::set<const Program*> bound;
-  for (const auto& pass : plan_->stages[stage].passes) {
-    const auto& program = (phase_ == Phase::backward ? pass->backward : pass->forward).program;
+  for (const auto& pass : (backward ? backward_plan_ : plan_)->stages[stage].passes) {
+    const auto& program = (backward ? pass->backward : pass->forward).program;
     if (program && bound.insert(program.get()).second) program->bind(stages_[stage].parameters);
   }
 }
@@ -234,12 +240,17 @@ void MiniBatch::forward(const Action& action, Watch& watch) {
   keep_only(pass, stage, cell);
 }
 
-// Only what the backward reads outlives the action.
-void MiniBatch::keep_only(const Pass& pass, const Stage& stage, Cell& cell) {
+// Only what the backward reads outlives the action. A backward that stands in for the plan's may read any input and any
+// buffer.
+void MiniBatch::keep_only(const Pass& pass, const Stage& stage, Cell& cell) const {
   Tensors inputs, buffers;
   for (const Port& port : pass.backward.inputs) {
     if (port.role == Role::input) put(inputs, port.index, cell.inputs.at(port.index));
     if (port.role == Role::buffer) put(buffers, port.index, cell.buffers.at(port.index));
+  }
+  if (plan_->instead) {
+    inputs = std::move(cell.inputs);
+    buffers = std::move(cell.buffers);
   }
   // The module's own buffer is written when the forward has succeeded, and the recompute must read what stood there
   // before.
@@ -250,14 +261,13 @@ void MiniBatch::keep_only(const Pass& pass, const Stage& stage, Cell& cell) {
   }
   cell.inputs = std::move(inputs);
   cell.buffers = std::move(buffers);
-  if (!pass.backward.program) {
-    cell.saved.clear();
-    cell.key.reset();
-  }
+  if (pass.backward.program) return;
+  cell.saved.clear();
+  if (!plan_->instead) cell.key.reset();
 }
 
 void MiniBatch::backward(const Action& action, Watch& watch) {
-  const PortedProgram& backward = plan_->stages[action.stage].passes[action.microbatch]->backward;
+  const PortedProgram& backward = backward_plan_->stages[action.stage].passes[action.microbatch]->backward;
   Stage& stage = stages_[action.stage];
   Cell& cell = stage.cells[action.microbatch];
   if (backward.program) {  // else nothing from here on needs a gradient

@@ -39,10 +39,10 @@ class MiniBatch final : public Work {
   // Writes the buffers, which autograd notices.
   void end_forward();
 
-  // Gradients of the last stage's outputs, by micro-batch. Tensors kept by the forward are dropped as the backward goes,
-  // unless `retain`: only then there can be another.
-  // Throws if a buffer that the backward reads was changed in place since.
-  void begin_backward(std::vector<Tensors> microbatches, bool retain);
+  // Gradients of the last stage's outputs, by micro-batch: those that `plan` expects, which is the forward's or one that
+  // stands in for it. Throws if a buffer that it reads was changed in place since. Tensors kept by the forward are
+  // dropped as the backward goes, unless `retain`: only then there can be another.
+  void begin_backward(std::shared_ptr<const Plan> plan, std::vector<Tensors> microbatches, bool retain);
   struct Gradients {
     std::vector<Tensors> inputs;  // by micro-batch; undefined where none is due
     Tensors parameters;           // of the whole module; undefined where none is due
@@ -56,7 +56,8 @@ class MiniBatch final : public Work {
   // that several share counts once.
   int64_t kept_bytes() const;
 
-  const Plan& plan() const { return *plan_; }
+  const std::shared_ptr<const Plan>& plan() const { return plan_; }
+  size_t num_inputs() const { return num_inputs_; }
 
   void enter(int32_t stage, const std::function<void()>& walk) override;
   void run(const Action& action, Watch& watch) override;
@@ -93,12 +94,14 @@ class MiniBatch final : public Work {
   void check_buffers() const;
   static Tensors gather(const std::vector<Port>& ports, const Cell& cell);
   void forward(const Action& action, Watch& watch);
-  static void keep_only(const Pass& pass, const Stage& stage, Cell& cell);
+  void keep_only(const Pass& pass, const Stage& stage, Cell& cell) const;
   void backward(const Action& action, Watch& watch);
 
-  std::shared_ptr<const Plan> plan_;
+  std::shared_ptr<const Plan> plan_;           // the forward's
+  std::shared_ptr<const Plan> backward_plan_;  // while a backward runs
   int64_t key_;
   size_t num_parameters_;
+  size_t num_inputs_ = 0;
   std::vector<Stage> stages_;
   Phase phase_ = Phase::idle;
   bool kept_ = false;

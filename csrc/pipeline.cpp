@@ -38,17 +38,31 @@ namespace {
 }
 
 // All below autograd: a mini-batch is one node of the graph.
-Tensors cut(const at::Tensor& tensor, int64_t num_parts) {
+//
+// Each tensor's parts, by micro-batch; undefined for an undefined tensor.
+template <class Split>
+std::vector<Tensors> cut(const Tensors& tensors, int64_t num_parts, const Split& split) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return tensor.chunk(num_parts);
+  std::vector<Tensors> microbatches(num_parts, Tensors(tensors.size()));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined()) continue;
+    const Tensors parts = split(i);
+    for (size_t m = 0; m < microbatches.size(); ++m) microbatches[m][i] = parts.at(m);
+  }
+  return microbatches;
 }
-Tensors cut(const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
+// What each micro-batch has of each tensor, joined along the first dimension; undefined where one has none.
+Tensors join(const std::vector<Tensors>& microbatches, size_t num_tensors) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return tensor.split_with_sizes(sizes);
-}
-at::Tensor join(const Tensors& parts) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return at::cat(parts);
+  Tensors joined(num_tensors);
+  for (size_t i = 0; i < num_tensors; ++i) {
+    Tensors parts;
+    for (const Tensors& microbatch : microbatches) {
+      if (i < microbatch.size() && microbatch[i].defined()) parts.push_back(microbatch[i]);
+    }
+    if (parts.size() == microbatches.size()) joined[i] = at::cat(parts);
+  }
+  return joined;
 }
 
 }  // namespace
@@ -86,56 +100,58 @@ auto Pipeline::held_at_exit(const Body& body) {
   }
 }
 
-at::Tensor Pipeline::forward(const std::shared_ptr<const Plan>& plan, const at::Tensor& input,
-                             const Tensors& parameters, const Tensors& buffers, int64_t key) {
-  return held_at_exit([&] { return forward_once(plan, input, parameters, buffers, key); });
+Tensors Pipeline::forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
+                          const Tensors& parameters, const Tensors& buffers, int64_t key) {
+  return held_at_exit([&] { return forward_once(plan, inputs, parameters, buffers, key); });
 }
 
-Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const at::Tensor& gradient,
-                                       const std::vector<int64_t>& sizes, bool retain) {
-  return held_at_exit([&] { return backward_once(minibatch, gradient, sizes, retain); });
+Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes,
+                                       bool retain) {
+  return held_at_exit([&] { return backward_once(minibatch, gradients, sizes, retain); });
 }
 
-at::Tensor Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const at::Tensor& input,
-                                  const Tensors& parameters, const Tensors& buffers, int64_t key) {
+Tensors Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
+                               const Tensors& parameters, const Tensors& buffers, int64_t key) {
   auto minibatch = std::make_shared<MiniBatch>(plan, parameters, buffers, key);
-  std::vector<Tensors> microbatches;
-  for (at::Tensor& part : cut(input, plan->num_microbatches())) microbatches.push_back({std::move(part)});
+  const int64_t num_parts = plan->num_microbatches();
+  auto microbatches = cut(inputs, num_parts, [&](size_t i) { return inputs[i].chunk(num_parts); });
   Tensors outputs;
-  at::Tensor output;
+  Sizes sizes(plan->expected.size());
   {
     const Turn turn(*this);
     minibatch->begin_forward(std::move(microbatches));
     run(plan->forward, *minibatch);
-    for (Tensors& part : minibatch->take_outputs()) outputs.push_back(std::move(part.at(0)));
+    const std::vector<Tensors> parts = minibatch->take_outputs();
     // First, as it may fail; then nothing can.
-    output = join(outputs);
+    outputs = join(parts, sizes.size());
     minibatch->end_forward();
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      for (const Tensors& part : parts) sizes[i].push_back(part[i].size(0));
+    }
   }
-  if (plan->differentiable) {
-    std::vector<int64_t> sizes;
-    for (const at::Tensor& part : outputs) sizes.push_back(part.size(0));
-    tie(output, input, parameters, shared_from_this(), std::move(minibatch), std::move(sizes));
-  }
-  return output;
+  tie(outputs, inputs, parameters, shared_from_this(), std::move(minibatch), std::move(sizes));
+  return outputs;
 }
 
-Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const at::Tensor& gradient,
-                                            const std::vector<int64_t>& sizes, bool retain) {
-  std::vector<Tensors> microbatches;
-  for (at::Tensor& part : cut(gradient, sizes)) microbatches.push_back({std::move(part)});
-  MiniBatch::Gradients gradients;
+Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors& gradients,
+                                            const Sizes& sizes, bool retain) {
+  std::shared_ptr<const Plan> plan = minibatch.plan();
+  std::vector<bool> defined;
+  for (const at::Tensor& gradient : gradients) defined.push_back(gradient.defined());
+  if (defined != plan->expected) {
+    GPIPE_CHECK(plan->instead, "gradients of other outputs came than can come");
+    plan = plan->instead(defined);
+  }
+  auto microbatches = cut(gradients, plan->num_microbatches(),
+                          [&](size_t i) { return gradients[i].split_with_sizes(sizes[i]); });
+  MiniBatch::Gradients found;
   {
     const Turn turn(*this);
-    minibatch.begin_backward(std::move(microbatches), retain);
-    run(*minibatch.plan().backward, minibatch);
-    gradients = minibatch.end_backward();
+    minibatch.begin_backward(plan, std::move(microbatches), retain);
+    run(*plan->backward, minibatch);
+    found = minibatch.end_backward();
   }
-  Tensors inputs;
-  for (Tensors& part : gradients.inputs) {
-    if (!part.empty() && part[0].defined()) inputs.push_back(std::move(part[0]));
-  }
-  return {inputs.empty() ? at::Tensor() : join(inputs), std::move(gradients.parameters)};
+  return {join(found.inputs, minibatch.num_inputs()), std::move(found.parameters)};
 }
 
 void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {

@@ -16,24 +16,26 @@
 
 namespace gpipe_fast {
 
+// Lengths along the first dimension: of each output, of each micro-batch.
+using Sizes = std::vector<std::vector<int64_t>>;
+
 // Thread safe: programs and their memory serve one run at a time, so the runs of several threads take turns.
 class Pipeline : public std::enable_shared_from_this<Pipeline> {
  public:
   // `poll` is called by the thread that waits for a run, about every 20 ms; what it throws ends the run.
   Pipeline(int32_t num_stages, std::function<void()> poll);
 
-  // One mini-batch: cuts `input` along its first dimension, runs the stages, joins the outputs, and ties the result
-  // into the autograd graph where a gradient can be needed. `parameters` and `buffers` are the whole module's.
-  at::Tensor forward(const std::shared_ptr<const Plan>& plan, const at::Tensor& input,
-                     const Tensors& parameters, const Tensors& buffers, int64_t key);
+  // One mini-batch: cuts the inputs along their first dimension, runs the stages, joins the outputs, and ties them into
+  // the autograd graph where a gradient can be needed. `parameters` and `buffers` are the whole module's.
+  Tensors forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& parameters,
+                  const Tensors& buffers, int64_t key);
 
   struct Gradients {
-    at::Tensor input;    // undefined where none is due; so below
+    Tensors inputs;      // undefined where none is due; so below
     Tensors parameters;  // of the whole module
   };
-  // Of one mini-batch, given the gradient of its output. `sizes`: of its outputs along the first dimension.
-  Gradients backward(MiniBatch& minibatch, const at::Tensor& gradient, const std::vector<int64_t>& sizes,
-                     bool retain);
+  // Of one mini-batch, given the gradients of its outputs, which may be undefined.
+  Gradients backward(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes, bool retain);
 
   // For the interpreter's exit: ends the run that is under way, and refuses every later one of this thread. Other threads
   // that come here are held until the process ends, as the interpreter does with those that ask for the GIL.
@@ -55,10 +57,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
   template <class Body>
   static auto held_at_exit(const Body& body);
-  at::Tensor forward_once(const std::shared_ptr<const Plan>& plan, const at::Tensor& input,
-                          const Tensors& parameters, const Tensors& buffers, int64_t key);
-  Gradients backward_once(MiniBatch& minibatch, const at::Tensor& gradient, const std::vector<int64_t>& sizes,
-                          bool retain);
+  Tensors forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
+                       const Tensors& parameters, const Tensors& buffers, int64_t key);
+  Gradients backward_once(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes, bool retain);
   void check_open() const;
   void run(const Actions& actions, MiniBatch& minibatch);
 

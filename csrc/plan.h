@@ -6,6 +6,7 @@
 #include "program.h"
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -37,9 +38,13 @@ struct StagePlan {
 struct Plan {
   std::vector<StagePlan> stages;
   Actions forward;
-  std::optional<Actions> backward;  // none in inference
-  int num_threads;                  // intra-op threads of each stage; programs were lowered for it
-  bool differentiable;              // whether the output can need a gradient
+  std::optional<Actions> backward;   // none in inference
+  int num_threads;                   // intra-op threads of each stage; programs were lowered for it
+  std::vector<bool> differentiable;  // which outputs can need a gradient
+  std::vector<bool> expected;        // of which outputs the backward expects a gradient
+  // The plan for a backward to which other gradients come than this one expects; it recomputes everything. Null where
+  // no other can come.
+  std::function<std::shared_ptr<const Plan>(const std::vector<bool>& defined)> instead;
 
   int64_t num_microbatches() const { return static_cast<int64_t>(stages.front().passes.size()); }
 };

@@ -1,7 +1,7 @@
 """What csrc/bindings.cpp offers."""
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -96,14 +96,21 @@ class Plan:
         forward: Actions,
         backward: Actions | None,
         num_threads: int,
-        differentiable: bool,
+        differentiable: Sequence[bool],
+        expected: Sequence[bool],
+        instead: Callable[[Sequence[bool]], Plan] | None,
     ) -> None: ...
 
 class Pipeline:
     def __init__(self, num_stages: int) -> None: ...
     def forward(
-        self, plan: Plan, input: Tensor, parameters: Sequence[Tensor], buffers: Sequence[Tensor], key: int
-    ) -> Tensor: ...
+        self,
+        plan: Plan,
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        key: int,
+    ) -> list[Tensor]: ...
     def record(self, events_per_stage: int) -> None: ...
     def recorded(self) -> int: ...
     def events(self) -> list[list[tuple[str, bool, int, int, int]]]: ...

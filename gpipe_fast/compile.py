@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,40 @@ class Spec:
         return empty.requires_grad_(self.requires_grad)
 
 
-Specs = tuple[Spec, ...]
+Autocast = tuple[tuple[str, torch.dtype], ...]
+
+
+class Modes(NamedTuple):
+    """The global state that a program depends on."""
+
+    grad: bool
+    autocast: Autocast
+    num_threads: int
+
+    @classmethod
+    def now(cls) -> Modes:
+        """Those of this thread, at present."""
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        )
+        return cls(torch.is_grad_enabled(), autocast, torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses into a stage for one micro-batch: a tensor, or a tuple of tensors.
+
+    Attributes:
+        tensors: the one, or those of the tuple.
+        is_tuple: which of the two; a tuple may hold one tensor.
+    """
+
+    tensors: tuple[Spec, ...]
+    is_tuple: bool = False
+
+
 Gradients = dict[int, tuple[int, ...]]  # the strides of those that arrive, by output
 
 
@@ -107,7 +141,7 @@ class CompiledStage:
         traced: its graph, possibly shared with other stages.
     """
 
-    def __init__(self, stage: Stage, inputs: Specs, traced: Traced) -> None:
+    def __init__(self, stage: Stage, inputs: Boundary, traced: Traced) -> None:
         self.stage = stage
         self.inputs = inputs
         self.traced = traced
@@ -140,9 +174,10 @@ def _native(ports: Sequence[Port]) -> list[_extension.Port]:
     return [_extension.Port(getattr(_extension.Role, p.role.name), p.index) for p in ports]
 
 
-def _outputs(joint: Joint) -> Specs:
+def _outputs(joint: Joint) -> Boundary:
     nodes, differentiable = joint.of(Role.OUTPUT), joint.differentiable_outputs()
-    return tuple(Spec.of(nodes[i].meta["val"], i in differentiable) for i in range(len(nodes)))
+    specs = tuple(Spec.of(nodes[i].meta["val"], i in differentiable) for i in range(len(nodes)))
+    return Boundary(specs, joint.returns_tuple)
 
 
 @dataclass(frozen=True)
@@ -167,13 +202,17 @@ class Compiler:
         self._traces: OrderedDict[Hashable, Traced | Untraceable] = OrderedDict()
 
     def compile(
-        self, stages: Sequence[Stage], microbatches: Sequence[Specs]
+        self,
+        stages: Sequence[Stage],
+        microbatches: Sequence[Boundary],
+        defined: Collection[int] | None = None,
     ) -> list[list[CompiledStage]] | Refusal:
         """Traces all stages for the micro-batches of a mini-batch, under the present grad and autocast modes.
 
         Args:
             stages: the pipeline.
             microbatches: what reaches the first stage, each different signature once, in order.
+            defined: the outputs of the last stage that a gradient comes to; by default all that can take one.
         """
         pipelines: list[list[CompiledStage]] = []
         for inputs in microbatches:
@@ -185,8 +224,10 @@ class Compiler:
                 compiled.append(CompiledStage(stage, inputs, traced))
                 inputs = compiled[-1].outputs
             pipelines.append(compiled)
-        joined = _joined([compiled[-1].outputs for compiled in pipelines])
+        joined = _joined([compiled[-1].outputs.tensors for compiled in pipelines])
         for compiled, gradients in zip(pipelines, joined, strict=True):
+            if defined is not None:
+                gradients = {i: strides for i, strides in gradients.items() if i in defined}
             refusal = self._let_arrive(compiled, gradients)
             if refusal is not None:
                 return refusal
@@ -206,13 +247,14 @@ class Compiler:
             gradients = {i: node.meta["val"].stride() for i, node in given.items()}
         return None
 
-    def _trace(self, stage: Stage, inputs: Specs, arrivals: Arrivals) -> Traced | Untraceable:
-        key = (fingerprint(stage.layers), inputs, arrivals, modes())
+    def _trace(self, stage: Stage, inputs: Boundary, arrivals: Arrivals) -> Traced | Untraceable:
+        key = (fingerprint(stage.layers), inputs, arrivals, Modes.now())
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]
         self.num_traces += 1
-        joint = trace(stage.layers, [spec.example() for spec in inputs], arrivals)
+        examples = [spec.example() for spec in inputs.tensors]
+        joint = trace(stage.layers, examples, arrivals, inputs.is_tuple)
         self._traces[key] = joint if isinstance(joint, Untraceable) else Traced(joint)
         while len(self._traces) > self._limit:
             self._traces.popitem(last=False)
@@ -229,7 +271,7 @@ def _arrivals(joint: Joint, gradients: Gradients) -> Arrivals:
     )
 
 
-def _joined(outputs: Sequence[Specs]) -> list[Gradients]:
+def _joined(outputs: Sequence[tuple[Spec, ...]]) -> list[Gradients]:
     """Strides of each micro-batch's part of the module's outputs; losses lay gradients out like these."""
     found: list[Gradients] = [{} for _ in outputs]
     for index in range(min(len(specs) for specs in outputs)):
@@ -244,14 +286,6 @@ def _joined(outputs: Sequence[Specs]) -> list[Gradients]:
             gradients[index] = whole[begin : begin + len(part)].stride()
             begin += len(part)
     return found
-
-
-def modes() -> Hashable:
-    """The global state that a program depends on."""
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    )
-    return torch.is_grad_enabled(), autocast, torch.get_num_threads()
 
 
 def budget_of(recompute: bool) -> float:

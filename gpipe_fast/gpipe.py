@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.compile import CompiledStage, Compiler, Refusal, Spec, Stage, budget_of, modes
+from gpipe_fast.compile import Stage, budget_of
 from gpipe_fast.lifetime import open_pipeline
 from gpipe_fast.partition import cut_evenly
-from gpipe_fast.plan import Plan, make_plan
+from gpipe_fast.plan import Plan
+from gpipe_fast.planner import TURN, Planner, Signature
 from gpipe_fast.random import minibatch_key
 from gpipe_fast.recording import Recording, record
+from gpipe_fast.schedule import bubble
 from gpipe_fast.state import State
 from gpipe_fast.trace import parameters_of
 
-# Signatures whose programs a module remembers.
-_SIGNATURES = 32
-
-# Tracing changes state of PyTorch's own, for all threads.
-_turn = threading.RLock()
-# The child of a fork must not find it held by a thread that it does not have.
-os.register_at_fork(after_in_child=_turn._at_fork_reinit)  # type: ignore[attr-defined]
-
 # What a copy makes anew.
-_NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_compiler", "_compiled", "_plans", "_pipeline"})
+_NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_planner", "_pipeline"})
 
+BACKENDS = ("auto", "aten")
 CHECKPOINT_MODES = ("always", "except_last", "never")
 Device = torch.device | int | str
+Tensors: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 class GPipe(nn.Module):
@@ -50,9 +44,13 @@ class GPipe(nn.Module):
         module: the layers; they are not copied.
         balance: layers per partition; by default an even cut by parameter count into one partition a device.
         devices: one for each partition; by default CPU stages.
-        chunks: micro-batches per mini-batch; a mini-batch is cut as ``Tensor.chunk`` cuts it.
+        chunks: micro-batches per mini-batch, which is cut as ``Tensor.chunk`` cuts it; or ``'auto'``, four
+            for each stage as far as the batch goes.
         checkpoint: which micro-batches recompute their activations in the backward: ``'always'``,
             ``'except_last'`` or ``'never'``. In eval mode none does.
+        deferred_batch_norm: not there yet.
+        backend: ``'aten'``, or ``'auto'``, which for now is the same: every stage is lowered to C++ programs,
+            and a layer that cannot be is an error.
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``.
@@ -66,13 +64,21 @@ class GPipe(nn.Module):
         balance: Sequence[int] | None = None,
         *,
         devices: Sequence[Device] | None = None,
-        chunks: int = 1,
+        chunks: int | Literal["auto"] = 1,
         checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         self.chunks = chunks
         self.checkpoint = checkpoint
+        if deferred_batch_norm:
+            raise ValueError("deferred_batch_norm=True is not there yet; batch norm counts every micro-batch")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+        self.backend = backend
         self.threads_per_stage = None
+        self._warned = False
         if not isinstance(module, nn.Sequential):
             raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
         layers = list(module)
@@ -93,9 +99,7 @@ class GPipe(nn.Module):
         self._layers = list(self)
         self._stages = _stages(self._layers, self.balance, self.devices)
         self._state = State()
-        self._compiler = Compiler()
-        self._compiled: OrderedDict[Hashable, list[list[CompiledStage]]] = OrderedDict()
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._planner = Planner(self._stages)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copying and pickling keep: all but threads and programs, which are made again when needed."""
@@ -107,15 +111,21 @@ class GPipe(nn.Module):
         self._begin()
 
     @property
-    def chunks(self) -> int:
-        """Micro-batches per mini-batch; may be set between calls."""
+    def chunks(self) -> int | Literal["auto"]:
+        """Micro-batches per mini-batch, or 'auto': four a stage, as far as the batch goes. May be set."""
         return self._chunks
 
     @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        number = int(chunks)
+    def chunks(self, chunks: int | Literal["auto"]) -> None:
+        if chunks == "auto":
+            self._chunks: int | Literal["auto"] = "auto"
+            return
+        try:
+            number = int(chunks)
+        except (TypeError, ValueError):
+            number = 0
         if number <= 0:
-            raise ValueError(f"number of chunks must be positive integer, got {chunks}")
+            raise ValueError(f"number of chunks must be positive integer or 'auto', got {chunks!r}")
         self._chunks = number
 
     @property
@@ -160,124 +170,105 @@ class GPipe(nn.Module):
         """The layers in order."""
         return self.children()
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensors) -> Tensors:
         """Runs one mini-batch.
 
         Args:
-            input: any dtype; its first dimension is cut into micro-batches.
+            input: a tensor or a tuple of tensors, of any dtype, whose first dimension, the batch, is cut into
+                micro-batches.
 
         Returns:
-            What the last layer returns for each micro-batch, concatenated along the first dimension.
+            What the last layer returns for each micro-batch, a tensor or a tuple of tensors, concatenated
+            along the first dimension.
 
         Raises:
-            TypeError: ``input`` is not a tensor.
-            ValueError: ``input`` has no dimension to cut, or is not on the first stage's device.
+            TypeError: ``input`` is neither a tensor nor a tuple of tensors.
+            ValueError: the tensors have no first dimension, or not the same, or are not on the first stage's
+                device.
             RuntimeError: a stage cannot be traced; the message names the layer and the reason.
         """
-        _check_input(input, self.devices)
+        inputs = _check_input(input, self.devices)
         if not len(self):
             return input
-        with _turn:
-            layers = cast(Collection[nn.Module], self._modules.values())
-            self._state.look(layers)
-            if self._state.layers != self._layers:
-                # One was replaced since the last call.
-                self.balance = _balance(self._state.layers, self.balance, None)
-                self._begin()
-                self._state.look(layers)
-            plan = self._plan(input)
+        with TURN:
+            plan = self._plan(inputs, isinstance(input, tuple))
             parameters, buffers = self._state.parameters, self._state.buffers
         # What draws nothing leaves PyTorch's generator as it was.
         key = minibatch_key() if plan.draws else 0
-        return self._pipeline.forward(plan.native, input, parameters, buffers, key)
+        outputs = self._pipeline.forward(plan.native, inputs, parameters, buffers, key)
+        return tuple(outputs) if plan.returns_tuple else outputs[0]
+
+    def _plan(self, inputs: Sequence[Tensor], is_tuple: bool) -> Plan:
+        """The plan for such a call, of the layers as they are now."""
+        self._look()
+        threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
+        chunks = self._num_chunks(len(inputs[0]))
+        signature = Signature.of(inputs, is_tuple, chunks, threads, self._state)
+        return self._planner.plan(signature, inputs, self._budgets())
+
+    def _look(self) -> None:
+        """Notices what was changed since the last call."""
+        layers = cast(Collection[nn.Module], self._modules.values())
+        self._state.look(layers)
+        if self._state.layers != self._layers:
+            self.balance = _balance(self._state.layers, self.balance, None)
+            self._begin()
+            self._state.look(layers)
+
+    def _num_chunks(self, batch: int) -> int:
+        """Into how many micro-batches to cut a mini-batch; says once what too few of them cost."""
+        num_stages = len(self._stages)
+        enough = 4 * num_stages
+        chunks = max(1, min(enough, batch)) if self.chunks == "auto" else self.chunks
+        if num_stages > 1 and chunks < enough and self.training and not self._warned:
+            self._warned = True
+            idle, less = bubble(num_stages, chunks), bubble(num_stages, enough)
+            warnings.warn(
+                f"{chunks} micro-batches on {num_stages} stages leave the stages idle for {idle:.0%} of a "
+                f"step; {enough} would leave {less:.0%} (chunks={enough}, or chunks='auto')",
+                stacklevel=6,
+            )
+        return chunks
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Records begin and end of every action and of every wait inside a block.
 
         ::
 
-        with model.recording() as recording:
-            loss_fn(model(x), y).backward()
-        print(recording.bubble())
+            with model.recording() as recording:
+                loss_fn(model(x), y).backward()
+            print(recording.bubble())
         """
         return record(self._pipeline)
 
-    def _plan(self, input: Tensor) -> Plan:
-        """The plan for such an input, made when it is first seen."""
+    def _budgets(self) -> tuple[float, float]:
+        """The share of activations saved, of all micro-batches but the last and of the last."""
         training = self.training and torch.is_grad_enabled()
-        # Of all micro-batches but the last, and of the last.
         recompute = (self.checkpoint != "never", self.checkpoint == "always")
-        budgets = tuple(budget_of(training and r) for r in recompute)
-        threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
-        requires_grad = torch.is_grad_enabled() and input.requires_grad
-        signature = (
-            Spec.of(input, requires_grad),
-            self.chunks,
-            threads,
-            modes(),
-            self._state.fingerprint,
-        )
-        key = (signature, budgets)
-        plan = self._plans.get(key)
-        if plan is None:
-            microbatches = input.detach().chunk(self.chunks)
-            with _intra_op_threads(threads):
-                pipelines = self._compile(signature, microbatches, requires_grad)
-                plan = make_plan(pipelines, [budgets[0]] * (len(microbatches) - 1) + [budgets[1]], threads)
-            _remember(self._plans, key, plan)
-        self._plans.move_to_end(key)
-        return plan
-
-    def _compile(
-        self, signature: Hashable, microbatches: Sequence[Tensor], requires_grad: bool
-    ) -> list[list[CompiledStage]]:
-        """The compiled stages of each micro-batch."""
-        # Only the last micro-batch can differ from the others.
-        specs = dict.fromkeys(Spec.of(m, requires_grad) for m in (microbatches[0], microbatches[-1]))
-        compiled = self._compiled.get(signature)
-        if compiled is None:
-            found = self._compiler.compile(self._stages, [(spec,) for spec in specs])
-            if isinstance(found, Refusal):
-                raise RuntimeError(_explain(found, self._stages))
-            num_outputs = len(found[0][-1].outputs)
-            if num_outputs != 1:
-                raise RuntimeError(f"the last layer must return one tensor, it returns {num_outputs}")
-            if not found[0][-1].outputs[0].shape:
-                raise RuntimeError(
-                    "the last layer returns a 0-dimensional tensor, which cannot be concatenated"
-                )
-            compiled = found
-            _remember(self._compiled, signature, compiled)
-        return [compiled[0]] * (len(microbatches) - 1) + [compiled[-1]]
+        return budget_of(training and recompute[0]), budget_of(training and recompute[1])
 
 
-_Cached = TypeVar("_Cached")
-
-
-def _remember(cache: OrderedDict[Hashable, _Cached], key: Hashable, value: _Cached) -> None:
-    cache[key] = value
-    while len(cache) > _SIGNATURES:
-        cache.popitem(last=False)
-
-
-@contextlib.contextmanager
-def _intra_op_threads(number: int) -> Iterator[None]:
-    """Sets the calling thread's count for the block: what is lowered depends on it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _check_input(input: object, devices: Sequence[torch.device]) -> None:
-    if not isinstance(input, Tensor):
-        raise TypeError(f"expected Tensor, but got {type(input)}")
-    if input.dim() == 0:
-        raise ValueError("the input has no dimension to cut into micro-batches, got a 0-dimensional tensor")
-    if devices and input.device != devices[0]:
-        raise ValueError(f"the input must be on the first stage's device {devices[0]}, got {input.device}")
+def _check_input(input: object, devices: Sequence[torch.device]) -> list[Tensor]:
+    tensors = list(input) if isinstance(input, tuple) else [input]
+    if not tensors:
+        raise ValueError("the input is an empty tuple; there is nothing to cut into micro-batches")
+    found: list[Tensor] = []
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected Tensor, but got {type(tensor)}")
+        if tensor.dim() == 0:
+            raise ValueError(
+                "the input has no dimension to cut into micro-batches, got a 0-dimensional tensor"
+            )
+        if devices and tensor.device != devices[0]:
+            raise ValueError(
+                f"the input must be on the first stage's device {devices[0]}, got {tensor.device}"
+            )
+        found.append(tensor)
+    if len({len(tensor) for tensor in found}) > 1:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in found)
+        raise ValueError(f"the inputs must have the same batch size, their first dimension; got {shapes}")
+    return found
 
 
 def _balance(
@@ -339,12 +330,3 @@ def _stages(
         stages.append(Stage(layers[first : first + size], first, device))
         first += size
     return stages
-
-
-def _explain(refusal: Refusal, stages: Sequence[Stage]) -> str:
-    stage, untraceable = stages[refusal.stage_index], refusal.untraceable
-    where = f"stage {refusal.stage_index}"
-    if untraceable.layer is not None:
-        layer = stage.layers[untraceable.layer]
-        where += f", layer {stage.first_layer + untraceable.layer} ({type(layer).__name__})"
-    return f"{where} cannot be traced faithfully: {untraceable.reason}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,15 +24,26 @@ class Plan:
         native: what the C++ pipeline runs.
         schedule: the order it runs in.
         draws: whether any operator is random.
+        returns_tuple: whether the module returns a tuple of tensors.
     """
 
     native: _extension.Plan
     schedule: Schedule
     draws: bool
+    returns_tuple: bool
+
+
+# Of which outputs a gradient comes, to the plan whose backward takes just those.
+Instead = Callable[[Sequence[bool]], _extension.Plan]
 
 
 def make_plan(
-    pipelines: Sequence[Sequence[CompiledStage]], budgets: Sequence[float], num_threads: int
+    pipelines: Sequence[Sequence[CompiledStage]],
+    budgets: Sequence[float],
+    num_threads: int,
+    differentiable: Sequence[bool],
+    expected: Sequence[bool],
+    instead: Instead | None = None,
 ) -> Plan:
     """Lays out a mini-batch.
 
@@ -40,6 +51,9 @@ def make_plan(
         pipelines: the compiled stages that each micro-batch runs through.
         budgets: for each micro-batch, the share of activations that it saves (see ``split``).
         num_threads: intra-op threads of each stage; what the stages were compiled with.
+        differentiable: which outputs can take a gradient.
+        expected: to which outputs one comes, as the stages were compiled.
+        instead: makes the plan for a backward to which others come.
 
     Raises:
         ValueError: two stages share a buffer, and one of them writes it.
@@ -48,12 +62,9 @@ def make_plan(
     stages = [stage.stage for stage in pipelines[0]]
     layers = [layer for stage in stages for layer in stage.layers]
     parameters, buffers = _numbered(parameters_of(layers)), _numbered(buffers_of(layers))
-    differentiable = pipelines[-1][-1].outputs[0].requires_grad
+    training = any(differentiable)
     schedule = fill_drain(
-        len(stages),
-        len(pipelines),
-        slots=None if differentiable else _SLOTS_IN_INFERENCE,
-        backward=differentiable,
+        len(stages), len(pipelines), slots=None if training else _SLOTS_IN_INFERENCE, backward=training
     )
     native = _extension.Plan(
         [
@@ -65,12 +76,15 @@ def make_plan(
             )
             for index, stage in enumerate(stages)
         ],
-        _native(schedule.forward_part() if differentiable else schedule),
-        _native(schedule.backward_part()) if differentiable else None,
+        _native(schedule.forward_part() if training else schedule),
+        _native(schedule.backward_part()) if training else None,
         num_threads,
         differentiable,
+        expected,
+        instead,
     )
-    return Plan(native, schedule, any(stage.draws() for stage in pipelines[0]))
+    draws = any(stage.draws() for stage in pipelines[0])
+    return Plan(native, schedule, draws, pipelines[0][-1].outputs.is_tuple)
 
 
 def _refuse_shared_writes(stages: Sequence[CompiledStage]) -> None:

@@ -58,12 +58,14 @@ class Joint:
         inputs: every placeholder, in graph order. Parameters and buffers that are tied count once.
         outputs: forward results, new values of written buffers, gradients; absent gradients are left out.
         num_layers: how many layers were traced; ``node.meta['custom']['layer']`` counts from 0.
+        returns_tuple: whether the last layer returns a tuple, of one tensor too.
     """
 
     module: fx.GraphModule
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     num_layers: int
+    returns_tuple: bool = False
 
     def of(self, role: Role) -> dict[int, fx.Node]:
         """Nodes of the results (else the placeholders) with this role, by index."""
@@ -78,8 +80,12 @@ class Joint:
 class _Stage(nn.Module):
     """The layers as one function of (key, inputs) whose results alias nothing."""
 
-    def __init__(self, layers: Sequence[nn.Module], arrivals: Arrivals, copy_inputs: bool) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], takes_tuple: bool, arrivals: Arrivals, copy_inputs: bool
+    ) -> None:
         super().__init__()
+        self.takes_tuple = takes_tuple
+        self.returns_tuple = False
         self.copy_inputs = copy_inputs
         self.layers = nn.ModuleList(layers)
         self.arrivals = arrivals
@@ -87,7 +93,7 @@ class _Stage(nn.Module):
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         value: object = tuple(x.clone() for x in inputs) if self.copy_inputs else inputs
-        if len(inputs) == 1:
+        if not self.takes_tuple:
             (value,) = value  # type: ignore[misc]
         mode = KeyedRandomMode(key)
         for index, layer in enumerate(self.layers):
@@ -100,6 +106,7 @@ class _Stage(nn.Module):
                 if held.get(name) is not tensor:
                     raise _Refused(f"its forward replaces the buffer or parameter {name}, a side effect")
         self.layer = None
+        self.returns_tuple = not isinstance(value, Tensor)
         outputs = (value,) if isinstance(value, Tensor) else value
         if not isinstance(outputs, tuple) or not all(isinstance(x, Tensor) for x in outputs):
             raise _Refused(f"the stage returns {_describe(value)}, not a tensor or a tuple of tensors")
@@ -139,7 +146,10 @@ def buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def trace(
-    layers: Sequence[nn.Module], inputs: Sequence[Tensor], arrivals: Arrivals = ()
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    arrivals: Arrivals = (),
+    takes_tuple: bool | None = None,
 ) -> Joint | Untraceable:
     """Traces one stage for inputs of the given shapes, dtypes, strides and need of gradients.
 
@@ -150,15 +160,18 @@ def trace(
         layers: the stage's layers. They are left as they were.
         inputs: one micro-batch of the stage's input; only described, never read.
         arrivals: outputs whose gradient arrives in another layout than their own, or never.
+        takes_tuple: whether the first layer is called with a tuple; by default unless it is one tensor.
     """
+    if takes_tuple is None:
+        takes_tuple = len(inputs) != 1
     refusal = refuse_layers(layers)
     if refusal is not None:
         return refusal
     try:
-        return _attempt(layers, inputs, _Stage(layers, arrivals, copy_inputs=False))
+        return _attempt(layers, inputs, _Stage(layers, takes_tuple, arrivals, copy_inputs=False))
     except _ChangesInput:
         # As the first layers of a model change its caller's tensor; a pipeline's input stays as it was.
-        return _attempt(layers, inputs, _Stage(layers, arrivals, copy_inputs=True))
+        return _attempt(layers, inputs, _Stage(layers, takes_tuple, arrivals, copy_inputs=True))
 
 
 def _attempt(layers: Sequence[nn.Module], inputs: Sequence[Tensor], stage: _Stage) -> Joint | Untraceable:
@@ -182,7 +195,7 @@ def _attempt(layers: Sequence[nn.Module], inputs: Sequence[Tensor], stage: _Stag
         layer, _, attribute = changed[0].partition(".")
         return Untraceable(int(layer), f"its forward sets {attribute}, a side effect")
     try:
-        return refuse_graph(module) or _read(module, layers)
+        return refuse_graph(module) or _read(module, layers, stage.returns_tuple)
     except _Refused as refused:
         return Untraceable(None, str(refused))
 
@@ -191,7 +204,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _read(module: fx.GraphModule, layers: Sequence[nn.Module]) -> Joint:
+def _read(module: fx.GraphModule, layers: Sequence[nn.Module], returns_tuple: bool) -> Joint:
     """Translates PyTorch's descriptors into ports."""
     names = nn.Module()
     names.layers = nn.ModuleList(layers)
@@ -235,7 +248,7 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module]) -> Joint:
         take_out(tangent)
     inputs = [Node(port(n.meta["desc"]), n) for n in module.graph.find_nodes(op="placeholder")]
     outputs = [Node(port(d), n) for n, d in zip(results, descriptors, strict=True) if isinstance(n, fx.Node)]
-    return Joint(module, tuple(inputs), tuple(_unclone(n) for n in outputs), len(layers))
+    return Joint(module, tuple(inputs), tuple(_unclone(n) for n in outputs), len(layers), returns_tuple)
 
 
 def _unclone(output: Node) -> Node:

@@ -13,7 +13,7 @@ from reference import Result, error, gradient_like, loop_step, pipeline, pipelin
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.compile import Compiler, Refusal, Spec, Stage
+from gpipe_fast.compile import Boundary, Compiler, Refusal, Spec, Stage
 
 RESULTS = Path(__file__).parent.parent / "bench" / "results" / "census.md"
 BUDGETS = (0.0, 0.5, 1.0)
@@ -94,7 +94,7 @@ def inputs_of(recipe: Recipe, samples: int) -> dict[str, Tensor]:
 def refusal(model: nn.Sequential, x: Tensor) -> str | None:
     """Why the model cannot be one lowered stage, or None."""
     stage = Stage(list(model), 0, torch.device("cpu"))
-    compiled = Compiler().compile([stage], [(Spec.of(x, x.is_floating_point()),)])
+    compiled = Compiler().compile([stage], [Boundary((Spec.of(x, x.is_floating_point()),))])
     return compiled.untraceable.reason if isinstance(compiled, Refusal) else None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.compile import CompiledStage, Compiler, Refusal, Spec, Stage, budget_of
+from gpipe_fast.compile import Boundary, CompiledStage, Compiler, Refusal, Spec, Stage, budget_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +28,7 @@ def spec(*shape: int, requires_grad: bool = True) -> Spec:
 
 
 def compiled(compiler: Compiler, stages: list[Stage], first: Spec | None = None) -> list[CompiledStage]:
-    result = compiler.compile(stages, [(first or spec(8, 4),)])
+    result = compiler.compile(stages, [Boundary((first or spec(8, 4),))])
     assert not isinstance(result, Refusal), result
     return result[0]
 
@@ -102,14 +102,14 @@ def test_modes_are_part_of_the_signature() -> None:
         assert compiled(compiler, stages, spec(8, 4, requires_grad=False))[0].run_pass(0.0) is not None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (stage,) = compiled(compiler, stages)
-    assert stage.outputs[0].dtype is torch.bfloat16
+    assert stage.outputs.tensors[0].dtype is torch.bfloat16
     assert compiler.num_traces == 3
 
 
 def test_boundaries_are_described() -> None:
     (first, second) = compiled(Compiler(), stages_of(nn.Linear(4, 6), nn.Linear(6, 2)))
-    assert first.outputs == second.inputs == (spec(8, 6),)
-    assert second.outputs == (spec(8, 2),)
+    assert first.outputs == second.inputs == Boundary((spec(8, 6),))
+    assert second.outputs == Boundary((spec(8, 2),))
 
 
 class Two(nn.Module):
@@ -129,7 +129,8 @@ class First(nn.Module):
 def test_an_output_that_nobody_reads_has_no_gradient() -> None:
     """Zeros in place of no gradient would give its parameters a gradient, or NaN."""
     first, _ = compiled(Compiler(), stages_of(Two(), First()))
-    assert len(first.outputs) == 2
+    assert len(first.outputs.tensors) == 2
+    assert first.outputs.is_tuple
     assert first.traced.joint.differentiable_outputs() == {0}
     backward = first.traced.lower(0.0).backward
     assert backward is not None
@@ -143,7 +144,7 @@ class Branch(nn.Module):
 
 def test_a_refusal_carries_stage_layer_and_reason() -> None:
     stages = [Stage([nn.Linear(4, 4)], 0, CPU), Stage([nn.ReLU(), Branch()], 1, CPU)]
-    refusal = Compiler().compile(stages, [(spec(8, 4),)])
+    refusal = Compiler().compile(stages, [Boundary((spec(8, 4),))])
     assert isinstance(refusal, Refusal)
     assert refusal.stage_index == 1
     assert refusal.untraceable.layer == 1
@@ -153,7 +154,7 @@ def test_a_refusal_carries_stage_layer_and_reason() -> None:
 def test_refusals_are_remembered() -> None:
     compiler, stages = Compiler(), stages_of(Branch())
     for _ in range(2):
-        assert isinstance(compiler.compile(stages, [(spec(8, 4),)]), Refusal)
+        assert isinstance(compiler.compile(stages, [Boundary((spec(8, 4),))]), Refusal)
     assert compiler.num_traces == 1
 
 

@@ -421,7 +421,7 @@ def test_a_last_layer_whose_outputs_cannot_be_joined() -> None:
 
     model = nn.Sequential(nn.BatchNorm1d(6), Mean())
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match="0-dimensional tensor, which cannot be concatenated"):
+    with pytest.raises(RuntimeError, match="output 0 of the last layer is 0-dimensional"):
         GPipe(model, [1, 1], chunks=M)(torch.randn(8, 6))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -528,7 +528,7 @@ SHORT_OF_MEMORY = """
     pipe = GPipe(model, [1, 1, 1], chunks=4)
     small, large = torch.randn(8, 6), torch.randn(800, 6)
     for x in (small, large):
-        pipe._plan(x)  # traces, which takes memory of its own
+        pipe._plan([x], False)  # traces, which takes memory of its own
     fails(1, "Resource temporarily unavailable", lambda: pipe(small))  # no room for a worker's stack
     pipe(small).sum().backward()
     model.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -126,12 +127,41 @@ def test_is_a_container_of_the_users_layers() -> None:
 )
 def test_checkpoint_says_which_micro_batches_recompute(checkpoint: str, expected: str) -> None:
     pipe = GPipe(mlp(), [5], chunks=4, checkpoint=checkpoint)
-    with mock.patch("gpipe_fast.gpipe.make_plan", side_effect=make_plan) as made:
+    with mock.patch("gpipe_fast.planner.make_plan", side_effect=make_plan) as made:
         pipe(features())
         pipe.eval()(features())
     in_training, in_eval = (call.args[1] for call in made.call_args_list)
     assert "".join("R" if budget == FULL_RECOMPUTE else "-" for budget in in_training) == expected
     assert in_eval == [NO_RECOMPUTE] * 4
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(5, 5), (8, 8), (40, 8), (0, 1)])
+def test_auto_takes_four_micro_batches_a_stage_as_far_as_the_batch_goes(
+    batch_size: int, expected: int
+) -> None:
+    pipe, x = GPipe(mlp(), [2, 3], chunks="auto"), features(batch_size)
+    assert pipe.chunks == "auto"
+    with pipe.recording() as recording:
+        output = pipe(x)
+    assert recording.phases()[0].num_microbatches == expected
+    assert torch.equal(output, plain_loop(nn.Sequential(*pipe), x, expected))
+
+
+def test_too_few_micro_batches_are_noted_once() -> None:
+    message = "3 micro-batches on 2 stages leave the stages idle for 25% of a step; 8 would leave 11%"
+    pipe, x = GPipe(mlp(), [2, 3], chunks=3), features()
+    with pytest.warns(UserWarning, match=message) as noted:
+        pipe(x)
+    assert [warning.filename for warning in noted] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for quiet in (
+            pipe,
+            GPipe(mlp(), [2, 3], chunks=8),
+            GPipe(mlp(), [5], chunks=1),
+            GPipe(mlp(), [2, 3], chunks=3).eval(),
+        ):
+            quiet(x)
 
 
 TIED = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -161,6 +191,13 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         r"too few devices to hold given partitions \(devices: 1, partitions: 2\)",
         lambda: GPipe(mlp(), [2, 3], devices=["cpu"]),
     ),
+    (
+        ValueError,
+        "number of chunks must be positive integer or 'auto'",
+        lambda: GPipe(mlp(), [5], chunks="x"),
+    ),  # type: ignore[arg-type]
+    (ValueError, "deferred_batch_norm=True is not there", lambda: GPipe(mlp(), deferred_batch_norm=True)),
+    (ValueError, "backend is not one of 'auto', 'aten', got 'c'", lambda: GPipe(mlp(), backend="c")),
     (TypeError, "expected Tensor, but got <class 'int'>", lambda: GPipe(mlp(), [5])(3)),
     (ValueError, "has no dimension to cut", lambda: GPipe(mlp(), [5])(torch.tensor(1.0))),
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Pipeline, kept_bytes
-from gpipe_fast.compile import Compiler, Refusal, Spec, Stage
+from gpipe_fast.compile import Boundary, Compiler, Refusal, Spec, Stage
 from gpipe_fast.plan import Plan, make_plan
 from gpipe_fast.trace import buffers_of, parameters_of
 
@@ -28,15 +28,18 @@ class Pipe:
         starts = [sum(balance[:i]) for i in range(len(balance))]
         stages = [Stage(layers[a : a + n], a, CPU) for a, n in zip(starts, balance, strict=True)]
         spec = Spec.of(x.chunk(M)[0], x.requires_grad and torch.is_grad_enabled())
-        compiled = Compiler().compile(stages, [(spec,)])
+        compiled = Compiler().compile(stages, [Boundary((spec,))])
         assert not isinstance(compiled, Refusal), compiled
         self.layers, self.pipeline = layers, Pipeline(len(balance))
-        self.plan: Plan = make_plan(compiled * M, budgets, 1)
+        self.plan: Plan = make_plan(
+            compiled * M, budgets, 1, *[[compiled[0][-1].outputs.tensors[0].requires_grad]] * 2
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.pipeline.forward(
-            self.plan.native, x, parameters_of(self.layers), buffers_of(self.layers), 0
+        (output,) = self.pipeline.forward(
+            self.plan.native, [x], parameters_of(self.layers), buffers_of(self.layers), 0
         )
+        return output
 
 
 def mlp() -> list[nn.Module]:
@@ -122,9 +125,9 @@ def test_inference_bounds_what_waits_at_a_boundary() -> None:
     assert Pipe(layers, [4, 4], x, [0.0] * M).plan.schedule.slots == M
     many = torch.randn(2 * BATCH, WIDTH)
     with torch.no_grad():
-        compiled = Compiler().compile([Stage(layers, 0, CPU)], [(Spec.of(many[:4], False),)])
+        compiled = Compiler().compile([Stage(layers, 0, CPU)], [Boundary((Spec.of(many[:4], False),))])
         assert not isinstance(compiled, Refusal), compiled
-        assert make_plan(compiled * 16, [1.0] * 16, 1).schedule.slots < 16
+        assert make_plan(compiled * 16, [1.0] * 16, 1, [False], [False]).schedule.slots < 16
 
 
 class Count(nn.Module):

@@ -71,7 +71,8 @@ def calls(pipe: GPipe, x: Tensor) -> tuple[Callable[[], Tensor], Callable[[Tenso
     arguments, native = stand_in.forward.call_args, pipe._pipeline
 
     def forward() -> Tensor:
-        return native.forward(*arguments.args, **arguments.kwargs)
+        (output,) = native.forward(*arguments.args, **arguments.kwargs)
+        return output
 
     def backward(output: Tensor) -> Callable[[], object]:
         run = torch.autograd.Variable._execution_engine.run_backward

@@ -1,0 +1,237 @@
+"""From a call to its plan: made when such a call is first seen, and again only after a change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gpipe_fast import _extension
+from gpipe_fast.compile import Autocast, Boundary, CompiledStage, Compiler, Modes, Refusal, Spec, Stage
+from gpipe_fast.plan import Plan, make_plan
+from gpipe_fast.split import FULL_RECOMPUTE
+from gpipe_fast.state import State
+
+# Signatures whose programs a module remembers.
+_SIGNATURES = 32
+
+# Held while a plan is looked for or made: tracing changes state of PyTorch's own, for all threads.
+TURN = threading.RLock()
+# The child of a fork must not find it held by a thread that it does not have.
+os.register_at_fork(after_in_child=TURN._at_fork_reinit)  # type: ignore[attr-defined]
+
+Mask = tuple[bool, ...]  # by output
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that the programs of a mini-batch depend on.
+
+    Attributes:
+        inputs: what the module is called with.
+        chunks: into how many micro-batches it is cut, at most.
+        threads: intra-op threads of each stage.
+        modes: PyTorch's global modes.
+        layers: the layers' fingerprint.
+    """
+
+    inputs: Boundary
+    chunks: int
+    threads: int
+    modes: Modes
+    layers: Hashable
+
+    @classmethod
+    def of(
+        cls, inputs: Sequence[Tensor], is_tuple: bool, chunks: int, threads: int, state: State
+    ) -> Signature:
+        """The signature of a call under the present modes."""
+        return cls(_boundary(inputs, inputs, is_tuple), chunks, threads, Modes.now(), state.fingerprint)
+
+
+class Planner:
+    """Plans for the calls of one module."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._programs = _Programs(stages)
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        # To which outputs gradients came last.
+        self._expected: dict[Signature, Mask] = {}
+
+    def plan(self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float]) -> Plan:
+        """The plan for such a call.
+
+        Args:
+            signature: of the call.
+            inputs: what the module is called with; only described.
+            budgets: the share of activations saved, of all micro-batches but the last and of the last.
+
+        Raises:
+            RuntimeError: a stage cannot be traced; the message names the layer and the reason.
+        """
+        key = (signature, budgets, self._expected.get(signature))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make(signature, inputs, budgets)
+            _remember(self._plans, key, plan)
+        self._plans.move_to_end(key)
+        return plan
+
+    def _make(self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float]) -> Plan:
+        parts = [x.detach().chunk(signature.chunks) for x in inputs]
+        microbatches = [
+            _boundary(tensors, inputs, signature.inputs.is_tuple) for tensors in zip(*parts, strict=True)
+        ]
+        with _intra_op_threads(signature.threads):
+            pipelines = self._programs.compile(signature, microbatches)
+            differentiable = tuple(spec.requires_grad for spec in pipelines[0][-1].outputs.tensors)
+            expected = self._expected.get(signature, differentiable)
+            if expected != differentiable:
+                pipelines = self._programs.compile(signature, microbatches, expected)
+            return make_plan(
+                pipelines,
+                [budgets[0]] * (len(microbatches) - 1) + [budgets[1]],
+                signature.threads,
+                differentiable,
+                expected,
+                # One output either gets its gradient, or there is no backward.
+                _Instead(self._programs, self._expected, signature, microbatches, differentiable)
+                if sum(differentiable) > 1
+                else None,
+            )
+
+
+class _Programs:
+    """Compiled stages, by signature."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = stages
+        self.compiler = Compiler()
+        self._compiled: OrderedDict[Hashable, list[list[CompiledStage]]] = OrderedDict()
+
+    def compile(
+        self, signature: Signature, microbatches: Sequence[Boundary], defined: Mask | None = None
+    ) -> list[list[CompiledStage]]:
+        """The compiled stages of each micro-batch, given to which outputs gradients come."""
+        key = (signature, defined)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            # Only the last micro-batch can differ from the others.
+            distinct = list(dict.fromkeys((microbatches[0], microbatches[-1])))
+            indices = None if defined is None else [i for i, d in enumerate(defined) if d]
+            found = self.compiler.compile(self.stages, distinct, indices)
+            if isinstance(found, Refusal):
+                raise RuntimeError(_explain(found, self.stages))
+            _check_outputs(found[0][-1].outputs)
+            compiled = found
+            _remember(self._compiled, key, compiled)
+        return [compiled[0]] * (len(microbatches) - 1) + [compiled[-1]]
+
+
+class _Instead:
+    """Makes plans for backwards to which the gradients of fewer outputs come than their forward expected.
+
+    They recompute everything, since what the forward saved is for the gradients that it expected. The next
+    forward expects what came. Refers to no plan: plans refer to it, from where no cycle would be found.
+    """
+
+    def __init__(
+        self,
+        programs: _Programs,
+        expected: dict[Signature, Mask],
+        signature: Signature,
+        microbatches: Sequence[Boundary],
+        differentiable: Mask,
+    ) -> None:
+        self._programs = programs
+        self._expected = expected
+        self._signature = signature
+        self._microbatches = microbatches
+        self._differentiable = differentiable
+        self._plans: dict[Mask, _extension.Plan] = {}
+
+    def __call__(self, defined: Sequence[bool]) -> _extension.Plan:
+        mask = tuple(defined)
+        with TURN:
+            self._expected[self._signature] = mask
+            if mask not in self._plans:
+                self._plans[mask] = self._make(mask)
+            return self._plans[mask]
+
+    def _make(self, mask: Mask) -> _extension.Plan:
+        self._check_unchanged()
+        signature = self._signature
+        with torch.enable_grad(), _under(signature.modes.autocast), _intra_op_threads(signature.threads):
+            pipelines = self._programs.compile(signature, self._microbatches, mask)
+            budgets = [FULL_RECOMPUTE] * len(self._microbatches)
+            plan = make_plan(pipelines, budgets, signature.threads, self._differentiable, mask)
+        return plan.native
+
+    def _check_unchanged(self) -> None:
+        state = State()
+        state.look([layer for stage in self._programs.stages for layer in stage.layers])
+        if state.fingerprint != self._signature.layers:
+            raise RuntimeError(
+                "the module was changed between forward and backward, and gradients came to other outputs "
+                "than before; call the module again"
+            )
+
+
+def _boundary(tensors: Sequence[Tensor], wholes: Sequence[Tensor], is_tuple: bool) -> Boundary:
+    """Describes one micro-batch, or all; detached parts need gradients if what they are cut from does."""
+    grad = torch.is_grad_enabled()
+    specs = tuple(Spec.of(t, grad and w.requires_grad) for t, w in zip(tensors, wholes, strict=True))
+    return Boundary(specs, is_tuple)
+
+
+def _check_outputs(outputs: Boundary) -> None:
+    for index, spec in enumerate(outputs.tensors):
+        if not spec.shape:
+            raise RuntimeError(
+                f"output {index} of the last layer is 0-dimensional, so those of the micro-batches cannot be "
+                "concatenated; return a tensor whose first dimension is the batch"
+            )
+
+
+def _explain(refusal: Refusal, stages: Sequence[Stage]) -> str:
+    stage, untraceable = stages[refusal.stage_index], refusal.untraceable
+    where = f"stage {refusal.stage_index}"
+    if untraceable.layer is not None:
+        layer = stage.layers[untraceable.layer]
+        where += f", layer {stage.first_layer + untraceable.layer} ({type(layer).__name__})"
+    return f"{where} cannot be traced faithfully: {untraceable.reason}"
+
+
+_Cached = TypeVar("_Cached")
+
+
+def _remember(cache: OrderedDict[Hashable, _Cached], key: Hashable, value: _Cached) -> None:
+    cache[key] = value
+    while len(cache) > _SIGNATURES:
+        cache.popitem(last=False)
+
+
+@contextlib.contextmanager
+def _intra_op_threads(number: int) -> Iterator[None]:
+    """Sets the calling thread's count for the block: what is lowered depends on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _under(autocast: Autocast) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device_type, dtype in autocast:
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=False))
+        yield
