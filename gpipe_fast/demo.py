@@ -3,145 +3,69 @@
 from __future__ import annotations
 
 import argparse
-import math
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
 
-from gpipe_fast import GPipe
+from gpipe_fast import GPipe, verify
+from gpipe_fast.demo_checkpoint import load_checkpoint, save_checkpoint, settings_of
 from gpipe_fast.demo_model import gpt
-from gpipe_fast.demo_text import Text, load, windows
+from gpipe_fast.demo_report import compare, draw_step
+from gpipe_fast.demo_text import Text, load, spread, windows
+from gpipe_fast.demo_train import Training, cross_entropy, generate, held_out_loss
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.partition import cut_evenly
 
-HELD_OUT_WINDOWS = 256
+FOLDER = Path("build/demo")
 PROMPT = b"def "
-TEMPERATURE = 0.8
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains, measures on text held out before and after, and shows what the model writes."""
+    """Trains, measures on held-out text before and after, shows what the model writes, and what it took."""
     began = time.perf_counter()
-    parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        text = load(args.text)
-        check(args, text)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args, text, checkpoint = _settle(argv)
     torch.manual_seed(args.seed)
 
     layers = gpt(args.width, args.layers, args.heads, args.length, args.dropout)
     balance = cut_evenly([sum(p.numel() for p in layer.parameters()) for layer in layers], args.stages)
     model = GPipe(layers, balance, chunks=args.chunks, checkpoint=args.checkpoint)
-
+    training = Training(model, args)
     _describe(args, model, text)
+
+    tokens, targets = windows(text.training, spread(text.training, args.batch, args.length), args.length)
+    print(check_equality(model, tokens, targets, args.chunks))
+    if checkpoint is not None:
+        training.load_state_dict(checkpoint)
+        print(f"going on after {len(training.losses)} of {args.steps} steps")
     print(f"first held-out loss: {held_out_loss(model, text.held_out, args):.3f} bits per byte", flush=True)
-    losses = train(model, text.training, args)
-    if len(losses) < args.steps:
-        print(f"interrupted after {len(losses)} of {args.steps} steps")
+    training.run(text.training)
+    save_checkpoint(args.save, training, settings_of(args, text))
+    finished = len(training.losses) == args.steps
+    if not finished:
+        print(f"interrupted after {len(training.losses)} of {args.steps} steps; --resume goes on")
+    print(f"checkpoint: {args.save} (a plain nn.Sequential loads what it has under 'model')", flush=True)
+
     print(f"last held-out loss: {held_out_loss(model, text.held_out, args):.3f} bits per byte")
     written = generate(model, PROMPT, args.sample, args.length, args.seed)
-    print(f"sample:\n{'-' * 72}\n{written.decode('ascii', 'backslashreplace')}\n{'-' * 72}")
-    if args.save:
-        torch.save(model.state_dict(), args.save)
-        print(f"checkpoint: {args.save}")
+    print(f"sample:\n{'-' * 72}\n{written.decode('ascii', 'backslashreplace')}\n{'-' * 72}", flush=True)
+    if finished:
+        print(f"forward, loss and backward of a mini-batch:\n{compare(model, tokens, targets, args)}")
+        draw_step(model, tokens, targets, args.picture)
+        print(f"picture of a step: {args.picture}")
     print(f"done in {time.perf_counter() - began:.0f} s")
 
 
-def train(model: nn.Module, text: Tensor, args: argparse.Namespace) -> list[float]:
-    """Trains on random windows until done or interrupted (Ctrl-C).
-
-    Args:
-        model: tokens (batch, length) to logits (batch, length, 256).
-        text: uint8, of shape (bytes,).
-        args: the settings, as parsed.
-
-    Returns:
-        The loss of every finished step, in bits per byte.
-    """
-    optimizer, schedule = _optimizer(model, args)
-    generator = torch.Generator().manual_seed(args.seed)
-    losses: list[float] = []
-    model.train()
-    # A terminal redraws the bar in place, a log keeps every update.
-    interval = 0.5 if sys.stderr.isatty() else 15.0
-    total = args.steps * args.batch * args.length
-    with tqdm(total=total, unit=" tokens", unit_scale=True, mininterval=interval) as bar:
-        try:
-            for _ in range(args.steps):
-                starts = torch.randint(len(text) - args.length, (args.batch,), generator=generator)
-                tokens, targets = windows(text, starts, args.length)
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                schedule.step()
-                losses.append(loss.item() / math.log(2))
-                bar.set_postfix_str(f"loss {fmean(losses[-20:]):.3f} bits per byte", refresh=False)
-                bar.update(tokens.numel())
-        except KeyboardInterrupt:
-            bar.write("stopping: one last measurement and a sample; Ctrl-C again to leave at once")
-    return losses
-
-
-def _optimizer(
-    model: nn.Module, args: argparse.Namespace
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW that decays matrices only, its rate warmed up linearly, then a cosine down to a twentieth."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98))
-    warm_up: int = max(1, min(50, args.steps // 10))
-
-    def factor(step: int) -> float:
-        done = max(0, step - warm_up) / max(1, args.steps - warm_up)
-        return min(1.0, (step + 1) / warm_up) * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-@torch.no_grad()
-def held_out_loss(model: nn.Module, text: Tensor, args: argparse.Namespace) -> float:
-    """The mean loss, in bits per byte, over windows spread evenly over ``text``: always the same ones."""
-    model.eval()
-    starts = torch.linspace(0, len(text) - args.length - 1, HELD_OUT_WINDOWS, dtype=torch.float64).long()
-    total = 0.0
-    for part in starts.split(args.batch):
-        tokens, targets = windows(text, part, args.length)
-        logits = model(tokens).flatten(0, 1)
-        total += F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
-    return float(total / (len(starts) * args.length * math.log(2)))
-
-
-@torch.no_grad()
-def generate(model: nn.Module, prompt: bytes, count: int, length: int, seed: int) -> bytes:
-    """Lets the model continue ``prompt`` by ``count`` bytes and returns both.
-
-    Every call sees a window of ``length`` tokens, so that the pipeline is lowered once. What fills it up on
-    the right changes nothing: attention is causal, and the last written position is the one that is read.
-    """
-    model.eval()
-    generator = torch.Generator().manual_seed(seed)
-    written = list(prompt)
-    for _ in range(count):
-        seen = written[-length:]
-        tokens = torch.tensor([seen + [0] * (length - len(seen))])
-        logits = model(tokens)[0, len(seen) - 1]
-        chances = torch.softmax(logits / TEMPERATURE, dim=0)
-        written.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return bytes(written)
+def check_equality(model: GPipe, tokens: Tensor, targets: Tensor, chunks: int) -> str:
+    """Compares a step over the first two micro-batches with the plain loop: a line, or what differs."""
+    few = 2 * len(tokens.chunk(chunks)[0])
+    report = verify(model, tokens[:few], lambda logits: cross_entropy(logits, targets[:few]), chunks=2)
+    return report.headline if report else str(report)
 
 
 def check(args: argparse.Namespace, text: Text) -> None:
@@ -149,7 +73,7 @@ def check(args: argparse.Namespace, text: Text) -> None:
 
     Raises:
         ValueError: there are more stages than layers, the heads do not divide the width, the text is too
-            short, or the checkpoint cannot be written.
+            short, or a file cannot be written.
     """
     if args.stages > args.layers + 2:
         raise ValueError(
@@ -168,10 +92,44 @@ def check(args: argparse.Namespace, text: Text) -> None:
                 f"the text is too short: its {name} part has {len(part)} bytes, and a window takes "
                 f"{args.length + 1}"
             )
-    if args.save and args.save.is_dir():
-        raise ValueError(f"cannot save to the folder {args.save}; name a file")
-    if args.save and not args.save.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {args.save.parent} to save to")
+    for path in (args.save, args.picture):
+        _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
+    folder = path.absolute().parent
+    if path.parent == FOLDER:
+        folder.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise ValueError(f"cannot save to the folder {path}; name a file")
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to save to")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"cannot write into the folder {path.parent}")
+
+
+def _settle(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Text, dict[str, Any] | None]:
+    """The settings, with those that are left to the machine; the text; the checkpoint to go on from."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.stages == "auto":
+        args.stages = min(max(2, min(_cores(), 4)), args.layers + 2)
+    if args.chunks == "auto":
+        args.chunks = min(4 * args.stages, args.batch)
+    try:
+        text = load(args.text)
+        check(args, text)
+        checkpoint = load_checkpoint(args.save, settings_of(args, text)) if args.resume else None
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return args, text, checkpoint
+
+
+def _cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _describe(args: argparse.Namespace, model: GPipe, text: Text) -> None:
@@ -196,6 +154,10 @@ def _positive(word: str) -> int:
     return number
 
 
+def _positive_or_auto(word: str) -> int | Literal["auto"]:
+    return "auto" if word == "auto" else _positive(word)
+
+
 def _parser() -> argparse.ArgumentParser:
     """The command line; its defaults take a few minutes on two cores."""
     parser = argparse.ArgumentParser(
@@ -205,8 +167,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--steps", type=_positive, default=1200, help="mini-batches to train on")
-    add("--stages", type=_positive, default=2, help="stages of the pipeline (K)")
-    add("--chunks", type=_positive, default=4, help="micro-batches per mini-batch (M)")
+    add("--stages", type=_positive_or_auto, default="auto", help="K; auto: one a core, from 2 to 4")
+    add(
+        "--chunks", type=_positive_or_auto, default="auto", help="micro-batches per mini-batch (M); auto: 4 K"
+    )
     add("--checkpoint", choices=CHECKPOINT_MODES, default="except_last", help="which micro-batches recompute")
     add("--width", type=_positive, default=128, help="of every token's vector")
     add("--layers", type=_positive, default=4, help="Transformer blocks")
@@ -216,12 +180,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=_positive, default=16, help="windows per mini-batch (N)")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
     add("--seed", type=int, default=0, help="of the weights, the windows and the sample")
-    add("--threads", type=_positive, default=None, help="threads inside an operator; by default PyTorch's")
+    add(
+        "--threads",
+        type=_positive,
+        default=None,
+        help="threads, of all stages together; by default PyTorch's",
+    )
     add("--text", type=Path, default=None, help="another file or folder to learn")
     add("--sample", type=_positive, default=400, help="bytes to write at the end")
-    add("--save", type=Path, default=None, help="write the state_dict here, for a plain nn.Sequential too")
+    add(
+        "--save",
+        type=Path,
+        default=FOLDER / "checkpoint.pt",
+        help="write the checkpoint here, also on Ctrl-C",
+    )
+    add("--resume", action="store_true", help="go on from the checkpoint that --save names")
+    add("--picture", type=Path, default=FOLDER / "step.svg", help="draw a step here")
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

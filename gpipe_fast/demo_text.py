@@ -86,6 +86,11 @@ def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return cut[:, :-1], cut[:, 1:]
 
 
+def spread(text: Tensor, count: int, length: int) -> Tensor:
+    """Where ``count`` windows begin that lie evenly over a text: always the same ones; int64."""
+    return torch.linspace(0, len(text) - length - 1, count, dtype=torch.float64).long()
+
+
 def _bytes(contents: Sequence[bytes]) -> Tensor:
     joined = bytearray(b"\n".join(contents))
     return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
