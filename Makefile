@@ -26,7 +26,7 @@ EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
 SOURCES := setup.py csrc csrc/cuda $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*.cpp csrc/cuda/*.h csrc/cuda/*.cu)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build import test pytest lint format demo bench soak smoke smoke-reference gpu clean
+.PHONY: help build import test pytest lint format demo bench bench-ours soak smoke smoke-reference gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -72,6 +72,9 @@ demo: build  ## train the demo; pass it ARGS="..."
 
 bench: build  ## run the benchmarks; pass them ARGS="..."
 	$(PY) -m bench $(ARGS)
+
+bench-ours: build  ## headline steps of ours alone under pytest-benchmark; pass it ARGS="--benchmark-..."
+	$(PY) -m pytest -q bench --benchmark-only $(ARGS)
 
 soak: build  ## every test, the long ones too
 	GPIPE_FAST_SOAK=1 $(PY) -m pytest -q -ra -m 'soak or not soak' $(ARGS)

@@ -1,1 +1,6 @@
 """Benchmarks: `python -m bench` runs them, prints their tables and keeps them in bench/results."""
+
+import warnings
+
+# Some pipelines here are short on purpose.
+warnings.filterwarnings("ignore", message=".* micro-batches on .* stages leave the stages idle")

@@ -26,12 +26,29 @@ class Timing:
     p80: float
 
     def __str__(self) -> str:
-        digits = 1 if self.median < 1000 else 0
-        return f"{self.median:.{digits}f} [{self.p20:.{digits}f}, {self.p80:.{digits}f}]"
+        return self._text(1, 1 if self.median < 1000 else 0)
+
+    def ms(self) -> str:
+        """The same in milliseconds."""
+        return self._text(1e-3, 2 if self.median < 1e5 else 1)
+
+    def _text(self, factor: float, digits: int) -> str:
+        median, p20, p80 = (f"{time * factor:.{digits}f}" for time in (self.median, self.p20, self.p80))
+        return f"{median} [{p20}, {p80}]"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A further table of a report, under a heading of its own."""
+
+    heading: str
+    headers: Sequence[str]
+    rows: Iterable[Sequence[object]]
+    note: str = ""
 
 
 def alternate(
-    candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1
+    candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, pause: float = 0.0
 ) -> dict[str, Timing]:
     """Times every candidate once a round, so that a slow spell of the machine meets them all.
 
@@ -39,10 +56,13 @@ def alternate(
         candidates: what to call, by name.
         rounds: samples of each; one more comes first and is dropped.
         calls: calls per sample.
+        pause: seconds before each sample, in which threads of the candidate before stop spinning.
     """
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for round_index in range(rounds + 1):
         for name, candidate in candidates.items():
+            if pause:
+                time.sleep(pause)
             start = time.perf_counter()
             for _ in range(calls):
                 candidate()
@@ -82,11 +102,21 @@ def _commit() -> str:
 
 
 def report(
-    name: str, title: str, headers: Sequence[str], rows: Iterable[Sequence[object]], note: str = ""
+    name: str,
+    title: str,
+    headers: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    note: str = "",
+    further: Sequence[Table] = (),
 ) -> None:
-    """Prints a table with the machine line and keeps it as ``bench/results/<name>.md``."""
-    table = tabulate(list(rows), headers=headers, tablefmt="github", floatfmt=".2f")
-    text = f"# {title}\n\n{machine()}.\n{note}\n{table}\n"
+    """Prints a table, and further ones, with the machine line; keeps them as ``bench/results/<name>.md``."""
+    text = f"# {title}\n\n{machine()}.\n{note}\n{_table(headers, rows)}\n"
+    for table in further:
+        text += f"\n## {table.heading}\n\n{table.note}\n{_table(table.headers, table.rows)}\n"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
     print(text, flush=True)
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    return tabulate(list(rows), headers=headers, tablefmt="github", floatfmt=".2f")

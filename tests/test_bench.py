@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import draws, engine, execution, measure, models, tracing
+from bench import draws, engine, execution, measure, models, overhead, peers, signature, step, tracing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,6 +28,8 @@ def test_candidates_take_turns() -> None:
 def test_a_timing_reads_as_median_and_percentiles() -> None:
     assert str(measure.Timing(12.345, 11.0, 13.96)) == "12.3 [11.0, 14.0]"
     assert str(measure.Timing(1234.5, 1100.0, 1399.6)) == "1234 [1100, 1400]"
+    assert measure.Timing(1234.5, 1100.0, 1399.6).ms() == "1.23 [1.10, 1.40]"
+    assert measure.Timing(123456.0, 98765.0, 2e5).ms() == "123.5 [98.8, 200.0]"
 
 
 def test_percentiles() -> None:
@@ -39,10 +42,12 @@ def test_a_report_has_the_machine_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
-    measure.report("name", "Title", ["what", "µs"], [["ours", 1.234]], "A note.\n")
+    further = measure.Table("More", ["of"], [["this"]], "Another note.\n")
+    measure.report("name", "Title", ["what", "µs"], [["ours", 1.234]], "A note.\n", [further])
     text = (tmp_path / "name.md").read_text()
     assert text.startswith(f"# Title\n\n{measure.machine()}.\nA note.\n")
     assert "| ours   | 1.23 |" in text
+    assert text.endswith("\n\n## More\n\nAnother note.\n\n| of   |\n|------|\n| this |\n")
     assert text in capsys.readouterr().out
     assert f"torch {torch.__version__}" in measure.machine()
 
@@ -105,3 +110,86 @@ def test_engine_reports_per_action_and_hand_over() -> None:
     medians = [str(cell).split()[0] for cell in row[3:-1]]
     assert medians == ["2.500", "5.000", "5.000", "160.0", "400.0", "2.5"]
     assert row[-1] == "16 x = 40"
+
+
+def test_overhead_compares_gradients_before_it_times() -> None:
+    rows = {name: cells for name, *cells in overhead.measure(rounds=1, calls=1)}
+    for mode in ("always", "except_last", "never"):
+        for num_stages in (4, 2, 1):
+            assert rows[f"gpipe_fast, K = {num_stages}, {mode}"][-1] == "equal"
+        assert rows[f"torchgpipe, K = 4, {mode}"][-1] == "equal"
+        assert rows[f"gpipe_fast, K = 4, {mode}"][1] == 1.0
+    assert rows[overhead.LOOP][2] == 1.0
+
+
+def test_overhead_gives_no_times_to_other_gradients() -> None:
+    steps: dict[str, peers.Candidate] = {**overhead.Overhead().plain()}
+    name = "gpipe_fast, K = 4, never"
+    steps[name] = overhead.Overhead().plain()[overhead.WHOLE]  # which adds up in another order
+    off = overhead.differences(steps)
+    assert 0 < off[overhead.WHOLE] == off[name] < peers.TOLERANCE
+    assert [n for n in steps if peers.agrees(n, off[n])] == [*overhead.Overhead().plain()]
+    timing = measure.Timing(2.0, 1.0, 3.0)
+    rows = overhead.rows(dict.fromkeys([overhead.LOOP, overhead.WHOLE], timing), {**off, overhead.WHOLE: 0.5})
+    assert [row[1:4] for row in rows if row[0] == name] == [["-", "-", "-"]]
+    assert rows[-1][-1] == f"WRONG, off by {off[name]:.0e}"
+    assert rows[1][1:] == ["0.00 [0.00, 0.00]", "-", 1.0, "WRONG, off by 5e-01"]
+
+
+def test_a_step_is_cut_without_a_gap() -> None:
+    times = overhead.parts(overhead.Overhead().ours("always", 2), rounds=1)
+    *between, whole, critical_path, actions = times
+    assert len(between) == len(overhead.PARTS)
+    assert all(time >= 0 for time in between)
+    assert sum(between) == pytest.approx(whole)
+    assert 0 < critical_path < actions
+
+
+def test_how_far_gradients_are_off() -> None:
+    wanted = [torch.tensor([1.0, 4.0]), torch.tensor([0.5])]
+    assert peers.off_by([w.clone() for w in wanted], wanted) == 0
+    assert peers.off_by([wanted[0], torch.tensor([0.625])], wanted) == 0.25
+    unknown = peers.off_by([wanted[0] + 1, torch.tensor([float("nan")])], wanted)
+    assert not peers.agrees("plain loop", unknown)
+    assert peers.agrees("plain loop", peers.TOLERANCE)
+    assert not peers.agrees("gpipe_fast, K = 2, never", peers.TOLERANCE)
+
+
+TINY = step.Case(recompute=True, chunks=2, batch=1, length=4, width=16, count=2)
+
+
+def test_step_compares_processes_that_sleep_between_their_steps() -> None:
+    names = [step.OURS, step.PIPELINING]
+    results = step.measure(TINY, names, rounds=2)
+    rows = step.rows(TINY, results)
+    assert [row[:3] for row in rows] == [[2, step.OURS, "1 x 2 stages"], [2, step.PIPELINING, "2 x 1"]]
+    assert rows[0][-1] == "equal"
+    for result in results.values():
+        assert result.timing is not None
+        assert result.off <= peers.TOLERANCE
+        assert result.idle < 0.2
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_step_builds_what_computes_the_same(recompute: bool) -> None:
+    case = replace(TINY, recompute=recompute)
+    wanted = step.reference(case)
+    names = [name for name in step.names(recompute) if name != step.PIPELINING]
+    assert len(names) == (3 if recompute else 4)
+    for name in names:
+        candidate = step.build(0, name, case)
+        candidate()
+        assert peers.agrees(name, peers.off_by(candidate.gradients(), wanted)), name
+
+
+def test_signature_reports_parts_of_a_call() -> None:
+    num_modules, num_parameters, *times = signature.unchanged(10, rounds=1, calls=1)
+    assert (num_modules, num_parameters) == (10, 10)
+    look, python, whole = (float(str(time).split()[0]) for time in times)
+    assert 0 < look < python < whole
+
+
+def test_signature_counts_plans_and_traces() -> None:
+    steps, lengths, plans, traces, *seconds = signature.lengths(6, range(4, 12, 4), width=16)
+    assert (steps, lengths, plans, traces) == (6, 2, 2, 4)
+    assert all(s > 0 for s in seconds)

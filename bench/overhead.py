@@ -1,0 +1,257 @@
+"""What a step costs beyond its operators: stages so small that hardly anything else is left."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.measure import RESULTS, Table, Timing, alternate, report
+from bench.models import mlp
+from bench.peers import (
+    TOLERANCE,
+    Candidate,
+    Step,
+    agrees,
+    checkpointed,
+    has_torchgpipe,
+    looped,
+    off_by,
+    verdict,
+)
+from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.recording import Recording
+
+STAGES, CHUNKS, BATCH, WIDTH = 4, 8, 64, 64
+ROUNDS, CALLS = 40, 20
+LOOP, WHOLE, CHECKPOINTED = "plain loop", "plain, whole mini-batch", "plain loop, checkpoint"
+
+
+class Overhead:
+    """The candidates, each with a model of its own, all of the same numbers."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self._layers = [layer for _ in range(STAGES) for layer in mlp(WIDTH)]
+        self._input, self._gradient = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+
+    def plain(self) -> dict[str, Step]:
+        """Plain PyTorch: the loop that all others must equal, then its variants."""
+        loop, whole, model = (self._model() for _ in range(3))
+        size = len(model) // STAGES
+        stages = [model[first : first + size] for first in range(0, len(model), size)]
+        return {
+            LOOP: self._step(loop, looped(loop, CHUNKS)),
+            WHOLE: self._step(whole, whole),
+            CHECKPOINTED: self._step(model, looped(checkpointed(stages), CHUNKS)),
+        }
+
+    def ours(self, mode: str, stages: int = STAGES) -> Step:
+        model = self._model()
+        pipe = GPipe(model, [len(model) // stages] * stages, chunks=CHUNKS, checkpoint=mode)
+        return self._step(pipe, pipe)
+
+    def torchgpipe(self, mode: str) -> Step:
+        import torchgpipe
+
+        model = self._model()
+        balance, devices = [len(model) // STAGES] * STAGES, ["cpu"] * STAGES
+        pipe = torchgpipe.GPipe(model, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
+        return self._step(pipe, pipe)
+
+    def _model(self) -> nn.Sequential:
+        return nn.Sequential(*deepcopy(self._layers))
+
+    def _step(self, model: nn.Module, forward: Any) -> Step:
+        return Step(model.parameters(), forward, self._input, self._gradient)
+
+
+def candidates() -> dict[str, Step]:
+    """By name; a name ends in the checkpoint mode, if there is one."""
+    overhead = Overhead()
+    found = overhead.plain()
+    for mode in CHECKPOINT_MODES:
+        for stages in (STAGES, 2, 1):
+            found[f"gpipe_fast, K = {stages}, {mode}"] = overhead.ours(mode, stages)
+        if has_torchgpipe():
+            found[f"torchgpipe, K = {STAGES}, {mode}"] = overhead.torchgpipe(mode)
+    return found
+
+
+def differences(candidates: Mapping[str, Candidate]) -> dict[str, float]:
+    """How far the gradients of each are off those of the plain loop, the first step's and a later one's."""
+    found: dict[str, float] = {}
+    for _ in range(2):
+        for candidate in candidates.values():
+            candidate()
+        wanted = candidates[LOOP].gradients()
+        for name, candidate in candidates.items():
+            found[name] = max(found.get(name, 0.0), off_by(candidate.gradients(), wanted))
+    return found
+
+
+def rows(timings: Mapping[str, Timing], differences: Mapping[str, float]) -> list[list[object]]:
+    """One for each candidate; what has other gradients has no timing, and gets no ratio."""
+    result: list[list[object]] = []
+    for name, off in differences.items():
+        time, ours, loop = (timings.get(n) for n in (name, _ours(name), LOOP))
+        result.append(
+            [
+                name,
+                time.ms() if time else "-",
+                time.median / ours.median if time and ours else "-",
+                loop.median / time.median if time and loop else "-",
+                verdict(name, off),
+            ]
+        )
+    return result
+
+
+def _ours(name: str) -> str:
+    """With which of ours a candidate is compared: that of its checkpoint mode."""
+    mode = name.rpartition(", ")[2]
+    instead = "always" if name == CHECKPOINTED else "never"
+    return f"gpipe_fast, K = {STAGES}, {mode if mode in CHECKPOINT_MODES else instead}"
+
+
+class _Watched:
+    """A C++ pipeline that notes when its forward was called and when it returned."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self.called = self.returned = 0.0
+
+    def forward(self, *arguments: object) -> list[Tensor]:
+        self.called = time.monotonic()
+        outputs: list[Tensor] = self._pipeline.forward(*arguments)
+        self.returned = time.monotonic()
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipeline, name)
+
+
+# Between these marks a step is cut; what overlaps them comes after.
+PARTS = (
+    "Python before the C++ call",
+    "from there to the first F",
+    "first to last action of the forward",
+    "from there to the end of the C++ call",
+    "Python after it",
+    "backward to the first B, autograd included",
+    "first to last action of the backward",
+    "from there to the end of the backward",
+)
+TOTALS = ("whole step, recorded", "critical path of its actions", "all actions, of every stage")
+
+
+def parts(step: Step, rounds: int) -> list[float]:
+    """Median µs of each of ``PARTS`` and ``TOTALS`` in as many steps, one after the other."""
+    pipe = step.forward
+    assert isinstance(pipe, GPipe)
+    step()
+    watched = _Watched(pipe._pipeline)
+    pipe._pipeline = watched  # type: ignore[assignment]
+    marks: list[tuple[float, ...]] = []
+    with pipe.recording() as recording:  # of all steps: to begin one sweeps the caches
+        for _ in range(rounds):
+            for parameter in step.parameters:
+                parameter.grad = None
+            start = time.monotonic()
+            output = pipe(step.input)
+            forward_end = time.monotonic()
+            output.backward(step.gradient)
+            marks.append((start, watched.called, watched.returned, forward_end, time.monotonic()))
+    pipe._pipeline = watched._pipeline
+    samples = [_cut(one, *times) for one, times in zip(_steps(recording), marks, strict=True)]
+    return [median(column) * 1e6 for column in zip(*samples, strict=True)]
+
+
+def _steps(recording: Recording) -> Iterator[Recording]:
+    """One recording of each step: of a forward, and of the backward after it."""
+    runs = sorted({event.run for stage in recording.stages for event in stage})
+    for both in zip(runs[::2], runs[1::2], strict=True):
+        one = Recording()
+        one.stages = tuple(tuple(e for e in stage if e.run in both) for stage in recording.stages)
+        yield one
+
+
+def _cut(
+    step: Recording, start: float, called: float, returned: float, forward_end: float, end: float
+) -> list[float]:
+    spans = []
+    for phase in step.phases():
+        events = [step.latest[action] for action in phase.order()]
+        spans.append((min(e.begin for e in events), max(e.end for e in events)))
+    forward, backward = spans
+    marks = [start, called, *forward, returned, forward_end, *backward, end]
+    between = [after - before for before, after in itertools.pairwise(marks)]
+    return [*between, end - start, step.critical_path(), sum(step.seconds().values())]
+
+
+def where(rounds: int) -> Table:
+    """Where the time of our steps goes."""
+    overhead = Overhead()
+    sizes = [(stages, mode) for stages in (STAGES, 2, 1) for mode in CHECKPOINT_MODES]
+    columns = [parts(overhead.ours(mode, stages), rounds) for stages, mode in sizes]
+    by_part = zip(PARTS + TOTALS, *columns, strict=True)
+    return Table(
+        "Where the rest of ours goes",
+        ["median µs", *(f"K = {stages}, {mode}" for stages, mode in sizes)],
+        [[part, *times] for part, *times in by_part],
+        f"Medians of {rounds} recorded steps, one after the other, so lines add up only about. The critical "
+        "path replays the schedule with the measured durations; where stages outnumber cores, an action's "
+        "duration includes the time that it waits for a core.\n",
+    )
+
+
+def measure(rounds: int, calls: int) -> list[list[object]]:
+    found = candidates()
+    off = differences(found)
+    right = {name: candidate for name, candidate in found.items() if agrees(name, off[name])}
+    return rows(alternate(right, rounds, calls), off)
+
+
+def here() -> None:
+    """Measures in this process, whose threads must have one OpenMP thread each."""
+    torch.set_num_threads(1)
+    report(
+        "overhead",
+        "What a step costs beyond its operators",
+        [
+            "candidate",
+            "ms: median [p20, p80]",
+            "times slower than ours",
+            "times faster than plain loop",
+            "gradients",
+        ],
+        measure(ROUNDS, CALLS),
+        f"{STAGES} stages of 2 x (Linear({WIDTH}, {WIDTH}), ReLU), {CHUNKS} micro-batches, batch {BATCH}; "
+        "forward and backward given the gradient of the output, no gradients before; all in one process "
+        f"under OMP_NUM_THREADS=1, alternating, medians of {ROUNDS} samples of {CALLS} steps. Ours is the "
+        f"one with K = {STAGES} and the same checkpoint mode; what has no mode is set beside never, the "
+        "checkpointed loop beside always. Gradients were compared with the plain loop's: ours must be equal, "
+        f"those of others within {TOLERANCE:.0e} of the largest of their tensor.\n",
+        [where(5 * ROUNDS)],
+    )
+
+
+def main() -> None:
+    # torchgpipe starts threads in every step; only the environment tells them how many OpenMP threads to use.
+    command = [sys.executable, "-m", "bench.overhead"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, cwd=RESULTS.parents[1], env=environment)
+
+
+if __name__ == "__main__":
+    here()

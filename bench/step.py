@@ -1,0 +1,228 @@
+"""Steps of a GPT in two stages against the same steps of its peers, each in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from bench.measure import Table, Timing, alternate, report
+from bench.models import blocks
+from bench.peers import (
+    TOLERANCE,
+    Candidate,
+    Elsewhere,
+    Forward,
+    Pipelining,
+    Step,
+    agrees,
+    checkpointed,
+    has_torchgpipe,
+    join,
+    looped,
+    off_by,
+    verdict,
+)
+
+STAGES, ROUNDS, PAUSE = 2, 15, 0.05
+OURS, PIPELINING, TORCHGPIPE = "gpipe_fast", "torch.distributed.pipelining", "torchgpipe"
+LOOP, WHOLE = "plain loop", "plain, whole mini-batch"
+
+# Processes, and intra-op threads of each: two cores' worth for everyone.
+RESOURCES = {OURS: (1, 1), PIPELINING: (STAGES, 1), TORCHGPIPE: (1, 2), LOOP: (1, 2), WHOLE: (1, 2)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: GPT blocks, and the mini-batch they are given.
+
+    Attributes:
+        recompute: whether every micro-batch recomputes, or none.
+        chunks: the number of micro-batches.
+        batch: sequences in a micro-batch.
+        length: of each.
+        width: of the blocks, which have 8 heads.
+        count: of blocks.
+    """
+
+    recompute: bool
+    chunks: int
+    batch: int = 2
+    length: int = 128
+    width: int = 256
+    count: int = 4
+
+    def stages(self) -> list[nn.Sequential]:
+        """The same parameters in every process."""
+        torch.manual_seed(0)
+        layers, size = blocks(self.count, self.width), self.count // STAGES
+        return [nn.Sequential(*layers[i * size : (i + 1) * size]) for i in range(STAGES)]
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """The mini-batch, and the gradient of its output."""
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.batch * self.chunks, self.length, self.width)
+        input, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
+        return input, gradient
+
+
+TINY = (2, 1, 8, 8, 2)  # chunks, batch, length, width, count
+
+
+def names(recompute: bool) -> list[str]:
+    """The candidates."""
+    found = [OURS, PIPELINING, LOOP, *([TORCHGPIPE] if has_torchgpipe() else [])]
+    return found if recompute else [*found, WHOLE]
+
+
+def make(number: int, name: str, case: Case, rendezvous: str) -> Candidate:
+    """The candidate's process ``number``; a tiny step has brought in what a first step imports."""
+    if name == PIPELINING:
+        join(rendezvous, number, STAGES)
+    build(number, name, Case(case.recompute, *TINY))()
+    return build(number, name, case)
+
+
+def build(number: int, name: str, case: Case) -> Candidate:
+    stages, (input, gradient) = case.stages(), case.data()
+    model = nn.Sequential(*(layer for stage in stages for layer in stage))
+    balance, mode = [len(stage) for stage in stages], "always" if case.recompute else "never"
+    if name == PIPELINING:
+        return Pipelining(number, stages, case.recompute, case.chunks, input, gradient)
+    forward: Forward = model
+    if name == OURS:
+        from gpipe_fast import GPipe
+
+        pipe = GPipe(model, balance, chunks=case.chunks, checkpoint=mode)
+        pipe.threads_per_stage = 1
+        forward = pipe
+    elif name == TORCHGPIPE:
+        import torchgpipe
+
+        devices = ["cpu"] * STAGES
+        forward = torchgpipe.GPipe(model, balance, devices=devices, chunks=case.chunks, checkpoint=mode)
+    elif name == LOOP:
+        forward = looped(checkpointed(stages) if case.recompute else model, case.chunks)
+    return Step(model.parameters(), forward, input, gradient)
+
+
+def reference(case: Case) -> list[Tensor]:
+    """Gradients of the plain loop with one thread."""
+    step = build(0, LOOP, case)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    step()
+    torch.set_num_threads(before)
+    return step.gradients()
+
+
+@dataclass
+class Result:
+    """What was found out about one candidate.
+
+    Attributes:
+        off: how far its gradients are off (see ``off_by``).
+        timing: None if that is too far.
+        peak_bytes: memory in a step, None if unknown.
+        idle: the share of a core that it used while others were timed.
+    """
+
+    off: float
+    timing: Timing | None = None
+    peak_bytes: int | None = None
+    idle: float = 0.0
+
+
+def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Result]:
+    """Compares gradients of the first step and of a later one, then times what has the right ones."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        candidates: dict[str, Elsewhere] = {}
+        for name in names:
+            processes, threads = RESOURCES[name]
+            candidate = Elsewhere(make, (name, case, str(folder / "rendezvous")), threads, processes)
+            stack.callback(candidate.close)
+            candidates[name] = candidate
+        wanted = reference(case)
+        results = {name: Result(0.0) for name in names}
+        for name, candidate in candidates.items():
+            for _ in range(2):
+                candidate()
+                results[name].off = max(results[name].off, off_by(candidate.gradients(), wanted))
+            results[name].peak_bytes = candidate.peak_bytes()
+        right = {n: c for n, c in candidates.items() if agrees(n, results[n].off)}
+        start, before = time.perf_counter(), {n: c.idle_seconds() for n, c in candidates.items()}
+        for name, timing in alternate(right, rounds, pause=PAUSE).items():
+            results[name].timing = timing
+        elapsed = time.perf_counter() - start
+        for name, candidate in candidates.items():
+            results[name].idle = (candidate.idle_seconds() - before[name]) / elapsed
+    return results
+
+
+HEADERS = [
+    "micro-batches",
+    "candidate",
+    "processes x threads",
+    "ms: median [p20, p80]",
+    "ours is x times faster",
+    "peak memory, MiB",
+    "gradients",
+]
+
+
+def rows(case: Case, results: Mapping[str, Result]) -> list[list[object]]:
+    """One for each candidate; what has other gradients has no timing, and gets no ratio."""
+    found: list[list[object]] = []
+    ours = results[OURS].timing
+    for name, result in results.items():
+        processes, threads = RESOURCES[name]
+        timing = result.timing
+        found.append(
+            [
+                case.chunks,
+                name,
+                f"1 x {STAGES} stages" if name == OURS else f"{processes} x {threads}",
+                timing.ms() if timing else "-",
+                timing.median / ours.median if timing and ours else "-",
+                "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.0f}",
+                verdict(name, result.off),
+            ]
+        )
+    return found
+
+
+def main() -> None:
+    tables: dict[bool, list[list[object]]] = {True: [], False: []}
+    idle = 0.0
+    for recompute, chunks in itertools.product(tables, (8, 16)):
+        case = Case(recompute, chunks)
+        results = measure(case, names(recompute), ROUNDS)
+        idle = max(idle, *(result.idle for result in results.values()))
+        tables[recompute] += rows(case, results)
+    report(
+        "step",
+        "Steps of two stages, every micro-batch recomputed",
+        HEADERS,
+        tables[True],
+        f"{case.count} GPT blocks of width {case.width}, 8 heads, K = {STAGES}, {case.batch} x {case.length} "
+        "tokens a micro-batch; forward and backward given the gradient of the output. Every candidate has "
+        "processes of its own and threads for two cores; they alternate, medians of "
+        f"{ROUNDS} steps. Who waits sleeps: between its steps nobody used more than {idle:.1%} of a core. "
+        "Stages are recomputed as a whole, by others with non-reentrant torch.utils.checkpoint. torchgpipe's "
+        "two CPU stages share one worker thread. Gradients were compared with those of the plain loop with "
+        f"one thread: ours must be equal, others within {TOLERANCE:.0e} of the largest of their tensor. Peak "
+        "memory is what a step needs, in all processes, beyond parameters, input and what is imported.\n",
+        [Table("Nothing recomputed", HEADERS, tables[False])],
+    )
+
+
+if __name__ == "__main__":
+    main()

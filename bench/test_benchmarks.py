@@ -1,0 +1,45 @@
+"""Headline steps of ours under pytest-benchmark: `pytest bench --benchmark-only`.
+
+Good for comparing commits (`--benchmark-autosave`, `--benchmark-compare`). What compares us with others is
+`python -m bench`, whose candidates alternate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from bench.overhead import LOOP, Overhead
+from bench.peers import off_by
+from bench.step import OURS, Case, build, reference
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINT_MODES)
+def test_overhead(benchmark: BenchmarkFixture, mode: str) -> None:
+    overhead = Overhead()
+    step, loop = overhead.ours(mode), overhead.plain()[LOOP]
+    step()
+    loop()
+    assert off_by(step.gradients(), loop.gradients()) == 0
+    benchmark(step)
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["always", "never"])
+def test_gpt_step(benchmark: BenchmarkFixture, recompute: bool) -> None:
+    case = Case(recompute, chunks=8)
+    step = build(0, OURS, case)
+    step()
+    assert off_by(step.gradients(), reference(case)) == 0
+    benchmark.pedantic(step, rounds=10, warmup_rounds=1)  # type: ignore[no-untyped-call]
