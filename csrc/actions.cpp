@@ -9,7 +9,8 @@
 namespace gpipe_fast {
 
 std::string Action::name() const {
-  static constexpr std::array<const char*, 6> kKinds = {"F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"};
+  static constexpr std::array<const char*, 9> kKinds = {"F",      "R",      "B",      "I",     "W",
+                                                        "SEND_F", "RECV_F", "SEND_B", "RECV_B"};
   return std::to_string(stage) + kKinds.at(static_cast<size_t>(kind)) + std::to_string(microbatch);
 }
 

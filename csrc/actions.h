@@ -9,8 +9,11 @@ namespace gpipe_fast {
 
 enum class ActionKind : uint8_t {
   forward,
-  backward,
-  send_forward,  // boundary activation to the next stage
+  recompute,         // what a backward can do before its boundary gradient is there
+  backward,          // all, or what a recompute left
+  backward_inputs,   // up to the boundary gradient for the stage before
+  backward_weights,  // what that left
+  send_forward,      // boundary activation to the next stage
   recv_forward,
   send_backward,  // boundary gradient to the stage before
   recv_backward,

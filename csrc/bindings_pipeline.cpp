@@ -23,7 +23,10 @@ namespace {
 const std::map<std::string, ActionKind>& action_kinds() {
   static const std::map<std::string, ActionKind> kinds = {
       {"F", ActionKind::forward},
+      {"R", ActionKind::recompute},
       {"B", ActionKind::backward},
+      {"I", ActionKind::backward_inputs},
+      {"W", ActionKind::backward_weights},
       {"SEND_F", ActionKind::send_forward},
       {"RECV_F", ActionKind::recv_forward},
       {"SEND_B", ActionKind::send_backward},

@@ -122,6 +122,7 @@ void bind_program(py::module_& m) {
       .def("add_take", &Program::add_take)
       .def("add_release", &Program::add_release)
       .def("set_outputs", &Program::set_outputs)
+      .def("set_parts", &Program::set_parts)
       .def("set_arena_bytes", &Program::set_arena_bytes)
       .def("bind", &Program::bind, py::call_guard<py::gil_scoped_release>())
       .def("run", &run, py::arg("inputs"), py::arg("accumulators"), py::arg("first"))

@@ -121,11 +121,9 @@ struct Engine::Pool {
         return &backward[action.stage];
       case ActionKind::recv_backward:
         return &backward[action.stage + 1];
-      case ActionKind::forward:
-      case ActionKind::backward:
-        break;
+      default:
+        return nullptr;
     }
-    return nullptr;
   }
   static bool sends(const Action& action) {
     return action.kind == ActionKind::send_forward || action.kind == ActionKind::send_backward;

@@ -140,6 +140,7 @@ MiniBatch::Gradients MiniBatch::end_backward() {
 void MiniBatch::abandon() {
   kept_ = kept_ && retain_;
   for (Stage& stage : stages_) {
+    stage.open.reset();
     stage.buffers.clear();
     stage.gradients.clear();
     for (Cell& cell : stage.cells) {
@@ -178,7 +179,10 @@ void MiniBatch::run(const Action& action, Watch& watch) {
   switch (action.kind) {
     case ActionKind::forward:
       return forward(action, watch);
+    case ActionKind::recompute:
     case ActionKind::backward:
+    case ActionKind::backward_inputs:
+    case ActionKind::backward_weights:
       return backward(action, watch);
     case ActionKind::send_forward:
       stages_[action.stage + 1].cells[m].arrived = std::move(cell.outputs);
@@ -192,31 +196,21 @@ void MiniBatch::run(const Action& action, Watch& watch) {
   }
 }
 
-Tensors MiniBatch::gather(const std::vector<Port>& ports, const Cell& cell) {
-  Tensors gathered;
-  gathered.reserve(ports.size());
-  for (const Port& port : ports) {
-    switch (port.role) {
-      case Role::buffer:
-        gathered.push_back(cell.buffers.at(port.index));
-        break;
-      case Role::key:
-        gathered.push_back(cell.key);
-        break;
-      case Role::input:
-        gathered.push_back(cell.inputs.at(port.index));
-        break;
-      case Role::saved:
-        gathered.push_back(cell.saved.at(port.index));
-        break;
-      case Role::tangent:
-        gathered.push_back(cell.tangents.at(port.index));
-        break;
-      default:
-        GPIPE_CHECK(false, "a program reads a port that only results have");
-    }
+const at::Tensor& MiniBatch::find(const Port& port, const Cell& cell) {
+  switch (port.role) {
+    case Role::buffer:
+      return cell.buffers.at(port.index);
+    case Role::key:
+      return cell.key;
+    case Role::input:
+      return cell.inputs.at(port.index);
+    case Role::saved:
+      return cell.saved.at(port.index);
+    case Role::tangent:
+      return cell.tangents.at(port.index);
+    default:
+      GPIPE_CHECK(false, "a program reads a port that only results have");
   }
-  return gathered;
 }
 
 void MiniBatch::forward(const Action& action, Watch& watch) {
@@ -227,9 +221,10 @@ void MiniBatch::forward(const Action& action, Watch& watch) {
   cell.inputs = std::move(cell.arrived);
   cell.buffers = stage.buffers;
   cell.key = make_key(key_, action.microbatch, plan.first_layer);
-  Tensors no_accumulators;
-  Tensors results =
-      pass.forward.program->run(gather(pass.forward.inputs, cell), no_accumulators, true, &watch);
+  Tensors inputs, no_accumulators;
+  inputs.reserve(pass.forward.inputs.size());
+  for (const Port& port : pass.forward.inputs) inputs.push_back(find(port, cell));
+  Tensors results = pass.forward.program->run(inputs, no_accumulators, true, &watch);
   for (size_t i = 0; i < results.size(); ++i) {
     const Port& port = pass.forward.outputs[i];
     Tensors& destination = port.role == Role::output   ? cell.outputs
@@ -266,18 +261,42 @@ void MiniBatch::keep_only(const Pass& pass, const Stage& stage, Cell& cell) cons
   if (!plan_->instead) cell.key.reset();
 }
 
+void MiniBatch::open(const PortedProgram& program, Stage& stage, const Cell& cell, Watch& watch) {
+  stage.open.emplace(*program.program, stage.gradients, !stage.has_gradients);
+  for (size_t i = 0; i < program.inputs.size(); ++i) {
+    if (program.inputs[i].role != Role::tangent) stage.open->take(i, find(program.inputs[i], cell));
+  }
+  stage.open->execute(Part::early, &watch);
+}
+
 void MiniBatch::backward(const Action& action, Watch& watch) {
-  const PortedProgram& backward = backward_plan_->stages[action.stage].passes[action.microbatch]->backward;
+  const PortedProgram& program = backward_plan_->stages[action.stage].passes[action.microbatch]->backward;
   Stage& stage = stages_[action.stage];
   Cell& cell = stage.cells[action.microbatch];
-  if (backward.program) {  // else nothing from here on needs a gradient
-    Tensors results =
-        backward.program->run(gather(backward.inputs, cell), stage.gradients, !stage.has_gradients, &watch);
-    stage.has_gradients = true;
-    for (size_t i = 0; i < results.size(); ++i) {
-      put(cell.input_gradients, backward.outputs[i].index, std::move(results[i]));
+  const bool whole = action.kind == ActionKind::backward;
+  const bool inputs = whole || action.kind == ActionKind::backward_inputs;
+  const bool weights = whole || action.kind == ActionKind::backward_weights;
+  if (program.program) {  // else nothing from here on needs a gradient
+    if (!stage.open && action.kind != ActionKind::backward_weights) open(program, stage, cell, watch);
+    GPIPE_CHECK(stage.open, action.name(), " goes on with a backward that was not begun");
+    if (inputs) {
+      for (size_t i = 0; i < program.inputs.size(); ++i) {
+        if (program.inputs[i].role == Role::tangent) stage.open->take(i, find(program.inputs[i], cell));
+      }
+      stage.open->execute(Part::results, &watch);
+      Tensors results = stage.open->outputs();
+      for (size_t i = 0; i < results.size(); ++i) {
+        put(cell.input_gradients, program.outputs[i].index, std::move(results[i]));
+      }
+    }
+    if (weights) {
+      stage.open->execute(Part::rest, &watch);
+      stage.open->finish();
+      stage.open.reset();
+      stage.has_gradients = true;
     }
   }
+  if (!weights) return;
   cell.tangents.clear();
   if (retain_) return;
   cell.inputs.clear();

@@ -85,17 +85,20 @@ class MiniBatch final : public Work {
     std::map<size_t, Noted> noted_buffers;  // the module's own that the backward reads, by index
     Tensors gradients;
     bool has_gradients = false;
-    std::vector<Cell> cells;  // by micro-batch
+    std::optional<Program::Run> open;  // a backward of which a part is still to come
+    std::vector<Cell> cells;           // by micro-batch
   };
   enum class Phase { idle, forward, backward };
 
   void bind(int32_t stage);
   void note_buffers();
   void check_buffers() const;
-  static Tensors gather(const std::vector<Port>& ports, const Cell& cell);
+  static const at::Tensor& find(const Port& port, const Cell& cell);
   void forward(const Action& action, Watch& watch);
   void keep_only(const Pass& pass, const Stage& stage, Cell& cell) const;
+  // A backward, or the next part of one.
   void backward(const Action& action, Watch& watch);
+  void open(const PortedProgram& program, Stage& stage, const Cell& cell, Watch& watch);
 
   std::shared_ptr<const Plan> plan_;           // the forward's
   std::shared_ptr<const Plan> backward_plan_;  // while a backward runs

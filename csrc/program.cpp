@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -148,6 +149,15 @@ void Program::set_outputs(std::vector<Slot> outputs) {
   }
 }
 
+void Program::set_parts(int64_t before_results, int64_t before_rest) {
+  GPIPE_CHECK(0 <= before_results && before_results <= before_rest &&
+                  before_rest <= static_cast<int64_t>(steps_.size()),
+              "parts of ", steps_.size(), " steps cannot begin at ", before_results, " and ", before_rest);
+  for (int64_t i = before_results; i < static_cast<int64_t>(steps_.size()); ++i) {
+    steps_[i]->part = i < before_rest ? Part::results : Part::rest;
+  }
+}
+
 at::Tensor Program::hollow(const Layout& layout) const {
   at::Tensor tensor = at::empty({0}, at::TensorOptions(layout.dtype).device(device_));
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(nothing_.storage());
@@ -196,7 +206,10 @@ at::Tensor Program::owned(at::Tensor tensor) const {
   if (!tensor.defined()) return tensor;
   const auto& storage = tensor.storage();
   bool shared = storage.is_alias_of(arena_->storage());
-  for (const Input& input : inputs_) shared = shared || storage.is_alias_of(slots_[input.slot].storage());
+  for (const Input& input : inputs_) {
+    const at::Tensor& given = slots_[input.slot];  // or not yet
+    shared = shared || (given.defined() && storage.is_alias_of(given.storage()));
+  }
   return shared ? tensor.clone() : tensor;
 }
 
@@ -236,59 +249,82 @@ void Program::bind(const std::vector<at::Tensor>& parameters) {
   }
 }
 
+Program::Run::Run(Program& program, std::vector<at::Tensor>& accumulators, bool first)
+    : program_(program), accumulators_(accumulators), first_(first), drop_at_end_{program} {
+  program_.settle_in_arena();
+  if (first_) return;
+  // Below autograd, and without version counters; so below.
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const Indexed& accumulator : program_.accumulators_) {
+    at::Tensor& tensor = accumulators_.at(accumulator.index);
+    GPIPE_CHECK(tensor.defined(), "the mini-batch's first backward made no gradient of parameter ",
+                accumulator.index);
+    program_.take_in(accumulator.slot, tensor);
+    // A program for another shape may have laid it out differently.
+    tensor = program_.slots_[accumulator.slot];
+  }
+}
+
+Program::Run::DropAtEnd::~DropAtEnd() {
+  for (Slot slot : program.of_this_run_) program.release(slot);
+  program.returned_.clear();
+}
+
+void Program::Run::take(size_t position, const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Input& input = program_.inputs_.at(position);
+  const bool fits = input.any_dtype || tensor.scalar_type() == program_.values_[input.slot].layout.dtype;
+  fits ? program_.take_result(input.slot, tensor) : program_.take_in(input.slot, tensor);
+}
+
+void Program::Run::execute(Part part, Watch* watch) {
+  // What runs here was differentiated when it was traced.
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const std::vector<const Step*>& steps = first_ ? program_.first_ : program_.later_;
+  const auto before = [](const Step* step, Part wanted) { return step->part < wanted; };
+  for (auto it = std::lower_bound(steps.begin(), steps.end(), part, before);
+       it != steps.end() && (*it)->part == part; ++it) {
+    if (watch != nullptr) watch->look();
+    program_.execute(**it);
+  }
+}
+
+std::vector<at::Tensor> Program::Run::outputs() const {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::vector<at::Tensor> outputs;
+  outputs.reserve(program_.outputs_.size());
+  for (Slot slot : program_.outputs_) outputs.push_back(program_.hand_out(slot));
+  return outputs;
+}
+
+void Program::Run::finish() {
+  if (!first_) return;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const Indexed& accumulator : program_.accumulators_)
+    accumulators_.at(accumulator.index) = program_.hand_out(accumulator.slot);
+}
+
 std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs,
                                      std::vector<at::Tensor>& accumulators, bool first, Watch* watch) {
-  // Below autograd, and without version counters: what runs here was differentiated when it was traced.
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
   GPIPE_CHECK(inputs.size() == inputs_.size(), "a program of ", inputs_.size(), " inputs got ",
               inputs.size());
+  Run run(*this, accumulators, first);
+  for (size_t i = 0; i < inputs.size(); ++i) run.take(i, inputs[i]);
+  for (Part part : {Part::early, Part::results, Part::rest}) run.execute(part, watch);
+  run.finish();
+  return run.outputs();
+}
 
-  struct DropAtEnd {
-    Program& program;
-    ~DropAtEnd() {
-      for (Slot slot : program.of_this_run_) program.release(slot);
-      program.returned_.clear();
-    }
-  } drop_at_end{*this};
-
+void Program::settle_in_arena() {
   arena_->reserve(arena_bytes_, device_);
-  if (arena_generation_ != arena_->generation()) {
-    for (const Indexed& value : in_arena_) {
-      at::Tensor& tensor = slots_[value.slot];
-      tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(arena_->storage());
-      tensor.unsafeGetTensorImpl()->set_storage_offset(value.index / static_cast<int64_t>(tensor.itemsize()));
-      repoint(value.slot);
-    }
-    arena_generation_ = arena_->generation();
+  if (arena_generation_ == arena_->generation()) return;
+  for (const Indexed& value : in_arena_) {
+    at::Tensor& tensor = slots_[value.slot];
+    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(arena_->storage());
+    tensor.unsafeGetTensorImpl()->set_storage_offset(value.index / static_cast<int64_t>(tensor.itemsize()));
+    repoint(value.slot);
   }
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const Input& input = inputs_[i];
-    const bool fits = input.any_dtype || inputs[i].scalar_type() == values_[input.slot].layout.dtype;
-    fits ? take_result(input.slot, inputs[i]) : take_in(input.slot, inputs[i]);
-  }
-  if (!first) {
-    for (const Indexed& accumulator : accumulators_) {
-      at::Tensor& tensor = accumulators.at(accumulator.index);
-      GPIPE_CHECK(tensor.defined(), "the mini-batch's first backward made no gradient of parameter ",
-                  accumulator.index);
-      take_in(accumulator.slot, tensor);
-      tensor = slots_[accumulator.slot];  // a program for another shape may have laid it out differently
-    }
-  }
-
-  for (const Step* step : first ? first_ : later_) {
-    if (watch != nullptr) watch->look();
-    execute(*step);
-  }
-
-  if (first) {
-    for (const Indexed& accumulator : accumulators_)
-      accumulators.at(accumulator.index) = hand_out(accumulator.slot);
-  }
-  std::vector<at::Tensor> outputs;
-  outputs.reserve(outputs_.size());
-  for (Slot slot : outputs_) outputs.push_back(hand_out(slot));
-  return outputs;
+  arena_generation_ = arena_->generation();
 }
 
 void Program::execute(const Step& step) {

@@ -37,6 +37,9 @@ struct Layout {
 // Index of a value in its program.
 using Slot = int64_t;
 
+// The parts of a run, in order: what needs no late input, what makes the results, and the rest.
+enum class Part : uint8_t { early, results, rest };
+
 // In which runs of a mini-batch a step takes part: the first one makes the accumulators.
 enum class When : uint8_t { always, first, later };
 
@@ -89,6 +92,9 @@ class Program {
   void add_release(Slot value);
   // The results, in order. None may lie in the arena.
   void set_outputs(std::vector<Slot> outputs);
+  // Of all steps, how many come before the second part, and before the third, by which results are made; by default
+  // there is but the first.
+  void set_parts(int64_t before_results, int64_t before_rest);
   void set_arena_bytes(int64_t bytes) { arena_bytes_ = bytes; }
 
   // For building operators: the tensor of a slot; its address stays, its content changes with every run.
@@ -97,9 +103,35 @@ class Program {
   // Points parameter values at `parameters`, indexed as in add_parameter. Once per mini-batch.
   void bind(const std::vector<at::Tensor>& parameters);
 
-  // Runs once; needs no GIL. `accumulators` is indexed as in add_accumulator: with `first` this program's are
-  // made, else added to. `watch`, where given, is asked before every step. After an exception, its own too, the
-  // accumulators are undefined and the program can be run again. One run at a time.
+  // A run whose parts may lie apart in time; needs no GIL. `accumulators`, which outlives it, is indexed as in
+  // add_accumulator: with `first` this program's are made, else added to. `watch`, where given, is asked before every
+  // step. What an exception ends, and what does not finish, leaves the accumulators undefined; the program can be run
+  // again. Of the programs of one arena one runs at a time.
+  class Run {
+   public:
+    Run(Program& program, std::vector<at::Tensor>& accumulators, bool first);
+    Run(const Run&) = delete;
+    Run& operator=(const Run&) = delete;
+
+    // An input, by position: before the first part that reads it.
+    void take(size_t position, const at::Tensor& input);
+    void execute(Part part, Watch* watch = nullptr);
+    // The results, once they are made.
+    std::vector<at::Tensor> outputs() const;
+    // After the last part.
+    void finish();
+
+   private:
+    struct DropAtEnd {
+      Program& program;
+      ~DropAtEnd();
+    };
+    Program& program_;
+    std::vector<at::Tensor>& accumulators_;
+    bool first_;
+    DropAtEnd drop_at_end_;
+  };
+  // All of one.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& accumulators,
                               bool first, Watch* watch = nullptr);
 
@@ -131,11 +163,13 @@ class Program {
     std::unique_ptr<Operator> op;
     std::vector<std::optional<Slot>> slots;
     bool leaves = false;  // a result outlives the run, so its memory must not be the recycler's
+    Part part = Part::early;
   };
 
   Slot add_value(Layout layout, at::Tensor tensor);
   void add_step(Step step, When when);
   Slot base_of(Slot slot) const { return values_[slot].base.value_or(slot); }
+  void settle_in_arena();
   void execute(const Step& step);
 
   at::Tensor hollow(const Layout& layout) const;  // laid out, but over no memory

@@ -224,8 +224,8 @@ class GPipe(nn.Module):
             self._warned = True
             idle, less = bubble(num_stages, chunks), bubble(num_stages, enough)
             warnings.warn(
-                f"{chunks} micro-batches on {num_stages} stages leave the stages idle for {idle:.0%} of a "
-                f"step; {enough} would leave {less:.0%} (chunks={enough}, or chunks='auto')",
+                f"{chunks} micro-batches on {num_stages} stages leave the stages idle for up to {idle:.0%} "
+                f"of a step; {enough} for {less:.0%} (chunks={enough}, or chunks='auto')",
                 stacklevel=6,
             )
         return chunks

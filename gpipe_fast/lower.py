@@ -27,10 +27,10 @@ from gpipe_fast.alias import Source, source_of
 from gpipe_fast.exactness import accumulates_exactly
 from gpipe_fast.gradients import Gradient, contributions, is_dense, only_leads_to
 from gpipe_fast.operators import OperatorCall, returning, writing
-from gpipe_fast.placement import place
+from gpipe_fast.placement import parts, place
 from gpipe_fast.program import Accumulate, Call, Home, Make, Program, Ref, Take, Value
 from gpipe_fast.refuse import layer_of
-from gpipe_fast.split import StageGraph
+from gpipe_fast.split import JOINT_POSITION, StageGraph
 from gpipe_fast.trace import Role
 
 aten = torch.ops.aten
@@ -80,6 +80,7 @@ class _Lowering:
         program.outputs = tuple(n.port for n in results)
         program.results = [self._result(n.node, n.port.role) for n in results]
         place(program)
+        program.parts = parts(program)
         return program
 
     # Values
@@ -210,14 +211,15 @@ class _Lowering:
 
     def _gradients(self) -> list[Gradient]:
         """One for each parameter; a tied one has a gradient under each name, and their terms join."""
-        order = {node: position for position, node in enumerate(self.nodes)}
         found: dict[int, Gradient] = {}
         for port, node in self.graph.outputs:
             if port.role is Role.PARAMETER_GRADIENT:
                 parts = self._contributions(Gradient(port.index, node))
                 gradient = found.setdefault(port.index, Gradient(port.index, node))
                 gradient.parts = (
-                    sorted(gradient.parts + parts, key=order.__getitem__) if gradient.parts else parts
+                    sorted(gradient.parts + parts, key=lambda n: n.meta.get(JOINT_POSITION, -1))
+                    if gradient.parts
+                    else parts
                 )
         return list(found.values())
 

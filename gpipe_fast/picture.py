@@ -1,13 +1,13 @@
-"""A recorded step as an SVG drawing: a row for every stage, a block for every forward and backward."""
+"""A recorded step as an SVG drawing: a row for every stage, a block for every action but transfers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from xml.sax.saxutils import escape
 
 from gpipe_fast.recording import Event, Recording
-from gpipe_fast.schedule import Kind, bubble
+from gpipe_fast.schedule import BACKWARD, Kind, bubble
 
 # In pixels.
 _MARGIN, _LABELS, _ROW, _GAP, _LINE = 20, 62, 30, 6, 20
@@ -16,8 +16,14 @@ _TITLE_SIZE, _TEXT_SIZE, _NAME_SIZE = 13, 11, 10
 _LETTER = 0.62  # times the font size: the width of a letter in any usual monospaced font
 _TICK_DISTANCE = 80  # at least
 
-_FILLS = {Kind.F: "#9ecae9", Kind.B: "#f9b46b"}
-_MEANINGS = {Kind.F: "forward", Kind.B: "backward, with its recompute"}
+_FILLS = {Kind.F: "#9ecae9", Kind.R: "#d5e7f5", Kind.B: "#f7a650", Kind.I: "#f9b97a", Kind.W: "#fcdcbb"}
+_MEANINGS = {
+    Kind.F: "forward",
+    Kind.R: "recompute",
+    Kind.B: "backward",
+    Kind.I: "backward to the boundary gradient",
+    Kind.W: "weight gradients",
+}
 _INK, _IDLE, _LINES = "#222222", "#eeeeee", "#aaaaaa"
 _HATCH = (
     '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -69,7 +75,7 @@ def _figures(recording: Recording) -> str:
     return (
         f"K = {num_stages} stages, M = {num_microbatches} micro-batches: "
         f"{'step' if len(recording.phases()) > 1 else 'forward'} {(end - begin) * 1e3:.1f} ms, "
-        f"bubble {recording.bubble():.1%} (ideal {bubble(num_stages, num_microbatches):.1%})"
+        f"bubble {recording.bubble():.1%}, (K-1)/(M+K-1) = {bubble(num_stages, num_microbatches):.1%}"
     )
 
 
@@ -104,13 +110,12 @@ class _Chart:
     def _x(self, seconds: float) -> float:
         return round(self._left + (seconds - self._begin) * self._scale, 2)
 
-    def _blocks(self, kind: Kind | None = None) -> list[Event]:
-        kinds = _FILLS if kind is None else (kind,)
+    def _blocks(self, kinds: Collection[Kind] = tuple(_FILLS)) -> list[Event]:
         return [event for action, event in self._events.items() if action.kind in kinds]
 
     def has(self, kind: Kind) -> bool:
         """Whether there are any such blocks."""
-        return bool(self._blocks(kind))
+        return bool(self._blocks([kind]))
 
     def rows(self) -> Iterator[str]:
         """Every stage's name, and its blocks on grey."""
@@ -135,10 +140,11 @@ class _Chart:
 
     def loss(self) -> Iterator[str]:
         """What lies between forward and backward."""
-        if not self.has(Kind.B):
+        backward = self._blocks([kind for kind in _FILLS if kind in BACKWARD])
+        if not backward:
             return
-        left = self._x(max(event.end for event in self._blocks(Kind.F)))
-        right = self._x(min(event.begin for event in self._blocks(Kind.B)))
+        left = self._x(max(event.end for event in self._blocks([Kind.F])))
+        right = self._x(min(event.begin for event in backward))
         yield _rectangle(
             left, self._top - _GAP / 2, right, self.bottom + _GAP / 2, "url(#hatch)", kind="loss"
         )

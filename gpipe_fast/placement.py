@@ -1,4 +1,4 @@
-"""Where a program's values lie in memory, and when they are dropped."""
+"""Where a program's values lie in memory, when they are dropped, and which steps wait for what."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from typing import Any
 
 from gpipe_fast.arena import Lifetime, lay_out
 from gpipe_fast.operators import is_pointwise
-from gpipe_fast.program import Accumulate, Call, Home, Make, Program, Ref, Release, Step, Take, Value
+from gpipe_fast.program import (
+    Accumulate,
+    Call,
+    Home,
+    Make,
+    Program,
+    Ref,
+    Release,
+    Step,
+    Take,
+    Value,
+    is_written,
+)
+from gpipe_fast.trace import Role
 
 
 def place(program: Program) -> None:
@@ -41,6 +54,35 @@ def place(program: Program) -> None:
         for position, step in enumerate(steps)
         for s in (step, *(Release(v) for v in ends.get(position, ())))
     ]
+
+
+def parts(program: Program) -> tuple[int, int]:
+    """Where the second part of a program begins, and where the third (see ``Program.parts``)."""
+    values, steps = program.values, program.steps
+    base_of = [v.index if v.home is Home.VIEW else i for i, v in enumerate(values)]
+    inputs = (i for i, v in enumerate(values) if v.home is Home.INPUT)
+    late = {i for i, port in zip(inputs, program.inputs, strict=True) if port.role is Role.TANGENT}
+    results = {base_of[r] for r in program.results}
+    early, made = len(steps), 0
+    for position, step in enumerate(steps):
+        if early == len(steps) and any(base_of[v] in late for v in _used(step)):
+            early = position
+        if any(base_of[v] in results for v in _written(step)):
+            made = position + 1
+    return early, max(early, made)
+
+
+def _written(step: Step) -> list[int]:
+    match step:
+        case Call(op, arguments, None):
+            schema = zip(arguments, op._schema.arguments, strict=True)
+            return [r for argument, s in schema if is_written(s) for r in _refs(argument)]
+        case Call(_, _, results):
+            return [r for r in results or () if r is not None]
+        case Make(value):
+            return [value]
+        case _:
+            return []
 
 
 def _used(step: Step) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from gpipe_fast import _extension
 from gpipe_fast.compile import CompiledStage
 from gpipe_fast.schedule import Schedule, fill_drain
+from gpipe_fast.split import NO_RECOMPUTE
 from gpipe_fast.trace import buffers_of, parameters_of
 
 # Boundary activations that may wait on an edge where none is kept for a backward anyway.
@@ -64,7 +65,11 @@ def make_plan(
     parameters, buffers = _numbered(parameters_of(layers)), _numbered(buffers_of(layers))
     training = any(differentiable)
     schedule = fill_drain(
-        len(stages), len(pipelines), slots=None if training else _SLOTS_IN_INFERENCE, backward=training
+        len(stages),
+        len(pipelines),
+        slots=None if training else _SLOTS_IN_INFERENCE,
+        backward=training,
+        recomputed=[m for m, budget in enumerate(budgets) if budget < NO_RECOMPUTE],
     )
     native = _extension.Plan(
         [

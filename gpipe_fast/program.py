@@ -121,6 +121,8 @@ class Program:
         steps: what it does, in order.
         results: indices of the returned values.
         arena_bytes: the scratch memory it needs.
+        parts: of all steps, how many read no boundary gradient and come before all that do; and how many it
+            takes until the results are there.
     """
 
     name: str
@@ -131,6 +133,7 @@ class Program:
     steps: list[Step] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
     arena_bytes: int = 0
+    parts: tuple[int, int] = (0, 0)
 
     def build(self, arena: Arena, device: torch.device, *, direct: bool = True) -> NativeProgram:
         """Makes the C++ object. Not thread safe: of those that share an arena, one runs at a time.
@@ -164,6 +167,7 @@ class Program:
                     native.add_release(value_index)
         native.set_outputs(self.results)
         native.set_arena_bytes(self.arena_bytes)
+        native.set_parts(*self.parts)
         return native
 
     def describe(self) -> str:
@@ -188,8 +192,8 @@ class Program:
     def _line(self, step: Step) -> str:
         match step:
             case Call(op, arguments, results, when, layer):
-                written = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if _is_written(s)]
-                read = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if not _is_written(s)]
+                written = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if is_written(s)]
+                read = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if not is_written(s)]
                 targets = [a.value for a in written] if results is None else results
                 left = ", ".join("_" if t is None else self._place(t) for t in targets)
                 right = ", ".join(map(self._text, read))
@@ -226,7 +230,8 @@ class Program:
         return f"{self.values[value.index].name}{offset}<{list(value.sizes)} by {list(value.strides)}>"
 
 
-def _is_written(argument: torch._C.Argument) -> bool:
+def is_written(argument: torch._C.Argument) -> bool:
+    """Whether an operator changes this argument, as its schema has it."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -22,18 +22,22 @@ from itertools import accumulate, chain, pairwise
 
 
 class Kind(str, Enum):
-    """What an action does; torch.distributed.pipelining has the same names."""
+    """What an action does; torch.distributed.pipelining has the same names, but for R."""
 
     F = "F"
-    B = "B"
+    R = "R"  # recompute: all of a backward that needs no boundary gradient
+    B = "B"  # backward: what R left of it, or all
+    I = "I"  # noqa: E741 the field's name: of that, up to the boundary gradient that is sent
+    W = "W"  # what I left: gradients of weights
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
 
-_BACKWARD = (Kind.RECV_B, Kind.B, Kind.SEND_B)
-_ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B)([0-9]+)")
+TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+BACKWARD = (Kind.R, Kind.RECV_B, Kind.B, Kind.I, Kind.SEND_B, Kind.W)
+_ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|[FRBIW])([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +65,17 @@ class Action:
 
 
 def tick(action: Action) -> float:
-    """Durations to think in: 1 for a forward or a backward, nothing for a transfer."""
-    return 1.0 if action.kind in (Kind.F, Kind.B) else 0.0
+    """Durations to think in: 1 for a forward, a backward or a part of one, nothing for a transfer."""
+    return 0.0 if action.kind in TRANSFERS else 1.0
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The actions of every stage, in the order in which the stage takes them. Only valid ones can be made.
 
-    It has forwards, backwards or both, of every micro-batch on every stage. A RECV waits for its SEND, a SEND
-    while all slots of its edge are taken; a slot is taken from the end of a SEND to the end of its RECV.
+    It has forwards, backwards or both, of every micro-batch on every stage; a backward is a B, or an I and a
+    W, and an R may go before. A RECV waits for its SEND, a SEND while all slots of its edge are taken; a slot
+    is taken from the end of a SEND to the end of its RECV.
 
     Attributes:
         stages: actions by stage.
@@ -89,11 +94,10 @@ class Schedule:
         for name in ("num_stages", "num_microbatches", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        backward = any(action.kind in _BACKWARD for action in self._actions)
-        forward = not backward or any(action.kind not in _BACKWARD for action in self._actions)
+        backward = any(action.kind in BACKWARD for action in self._actions)
+        forward = not backward or any(action.kind not in BACKWARD for action in self._actions)
         for stage, actions in enumerate(self.stages):
-            ahead, back = _kinds(stage, self.num_stages)
-            _check_stage(stage, actions, ahead * forward + back * backward, self.num_microbatches)
+            _check_stage(stage, actions, self.num_stages, self.num_microbatches, forward, backward)
         for i, j in chain(*(zip(*edge, strict=True) for edge in self._edges())):
             send, receive = self._actions[i], self._actions[j]
             if send.microbatch != receive.microbatch:
@@ -166,9 +170,9 @@ class Schedule:
 
     def _part(self, *, backward: bool) -> Schedule:
         for before, after in chain(*map(pairwise, self.stages)):
-            if before.kind in _BACKWARD and after.kind not in _BACKWARD:
+            if before.kind in BACKWARD and after.kind not in BACKWARD:
                 raise ValueError(f"{after} comes after {before}, so the loss cannot come in between")
-        stages = tuple(tuple(a for a in row if (a.kind in _BACKWARD) == backward) for row in self.stages)
+        stages = tuple(tuple(a for a in row if (a.kind in BACKWARD) == backward) for row in self.stages)
         if not any(stages):
             raise ValueError(f"the schedule has no {'backwards' if backward else 'forwards'}")
         return Schedule(stages, self.num_microbatches, self.slots)
@@ -235,7 +239,7 @@ class Schedule:
     def _key(self, i: int, begin: float) -> tuple[float, bool, int, int]:
         """Sorts by tick, direction and stage; a SEND goes with what it sends, made in the tick before."""
         action = self._actions[i]
-        backward = action.kind in _BACKWARD
+        backward = action.kind in BACKWARD
         begin -= action.kind in (Kind.SEND_F, Kind.SEND_B)
         return (begin, backward, -action.stage if backward else action.stage, i)
 
@@ -249,7 +253,12 @@ class Schedule:
 
 
 def fill_drain(
-    num_stages: int, num_microbatches: int, *, slots: int | None = None, backward: bool = True
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    slots: int | None = None,
+    backward: bool = True,
+    recomputed: Collection[int] | None = None,
 ) -> Schedule:
     """GPipe's schedule: all forwards, then all backwards, the last micro-batch first.
 
@@ -258,16 +267,23 @@ def fill_drain(
         num_microbatches: M.
         slots: boundary tensors that may wait on one edge in one direction; if None M, so that no SEND waits.
         backward: False for inference.
+        recomputed: which micro-batches recompute. If given, backwards are in parts, so that nobody waits for
+            what it does not need: a stage recomputes before the boundary gradient arrives, and sends its own
+            on before it makes the gradients of its weights. With all recomputed, and F, R, I and W equally
+            long, all backwards take 3 M + K - 1 ticks; whole ones, if None, 3 (M + K - 1).
 
     Raises:
         ValueError: a number is not positive.
     """
     stages = []
     for stage in range(num_stages):
-        ahead, back = _kinds(stage, num_stages)
-        actions = [Action(stage, kind, m) for m in range(num_microbatches) for kind in ahead]
-        if backward:
-            actions += [Action(stage, kind, m) for m in reversed(range(num_microbatches)) for kind in back]
+        actions = [
+            Action(stage, kind, m) for m in range(num_microbatches) for kind in _ahead(stage, num_stages)
+        ]
+        for m in reversed(range(num_microbatches)) if backward else ():
+            split = stage > 0 and recomputed is not None
+            kinds = _back(stage, num_stages, recompute=m in (recomputed or ()), split=split)
+            actions += [Action(stage, kind, m) for kind in kinds]
         stages.append(tuple(actions))
     return Schedule(tuple(stages), num_microbatches, num_microbatches if slots is None else slots)
 
@@ -275,25 +291,42 @@ def fill_drain(
 def bubble(num_stages: int, num_microbatches: int) -> float:
     """The share of fill-drain in which a stage is idle, if all take equally long and transfers no time.
 
-    (K - 1) / (M + K - 1), from arXiv 1811.06965, section 2.3.
+    (K - 1) / (M + K - 1), from arXiv 1811.06965, section 2.3. Backwards in parts leave less.
     """
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
-def _kinds(stage: int, num_stages: int) -> tuple[list[Kind], list[Kind]]:
-    """What a stage does with one micro-batch, in order: its forward and its backward."""
-    ahead = [Kind.RECV_F] * (stage > 0) + [Kind.F] + [Kind.SEND_F] * (stage < num_stages - 1)
-    return ahead, [Kind.RECV_B] * (stage < num_stages - 1) + [Kind.B] + [Kind.SEND_B] * (stage > 0)
+def _ahead(stage: int, num_stages: int) -> list[Kind]:
+    """What a stage does with one micro-batch in its forward, in order."""
+    return [Kind.RECV_F] * (stage > 0) + [Kind.F] + [Kind.SEND_F] * (stage < num_stages - 1)
 
 
-def _check_stage(stage: int, actions: Sequence[Action], kinds: list[Kind], num_microbatches: int) -> None:
-    """Refuses all but ``kinds`` of every micro-batch, in that order."""
+def _back(stage: int, num_stages: int, *, recompute: bool, split: bool) -> list[Kind]:
+    """The same of its backward."""
+    before = [Kind.R] * recompute + [Kind.RECV_B] * (stage < num_stages - 1)
+    send = [Kind.SEND_B] * (stage > 0)
+    return [*before, Kind.I, *send, Kind.W] if split else [*before, Kind.B, *send]
+
+
+def _check_stage(
+    stage: int,
+    actions: Sequence[Action],
+    num_stages: int,
+    num_microbatches: int,
+    forward: bool,
+    backward: bool,
+) -> None:
+    """Refuses all but one forward, one backward, or both, of every micro-batch, in order."""
     found: dict[int, list[Action]] = {m: [] for m in range(num_microbatches)}
     for action in actions:
         if action.microbatch not in found:
             raise ValueError(f"{action} is of none of the {num_microbatches} micro-batches")
         found[action.microbatch].append(action)
     for microbatch, own in found.items():
+        parts = {action.kind for action in own}
+        split = not parts.isdisjoint({Kind.I, Kind.W})
+        kinds = _ahead(stage, num_stages) * forward
+        kinds += _back(stage, num_stages, recompute=Kind.R in parts, split=split) * backward
         needed = [Action(stage, kind, microbatch) for kind in kinds]
         if own != needed:
             names = " ".join(map(str, own)) or "nothing"

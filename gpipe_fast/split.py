@@ -16,6 +16,9 @@ from gpipe_fast.trace import Joint, Node, Port, Role
 FULL_RECOMPUTE = 0.0
 NO_RECOMPUTE = 1.0
 
+# In a node's meta: its place in the joint graph, which is autograd's order.
+JOINT_POSITION = "gpipe_fast_position"
+
 
 @dataclass(frozen=True)
 class StageGraph:
@@ -135,9 +138,10 @@ def _extract(joint: Joint, name: str, inputs: Iterable[Node], outputs: Iterable[
         if node in needed:
             copies[node] = graph.placeholder(f"{port.role.value}_{port.index}_{node.name}")
             copies[node].meta = node.meta
-    for node in joint.module.graph.nodes:
-        if node in needed and node not in copies:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+    own = {n: i for i, n in enumerate(joint.module.graph.nodes) if n in needed and n not in copies}
+    for node in _in_parts(own, joint):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta[JOINT_POSITION] = own[node]
     graph.output(tuple(copies[n.node] for n in outputs))
     return StageGraph(
         name,
@@ -146,6 +150,25 @@ def _extract(joint: Joint, name: str, inputs: Iterable[Node], outputs: Iterable[
         tuple(Node(n.port, copies[n.node]) for n in outputs),
         _parameter_uses(joint),
     )
+
+
+def _in_parts(nodes: Iterable[fx.Node], joint: Joint) -> list[fx.Node]:
+    """Orders a graph by what its parts wait for, else as it is.
+
+    What needs no boundary gradient comes first, since it can run before one arrives; then what leads to the
+    stage's own boundary gradients, since the stage before waits for them; then the rest.
+    """
+    given = {n.node: n.port for n in joint.inputs}
+    early = _needed(given, (n.node for n in joint.outputs if n.port.role is Role.INPUT_GRADIENT))
+    late = {node for node, port in given.items() if port.role is Role.TANGENT}
+    parts: tuple[list[fx.Node], ...] = ([], [], [])
+    for node in nodes:
+        if late.isdisjoint(node.all_input_nodes):
+            parts[0].append(node)
+        else:
+            late.add(node)
+            parts[1 if node in early else 2].append(node)
+    return [node for part in parts for node in part]
 
 
 def _parameter_uses(joint: Joint) -> dict[int, int]:
@@ -168,4 +191,4 @@ def _needed(given: Mapping[fx.Node, Port], results: Iterable[fx.Node]) -> set[fx
     return needed
 
 
-__all__ = ["FULL_RECOMPUTE", "NO_RECOMPUTE", "Saved", "Split", "StageGraph", "split"]
+__all__ = ["FULL_RECOMPUTE", "JOINT_POSITION", "NO_RECOMPUTE", "Saved", "Split", "StageGraph", "split"]

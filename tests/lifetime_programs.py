@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -38,6 +39,7 @@ def num_threads() -> int:
 
 
 torch.set_num_threads(1)
+warnings.filterwarnings("ignore", message=".* micro-batches on .* stages leave the stages idle")
 model = layers()
 pipe = GPipe(model, [2, 2, 2], chunks=M)
 x = torch.randn(8, 6)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast._extension import kept_bytes
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.schedule import Action, Kind, fill_drain
+from gpipe_fast.schedule import BACKWARD, Action, Kind, fill_drain
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,8 +36,10 @@ ERRORS: dict[str, type[Exception]] = {
     "RuntimeError": RuntimeError,
 }
 K, M = 3, 4
-SCHEDULE = fill_drain(K, M)
-FORWARDS, BACKWARDS = SCHEDULE.forward_part().order(), SCHEDULE.backward_part().order()
+RECOMPUTED = {"always": range(M), "except_last": range(M - 1), "never": range(0)}
+SCHEDULES = {mode: fill_drain(K, M, recomputed=RECOMPUTED[mode]) for mode in CHECKPOINT_MODES}
+FORWARDS = SCHEDULES["never"].forward_part().order()
+BACKWARDS = {mode: schedule.backward_part().order() for mode, schedule in SCHEDULES.items()}
 # Operators of the program that go before the failure; programs here have 3 to 40. The last fails at the end.
 STEPS = (0, 1, 2, 5, 11, 10**6)
 
@@ -81,13 +83,17 @@ class Case:
 
     @property
     def in_backward(self) -> bool:
-        return self.action in BACKWARDS
+        return self.action.kind in BACKWARD
 
 
 def cases(count: int, seed: int = 0) -> list[Case]:
     """The first ``count`` of all actions, modes and steps in a shuffled order, the rest drawn."""
     draw = random.Random(seed)
-    everything = list(product((*FORWARDS, *BACKWARDS), CHECKPOINT_MODES, STEPS))
+    everything = [
+        (action, mode, step)
+        for mode in CHECKPOINT_MODES
+        for action, step in product((*FORWARDS, *BACKWARDS[mode]), STEPS)
+    ]
     draw.shuffle(everything)
     assert count <= len(everything)
     return [
@@ -217,16 +223,16 @@ def test_planted_failures(opened: Pipe) -> None:
 
 @pytest.mark.soak
 def test_a_thousand_planted_failures(opened: Pipe) -> None:
-    planted = cases(1000, seed=1)
+    planted = cases(1200, seed=1)
     places = {(case.action.stage, case.action.microbatch, case.action.kind, case.mode) for case in planted}
-    assert len(places) == len({*FORWARDS, *BACKWARDS}) * len(CHECKPOINT_MODES)
+    assert len(places) == sum(len(FORWARDS) + len(backwards) for backwards in BACKWARDS.values())
     assert {case.error for case in planted} == set(ERRORS)
     run_cases(opened, planted)
 
 
 def test_the_checks_can_fail(opened: Pipe) -> None:
     """Each comparison above notices what it is for."""
-    case = Case(Action(1, Kind.B, 2), "always", 0, "TypeError", 0, 0, True, False)
+    case = Case(Action(1, Kind.I, 2), "always", 0, "TypeError", 0, 0, True, False)
     opened.set_gradients(False)
     before = opened.state()
     output = pipeline(opened.pipe, leaf(opened.x))
@@ -234,11 +240,11 @@ def test_the_checks_can_fail(opened: Pipe) -> None:
     output.backward(gradient_like(output))
     assert any("gradient" in name for name in unequal(opened.state(), before))
     opened.start_again()
-    for error in (ValueError("planted TypeError (in action 1B2)"), TypeError("planted TypeError")):
+    for error in (ValueError("planted TypeError (in action 1I2)"), TypeError("planted TypeError")):
         with pytest.raises(AssertionError):
             check_error(error, case.error, case.action)
     opened.plant(case)
-    with pytest.raises(TypeError, match="in action 1B2"):  # not taken back, so the next step fails too
+    with pytest.raises(TypeError, match="in action 1I2"):  # not taken back, so the next step fails too
         pipeline_step(opened.pipe, opened.x)
     opened.pipe._pipeline.disturb()
 
@@ -254,7 +260,7 @@ def repeatable(opened: Pipe, backward: bool) -> Callable[[], object]:
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_of_several_failures_the_first_in_schedule_order_comes_out(backward: bool) -> None:
     """Whatever the timing. ``races`` counts the seeds by which it is not the first in time to fail."""
-    opened, order = open_pipe(mlp), BACKWARDS if backward else FORWARDS
+    opened, order = open_pipe(mlp), BACKWARDS["except_last"] if backward else FORWARDS
     disturb, run = opened.pipe._pipeline.disturb, repeatable(opened, backward)
     draw, races = random.Random(5), 0
     for seed in range(40):
@@ -371,7 +377,7 @@ BAD[5] = 99  # the second of micro-batch 2
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize(
     ("layer", "action"),
-    [(Table, "1F2"), (FailingBackward, "1B2")],
+    [(Table, "1F2"), (FailingBackward, "1R2")],
     ids=["in the forward", "in the backward"],
 )
 def test_an_operator_that_fails(layer: type[nn.Module], action: str, checkpoint: str) -> None:
@@ -383,6 +389,8 @@ def test_an_operator_that_fails(layer: type[nn.Module], action: str, checkpoint:
         output = pipe(BAD)
         before = opened.state()
         output.sum().backward()
+    if checkpoint == "never":
+        action = action.replace("R", "I")
     assert str(caught.value) == f"index out of range in self (in action {action})"
     assert unequal(opened.state(), before) == []
     assert opened.next_step_is_right()
@@ -394,13 +402,13 @@ def test_an_operator_that_fails_when_recomputed() -> None:
     pipe, x = GPipe(nn.Sequential(lookup, nn.Linear(6, 2)), [1, 1], chunks=M), torch.arange(8)
     output = pipe(x)
     x.data[3] = 11
-    with pytest.raises(IndexError, match=r"index out of range in self \(in action 0B1\)"):
+    with pytest.raises(IndexError, match=r"index out of range in self \(in action 0R1\)"):
         output.sum().backward()
     assert all(p.grad is None for p in pipe.parameters())
 
 
 @pytest.mark.parametrize(
-    ("layer", "action"), [(Huge, "1F0"), (HugeBackward, "1B3")], ids=["in the forward", "in the backward"]
+    ("layer", "action"), [(Huge, "1F0"), (HugeBackward, "1I3")], ids=["in the forward", "in the backward"]
 )
 def test_more_memory_than_there_can_be(layer: type[nn.Module], action: str) -> None:
     pipe = natural(layer())
@@ -460,7 +468,7 @@ def test_memory_is_released_after_a_failed_backward(retain: bool) -> None:
     output = opened.pipe(x)
     gradient, alone_gradient = gradient_like(output), uses(gradient_like(output))
     assert uses(x) >= alone + M
-    opened.pipe._pipeline.disturb(0, 0, [("1B1", 3, "ValueError")])
+    opened.pipe._pipeline.disturb(0, 0, [("1I1", 3, "ValueError")])
     with pytest.raises(ValueError, match="planted"):
         output.backward(gradient, retain_graph=retain)
     assert (kept_bytes(output) > 0) == retain

@@ -148,7 +148,7 @@ def test_auto_takes_four_micro_batches_a_stage_as_far_as_the_batch_goes(
 
 
 def test_too_few_micro_batches_are_noted_once() -> None:
-    message = "3 micro-batches on 2 stages leave the stages idle for 25% of a step; 8 would leave 11%"
+    message = "3 micro-batches on 2 stages leave the stages idle for up to 25% of a step; 8 for 11%"
     pipe, x = GPipe(mlp(), [2, 3], chunks=3), features()
     with pytest.warns(UserWarning, match=message) as noted:
         pipe(x)

@@ -156,7 +156,7 @@ def test_actions_need_no_gil(checkpoint: str) -> None:
     forward, backward = calls(pipe, x)
     for phase, call in (("forward", forward), ("backward", backward(forward()))):
         found = held(pipe, call)
-        assert len(found.recording.latest) == M * (3 + 4), phase
+        assert {a.microbatch for a in found.recording.latest} == set(range(M)), phase
         assert found.no_gil_was_needed, (phase, found.taken, found.begin, found.end, found.given_back)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ from models import cut, features, mlp
 from gpipe_fast import GPipe
 from gpipe_fast.picture import draw
 from gpipe_fast.recording import Event, Recording
-from gpipe_fast.schedule import Action, Kind, fill_drain
+from gpipe_fast.schedule import TRANSFERS, Action, Kind, fill_drain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,10 +28,12 @@ def replay(
     milliseconds: tuple[float, float] = (10.0, 30.0),
     loss: float = 5.0,
     backward: bool = True,
+    recomputed: Collection[int] | None = None,
 ) -> Recording:
     """A recording in which every forward and every backward takes that long, without disturbances."""
-    whole = fill_drain(num_stages, num_microbatches, backward=backward)
+    whole = fill_drain(num_stages, num_microbatches, backward=backward, recomputed=recomputed)
     taken = dict(zip((Kind.F, Kind.B), milliseconds, strict=True))
+    taken |= dict.fromkeys((Kind.R, Kind.I, Kind.W), milliseconds[1] / 3)
     stages: list[list[Event]] = [[] for _ in range(num_stages)]
     begin = START
     for run, part in enumerate([whole.forward_part(), *([whole.backward_part()] if backward else [])]):
@@ -84,7 +87,7 @@ class Drawing:
     def stages(self) -> list[list[Box]]:
         """The blocks of every stage, from left to right, named as their tips."""
         groups = [g for g in self._all("g") if g.get("class") == "stage"]
-        blocks = [[*self.boxes("F", g), *self.boxes("B", g)] for g in groups]
+        blocks = [[box for kind in "FRBIW" for box in self.boxes(kind, g)] for g in groups]
         return [sorted(row, key=lambda box: (box.left, box.right)) for row in blocks]
 
     def texts(self, parent: ElementTree.Element | None = None) -> list[Box]:
@@ -119,7 +122,7 @@ def check(recording: Recording) -> Drawing:
     rows = drawing.stages()
     assert len(rows) == len(recording.stages)
     for stage, row in enumerate(rows):
-        blocks = [e for a, e in recording.latest.items() if a.stage == stage and a.kind in (Kind.F, Kind.B)]
+        blocks = [e for a, e in recording.latest.items() if a.stage == stage and a.kind not in TRANSFERS]
         assert [box.name.partition(":")[0] for box in row] == [str(e.action) for e in blocks]
         for before, after in pairwise(row):
             assert before.right <= after.left + 1e-9
@@ -127,13 +130,13 @@ def check(recording: Recording) -> Drawing:
     for above, below in pairwise(rows):
         assert above[0].bottom < below[0].top
     for text in drawing.texts():
-        if re.fullmatch("[FB][0-9]+", text.name):
+        if re.fullmatch("[FRBIW][0-9]+", text.name):
             assert sum(within(text, box) for row in rows for box in row) == 1, text
     return drawing
 
 
 def names(drawing: Drawing) -> list[str]:
-    return [word for word in drawing.words() if re.fullmatch("[FB][0-9]+", word)]
+    return [word for word in drawing.words() if re.fullmatch("[FRBIW][0-9]+", word)]
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (2, 8), (4, 16), (3, 5)])
@@ -198,7 +201,7 @@ def test_the_axis_suits_any_duration(milliseconds: float) -> None:
 def test_the_figures() -> None:
     """(K - 1)/(M + K - 1) = 1/9 of a step whose actions take equally long; 9 x 40 ms and a loss of 7 ms."""
     (line,) = [word for word in check(replay(2, 8, loss=7.0)).words() if word.startswith("K = ")]
-    assert line == "K = 2 stages, M = 8 micro-batches: step 367.0 ms, bubble 11.1% (ideal 11.1%)"
+    assert line == "K = 2 stages, M = 8 micro-batches: step 367.0 ms, bubble 11.1%, (K-1)/(M+K-1) = 11.1%"
 
 
 def test_a_measured_bubble_is_not_the_ideal_one() -> None:
@@ -206,7 +209,7 @@ def test_a_measured_bubble_is_not_the_ideal_one() -> None:
     slow = [Event(e.action, e.is_wait, e.begin, e.begin + 1e-3, e.run) for e in recording.stages[1]]
     recording.stages = (recording.stages[0], tuple(slow))
     (line,) = [word for word in Drawing(draw(recording)).words() if word.startswith("K = ")]
-    assert f"bubble {recording.bubble():.1%} (ideal 20.0%)" in line
+    assert f"bubble {recording.bubble():.1%}, (K-1)/(M+K-1) = 20.0%" in line
     assert recording.bubble() > 0.5
 
 
@@ -223,7 +226,18 @@ def test_two_colours_and_a_legend() -> None:
     assert len(fills["F"]) == len(fills["B"]) == 1
     assert fills["F"] != fills["B"]
     words = Drawing(draw(replay(2, 4))).words()
-    assert words[1:4] == ["forward", "backward, with its recompute", "waiting"]
+    assert words[1:4] == ["forward", "backward", "waiting"]
+
+
+def test_backwards_in_parts() -> None:
+    """With their own colours, names and words; what they save is seen: 1 tick of 36 (see test_schedule)."""
+    recording = replay(2, 8, recomputed=range(8))
+    svg = ElementTree.fromstring(draw(recording))
+    assert len({r.get("fill") for r in svg.iter() if r.get("class") in ("F", "R", "B", "I", "W")}) == 5
+    drawing = check(recording)
+    assert {name[0] for name in names(drawing)} == set("FRBIW")
+    meanings = ["forward", "recompute", "backward", "backward to the boundary gradient", "weight gradients"]
+    assert drawing.words()[1:7] == [*meanings, "waiting"]
 
 
 def test_a_title_is_escaped_and_widens_the_drawing() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.recording import CAPACITY, Event, Recording
+from gpipe_fast.schedule import BACKWARD as IN_BACKWARD
 from gpipe_fast.schedule import Action, Kind, Schedule, fill_drain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,6 +28,11 @@ TRANSFERS = {*SEND_OF, *(send for send, _ in SEND_OF.values())}
 
 # Times are differences of numbers of some 1e5 s.
 ROUNDING = 1e-9
+
+
+def schedule_of_a_step(num_stages: int, num_microbatches: int) -> Schedule:
+    """All but the last micro-batch recompute, as by default."""
+    return fill_drain(num_stages, num_microbatches, recomputed=range(num_microbatches - 1))
 
 
 def step(pipe: GPipe, num_samples: int = 8) -> None:
@@ -89,7 +95,7 @@ def test_every_action_of_a_step(num_stages: int, warm: bool) -> None:
     with pipe.recording() as recording:
         assert recording.stages == ()
         step(pipe)
-    schedule = fill_drain(num_stages, 4)
+    schedule = schedule_of_a_step(num_stages, 4)
     check_events(recording, schedule)
     assert recording.phases() == [schedule.forward_part(), schedule.backward_part()]
     step(pipe)
@@ -103,7 +109,7 @@ def test_every_action_of_a_step_under_delays() -> None:
         with pipe.recording() as recording:
             step(pipe)
         pipe._pipeline.disturb()
-        check_events(recording, fill_drain(4, 8))
+        check_events(recording, schedule_of_a_step(4, 8))
         assert recording.span() >= recording.critical_path() - ROUNDING
 
 
@@ -131,10 +137,10 @@ def test_the_latest_of_several_steps_counts() -> None:
         between = time.monotonic()
         step(pipe)
     for stage, events in enumerate(recording.stages):
-        assert names(events) == 2 * expected_names(fill_drain(2, 2), stage)
+        assert names(events) == 2 * expected_names(schedule_of_a_step(2, 2), stage)
     assert all(e.begin >= between for e in recording.latest.values())
     assert min(e.begin for stage in recording.stages for e in stage) < between
-    assert list(recording.latest) == list(chain(*fill_drain(2, 2).stages))
+    assert list(recording.latest) == list(chain(*schedule_of_a_step(2, 2).stages))
 
 
 def test_times_are_those_of_the_monotonic_clock() -> None:
@@ -153,7 +159,7 @@ def test_a_block_that_raises_ends_its_recording() -> None:
     with pytest.raises(KeyError), pipe.recording() as recording:
         step(pipe)
         raise KeyError
-    check_events(recording, fill_drain(2, 2))
+    check_events(recording, schedule_of_a_step(2, 2))
     step(pipe)
     assert not any(pipe._pipeline.events())
 
@@ -165,7 +171,7 @@ def test_keeps_the_latest_events(kept: int) -> None:
     step(pipe)
     step(pipe)
     for stage, events in enumerate(pipe._pipeline.events()):
-        every = expected_names(fill_drain(3, 4), stage) * 2
+        every = expected_names(schedule_of_a_step(3, 4), stage) * 2
         assert [(name, is_wait) for name, is_wait, *_ in events] == every[-kept:]
         assert [begin for _, _, begin, *_ in events] == sorted(begin for _, _, begin, *_ in events)
     pipe._pipeline.record(0)
@@ -174,8 +180,8 @@ def test_keeps_the_latest_events(kept: int) -> None:
         pipe._pipeline.record(-1)
 
 
-def test_capacity_is_enough_for_6500_micro_batches() -> None:
-    assert max(len(expected_names(fill_drain(3, 65), s)) for s in range(3)) * 100 <= CAPACITY
+def test_capacity_is_enough_for_5400_micro_batches() -> None:
+    assert max(len(expected_names(schedule_of_a_step(3, 54), s)) for s in range(3)) * 100 <= CAPACITY
 
 
 def slow(num_layers: int) -> nn.Sequential:
@@ -196,17 +202,14 @@ def test_a_slow_stage_shows_as_waits_of_those_after_it() -> None:
         return sum(e.end - e.begin for e in events)
 
     seconds = recording.seconds()
-    worked = {kind: sum(seconds[Action(1, kind, m)] for m in range(4)) for kind in (Kind.F, Kind.B)}
-    assert waited(2, Kind.RECV_F) > 0.6 * worked[Kind.F]
-    assert waited(0, Kind.RECV_B) > 0.6 * worked[Kind.B]
-    elsewhere = {
-        (0, Kind.SEND_F): Kind.F,
-        (1, Kind.SEND_F): Kind.F,
-        (1, Kind.SEND_B): Kind.B,
-        (2, Kind.SEND_B): Kind.B,
+    worked = {
+        backward: sum(s for a, s in seconds.items() if a.stage == 1 and (a.kind in IN_BACKWARD) == backward)
+        for backward in (False, True)
     }
-    for (stage, kind), while_ in elsewhere.items():
-        assert waited(stage, kind) < 0.2 * worked[while_], (stage, kind)
+    assert waited(2, Kind.RECV_F) > 0.6 * worked[False]
+    assert waited(0, Kind.RECV_B) > 0.6 * worked[True]
+    for stage, kind in ((0, Kind.SEND_F), (1, Kind.SEND_F), (1, Kind.SEND_B), (2, Kind.SEND_B)):
+        assert waited(stage, kind) < 0.2 * worked[kind in IN_BACKWARD], (stage, kind)
 
 
 def test_a_slow_stage_shows_as_waits_of_the_one_before_if_slots_are_few() -> None:
@@ -229,10 +232,11 @@ def test_a_slow_stage_shows_as_waits_of_the_one_before_if_slots_are_few() -> Non
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_one_micro_batch_leaves_all_stages_but_one_idle(num_stages: int) -> None:
-    """Whatever the timing: one after the other."""
+    """Whatever the timing: one after the other. In a backward stages make gradients of weights at once."""
     pipe = warm_pipe(num_stages, 1)
+    infer(pipe)
     with pipe.recording() as recording:
-        step(pipe)
+        infer(pipe)
     assert 1 - 1 / num_stages - 1e-6 <= recording.bubble() < 1
 
 
@@ -322,7 +326,7 @@ def test_recordings_cannot_be_nested() -> None:
         with pytest.raises(RuntimeError, match="being recorded already"), pipe.recording():
             pass
         step(pipe)
-    check_events(recording, fill_drain(2, 2))
+    check_events(recording, schedule_of_a_step(2, 2))
 
 
 def test_goes_on_when_a_layer_is_replaced() -> None:
@@ -330,7 +334,7 @@ def test_goes_on_when_a_layer_is_replaced() -> None:
     with pipe.recording() as recording:
         setattr(pipe, "1", copy.deepcopy(pipe[1]))
         step(pipe)
-    check_events(recording, fill_drain(2, 2))
+    check_events(recording, schedule_of_a_step(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,8 @@ class Numbers final : public Work {
       case ActionKind::send_backward:
         backward_[k - 1].put(stage.gradients[m] + 1);
         break;
+      default:
+        CHECK(false);  // parts of a backward: the same to an engine, and not drawn
     }
     delay(stage.random);
   }
