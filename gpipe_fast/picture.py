@@ -16,7 +16,7 @@ _TITLE_SIZE, _TEXT_SIZE, _NAME_SIZE = 13, 11, 10
 _LETTER = 0.62  # times the font size: the width of a letter in any usual monospaced font
 _TICK_DISTANCE = 80  # at least
 
-_FILLS = {Kind.F: "#9ecae9", Kind.R: "#d5e7f5", Kind.B: "#f7a650", Kind.I: "#f9b97a", Kind.W: "#fcdcbb"}
+_FILLS = {Kind.F: "#9ecae9", Kind.R: "#c7e9c0", Kind.B: "#f7a650", Kind.I: "#f9b97a", Kind.W: "#fcdcbb"}
 _MEANINGS = {
     Kind.F: "forward",
     Kind.R: "recompute",
