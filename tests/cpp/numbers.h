@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine.h"
+#include "expect.h"
 #include "random_actions.h"
 
 #include <algorithm>
@@ -17,15 +18,6 @@
 #include <thread>
 #include <utility>
 #include <vector>
-
-// Workers check too, so it ends the process at once, without running destructors beside them.
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::_Exit(1);                                                       \
-    }                                                                      \
-  } while (false)
 
 namespace gpipe_fast {
 

@@ -1,6 +1,7 @@
 // Threads that share a core are moved apart, and may then run wherever they might before; without torch and under
 // sanitizers.
 #include "cores.h"
+#include "expect.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -14,14 +15,6 @@
 using namespace gpipe_fast;
 
 namespace {
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (false)
 
 using Numbers = std::vector<int>;
 

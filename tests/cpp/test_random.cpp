@@ -1,5 +1,6 @@
 // The loops behind keyed draws, without torch and under sanitizers: published vectors, equal instruction sets, and
 // no byte written beyond the end.
+#include "expect.h"
 #include "random.h"
 
 #include <cmath>
@@ -11,14 +12,6 @@
 using namespace gpipe_fast;
 
 namespace {
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (false)
 
 // Random123's known answers (kat_vectors): counter, key, result.
 void test_published_vectors() {
