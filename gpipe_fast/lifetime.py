@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
+import time
 import weakref
 
 import torch
@@ -20,10 +22,19 @@ def open_pipeline(num_stages: int) -> Pipeline:
     return pipeline
 
 
+# Seconds in which daemon threads come back from runs, at the latest for the next one, which holds them.
+_GRACE = 0.05
+
+
 @atexit.register
 def _close_all() -> None:
-    for pipeline in list(_open):
+    pipelines = list(_open)
+    for pipeline in pipelines:
         pipeline.close()
+    # A thread whose run has ended may still wait for the GIL, to return to Python. Once the interpreter is
+    # gone it would be ended where it waits, inside of C++ that cannot be unwound, and so would the process.
+    if pipelines and threading.active_count() > 1:
+        time.sleep(_GRACE)
 
 
 def _after_fork() -> None:

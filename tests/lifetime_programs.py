@@ -93,11 +93,13 @@ def in_child(body: Callable[[], object]) -> str:
 def daemon(hows: str, count: str) -> None:
     """Children that end while a daemon thread of theirs trains."""
     pipe(x).sum().backward()
+    large = torch.zeros(1 << 20, requires_grad=True)
 
     def steps(how: str) -> None:
         while True:
             with suppress(RuntimeError if how == "catches" else ()):
-                pipe(x).sum().backward()
+                # Most of the time the backward has left the pipeline, and not yet come back to Python.
+                pipe(x + large.sin()[0] if how == "leaving" else x).sum().backward()
 
     def child(how: str, seconds: float) -> None:
         pipe._pipeline.disturb(0, 5000 if how == "slow" else 0)

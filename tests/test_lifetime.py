@@ -221,8 +221,9 @@ def check_children(kinds: list[str], program: str, of_each: int) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# In the middle of a short step and of a long one, by several threads, and by one that goes on after errors.
-DAEMONS = ["stops", "slow", "several", "catches"]
+# In the middle of a short step and of a long one, by several threads, by one that goes on after errors, and
+# while a backward goes on outside of the pipeline.
+DAEMONS = ["stops", "slow", "several", "catches", "leaving"]
 
 
 def test_the_interpreter_exits_while_a_daemon_thread_trains() -> None:
@@ -231,7 +232,7 @@ def test_the_interpreter_exits_while_a_daemon_thread_trains() -> None:
 
 @pytest.mark.soak
 def test_the_interpreter_exits_a_hundred_times_while_a_daemon_thread_trains() -> None:
-    check_children(DAEMONS, "daemon", of_each=25)
+    check_children(DAEMONS, "daemon", of_each=20)
 
 
 # Of a pipeline that was never run, one that was, one whose step is half done, which a child may finish; and
