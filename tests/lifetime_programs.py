@@ -95,11 +95,16 @@ def daemon(hows: str, count: str) -> None:
     pipe(x).sum().backward()
     large = torch.zeros(1 << 20, requires_grad=True)
 
+    def step(how: str) -> None:
+        # Most of the time the backward has left the pipeline, and not yet come back to Python.
+        pipe(x + large.sin()[0] if how == "leaving" else x).sum().backward()
+
+    step("leaving")  # traces
+
     def steps(how: str) -> None:
         while True:
             with suppress(RuntimeError if how == "catches" else ()):
-                # Most of the time the backward has left the pipeline, and not yet come back to Python.
-                pipe(x + large.sin()[0] if how == "leaving" else x).sum().backward()
+                step(how)
 
     def child(how: str, seconds: float) -> None:
         pipe._pipeline.disturb(0, 5000 if how == "slow" else 0)
