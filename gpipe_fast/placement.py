@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from gpipe_fast.trace import Role
 def place(program: Program) -> None:
     """Gives arena values their offsets and drops the others after their last use."""
     values, steps = program.values, program.steps
-    base_of = [v.index if v.home is Home.VIEW else i for i, v in enumerate(values)]
+    base_of = _bases(values)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, step in enumerate(steps):
@@ -59,7 +60,7 @@ def place(program: Program) -> None:
 def parts(program: Program) -> tuple[int, int]:
     """Where the second part of a program begins, and where the third (see ``Program.parts``)."""
     values, steps = program.values, program.steps
-    base_of = [v.index if v.home is Home.VIEW else i for i, v in enumerate(values)]
+    base_of = _bases(values)
     inputs = (i for i, v in enumerate(values) if v.home is Home.INPUT)
     late = {i for i, port in zip(inputs, program.inputs, strict=True) if port.role is Role.TANGENT}
     results = {base_of[r] for r in program.results}
@@ -70,6 +71,11 @@ def parts(program: Program) -> tuple[int, int]:
         if any(base_of[v] in results for v in _written(step)):
             made = position + 1
     return early, max(early, made)
+
+
+def _bases(values: Sequence[Value]) -> list[int]:
+    """Of each value itself, or what it is a view of."""
+    return [v.index if v.home is Home.VIEW else i for i, v in enumerate(values)]
 
 
 def _written(step: Step) -> list[int]:
