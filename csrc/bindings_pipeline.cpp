@@ -127,13 +127,15 @@ void bind_pipeline(py::module_& m) {
            py::arg("first_layer"), py::arg("parameters"), py::arg("buffers"), py::arg("passes"));
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
       py::init([](std::vector<StagePlan> stages, Actions forward, std::optional<Actions> backward,
-                  int num_threads, std::vector<bool> differentiable, std::vector<bool> expected,
+                  int num_threads, std::vector<bool> replicated, std::vector<bool> differentiable,
+                  std::vector<bool> expected,
                   std::optional<std::function<std::shared_ptr<Plan>(std::vector<bool>)>> instead) {
         // pybind's own wrapper takes the GIL to call and to let go.
         auto plan = std::make_shared<Plan>(Plan{std::move(stages),
                                                 std::move(forward),
                                                 std::move(backward),
                                                 num_threads,
+                                                std::move(replicated),
                                                 std::move(differentiable),
                                                 std::move(expected),
                                                 {}});
@@ -141,7 +143,7 @@ void bind_pipeline(py::module_& m) {
         return plan;
       }),
       py::arg("stages"), py::arg("forward"), py::arg("backward"), py::arg("num_threads"),
-      py::arg("differentiable"), py::arg("expected"), py::arg("instead"));
+      py::arg("replicated"), py::arg("differentiable"), py::arg("expected"), py::arg("instead"));
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline")

@@ -4,6 +4,7 @@
 #include "check.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <c10/util/Exception.h>
 
@@ -51,16 +52,41 @@ std::vector<Tensors> cut(const Tensors& tensors, int64_t num_parts, const Split&
   }
   return microbatches;
 }
-// What each micro-batch has of each tensor, joined along the first dimension; undefined where one has none.
+
+// What each micro-batch has of a tensor; nothing where one has none.
+Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
+  Tensors parts;
+  for (const Tensors& microbatch : microbatches) {
+    if (index >= microbatch.size() || !microbatch[index].defined()) return {};
+    parts.push_back(microbatch[index]);
+  }
+  return parts;
+}
+
+// Each tensor's parts, joined along the first dimension; undefined where there are none.
 Tensors join(const std::vector<Tensors>& microbatches, size_t num_tensors) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   Tensors joined(num_tensors);
   for (size_t i = 0; i < num_tensors; ++i) {
-    Tensors parts;
-    for (const Tensors& microbatch : microbatches) {
-      if (i < microbatch.size() && microbatch[i].defined()) parts.push_back(microbatch[i]);
+    const Tensors parts = parts_of(microbatches, i);
+    if (!parts.empty()) joined[i] = at::cat(parts);
+  }
+  return joined;
+}
+
+// Gradients of inputs: joined, or of replicated ones added up as autograd does, the last micro-batch first.
+Tensors join_gradients(const std::vector<Tensors>& microbatches, const std::vector<bool>& replicated) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Tensors joined(replicated.size());
+  for (size_t i = 0; i < replicated.size(); ++i) {
+    const Tensors parts = parts_of(microbatches, i);
+    if (parts.empty()) continue;
+    if (!replicated[i]) {
+      joined[i] = at::cat(parts);
+      continue;
     }
-    if (parts.size() == microbatches.size()) joined[i] = at::cat(parts);
+    joined[i] = parts.back();
+    for (size_t m = parts.size() - 1; m-- > 0;) joined[i] = at::add(joined[i], parts[m]);
   }
   return joined;
 }
@@ -114,7 +140,9 @@ Tensors Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const Te
                                const Tensors& parameters, const Tensors& buffers, int64_t key) {
   auto minibatch = std::make_shared<MiniBatch>(plan, parameters, buffers, key);
   const int64_t num_parts = plan->num_microbatches();
-  auto microbatches = cut(inputs, num_parts, [&](size_t i) { return inputs[i].chunk(num_parts); });
+  auto microbatches = cut(inputs, num_parts, [&](size_t i) {
+    return plan->replicated[i] ? Tensors(num_parts, inputs[i]) : inputs[i].chunk(num_parts);
+  });
   Tensors outputs;
   Sizes sizes(plan->expected.size());
   {
@@ -151,7 +179,7 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
     run(*plan->backward, minibatch);
     found = minibatch.end_backward();
   }
-  return {join(found.inputs, minibatch.num_inputs()), std::move(found.parameters)};
+  return {join_gradients(found.inputs, plan->replicated), std::move(found.parameters)};
 }
 
 void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {

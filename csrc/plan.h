@@ -40,6 +40,7 @@ struct Plan {
   Actions forward;
   std::optional<Actions> backward;   // none in inference
   int num_threads;                   // intra-op threads of each stage; programs were lowered for it
+  std::vector<bool> replicated;      // which inputs every micro-batch gets as a whole
   std::vector<bool> differentiable;  // which outputs can need a gradient
   std::vector<bool> expected;        // of which outputs the backward expects a gradient
   // The plan for a backward to which other gradients come than this one expects; it recomputes everything. Null where

@@ -97,6 +97,7 @@ class Plan:
         forward: Actions,
         backward: Actions | None,
         num_threads: int,
+        replicated: Sequence[bool],
         differentiable: Sequence[bool],
         expected: Sequence[bool],
         instead: Callable[[Sequence[bool]], Plan] | None,

@@ -18,6 +18,7 @@ from gpipe_fast.lower import lower
 from gpipe_fast.program import Program
 from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE, Split, split
+from gpipe_fast.structure import ONE_TENSOR, Structure
 from gpipe_fast.trace import Joint, Port, Role, buffers_of, trace
 
 
@@ -69,15 +70,15 @@ class Modes(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses into a stage for one micro-batch: a tensor, or a tuple of tensors.
+    """What crosses into a stage for one micro-batch.
 
     Attributes:
-        tensors: the one, or those of the tuple.
-        is_tuple: which of the two; a tuple may hold one tensor.
+        tensors: in order.
+        structure: how they are nested, and what is beside them.
     """
 
     tensors: tuple[Spec, ...]
-    is_tuple: bool = False
+    structure: Structure = ONE_TENSOR
 
 
 Gradients = dict[int, tuple[int, ...]]  # the strides of those that arrive, by output
@@ -177,7 +178,7 @@ def _native(ports: Sequence[Port]) -> list[_extension.Port]:
 def _outputs(joint: Joint) -> Boundary:
     nodes, differentiable = joint.of(Role.OUTPUT), joint.differentiable_outputs()
     specs = tuple(Spec.of(nodes[i].meta["val"], i in differentiable) for i in range(len(nodes)))
-    return Boundary(specs, joint.returns_tuple)
+    return Boundary(specs, joint.structure)
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ class Compiler:
             return self._traces[key]
         self.num_traces += 1
         examples = [spec.example() for spec in inputs.tensors]
-        joint = trace(stage.layers, examples, arrivals, inputs.is_tuple)
+        joint = trace(stage.layers, examples, arrivals, inputs.structure)
         self._traces[key] = joint if isinstance(joint, Untraceable) else Traced(joint)
         while len(self._traces) > self._limit:
             self._traces.popitem(last=False)

@@ -6,10 +6,10 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe_fast.compile import Stage, budget_of
 from gpipe_fast.lifetime import open_pipeline
@@ -20,6 +20,7 @@ from gpipe_fast.random import minibatch_key
 from gpipe_fast.recording import Recording, record
 from gpipe_fast.schedule import bubble
 from gpipe_fast.state import State
+from gpipe_fast.structure import Inputs
 from gpipe_fast.trace import parameters_of
 
 # What a copy makes anew.
@@ -28,7 +29,6 @@ _NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_planner", "_pipeline"
 BACKENDS = ("auto", "aten")
 CHECKPOINT_MODES = ("always", "except_last", "never")
 Device = torch.device | int | str
-Tensors: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 class GPipe(nn.Module):
@@ -170,41 +170,44 @@ class GPipe(nn.Module):
         """The layers in order."""
         return self.children()
 
-    def forward(self, input: Tensors) -> Tensors:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch.
 
         Args:
-            input: a tensor or a tuple of tensors, of any dtype, whose first dimension, the batch, is cut into
-                micro-batches.
+            args: what the first layer takes: tensors of any dtype, nested in tuples, lists and dicts, beside
+                None, bools, numbers and strings. The first dimension of every tensor, the batch, is cut into
+                micro-batches; what is wrapped by `replicate` is not, and what is no tensor cannot be: every
+                micro-batch gets all of it.
+            kwargs: likewise, where the first layer takes keyword arguments.
 
         Returns:
-            What the last layer returns for each micro-batch, a tensor or a tuple of tensors, concatenated
-            along the first dimension.
+            What the last layer returns for each micro-batch, nested likewise, each tensor concatenated along
+            the first dimension.
 
         Raises:
-            TypeError: ``input`` is neither a tensor nor a tuple of tensors.
+            TypeError: there is something in the input that is neither a tensor nor such a constant.
             ValueError: the tensors have no first dimension, or not the same, or are not on the first stage's
                 device.
             RuntimeError: a stage cannot be traced; the message names the layer and the reason.
         """
-        inputs = _check_input(input, self.devices)
+        inputs = Inputs.of(args, kwargs)
+        check_inputs(inputs, self.devices)
         if not len(self):
-            return input
+            return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
         with TURN:
-            plan = self._plan(inputs, isinstance(input, tuple))
+            plan = self._plan(inputs)
             parameters, buffers = self._state.parameters, self._state.buffers
         # What draws nothing leaves PyTorch's generator as it was.
         key = minibatch_key() if plan.draws else 0
-        outputs = self._pipeline.forward(plan.native, inputs, parameters, buffers, key)
-        return tuple(outputs) if plan.returns_tuple else outputs[0]
+        outputs = self._pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
+        return outputs[0] if plan.structure is None else plan.structure.build(outputs)
 
-    def _plan(self, inputs: Sequence[Tensor], is_tuple: bool) -> Plan:
+    def _plan(self, inputs: Inputs) -> Plan:
         """The plan for such a call, of the layers as they are now."""
         self._look()
         threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
-        chunks = self._num_chunks(len(inputs[0]))
-        signature = Signature.of(inputs, is_tuple, chunks, threads, self._state)
-        return self._planner.plan(signature, inputs, self._budgets())
+        signature = Signature.of(inputs, self._num_chunks(inputs.batch_size), threads, self._state)
+        return self._planner.plan(signature, inputs.tensors, self._budgets())
 
     def _look(self) -> None:
         """Notices what was changed since the last call."""
@@ -248,27 +251,34 @@ class GPipe(nn.Module):
         return budget_of(training and recompute[0]), budget_of(training and recompute[1])
 
 
-def _check_input(input: object, devices: Sequence[torch.device]) -> list[Tensor]:
-    tensors = list(input) if isinstance(input, tuple) else [input]
-    if not tensors:
-        raise ValueError("the input is an empty tuple; there is nothing to cut into micro-batches")
-    found: list[Tensor] = []
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected Tensor, but got {type(tensor)}")
-        if tensor.dim() == 0:
+def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
+    """Refuses what cannot be cut into micro-batches, or is elsewhere than the first stage.
+
+    Raises:
+        TypeError: there is no tensor.
+        ValueError: the tensors do not fit.
+    """
+    for tensor, whole in zip(inputs.tensors, inputs.replicated, strict=True):
+        if tensor.dim() == 0 and not whole:
             raise ValueError(
-                "the input has no dimension to cut into micro-batches, got a 0-dimensional tensor"
+                "the input has no dimension to cut into micro-batches, got a 0-dimensional tensor; wrap it "
+                "in gpipe_fast.replicate(...) to give it whole to every micro-batch"
             )
         if devices and tensor.device != devices[0]:
             raise ValueError(
                 f"the input must be on the first stage's device {devices[0]}, got {tensor.device}"
             )
-        found.append(tensor)
-    if len({len(tensor) for tensor in found}) > 1:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in found)
-        raise ValueError(f"the inputs must have the same batch size, their first dimension; got {shapes}")
-    return found
+    if not inputs.tensors:
+        raise TypeError(f"expected Tensor, but got {type(inputs.structure.build([]))}")
+    parts = [x for x, whole in zip(inputs.tensors, inputs.replicated, strict=True) if not whole]
+    if not parts:
+        raise ValueError("there is nothing to cut into micro-batches: all tensors are replicated")
+    if any(len(tensor) != len(parts[0]) for tensor in parts):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in parts)
+        raise ValueError(
+            f"the inputs must have the same batch size, their first dimension; got {shapes}; what is not cut "
+            "belongs into gpipe_fast.replicate(...)"
+        )
 
 
 def _balance(

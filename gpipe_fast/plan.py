@@ -11,6 +11,7 @@ from gpipe_fast import _extension
 from gpipe_fast.compile import CompiledStage
 from gpipe_fast.schedule import Schedule, fill_drain
 from gpipe_fast.split import NO_RECOMPUTE
+from gpipe_fast.structure import ONE_TENSOR, Structure
 from gpipe_fast.trace import buffers_of, parameters_of
 
 # Boundary activations that may wait on an edge where none is kept for a backward anyway.
@@ -25,13 +26,13 @@ class Plan:
         native: what the C++ pipeline runs.
         schedule: the order it runs in.
         draws: whether any operator is random.
-        returns_tuple: whether the module returns a tuple of tensors.
+        structure: how what the module returns is nested; None for a single tensor.
     """
 
     native: _extension.Plan
     schedule: Schedule
     draws: bool
-    returns_tuple: bool
+    structure: Structure | None
 
 
 # Of which outputs a gradient comes, to the plan whose backward takes just those.
@@ -42,6 +43,7 @@ def make_plan(
     pipelines: Sequence[Sequence[CompiledStage]],
     budgets: Sequence[float],
     num_threads: int,
+    replicated: Sequence[bool],
     differentiable: Sequence[bool],
     expected: Sequence[bool],
     instead: Instead | None = None,
@@ -52,6 +54,7 @@ def make_plan(
         pipelines: the compiled stages that each micro-batch runs through.
         budgets: for each micro-batch, the share of activations that it saves (see ``split``).
         num_threads: intra-op threads of each stage; what the stages were compiled with.
+        replicated: which inputs every micro-batch gets as a whole.
         differentiable: which outputs can take a gradient.
         expected: to which outputs one comes, as the stages were compiled.
         instead: makes the plan for a backward to which others come.
@@ -84,12 +87,14 @@ def make_plan(
         _native(schedule.forward_part() if training else schedule),
         _native(schedule.backward_part()) if training else None,
         num_threads,
+        replicated,
         differentiable,
         expected,
         instead,
     )
     draws = any(stage.draws() for stage in pipelines[0])
-    return Plan(native, schedule, draws, pipelines[0][-1].outputs.is_tuple)
+    structure = pipelines[0][-1].outputs.structure
+    return Plan(native, schedule, draws, None if structure == ONE_TENSOR else structure)
 
 
 def _refuse_shared_writes(stages: Sequence[CompiledStage]) -> None:

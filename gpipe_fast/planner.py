@@ -18,6 +18,7 @@ from gpipe_fast.compile import Autocast, Boundary, CompiledStage, Compiler, Mode
 from gpipe_fast.plan import Plan, make_plan
 from gpipe_fast.split import FULL_RECOMPUTE
 from gpipe_fast.state import State
+from gpipe_fast.structure import Inputs, Structure, cut
 
 # Signatures whose programs a module remembers.
 _SIGNATURES = 32
@@ -36,6 +37,7 @@ class Signature:
 
     Attributes:
         inputs: what the module is called with.
+        replicated: which of its tensors every micro-batch gets as a whole.
         chunks: into how many micro-batches it is cut, at most.
         threads: intra-op threads of each stage.
         modes: PyTorch's global modes.
@@ -43,17 +45,17 @@ class Signature:
     """
 
     inputs: Boundary
+    replicated: tuple[bool, ...]
     chunks: int
     threads: int
     modes: Modes
     layers: Hashable
 
     @classmethod
-    def of(
-        cls, inputs: Sequence[Tensor], is_tuple: bool, chunks: int, threads: int, state: State
-    ) -> Signature:
+    def of(cls, inputs: Inputs, chunks: int, threads: int, state: State) -> Signature:
         """The signature of a call under the present modes."""
-        return cls(_boundary(inputs, inputs, is_tuple), chunks, threads, Modes.now(), state.fingerprint)
+        boundary = _boundary(inputs.tensors, inputs.tensors, inputs.structure)
+        return cls(boundary, inputs.replicated, chunks, threads, Modes.now(), state.fingerprint)
 
 
 class Planner:
@@ -85,9 +87,9 @@ class Planner:
         return plan
 
     def _make(self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float]) -> Plan:
-        parts = [x.detach().chunk(signature.chunks) for x in inputs]
         microbatches = [
-            _boundary(tensors, inputs, signature.inputs.is_tuple) for tensors in zip(*parts, strict=True)
+            _boundary(tensors, inputs, signature.inputs.structure)
+            for tensors in cut([x.detach() for x in inputs], signature.replicated, signature.chunks)
         ]
         with _intra_op_threads(signature.threads):
             pipelines = self._programs.compile(signature, microbatches)
@@ -99,6 +101,7 @@ class Planner:
                 pipelines,
                 [budgets[0]] * (len(microbatches) - 1) + [budgets[1]],
                 signature.threads,
+                signature.replicated,
                 differentiable,
                 expected,
                 # One output either gets its gradient, or there is no backward.
@@ -129,7 +132,7 @@ class _Programs:
             found = self.compiler.compile(self.stages, distinct, indices)
             if isinstance(found, Refusal):
                 raise RuntimeError(_explain(found, self.stages))
-            _check_outputs(found[0][-1].outputs)
+            _check_outputs([pipeline[-1].outputs for pipeline in found])
             compiled = found
             _remember(self._compiled, key, compiled)
         return [compiled[0]] * (len(microbatches) - 1) + [compiled[-1]]
@@ -171,7 +174,9 @@ class _Instead:
         with torch.enable_grad(), _under(signature.modes.autocast), _intra_op_threads(signature.threads):
             pipelines = self._programs.compile(signature, self._microbatches, mask)
             budgets = [FULL_RECOMPUTE] * len(self._microbatches)
-            plan = make_plan(pipelines, budgets, signature.threads, self._differentiable, mask)
+            plan = make_plan(
+                pipelines, budgets, signature.threads, signature.replicated, self._differentiable, mask
+            )
         return plan.native
 
     def _check_unchanged(self) -> None:
@@ -184,15 +189,23 @@ class _Instead:
             )
 
 
-def _boundary(tensors: Sequence[Tensor], wholes: Sequence[Tensor], is_tuple: bool) -> Boundary:
+def _boundary(tensors: Sequence[Tensor], wholes: Sequence[Tensor], structure: Structure) -> Boundary:
     """Describes one micro-batch, or all; detached parts need gradients if what they are cut from does."""
     grad = torch.is_grad_enabled()
     specs = tuple(Spec.of(t, grad and w.requires_grad) for t, w in zip(tensors, wholes, strict=True))
-    return Boundary(specs, is_tuple)
+    return Boundary(specs, structure)
 
 
-def _check_outputs(outputs: Boundary) -> None:
-    for index, spec in enumerate(outputs.tensors):
+def _check_outputs(microbatches: Sequence[Boundary]) -> None:
+    first, last = microbatches[0], microbatches[-1]
+    if first.structure != last.structure:
+        raise RuntimeError(
+            "the last layer returns what differs between micro-batches beside its tensors: "
+            f"{first.structure} and {last.structure}"
+        )
+    if not first.tensors:
+        raise RuntimeError("the last layer returns no tensor, so there is nothing to concatenate")
+    for index, spec in enumerate(first.tensors):
         if not spec.shape:
             raise RuntimeError(
                 f"output {index} of the last layer is 0-dimensional, so those of the micro-batches cannot be "

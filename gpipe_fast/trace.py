@@ -15,6 +15,7 @@ from gpipe_fast.arrival import Arrivals, finish, take_out
 from gpipe_fast.fingerprint import snapshot
 from gpipe_fast.random import KeyedRandomMode, UnkeyedRandomOp
 from gpipe_fast.refuse import Untraceable, refuse_graph, refuse_layers
+from gpipe_fast.structure import ONE_TENSOR, Structure, call, flatten, tuple_of
 
 
 class Role(str, Enum):
@@ -58,14 +59,14 @@ class Joint:
         inputs: every placeholder, in graph order. Parameters and buffers that are tied count once.
         outputs: forward results, new values of written buffers, gradients; absent gradients are left out.
         num_layers: how many layers were traced; ``node.meta['custom']['layer']`` counts from 0.
-        returns_tuple: whether the last layer returns a tuple, of one tensor too.
+        structure: how the last layer's outputs are nested.
     """
 
     module: fx.GraphModule
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     num_layers: int
-    returns_tuple: bool = False
+    structure: Structure = ONE_TENSOR
 
     def of(self, role: Role) -> dict[int, fx.Node]:
         """Nodes of the results (else the placeholders) with this role, by index."""
@@ -81,35 +82,33 @@ class _Stage(nn.Module):
     """The layers as one function of (key, inputs) whose results alias nothing."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], takes_tuple: bool, arrivals: Arrivals, copy_inputs: bool
+        self, layers: Sequence[nn.Module], takes: Structure, arrivals: Arrivals, copy_inputs: bool
     ) -> None:
         super().__init__()
-        self.takes_tuple = takes_tuple
-        self.returns_tuple = False
+        self.takes = takes
+        self.returns = ONE_TENSOR
         self.copy_inputs = copy_inputs
         self.layers = nn.ModuleList(layers)
         self.arrivals = arrivals
         self.layer: int | None = None
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        value: object = tuple(x.clone() for x in inputs) if self.copy_inputs else inputs
-        if not self.takes_tuple:
-            (value,) = value  # type: ignore[misc]
+        value = self.takes.build(x.clone() for x in inputs) if self.copy_inputs else self.takes.build(inputs)
         mode = KeyedRandomMode(key)
         for index, layer in enumerate(self.layers):
             self.layer = index
             mode.enter_layer(index)
             held = _tensors(layer)
             with mode, aot.annotate({"layer": index}):
-                value = layer(value)
+                value = call(layer, value)
             for name, tensor in _tensors(layer).items():
                 if held.get(name) is not tensor:
                     raise _Refused(f"its forward replaces the buffer or parameter {name}, a side effect")
         self.layer = None
-        self.returns_tuple = not isinstance(value, Tensor)
-        outputs = (value,) if isinstance(value, Tensor) else value
-        if not isinstance(outputs, tuple) or not all(isinstance(x, Tensor) for x in outputs):
-            raise _Refused(f"the stage returns {_describe(value)}, not a tensor or a tuple of tensors")
+        try:
+            outputs, self.returns = flatten(value)
+        except TypeError as error:
+            raise _Refused(f"the stage returns what cannot be passed on: {error}") from None
         return finish(outputs, self.arrivals)
 
 
@@ -129,12 +128,6 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-def _describe(value: object) -> str:
-    if isinstance(value, tuple):
-        return "a tuple of " + ", ".join(type(x).__name__ for x in value)
-    return f"a {type(value).__name__}"
-
-
 def parameters_of(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters of a stage, tied ones once, in the order of their ports."""
     return list({id(p): p for layer in layers for p in layer.parameters()}.values())
@@ -149,7 +142,7 @@ def trace(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],
     arrivals: Arrivals = (),
-    takes_tuple: bool | None = None,
+    takes: Structure | None = None,
 ) -> Joint | Untraceable:
     """Traces one stage for inputs of the given shapes, dtypes, strides and need of gradients.
 
@@ -160,18 +153,19 @@ def trace(
         layers: the stage's layers. They are left as they were.
         inputs: one micro-batch of the stage's input; only described, never read.
         arrivals: outputs whose gradient arrives in another layout than their own, or never.
-        takes_tuple: whether the first layer is called with a tuple; by default unless it is one tensor.
+        takes: how the inputs are nested in what the first layer is called with; by default it is a tensor, or
+            a tuple of several.
     """
-    if takes_tuple is None:
-        takes_tuple = len(inputs) != 1
+    if takes is None:
+        takes = ONE_TENSOR if len(inputs) == 1 else tuple_of(len(inputs))
     refusal = refuse_layers(layers)
     if refusal is not None:
         return refusal
     try:
-        return _attempt(layers, inputs, _Stage(layers, takes_tuple, arrivals, copy_inputs=False))
+        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, copy_inputs=False))
     except _ChangesInput:
         # As the first layers of a model change its caller's tensor; a pipeline's input stays as it was.
-        return _attempt(layers, inputs, _Stage(layers, takes_tuple, arrivals, copy_inputs=True))
+        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, copy_inputs=True))
 
 
 def _attempt(layers: Sequence[nn.Module], inputs: Sequence[Tensor], stage: _Stage) -> Joint | Untraceable:
@@ -195,7 +189,7 @@ def _attempt(layers: Sequence[nn.Module], inputs: Sequence[Tensor], stage: _Stag
         layer, _, attribute = changed[0].partition(".")
         return Untraceable(int(layer), f"its forward sets {attribute}, a side effect")
     try:
-        return refuse_graph(module) or _read(module, layers, stage.returns_tuple)
+        return refuse_graph(module) or _read(module, layers, stage.returns)
     except _Refused as refused:
         return Untraceable(None, str(refused))
 
@@ -204,7 +198,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _read(module: fx.GraphModule, layers: Sequence[nn.Module], returns_tuple: bool) -> Joint:
+def _read(module: fx.GraphModule, layers: Sequence[nn.Module], structure: Structure) -> Joint:
     """Translates PyTorch's descriptors into ports."""
     names = nn.Module()
     names.layers = nn.ModuleList(layers)
@@ -248,7 +242,7 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module], returns_tuple: bo
         take_out(tangent)
     inputs = [Node(port(n.meta["desc"]), n) for n in module.graph.find_nodes(op="placeholder")]
     outputs = [Node(port(d), n) for n, d in zip(results, descriptors, strict=True) if isinstance(n, fx.Node)]
-    return Joint(module, tuple(inputs), tuple(_unclone(n) for n in outputs), len(layers), returns_tuple)
+    return Joint(module, tuple(inputs), tuple(_unclone(n) for n in outputs), len(layers), structure)
 
 
 def _unclone(output: Node) -> Node:

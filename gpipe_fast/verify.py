@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.gpipe import GPipe, Tensors, _check_input
+from gpipe_fast.gpipe import GPipe, check_inputs
 from gpipe_fast.random import keyed_rng
+from gpipe_fast.structure import ONE_TENSOR, Inputs, cut, flatten
 
 # What one step leaves behind, by name.
 _Result = dict[str, Tensor]
@@ -79,7 +80,7 @@ class Report:
 
 
 def verify(
-    model: GPipe, x: Tensors, loss_fn: Callable[[Any], Tensor], *, chunks: int | Literal["auto"] | None = None
+    model: GPipe, x: Any, loss_fn: Callable[[Any], Tensor], *, chunks: int | Literal["auto"] | None = None
 ) -> Report:
     """Compares one step of ``model`` with one of the plain micro-batch loop over the same layers.
 
@@ -92,14 +93,14 @@ def verify(
 
     Args:
         model: as it is to be trained.
-        x: a mini-batch, as ``model`` takes it; compared is its gradient too if it requires one.
+        x: a mini-batch, as ``model`` takes it as its only argument; compared are gradients of its tensors too
+            if they require one.
         loss_fn: from what ``model`` returns to a tensor of one element; it is called twice, under equal
             random states.
         chunks: micro-batches to cut ``x`` into, by default as ``model`` does.
 
     Raises:
-        TypeError: ``model`` is no `GPipe`, ``x`` is neither a tensor nor a tuple of tensors, or the loss is
-            no tensor.
+        TypeError: ``model`` is no `GPipe`, ``x`` is nothing that it takes, or the loss is no tensor.
         ValueError: ``x`` cannot be cut, or the loss has more than one element or needs no gradient.
         RuntimeError: ``model`` cannot be traced, or has to run already.
     """
@@ -109,12 +110,13 @@ def verify(
         raise TypeError(
             f"loss_fn must be a function from the output to the loss, got {type(loss_fn).__name__}"
         )
-    inputs = _check_input(x, model.devices)
+    inputs = Inputs.of((x,), {})
+    check_inputs(inputs, model.devices)
     with contextlib.ExitStack() as stack:
-        num_microbatches = stack.enter_context(_settled(model, len(inputs[0]), chunks))
+        num_microbatches = stack.enter_context(_settled(model, inputs.batch_size, chunks))
         plain = nn.Sequential(OrderedDict(model.named_children()))
-        ours = _step(model, model, inputs, isinstance(x, tuple), loss_fn)
-        expected = _step(model, _loop(plain, num_microbatches), inputs, isinstance(x, tuple), loss_fn)
+        ours = _step(model, model, inputs, loss_fn)
+        expected = _step(model, _loop(plain, inputs, num_microbatches), inputs, loss_fn)
     rows = tuple(_row(name, ours.get(name), expected.get(name)) for name in {**expected, **ours})
     return Report(rows, num_microbatches)
 
@@ -139,48 +141,42 @@ def _settled(model: GPipe, batch: int, chunks: int | Literal["auto"] | None) -> 
         torch.set_num_threads(before[3])
 
 
-def _loop(plain: nn.Sequential, num_microbatches: int) -> Callable[[Tensors], Tensors]:
+def _loop(plain: nn.Sequential, inputs: Inputs, num_microbatches: int) -> Callable[[Any], Any]:
     """The plain micro-batch loop, which draws as a pipeline does."""
 
-    def run(x: Tensors) -> Tensors:
+    def run(x: Any) -> Any:
+        tensors = Inputs.of((x,), {}).tensors
+        parts = cut(tensors, inputs.replicated, num_microbatches)
         with keyed_rng(plain):
-            if isinstance(x, Tensor):
-                outputs = [plain(part) for part in x.chunk(num_microbatches)]
-            else:
-                parts = (tensor.chunk(num_microbatches) for tensor in x)
-                outputs = [plain(part) for part in zip(*parts, strict=True)]
-        if isinstance(outputs[0], Tensor):
-            return torch.cat(outputs)
-        return tuple(torch.cat(column) for column in zip(*outputs, strict=True))
+            outputs = [flatten(plain(inputs.structure.build(part))) for part in parts]
+        columns = zip(*(tensors for tensors, _ in outputs), strict=True)
+        return outputs[0][1].build(torch.cat(column) for column in columns)
 
     return run
 
 
 def _step(
-    model: GPipe,
-    run: Callable[[Tensors], Tensors],
-    inputs: Sequence[Tensor],
-    is_tuple: bool,
-    loss_fn: Callable[[Any], Tensor],
+    model: GPipe, run: Callable[[Any], Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]
 ) -> _Result:
     """One step of ``run``, which has the layers of ``model``; everything is put back when it ends."""
-    with _restored(model, inputs), torch.random.fork_rng(devices=[]):
-        leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-        output = run(tuple(leaves) if is_tuple else leaves[0])
+    with _restored(model, inputs.tensors), torch.random.fork_rng(devices=[]):
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs.tensors]
+        output = run(inputs.build(leaves))
         loss = loss_fn(output)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
         if loss.numel() != 1:
             raise ValueError(f"the loss must have one element, got shape {list(loss.shape)}")
-        sources = {_numbered("gradient of input", i, is_tuple): x for i, x in enumerate(leaves)}
+        several = inputs.structure != ONE_TENSOR
+        sources = {_numbered("gradient of input", i, several): x for i, x in enumerate(leaves)}
         sources |= {f"gradient of {name}": p for name, p in model.named_parameters()}
         sources = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
         if not loss.requires_grad or not sources:
             raise ValueError("the loss needs no gradient, so there is no backward to compare")
         # Not backward(): it would add to the gradients that are there, and run their hooks.
         gradients = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
-        outputs = [output] if isinstance(output, Tensor) else output
-        names = [_numbered("output", i, not isinstance(output, Tensor)) for i in range(len(outputs))]
+        outputs, structure = flatten(output)
+        names = [_numbered("output", i, structure != ONE_TENSOR) for i in range(len(outputs))]
         result: _Result = {name: o.detach().clone() for name, o in zip(names, outputs, strict=True)}
         result["loss"] = loss.detach().clone()
         result |= {name: g for name, g in zip(sources, gradients, strict=True) if g is not None}

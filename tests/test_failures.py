@@ -536,7 +536,7 @@ SHORT_OF_MEMORY = """
     pipe = GPipe(model, [1, 1, 1], chunks=4)
     small, large = torch.randn(8, 6), torch.randn(800, 6)
     for x in (small, large):
-        pipe._plan([x], False)  # traces, which takes memory of its own
+        pipe._plan(Inputs.of((x,), {}))  # traces, which takes memory of its own
     fails(1, "Resource temporarily unavailable", lambda: pipe(small))  # no room for a worker's stack
     pipe(small).sum().backward()
     model.zero_grad()

@@ -32,7 +32,7 @@ class Pipe:
         assert not isinstance(compiled, Refusal), compiled
         self.layers, self.pipeline = layers, Pipeline(len(balance))
         self.plan: Plan = make_plan(
-            compiled * M, budgets, 1, *[[compiled[0][-1].outputs.tensors[0].requires_grad]] * 2
+            compiled * M, budgets, 1, [False], *[[compiled[0][-1].outputs.tensors[0].requires_grad]] * 2
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def test_inference_bounds_what_waits_at_a_boundary() -> None:
     with torch.no_grad():
         compiled = Compiler().compile([Stage(layers, 0, CPU)], [Boundary((Spec.of(many[:4], False),))])
         assert not isinstance(compiled, Refusal), compiled
-        assert make_plan(compiled * 16, [1.0] * 16, 1, [False], [False]).schedule.slots < 16
+        assert make_plan(compiled * 16, [1.0] * 16, 1, *[[False]] * 3).schedule.slots < 16
 
 
 class Count(nn.Module):

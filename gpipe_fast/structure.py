@@ -1,0 +1,178 @@
+"""Nested values as tensors and a structure: what users pass and get, and what crosses between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+# What may stand beside tensors: values that nobody can change.
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A value beside tensors, passed on as it is.
+
+    Attributes:
+        kind: its type.
+        text: what it reads like; by type and text constants are equal, so 1 is not True, and NaN is NaN.
+        value: itself.
+    """
+
+    kind: type
+    text: str
+    value: Any = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How tensors are nested, and what stands beside them.
+
+    Attributes:
+        spec: tuples, lists, dicts and named tuples, as PyTorch flattens them.
+        leaves: in order; None is a tensor.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Constant | None, ...]
+
+    def __str__(self) -> str:
+        """The value, with tensors as three dots."""
+        return str(self.build([_Dots()] * self.num_tensors))
+
+    def build(self, tensors: Iterable[Any]) -> Any:
+        """The value with these tensors."""
+        following = iter(tensors)
+        return pytree.tree_unflatten(
+            [next(following) if leaf is None else leaf.value for leaf in self.leaves], self.spec
+        )
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors it holds."""
+        return self.leaves.count(None)
+
+
+class _Dots:
+    def __repr__(self) -> str:
+        return "..."
+
+
+def flatten(value: object) -> tuple[list[Tensor], Structure]:
+    """Takes a value apart; ``structure.build(tensors)`` puts it together.
+
+    Raises:
+        TypeError: it holds what is neither a tensor nor a constant.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors, Structure(spec, tuple(map(_constant, leaves)))
+
+
+def _constant(leaf: object) -> Constant | None:
+    if isinstance(leaf, Tensor):
+        return None
+    if not isinstance(leaf, _CONSTANTS):
+        raise TypeError(
+            f"expected Tensor, but got {type(leaf)}; tensors may be nested in tuples, lists and dicts, "
+            "beside None, bools, numbers and strings"
+        )
+    return Constant(type(leaf), repr(leaf), leaf)
+
+
+_, ONE_TENSOR = flatten(torch.empty(0))
+
+
+def tuple_of(count: int) -> Structure:
+    """That of a tuple of so many tensors."""
+    return flatten(tuple(torch.empty(0) for _ in range(count)))[1]
+
+
+class Call(NamedTuple):
+    """The arguments of a call, where they are not one value alone."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def call(function: Any, value: Any) -> Any:
+    """Calls with a value, or with the arguments that it stands for."""
+    return function(*value.args, **value.kwargs) if isinstance(value, Call) else function(value)
+
+
+class Replicated:
+    """What every micro-batch gets as a whole; `replicate` makes it."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def replicate(value: object) -> Any:
+    """Marks an input, or a part of one, that is not cut: every micro-batch gets all of it.
+
+    ::
+
+        model((x, gpipe_fast.replicate(mask)))
+
+    The gradient of a tensor in it is the sum over micro-batches.
+    """
+    return Replicated(value)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a module is called with, taken apart.
+
+    Attributes:
+        tensors: in order.
+        structure: how they are nested.
+        replicated: which of them every micro-batch gets as a whole.
+    """
+
+    tensors: list[Tensor]
+    structure: Structure
+    replicated: tuple[bool, ...]
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """What would be taken apart into these tensors."""
+        marked = [Replicated(x) if whole else x for x, whole in zip(tensors, self.replicated, strict=True)]
+        return self.structure.build(marked)
+
+    @property
+    def batch_size(self) -> int:
+        """The first dimension of those that are cut."""
+        return next(len(x) for x, whole in zip(self.tensors, self.replicated, strict=True) if not whole)
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """Takes the arguments of a call apart.
+
+        Raises:
+            TypeError: there is something that is neither a tensor nor a constant.
+        """
+        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+            return cls([args[0]], ONE_TENSOR, (False,))
+        value = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
+        leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, Replicated))
+        bare = [leaf.value if isinstance(leaf, Replicated) else leaf for leaf in leaves]
+        tensors, structure = flatten(pytree.tree_unflatten(bare, spec))
+        replicated = tuple(
+            isinstance(leaf, Replicated)
+            for leaf, part in zip(leaves, bare, strict=True)
+            for tensor in pytree.tree_leaves(part)
+            if isinstance(tensor, Tensor)
+        )
+        return cls(tensors, structure, replicated)
+
+
+def cut(tensors: Sequence[Tensor], replicated: Sequence[bool], chunks: int) -> list[tuple[Tensor, ...]]:
+    """The tensors of each micro-batch."""
+    parts = [None if whole else x.chunk(chunks) for x, whole in zip(tensors, replicated, strict=True)]
+    number = next(len(part) for part in parts if part is not None)
+    columns = (part or (x,) * number for part, x in zip(parts, tensors, strict=True))
+    return list(zip(*columns, strict=True))
