@@ -496,6 +496,7 @@ SHORT_OF_MEMORY = """
     import torch
     from torch import nn
     from gpipe_fast import GPipe
+    from gpipe_fast.structure import Inputs
 
     torch.set_num_threads(1)
 

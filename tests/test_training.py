@@ -1,4 +1,4 @@
-"""What surrounds a model in training, around a pipeline: as around the plain micro-batch loop, bit for bit."""
+"""What surrounds a model in training: around a pipeline as around the plain micro-batch loop, bit for bit."""
 
 from __future__ import annotations
 
