@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,14 @@ class Structure:
 
     spec: pytree.TreeSpec
     leaves: tuple[Constant | None, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.spec, self.leaves))
+
+    def __hash__(self) -> int:
+        """Computed once: every call looks its signature up."""
+        return self._hash
 
     def __str__(self) -> str:
         """The value, with tensors as three dots."""
@@ -124,8 +133,7 @@ def replicate(value: object) -> Any:
     return Replicated(value)
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """What a module is called with, taken apart.
 
     Attributes:
