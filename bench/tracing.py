@@ -52,7 +52,7 @@ def equal_stages(count: int, num_stages: int) -> list[object]:
     traced = time.perf_counter()
     assert not isinstance(compiled, Refusal), compiled
     for stage in compiled[0]:
-        stage.run_pass(budget_of(recompute=True))
+        stage.segment(budget_of(recompute=True))
     lowered = time.perf_counter()
     name = f"{num_stages} stages of {per_stage}"
     return [name, compiler.num_traces, traced - start, lowered - traced, ""]

@@ -36,8 +36,9 @@ struct Noted {
 class GPipeBackward final : public torch::autograd::Node {
  public:
   GPipeBackward(const Tensors& inputs, const Tensors& parameters, std::shared_ptr<Pipeline> pipeline,
-                std::shared_ptr<MiniBatch> minibatch, Sizes sizes)
+                std::shared_ptr<MiniBatch> minibatch, Sizes sizes, std::vector<bool> differentiable)
       : num_inputs_(inputs.size()),
+        differentiable_(std::move(differentiable)),
         pipeline_(std::move(pipeline)),
         sizes_(std::move(sizes)),
         minibatch_(std::move(minibatch)) {
@@ -54,7 +55,7 @@ class GPipeBackward final : public torch::autograd::Node {
     Tensors of_outputs(sizes_.size());
     bool any = false;
     for (size_t i = 0, next = 0; i < of_outputs.size(); ++i) {
-      if (!minibatch->plan()->differentiable[i]) continue;
+      if (!differentiable_[i]) continue;
       of_outputs[i] = std::move(gradients[next++]);
       any = any || of_outputs[i].defined();
     }
@@ -97,6 +98,7 @@ class GPipeBackward final : public torch::autograd::Node {
   }
 
   const size_t num_inputs_;
+  const std::vector<bool> differentiable_;  // which outputs can need a gradient
   const std::shared_ptr<Pipeline> pipeline_;
   const Sizes sizes_;
   std::mutex state_mutex_;  // of the two below: backwards may come from several threads
@@ -118,16 +120,16 @@ Pointer make_node(Arguments&&... arguments) {
 
 }  // namespace
 
-void tie(const Tensors& outputs, const Tensors& inputs, const Tensors& parameters,
+void tie(const Boundary& outputs, const Tensors& inputs, const Tensors& parameters,
          std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch, Sizes sizes) {
-  const std::vector<bool> differentiable = minibatch->plan()->differentiable;
+  const std::vector<bool>& differentiable = outputs.form->needs_gradient;
   const bool any = std::find(differentiable.begin(), differentiable.end(), true) != differentiable.end();
   if (!any || !torch::autograd::compute_requires_grad(inputs, parameters)) return;
-  auto node =
-      make_node<NodePointer>(inputs, parameters, std::move(pipeline), std::move(minibatch), std::move(sizes));
+  auto node = make_node<NodePointer>(inputs, parameters, std::move(pipeline), std::move(minibatch),
+                                     std::move(sizes), differentiable);
   node->set_next_edges(torch::autograd::collect_next_edges(inputs, parameters));
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    if (differentiable[i]) torch::autograd::set_history(outputs[i], node);
+  for (size_t i = 0; i < differentiable.size(); ++i) {
+    if (differentiable[i]) torch::autograd::set_history(outputs.tensors[i], node);
   }
 }
 

@@ -18,7 +18,7 @@ class Pipeline;
 //
 // The node's backward raises if an input or a parameter was changed in place since, if it is to be differentiated itself,
 // or if what the forward kept is gone. Where no output has a gradient, nothing gets one.
-void tie(const Tensors& outputs, const Tensors& inputs, const Tensors& parameters,
+void tie(const Boundary& outputs, const Tensors& inputs, const Tensors& parameters,
          std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch,
          std::vector<std::vector<int64_t>> sizes);
 

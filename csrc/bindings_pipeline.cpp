@@ -9,9 +9,11 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace py = pybind11;
@@ -49,11 +51,41 @@ Actions make_actions(const std::vector<std::vector<std::tuple<std::string, int32
   return Actions(std::move(result), capacity);
 }
 
-// Lets Ctrl-C through; the workers never come here.
-void check_signals() {
+// The workers of one pipeline that run layers in Python now. Used under the GIL.
+class Interpreted {
+ public:
+  // Takes the GIL for a worker.
+  class Here {
+   public:
+    explicit Here(Interpreted& all) : all_(all), thread_(PyThread_get_thread_ident()) {
+      all_.threads_.insert(thread_);
+    }
+    ~Here() { all_.threads_.erase(thread_); }
+    Here(const Here&) = delete;
+    Here& operator=(const Here&) = delete;
+
+   private:
+    const py::gil_scoped_acquire gil_;
+    Interpreted& all_;
+    const unsigned long thread_;  // Python's number for it
+  };
+
+  void interrupt() const {
+    for (unsigned long thread : threads_) PyThreadState_SetAsyncExc(thread, PyExc_KeyboardInterrupt);
+  }
+
+ private:
+  std::set<unsigned long> threads_;
+};
+
+// Lets Ctrl-C through, which only reaches the thread that waits: what layers are doing in Python ends, too.
+void check_signals(const Interpreted& interpreted) {
   if (!Py_IsInitialized()) return;
   const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  if (PyErr_CheckSignals() == 0) return;
+  const py::error_already_set error;
+  interpreted.interrupt();
+  throw error;
 }
 
 // Action, whether it is a wait, begin and end in nanoseconds, run.
@@ -74,6 +106,67 @@ std::vector<std::vector<PlainEvent>> events(Pipeline& pipeline) {
   return result;
 }
 
+// An object of Python's for C++ to hold without the GIL. At the interpreter's end it is left alone.
+Opaque opaque(py::object value) {
+  return Opaque(value.release().ptr(), [](void* held) {
+    if (!Py_IsInitialized()) return;
+    const py::gil_scoped_acquire gil;
+    Py_XDECREF(static_cast<PyObject*>(held));
+  });
+}
+
+py::object object(const Opaque& held) {
+  return py::reinterpret_borrow<py::object>(static_cast<PyObject*>(held.get()));
+}
+
+// Calls a gpipe_fast.eager.EagerLayers.
+class LayersObject final : public PythonLayers {
+ public:
+  LayersObject(py::object layers, std::shared_ptr<Interpreted> interpreted)
+      : layers_(opaque(std::move(layers))), interpreted_(std::move(interpreted)) {}
+
+  Opaque note() override {
+    const py::gil_scoped_acquire gil;
+    return opaque(object(layers_).attr("note")());
+  }
+
+  void restore(const Opaque& noted) override {
+    const py::gil_scoped_acquire gil;
+    object(layers_).attr("restore")(object(noted));
+  }
+
+  Result forward(const Boundary& inputs, const std::function<int64_t()>& key, int32_t microbatch,
+                 const std::string& action) override {
+    const Interpreted::Here here(*interpreted_);
+    const py::tuple result = object(layers_).attr("forward")(
+        inputs.tensors, object(inputs.form->structure), inputs.form->needs_gradient, key, microbatch, action);
+    auto form = std::make_shared<Form>(
+        Form{opaque(py::object(result[1])), result[2].cast<std::vector<bool>>()});
+    return {{result[0].cast<Tensors>(), std::move(form)}, opaque(py::object(result[3]))};
+  }
+
+  Tensors backward(const Opaque& kept, const Tensors& tangents, Tensors& gradients, bool retain,
+                   const std::string& action) override {
+    const Interpreted::Here here(*interpreted_);
+    const py::tuple result =
+        object(layers_).attr("backward")(object(kept), tangents, gradients, retain, action);
+    gradients = undefined_for_none(result[1]);
+    return undefined_for_none(result[0]);
+  }
+
+ private:
+  static Tensors undefined_for_none(const py::handle& list) {
+    Tensors tensors;
+    for (const py::handle tensor : list) {
+      tensors.push_back(tensor.is_none() ? at::Tensor() : tensor.cast<at::Tensor>());
+    }
+    return tensors;
+  }
+
+  const Opaque layers_;
+  const std::shared_ptr<Interpreted> interpreted_;
+};
+
 [[noreturn]] void raise_planted(const std::string& error) {
   const std::string message = "planted " + error;
   if (error == "IndexError") TORCH_CHECK_INDEX(false, message);
@@ -92,6 +185,46 @@ void disturb(Pipeline& pipeline, uint64_t seed, int64_t longest_delay_us,
   const py::gil_scoped_release no_gil;
   pipeline.disturb(std::move(disturbance));
 }
+
+std::function<int64_t()> drawn(const std::variant<int64_t, std::function<int64_t()>>& key) {
+  if (const auto* draw = std::get_if<std::function<int64_t()>>(&key)) return *draw;
+  return [value = std::get<int64_t>(key)] { return value; };
+}
+
+std::shared_ptr<Segment> lowered(int64_t begin, int64_t end, std::shared_ptr<Pass> pass,
+                                 std::vector<Layout> inputs, std::shared_ptr<Form> takes,
+                                 std::shared_ptr<Form> returns, int64_t first_layer, bool draws,
+                                 std::vector<std::optional<Layout>> tangents) {
+  auto segment = std::make_shared<Segment>();
+  segment->begin = begin;
+  segment->end = end;
+  segment->pass = std::move(pass);
+  segment->inputs = std::move(inputs);
+  segment->takes = std::move(takes);
+  segment->returns = std::move(returns);
+  segment->first_layer = first_layer;
+  segment->draws = draws;
+  segment->tangents = std::move(tangents);
+  return segment;
+}
+
+std::shared_ptr<Segment> in_python(int64_t begin, int64_t end, py::object layers,
+                                   std::vector<int64_t> parameters, std::vector<int64_t> buffers,
+                                   std::shared_ptr<Interpreted> interpreted, bool provisional) {
+  auto segment = std::make_shared<Segment>();
+  segment->begin = begin;
+  segment->end = end;
+  segment->python = std::make_shared<LayersObject>(std::move(layers), std::move(interpreted));
+  segment->parameters = std::move(parameters);
+  segment->buffers = std::move(buffers);
+  segment->provisional = provisional;
+  return segment;
+}
+
+using Find =
+    std::function<std::shared_ptr<Segment>(int64_t layer, int32_t microbatch, const Boundary& boundary)>;
+using FindInstead = std::function<std::shared_ptr<Segment>(int64_t number, int32_t microbatch,
+                                                           const std::vector<at::Tensor>& tangents)>;
 
 }  // namespace
 
@@ -112,51 +245,98 @@ void bind_pipeline(py::module_& m) {
             return PortedProgram{std::move(program), std::move(inputs), std::move(outputs)};
           }),
           py::arg("program"), py::arg("inputs"), py::arg("outputs"));
-  py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass").def(
-      py::init([](PortedProgram forward, std::optional<PortedProgram> backward) {
-        return Pass{std::move(forward), std::move(backward).value_or(PortedProgram{})};
-      }),
-      py::arg("forward"), py::arg("backward"));
-  py::class_<Actions>(m, "Actions").def(py::init(&make_actions), py::arg("stages"), py::arg("capacity"));
-  py::class_<StagePlan>(m, "StagePlan")
-      .def(py::init([](int64_t first_layer, std::vector<int64_t> parameters, std::vector<int64_t> buffers,
-                       const std::vector<std::shared_ptr<Pass>>& passes) {
-             return StagePlan{
-                 first_layer, std::move(parameters), std::move(buffers), {passes.begin(), passes.end()}};
+  py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")
+      .def(py::init([](PortedProgram forward, std::optional<PortedProgram> backward,
+                       std::vector<int64_t> gradients) {
+             return Pass{std::move(forward), std::move(backward).value_or(PortedProgram{}),
+                         std::move(gradients)};
            }),
-           py::arg("first_layer"), py::arg("parameters"), py::arg("buffers"), py::arg("passes"));
-  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
-      py::init([](std::vector<StagePlan> stages, Actions forward, std::optional<Actions> backward,
-                  int num_threads, std::vector<bool> replicated, std::vector<bool> differentiable,
-                  std::vector<bool> expected,
-                  std::optional<std::function<std::shared_ptr<Plan>(std::vector<bool>)>> instead) {
-        // pybind's own wrapper takes the GIL to call and to let go.
-        auto plan = std::make_shared<Plan>(Plan{std::move(stages),
-                                                std::move(forward),
-                                                std::move(backward),
-                                                num_threads,
-                                                std::move(replicated),
-                                                std::move(differentiable),
-                                                std::move(expected),
-                                                {}});
-        if (instead) plan->instead = std::move(*instead);
-        return plan;
-      }),
-      py::arg("stages"), py::arg("forward"), py::arg("backward"), py::arg("num_threads"),
-      py::arg("replicated"), py::arg("differentiable"), py::arg("expected"), py::arg("instead"));
+           py::arg("forward"), py::arg("backward"), py::arg("gradients"));
+  py::class_<Form, std::shared_ptr<Form>>(m, "Form")
+      .def(py::init([](py::object structure, std::vector<bool> needs_gradient) {
+             return Form{opaque(std::move(structure)), std::move(needs_gradient)};
+           }),
+           py::arg("structure"), py::arg("needs_gradient"))
+      .def_property_readonly("structure", [](const Form& form) { return object(form.structure); })
+      .def_readonly("needs_gradient", &Form::needs_gradient);
+  py::class_<Boundary>(m, "Boundary")
+      .def_readonly("tensors", &Boundary::tensors)
+      .def_property_readonly("form", [](const Boundary& boundary) { return boundary.form; });
+  py::class_<Interpreted, std::shared_ptr<Interpreted>>(m, "Interpreted").def(py::init<>());
+  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
+      .def_static("lowered", &lowered, py::arg("begin"), py::arg("end"), py::arg("run_pass"), py::arg("inputs"),
+                  py::arg("takes"), py::arg("returns"), py::arg("first_layer"), py::arg("draws"),
+                  py::arg("tangents"))
+      .def_static("in_python", &in_python, py::arg("begin"), py::arg("end"), py::arg("layers"),
+                  py::arg("parameters"), py::arg("buffers"), py::arg("interpreted"), py::arg("provisional"))
+      .def_readwrite("number", &Segment::number)
+      .def_readonly("begin", &Segment::begin)
+      .def_readonly("end", &Segment::end)
+      .def_property_readonly("is_lowered", [](const Segment& segment) { return !segment.python; });
+  py::class_<Actions>(m, "Actions").def(py::init(&make_actions), py::arg("stages"), py::arg("capacity"));
+  // Functions are called, and let go of, by pybind's own wrapper, which takes the GIL.
+  py::class_<StagePlan>(m, "StagePlan")
+      .def(py::init([](int64_t num_layers, std::vector<int64_t> parameters, std::vector<int64_t> buffers,
+                       const std::vector<std::vector<std::shared_ptr<Segment>>>& chains,
+                       std::optional<Find> find, std::optional<FindInstead> instead) {
+             StagePlan plan{num_layers, std::move(parameters), std::move(buffers), {}, {}, {}};
+             for (const auto& chain : chains) plan.chains.emplace_back(chain.begin(), chain.end());
+             if (find) plan.find = std::move(*find);
+             if (instead) plan.instead = std::move(*instead);
+             return plan;
+           }),
+           py::arg("num_layers"), py::arg("parameters"), py::arg("buffers"), py::arg("chains"),
+           py::arg("find") = py::none(), py::arg("instead") = py::none());
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
+      .def(py::init([](std::vector<StagePlan> stages, Actions forward, std::optional<Actions> backward,
+                       int num_threads, std::shared_ptr<Form> inputs, std::vector<bool> replicated,
+                       std::optional<std::vector<bool>> expected,
+                       std::optional<std::function<std::shared_ptr<Plan>(std::vector<bool>)>> instead,
+                       std::optional<std::function<void(const std::vector<Boundary>&)>> check_outputs) {
+             auto plan = std::make_shared<Plan>(Plan{std::move(stages),
+                                                     std::move(forward),
+                                                     std::move(backward),
+                                                     num_threads,
+                                                     std::move(inputs),
+                                                     std::move(replicated),
+                                                     std::move(expected),
+                                                     {},
+                                                     {}});
+             if (instead) plan->instead = std::move(*instead);
+             if (check_outputs) plan->check_outputs = std::move(*check_outputs);
+             return plan;
+           }),
+           py::arg("stages"), py::arg("forward"), py::arg("backward"), py::arg("num_threads"),
+           py::arg("inputs"), py::arg("replicated"), py::arg("expected"), py::arg("instead"),
+           py::arg("check_outputs"))
+      // Of a stage and a micro-batch, the layers of each segment, and whether it is lowered: as they were last.
+      .def("segments", [](const Plan& plan, int32_t stage, int32_t microbatch) {
+        std::vector<std::tuple<int64_t, int64_t, bool>> found;
+        for (const auto& s : plan.stages.at(stage).chains.at(microbatch))
+          found.emplace_back(s->begin, s->end, !s->python);
+        return found;
+      });
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline")
       .def(
-          py::init([](int32_t num_stages) { return std::make_shared<Pipeline>(num_stages, &check_signals); }),
-          py::arg("num_stages"))
+          py::init([](int32_t num_stages, std::shared_ptr<Interpreted> interpreted) {
+            return std::make_shared<Pipeline>(num_stages, [interpreted] { check_signals(*interpreted); });
+          }),
+          py::arg("num_stages"), py::arg("interpreted"))
       .def(
           "forward",
           [](Pipeline& pipeline, const std::shared_ptr<Plan>& plan, const Tensors& inputs,
              const Tensors& parameters, const Tensors& buffers,
-             int64_t key) { return pipeline.forward(plan, inputs, parameters, buffers, key); },
-          py::arg("plan"), py::arg("inputs"), py::arg("parameters"), py::arg("buffers"), py::arg("key"),
-          no_gil)
+             const std::variant<int64_t, std::function<int64_t()>>& key) {
+            Boundary outputs;
+            {
+              const py::gil_scoped_release no_gil;
+              outputs = pipeline.forward(plan, inputs, parameters, buffers, drawn(key));
+            }
+            return std::make_pair(std::move(outputs.tensors), object(outputs.form->structure));
+          },
+          py::arg("plan"), py::arg("inputs"), py::arg("parameters"), py::arg("buffers"), py::arg("key"))
       .def("record", &Pipeline::record, py::arg("events_per_stage"), no_gil)
       .def("recorded", &Pipeline::recorded, no_gil)
       .def("events", &events)

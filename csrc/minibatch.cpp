@@ -2,10 +2,13 @@
 
 #include "check.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -29,8 +32,8 @@ at::Tensor make_key(int64_t minibatch, int64_t microbatch, int64_t first_layer) 
 }  // namespace
 
 MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, const Tensors& parameters, const Tensors& buffers,
-                     int64_t key)
-    : plan_(std::move(plan)), key_(key), num_parameters_(parameters.size()), stages_(plan_->stages.size()) {
+                     std::function<int64_t()> key)
+    : plan_(std::move(plan)), key_(std::move(key)), num_parameters_(parameters.size()), stages_(plan_->stages.size()) {
   for (size_t i = 0; i < stages_.size(); ++i) {
     const StagePlan& plan = plan_->stages[i];
     Stage& stage = stages_[i];
@@ -46,17 +49,18 @@ void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
   for (Stage& stage : stages_) {
     stage.cells = std::vector<Cell>(microbatches.size());
     stage.buffers = stage.module_buffers;
+    stage.bound.clear();
   }
   num_inputs_ = microbatches.front().size();
   for (size_t m = 0; m < microbatches.size(); ++m) {
-    stages_.front().cells[m].arrived = std::move(microbatches[m]);
+    stages_.front().cells[m].arrived = {std::move(microbatches[m]), plan_->inputs};
   }
   surroundings_.emplace(plan_->num_threads);
   phase_ = Phase::forward;
 }
 
-std::vector<Tensors> MiniBatch::take_outputs() {
-  std::vector<Tensors> outputs;
+std::vector<Boundary> MiniBatch::take_outputs() {
+  std::vector<Boundary> outputs;
   for (Cell& cell : stages_.back().cells) outputs.push_back(std::move(cell.outputs));
   return outputs;
 }
@@ -68,6 +72,7 @@ void MiniBatch::end_forward() {
       if (!stage.buffers[i].is_same(stage.module_buffers[i])) stage.module_buffers[i].copy_(stage.buffers[i]);
     }
     stage.buffers.clear();
+    stage.noted.clear();
   }
   note_buffers();
   phase_ = Phase::idle;
@@ -77,10 +82,12 @@ void MiniBatch::end_forward() {
 void MiniBatch::note_buffers() {
   for (Stage& stage : stages_) {
     for (const Cell& cell : stage.cells) {
-      for (size_t i = 0; i < cell.buffers.size(); ++i) {
-        const at::Tensor& own = stage.module_buffers[i];
-        if (cell.buffers[i].is_same(own) && !own.is_inference())
-          stage.noted_buffers[i] = {own._version(), own.const_data_ptr()};
+      for (const Link& link : cell.links) {
+        for (size_t i = 0; i < link.buffers.size(); ++i) {
+          const at::Tensor& own = stage.module_buffers[i];
+          if (link.buffers[i].is_same(own) && !own.is_inference())
+            stage.noted_buffers[i] = {own._version(), own.const_data_ptr()};
+        }
       }
     }
   }
@@ -109,7 +116,8 @@ void MiniBatch::begin_backward(std::shared_ptr<const Plan> plan, std::vector<Ten
   check_buffers();
   for (Stage& stage : stages_) {
     stage.gradients = Tensors(stage.parameters.size());
-    stage.has_gradients = false;
+    stage.foreign.clear();
+    stage.bound.clear();
   }
   for (size_t m = 0; m < microbatches.size(); ++m) {
     stages_.back().cells[m].tangents = std::move(microbatches[m]);
@@ -138,14 +146,15 @@ MiniBatch::Gradients MiniBatch::end_backward() {
 }
 
 void MiniBatch::abandon() {
+  if (phase_ == Phase::forward) restore_noted();
   kept_ = kept_ && retain_;
   for (Stage& stage : stages_) {
     stage.open.reset();
     stage.buffers.clear();
     stage.gradients.clear();
     for (Cell& cell : stage.cells) {
-      cell.arrived.clear();
-      cell.outputs.clear();
+      cell.arrived = {};
+      cell.outputs = {};
       cell.tangents.clear();
       cell.input_gradients.clear();
     }
@@ -155,20 +164,23 @@ void MiniBatch::abandon() {
   backward_plan_.reset();
 }
 
-void MiniBatch::enter(int32_t stage, const std::function<void()>& walk) {
-  surroundings_->run([&] {
-    bind(stage);
-    walk();
-  });
+// Layers in Python write the module's own buffers.
+void MiniBatch::restore_noted() {
+  for (Stage& stage : stages_) {
+    for (auto it = stage.noted.rbegin(); it != stage.noted.rend(); ++it) it->first->restore(it->second);
+    stage.noted.clear();
+  }
 }
 
-void MiniBatch::bind(int32_t stage) {
-  const bool backward = phase_ == Phase::backward;
-  std::set<const Program*> bound;
-  for (const auto& pass : (backward ? backward_plan_ : plan_)->stages[stage].passes) {
-    const auto& program = (backward ? pass->backward : pass->forward).program;
-    if (program && bound.insert(program.get()).second) program->bind(stages_[stage].parameters);
-  }
+void MiniBatch::enter(int32_t stage, const std::function<void()>& walk) {
+  (void)stage;
+  surroundings_->run(walk);
+}
+
+void MiniBatch::bind(Stage& stage, Program& program) {
+  if (std::find(stage.bound.begin(), stage.bound.end(), &program) != stage.bound.end()) return;
+  program.bind(stage.parameters);
+  stage.bound.push_back(&program);
 }
 
 void MiniBatch::run(const Action& action, Watch& watch) {
@@ -196,18 +208,18 @@ void MiniBatch::run(const Action& action, Watch& watch) {
   }
 }
 
-const at::Tensor& MiniBatch::find(const Port& port, const Cell& cell) {
+const at::Tensor& MiniBatch::find(const Port& port, const Link& link, const Tensors& tangents) {
   switch (port.role) {
     case Role::buffer:
-      return cell.buffers.at(port.index);
+      return link.buffers.at(port.index);
     case Role::key:
-      return cell.key;
+      return link.key;
     case Role::input:
-      return cell.inputs.at(port.index);
+      return link.inputs.at(port.index);
     case Role::saved:
-      return cell.saved.at(port.index);
+      return link.saved.at(port.index);
     case Role::tangent:
-      return cell.tangents.at(port.index);
+      return tangents.at(port.index);
     default:
       GPIPE_CHECK(false, "a program reads a port that only results have");
   }
@@ -215,37 +227,75 @@ const at::Tensor& MiniBatch::find(const Port& port, const Cell& cell) {
 
 void MiniBatch::forward(const Action& action, Watch& watch) {
   const StagePlan& plan = plan_->stages[action.stage];
-  const Pass& pass = *plan.passes[action.microbatch];
   Stage& stage = stages_[action.stage];
   Cell& cell = stage.cells[action.microbatch];
-  cell.inputs = std::move(cell.arrived);
-  cell.buffers = stage.buffers;
-  cell.key = make_key(key_, action.microbatch, plan.first_layer);
-  Tensors inputs, no_accumulators;
-  inputs.reserve(pass.forward.inputs.size());
-  for (const Port& port : pass.forward.inputs) inputs.push_back(find(port, cell));
-  Tensors results = pass.forward.program->run(inputs, no_accumulators, true, &watch);
+  Boundary value = std::move(cell.arrived);
+  for (int64_t layer = 0; layer < plan.num_layers; layer = cell.links.back().segment->end) {
+    auto segment = plan.segment(action.microbatch, cell.links.size(), layer, value);
+    Link& link = cell.links.emplace_back();
+    link.segment = std::move(segment);
+    value = link.segment->python ? forward_in_python(action, stage, link, value)
+                                 : forward_lowered(action, stage, link, std::move(value), watch);
+  }
+  cell.outputs = std::move(value);
+}
+
+Boundary MiniBatch::forward_lowered(const Action& action, Stage& stage, Link& link, Boundary inputs,
+                                    Watch& watch) {
+  const Segment& segment = *link.segment;
+  const Pass& pass = *segment.pass;
+  link.inputs = std::move(inputs.tensors);
+  link.buffers = stage.buffers;
+  if (segment.draws) link.key = make_key(key_(), action.microbatch, segment.first_layer);
+  Tensors arguments, no_accumulators;
+  arguments.reserve(pass.forward.inputs.size());
+  for (const Port& port : pass.forward.inputs) arguments.push_back(find(port, link, {}));
+  bind(stage, *pass.forward.program);
+  Tensors results = pass.forward.program->run(arguments, no_accumulators, true, &watch);
+  Boundary outputs{{}, segment.returns};
   for (size_t i = 0; i < results.size(); ++i) {
     const Port& port = pass.forward.outputs[i];
-    Tensors& destination = port.role == Role::output   ? cell.outputs
+    Tensors& destination = port.role == Role::output   ? outputs.tensors
                            : port.role == Role::buffer ? stage.buffers
-                                                       : cell.saved;
+                                                       : link.saved;
     put(destination, port.index, std::move(results[i]));
   }
-  keep_only(pass, stage, cell);
+  keep_only(pass, stage, link);
+  return outputs;
+}
+
+Boundary MiniBatch::forward_in_python(const Action& action, Stage& stage, Link& link,
+                                      const Boundary& inputs) {
+  const std::shared_ptr<PythonLayers>& layers = link.segment->python;
+  const auto is_it = [&](const auto& noted) { return noted.first == layers; };
+  if (std::none_of(stage.noted.begin(), stage.noted.end(), is_it))
+    stage.noted.emplace_back(layers, layers->note());
+  {
+    at::NoGradGuard no_grad;
+    for (int64_t index : link.segment->buffers) {
+      // Lowered layers that share it have written a copy.
+      at::Tensor& own = stage.module_buffers[index];
+      if (!stage.buffers[index].is_same(own)) own.copy_(stage.buffers[index]);
+      stage.buffers[index] = own;
+    }
+  }
+  PythonLayers::Result result = layers->forward(inputs, key_, action.microbatch, action.name());
+  link.kept = std::move(result.kept);
+  return std::move(result.outputs);
 }
 
 // Only what the backward reads outlives the action. A backward that stands in for the plan's may read any input and any
 // buffer.
-void MiniBatch::keep_only(const Pass& pass, const Stage& stage, Cell& cell) const {
+void MiniBatch::keep_only(const Pass& pass, const Stage& stage, Link& link) const {
+  const bool others = plan_->instead || (dynamic() && plan_->backward);
   Tensors inputs, buffers;
   for (const Port& port : pass.backward.inputs) {
-    if (port.role == Role::input) put(inputs, port.index, cell.inputs.at(port.index));
-    if (port.role == Role::buffer) put(buffers, port.index, cell.buffers.at(port.index));
+    if (port.role == Role::input) put(inputs, port.index, link.inputs.at(port.index));
+    if (port.role == Role::buffer) put(buffers, port.index, link.buffers.at(port.index));
   }
-  if (plan_->instead) {
-    inputs = std::move(cell.inputs);
-    buffers = std::move(cell.buffers);
+  if (others) {
+    inputs = std::move(link.inputs);
+    buffers = std::move(link.buffers);
   }
   // The module's own buffer is written when the forward has succeeded, and the recompute must read what stood there
   // before.
@@ -254,55 +304,122 @@ void MiniBatch::keep_only(const Pass& pass, const Stage& stage, Cell& cell) cons
     at::Tensor& buffer = buffers[port.index];
     if (buffer.defined() && buffer.is_same(stage.module_buffers[port.index])) buffer = buffer.clone();
   }
-  cell.inputs = std::move(inputs);
-  cell.buffers = std::move(buffers);
+  link.inputs = std::move(inputs);
+  link.buffers = std::move(buffers);
   if (pass.backward.program) return;
-  cell.saved.clear();
-  if (!plan_->instead) cell.key.reset();
+  link.saved.clear();
+  if (!others) link.key.reset();
 }
 
-void MiniBatch::open(const PortedProgram& program, Stage& stage, const Cell& cell, Watch& watch) {
-  stage.open.emplace(*program.program, stage.gradients, !stage.has_gradients);
-  for (size_t i = 0; i < program.inputs.size(); ++i) {
-    if (program.inputs[i].role != Role::tangent) stage.open->take(i, find(program.inputs[i], cell));
+const Segment& MiniBatch::segment_of_backward(const Action& action, const Link& link) const {
+  if (backward_plan_ == plan_) return *link.segment;
+  return *backward_plan_->stages[action.stage].chains[action.microbatch].front();
+}
+
+void MiniBatch::open(const Pass& pass, Stage& stage, const Link& link, Watch& watch) {
+  const PortedProgram& program = pass.backward;
+  bind(stage, *program.program);
+  size_t defined = 0;
+  bool foreign = false;
+  for (int64_t index : pass.gradients) {
+    defined += stage.gradients[index].defined() ? 1 : 0;
+    foreign = foreign || stage.foreign.count(index) != 0;
   }
-  stage.open->execute(Part::early, &watch);
+  if (foreign || (defined != 0 && defined != pass.gradients.size())) {
+    stage.open.emplace(*program.program, stage.gradients.size());
+  } else {
+    stage.open.emplace(*program.program, stage.gradients, defined == 0);
+  }
+  for (size_t i = 0; i < program.inputs.size(); ++i) {
+    if (program.inputs[i].role != Role::tangent) stage.open->run.take(i, find(program.inputs[i], link, {}));
+  }
+  stage.open->run.execute(Part::early, &watch);
+}
+
+void MiniBatch::finish(const Pass& pass, Stage& stage, Watch& watch) {
+  Open& open = *stage.open;
+  open.run.execute(Part::rest, &watch);
+  open.run.finish();
+  if (!open.apart.empty()) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (int64_t index : pass.gradients) {
+      at::Tensor& gradient = stage.gradients[index];
+      gradient = gradient.defined() ? at::add(gradient, open.apart[index]) : open.apart[index];
+    }
+  }
+  stage.open.reset();
 }
 
 void MiniBatch::backward(const Action& action, Watch& watch) {
-  const PortedProgram& program = backward_plan_->stages[action.stage].passes[action.microbatch]->backward;
   Stage& stage = stages_[action.stage];
   Cell& cell = stage.cells[action.microbatch];
   const bool whole = action.kind == ActionKind::backward;
   const bool inputs = whole || action.kind == ActionKind::backward_inputs;
   const bool weights = whole || action.kind == ActionKind::backward_weights;
-  if (program.program) {  // else nothing from here on needs a gradient
-    if (!stage.open && action.kind != ActionKind::backward_weights) open(program, stage, cell, watch);
-    GPIPE_CHECK(stage.open, action.name(), " goes on with a backward that was not begun");
-    if (inputs) {
-      for (size_t i = 0; i < program.inputs.size(); ++i) {
-        if (program.inputs[i].role == Role::tangent) stage.open->take(i, find(program.inputs[i], cell));
-      }
-      stage.open->execute(Part::results, &watch);
-      Tensors results = stage.open->outputs();
-      for (size_t i = 0; i < results.size(); ++i) {
-        put(cell.input_gradients, program.outputs[i].index, std::move(results[i]));
-      }
+  // The parts of a backward lie apart at a stage's ends alone: its last segment's begins early, and its first one's ends
+  // late.
+  if (action.kind == ActionKind::recompute) {
+    const Link& last = cell.links.back();
+    const Segment& segment = segment_of_backward(action, last);
+    if (!segment.python && segment.pass->backward.program) open(*segment.pass, stage, last, watch);
+  }
+  if (inputs) {
+    Tensors tangents = std::move(cell.tangents);
+    for (size_t i = cell.links.size(); i-- > 0;) {
+      Link& link = cell.links[i];
+      tangents =
+          link.segment->python
+              ? backward_in_python(action, stage, link, tangents)
+              : backward_lowered(action, stage, link, std::move(tangents), whole || i > 0, watch);
     }
-    if (weights) {
-      stage.open->execute(Part::rest, &watch);
-      stage.open->finish();
-      stage.open.reset();
-      stage.has_gradients = true;
-    }
+    cell.input_gradients = std::move(tangents);
   }
   if (!weights) return;
-  cell.tangents.clear();
-  if (retain_) return;
-  cell.inputs.clear();
-  cell.buffers.clear();
-  cell.saved.clear();
-  cell.key.reset();
+  if (stage.open) finish(*segment_of_backward(action, cell.links.front()).pass, stage, watch);
+  if (!retain_) cell.links.clear();
+}
+
+Tensors MiniBatch::backward_lowered(const Action& action, Stage& stage, Link& link, Tensors tangents,
+                                    bool whole, Watch& watch) {
+  if (dynamic()) {
+    tangents.resize(std::max(tangents.size(), link.segment->tangents.size()));
+    const bool any = std::any_of(tangents.begin(), tangents.end(), [](const auto& t) { return t.defined(); });
+    if (!any || !link.segment->expects(tangents)) stage.open.reset();
+    if (!any) return {};
+    if (!link.segment->expects(tangents)) {
+      const StagePlan& plan = plan_->stages[action.stage];
+      link.segment = plan.instead(link.segment->number, action.microbatch, tangents);
+      plan.chains[action.microbatch].clear();  // the next forward expects what came
+    }
+  }
+  const Pass& pass = *segment_of_backward(action, link).pass;
+  const PortedProgram& program = pass.backward;
+  if (!program.program) return {};  // nothing from here on needs a gradient
+  if (!stage.open) open(pass, stage, link, watch);
+  for (size_t i = 0; i < program.inputs.size(); ++i) {
+    if (program.inputs[i].role == Role::tangent)
+      stage.open->run.take(i, find(program.inputs[i], link, tangents));
+  }
+  stage.open->run.execute(Part::results, &watch);
+  const Tensors results = stage.open->run.outputs();
+  Tensors gradients;
+  for (size_t i = 0; i < results.size(); ++i) put(gradients, program.outputs[i].index, results[i]);
+  if (whole) finish(pass, stage, watch);
+  return gradients;
+}
+
+Tensors MiniBatch::backward_in_python(const Action& action, Stage& stage, Link& link,
+                                      const Tensors& tangents) {
+  const Segment& segment = *link.segment;
+  Tensors gradients;
+  for (int64_t index : segment.parameters) gradients.push_back(stage.gradients[index]);
+  Tensors inputs = segment.python->backward(link.kept, tangents, gradients, retain_, action.name());
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const int64_t index = segment.parameters[i];
+    stage.gradients[index] = std::move(gradients[i]);
+    stage.foreign.insert(index);
+  }
+  return inputs;
 }
 
 int64_t MiniBatch::kept_bytes() const {
@@ -310,10 +427,12 @@ int64_t MiniBatch::kept_bytes() const {
   int64_t bytes = 0;
   for (const Stage& stage : stages_) {
     for (const Cell& cell : stage.cells) {
-      for (const Tensors* tensors : {&cell.inputs, &cell.buffers, &cell.saved}) {
-        for (const at::Tensor& tensor : *tensors) {
-          if (!tensor.defined() || !seen.insert(tensor.storage().unsafeGetStorageImpl()).second) continue;
-          bytes += static_cast<int64_t>(tensor.storage().nbytes());
+      for (const Link& link : cell.links) {
+        for (const Tensors* tensors : {&link.inputs, &link.buffers, &link.saved}) {
+          for (const at::Tensor& tensor : *tensors) {
+            if (!tensor.defined() || !seen.insert(tensor.storage().unsafeGetStorageImpl()).second) continue;
+            bytes += static_cast<int64_t>(tensor.storage().nbytes());
+          }
         }
       }
     }

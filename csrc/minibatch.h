@@ -2,11 +2,13 @@
 //
 // Boundary tensors lie with the stage that receives them; a SEND puts them there:
 //
-//   stage 0, cell m   [ inputs | buffers | saved | key ]   kept for 0Bm   tangents <-------+
-//                       | 0Fm                                                | 0Bm         | 1SEND_Bm
-//                     outputs --+ 0SEND_Fm                                  ...   input_gradients
-//                               |                                                          | 1Bm
-//   stage 1, cell m   arrived <-+ --1Fm--> [ inputs | buffers | saved | key ]   kept for 1Bm
+//   stage 0, cell m   [ links ]   kept for 0Bm   tangents <-------+
+//                       | 0Fm                       | 0Bm         | 1SEND_Bm
+//                     outputs --+ 0SEND_Fm         ...   input_gradients
+//                               |                                 | 1Bm
+//   stage 1, cell m   arrived <-+ --1Fm--> [ links ]   kept for 1Bm
+//
+// A link is what a segment, a run of layers, keeps: inputs, buffers, saved tensors and key. Nearly always a stage is one.
 #pragma once
 
 #include "engine.h"
@@ -19,23 +21,25 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
+#include <utility>
 #include <vector>
 
 namespace gpipe_fast {
 
-using Tensors = std::vector<at::Tensor>;
-
 // begin_forward, the engine's run of the plan's forward actions, end_forward; then the same for the backward. Needs no
-// GIL.
+// GIL, but for layers that run in Python.
 class MiniBatch final : public Work {
  public:
-  // `parameters` and `buffers` are the whole module's, which the plan's stages index.
-  MiniBatch(std::shared_ptr<const Plan> plan, const Tensors& parameters, const Tensors& buffers, int64_t key);
+  // `parameters` and `buffers` are the whole module's, which the plan's stages index. `key` draws the key of what is
+  // random, always the same, when there is something.
+  MiniBatch(std::shared_ptr<const Plan> plan, const Tensors& parameters, const Tensors& buffers,
+            std::function<int64_t()> key);
 
   // The first stage's boundary inputs, by micro-batch. Workers take over the calling thread's surroundings.
   void begin_forward(std::vector<Tensors> microbatches);
   // After the run, once: the last stage's outputs, by micro-batch.
-  std::vector<Tensors> take_outputs();
+  std::vector<Boundary> take_outputs();
   // Writes the buffers, which autograd notices.
   void end_forward();
 
@@ -63,14 +67,20 @@ class MiniBatch final : public Work {
   void run(const Action& action, Watch& watch) override;
 
  private:
-  // What one stage holds of one micro-batch. `arrived` and `tangents` are written by its neighbours' workers.
-  struct Cell {
-    Tensors arrived;  // boundary activation, until F
-    Tensors outputs;  // boundary activation, from F to SEND_F
-    Tensors inputs;   // from F to B, and only what B reads; so the next three
+  // What a segment keeps of one micro-batch from F to B.
+  struct Link {
+    std::shared_ptr<const Segment> segment;
+    Tensors inputs;  // only what B reads; so the next three
     Tensors buffers;
     Tensors saved;
     at::Tensor key;
+    Opaque kept;  // by layers in Python
+  };
+  // What one stage holds of one micro-batch. `arrived` and `tangents` are written by its neighbours' workers.
+  struct Cell {
+    Boundary arrived;  // until F
+    Boundary outputs;  // from F to SEND_F
+    std::vector<Link> links;
     Tensors tangents;         // boundary gradient, until B
     Tensors input_gradients;  // boundary gradient, from B to SEND_B
   };
@@ -78,31 +88,52 @@ class MiniBatch final : public Work {
     int64_t version;
     const void* data;
   };
+  // A backward of which a part is still to come.
+  struct Open {
+    Open(Program& program, Tensors& gradients, bool first) : run(program, gradients, first) {}
+    // Into gradients of its own, which are then added.
+    Open(Program& program, size_t num_parameters) : apart(num_parameters), run(program, apart, true) {}
+
+    Tensors apart;
+    Program::Run run;
+  };
   struct Stage {
     Tensors parameters;
+    std::vector<const Program*> bound;  // in this run, to the parameters
     Tensors module_buffers;
     Tensors buffers;                        // as the latest micro-batch left them
     std::map<size_t, Noted> noted_buffers;  // the module's own that the backward reads, by index
+    std::vector<std::pair<std::shared_ptr<PythonLayers>, Opaque>> noted;  // state, as of the mini-batch's begin
     Tensors gradients;
-    bool has_gradients = false;
-    std::optional<Program::Run> open;  // a backward of which a part is still to come
-    std::vector<Cell> cells;           // by micro-batch
+    std::set<int64_t> foreign;  // gradients that came from Python, whose memory may be shared
+    std::optional<Open> open;
+    std::vector<Cell> cells;  // by micro-batch
   };
   enum class Phase { idle, forward, backward };
 
-  void bind(int32_t stage);
+  static void bind(Stage& stage, Program& program);
   void note_buffers();
   void check_buffers() const;
-  static const at::Tensor& find(const Port& port, const Cell& cell);
+  void restore_noted();
+  static const at::Tensor& find(const Port& port, const Link& link, const Tensors& tangents);
+  bool dynamic() const { return static_cast<bool>(plan_->check_outputs); }
   void forward(const Action& action, Watch& watch);
-  void keep_only(const Pass& pass, const Stage& stage, Cell& cell) const;
+  Boundary forward_lowered(const Action& action, Stage& stage, Link& link, Boundary inputs, Watch& watch);
+  Boundary forward_in_python(const Action& action, Stage& stage, Link& link, const Boundary& inputs);
+  void keep_only(const Pass& pass, const Stage& stage, Link& link) const;
   // A backward, or the next part of one.
   void backward(const Action& action, Watch& watch);
-  void open(const PortedProgram& program, Stage& stage, const Cell& cell, Watch& watch);
+  // Of one segment, from gradients of its outputs to those of its inputs; with `whole`, to its weights' too.
+  Tensors backward_lowered(const Action& action, Stage& stage, Link& link, Tensors tangents, bool whole,
+                           Watch& watch);
+  Tensors backward_in_python(const Action& action, Stage& stage, Link& link, const Tensors& tangents);
+  void open(const Pass& pass, Stage& stage, const Link& link, Watch& watch);
+  static void finish(const Pass& pass, Stage& stage, Watch& watch);
+  const Segment& segment_of_backward(const Action& action, const Link& link) const;
 
   std::shared_ptr<const Plan> plan_;           // the forward's
   std::shared_ptr<const Plan> backward_plan_;  // while a backward runs
-  int64_t key_;
+  std::function<int64_t()> key_;
   size_t num_parameters_;
   size_t num_inputs_ = 0;
   std::vector<Stage> stages_;

@@ -63,13 +63,20 @@ Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
   return parts;
 }
 
-// Each tensor's parts, joined along the first dimension; undefined where there are none.
-Tensors join(const std::vector<Tensors>& microbatches, size_t num_tensors) {
+// All parts' tensors, joined along the first dimension.
+Boundary join(const std::vector<Boundary>& parts) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  Tensors joined(num_tensors);
-  for (size_t i = 0; i < num_tensors; ++i) {
-    const Tensors parts = parts_of(microbatches, i);
-    if (!parts.empty()) joined[i] = at::cat(parts);
+  auto form = std::make_shared<Form>(*parts.front().form);
+  for (const Boundary& part : parts) {
+    for (size_t i = 0; i < form->needs_gradient.size(); ++i) {
+      form->needs_gradient[i] = form->needs_gradient[i] || part.form->needs_gradient.at(i);
+    }
+  }
+  Boundary joined{{}, std::move(form)};
+  for (size_t i = 0; i < parts.front().tensors.size(); ++i) {
+    Tensors tensors;
+    for (const Boundary& part : parts) tensors.push_back(part.tensors.at(i));
+    joined.tensors.push_back(at::cat(tensors));
   }
   return joined;
 }
@@ -90,6 +97,14 @@ Tensors join_gradients(const std::vector<Tensors>& microbatches, const std::vect
   }
   return joined;
 }
+
+struct AbandonOnError {
+  ~AbandonOnError() {
+    if (!done) minibatch.abandon();
+  }
+  MiniBatch& minibatch;
+  bool done = false;
+};
 
 }  // namespace
 
@@ -126,8 +141,9 @@ auto Pipeline::held_at_exit(const Body& body) {
   }
 }
 
-Tensors Pipeline::forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
-                          const Tensors& parameters, const Tensors& buffers, int64_t key) {
+Boundary Pipeline::forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
+                           const Tensors& parameters, const Tensors& buffers,
+                           const std::function<int64_t()>& key) {
   return held_at_exit([&] { return forward_once(plan, inputs, parameters, buffers, key); });
 }
 
@@ -136,25 +152,30 @@ Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& grad
   return held_at_exit([&] { return backward_once(minibatch, gradients, sizes, retain); });
 }
 
-Tensors Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
-                               const Tensors& parameters, const Tensors& buffers, int64_t key) {
+Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
+                                const Tensors& parameters, const Tensors& buffers,
+                                const std::function<int64_t()>& key) {
   auto minibatch = std::make_shared<MiniBatch>(plan, parameters, buffers, key);
   const int64_t num_parts = plan->num_microbatches();
   auto microbatches = cut(inputs, num_parts, [&](size_t i) {
     return plan->replicated[i] ? Tensors(num_parts, inputs[i]) : inputs[i].chunk(num_parts);
   });
-  Tensors outputs;
-  Sizes sizes(plan->expected.size());
+  Boundary outputs;
+  Sizes sizes;
   {
     const Turn turn(*this);
     minibatch->begin_forward(std::move(microbatches));
+    AbandonOnError guard{*minibatch};
     run(plan->forward, *minibatch);
-    const std::vector<Tensors> parts = minibatch->take_outputs();
+    const std::vector<Boundary> parts = minibatch->take_outputs();
     // First, as it may fail; then nothing can.
-    outputs = join(parts, sizes.size());
+    if (plan->check_outputs) plan->check_outputs(parts);
+    outputs = join(parts);
     minibatch->end_forward();
+    guard.done = true;
+    sizes.resize(outputs.tensors.size());
     for (size_t i = 0; i < sizes.size(); ++i) {
-      for (const Tensors& part : parts) sizes[i].push_back(part[i].size(0));
+      for (const Boundary& part : parts) sizes[i].push_back(part.tensors[i].size(0));
     }
   }
   tie(outputs, inputs, parameters, shared_from_this(), std::move(minibatch), std::move(sizes));
@@ -166,7 +187,7 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
   std::shared_ptr<const Plan> plan = minibatch.plan();
   std::vector<bool> defined;
   for (const at::Tensor& gradient : gradients) defined.push_back(gradient.defined());
-  if (defined != plan->expected) {
+  if (plan->expected && defined != *plan->expected) {
     GPIPE_CHECK(plan->instead, "gradients of other outputs came than can come");
     plan = plan->instead(defined);
   }
@@ -176,20 +197,15 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
   {
     const Turn turn(*this);
     minibatch.begin_backward(plan, std::move(microbatches), retain);
+    AbandonOnError guard{minibatch};
     run(*plan->backward, minibatch);
+    guard.done = true;
     found = minibatch.end_backward();
   }
   return {join_gradients(found.inputs, plan->replicated), std::move(found.parameters)};
 }
 
 void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
-  struct AbandonOnError {
-    ~AbandonOnError() {
-      if (!done) minibatch.abandon();
-    }
-    MiniBatch& minibatch;
-    bool done = false;
-  } guard{minibatch};
   check_open();
   Disturbed disturbed(minibatch, disturbance_);
   const bool plain = disturbance_.longest_delay_us == 0 && disturbance_.faults.empty();
@@ -199,7 +215,6 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
   } catch (const Stopped&) {
     throw Closed();
   }
-  guard.done = true;
 }
 
 void Pipeline::close() {

@@ -27,8 +27,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
   // One mini-batch: cuts the inputs along their first dimension, runs the stages, joins the outputs, and ties them into
   // the autograd graph where a gradient can be needed. `parameters` and `buffers` are the whole module's.
-  Tensors forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& parameters,
-                  const Tensors& buffers, int64_t key);
+  // `key` draws its key, when something random is met first; whenever it is asked, it answers the same.
+  Boundary forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& parameters,
+                   const Tensors& buffers, const std::function<int64_t()>& key);
 
   struct Gradients {
     Tensors inputs;      // undefined where none is due; so below
@@ -57,8 +58,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
   template <class Body>
   static auto held_at_exit(const Body& body);
-  Tensors forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
-                       const Tensors& parameters, const Tensors& buffers, int64_t key);
+  Boundary forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
+                        const Tensors& parameters, const Tensors& buffers,
+                        const std::function<int64_t()>& key);
   Gradients backward_once(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes, bool retain);
   void check_open() const;
   void run(const Actions& actions, MiniBatch& minibatch);

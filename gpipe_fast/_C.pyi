@@ -80,14 +80,69 @@ class PortedProgram:
     def __init__(self, program: Program, inputs: Sequence[Port], outputs: Sequence[Port]) -> None: ...
 
 class Pass:
-    def __init__(self, forward: PortedProgram, backward: PortedProgram | None) -> None: ...
+    def __init__(
+        self, forward: PortedProgram, backward: PortedProgram | None, gradients: Sequence[int]
+    ) -> None: ...
+
+class Form:
+    def __init__(self, structure: Any, needs_gradient: Sequence[bool]) -> None: ...
+    @property
+    def structure(self) -> Any: ...
+    @property
+    def needs_gradient(self) -> list[bool]: ...
+
+class Boundary:
+    @property
+    def tensors(self) -> list[Tensor]: ...
+    @property
+    def form(self) -> Form: ...
+
+class Interpreted:
+    def __init__(self) -> None: ...
+
+class Segment:
+    number: int
+    @staticmethod
+    def lowered(
+        begin: int,
+        end: int,
+        run_pass: Pass,
+        inputs: Sequence[Layout],
+        takes: Form,
+        returns: Form,
+        first_layer: int,
+        draws: bool,
+        tangents: Sequence[Layout | None],
+    ) -> Segment: ...
+    @staticmethod
+    def in_python(
+        begin: int,
+        end: int,
+        layers: Any,
+        parameters: Sequence[int],
+        buffers: Sequence[int],
+        interpreted: Interpreted,
+        provisional: bool,
+    ) -> Segment: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def is_lowered(self) -> bool: ...
 
 class Actions:
     def __init__(self, stages: Sequence[Sequence[tuple[str, int, int]]], capacity: int) -> None: ...
 
 class StagePlan:
     def __init__(
-        self, first_layer: int, parameters: Sequence[int], buffers: Sequence[int], passes: Sequence[Pass]
+        self,
+        num_layers: int,
+        parameters: Sequence[int],
+        buffers: Sequence[int],
+        chains: Sequence[Sequence[Segment]],
+        find: Callable[[int, int, Boundary], Segment] | None = None,
+        instead: Callable[[int, int, Sequence[Tensor | None]], Segment] | None = None,
     ) -> None: ...
 
 class Plan:
@@ -97,22 +152,24 @@ class Plan:
         forward: Actions,
         backward: Actions | None,
         num_threads: int,
+        inputs: Form,
         replicated: Sequence[bool],
-        differentiable: Sequence[bool],
-        expected: Sequence[bool],
+        expected: Sequence[bool] | None,
         instead: Callable[[Sequence[bool]], Plan] | None,
+        check_outputs: Callable[[Sequence[Boundary]], None] | None,
     ) -> None: ...
+    def segments(self, stage: int, microbatch: int) -> list[tuple[int, int, bool]]: ...
 
 class Pipeline:
-    def __init__(self, num_stages: int) -> None: ...
+    def __init__(self, num_stages: int, interpreted: Interpreted) -> None: ...
     def forward(
         self,
         plan: Plan,
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
         buffers: Sequence[Tensor],
-        key: int,
-    ) -> list[Tensor]: ...
+        key: int | Callable[[], int],
+    ) -> tuple[list[Tensor], Any]: ...
     def record(self, events_per_stage: int) -> None: ...
     def recorded(self) -> int: ...
     def events(self) -> list[list[tuple[str, bool, int, int, int]]]: ...

@@ -21,6 +21,9 @@ if _C.build_info()["torch"].split(".")[:2] != torch.__version__.split(".")[:2]:
 
 Actions = _C.Actions
 Arena = _C.Arena
+Boundary = _C.Boundary
+Form = _C.Form
+Interpreted = _C.Interpreted
 Layout = _C.Layout
 Pass = _C.Pass
 Pipeline = _C.Pipeline
@@ -29,6 +32,7 @@ Port = _C.Port
 PortedProgram = _C.PortedProgram
 Program = _C.Program
 Role = _C.Role
+Segment = _C.Segment
 Snapshot = _C.Snapshot
 StagePlan = _C.StagePlan
 Value = _C.Value

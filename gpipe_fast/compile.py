@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from gpipe_fast import _extension
-from gpipe_fast._extension import Arena, Pass, PortedProgram
+from gpipe_fast._extension import Arena, Form, Layout, Pass, PortedProgram, Segment
 from gpipe_fast.arrival import Arrivals
 from gpipe_fast.fingerprint import fingerprint
 from gpipe_fast.lower import lower
 from gpipe_fast.program import Program
 from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE, Split, split
-from gpipe_fast.structure import ONE_TENSOR, Structure
-from gpipe_fast.trace import Joint, Port, Role, buffers_of, trace
+from gpipe_fast.structure import ONE_TENSOR, Structure, shared
+from gpipe_fast.trace import Joint, Port, Role, buffers_of, parameters_of, trace
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class Spec:
         return empty.requires_grad_(self.requires_grad)
 
 
+# Held while tracing, which changes state of PyTorch's own, for all threads.
+TURN = threading.RLock()
+# The child of a fork must not find it held by a thread that it does not have.
+os.register_at_fork(after_in_child=TURN._at_fork_reinit)  # type: ignore[attr-defined]
+
 Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
@@ -66,6 +74,19 @@ class Modes(NamedTuple):
             if torch.is_autocast_enabled(kind)
         )
         return cls(torch.is_grad_enabled(), autocast, torch.get_num_threads())
+
+
+@contextlib.contextmanager
+def under(autocast: Autocast) -> Iterator[None]:
+    """Under exactly these for a block, as a pipeline computes: with every cast made anew."""
+    wanted = dict(autocast)
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if kind in wanted or torch.is_autocast_enabled(kind):
+                stack.enter_context(
+                    torch.autocast(kind, wanted.get(kind), enabled=kind in wanted, cache_enabled=False)
+                )
+        yield
 
 
 @dataclass(frozen=True)
@@ -92,6 +113,7 @@ class Stage:
         first_layer: index of the first one in the whole model.
         device: where they are.
         arena: scratch memory.
+        whole: the stage that this is a part of, or itself.
     """
 
     def __init__(self, layers: Sequence[nn.Module], first_layer: int, device: torch.device) -> None:
@@ -99,6 +121,26 @@ class Stage:
         self.first_layer = first_layer
         self.device = device
         self.arena = Arena()
+        self.whole = self
+
+    def part(self, begin: int, end: int) -> Stage:
+        """Some of its layers, which share its memory."""
+        part = Stage(self.layers[begin:end], self.first_layer + begin, self.device)
+        part.arena, part.whole = self.arena, self.whole
+        return part
+
+    def parameters(self) -> list[int]:
+        """Of the parameters of the whole, those that it has, in the order of its ports."""
+        return _positions(parameters_of(self.layers), parameters_of(self.whole.layers))
+
+    def buffers(self) -> list[int]:
+        """Likewise."""
+        return _positions(buffers_of(self.layers), buffers_of(self.whole.layers))
+
+
+def _positions(tensors: Sequence[Tensor], among: Sequence[Tensor]) -> list[int]:
+    position = {id(tensor): index for index, tensor in enumerate(among)}
+    return [position[id(tensor)] for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -133,7 +175,7 @@ class Traced:
 
 
 class CompiledStage:
-    """One stage for one signature.
+    """A stage, or a part of one, for one signature.
 
     Attributes:
         stage: what was compiled.
@@ -142,12 +184,15 @@ class CompiledStage:
         traced: its graph, possibly shared with other stages.
     """
 
-    def __init__(self, stage: Stage, inputs: Boundary, traced: Traced) -> None:
+    def __init__(
+        self, stage: Stage, inputs: Boundary, traced: Traced, outputs: Boundary | None = None
+    ) -> None:
+        """Makes one; ``outputs`` where the graph takes fewer gradients than can come."""
         self.stage = stage
         self.inputs = inputs
         self.traced = traced
-        self.outputs = _outputs(traced.joint)
-        self._passes: dict[float, Pass] = {}
+        self.outputs = outputs or _outputs(traced.joint)
+        self._segments: dict[float, Segment] = {}
 
     def written_buffers(self) -> list[Tensor]:
         """The buffers that its forward writes."""
@@ -158,21 +203,58 @@ class CompiledStage:
         """Whether any of its operators is random."""
         return any(n.port.role is Role.KEY and bool(n.node.users) for n in self.traced.joint.inputs)
 
-    def run_pass(self, budget: float) -> Pass:
+    def segment(self, budget: float) -> Segment:
         """The programs of this stage, in its own memory, for one budget; built on first use."""
-        if budget not in self._passes:
-            lowered = self.traced.lower(budget)
-            backward = None if lowered.backward is None else self._build(lowered.backward)
-            self._passes[budget] = Pass(self._build(lowered.forward), backward)
-        return self._passes[budget]
+        if budget not in self._segments:
+            self._segments[budget] = self._build(self.traced.lower(budget))
+        return self._segments[budget]
 
-    def _build(self, program: Program) -> PortedProgram:
-        native = program.build(self.stage.arena, self.stage.device)
-        return PortedProgram(native, _native(program.inputs), _native(program.outputs))
+    def _build(self, lowered: Lowered) -> Segment:
+        stage = self.stage
+        parameters, buffers = stage.parameters(), stage.buffers()
+
+        def ported(program: Program) -> PortedProgram:
+            native = program.build(stage.arena, stage.device, parameters=parameters)
+            return PortedProgram(native, _native(program.inputs, buffers), _native(program.outputs, buffers))
+
+        backward = lowered.backward
+        run_pass = Pass(
+            ported(lowered.forward),
+            None if backward is None else ported(backward),
+            [parameters[index] for index in backward.gradients] if backward is not None else [],
+        )
+        begin = stage.first_layer - stage.whole.first_layer
+        tangents = self.traced.joint.of(Role.TANGENT)
+        return Segment.lowered(
+            begin,
+            begin + len(stage.layers),
+            run_pass,
+            [Layout(spec.shape, spec.strides, spec.dtype) for spec in self.inputs.tensors],
+            form_of(self.inputs),
+            form_of(self.outputs),
+            stage.first_layer,
+            self.draws(),
+            [_layout(tangents[i]) if i in tangents else None for i in range(len(self.outputs.tensors))],
+        )
 
 
-def _native(ports: Sequence[Port]) -> list[_extension.Port]:
-    return [_extension.Port(getattr(_extension.Role, p.role.name), p.index) for p in ports]
+def form_of(boundary: Boundary) -> Form:
+    """How what crosses is nested, and which of it needs gradients, as C++ has it."""
+    return Form(shared(boundary.structure), [spec.requires_grad for spec in boundary.tensors])
+
+
+def _layout(node: fx.Node) -> Layout:
+    value = node.meta["val"]
+    return Layout(tuple(value.shape), value.stride(), value.dtype)
+
+
+def _native(ports: Sequence[Port], buffers: Sequence[int]) -> list[_extension.Port]:
+    return [
+        _extension.Port(
+            getattr(_extension.Role, p.role.name), buffers[p.index] if p.role is Role.BUFFER else p.index
+        )
+        for p in ports
+    ]
 
 
 def _outputs(joint: Joint) -> Boundary:
@@ -219,7 +301,7 @@ class Compiler:
         for inputs in microbatches:
             compiled: list[CompiledStage] = []
             for index, stage in enumerate(stages):
-                traced = self._trace(stage, inputs, ())
+                traced = self.trace(stage, inputs, ())
                 if isinstance(traced, Untraceable):
                     return Refusal(index, traced)
                 compiled.append(CompiledStage(stage, inputs, traced))
@@ -238,17 +320,24 @@ class Compiler:
         """From the last stage on, tells each in what layout its gradients come, or that they do not."""
         for index in reversed(range(len(compiled))):
             before = compiled[index]
-            arrivals = _arrivals(before.traced.joint, gradients)
+            arrivals = arrivals_of(before.traced.joint, gradients)
             if arrivals:
-                traced = self._trace(before.stage, before.inputs, arrivals)
+                traced = self.trace(before.stage, before.inputs, arrivals)
                 if isinstance(traced, Untraceable):
                     return Refusal(index, traced)
-                compiled[index] = CompiledStage(before.stage, before.inputs, traced)
+                compiled[index] = CompiledStage(before.stage, before.inputs, traced, before.outputs)
             given = compiled[index].traced.joint.of(Role.INPUT_GRADIENT)
             gradients = {i: node.meta["val"].stride() for i, node in given.items()}
         return None
 
-    def _trace(self, stage: Stage, inputs: Boundary, arrivals: Arrivals) -> Traced | Untraceable:
+    def trace(self, stage: Stage, inputs: Boundary, arrivals: Arrivals) -> Traced | Untraceable:
+        """Traces one stage, or remembers it, under the present modes.
+
+        Args:
+            stage: what to trace.
+            inputs: what reaches it.
+            arrivals: which gradients come otherwise than their outputs are laid out, or not at all.
+        """
         key = (fingerprint(stage.layers), inputs, arrivals, Modes.now())
         if key in self._traces:
             self._traces.move_to_end(key)
@@ -262,7 +351,7 @@ class Compiler:
         return self._traces[key]
 
 
-def _arrivals(joint: Joint, gradients: Gradients) -> Arrivals:
+def arrivals_of(joint: Joint, gradients: Gradients) -> Arrivals:
     """The gradients of a stage's outputs that come otherwise than its trace assumes, or not at all."""
     # Strides of dimensions of size one count: they tell channels_last from contiguous.
     return tuple(

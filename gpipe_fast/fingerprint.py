@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class _Walk:
     def __init__(self) -> None:
         self.tensors: dict[int, int] = {}
         self.modules: dict[int, int] = {}
+        self.attributes = True  # whether they count
 
     def tensor(self, tensor: Tensor | None) -> Hashable:
         if tensor is None:
@@ -96,7 +97,11 @@ class _Walk:
             module.training,
             tuple((k, self.tensor(v)) for k, v in module._parameters.items()),
             tuple((k, self.tensor(v)) for k, v in module._buffers.items()),
-            tuple((k, self.attribute(v)) for k, v in state.items() if k not in _OWN and not _is_empty(v)),
+            tuple(
+                (k, self.attribute(v))
+                for k, v in state.items()
+                if k not in _OWN and not _is_empty(v) and (self.attributes or k.endswith("_hooks"))
+            ),
             tuple((k, self.module(v)) for k, v in module._modules.items()),
         )
 
@@ -106,15 +111,24 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, (dict, set)) and not value
 
 
-def fingerprint(layers: Iterable[nn.Module]) -> Hashable:
+def fingerprint(layers: Iterable[nn.Module], in_python: Container[int] = ()) -> Hashable:
     """A value that differs whenever a trace of ``layers`` would.
 
     It covers classes, train or eval, attributes (plain values, containers and dataclasses by value, all
     else by identity), hooks, and of parameters and buffers shape, strides, dtype, device, whether they
     need gradients and which are tied; not their contents. Equal layers have equal fingerprints.
+
+    Args:
+        layers: the layers.
+        in_python: which of them are not traced, so that their attributes may change as they run: only
+            hooks, of those, count.
     """
     walk = _Walk()
-    return tuple(walk.module(layer) for layer in layers)
+    found: list[Hashable] = []
+    for index, layer in enumerate(layers):
+        walk.attributes = index not in in_python
+        found.append(walk.module(layer))
+    return tuple(found)
 
 
 def snapshot(layers: Iterable[nn.Module]) -> Callable[[], list[str]]:

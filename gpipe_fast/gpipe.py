@@ -11,22 +11,23 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from gpipe_fast.compile import Stage, budget_of
+from gpipe_fast._extension import Interpreted
+from gpipe_fast.compile import TURN, Stage, budget_of
 from gpipe_fast.lifetime import open_pipeline
 from gpipe_fast.partition import cut_evenly
 from gpipe_fast.plan import Plan
-from gpipe_fast.planner import TURN, Planner, Signature
-from gpipe_fast.random import minibatch_key
+from gpipe_fast.planner import Planner, Signature
+from gpipe_fast.random import MinibatchKey, minibatch_key
 from gpipe_fast.recording import Recording, record
 from gpipe_fast.schedule import bubble
 from gpipe_fast.state import State
-from gpipe_fast.structure import Inputs
+from gpipe_fast.structure import ONE_TENSOR, Inputs
 from gpipe_fast.trace import parameters_of
 
 # What a copy makes anew.
-_NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_planner", "_pipeline"})
+_NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_planner", "_pipeline", "_interpreted"})
 
-BACKENDS = ("auto", "aten")
+BACKENDS = ("auto", "aten", "eager")
 CHECKPOINT_MODES = ("always", "except_last", "never")
 Device = torch.device | int | str
 
@@ -49,8 +50,9 @@ class GPipe(nn.Module):
         checkpoint: which micro-batches recompute their activations in the backward: ``'always'``,
             ``'except_last'`` or ``'never'``. In eval mode none does.
         deferred_batch_norm: not there yet.
-        backend: ``'aten'``, or ``'auto'``, which for now is the same: every stage is lowered to C++ programs,
-            and a layer that cannot be is an error.
+        backend: ``'auto'`` lowers layers to C++ programs, and runs those that cannot be traced faithfully in
+            Python, in the same schedule, after a warning that names stage, layer and reason; for ``'aten'``
+            they are an error; ``'eager'`` runs all layers in Python.
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``.
@@ -92,14 +94,15 @@ class GPipe(nn.Module):
                 raise ValueError(f"a layer named {name!r} would hide GPipe's own attribute; rename the layer")
             self.add_module(name, layer)
         self.train(module.training)
-        self._pipeline = open_pipeline(max(1, len(self.balance)))
+        self._interpreted = Interpreted()
+        self._pipeline = open_pipeline(max(1, len(self.balance)), self._interpreted)
         self._begin()
 
     def _begin(self) -> None:
         self._layers = list(self)
         self._stages = _stages(self._layers, self.balance, self.devices)
-        self._state = State()
-        self._planner = Planner(self._stages)
+        self._planner = Planner(self._stages, self.backend, self._interpreted)
+        self._state = State(self._planner.in_python)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copying and pickling keep: all but threads and programs, which are made again when needed."""
@@ -107,7 +110,8 @@ class GPipe(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._pipeline = open_pipeline(max(1, len(self.balance)))
+        self._interpreted = Interpreted()
+        self._pipeline = open_pipeline(max(1, len(self.balance)), self._interpreted)
         self._begin()
 
     @property
@@ -188,7 +192,8 @@ class GPipe(nn.Module):
             TypeError: there is something in the input that is neither a tensor nor such a constant.
             ValueError: the tensors have no first dimension, or not the same, or are not on the first stage's
                 device.
-            RuntimeError: a stage cannot be traced; the message names the layer and the reason.
+            RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
+                the reason.
         """
         inputs = Inputs.of(args, kwargs)
         check_inputs(inputs, self.devices)
@@ -197,10 +202,18 @@ class GPipe(nn.Module):
         with TURN:
             plan = self._plan(inputs)
             parameters, buffers = self._state.parameters, self._state.buffers
+        self._warn()
         # What draws nothing leaves PyTorch's generator as it was.
-        key = minibatch_key() if plan.draws else 0
-        outputs = self._pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
-        return outputs[0] if plan.structure is None else plan.structure.build(outputs)
+        key = MinibatchKey() if plan.draws is None else minibatch_key() if plan.draws else 0
+        outputs, structure = self._pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
+        self._warn()
+        return outputs[0] if structure is ONE_TENSOR else structure.build_apart(outputs)
+
+    def _warn(self) -> None:
+        """Says what runs in Python, once."""
+        remarks = self._planner.remarks
+        while remarks:
+            warnings.warn(remarks.pop(0), stacklevel=5)
 
     def _plan(self, inputs: Inputs) -> Plan:
         """The plan for such a call, of the layers as they are now."""

@@ -10,14 +10,19 @@ import weakref
 
 import torch
 
-from gpipe_fast._extension import Pipeline
+from gpipe_fast._extension import Interpreted, Pipeline
 
 _open: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
-def open_pipeline(num_stages: int) -> Pipeline:
-    """Makes a pipeline that is closed at exit, if it is still there."""
-    pipeline = Pipeline(num_stages)
+def open_pipeline(num_stages: int, interpreted: Interpreted | None = None) -> Pipeline:
+    """Makes a pipeline that is closed at exit, if it is still there.
+
+    Args:
+        num_stages: how many.
+        interpreted: where its workers are noted that run layers in Python, which Ctrl-C then ends.
+    """
+    pipeline = Pipeline(num_stages, interpreted or Interpreted())
     _open.add(pipeline)
     return pipeline
 

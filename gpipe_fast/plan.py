@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
-from gpipe_fast.compile import CompiledStage
+from gpipe_fast.compile import Boundary, CompiledStage, Stage, form_of
 from gpipe_fast.schedule import Schedule, fill_drain
 from gpipe_fast.split import NO_RECOMPUTE
-from gpipe_fast.structure import ONE_TENSOR, Structure
 from gpipe_fast.trace import buffers_of, parameters_of
 
 # Boundary activations that may wait on an edge where none is kept for a backward anyway.
@@ -25,14 +26,12 @@ class Plan:
     Attributes:
         native: what the C++ pipeline runs.
         schedule: the order it runs in.
-        draws: whether any operator is random.
-        structure: how what the module returns is nested; None for a single tensor.
+        draws: whether any operator is random; None if that shows when it runs.
     """
 
     native: _extension.Plan
     schedule: Schedule
-    draws: bool
-    structure: Structure | None
+    draws: bool | None
 
 
 # Of which outputs a gradient comes, to the plan whose backward takes just those.
@@ -44,7 +43,6 @@ def make_plan(
     budgets: Sequence[float],
     num_threads: int,
     replicated: Sequence[bool],
-    differentiable: Sequence[bool],
     expected: Sequence[bool],
     instead: Instead | None = None,
 ) -> Plan:
@@ -55,53 +53,133 @@ def make_plan(
         budgets: for each micro-batch, the share of activations that it saves (see ``split``).
         num_threads: intra-op threads of each stage; what the stages were compiled with.
         replicated: which inputs every micro-batch gets as a whole.
-        differentiable: which outputs can take a gradient.
-        expected: to which outputs one comes, as the stages were compiled.
+        expected: to which outputs a gradient comes, as the stages were compiled.
         instead: makes the plan for a backward to which others come.
 
     Raises:
         ValueError: two stages share a buffer, and one of them writes it.
     """
-    _refuse_shared_writes(pipelines[0])
-    stages = [stage.stage for stage in pipelines[0]]
+    stages = [compiled.stage for compiled in pipelines[0]]
+    _refuse_shared_writes(stages, {i: s.written_buffers() for i, s in enumerate(pipelines[0])})
+    training = any(spec.requires_grad for spec in pipelines[0][-1].outputs.tensors)
+    parameters, buffers = _positions(stages)
+    schedule, forward, backward = _actions(len(stages), budgets, training)
+    native = _extension.Plan(
+        [
+            _extension.StagePlan(
+                len(stage.layers),
+                parameters[index],
+                buffers[index],
+                [[p[index].segment(budget)] for p, budget in zip(pipelines, budgets, strict=True)],
+            )
+            for index, stage in enumerate(stages)
+        ],
+        forward,
+        backward,
+        num_threads,
+        form_of(pipelines[0][0].inputs),
+        replicated,
+        expected,
+        instead,
+        None,
+    )
+    return Plan(native, schedule, any(stage.draws() for stage in pipelines[0]))
+
+
+class Finder(Protocol):
+    """Finds a stage's segments while they run."""
+
+    def find(self, layer: int, microbatch: int, boundary: _extension.Boundary) -> _extension.Segment:
+        """The segment for what comes to a layer."""
+
+    def instead(self, number: int, microbatch: int, tangents: Sequence[Tensor | None]) -> _extension.Segment:
+        """The one for the gradients that came to the outputs of a segment found; it recomputes everything."""
+
+
+def make_late_plan(
+    stages: Sequence[Stage],
+    finders: Sequence[Finder],
+    inputs: Boundary,
+    budgets: Sequence[float],
+    num_threads: int,
+    replicated: Sequence[bool],
+    check_outputs: Callable[[Sequence[_extension.Boundary]], None],
+) -> Plan:
+    """Lays out a mini-batch of which it shows only while it runs what crosses from stage to stage.
+
+    Args:
+        stages: of the pipeline.
+        finders: of each stage.
+        inputs: what reaches the first stage.
+        budgets: for each micro-batch, the share of activations that it saves (see ``split``).
+        num_threads: intra-op threads of each stage.
+        replicated: which inputs every micro-batch gets as a whole.
+        check_outputs: raises unless the micro-batches' outputs can be joined.
+
+    Raises:
+        ValueError: two stages share a buffer, and one of them could write it.
+    """
+    # In training all buffers may be written, for all that is known.
+    writing = any(layer.training for stage in stages for layer in stage.layers)
+    _refuse_shared_writes(stages, {i: buffers_of(s.layers) for i, s in enumerate(stages)} if writing else {})
+    needed = [spec.requires_grad for spec in inputs.tensors]
+    needed += [p.requires_grad for stage in stages for p in parameters_of(stage.layers)]
+    training = torch.is_grad_enabled() and any(needed)
+    parameters, buffers = _positions(stages)
+    schedule, forward, backward = _actions(len(stages), budgets, training)
+    native = _extension.Plan(
+        [
+            _extension.StagePlan(
+                len(stage.layers),
+                parameters[index],
+                buffers[index],
+                [[]] * len(budgets),
+                finders[index].find,
+                finders[index].instead,
+            )
+            for index, stage in enumerate(stages)
+        ],
+        forward,
+        backward,
+        num_threads,
+        form_of(inputs),
+        replicated,
+        None,
+        None,
+        check_outputs,
+    )
+    return Plan(native, schedule, None)
+
+
+def _positions(stages: Sequence[Stage]) -> tuple[list[list[int]], list[list[int]]]:
+    """Where each stage's parameters, and its buffers, are among those of all."""
     layers = [layer for stage in stages for layer in stage.layers]
     parameters, buffers = _numbered(parameters_of(layers)), _numbered(buffers_of(layers))
-    training = any(differentiable)
+    return (
+        [[parameters[id(p)] for p in parameters_of(stage.layers)] for stage in stages],
+        [[buffers[id(b)] for b in buffers_of(stage.layers)] for stage in stages],
+    )
+
+
+def _actions(
+    num_stages: int, budgets: Sequence[float], training: bool
+) -> tuple[Schedule, _extension.Actions, _extension.Actions | None]:
     schedule = fill_drain(
-        len(stages),
-        len(pipelines),
+        num_stages,
+        len(budgets),
         slots=None if training else _SLOTS_IN_INFERENCE,
         backward=training,
         recomputed=[m for m, budget in enumerate(budgets) if budget < NO_RECOMPUTE],
     )
-    native = _extension.Plan(
-        [
-            _extension.StagePlan(
-                stage.first_layer,
-                [parameters[id(p)] for p in parameters_of(stage.layers)],
-                [buffers[id(b)] for b in buffers_of(stage.layers)],
-                [p[index].run_pass(budget) for p, budget in zip(pipelines, budgets, strict=True)],
-            )
-            for index, stage in enumerate(stages)
-        ],
-        _native(schedule.forward_part() if training else schedule),
-        _native(schedule.backward_part()) if training else None,
-        num_threads,
-        replicated,
-        differentiable,
-        expected,
-        instead,
-    )
-    draws = any(stage.draws() for stage in pipelines[0])
-    structure = pipelines[0][-1].outputs.structure
-    return Plan(native, schedule, draws, None if structure == ONE_TENSOR else structure)
+    forward = _native(schedule.forward_part() if training else schedule)
+    return schedule, forward, _native(schedule.backward_part()) if training else None
 
 
-def _refuse_shared_writes(stages: Sequence[CompiledStage]) -> None:
-    for writer, stage in enumerate(stages):
-        for buffer in stage.written_buffers():
-            for other, neighbour in enumerate(stages):
-                if other != writer and any(b is buffer for b in buffers_of(neighbour.stage.layers)):
+def _refuse_shared_writes(stages: Sequence[Stage], written: Mapping[int, Sequence[Tensor]]) -> None:
+    for writer, buffers in written.items():
+        for buffer in buffers:
+            for other, stage in enumerate(stages):
+                if other != writer and any(b is buffer for b in buffers_of(stage.layers)):
                     raise ValueError(
                         f"stage {writer} writes a buffer of shape {list(buffer.shape)} that stage {other} "
                         "has too, and both run at once; keep the layers that share it in one stage"

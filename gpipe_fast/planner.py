@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
+import functools
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,19 +13,15 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
-from gpipe_fast.compile import Autocast, Boundary, CompiledStage, Compiler, Modes, Refusal, Spec, Stage
-from gpipe_fast.plan import Plan, make_plan
+from gpipe_fast.compile import TURN, Boundary, CompiledStage, Compiler, Modes, Refusal, Spec, Stage, under
+from gpipe_fast.late import SHAPES, LateStage, Search
+from gpipe_fast.plan import Plan, make_late_plan, make_plan
 from gpipe_fast.split import FULL_RECOMPUTE
 from gpipe_fast.state import State
 from gpipe_fast.structure import Inputs, Structure, cut
 
 # Signatures whose programs a module remembers.
 _SIGNATURES = 32
-
-# Held while a plan is looked for or made: tracing changes state of PyTorch's own, for all threads.
-TURN = threading.RLock()
-# The child of a fork must not find it held by a thread that it does not have.
-os.register_at_fork(after_in_child=TURN._at_fork_reinit)  # type: ignore[attr-defined]
 
 Mask = tuple[bool, ...]  # by output
 
@@ -59,10 +54,30 @@ class Signature:
 
 
 class Planner:
-    """Plans for the calls of one module."""
+    """Plans for the calls of one module.
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    Attributes:
+        in_python: layers that cannot be traced faithfully, counted in the whole module.
+        remarks: why something runs in Python, once for each layer; whoever warns of them takes them out.
+    """
+
+    def __init__(self, stages: Sequence[Stage], backend: str, interpreted: _extension.Interpreted) -> None:
+        self.in_python: set[int] = set()
+        self.remarks: list[str] = []
+        self._backend = backend
         self._programs = _Programs(stages)
+        self._late = [
+            LateStage(
+                stage,
+                f"stage {i}",
+                self._programs.compiler,
+                interpreted,
+                functools.partial(self._remark, i, stage),
+            )
+            for i, stage in enumerate(stages)
+        ]
+        self._remarked: set[Hashable] = set()
+        self._shapes: dict[Hashable, set[Boundary]] = {}
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         # To which outputs gradients came last.
         self._expected: dict[Signature, Mask] = {}
@@ -76,8 +91,12 @@ class Planner:
             budgets: the share of activations saved, of all micro-batches but the last and of the last.
 
         Raises:
-            RuntimeError: a stage cannot be traced; the message names the layer and the reason.
+            RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
+                the reason.
         """
+        with _intra_op_threads(signature.threads):
+            for late in self._late:
+                late.lower_wanted()
         key = (signature, budgets, self._expected.get(signature))
         plan = self._plans.get(key)
         if plan is None:
@@ -91,24 +110,89 @@ class Planner:
             _boundary(tensors, inputs, signature.inputs.structure)
             for tensors in cut([x.detach() for x in inputs], signature.replicated, signature.chunks)
         ]
+        late = functools.partial(self._make_late, signature, microbatches, budgets)
+        if self._backend == "eager" or self._is_one_too_many(signature):
+            return late(eager=True)
+        if self.in_python:
+            return late(eager=False)
         with _intra_op_threads(signature.threads):
             pipelines = self._programs.compile(signature, microbatches)
+            if isinstance(pipelines, Refusal):
+                self._refuse(pipelines)
+                return late(eager=False)
             differentiable = tuple(spec.requires_grad for spec in pipelines[0][-1].outputs.tensors)
             expected = self._expected.get(signature, differentiable)
             if expected != differentiable:
                 pipelines = self._programs.compile(signature, microbatches, expected)
+                if isinstance(pipelines, Refusal):
+                    raise RuntimeError(_explain(pipelines, self._programs.stages))
             return make_plan(
                 pipelines,
                 [budgets[0]] * (len(microbatches) - 1) + [budgets[1]],
                 signature.threads,
                 signature.replicated,
-                differentiable,
                 expected,
                 # One output either gets its gradient, or there is no backward.
-                _Instead(self._programs, self._expected, signature, microbatches, differentiable)
+                _Instead(self._programs, self._expected, signature, microbatches)
                 if sum(differentiable) > 1
                 else None,
             )
+
+    def _make_late(
+        self,
+        signature: Signature,
+        microbatches: Sequence[Boundary],
+        budgets: tuple[float, float],
+        *,
+        eager: bool,
+    ) -> Plan:
+        each = [budgets[0]] * (len(microbatches) - 1) + [budgets[1]]
+        # Programs are lowered by workers, which have the stages' thread count.
+        modes = signature.modes._replace(num_threads=signature.threads)
+        return make_late_plan(
+            self._programs.stages,
+            [Search(late, modes, each, eager) for late in self._late],
+            microbatches[0],
+            each,
+            signature.threads,
+            signature.replicated,
+            _check_arrived,
+        )
+
+    def _is_one_too_many(self, signature: Signature) -> bool:
+        if self._backend == "aten":
+            return False
+        shapes = self._shapes.setdefault((signature.layers, signature.modes), set())
+        if signature.inputs not in shapes and len(shapes) >= SHAPES:
+            self._remark(0, None, None, f"it was called with more than {SHAPES} different shapes")
+            return True
+        shapes.add(signature.inputs)
+        return False
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Lets a layer run in Python, if it may."""
+        stages, reason = self._programs.stages, refusal.untraceable
+        if self._backend == "aten" or reason.final:
+            raise RuntimeError(_explain(refusal, stages))
+        stage = stages[refusal.stage_index]
+        layer = len(stage.layers) - 1 if reason.layer is None else reason.layer
+        self._late[refusal.stage_index].blame(layer, reason.reason)
+
+    def _remark(self, index: int, stage: Stage | None, layer: int | None, reason: str) -> None:
+        """Notes that a layer of a stage, or all for what they are called with, runs in Python."""
+        key = (index, layer)
+        if key in self._remarked:
+            return
+        self._remarked.add(key)
+        if stage is None or layer is None:
+            where = "the module" if stage is None else f"stage {index}"
+            self.remarks.append(
+                f"{where} runs in Python where it meets new shapes: {reason}; pad to fewer of them"
+            )
+            return
+        self.in_python.add(stage.first_layer + layer)
+        where = f"stage {index}, layer {stage.first_layer + layer} ({type(stage.layers[layer]).__name__})"
+        self.remarks.append(f"{where} runs in Python: {reason}; other layers do not")
 
 
 class _Programs:
@@ -121,7 +205,7 @@ class _Programs:
 
     def compile(
         self, signature: Signature, microbatches: Sequence[Boundary], defined: Mask | None = None
-    ) -> list[list[CompiledStage]]:
+    ) -> list[list[CompiledStage]] | Refusal:
         """The compiled stages of each micro-batch, given to which outputs gradients come."""
         key = (signature, defined)
         compiled = self._compiled.get(key)
@@ -131,8 +215,10 @@ class _Programs:
             indices = None if defined is None else [i for i, d in enumerate(defined) if d]
             found = self.compiler.compile(self.stages, distinct, indices)
             if isinstance(found, Refusal):
-                raise RuntimeError(_explain(found, self.stages))
-            _check_outputs([pipeline[-1].outputs for pipeline in found])
+                return found
+            _check_outputs(
+                [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in found]
+            )
             compiled = found
             _remember(self._compiled, key, compiled)
         return [compiled[0]] * (len(microbatches) - 1) + [compiled[-1]]
@@ -151,13 +237,11 @@ class _Instead:
         expected: dict[Signature, Mask],
         signature: Signature,
         microbatches: Sequence[Boundary],
-        differentiable: Mask,
     ) -> None:
         self._programs = programs
         self._expected = expected
         self._signature = signature
         self._microbatches = microbatches
-        self._differentiable = differentiable
         self._plans: dict[Mask, _extension.Plan] = {}
 
     def __call__(self, defined: Sequence[bool]) -> _extension.Plan:
@@ -171,12 +255,12 @@ class _Instead:
     def _make(self, mask: Mask) -> _extension.Plan:
         self._check_unchanged()
         signature = self._signature
-        with torch.enable_grad(), _under(signature.modes.autocast), _intra_op_threads(signature.threads):
+        with torch.enable_grad(), under(signature.modes.autocast), _intra_op_threads(signature.threads):
             pipelines = self._programs.compile(signature, self._microbatches, mask)
+            if isinstance(pipelines, Refusal):
+                raise RuntimeError(_explain(pipelines, self._programs.stages))
             budgets = [FULL_RECOMPUTE] * len(self._microbatches)
-            plan = make_plan(
-                pipelines, budgets, signature.threads, signature.replicated, self._differentiable, mask
-            )
+            plan = make_plan(pipelines, budgets, signature.threads, signature.replicated, mask)
         return plan.native
 
     def _check_unchanged(self) -> None:
@@ -196,17 +280,23 @@ def _boundary(tensors: Sequence[Tensor], wholes: Sequence[Tensor], structure: St
     return Boundary(specs, structure)
 
 
-def _check_outputs(microbatches: Sequence[Boundary]) -> None:
-    first, last = microbatches[0], microbatches[-1]
-    if first.structure != last.structure:
-        raise RuntimeError(
-            "the last layer returns what differs between micro-batches beside its tensors: "
-            f"{first.structure} and {last.structure}"
-        )
-    if not first.tensors:
+def _check_arrived(microbatches: Sequence[_extension.Boundary]) -> None:
+    _check_outputs([(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches])
+
+
+def _check_outputs(microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]]) -> None:
+    """Refuses structures and shapes that cannot be joined."""
+    structure, shapes = microbatches[0]
+    for other, _ in microbatches:
+        if other != structure:
+            raise RuntimeError(
+                "the last layer returns what differs between micro-batches beside its tensors: "
+                f"{structure} and {other}"
+            )
+    if not shapes:
         raise RuntimeError("the last layer returns no tensor, so there is nothing to concatenate")
-    for index, spec in enumerate(first.tensors):
-        if not spec.shape:
+    for index, shape in enumerate(shapes):
+        if not len(shape):
             raise RuntimeError(
                 f"output {index} of the last layer is 0-dimensional, so those of the micro-batches cannot be "
                 "concatenated; return a tensor whose first dimension is the batch"
@@ -235,16 +325,11 @@ def _remember(cache: OrderedDict[Hashable, _Cached], key: Hashable, value: _Cach
 def _intra_op_threads(number: int) -> Iterator[None]:
     """Sets the calling thread's count for the block: what is lowered depends on it."""
     before = torch.get_num_threads()
+    if number == before:
+        yield
+        return
     torch.set_num_threads(number)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _under(autocast: Autocast) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for device_type, dtype in autocast:
-            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=False))
-        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -135,17 +136,27 @@ class Program:
     arena_bytes: int = 0
     parts: tuple[int, int] = (0, 0)
 
-    def build(self, arena: Arena, device: torch.device, *, direct: bool = True) -> NativeProgram:
+    def build(
+        self,
+        arena: Arena,
+        device: torch.device,
+        *,
+        parameters: Sequence[int] | None = None,
+        direct: bool = True,
+    ) -> NativeProgram:
         """Makes the C++ object. Not thread safe: of those that share an arena, one runs at a time.
 
         Args:
             arena: scratch memory, shared by the programs of one stage.
             device: where all values are.
+            parameters: where its parameters and their gradients are among those it is run with; by default
+                they are all.
             direct: call operators by their C++ function where known, not through the boxed dispatcher.
         """
         native = NativeProgram(arena, device)
         for value in self.values:
-            _add_value(native, value)
+            at = value.index if parameters is None or value.home not in _INDEXED else parameters[value.index]
+            _add_value(native, value, at)
         for step in self.steps:
             match step:
                 case Call(op, arguments, results, when):
@@ -247,18 +258,21 @@ def _native(argument: Any) -> Any:
     return argument
 
 
-def _add_value(native: NativeProgram, value: Value) -> None:
+_INDEXED = (Home.PARAMETER, Home.ACCUMULATOR)
+
+
+def _add_value(native: NativeProgram, value: Value, at: int) -> None:
     layout = Layout(value.sizes, value.strides, value.dtype)
     match value.home:
         case Home.INPUT:
             native.add_input(layout, bool(value.index))
         case Home.PARAMETER:
-            native.add_parameter(value.index, layout)
+            native.add_parameter(at, layout)
         case Home.CONSTANT:
             assert value.constant is not None
             native.add_constant(value.constant)
         case Home.ACCUMULATOR:
-            native.add_accumulator(value.index, layout)
+            native.add_accumulator(at, layout)
         case Home.ARENA:
             native.add_arena(value.index, layout)
         case Home.FRESH:

@@ -15,7 +15,8 @@ A stage whose first layer is layer 1 passes ``first_layer = 1`` and ``layer=0``,
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,9 +43,55 @@ def minibatch_key() -> int:
     return int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
+class MinibatchKey:
+    """A mini-batch's key: given, or drawn when it is first asked for, by whichever thread."""
+
+    def __init__(self, key: int | None = None) -> None:
+        self._lock = threading.Lock()
+        self._key = key
+
+    def __call__(self) -> int:
+        """The key."""
+        with self._lock:
+            if self._key is None:
+                self._key = minibatch_key()
+            return self._key
+
+
 def make_key(minibatch: int, microbatch: int, first_layer: int = 0) -> Tensor:
     """Returns the key tensor of one stage and micro-batch: int64, shape (3,), on the CPU."""
     return torch.tensor([minibatch, microbatch, first_layer], dtype=torch.int64, device="cpu")
+
+
+class GeneratorStates:
+    """The states of generators that layers bring themselves, as their random ops find them."""
+
+    def __init__(self, keep: bool) -> None:
+        """Begins with none; ``keep`` those that come, so that they can be drawn from again."""
+        self._keep = keep
+        self._kept: list[Tensor] = []
+        self._again: Iterator[Tensor] | None = None
+
+    def replayed(self) -> GeneratorStates:
+        """Those of a second run of the same ops."""
+        states = GeneratorStates(False)
+        states._again = iter(self._kept)
+        return states
+
+    @contextlib.contextmanager
+    def at(self, generator: torch.Generator) -> Iterator[None]:
+        """Around the next op: draws from the generator, or again from what it was, leaving it as it is."""
+        now = generator.get_state()
+        if self._again is None:
+            if self._keep:
+                self._kept.append(now)
+            yield
+            return
+        generator.set_state(next(self._again))
+        try:
+            yield
+        finally:
+            generator.set_state(now)
 
 
 class KeyedRandomMode(TorchDispatchMode):
@@ -53,13 +100,16 @@ class KeyedRandomMode(TorchDispatchMode):
     Args:
         key: ``[minibatch_key, microbatch, first_layer]``, int64, on the CPU; real, fake, or a trace's input;
             or a function that returns it.
+        generators: in eager mode, for what has no keyed counterpart: such an op draws from a generator of its
+            own, seeded by what a keyed one draws by, or from the one that it brings.
 
     Raises:
-        UnkeyedRandomOp: on a random op that has no keyed counterpart, or that brings its own generator.
+        UnkeyedRandomOp: on any other random op.
     """
 
-    def __init__(self, key: Tensor | Callable[[], Tensor]) -> None:
+    def __init__(self, key: Tensor | Callable[[], Tensor], generators: GeneratorStates | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._generators = generators
         # Only CUDA has fused attention with dropout, and a function mode keeps Transformer layers in eval
         # from their fast path.
         self._attention = _UnfusedAttention() if torch.cuda.is_available() else None
@@ -98,11 +148,31 @@ class KeyedRandomMode(TorchDispatchMode):
         rule = RULES.get(func)
         if rule is None:
             if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-                raise UnkeyedRandomOp(f"{func} has no keyed counterpart")
+                return self._draw_unkeyed(func, args, kwargs)
             return func(*args, **kwargs)
-        if kwargs.pop("generator", None) is not None:
-            raise UnkeyedRandomOp(f"{func} brings its own generator, which a recompute would advance again")
+        if kwargs.get("generator") is not None:
+            return self._draw_unkeyed(func, args, kwargs)
+        kwargs.pop("generator", None)
         return rule(self, *args, **kwargs)
+
+    def _draw_unkeyed(self, func: OpOverload[Any, Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        generator = kwargs.get("generator")
+        if generator is None:
+            takes_one = any(argument.name == "generator" for argument in func._schema.arguments)
+            if self._generators is None or not takes_one:
+                raise UnkeyedRandomOp(f"{func} has no keyed counterpart")
+            return func(*args, **kwargs | {"generator": self._own_generator()})
+        if self._generators is None:
+            raise UnkeyedRandomOp(f"{func} brings its own generator, which a recompute would advance again")
+        with self._generators.at(generator):
+            return func(*args, **kwargs)
+
+    def _own_generator(self) -> torch.Generator:
+        key, ordinal = self._next()
+        minibatch, microbatch, first_layer = key.tolist()
+        place = (minibatch, microbatch, first_layer + self._layer, ordinal)
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
 
     def draw(
         self, op: Any, size: Sequence[int], *parameters: float, dtype: torch.dtype, device: torch.device
@@ -110,6 +180,12 @@ class KeyedRandomMode(TorchDispatchMode):
         """Draws the layer's next random tensor with one of the ``keyed_*`` ops."""
         if dtype.is_complex:
             raise UnkeyedRandomOp(f"a random tensor of {dtype} has no keyed counterpart")
+        key, ordinal = self._next()
+        drawn: Tensor = op(key, self._layer, ordinal, size, *parameters, dtype=dtype, device=device)
+        return drawn
+
+    def _next(self) -> tuple[Tensor, int]:
+        """The key, and the ordinal of the layer's next draw."""
         if _inside_checkpoint():
             raise UnkeyedRandomOp(
                 "a random op inside torch.utils.checkpoint would not draw the same when recomputed"
@@ -118,8 +194,7 @@ class KeyedRandomMode(TorchDispatchMode):
             self._key = self._key()
         ordinal = self._ordinals[self._layer]
         self._ordinals[self._layer] = ordinal + 1
-        drawn: Tensor = op(self._key, self._layer, ordinal, size, *parameters, dtype=dtype, device=device)
-        return drawn
+        return self._key, ordinal
 
     def draw_like(
         self, op: Any, like: Tensor, *parameters: float, dtype: torch.dtype | None = None
@@ -187,8 +262,8 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, but is {type(module).__name__}")
     # Drawn when first needed: what draws nothing leaves PyTorch's generator as it was, here and in GPipe.
-    minibatch = functools.cache(minibatch_key if key is None else lambda: key)
-    mode = KeyedRandomMode(lambda: make_key(minibatch(), 0))
+    minibatch = MinibatchKey(key)
+    mode = KeyedRandomMode(lambda: make_key(minibatch(), 0), GeneratorStates(False))
     progress = _Progress(mode, module, minibatch)
     with contextlib.ExitStack() as hooks:
         hooks.callback(module.register_forward_pre_hook(progress.begin_microbatch, prepend=True).remove)

@@ -18,10 +18,12 @@ class Untraceable:
     Attributes:
         layer: index of the layer within the stage, or None when no single layer is to blame.
         reason: what stands in the way, one sentence without a full stop.
+        final: whether the layer cannot run in a pipeline at all.
     """
 
     layer: int | None
     reason: str
+    final: bool = False
 
 
 def refuse_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
@@ -48,7 +50,9 @@ def refuse_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if nn.parameter.is_lazy(tensor):
                     return Untraceable(
-                        index, f"{kind}: {key} is not initialised yet; run one batch through the module first"
+                        index,
+                        f"{kind}: {key} is not initialised yet; run one batch through the module first",
+                        final=True,
                     )
                 if tensor is not None and (
                     type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided

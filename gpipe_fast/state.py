@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Set
 
 from torch import Tensor, nn
 
@@ -35,7 +35,9 @@ class State:
         buffers: likewise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_python: Set[int] = frozenset()) -> None:
+        """Knows nothing; ``in_python`` says which layers run in Python, and may grow."""
+        self._in_python = in_python
         self.layers: list[nn.Module] = []
         self.fingerprint: Hashable = None
         self.parameters: list[nn.Parameter] = []
@@ -49,6 +51,6 @@ class State:
         # First, so that a change by another thread meanwhile is seen by the next look.
         self._snapshot = Snapshot(layers)
         self.layers = list(layers)
-        self.fingerprint = _Hashed(fingerprint(layers))
+        self.fingerprint = _Hashed(fingerprint(layers, self._in_python))
         self.parameters = parameters_of(layers)
         self.buffers = buffers_of(layers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,11 +37,11 @@ class Structure:
 
     Attributes:
         spec: tuples, lists, dicts and named tuples, as PyTorch flattens them.
-        leaves: in order; None is a tensor.
+        leaves: in order; a number is a tensor's, and stands twice where that tensor does.
     """
 
     spec: pytree.TreeSpec
-    leaves: tuple[Constant | None, ...]
+    leaves: tuple[Constant | int, ...]
 
     @cached_property
     def _hash(self) -> int:
@@ -52,19 +53,25 @@ class Structure:
 
     def __str__(self) -> str:
         """The value, with tensors as three dots."""
-        return str(self.build([_Dots()] * self.num_tensors))
+        return str(self.build([_Dots()] * len(self.leaves)))
 
-    def build(self, tensors: Iterable[Any]) -> Any:
+    def build(self, tensors: Sequence[Any]) -> Any:
         """The value with these tensors."""
-        following = iter(tensors)
         return pytree.tree_unflatten(
-            [next(following) if leaf is None else leaf.value for leaf in self.leaves], self.spec
+            [tensors[leaf] if isinstance(leaf, int) else leaf.value for leaf in self.leaves], self.spec
         )
 
-    @property
-    def num_tensors(self) -> int:
-        """How many tensors it holds."""
-        return self.leaves.count(None)
+    def build_apart(self, tensors: Sequence[Tensor]) -> Any:
+        """The value with these tensors, but none twice: copies instead."""
+        seen: set[int] = set()
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, int):
+                leaves.append(tensors[leaf].clone() if leaf in seen else tensors[leaf])
+                seen.add(leaf)
+            else:
+                leaves.append(leaf.value)
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 class _Dots:
@@ -72,20 +79,33 @@ class _Dots:
         return "..."
 
 
-def flatten(value: object) -> tuple[list[Tensor], Structure]:
+def flatten(value: object, *, once: bool = False) -> tuple[list[Tensor], Structure]:
     """Takes a value apart; ``structure.build(tensors)`` puts it together.
+
+    Args:
+        value: nested in whatever way.
+        once: take a tensor that stands in several places once, so that whoever gets the value sees that it is
+            one: the gradients of all its uses are then added up as if nothing lay between.
 
     Raises:
         TypeError: it holds what is neither a tensor nor a constant.
     """
     leaves, spec = pytree.tree_flatten(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return tensors, Structure(spec, tuple(map(_constant, leaves)))
+    tensors: list[Tensor] = []
+    numbers: dict[int, int] = {}
+    found: list[Constant | int] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            found.append(_constant(leaf))
+            continue
+        if not once or id(leaf) not in numbers:
+            numbers[id(leaf)] = len(tensors)
+            tensors.append(leaf)
+        found.append(numbers[id(leaf)])
+    return tensors, Structure(spec, tuple(found))
 
 
-def _constant(leaf: object) -> Constant | None:
-    if isinstance(leaf, Tensor):
-        return None
+def _constant(leaf: object) -> Constant:
     if not isinstance(leaf, _CONSTANTS):
         raise TypeError(
             f"expected Tensor, but got {type(leaf)}; tensors may be nested in tuples, lists and dicts, "
@@ -100,6 +120,21 @@ _, ONE_TENSOR = flatten(torch.empty(0))
 def tuple_of(count: int) -> Structure:
     """That of a tuple of so many tensors."""
     return flatten(tuple(torch.empty(0) for _ in range(count)))[1]
+
+
+# Structures that C++ compares by identity, the latest.
+_shared: OrderedDict[Structure, Structure] = OrderedDict()
+_SHARED_LIMIT = 1024
+
+
+def shared(structure: Structure) -> Structure:
+    """The one object that stands for all equal ones, as far as it was asked for lately."""
+    if structure == ONE_TENSOR:
+        return ONE_TENSOR
+    found = _shared.setdefault(structure, structure)
+    while len(_shared) > _SHARED_LIMIT:
+        _shared.popitem(last=False)
+    return found
 
 
 class Call(NamedTuple):

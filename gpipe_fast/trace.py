@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from gpipe_fast import aot
+from gpipe_fast import aot, phase
 from gpipe_fast.arrival import Arrivals, finish, take_out
 from gpipe_fast.fingerprint import snapshot
 from gpipe_fast.random import KeyedRandomMode, UnkeyedRandomOp
@@ -93,7 +93,9 @@ class _Stage(nn.Module):
         self.layer: int | None = None
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        value = self.takes.build(x.clone() for x in inputs) if self.copy_inputs else self.takes.build(inputs)
+        value = (
+            self.takes.build([x.clone() for x in inputs]) if self.copy_inputs else self.takes.build(inputs)
+        )
         mode = KeyedRandomMode(key)
         for index, layer in enumerate(self.layers):
             self.layer = index
@@ -106,7 +108,7 @@ class _Stage(nn.Module):
                     raise _Refused(f"its forward replaces the buffer or parameter {name}, a side effect")
         self.layer = None
         try:
-            outputs, self.returns = flatten(value)
+            outputs, self.returns = flatten(value, once=True)
         except TypeError as error:
             raise _Refused(f"the stage returns what cannot be passed on: {error}") from None
         return finish(outputs, self.arrivals)
@@ -174,8 +176,9 @@ def _attempt(layers: Sequence[nn.Module], inputs: Sequence[Tensor], stage: _Stag
     restore = snapshot(layers)
     failure: Untraceable | None = None
     try:
-        module = aot.export_joint(stage, (key, *example))
-    except (_Refused, UnkeyedRandomOp) as error:
+        with phase.entered(tracing=True):
+            module = aot.export_joint(stage, (key, *example))
+    except (_Refused, UnkeyedRandomOp, phase.AskedWhileTracing) as error:
         failure = Untraceable(stage.layer, str(error))
     except Exception as error:
         if "in-place operation" in str(error) and not stage.copy_inputs:

@@ -150,7 +150,7 @@ def _loop(plain: nn.Sequential, inputs: Inputs, num_microbatches: int) -> Callab
         with keyed_rng(plain):
             outputs = [flatten(plain(inputs.structure.build(part))) for part in parts]
         columns = zip(*(tensors for tensors, _ in outputs), strict=True)
-        return outputs[0][1].build(torch.cat(column) for column in columns)
+        return outputs[0][1].build([torch.cat(column) for column in columns])
 
     return run
 

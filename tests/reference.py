@@ -23,9 +23,13 @@ Result = dict[str, Tensor | None]
 def restored(model: nn.Module) -> Iterator[None]:
     """Puts parameters and buffers back, and drops gradients, when the block ends."""
     before = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
     try:
         yield
     finally:
+        for module, name, buffer in buffers:
+            if getattr(module, name) is not buffer:  # some layers replace them
+                setattr(module, name, buffer)
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)

@@ -41,8 +41,8 @@ def test_equal_stages_are_traced_once() -> None:
     assert len({id(stage.traced) for stage in result}) == 1
     assert [stage.stage.first_layer for stage in result] == [0, 1, 2, 3]
     # Programs are shared as data; as objects, each stage has its own.
-    assert len({id(stage.run_pass(0.0)) for stage in result}) == 4
-    assert result[0].run_pass(0.0) is result[0].run_pass(0.0)
+    assert len({id(stage.segment(0.0)) for stage in result}) == 4
+    assert result[0].segment(0.0) is result[0].segment(0.0)
 
 
 def test_a_first_stage_without_input_gradient_is_another() -> None:
@@ -100,7 +100,7 @@ def test_modes_are_part_of_the_signature() -> None:
     compiler, stages = Compiler(), stages_of(nn.Linear(4, 4))
     compiled(compiler, stages)
     with torch.no_grad():
-        assert compiled(compiler, stages, spec(8, 4, requires_grad=False))[0].run_pass(0.0) is not None
+        assert compiled(compiler, stages, spec(8, 4, requires_grad=False))[0].segment(0.0) is not None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (stage,) = compiled(compiler, stages)
     assert stage.outputs.tensors[0].dtype is torch.bfloat16

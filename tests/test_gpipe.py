@@ -197,7 +197,7 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         lambda: GPipe(mlp(), [5], chunks="x"),
     ),  # type: ignore[arg-type]
     (ValueError, "deferred_batch_norm=True is not there", lambda: GPipe(mlp(), deferred_batch_norm=True)),
-    (ValueError, "backend is not one of 'auto', 'aten', got 'c'", lambda: GPipe(mlp(), backend="c")),
+    (ValueError, "backend is not one of 'auto', 'aten', 'eager', got 'c'", lambda: GPipe(mlp(), backend="c")),
     (TypeError, "expected Tensor, but got <class 'int'>", lambda: GPipe(mlp(), [5])(3)),
     (ValueError, "has no dimension to cut", lambda: GPipe(mlp(), [5])(torch.tensor(1.0))),
 ]
@@ -221,7 +221,7 @@ class Branch(nn.Module):
 
 
 def test_an_untraceable_layer_is_named() -> None:
-    pipe = GPipe(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), Branch()), [1, 2])
+    pipe = GPipe(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), Branch()), [1, 2], backend="aten")
     with pytest.raises(
         RuntimeError, match=r"stage 1, layer 2 \(Branch\) cannot be traced faithfully: .*Data"
     ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast._extension import Pipeline, kept_bytes
+from gpipe_fast._extension import Interpreted, Pipeline, kept_bytes
 from gpipe_fast.compile import Boundary, Compiler, Refusal, Spec, Stage
 from gpipe_fast.plan import Plan, make_plan
 from gpipe_fast.trace import buffers_of, parameters_of
@@ -30,13 +30,12 @@ class Pipe:
         spec = Spec.of(x.chunk(M)[0], x.requires_grad and torch.is_grad_enabled())
         compiled = Compiler().compile(stages, [Boundary((spec,))])
         assert not isinstance(compiled, Refusal), compiled
-        self.layers, self.pipeline = layers, Pipeline(len(balance))
-        self.plan: Plan = make_plan(
-            compiled * M, budgets, 1, [False], *[[compiled[0][-1].outputs.tensors[0].requires_grad]] * 2
-        )
+        self.layers, self.pipeline = layers, Pipeline(len(balance), Interpreted())
+        expected = [compiled[0][-1].outputs.tensors[0].requires_grad]
+        self.plan: Plan = make_plan(compiled * M, budgets, 1, [False], expected)
 
     def __call__(self, x: Tensor) -> Tensor:
-        (output,) = self.pipeline.forward(
+        (output,), _ = self.pipeline.forward(
             self.plan.native, [x], parameters_of(self.layers), buffers_of(self.layers), 0
         )
         return output
@@ -127,7 +126,7 @@ def test_inference_bounds_what_waits_at_a_boundary() -> None:
     with torch.no_grad():
         compiled = Compiler().compile([Stage(layers, 0, CPU)], [Boundary((Spec.of(many[:4], False),))])
         assert not isinstance(compiled, Refusal), compiled
-        assert make_plan(compiled * 16, [1.0] * 16, 1, *[[False]] * 3).schedule.slots < 16
+        assert make_plan(compiled * 16, [1.0] * 16, 1, [False], [False]).schedule.slots < 16
 
 
 class Count(nn.Module):

@@ -255,5 +255,8 @@ def test_a_layer_that_returns_what_cannot_be_passed_on_is_named() -> None:
         def forward(self, x: Tensor) -> Any:
             return {x}
 
-    with pytest.raises(RuntimeError, match=r"stage 0.*returns what cannot be passed on.*<class 'set'>"):
+    message = r"stage 0.*returns what cannot be passed on.*<class 'set'>"
+    with pytest.raises(RuntimeError, match=message):
+        GPipe(nn.Sequential(Set(), nn.Identity()), [1, 1], chunks=2, backend="aten")(features())
+    with pytest.raises(TypeError, match=message), pytest.warns(UserWarning, match=message):
         GPipe(nn.Sequential(Set(), nn.Identity()), [1, 1], chunks=2)(features())

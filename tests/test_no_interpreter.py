@@ -23,6 +23,7 @@ from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.recording import Recording
 from gpipe_fast.schedule import fill_drain
+from gpipe_fast.structure import ONE_TENSOR
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,11 +69,12 @@ def tokens(num_microbatches: int) -> Tensor:
 def calls(pipe: GPipe, x: Tensor) -> tuple[Callable[[], Tensor], Callable[[Tensor], Callable[[], object]]]:
     """Forward and backward without the Python around them: first of all they give the GIL away."""
     with mock.patch.object(pipe, "_pipeline") as stand_in:
+        stand_in.forward.return_value = ([x], ONE_TENSOR)
         pipe(x)
     arguments, native = stand_in.forward.call_args, pipe._pipeline
 
     def forward() -> Tensor:
-        (output,) = native.forward(*arguments.args, **arguments.kwargs)
+        (output,), _ = native.forward(*arguments.args, **arguments.kwargs)
         return output
 
     def backward(output: Tensor) -> Callable[[], object]:

@@ -1,0 +1,381 @@
+"""Layers that run as they are, in Python: what cannot be traced, and all under ``backend='eager'``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import Node
+
+from gpipe_fast import phase
+from gpipe_fast.compile import Modes, under
+from gpipe_fast.random import GeneratorStates, KeyedRandomMode, make_key
+from gpipe_fast.structure import Structure, call, flatten, shared
+from gpipe_fast.trace import parameters_of
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A micro-batch at the first of the layers.
+
+    Attributes:
+        tensors: detached.
+        structure: how they are nested.
+        needs_gradient: which tensors do.
+        key: draws the mini-batch's key.
+        microbatch: its number.
+    """
+
+    tensors: Sequence[Tensor]
+    structure: Structure
+    needs_gradient: Sequence[bool]
+    key: Callable[[], int]
+    microbatch: int
+
+
+class _Noted(NamedTuple):
+    """A buffer at some time."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    copy: Tensor
+
+    def is_changed(self) -> bool:
+        # Batch norm writes its statistics without telling their version counters.
+        replaced = getattr(self.module, self.name, None) is not self.buffer
+        return replaced or not torch.equal(self.buffer, self.copy)
+
+    def put_back(self) -> None:
+        if getattr(self.module, self.name, None) is not self.buffer:
+            setattr(self.module, self.name, self.buffer)
+        with torch.no_grad():
+            self.buffer.copy_(self.copy)
+
+
+@dataclass
+class _Run:
+    """One run of the layers: the leaves and the roots of its autograd graph."""
+
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+    structure: Structure
+
+
+@dataclass
+class _Kept:
+    """What a forward keeps for its backward.
+
+    Attributes:
+        run: with its graph; None if it is to be recomputed.
+        parameters: that need gradients.
+    The rest is for a recompute:
+        arrived: what came in.
+        buffers: those that the forward wrote or replaced, as it found them.
+        generators: as the forward found those that the layers bring themselves.
+        data: where the parameters' elements were.
+    """
+
+    run: _Run | None
+    parameters: list[nn.Parameter]
+    arrived: _Arrived
+    buffers: list[_Noted]
+    generators: GeneratorStates
+    data: list[int]
+
+
+class EagerLayers:
+    """A run of layers in Python, called by the worker of their stage for every micro-batch.
+
+    Inputs are cloned, since a layer may write them; the numbers are those of the plain loop, also of sums of
+    several contributions to one gradient.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        name: str,
+        modes: Modes,
+        recompute: bool,
+        busy: threading.Lock,
+        on_tangents: Callable[[Sequence[Tensor | None]], None] | None = None,
+    ) -> None:
+        """Makes one.
+
+        Args:
+            layers: to call one after the other.
+            first_layer: index of the first one in the whole model.
+            name: what errors call them.
+            modes: PyTorch's global modes to run them under.
+            recompute: keep only what comes in, and run them again in the backward.
+            busy: held while the layers run.
+            on_tangents: is told the gradients that come to the outputs.
+        """
+        self._layers = layers
+        self._first_layer = first_layer
+        self._name = name
+        self._modes = modes
+        self._recompute = recompute and modes.grad
+        self._busy = busy
+        self._on_tangents = on_tangents
+        self._checked = False
+        self._reentrant = False
+
+    def note(self) -> list[_Noted]:
+        """The buffers as they are."""
+        return [
+            _Noted(module, name, buffer, buffer.detach().clone())
+            for layer in self._layers
+            for module in layer.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self, noted: Sequence[_Noted]) -> None:
+        """Puts buffers back, after a failure."""
+        for buffer in noted:
+            if buffer.is_changed():
+                buffer.put_back()
+
+    def forward(
+        self,
+        tensors: Sequence[Tensor],
+        structure: Structure,
+        needs_gradient: Sequence[bool],
+        key: Callable[[], int],
+        microbatch: int,
+        action: str,
+    ) -> tuple[list[Tensor], Structure, list[bool], _Kept | None]:
+        """Runs one micro-batch.
+
+        Returns:
+            The outputs detached, how they are nested, which need gradients, and what `backward` needs.
+        """
+        arrived = _Arrived(tensors, structure, needs_gradient, key, microbatch)
+        with self._busy, self._blamed(action), phase.entered(checkpointing=self._recompute):
+            before = self.note() if self._recompute else []
+            generators = GeneratorStates(self._recompute)
+            run = self._run(arrived, generators)
+            needed = [output.requires_grad for output in run.outputs]
+            kept: _Kept | None = None
+            if any(needed):
+                parameters = [p for p in parameters_of(self._layers) if p.requires_grad]
+                self._check_graph(run, parameters)
+                kept = _Kept(
+                    None if self._recompute else run,
+                    parameters,
+                    arrived,
+                    [buffer for buffer in before if buffer.is_changed()],
+                    generators,
+                    [p.data_ptr() for p in parameters],
+                )
+            return [output.detach() for output in run.outputs], shared(run.structure), needed, kept
+
+    def backward(
+        self,
+        kept: _Kept | None,
+        tangents: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        retain: bool,
+        action: str,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Goes back through one micro-batch.
+
+        Args:
+            kept: by its forward.
+            tangents: gradients of its outputs.
+            gradients: of the layers' parameters so far, in the order of `parameters_of`.
+            retain: whether there may be another backward.
+            action: what the engine calls it.
+
+        Returns:
+            Gradients of the inputs, and those of the parameters with this micro-batch's added.
+        """
+        if self._on_tangents is not None:
+            self._on_tangents(tangents)
+        if kept is None or all(tangent is None for tangent in tangents):
+            return [], list(gradients)
+        with self._busy, self._blamed(action):
+            if kept.run is not None:
+                return self._differentiate(kept, kept.run, tangents, gradients, retain)
+            if [p.data_ptr() for p in kept.parameters] != kept.data:
+                raise RuntimeError(
+                    f"a parameter of {self._name} was given other data between forward and backward, which "
+                    "runs the forward again"
+                )
+            with phase.entered(recomputing=True), _as_it_was(kept.buffers):
+                run = self._run(kept.arrived, kept.generators.replayed())
+                return self._differentiate(kept, run, tangents, gradients, False)
+
+    def _run(self, arrived: _Arrived, generators: GeneratorStates) -> _Run:
+        mode = KeyedRandomMode(
+            lambda: make_key(arrived.key(), arrived.microbatch, self._first_layer), generators
+        )
+        with torch.set_grad_enabled(self._modes.grad), under(self._modes.autocast):
+            leaves = [
+                tensor.requires_grad_() if needs else tensor
+                for tensor, needs in zip(
+                    (t.detach() for t in arrived.tensors), arrived.needs_gradient, strict=True
+                )
+            ]
+            value = arrived.structure.build([_copied(leaf) for leaf in leaves])
+            for index, layer in enumerate(self._layers):
+                mode.enter_layer(index)
+                with mode:
+                    value = call(layer, value)
+            try:
+                outputs, structure = flatten(value, once=True)
+            except TypeError as error:
+                raise TypeError(f"{self._name} returns what cannot be passed on: {error}") from None
+        return _Run(leaves, outputs, structure)
+
+    def _differentiate(
+        self,
+        kept: _Kept,
+        run: _Run,
+        tangents: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        retain: bool,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        every = parameters_of(self._layers)
+        so_far = {id(p): g for p, g in zip(every, gradients, strict=True)}
+        # A parameter as a root takes in what there is, before its uses add theirs one by one, as autograd
+        # does for all micro-batches of a loop.
+        roots = [
+            (root, gradient)
+            for root, gradient in (
+                *zip(run.outputs, tangents, strict=False),
+                *((p, so_far.get(id(p))) for p in kept.parameters),
+            )
+            if gradient is not None and root.requires_grad
+        ]
+        inputs = [leaf for leaf in run.leaves if leaf.requires_grad]
+        sources = [*inputs, *kept.parameters]
+        differentiate = _backward if self._reentrant else _grad
+        with _without_hooks(kept.parameters):
+            found = differentiate([r for r, _ in roots], [g for _, g in roots], sources, retain)
+        of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
+        return [of.get(id(leaf)) for leaf in run.leaves], [of.get(id(p), so_far[id(p)]) for p in every]
+
+    def _check_graph(self, run: _Run, parameters: Iterable[Tensor]) -> None:
+        """Refuses tensors whose gradients would be lost, and looks for checkpoints; once."""
+        if self._checked:
+            return
+        self._checked = True
+        known = {id(tensor) for tensor in (*run.leaves, *parameters)}
+        pending: list[Node] = [o.grad_fn for o in run.outputs if o.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            self._reentrant = self._reentrant or node.name() == "CheckpointFunctionBackward"
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor) and id(leaf) not in known:
+                raise RuntimeError(
+                    f"{self._name} uses a tensor of shape {list(leaf.shape)} that needs a gradient and is "
+                    "not one of its parameters; make it one, or pass it through the layers"
+                )
+            following = {n for n, _ in node.next_functions if n is not None} - seen
+            seen |= following
+            pending.extend(following)
+
+    @contextlib.contextmanager
+    def _blamed(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(f"in action {action} of the pipeline ({self._name})")
+            raise
+
+
+# To which PyTorch aligns memory, in bytes; matrix products may round otherwise where it is not.
+_ALIGNMENT = 64
+
+
+class _Copied(torch.autograd.Function):
+    """A copy whose memory is laid out and aligned as the original's, overlaps and gaps included."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        span = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        memory = tensor.new_empty(span + _ALIGNMENT)
+        beyond = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNMENT
+        begin = beyond // tensor.element_size()
+        memory[begin : begin + span].copy_(tensor.as_strided((span,), (1,)))
+        # Not a view of it, which a layer may not write.
+        storage = memory.untyped_storage()
+        return tensor.new_empty(0).set_(storage, begin, tensor.shape, tensor.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy that layers may write, and from which they compute the same bits."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
+        return tensor.clone()
+    if tensor.data_ptr() % _ALIGNMENT == 0:
+        copy = tensor.clone()
+        if copy.stride() == tensor.stride():
+            return copy
+    copied: Tensor = _Copied.apply(tensor)
+    return copied
+
+
+Found = Sequence[Tensor | None]
+
+
+def _grad(roots: list[Tensor], gradients: list[Tensor], sources: list[Tensor], retain: bool) -> Found:
+    return torch.autograd.grad(roots, sources, gradients, retain_graph=retain, allow_unused=True)
+
+
+def _backward(roots: list[Tensor], gradients: list[Tensor], sources: list[Tensor], retain: bool) -> Found:
+    """What reentrant checkpoints want instead: they add to ``grad`` themselves."""
+    before = [source.grad for source in sources]
+    try:
+        for source in sources:
+            source.grad = None
+        torch.autograd.backward(roots, gradients, retain_graph=retain)
+        return [source.grad for source in sources]
+    finally:
+        for source, gradient in zip(sources, before, strict=True):
+            source.grad = gradient
+
+
+@contextlib.contextmanager
+def _as_it_was(buffers: Sequence[_Noted]) -> Iterator[None]:
+    """Lets buffers be for a block what a forward found, unnoticed by autograd."""
+    names = [(noted.module, noted.name) for noted in buffers]
+    now = [_Noted(m, n, b, b.detach().clone()) for m, n in names if (b := getattr(m, n)) is not None]
+    tensors = {id(noted.buffer): noted.buffer for noted in (*buffers, *now)}
+    with _unsafe_preserve_version_counter(tuple(tensors.values())):
+        try:
+            for noted in buffers:
+                noted.put_back()
+            yield
+        finally:
+            for noted in now:
+                noted.put_back()
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Hooks on parameters see the whole mini-batch's gradient, not each micro-batch's."""
+    hooked = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    try:
+        for parameter, _ in hooked:
+            parameter._backward_hooks = None
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks

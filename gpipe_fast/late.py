@@ -1,0 +1,264 @@
+"""Stages of which it shows only while they run what reaches their layers: some layer before runs in Python.
+
+A stage is then a chain of segments, found one after the other for what comes to them: runs of layers that are
+lowered, and between them those that cannot be::
+
+    stage 1    [ 2  3 ]─▶( 4 )─▶[ 5  6  7 ]        layer 4 in Python
+                   lowered     lowered, for what layer 4 returned
+
+Every micro-batch remembers its chain: where the next mini-batch brings the same, nothing is searched, and
+lowered segments run without Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpipe_fast import _extension
+from gpipe_fast._extension import Interpreted, Segment
+from gpipe_fast.compile import (
+    TURN,
+    Boundary,
+    CompiledStage,
+    Compiler,
+    Gradients,
+    Modes,
+    Spec,
+    Stage,
+    arrivals_of,
+    under,
+)
+from gpipe_fast.eager import EagerLayers
+from gpipe_fast.fingerprint import fingerprint
+from gpipe_fast.refuse import Untraceable
+from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE
+
+# Different shapes for which a layer, or a whole module, is traced; others run in Python.
+SHAPES = 32
+
+# Tells of a stage why one of its layers, or all for a shape, run in Python.
+Report = Callable[[int | None, str], None]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A run of layers and what reaches it: what is traced once."""
+
+    begin: int
+    end: int
+    arriving: Boundary
+    modes: Modes
+    layers: Hashable  # their fingerprint
+
+
+class LateStage:
+    """One stage's segments, for all signatures.
+
+    What comes to a layer for the first time runs in Python; then it is known what to trace, and for which
+    gradients, and no layer runs while it is traced.
+    """
+
+    def __init__(
+        self, stage: Stage, name: str, compiler: Compiler, interpreted: Interpreted, report: Report
+    ) -> None:
+        """Makes one.
+
+        Args:
+            stage: the stage.
+            name: what errors call it.
+            compiler: of the module.
+            interpreted: of the pipeline.
+            report: called when a layer turns out to run in Python.
+        """
+        self.stage = stage
+        self.name = name
+        self.in_python: set[int] = set()
+        self._compiler = compiler
+        self._interpreted = interpreted
+        self._report = report
+        self._segments: dict[tuple[_Place, float], Segment] = {}
+        self._interpreted_segments: dict[Hashable, Segment] = {}
+        self._lowered: list[tuple[_Place, CompiledStage]] = []
+        # What was found and is not lowered yet.
+        self._wanted: dict[tuple[_Place, float], None] = {}
+        # In which layouts gradients came last to what a place hands on.
+        self._gradients: dict[_Place, Gradients] = {}
+        self._shapes: dict[Hashable, set[Boundary]] = {}
+        # Held by layers while they run in Python, and while they are traced.
+        self._busy = threading.Lock()
+
+    def blame(self, layer: int, reason: str) -> None:
+        """Lets a layer run in Python."""
+        if layer not in self.in_python:
+            self.in_python.add(layer)
+            self._report(layer, reason)
+
+    def find(self, layer: int, arriving: Boundary, budget: float, modes: Modes) -> Segment:
+        """The segment for what comes to a layer."""
+        end = min((p for p in self.in_python if p >= layer), default=len(self.stage.layers))
+        if end == layer:
+            return self.run_in_python(layer, layer + 1, budget, modes)
+        place = _Place(layer, end, arriving, modes, fingerprint(self.stage.layers[layer:end]))
+        found = self._segments.get((place, budget))
+        if found is None:
+            found = self.run_in_python(layer, end, budget, modes, place)
+            if not self._is_one_too_many(place):
+                self._wanted[place, budget] = None
+        return found
+
+    def _is_one_too_many(self, place: _Place) -> bool:
+        shapes = self._shapes.setdefault((place.begin, place.end, place.modes, place.layers), set())
+        if place.arriving not in shapes and len(shapes) >= SHAPES:
+            layer = self.stage.first_layer + place.begin
+            self._report(None, f"more than {SHAPES} different shapes came to layer {layer}")
+            return True
+        shapes.add(place.arriving)
+        return False
+
+    def lower_wanted(self) -> None:
+        """Lowers what was found, unless another thread runs layers now."""
+        if not self._wanted or not self._busy.acquire(blocking=False):
+            return
+        try:
+            for place, budget in list(self._wanted):
+                del self._wanted[place, budget]
+                part = self.stage.part(place.begin, place.end)
+                if fingerprint(part.layers) == place.layers:
+                    self._lower(part, place, budget)
+        finally:
+            self._busy.release()
+
+    def _lower(self, part: Stage, place: _Place, budget: float) -> None:
+        """Lowers a run of layers, or blames one of them, without which the next run is found."""
+        found = self._compile(part, place)
+        if isinstance(found, Untraceable):
+            last = len(part.layers) - 1
+            self.blame(place.begin + (last if found.layer is None else found.layer), found.reason)
+        else:
+            self._segments[place, budget] = self._segment(place, budget, found)
+
+    def _compile(self, part: Stage, place: _Place) -> CompiledStage | Untraceable:
+        """Traces a run of layers for the gradients that came last."""
+        with torch.set_grad_enabled(place.modes.grad), under(place.modes.autocast):
+            traced = self._compiler.trace(part, place.arriving, ())
+            if isinstance(traced, Untraceable):
+                return traced
+            compiled = CompiledStage(part, place.arriving, traced)
+            if place not in self._gradients:
+                return compiled
+            arrivals = arrivals_of(traced.joint, self._gradients[place])
+            if not arrivals:
+                return compiled
+            traced = self._compiler.trace(part, place.arriving, arrivals)
+            if isinstance(traced, Untraceable):
+                return traced
+            return CompiledStage(part, place.arriving, traced, compiled.outputs)
+
+    def _segment(self, place: _Place, budget: float, compiled: CompiledStage) -> Segment:
+        segment = compiled.segment(budget)
+        segment.number = len(self._lowered)
+        self._lowered.append((place, compiled))
+        return segment
+
+    def lower_instead(self, number: int, tangents: Sequence[Tensor | None]) -> Segment:
+        """The segment that takes gradients as they came to the outputs of another; it recomputes everything.
+
+        Raises:
+            RuntimeError: the layers were changed since.
+        """
+        place, compiled = self._lowered[number]
+        if fingerprint(compiled.stage.layers) != place.layers:
+            raise RuntimeError(
+                f"{self.name} was changed between forward and backward, and gradients came otherwise than "
+                "before; call the module again"
+            )
+        self._note(place, tangents)
+        for found, budget in list(self._segments):
+            if found == place:  # lowered for other gradients
+                del self._segments[found, budget]
+        with TURN:
+            instead = self._compile(compiled.stage, place)
+        if isinstance(instead, Untraceable):
+            raise RuntimeError(f"{self.name} cannot be traced for the gradients that came: {instead.reason}")
+        return self._segment(place, FULL_RECOMPUTE, instead)
+
+    def _note(self, place: _Place, tangents: Sequence[Tensor | None]) -> None:
+        self._gradients[place] = {i: t.stride() for i, t in enumerate(tangents) if t is not None}
+
+    def run_in_python(
+        self, begin: int, end: int, budget: float, modes: Modes, place: _Place | None = None
+    ) -> Segment:
+        """The segment of layers as they are; with ``place``, until they are lowered for it."""
+        part = self.stage.part(begin, end)
+        recompute = budget < NO_RECOMPUTE
+        parameters, buffers = part.parameters(), part.buffers()
+        key = (begin, end, recompute, modes, tuple(parameters), tuple(buffers), place)
+        if key not in self._interpreted_segments:
+            layers = EagerLayers(
+                part.layers,
+                part.first_layer,
+                self._named(part),
+                modes,
+                recompute,
+                self._busy,
+                None if place is None else functools.partial(self._note, place),
+            )
+            self._interpreted_segments[key] = Segment.in_python(
+                begin, end, layers, parameters, buffers, self._interpreted, place is not None
+            )
+        return self._interpreted_segments[key]
+
+    def _named(self, part: Stage) -> str:
+        first, last = part.first_layer, part.first_layer + len(part.layers) - 1
+        if first == last:
+            return f"{self.name}, layer {first} ({type(part.layers[0]).__name__})"
+        return f"{self.name}, layers {first} to {last}"
+
+
+@dataclass(frozen=True)
+class Search:
+    """Finds the segments of one stage for the mini-batches of one signature.
+
+    Attributes:
+        late: the stage.
+        modes: PyTorch's global modes.
+        budgets: for each micro-batch, the share of activations that it saves.
+        eager: lower nothing.
+    """
+
+    late: LateStage
+    modes: Modes
+    budgets: Sequence[float]
+    eager: bool
+
+    def find(self, layer: int, microbatch: int, boundary: _extension.Boundary) -> Segment:
+        """The segment for what comes to a layer of the stage."""
+        budget, end = self.budgets[microbatch], len(self.late.stage.layers)
+        if self.eager:
+            return self.late.run_in_python(layer, end, budget, self.modes)
+        arriving = _described(boundary)
+        if arriving is None:
+            return self.late.run_in_python(layer, layer + 1, budget, self.modes)
+        return self.late.find(layer, arriving, budget, self.modes)
+
+    def instead(self, number: int, microbatch: int, tangents: Sequence[Tensor | None]) -> Segment:
+        """The segment for the gradients that came to the outputs of another."""
+        return self.late.lower_instead(number, tangents)
+
+
+def _described(boundary: _extension.Boundary) -> Boundary | None:
+    """What crosses, if it is something that can be traced for."""
+    form = boundary.form
+    if any(
+        type(t) is not Tensor or t.layout is not torch.strided or t.is_conj() or t.is_neg() or t.is_quantized
+        for t in boundary.tensors
+    ):
+        return None
+    specs = (Spec.of(t, needs) for t, needs in zip(boundary.tensors, form.needs_gradient, strict=True))
+    return Boundary(tuple(specs), form.structure)
