@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import sympy  # type: ignore[import-untyped, unused-ignore]
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -23,6 +26,9 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.traceback import annotate, preserve_node_meta
 
 from gpipe_fast.fake import RealLayouts
@@ -34,9 +40,12 @@ __all__ = [
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "Symbols",
     "TangentAOTInput",
     "annotate",
     "export_joint",
+    "export_symbolic",
+    "graph_module",
     "min_cut_saved",
 ]
 
@@ -98,17 +107,102 @@ def _uncached_autocast() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
-def export_joint(module: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+@dataclass(frozen=True)
+class Symbols:
+    """The symbols of a trace.
+
+    Attributes:
+        sizes: of each input, in order: a symbol or a number.
+        guards: what must hold of them, for the graph to be what any tracing would find.
+        ranges: the smallest and the largest value of each.
+    """
+
+    sizes: tuple[tuple[sympy.Symbol | int, ...], ...]
+    guards: tuple[sympy.Basic, ...]
+    ranges: dict[sympy.Symbol, tuple[int, float]]
+
+    def solve(self, shapes: Sequence[Sequence[int]]) -> dict[sympy.Symbol, int] | None:
+        """The symbols' values for inputs of these shapes; None if they do not fit."""
+        values: dict[sympy.Symbol, int] = {}
+        for sizes, shape in zip(self.sizes, shapes, strict=True):
+            for size, value in zip(sizes, shape, strict=True):
+                if (value if isinstance(size, int) else values.setdefault(size, value)) != (
+                    size if isinstance(size, int) else value
+                ):
+                    return None
+        for symbol, (least, most) in self.ranges.items():
+            if symbol not in values or not least <= values[symbol] <= most:
+                return None
+        replaced = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+        holds = all(guard.xreplace(replaced) == sympy.true for guard in self.guards)
+        return values if holds else None
+
+
+class _Dynamic:
+    """Inputs some of whose sizes are symbols."""
+
+    def __init__(self, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]) -> None:
+        self._env = ShapeEnv()
+        self.mode = RealLayouts(self._env)
+        self.inputs = tuple(
+            self.mode.from_tensor(
+                tensor,
+                source=ConstantSource(f"input_{index}"),
+                symbolic_context=StatelessSymbolicContext(
+                    [DimDynamic.DUCK if varies else DimDynamic.STATIC for varies in dims]
+                ),
+            )
+            for index, (tensor, dims) in enumerate(zip(inputs, varying, strict=True))
+        )
+        self._sizes = tuple(tuple(map(_expression, fake.shape)) for fake in self.inputs)
+
+    def symbols(self) -> Symbols | None:
+        """What the trace found out about them; None if a size depends on data."""
+        env = self._env
+        known = {size for sizes in self._sizes for size in sizes if not isinstance(size, int)}
+        if env.deferred_runtime_asserts or not set(env.var_to_range) <= known:
+            return None
+        ranges = {s: (int(r.lower), float(r.upper)) for s, r in env.var_to_range.items()}
+        return Symbols(self._sizes, tuple(guard.expr for guard in env.guards), ranges)
+
+
+def _expression(size: int | torch.SymInt) -> sympy.Symbol | int:
+    expression = size.node.expr if isinstance(size, torch.SymInt) else size
+    return expression if isinstance(expression, sympy.Symbol) else int(expression)
+
+
+def export_symbolic(
+    module: nn.Module, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]
+) -> tuple[fx.GraphModule, Symbols | None]:
+    """As `export_joint`, with symbols for sizes.
+
+    Args:
+        module: as there.
+        inputs: as there.
+        varying: of each input, which sizes are symbols.
+
+    Returns:
+        The graph, and its symbols; none if it depends on data.
+    """
+    dynamic = _Dynamic(inputs, varying)
+    graph = export_joint(module, dynamic.inputs, dynamic.mode)
+    return graph, dynamic.symbols()
+
+
+def export_joint(
+    module: nn.Module, inputs: tuple[Tensor, ...], mode: FakeTensorMode | None = None
+) -> fx.GraphModule:
     """Traces ``module(*inputs)`` and, where gradients are enabled and asked for, its backward.
 
     Args:
         module: called once, on fake tensors of the shapes, dtypes and strides of ``inputs``.
-        inputs: real tensors; they are only described, never read.
+        inputs: real tensors; they are only described, never read. Or fake ones of ``mode``.
+        mode: makes fake tensors.
 
     Returns:
         A flat functional ATen graph whose placeholders and results carry ``meta['desc']``.
     """
-    context = TracingContext(RealLayouts())
+    context = TracingContext(mode or RealLayouts())
     with (
         contextlib.ExitStack() as stack,
         preserve_node_meta(),
@@ -123,6 +217,13 @@ def export_joint(module: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModul
         joint = aot_export_joint_with_descriptors(stack, module, inputs, _disable_torch_fn_metadata_mode=True)
         graph_module: fx.GraphModule = joint.graph_module
     return graph_module
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph and what it refers to, without code, which is written when it is called first."""
+    with _use_lazy_graph_module(True):
+        made: fx.GraphModule = _make_graph_module(root, graph)
+    return made
 
 
 def min_cut_saved(joint: fx.GraphModule, num_forward_outputs: int, budget: float) -> set[str]:

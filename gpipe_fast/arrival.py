@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gpipe_fast.fake import hint
+
 # Of the outputs whose gradient differs from what tracing assumes: its strides, or None if none arrives.
 Arrivals = tuple[tuple[int, tuple[int, ...] | None], ...]
 
 # Never called: no kernel, only a shape.
-torch.library.define("gpipe_fast::arrive", "(Tensor gradient, int[] strides) -> Tensor")
+torch.library.define("gpipe_fast::arrive", "(Tensor gradient, SymInt[] strides) -> Tensor")
 
 
 def _arrive(gradient: Tensor, strides: Sequence[int]) -> Tensor:
@@ -58,10 +60,29 @@ def finish(outputs: Sequence[Tensor], arrivals: Arrivals) -> tuple[Tensor, ...]:
         strides = known[index]
         if strides is None:
             return output.detach().clone()
-        arrived: Tensor = _Arrives.apply(output, strides)
+        arrived: Tensor = _Arrives.apply(output, _symbolic(strides, output.shape))
         return arrived
 
     return tuple(one(index, output) for index, output in enumerate(outputs))
+
+
+def _symbolic(strides: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides as products of sizes, where those are symbols."""
+    if not any(isinstance(size, torch.SymInt) for size in shape):
+        return strides
+    found: list[int] = [0] * len(strides)
+    expected: int = 1
+    for dim in reversed(layout_of(strides)):
+        if hint(expected) != strides[dim]:
+            raise RuntimeError(f"strides {strides} are not those of a dense tensor, permuted or expanded")
+        found[dim] = expected
+        expected = expected * shape[dim]
+    return tuple(found)
+
+
+def layout_of(strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions that are not expanded, from the slowest to the fastest."""
+    return tuple(sorted((d for d in range(len(strides)) if strides[d]), key=lambda d: (-strides[d], d)))
 
 
 def take_out(tangent: fx.Node) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -15,14 +16,15 @@ from torch import Tensor, fx, nn
 
 from gpipe_fast import _extension
 from gpipe_fast._extension import Arena, Form, Layout, Pass, PortedProgram, Segment
-from gpipe_fast.arrival import Arrivals
+from gpipe_fast.arrival import Arrivals, layout_of
 from gpipe_fast.fingerprint import fingerprint
 from gpipe_fast.lower import lower
 from gpipe_fast.program import Program
 from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE, Split, split
 from gpipe_fast.structure import ONE_TENSOR, Structure, shared
-from gpipe_fast.trace import Joint, Port, Role, buffers_of, parameters_of, trace
+from gpipe_fast.symbolic import Sample, Template, equal
+from gpipe_fast.trace import Joint, Port, Role, buffers_of, parameters_of, trace, trace_symbolic
 
 
 @dataclass(frozen=True)
@@ -271,18 +273,52 @@ class Refusal:
     untraceable: Untraceable
 
 
+# How often a stage is traced for what differs in shapes, or in constants, and no template is right for.
+TRACES = 64
+# How often a template is tried for one kind.
+_ATTEMPTS = 3
+
+
+class TooManyTraces(Untraceable):
+    """A stage that met too many shapes, or constants, to trace it for each."""
+
+
+@dataclass
+class _Kind:
+    """What differs in sizes alone.
+
+    Attributes:
+        samples: of it, the first two.
+        template: for all sizes.
+        num_attempts: how many there were to make one.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    template: Template | None = None
+    num_attempts: int = 0
+
+
 class Compiler:
     """Compiles pipelines.
 
     Attributes:
         num_traces: how many stages have been traced so far.
+        num_written: how many were written out from a template instead.
     """
 
-    def __init__(self, limit: int = 128) -> None:
-        """Makes one that remembers the ``limit`` traces used last."""
-        self.num_traces = 0
+    def __init__(self, limit: int = 128, most: int | None = None) -> None:
+        """Makes one.
+
+        Args:
+            limit: remembers so many traces, those used last.
+            most: traces a stage so often as it is, in equal modes; None for no end.
+        """
+        self.num_traces = self.num_written = 0
         self._limit = limit
+        self._most = most
+        self._times: Counter[Hashable] = Counter()
         self._traces: OrderedDict[Hashable, Traced | Untraceable] = OrderedDict()
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
 
     def compile(
         self,
@@ -338,17 +374,82 @@ class Compiler:
             inputs: what reaches it.
             arrivals: which gradients come otherwise than their outputs are laid out, or not at all.
         """
-        key = (fingerprint(stage.layers), inputs, arrivals, Modes.now())
+        layers, modes = fingerprint(stage.layers), Modes.now()
+        key = (layers, inputs, arrivals, modes)
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]
-        self.num_traces += 1
-        examples = [spec.example() for spec in inputs.tensors]
-        joint = trace(stage.layers, examples, arrivals, inputs.structure)
+        kind = self._kinds.setdefault((layers, _kind_of(inputs, arrivals), modes), _Kind())
+        joint: Joint | Untraceable | None = self._write_out(kind, stage, inputs, arrivals)
+        if joint is None:
+            if self._most is not None and self._times[layers, modes] >= self._most:
+                return TooManyTraces(None, f"it was traced {self._most} times for what it met")
+            self._times[layers, modes] += 1
+            joint = self._trace_as_it_is(kind, stage, inputs, arrivals)
         self._traces[key] = joint if isinstance(joint, Untraceable) else Traced(joint)
-        while len(self._traces) > self._limit:
-            self._traces.popitem(last=False)
+        for cache in (self._traces, self._kinds):
+            while len(cache) > self._limit:
+                cache.popitem(last=False)
         return self._traces[key]
+
+    def _trace_as_it_is(
+        self, kind: _Kind, stage: Stage, inputs: Boundary, arrivals: Arrivals
+    ) -> Joint | Untraceable:
+        self.num_traces += 1
+        joint = trace(stage.layers, _examples(inputs), arrivals, inputs.structure)
+        if isinstance(joint, Joint) and len(kind.samples) < 2:
+            kind.samples.append(_sample(inputs, arrivals, joint))
+        return joint
+
+    def _write_out(self, kind: _Kind, stage: Stage, inputs: Boundary, arrivals: Arrivals) -> Joint | None:
+        """The graph as a template has it, if there is one; it is made when two shapes have been traced."""
+        shapes, strides = [s.shape for s in inputs.tensors], [s.strides for s in inputs.tensors]
+        if kind.template is not None:
+            joint = kind.template.write_out(shapes, strides, arrivals)
+            if joint is not None:
+                self.num_written += 1
+                return joint
+        if len(kind.samples) < 2 or kind.num_attempts == _ATTEMPTS:
+            return None
+        seen = [sample.shapes for sample in kind.samples] + [tuple(shapes)]
+        varying = [
+            [len(set(sizes)) > 1 for sizes in zip(*each, strict=True)] for each in zip(*seen, strict=True)
+        ]
+        sizes = [size for shape, dims in zip(shapes, varying, strict=True) for size in compress(shape, dims)]
+        if min(sizes, default=0) < 2:
+            return None  # PyTorch takes sizes of 0 and 1 for special
+        kind.num_attempts += 1
+        self.num_traces += 1
+        found = trace_symbolic(stage.layers, _examples(inputs), arrivals, inputs.structure, varying)
+        if found is None:
+            return None
+        template = Template(*found)
+        again = [(s.joint, template.write_out(s.shapes, s.strides, s.arrivals)) for s in kind.samples]
+        known = [equal(joint, written) for joint, written in again if written is not None]
+        joint = template.write_out(shapes, strides, arrivals)
+        if not known or not all(known) or joint is None:
+            return None
+        kind.template = template
+        self.num_written += 1
+        return joint
+
+
+def _examples(inputs: Boundary) -> list[Tensor]:
+    return [spec.example() for spec in inputs.tensors]
+
+
+def _sample(inputs: Boundary, arrivals: Arrivals, joint: Joint) -> Sample:
+    specs = inputs.tensors
+    return Sample(tuple(s.shape for s in specs), tuple(s.strides for s in specs), arrivals, joint)
+
+
+def _kind_of(inputs: Boundary, arrivals: Arrivals) -> Hashable:
+    """All but the sizes."""
+    return (
+        inputs.structure,
+        tuple((len(s.shape), s.dtype, s.device, s.requires_grad) for s in inputs.tensors),
+        tuple((i, None if strides is None else layout_of(strides)) for i, strides in arrivals),
+    )
 
 
 def arrivals_of(joint: Joint, gradients: Gradients) -> Arrivals:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -23,9 +25,9 @@ class RealLayouts(FakeTensorMode):
     once, on zeros, while tracing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shape_env: ShapeEnv | None = None) -> None:
         # Plain tensor attributes and list indexing bring real tensors into the trace.
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__(allow_non_fake_inputs=True, shape_env=shape_env)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the fake kernel, then lays its results out anew if the real kernel would."""
@@ -35,9 +37,7 @@ class RealLayouts(FakeTensorMode):
             return fake
         try:
             with _disable_current_modes(), torch.no_grad():
-                real = func(
-                    *tree_map_only(Tensor, _zeros, args), **tree_map_only(Tensor, _zeros, kwargs or {})
-                )
+                real = func(*_stand_ins(args), **_stand_ins(kwargs or {}))
         except Exception:  # zeros need not be valid arguments; the fake layout then stands
             return fake
         leaves, structure = tree_flatten(fake)
@@ -56,14 +56,37 @@ def _is_doubtful(func: Any) -> bool:
     )
 
 
-def _zeros(tensor: Tensor) -> Tensor:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    zeros = torch.zeros(span if tensor.numel() else 0, dtype=tensor.dtype, device=tensor.device)
-    return zeros.as_strided(tensor.shape, tensor.stride())
+def _stand_ins(arguments: Any) -> Any:
+    return tree_map_only((Tensor, torch.SymInt), _stand_in, arguments)
+
+
+def _stand_in(value: Any) -> Any:
+    """Zeros for a tensor, and for a symbol the number that it is now."""
+    if not isinstance(value, Tensor):
+        return hint(value)
+    shape, strides = tuple(map(hint, value.shape)), tuple(map(hint, value.stride()))
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    zeros = torch.zeros(span if math.prod(shape) else 0, dtype=value.dtype, device=value.device)
+    return zeros.as_strided(shape, strides)
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The number that a size is while tracing, without a guard on it."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    number = size.node.hint
+    assert isinstance(number, int)
+    return number
+
+
+class LayoutDependsOnSizes(RuntimeError):
+    """A real kernel lays its result out otherwise than the fake one, which is known for one size alone."""
 
 
 def _laid_out(fake: Any, real: Any) -> Any:
     both = isinstance(fake, Tensor) and isinstance(real, Tensor)
-    if not both or fake.stride() == real.stride():
+    if not both or tuple(map(hint, fake.stride())) == real.stride():
         return fake
+    if any(isinstance(size, torch.SymInt) for size in fake.shape):
+        raise LayoutDependsOnSizes
     return torch.empty_strided(real.shape, real.stride(), dtype=fake.dtype, device=fake.device)

@@ -31,6 +31,7 @@ from gpipe_fast.compile import (
     Modes,
     Spec,
     Stage,
+    TooManyTraces,
     arrivals_of,
     under,
 )
@@ -38,9 +39,6 @@ from gpipe_fast.eager import EagerLayers
 from gpipe_fast.fingerprint import fingerprint
 from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE
-
-# Different shapes for which a layer, or a whole module, is traced; others run in Python.
-SHAPES = 32
 
 # Tells of a stage why one of its layers, or all for a shape, run in Python.
 Report = Callable[[int | None, str], None]
@@ -89,7 +87,7 @@ class LateStage:
         self._wanted: dict[tuple[_Place, float], None] = {}
         # In which layouts gradients came last to what a place hands on.
         self._gradients: dict[_Place, Gradients] = {}
-        self._shapes: dict[Hashable, set[Boundary]] = {}
+        self._hopeless: set[_Place] = set()
         # Held by layers while they run in Python, and while they are traced.
         self._busy = threading.Lock()
 
@@ -108,18 +106,9 @@ class LateStage:
         found = self._segments.get((place, budget))
         if found is None:
             found = self.run_in_python(layer, end, budget, modes, place)
-            if not self._is_one_too_many(place):
+            if place not in self._hopeless:
                 self._wanted[place, budget] = None
         return found
-
-    def _is_one_too_many(self, place: _Place) -> bool:
-        shapes = self._shapes.setdefault((place.begin, place.end, place.modes, place.layers), set())
-        if place.arriving not in shapes and len(shapes) >= SHAPES:
-            layer = self.stage.first_layer + place.begin
-            self._report(None, f"more than {SHAPES} different shapes came to layer {layer}")
-            return True
-        shapes.add(place.arriving)
-        return False
 
     def lower_wanted(self) -> None:
         """Lowers what was found, unless another thread runs layers now."""
@@ -137,7 +126,10 @@ class LateStage:
     def _lower(self, part: Stage, place: _Place, budget: float) -> None:
         """Lowers a run of layers, or blames one of them, without which the next run is found."""
         found = self._compile(part, place)
-        if isinstance(found, Untraceable):
+        if isinstance(found, TooManyTraces):
+            self._hopeless.add(place)
+            self._report(None, f"{self._named(part)}: {found.reason}")
+        elif isinstance(found, Untraceable):
             last = len(part.layers) - 1
             self.blame(place.begin + (last if found.layer is None else found.layer), found.reason)
         else:

@@ -13,8 +13,20 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
-from gpipe_fast.compile import TURN, Boundary, CompiledStage, Compiler, Modes, Refusal, Spec, Stage, under
-from gpipe_fast.late import SHAPES, LateStage, Search
+from gpipe_fast.compile import (
+    TRACES,
+    TURN,
+    Boundary,
+    CompiledStage,
+    Compiler,
+    Modes,
+    Refusal,
+    Spec,
+    Stage,
+    TooManyTraces,
+    under,
+)
+from gpipe_fast.late import LateStage, Search
 from gpipe_fast.plan import Plan, make_late_plan, make_plan
 from gpipe_fast.split import FULL_RECOMPUTE
 from gpipe_fast.state import State
@@ -65,7 +77,7 @@ class Planner:
         self.in_python: set[int] = set()
         self.remarks: list[str] = []
         self._backend = backend
-        self._programs = _Programs(stages)
+        self._programs = _Programs(stages, None if backend == "aten" else TRACES)
         self._late = [
             LateStage(
                 stage,
@@ -77,7 +89,6 @@ class Planner:
             for i, stage in enumerate(stages)
         ]
         self._remarked: set[Hashable] = set()
-        self._shapes: dict[Hashable, set[Boundary]] = {}
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         # To which outputs gradients came last.
         self._expected: dict[Signature, Mask] = {}
@@ -111,7 +122,7 @@ class Planner:
             for tensors in cut([x.detach() for x in inputs], signature.replicated, signature.chunks)
         ]
         late = functools.partial(self._make_late, signature, microbatches, budgets)
-        if self._backend == "eager" or self._is_one_too_many(signature):
+        if self._backend == "eager":
             return late(eager=True)
         if self.in_python:
             return late(eager=False)
@@ -119,7 +130,7 @@ class Planner:
             pipelines = self._programs.compile(signature, microbatches)
             if isinstance(pipelines, Refusal):
                 self._refuse(pipelines)
-                return late(eager=False)
+                return late(eager=isinstance(pipelines.untraceable, TooManyTraces))
             differentiable = tuple(spec.requires_grad for spec in pipelines[0][-1].outputs.tensors)
             expected = self._expected.get(signature, differentiable)
             if expected != differentiable:
@@ -159,21 +170,13 @@ class Planner:
             _check_arrived,
         )
 
-    def _is_one_too_many(self, signature: Signature) -> bool:
-        if self._backend == "aten":
-            return False
-        shapes = self._shapes.setdefault((signature.layers, signature.modes), set())
-        if signature.inputs not in shapes and len(shapes) >= SHAPES:
-            self._remark(0, None, None, f"it was called with more than {SHAPES} different shapes")
-            return True
-        shapes.add(signature.inputs)
-        return False
-
     def _refuse(self, refusal: Refusal) -> None:
         """Lets a layer run in Python, if it may."""
         stages, reason = self._programs.stages, refusal.untraceable
         if self._backend == "aten" or reason.final:
             raise RuntimeError(_explain(refusal, stages))
+        if isinstance(reason, TooManyTraces):
+            return self._remark(0, None, None, reason.reason)
         stage = stages[refusal.stage_index]
         layer = len(stage.layers) - 1 if reason.layer is None else reason.layer
         self._late[refusal.stage_index].blame(layer, reason.reason)
@@ -187,7 +190,8 @@ class Planner:
         if stage is None or layer is None:
             where = "the module" if stage is None else f"stage {index}"
             self.remarks.append(
-                f"{where} runs in Python where it meets new shapes: {reason}; pad to fewer of them"
+                f"{where} runs in Python where it meets something new: {reason}, and no one trace serves "
+                "all; pad inputs to fewer shapes"
             )
             return
         self.in_python.add(stage.first_layer + layer)
@@ -198,9 +202,9 @@ class Planner:
 class _Programs:
     """Compiled stages, by signature."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], most_traces: int | None) -> None:
         self.stages = stages
-        self.compiler = Compiler()
+        self.compiler = Compiler(most=most_traces)
         self._compiled: OrderedDict[Hashable, list[list[CompiledStage]]] = OrderedDict()
 
     def compile(

@@ -145,7 +145,7 @@ def _extract(joint: Joint, name: str, inputs: Iterable[Node], outputs: Iterable[
     graph.output(tuple(copies[n.node] for n in outputs))
     return StageGraph(
         name,
-        fx.GraphModule(joint.module, graph),
+        aot.graph_module(joint.module, graph),
         tuple(Node(port, copies[node]) for node, port in given.items() if node in copies),
         tuple(Node(n.port, copies[n.node]) for n in outputs),
         _parameter_uses(joint),

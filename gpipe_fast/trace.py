@@ -163,21 +163,52 @@ def trace(
     refusal = refuse_layers(layers)
     if refusal is not None:
         return refusal
+    return _trace(layers, inputs, arrivals, takes, None)[0]
+
+
+def trace_symbolic(
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    arrivals: Arrivals,
+    takes: Structure,
+    varying: Sequence[Sequence[bool]],
+) -> tuple[Joint, aot.Symbols] | None:
+    """As `trace`, with symbols for the sizes that ``varying`` names; None if that cannot be done."""
+    joint, symbols = _trace(layers, inputs, arrivals, takes, [(False,), *varying])
+    return None if isinstance(joint, Untraceable) or symbols is None else (joint, symbols)
+
+
+def _trace(
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    arrivals: Arrivals,
+    takes: Structure,
+    varying: Sequence[Sequence[bool]] | None,
+) -> tuple[Joint | Untraceable, aot.Symbols | None]:
     try:
-        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, copy_inputs=False))
+        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, copy_inputs=False), varying)
     except _ChangesInput:
         # As the first layers of a model change its caller's tensor; a pipeline's input stays as it was.
-        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, copy_inputs=True))
+        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, copy_inputs=True), varying)
 
 
-def _attempt(layers: Sequence[nn.Module], inputs: Sequence[Tensor], stage: _Stage) -> Joint | Untraceable:
+def _attempt(
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    stage: _Stage,
+    varying: Sequence[Sequence[bool]] | None,
+) -> tuple[Joint | Untraceable, aot.Symbols | None]:
     key = torch.zeros(3, dtype=torch.int64)
     example = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
+    symbols: aot.Symbols | None = None
     restore = snapshot(layers)
     failure: Untraceable | None = None
     try:
         with phase.entered(tracing=True):
-            module = aot.export_joint(stage, (key, *example))
+            if varying is None:
+                module = aot.export_joint(stage, (key, *example))
+            else:
+                module, symbols = aot.export_symbolic(stage, (key, *example), varying)
     except (_Refused, UnkeyedRandomOp, phase.AskedWhileTracing) as error:
         failure = Untraceable(stage.layer, str(error))
     except Exception as error:
@@ -187,14 +218,14 @@ def _attempt(layers: Sequence[nn.Module], inputs: Sequence[Tensor], stage: _Stag
     finally:
         changed = restore()
     if failure is not None:
-        return failure
+        return failure, None
     if changed:
         layer, _, attribute = changed[0].partition(".")
-        return Untraceable(int(layer), f"its forward sets {attribute}, a side effect")
+        return Untraceable(int(layer), f"its forward sets {attribute}, a side effect"), None
     try:
-        return refuse_graph(module) or _read(module, layers, stage.returns)
+        return refuse_graph(module) or _read(module, layers, stage.returns), symbols
     except _Refused as refused:
-        return Untraceable(None, str(refused))
+        return Untraceable(None, str(refused)), None
 
 
 def _first_line(error: Exception) -> str:
