@@ -9,10 +9,11 @@ BENCHMARKS = {
     "draws": "keyed random draws against PyTorch's own",
     "engine": "steps of empty programs against bare hand-overs between threads",
     "execution": "one stage's programs against eager autograd and boxed dispatch",
+    "lengths": "sequences whose length changes from step to step",
     "overhead": "steps of tiny stages against torchgpipe and plain PyTorch",
     "pipeline": "two stages of GPT blocks at once against their critical path",
     "recompute": "GPT blocks against eager checkpointing, in processes of their own",
-    "signature": "what a call costs before any stage runs, and sequences of changing length",
+    "signature": "what a call costs before any stage runs",
     "step": "steps of GPT blocks against torch.distributed.pipelining, torchgpipe and plain PyTorch",
     "tracing": "seconds to trace and lower GPT blocks",
 }

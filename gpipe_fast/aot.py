@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
@@ -112,24 +113,30 @@ class Symbols:
     """The symbols of a trace.
 
     Attributes:
-        sizes: of each input, in order: a symbol or a number.
+        sizes: of each input, in order: a symbol, or a number.
+        strides: likewise; None where it follows from sizes.
         guards: what must hold of them, for the graph to be what any tracing would find.
         ranges: the smallest and the largest value of each.
     """
 
-    sizes: tuple[tuple[sympy.Symbol | int, ...], ...]
+    sizes: tuple[tuple[sympy.Symbol | int | None, ...], ...]
+    strides: tuple[tuple[sympy.Symbol | int | None, ...], ...]
     guards: tuple[sympy.Basic, ...]
     ranges: dict[sympy.Symbol, tuple[int, float]]
 
-    def solve(self, shapes: Sequence[Sequence[int]]) -> dict[sympy.Symbol, int] | None:
-        """The symbols' values for inputs of these shapes; None if they do not fit."""
+    def solve(
+        self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]
+    ) -> dict[sympy.Symbol, int] | None:
+        """The symbols' values for inputs of these shapes and strides; None if they do not fit."""
         values: dict[sympy.Symbol, int] = {}
-        for sizes, shape in zip(self.sizes, shapes, strict=True):
-            for size, value in zip(sizes, shape, strict=True):
-                if (value if isinstance(size, int) else values.setdefault(size, value)) != (
-                    size if isinstance(size, int) else value
-                ):
-                    return None
+        own = chain(chain.from_iterable(self.sizes), chain.from_iterable(self.strides))
+        given = chain(chain.from_iterable(shapes), chain.from_iterable(strides))
+        for symbol, value in zip(own, given, strict=True):
+            known = symbol if isinstance(symbol, int) else value
+            if isinstance(symbol, sympy.Symbol):
+                known = values.setdefault(symbol, value)
+            if known != value:
+                return None
         for symbol, (least, most) in self.ranges.items():
             if symbol not in values or not least <= values[symbol] <= most:
                 return None
@@ -147,6 +154,7 @@ class _Dynamic:
         self.inputs = tuple(
             self.mode.from_tensor(
                 tensor,
+                static_shapes=False,
                 source=ConstantSource(f"input_{index}"),
                 symbolic_context=StatelessSymbolicContext(
                     [DimDynamic.DUCK if varies else DimDynamic.STATIC for varies in dims]
@@ -154,21 +162,23 @@ class _Dynamic:
             )
             for index, (tensor, dims) in enumerate(zip(inputs, varying, strict=True))
         )
-        self._sizes = tuple(tuple(map(_expression, fake.shape)) for fake in self.inputs)
+        self._sizes = tuple(tuple(map(_symbol, fake.shape)) for fake in self.inputs)
+        self._strides = tuple(tuple(map(_symbol, fake.stride())) for fake in self.inputs)
 
     def symbols(self) -> Symbols | None:
         """What the trace found out about them; None if a size depends on data."""
         env = self._env
-        known = {size for sizes in self._sizes for size in sizes if not isinstance(size, int)}
+        known = set(chain.from_iterable(self._sizes + self._strides))
         if env.deferred_runtime_asserts or not set(env.var_to_range) <= known:
             return None
         ranges = {s: (int(r.lower), float(r.upper)) for s, r in env.var_to_range.items()}
-        return Symbols(self._sizes, tuple(guard.expr for guard in env.guards), ranges)
+        return Symbols(self._sizes, self._strides, tuple(guard.expr for guard in env.guards), ranges)
 
 
-def _expression(size: int | torch.SymInt) -> sympy.Symbol | int:
-    expression = size.node.expr if isinstance(size, torch.SymInt) else size
-    return expression if isinstance(expression, sympy.Symbol) else int(expression)
+def _symbol(size: int | torch.SymInt) -> sympy.Symbol | int | None:
+    if isinstance(size, torch.SymInt):
+        return size.node.expr if isinstance(size.node.expr, sympy.Symbol) else None
+    return size
 
 
 def export_symbolic(

@@ -27,7 +27,8 @@ class RealLayouts(FakeTensorMode):
 
     def __init__(self, shape_env: ShapeEnv | None = None) -> None:
         # Plain tensor attributes and list indexing bring real tensors into the trace.
-        super().__init__(allow_non_fake_inputs=True, shape_env=shape_env)
+        # Only inputs, which say so, have symbols for sizes.
+        super().__init__(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the fake kernel, then lays its results out anew if the real kernel would."""

@@ -24,8 +24,6 @@ from gpipe_fast.aot import Symbols, graph_module
 from gpipe_fast.arrival import Arrivals
 from gpipe_fast.trace import Joint, Node, Role
 
-# The shape of a key, a trace's first input.
-_KEY = (3,)
 _Symbolic = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
@@ -72,7 +70,7 @@ class Template:
             strides: of each input.
             arrivals: as the graph was traced for, at these sizes.
         """
-        values = self.symbols.solve([_KEY, *shapes])
+        values = self.symbols.solve([(3,), *shapes], [(1,), *strides])  # a key comes first
         if values is None:
             return None
         try:

@@ -111,6 +111,16 @@ def test_lengths_and_batch_sizes_of_a_gpt_share_two_templates(checkpoint: str) -
     assert compiler.num_written >= 2 * 10
 
 
+def test_texts_that_are_views_of_longer_ones() -> None:
+    """As language models are trained: all tokens but the last, whose strides are one longer."""
+    layers = gpt()
+    pipe = GPipe(layers, [2, 3], chunks=2)
+    for length in (5, 9, 7, 12, 30, 22, 3):
+        x = tokens(4, length + 1)[:, :-1]
+        assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+    assert compiler_of(pipe).num_traces <= 2 * 3
+
+
 def test_length_one_is_traced_as_it_is() -> None:
     layers = gpt()
     pipe = GPipe(layers, [5], chunks=2)
@@ -305,7 +315,9 @@ def test_equal_notices_every_difference() -> None:
 def test_symbols_solve_only_what_fits() -> None:
     template = template_of(nn.Sequential(Block()), 5, 7, 9)
     symbols: Symbols = template.symbols
-    assert symbols.solve([(3,), (4, 6, WIDTH)]) is not None
-    assert symbols.solve([(3,), (4, 6, WIDTH + 1)]) is None
-    assert symbols.solve([(4,), (4, 6, WIDTH)]) is None
+    strides = [(1,), (6 * WIDTH, WIDTH, 1)]
+    assert symbols.solve([(3,), (4, 6, WIDTH)], strides) is not None
+    assert symbols.solve([(3,), (4, 6, WIDTH + 1)], strides) is None
+    assert symbols.solve([(4,), (4, 6, WIDTH)], strides) is None
+    assert symbols.solve([(3,), (4, 6, WIDTH)], [(1,), (6 * WIDTH, WIDTH, 2)]) is None
     assert list(template.joint.of(Role.INPUT)) == [0]
