@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 TORCH ?= 2.14.1
+# torchvision 0.26 goes with torch 2.11, 0.27 with 2.12, and so on.
+TORCHVISION = 0.$(shell expr 15 + $(word 2,$(subst ., ,$(TORCH)))).*
 VENV ?= .venv
 ARGS ?=
 
@@ -39,6 +41,8 @@ $(PY):
 
 $(INSTALLED): requirements.txt | $(PY)
 	$(PY) -m pip install --quiet torch==$(TORCH) -r requirements.txt
+	@# Without its dependencies, which name one patch release of torch.
+	$(PY) -m pip install --quiet --no-deps 'torchvision==$(TORCHVISION)'
 	@rm -f $(VENV)/.installed-torch-*
 	@# The tree itself is what this environment imports, from any directory.
 	@echo '$(CURDIR)' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpipe_fast.pth"
