@@ -6,6 +6,7 @@ import argparse
 import importlib
 
 BENCHMARKS = {
+    "census": "every model of torchvision against the plain loop: native layers, equal gradients",
     "draws": "keyed random draws against PyTorch's own",
     "engine": "steps of empty programs against bare hand-overs between threads",
     "execution": "one stage's programs against eager autograd and boxed dispatch",

@@ -1,0 +1,210 @@
+"""Every model of torchvision as a pipeline: which layers are native, and whether a step has the same bits."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+
+import torch
+from torch import Tensor, nn
+
+from bench.measure import Table, report
+from bench.sequences import as_sequence, construct, left_out, remark, shapes_of
+from gpipe_fast import GPipe, verify
+from gpipe_fast.compile import Boundary, Compiler, Refusal, Spec, Stage
+from gpipe_fast.structure import flatten
+from gpipe_fast.verify import Report
+
+NUM_STAGES, CHUNKS, BATCH = 3, 2, 4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one model.
+
+    Attributes:
+        num_layers: of the sequence.
+        refused: the layers that are not native, with reasons.
+        report: the comparison with the plain loop; None if a layer was refused.
+        note: how the model was reduced, what went wrong.
+        name: of its constructor.
+        seconds: that all of it took.
+    """
+
+    num_layers: int
+    refused: dict[str, str]
+    report: Report | None
+    note: str = ""
+    name: str = ""
+    seconds: float = 0.0
+
+    @property
+    def num_native(self) -> int:
+        """Layers that are lowered."""
+        return self.num_layers - len(self.refused)
+
+    @property
+    def result(self) -> str:
+        """Equal, or by how much not."""
+        if self.report is None:
+            return "-"
+        if self.report.ok:
+            return "equal"
+        wrong = [row for row in self.report.rows if not row.equal]
+        worst = max(wrong, key=lambda row: row.relative)
+        return f"{len(wrong)} tensors differ, {worst.name} by {worst.relative:.1e}"
+
+    def row(self) -> list[object]:
+        """As the table has it."""
+        share = f"{self.num_native / self.num_layers:.0%}" if self.num_layers else "-"
+        return [self.name, self.num_layers, self.num_native, share, self.result, self.note]
+
+
+def inputs(name: str, batch: int = BATCH) -> Tensor | tuple[Tensor, ...]:
+    """A mini-batch of noise."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = tuple(torch.randn(batch, *shape, generator=generator) for shape in shapes_of(name))
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def loss_of(output: object) -> Tensor:
+    """A weighted sum of all that a model returns, so that nothing cancels out."""
+    generator = torch.Generator().manual_seed(2)
+    tensors, _ = flatten(output)
+    return torch.stack([(t * torch.randn(t.shape, generator=generator)).mean() for t in tensors]).sum()
+
+
+def check_outputs(model: nn.Module, sequence: nn.Sequential, x: Tensor | tuple[Tensor, ...]) -> None:
+    """Raises an AssertionError unless both return the same bits, in evaluation."""
+    model.eval()
+    arguments = (x,) if isinstance(x, Tensor) else x
+    with torch.no_grad():
+        wanted, structure = flatten(model(*arguments))
+        found, same = flatten(sequence(x))
+    model.train()
+    assert [len(structure.leaves), len(wanted)] == [len(same.leaves), len(found)]
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), (
+        "the sequence is another function"
+    )
+
+
+def dead_gradients(sequence: nn.Sequential, x: object) -> int:
+    """How many parameters have a gradient of zeros alone: comparing those tells nothing.
+
+    Raises:
+        AssertionError: a gradient is not finite, so that comparing it would not either.
+    """
+    parameters = list(sequence.parameters())
+    gradients = torch.autograd.grad(loss_of(sequence(x)), parameters, allow_unused=True)
+    assert all(g is None or bool(g.isfinite().all()) for g in gradients), "a gradient is not finite"
+    return sum(g is None or not g.any() for g in gradients)
+
+
+def even_cuts(num_layers: int) -> list[int]:
+    """As many layers for each stage."""
+    cuts = [num_layers * i // NUM_STAGES for i in range(NUM_STAGES + 1)]
+    return [end - begin for begin, end in itertools.pairwise(cuts)]
+
+
+def refusals(sequence: nn.Sequential, x: object) -> dict[str, str]:
+    """The layers that cannot be lowered by themselves, and why; moves running statistics."""
+    compiler = Compiler()
+    found: dict[str, str] = {}
+    for name, layer in sequence.named_children():
+        tensors, structure = flatten(x)
+        first = layer is sequence[0]
+        specs = tuple(Spec.of(t, t.is_floating_point() and not first) for t in tensors)
+        compiled = compiler.compile([Stage([layer], 0, torch.device("cpu"))], [Boundary(specs, structure)])
+        if isinstance(compiled, Refusal):
+            found[name] = compiled.untraceable.reason
+        with torch.no_grad():
+            x = layer(x)
+    return found
+
+
+def examine(name: str) -> Verdict:
+    """One step of a constructor's model, as a pipeline and as the plain loop."""
+    start = time.perf_counter()
+    verdict = compare(construct(name), inputs(name), shapes_of(name)[0][-2:])
+    notes = filter(None, [remark(name), verdict.note])
+    return replace(verdict, name=name, seconds=time.perf_counter() - start, note="; ".join(notes))
+
+
+def compare(model: nn.Module, x: Tensor | tuple[Tensor, ...], size: Sequence[int]) -> Verdict:
+    """One step of a model, as a pipeline and as the plain loop.
+
+    Args:
+        model: its running statistics move.
+        x: a mini-batch.
+        size: height and width of the images.
+    """
+    sequence = as_sequence(model, size)
+    assert sequence is not None, f"no rule for {type(model).__name__}"
+    check_outputs(model, sequence, x)
+    dead = dead_gradients(sequence, x)
+    note = f"{dead} gradients are zero" if dead else ""
+    pipe = GPipe(sequence, even_cuts(len(sequence)), chunks=CHUNKS, backend="aten")
+    try:
+        return Verdict(len(sequence), {}, verify(pipe, x, loss_of), note)
+    except RuntimeError as error:
+        refused = refusals(sequence, x)
+        return Verdict(len(sequence), refused, None, note if refused else str(error).splitlines()[0])
+
+
+def _attempt(name: str) -> Verdict:
+    try:
+        verdict = examine(name)
+    except Exception as error:
+        verdict = Verdict(0, {}, None, f"{type(error).__name__}: {error}".splitlines()[0], name)
+    gc.collect()
+    print(*verdict.row(), f"{verdict.seconds:.1f} s", *verdict.refused.items(), sep=" | ", flush=True)
+    return verdict
+
+
+def write(verdicts: Sequence[Verdict], skipped: dict[str, str]) -> None:
+    """Prints the tables, and keeps them."""
+    layers, native = (sum(n) for n in zip(*((v.num_layers, v.num_native) for v in verdicts), strict=True))
+    equal = sum(v.report is not None and v.report.ok for v in verdicts)
+    total = [f"{len(verdicts)} models", layers, native, f"{native / layers:.1%}", f"{equal} equal", ""]
+    refused = [(v.name, *item) for v in verdicts for item in v.refused.items()]
+    further = [
+        Table("Layers that are not native", ["model", "layer", "reason"], refused),
+        Table("Constructors left out", ["constructor", "reason"], sorted(skipped.items())),
+    ]
+    version = importlib.import_module("torchvision").__version__
+    report(
+        "census_torchvision",
+        "Census of torchvision's models",
+        ["model", "layers", "native", "share", "against the plain loop", "note"],
+        [*(v.row() for v in verdicts), total],
+        f"torchvision {version}. Every constructor's model, random weights, as a sequence of its blocks that "
+        f"returns what it returns, in {NUM_STAGES} stages: one step in training mode on {BATCH} samples in "
+        f"{CHUNKS} micro-batches, checkpoint='except_last', one thread. Equal: output, loss, gradients and "
+        "buffers, bit for bit.\n",
+        further,
+    )
+
+
+def main(patterns: Sequence[str] = ()) -> None:
+    """Examines all models, one after the other, and writes the tables; or only those whose names fit."""
+    if importlib.util.find_spec("torchvision") is None:
+        print("census: skipped, torchvision is not installed")
+        return
+    torch.set_num_threads(1)
+    names = importlib.import_module("torchvision.models").list_models()
+    skipped = {name: why for name in names if (why := left_out(name))}
+    names = [name for name in names if name not in skipped]
+    names = [name for name in names if not patterns or any(fnmatch(name, p) for p in patterns)]
+    verdicts = [_attempt(name) for name in names]
+    if not patterns:
+        write(verdicts, skipped)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

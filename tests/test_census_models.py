@@ -1,0 +1,125 @@
+"""Some of the census of torchvision's models: all layers native, a step with the plain loop's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatch
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchvision")
+
+from torchvision.models import ConvNeXt, DenseNet, SwinTransformer, VisionTransformer, list_models
+from torchvision.models.convnext import CNBlockConfig
+from torchvision.models.video.mvit import MSBlockConfig, MViT
+
+from bench import census, sequences
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Constructors that are small, and how many layers they have; LR-ASPP hands pairs on.
+SAMPLE = {
+    "lraspp_mobilenet_v3_large": 19,
+    "mobilenet_v3_small": 19,
+    "resnet18": 15,
+    "shufflenet_v2_x0_5": 25,
+    "squeezenet1_1": 18,
+}
+
+
+def _equal(verdict: census.Verdict, num_layers: int) -> None:
+    assert (verdict.refused, verdict.num_layers, verdict.num_native) == ({}, num_layers, num_layers)
+    assert verdict.report, verdict.report
+    assert verdict.row()[3:5] == ["100%", "equal"]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_every_layer_is_native_and_every_gradient_equal(name: str) -> None:
+    _equal(census.examine(name), SAMPLE[name])
+
+
+# Of large families, a small member; a dense block hands lists on, MViT numbers too.
+SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "ConvNeXt": (
+        lambda: ConvNeXt([CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 1)], 0.2),
+        (3, 32, 32),
+        10,
+    ),
+    "DenseNet": (lambda: DenseNet(4, (2, 3), 8, 2, 0.1), (3, 32, 32), 17),
+    "MViT": (
+        lambda: MViT(
+            (16, 16),
+            4,
+            [
+                MSBlockConfig(1, 8, 16, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 2, 2]),
+                MSBlockConfig(2, 16, 16, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 1, 1]),
+            ],
+            residual_pool=True,
+            residual_with_cls_embed=False,
+            rel_pos_embed=False,
+            proj_after_attn=True,
+            stochastic_depth_prob=0.2,
+        ),
+        (3, 4, 16, 16),
+        8,
+    ),
+    "Swin": (
+        lambda: SwinTransformer([2, 2], 8, [2, 2], [1, 2], [3, 3], dropout=0.1, attention_dropout=0.1),
+        (3, 16, 16),
+        13,
+    ),
+    "ViT": (
+        lambda: VisionTransformer(16, 4, 2, 2, 8, 16, dropout=0.1, attention_dropout=0.1),
+        (3, 16, 16),
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_members_of_large_families(name: str) -> None:
+    make, shape, num_layers = SMALL[name]
+    torch.manual_seed(0)
+    model = sequences.enlivened(make())
+    _equal(census.compare(model, torch.randn(4, *shape), shape[-2:]), num_layers)
+
+
+def test_every_constructor_is_a_sequence_or_left_out_with_a_reason() -> None:
+    for name in list_models():
+        if sequences.left_out(name) is not None or fnmatch(name, "regnet_*_*gf"):
+            continue
+        # A RegNet reads its widths from tensors; small ones stand for the large.
+        with torch.device("cpu" if name.startswith("regnet") else "meta"):
+            model = sequences.build(name)
+        sequence = sequences.as_sequence(model, (64, 64))
+        assert sequence is not None, name
+        assert {*map(id, model.parameters())} == {*map(id, sequence.parameters())}, name
+
+
+def test_another_function_is_noticed() -> None:
+    model = sequences.construct("squeezenet1_1")
+    sequence = sequences.as_sequence(model, (64, 64))
+    assert sequence is not None
+    x = census.inputs("squeezenet1_1")
+    census.check_outputs(model, sequence, x)
+    with pytest.raises(AssertionError, match="another function"):
+        census.check_outputs(model, sequence.append(nn.Softmax(1)), x)
+
+
+def test_refused_layers_are_counted_and_named() -> None:
+    class Last(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x
+            return x * 2
+
+    layers = nn.Sequential(nn.Linear(4, 4), Last(), nn.Linear(4, 2))
+    assert census.refusals(layers, torch.randn(2, 4)) == {"1": "its forward sets last, a side effect"}
+    verdict = census.Verdict(3, {"1": "why"}, None, name="model")
+    assert verdict.row() == ["model", 3, 2, "67%", "-", ""]
+
+
+def test_even_cuts() -> None:
+    assert census.even_cuts(15) == [5, 5, 5]
+    assert census.even_cuts(7) == [2, 2, 3]
