@@ -177,10 +177,9 @@ def write(verdicts: Sequence[Verdict], skipped: dict[str, str]) -> None:
     equal = sum(v.report is not None and v.report.ok for v in verdicts)
     total = [f"{len(verdicts)} models", layers, native, f"{native / layers:.1%}", f"{equal} equal", ""]
     refused = [(v.name, *item) for v in verdicts for item in v.refused.items()]
-    further = [
-        Table("Layers that are not native", ["model", "layer", "reason"], refused),
-        Table("Constructors left out", ["constructor", "reason"], sorted(skipped.items())),
-    ]
+    further = [Table("Constructors left out", ["constructor", "reason"], sorted(skipped.items()))]
+    if refused:
+        further.insert(0, Table("Layers that are not native", ["model", "layer", "reason"], refused))
     version = importlib.import_module("torchvision").__version__
     report(
         "census_torchvision",
