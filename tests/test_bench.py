@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import draws, engine, execution, measure, models, overhead, peers, signature, step, tracing
+from bench import (
+    draws,
+    engine,
+    execution,
+    lengths,
+    measure,
+    models,
+    overhead,
+    peers,
+    signature,
+    step,
+    tracing,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -189,7 +201,8 @@ def test_signature_reports_parts_of_a_call() -> None:
     assert 0 < look < python < whole
 
 
-def test_signature_counts_plans_and_traces() -> None:
-    steps, lengths, plans, traces, *seconds = signature.lengths(6, range(4, 12, 4), width=16)
-    assert (steps, lengths, plans, traces) == (6, 2, 2, 4)
+def test_lengths_counts_traces_and_templates() -> None:
+    name, steps, different, mean, traces, written, *seconds = lengths.train("few", [4, 8, 6, 4, 6], width=16)
+    assert (name, steps, different, mean, traces, written) == ("few", 5, 3, 5.6, 6, 2)
     assert all(s > 0 for s in seconds)
+    assert sorted(lengths.drawn(20, 20)) == list(range(1, 21))
