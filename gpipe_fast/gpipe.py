@@ -102,7 +102,7 @@ class GPipe(nn.Module):
         self._layers = list(self)
         self._stages = _stages(self._layers, self.balance, self.devices)
         self._planner = Planner(self._stages, self.backend, self._interpreted)
-        self._state = State(self._planner.in_python)
+        self._state = State(self._planner.remarks.in_python)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copying and pickling keep: all but threads and programs, which are made again when needed."""
@@ -211,9 +211,9 @@ class GPipe(nn.Module):
 
     def _warn(self) -> None:
         """Says what runs in Python, once."""
-        remarks = self._planner.remarks
-        while remarks:
-            warnings.warn(remarks.pop(0), stacklevel=5)
+        texts = self._planner.remarks.texts
+        while texts:
+            warnings.warn(texts.pop(0), stacklevel=5)
 
     def _plan(self, inputs: Inputs) -> Plan:
         """The plan for such a call, of the layers as they are now."""

@@ -55,6 +55,42 @@ class _Place:
     layers: Hashable  # their fingerprint
 
 
+# Plans refer to segments, and segments to layers in Python, from where no cycle would be found: so those do
+# not refer back to what made them.
+def _note(gradients: dict[_Place, Gradients], place: _Place, tangents: Sequence[Tensor | None]) -> None:
+    gradients[place] = {i: t.stride() for i, t in enumerate(tangents) if t is not None}
+
+
+class Remarks:
+    """What runs in Python, and why. Refers to no stage.
+
+    Attributes:
+        in_python: layers that cannot be traced faithfully, counted in the whole module.
+        texts: once for each layer; whoever warns of them takes them out.
+    """
+
+    def __init__(self) -> None:
+        self.in_python: set[int] = set()
+        self.texts: list[str] = []
+        self._seen: set[tuple[int, int | None]] = set()
+
+    def add(self, index: int, stage: Stage | None, layer: int | None, reason: str) -> None:
+        """Notes that a layer of a stage, or all for what they are called with, runs in Python."""
+        if (index, layer) in self._seen:
+            return
+        self._seen.add((index, layer))
+        if stage is None or layer is None:
+            where = "the module" if stage is None else f"stage {index}"
+            self.texts.append(
+                f"{where} runs in Python where it meets something new: {reason}, and no one trace serves "
+                "all; pad inputs to fewer shapes"
+            )
+            return
+        self.in_python.add(stage.first_layer + layer)
+        where = f"stage {index}, layer {stage.first_layer + layer} ({type(stage.layers[layer]).__name__})"
+        self.texts.append(f"{where} runs in Python: {reason}; other layers do not")
+
+
 class LateStage:
     """One stage's segments, for all signatures.
 
@@ -170,7 +206,7 @@ class LateStage:
                 f"{self.name} was changed between forward and backward, and gradients came otherwise than "
                 "before; call the module again"
             )
-        self._note(place, tangents)
+        _note(self._gradients, place, tangents)
         for found, budget in list(self._segments):
             if found == place:  # lowered for other gradients
                 del self._segments[found, budget]
@@ -179,9 +215,6 @@ class LateStage:
         if isinstance(instead, Untraceable):
             raise RuntimeError(f"{self.name} cannot be traced for the gradients that came: {instead.reason}")
         return self._segment(place, FULL_RECOMPUTE, instead)
-
-    def _note(self, place: _Place, tangents: Sequence[Tensor | None]) -> None:
-        self._gradients[place] = {i: t.stride() for i, t in enumerate(tangents) if t is not None}
 
     def run_in_python(
         self, begin: int, end: int, budget: float, modes: Modes, place: _Place | None = None
@@ -199,7 +232,7 @@ class LateStage:
                 modes,
                 recompute,
                 self._busy,
-                None if place is None else functools.partial(self._note, place),
+                None if place is None else functools.partial(_note, self._gradients, place),
             )
             self._interpreted_segments[key] = Segment.in_python(
                 begin, end, layers, parameters, buffers, self._interpreted, place is not None

@@ -26,8 +26,9 @@ from gpipe_fast.compile import (
     TooManyTraces,
     under,
 )
-from gpipe_fast.late import LateStage, Search
+from gpipe_fast.late import LateStage, Remarks, Search
 from gpipe_fast.plan import Plan, make_late_plan, make_plan
+from gpipe_fast.refuse import refuse_uninitialised
 from gpipe_fast.split import FULL_RECOMPUTE
 from gpipe_fast.state import State
 from gpipe_fast.structure import Inputs, Structure, cut
@@ -69,13 +70,11 @@ class Planner:
     """Plans for the calls of one module.
 
     Attributes:
-        in_python: layers that cannot be traced faithfully, counted in the whole module.
-        remarks: why something runs in Python, once for each layer; whoever warns of them takes them out.
+        remarks: what runs in Python, and why.
     """
 
     def __init__(self, stages: Sequence[Stage], backend: str, interpreted: _extension.Interpreted) -> None:
-        self.in_python: set[int] = set()
-        self.remarks: list[str] = []
+        self.remarks = Remarks()
         self._backend = backend
         self._programs = _Programs(stages, None if backend == "aten" else TRACES)
         self._late = [
@@ -84,11 +83,10 @@ class Planner:
                 f"stage {i}",
                 self._programs.compiler,
                 interpreted,
-                functools.partial(self._remark, i, stage),
+                functools.partial(self.remarks.add, i, stage),
             )
             for i, stage in enumerate(stages)
         ]
-        self._remarked: set[Hashable] = set()
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         # To which outputs gradients came last.
         self._expected: dict[Signature, Mask] = {}
@@ -124,7 +122,7 @@ class Planner:
         late = functools.partial(self._make_late, signature, microbatches, budgets)
         if self._backend == "eager":
             return late(eager=True)
-        if self.in_python:
+        if self.remarks.in_python:
             return late(eager=False)
         with _intra_op_threads(signature.threads):
             pipelines = self._programs.compile(signature, microbatches)
@@ -157,6 +155,10 @@ class Planner:
         *,
         eager: bool,
     ) -> Plan:
+        for index, stage in enumerate(self._programs.stages):
+            untraceable = refuse_uninitialised(stage.layers)
+            if untraceable is not None:
+                raise RuntimeError(_explain(Refusal(index, untraceable), self._programs.stages))
         each = [budgets[0]] * (len(microbatches) - 1) + [budgets[1]]
         # Programs are lowered by workers, which have the stages' thread count.
         modes = signature.modes._replace(num_threads=signature.threads)
@@ -176,27 +178,10 @@ class Planner:
         if self._backend == "aten" or reason.final:
             raise RuntimeError(_explain(refusal, stages))
         if isinstance(reason, TooManyTraces):
-            return self._remark(0, None, None, reason.reason)
+            return self.remarks.add(0, None, None, reason.reason)
         stage = stages[refusal.stage_index]
         layer = len(stage.layers) - 1 if reason.layer is None else reason.layer
         self._late[refusal.stage_index].blame(layer, reason.reason)
-
-    def _remark(self, index: int, stage: Stage | None, layer: int | None, reason: str) -> None:
-        """Notes that a layer of a stage, or all for what they are called with, runs in Python."""
-        key = (index, layer)
-        if key in self._remarked:
-            return
-        self._remarked.add(key)
-        if stage is None or layer is None:
-            where = "the module" if stage is None else f"stage {index}"
-            self.remarks.append(
-                f"{where} runs in Python where it meets something new: {reason}, and no one trace serves "
-                "all; pad inputs to fewer shapes"
-            )
-            return
-        self.in_python.add(stage.first_layer + layer)
-        where = f"stage {index}, layer {stage.first_layer + layer} ({type(stage.layers[layer]).__name__})"
-        self.remarks.append(f"{where} runs in Python: {reason}; other layers do not")
 
 
 class _Programs:

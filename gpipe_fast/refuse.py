@@ -26,11 +26,33 @@ class Untraceable:
     final: bool = False
 
 
-def refuse_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
-    """Layers known to trace unfaithfully, or whose effects a trace does not see."""
+def refuse_uninitialised(layers: Sequence[nn.Module]) -> Untraceable | None:
+    """Layers whose parameters are made by their first call."""
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
-            kind = type(module).__name__ + (f" {name}" if name else "")
+            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if nn.parameter.is_lazy(tensor):
+                    return Untraceable(
+                        index,
+                        f"{_kind(module, name)}: {key} is not initialised yet; run one batch through the "
+                        "module first",
+                        final=True,
+                    )
+    return None
+
+
+def _kind(module: nn.Module, name: str) -> str:
+    return type(module).__name__ + (f" {name}" if name else "")
+
+
+def refuse_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
+    """Layers known to trace unfaithfully, or whose effects a trace does not see."""
+    uninitialised = refuse_uninitialised(layers)
+    if uninitialised is not None:
+        return uninitialised
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            kind = _kind(module, name)
             if isinstance(module, nn.RNNBase):
                 return Untraceable(
                     index, f"{kind}: recurrent layers differ in bits when traced and unroll with the length"
@@ -48,12 +70,6 @@ def refuse_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
                         f"{kind}: the hook {getattr(hook, '__name__', hook)!s} would run once, while tracing",
                     )
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if nn.parameter.is_lazy(tensor):
-                    return Untraceable(
-                        index,
-                        f"{kind}: {key} is not initialised yet; run one batch through the module first",
-                        final=True,
-                    )
                 if tensor is not None and (
                     type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided
                 ):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -703,3 +705,29 @@ def test_a_layer_that_writes_its_input_leaves_the_callers_as_it_was(index: int) 
     with quiet():
         pipeline_step(GPipe(layers, [1, 1], chunks=2), x)
     assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_nothing_stays_of_a_pipeline_that_is_gone(backend: str) -> None:
+    """Segments in C++ refer to layers in Python: a cycle through them would never be found."""
+    layers = model(Of(branch))
+    gc.collect()
+    gc.disable()
+    try:
+        pipe = GPipe(layers, [2, 5], chunks=M, backend=backend)
+        with quiet():
+            for _ in range(3):
+                pipeline_step(pipe, features())
+        planner = pipe._planner
+        left = [weakref.ref(thing) for thing in (pipe, planner, *planner._late)]
+        del pipe, planner
+        assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "aten"])
+def test_layers_without_parameters_yet_are_refused(backend: str) -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(3)), [1, 1], backend=backend)
+    with pytest.raises(RuntimeError, match=r"layer 1 \(LazyLinear\).*run one batch through the module first"):
+        pipe(features())
