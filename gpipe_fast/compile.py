@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple
 
@@ -339,7 +339,7 @@ class Compiler:
             for index, stage in enumerate(stages):
                 traced = self.trace(stage, inputs, ())
                 if isinstance(traced, Untraceable):
-                    return Refusal(index, traced)
+                    return Refusal(index, self.blamed(stage, inputs, traced))
                 compiled.append(CompiledStage(stage, inputs, traced))
                 inputs = compiled[-1].outputs
             pipelines.append(compiled)
@@ -351,6 +351,17 @@ class Compiler:
             if refusal is not None:
                 return refusal
         return pipelines
+
+    def blamed(self, stage: Stage, inputs: Boundary, untraceable: Untraceable) -> Untraceable:
+        """Names the layer without which the layers before it could be traced, where the trace names none."""
+        if untraceable.layer is not None or isinstance(untraceable, TooManyTraces):
+            return untraceable
+        good, bad = 0, len(stage.layers)
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            is_bad = isinstance(self.trace(stage.part(0, middle), inputs, ()), Untraceable)
+            good, bad = (good, middle) if is_bad else (middle, bad)
+        return replace(untraceable, layer=bad - 1)
 
     def _let_arrive(self, compiled: list[CompiledStage], gradients: Gradients) -> Refusal | None:
         """From the last stage on, tells each in what layout its gradients come, or that they do not."""

@@ -166,8 +166,10 @@ class LateStage:
             self._hopeless.add(place)
             self._report(None, f"{self._named(part)}: {found.reason}")
         elif isinstance(found, Untraceable):
-            last = len(part.layers) - 1
-            self.blame(place.begin + (last if found.layer is None else found.layer), found.reason)
+            with torch.set_grad_enabled(place.modes.grad), under(place.modes.autocast):
+                found = self._compiler.blamed(part, place.arriving, found)
+            assert found.layer is not None
+            self.blame(place.begin + found.layer, found.reason)
         else:
             self._segments[place, budget] = self._segment(place, budget, found)
 

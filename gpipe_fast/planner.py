@@ -179,9 +179,8 @@ class Planner:
             raise RuntimeError(_explain(refusal, stages))
         if isinstance(reason, TooManyTraces):
             return self.remarks.add(0, None, None, reason.reason)
-        stage = stages[refusal.stage_index]
-        layer = len(stage.layers) - 1 if reason.layer is None else reason.layer
-        self._late[refusal.stage_index].blame(layer, reason.reason)
+        assert reason.layer is not None
+        self._late[refusal.stage_index].blame(reason.layer, reason.reason)
 
 
 class _Programs:

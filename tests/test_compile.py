@@ -161,12 +161,13 @@ def test_refusals_are_remembered() -> None:
 
 def test_the_cache_is_bounded_and_drops_the_oldest() -> None:
     compiler, stages = Compiler(limit=2), stages_of(nn.Linear(4, 4))
-    for size in (1, 2, 1, 3):  # 2 was used longest ago
-        compiled(compiler, stages, spec(size, 4))
+    kinds = [spec(4), spec(2, 4), spec(1, 2, 4)]
+    for index in (0, 1, 0, 2):  # 1 was used longest ago
+        compiled(compiler, stages, kinds[index])
     assert compiler.num_traces == 3
-    compiled(compiler, stages, spec(1, 4))
+    compiled(compiler, stages, kinds[0])
     assert compiler.num_traces == 3
-    compiled(compiler, stages, spec(2, 4))
+    compiled(compiler, stages, kinds[1])
     assert compiler.num_traces == 4
 
 

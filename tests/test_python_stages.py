@@ -731,3 +731,11 @@ def test_layers_without_parameters_yet_are_refused(backend: str) -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(3)), [1, 1], backend=backend)
     with pytest.raises(RuntimeError, match=r"layer 1 \(LazyLinear\).*run one batch through the module first"):
         pipe(features())
+
+
+def test_a_failure_that_belongs_to_no_layer_is_found_by_trying() -> None:
+    pipe = GPipe(model(Of(reentrant), nn.Identity()), [11], chunks=M)
+    with pytest.warns(UserWarning, match=r"layer 2 \(Of\) runs in Python: .*use_reentrant"):
+        for _ in range(3):
+            pipeline_step(pipe, features())
+    assert chains(pipe) == [[(0, 2, True), (2, 3, False), (3, 11, True)]]

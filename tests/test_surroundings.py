@@ -182,7 +182,7 @@ def counts_of_a_new_thread() -> dict[str, int]:
 def test_a_step_or_a_failure_leaves_the_callers_counts() -> None:
     """And those that threads begin with."""
     pipe = GPipe(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), [1, 1], chunks=2)
-    untraceable = GPipe(nn.Sequential(nn.Linear(6, 6), Branch()), [1, 1])
+    untraceable = GPipe(nn.Sequential(nn.Linear(6, 6), Branch()), [1, 1], backend="aten")
     pipe.threads_per_stage = untraceable.threads_per_stage = 1
     with intra_op_threads(3):
         before = counts(), counts_of_a_new_thread()
