@@ -30,6 +30,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CHUNKS, STEPS = 4, 3
 
 
+class Backend:
+    """The one that `both` makes pipelines with."""
+
+    now = "aten"
+
+
+@pytest.fixture(autouse=True, params=["aten", "eager"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(Backend, "now", request.param)
+    return str(request.param)
+
+
 class Loop(nn.Sequential):
     """The plain loop over micro-batches."""
 
@@ -50,7 +62,8 @@ def layers() -> list[nn.Module]:
 def both(make: Callable[[], list[nn.Module]] = layers, checkpoint: str = "except_last") -> tuple[Loop, GPipe]:
     plain = Loop(*make())
     model = nn.Sequential(*copy.deepcopy(list(plain)))
-    return plain, GPipe(model, [2, len(model) - 2], chunks=CHUNKS, checkpoint=checkpoint)
+    balance = [2, len(model) - 2]
+    return plain, GPipe(model, balance, chunks=CHUNKS, checkpoint=checkpoint, backend=Backend.now)
 
 
 def batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
@@ -337,8 +350,9 @@ def test_its_output_goes_through_a_data_loader() -> None:
     assert torch.equal(*rows)
 
 
-def _replica(rank: int, folder: str, checkpoint: str) -> None:
+def _replica(rank: int, folder: str, checkpoint: str, backend: str) -> None:
     """One of two processes: half of every mini-batch."""
+    Backend.now = backend
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     _, pipe = both(_without_batch_statistics, checkpoint)
@@ -361,10 +375,12 @@ def _without_batch_statistics() -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_distributed_data_parallel(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributed_data_parallel(
+    checkpoint: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two gloo processes: gradients as of one process on the joined batch, but for the order of sums."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(_replica, (str(tmp_path), checkpoint), nprocs=2)
+    mp.spawn(_replica, (str(tmp_path), checkpoint, backend), nprocs=2)
     first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
     plain = Loop(*_without_batch_statistics())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
