@@ -10,6 +10,7 @@ BENCHMARKS = {
     "draws": "keyed random draws against PyTorch's own",
     "engine": "steps of empty programs against bare hand-overs between threads",
     "execution": "one stage's programs against eager autograd and boxed dispatch",
+    "interpreted": "one layer in Python among lowered ones, against all in Python",
     "lengths": "sequences whose length changes from step to step",
     "overhead": "steps of tiny stages against torchgpipe and plain PyTorch",
     "pipeline": "two stages of GPT blocks at once against their critical path",

@@ -74,6 +74,7 @@ class _Kept:
 
     Attributes:
         run: with its graph; None if it is to be recomputed.
+        every: parameter.
         parameters: that need gradients.
     The rest is for a recompute:
         arrived: what came in.
@@ -83,6 +84,7 @@ class _Kept:
     """
 
     run: _Run | None
+    every: list[nn.Parameter]
     parameters: list[nn.Parameter]
     arrived: _Arrived
     buffers: list[_Noted]
@@ -166,10 +168,12 @@ class EagerLayers:
             needed = [output.requires_grad for output in run.outputs]
             kept: _Kept | None = None
             if any(needed):
-                parameters = [p for p in parameters_of(self._layers) if p.requires_grad]
+                every = parameters_of(self._layers)
+                parameters = [p for p in every if p.requires_grad]
                 self._check_graph(run, parameters)
                 kept = _Kept(
                     None if self._recompute else run,
+                    every,
                     parameters,
                     arrived,
                     [buffer for buffer in before if buffer.is_changed()],
@@ -226,9 +230,9 @@ class EagerLayers:
                 )
             ]
             value = arrived.structure.build([_copied(leaf) for leaf in leaves])
-            for index, layer in enumerate(self._layers):
-                mode.enter_layer(index)
-                with mode:
+            with mode:
+                for index, layer in enumerate(self._layers):
+                    mode.enter_layer(index)
                     value = call(layer, value)
             try:
                 outputs, structure = flatten(value, once=True)
@@ -244,8 +248,7 @@ class EagerLayers:
         gradients: Sequence[Tensor | None],
         retain: bool,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        every = parameters_of(self._layers)
-        so_far = {id(p): g for p, g in zip(every, gradients, strict=True)}
+        so_far = {id(p): g for p, g in zip(kept.every, gradients, strict=True)}
         # A parameter as a root takes in what there is, before its uses add theirs one by one, as autograd
         # does for all micro-batches of a loop.
         roots = [
@@ -262,7 +265,7 @@ class EagerLayers:
         with _without_hooks(kept.parameters):
             found = differentiate([r for r, _ in roots], [g for _, g in roots], sources, retain)
         of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
-        return [of.get(id(leaf)) for leaf in run.leaves], [of.get(id(p), so_far[id(p)]) for p in every]
+        return [of.get(id(leaf)) for leaf in run.leaves], [of.get(id(p), so_far[id(p)]) for p in kept.every]
 
     def _check_graph(self, run: _Run, parameters: Iterable[Tensor]) -> None:
         """Refuses tensors whose gradients would be lost, and looks for checkpoints; once."""

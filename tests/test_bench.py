@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from bench import (
     draws,
@@ -206,3 +207,15 @@ def test_lengths_counts_traces_and_templates() -> None:
     assert (name, steps, different, mean, traces, written) == ("few", 5, 3, 5.6, 6, 2)
     assert all(s > 0 for s in seconds)
     assert sorted(lengths.drawn(20, 20)) == list(range(1, 21))
+
+
+@pytest.mark.filterwarnings("ignore:stage 1, layer")
+def test_a_layer_in_python_is_timed_beside_its_alternatives() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    steps = interpreted.candidates(layers, [2, 2], torch.randn(8, 4), "always")
+    what, *times = interpreted.row("small", steps, rounds=1, calls=1)
+    assert what == "small"
+    assert len(times) == len(steps) == 5
+    steps["all in Python"].parameters.reverse()
+    with pytest.raises(AssertionError, match="gradients of all in Python"):
+        interpreted.row("small", steps, rounds=1, calls=1)

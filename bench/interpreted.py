@@ -1,0 +1,103 @@
+"""One layer that cannot be traced among others: what it costs in Python by itself, and with all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+import torch
+import torchgpipe
+from torch import Tensor, nn
+
+from bench.measure import alternate, report
+from bench.models import blocks, mlp
+from bench.peers import Step, looped, off_by
+from gpipe_fast import GPipe
+
+CHUNKS = 8
+LOOP = "plain loop"
+
+
+class Checked(nn.Module):
+    """Passes on what is finite: control flow that depends on data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if bool(x.detach().abs().sum() < torch.inf) else torch.nan_to_num(x)
+
+
+def candidates(layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, mode: str) -> dict[str, Step]:
+    """By name. The layer stands in the middle of the second stage; one candidate has none."""
+    first, second, *rest = balance
+    place = first + second // 2
+    gradient = torch.randn(x.shape)
+
+    def model(checked: bool = True) -> nn.Sequential:
+        copied = list(deepcopy(nn.ModuleList(layers)))
+        return nn.Sequential(*copied[:place], *([Checked()] if checked else []), *copied[place:])
+
+    def step(made: nn.Module, forward: Callable[[Tensor], Tensor]) -> Step:
+        return Step(made.parameters(), forward, x, gradient)
+
+    def ours(backend: str, checked: bool = True) -> Step:
+        sizes = [first, second + checked, *rest]
+        pipe = GPipe(model(checked), sizes, chunks=CHUNKS, checkpoint=mode, backend=backend)
+        pipe.threads_per_stage = 1
+        return step(pipe, pipe)
+
+    plain, peer = (
+        model(),
+        torchgpipe.GPipe(
+            model(),
+            [first, second + 1, *rest],
+            devices=["cpu"] * len(balance),
+            chunks=CHUNKS,
+            checkpoint=mode,
+        ),
+    )
+    return {
+        LOOP: step(plain, looped(plain, CHUNKS)),
+        "without the layer, all lowered": ours("aten", checked=False),
+        "the layer in Python, the others lowered": ours("auto"),
+        "all in Python": ours("eager"),
+        "torchgpipe": step(peer, peer),
+    }
+
+
+def row(what: str, steps: dict[str, Step], rounds: int, calls: int) -> list[object]:
+    """Median ms of each candidate."""
+    for _ in range(4):  # until nothing is new
+        for step in steps.values():
+            step()
+    expected = steps[LOOP].gradients()
+    for name, step in steps.items():
+        if name != "torchgpipe":
+            assert off_by(step.gradients(), expected) == 0, f"gradients of {name}"
+    timings = alternate(steps, rounds, calls)
+    return [what, *(timing.ms() for timing in timings.values())]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tiny = [layer for _ in range(4) for layer in mlp()]
+    gpt = blocks(8, width=128)
+    rows = []
+    for mode in ("never", "always"):
+        steps = candidates(tiny, [4, 4, 4, 4], torch.randn(64, 64), mode)
+        rows.append(row(f"4 stages of 2 x (Linear(64, 64), ReLU), {mode}", steps, rounds=40, calls=10))
+    for mode in ("never", "always"):
+        steps = candidates(gpt, [4, 4], torch.randn(8, 128, 128), mode)
+        rows.append(row(f"2 stages of 4 GPT blocks of width 128, {mode}", steps, rounds=20, calls=1))
+    report(
+        "interpreted",
+        "One layer that cannot be traced, in the middle of the second stage",
+        ["step", *steps],
+        rows,
+        f"ms, forward and backward, {CHUNKS} micro-batches, medians [p20, p80] of candidates that take "
+        "turns. The layer looks whether its input is finite. All have one intra-op thread, our stages a core "
+        "each as far as there are; gradients of ours equal the plain loop's, bit for bit.\n",
+    )
+
+
+if __name__ == "__main__":
+    main()
