@@ -14,6 +14,7 @@ from bench import (
     draws,
     engine,
     execution,
+    interpreted,
     lengths,
     measure,
     models,
