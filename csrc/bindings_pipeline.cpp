@@ -223,8 +223,8 @@ std::shared_ptr<Segment> in_python(int64_t begin, int64_t end, py::object layers
 
 using Find =
     std::function<std::shared_ptr<Segment>(int64_t layer, int32_t microbatch, const Boundary& boundary)>;
-using FindInstead = std::function<std::shared_ptr<Segment>(int64_t number, int32_t microbatch,
-                                                           const std::vector<at::Tensor>& tangents)>;
+using FindInstead =
+    std::function<std::shared_ptr<Segment>(py::object origin, int32_t microbatch, const Tensors& tangents)>;
 
 }  // namespace
 
@@ -269,7 +269,8 @@ void bind_pipeline(py::module_& m) {
                   py::arg("tangents"))
       .def_static("in_python", &in_python, py::arg("begin"), py::arg("end"), py::arg("layers"),
                   py::arg("parameters"), py::arg("buffers"), py::arg("interpreted"), py::arg("provisional"))
-      .def_readwrite("number", &Segment::number)
+      .def("set_origin",
+           [](Segment& segment, py::object origin) { segment.origin = opaque(std::move(origin)); })
       .def_readonly("begin", &Segment::begin)
       .def_readonly("end", &Segment::end)
       .def_property_readonly("is_lowered", [](const Segment& segment) { return !segment.python; });
@@ -282,7 +283,13 @@ void bind_pipeline(py::module_& m) {
              StagePlan plan{num_layers, std::move(parameters), std::move(buffers), {}, {}, {}};
              for (const auto& chain : chains) plan.chains.emplace_back(chain.begin(), chain.end());
              if (find) plan.find = std::move(*find);
-             if (instead) plan.instead = std::move(*instead);
+             if (instead) {
+               plan.instead = [find = std::move(*instead)](const Segment& segment, int32_t microbatch,
+                                                           const Tensors& tangents) {
+                 const py::gil_scoped_acquire gil;
+                 return find(object(segment.origin), microbatch, tangents);
+               };
+             }
              return plan;
            }),
            py::arg("num_layers"), py::arg("parameters"), py::arg("buffers"), py::arg("chains"),

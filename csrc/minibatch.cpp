@@ -388,7 +388,7 @@ Tensors MiniBatch::backward_lowered(const Action& action, Stage& stage, Link& li
     if (!any) return {};
     if (!link.segment->expects(tangents)) {
       const StagePlan& plan = plan_->stages[action.stage];
-      link.segment = plan.instead(link.segment->number, action.microbatch, tangents);
+      link.segment = plan.instead(*link.segment, action.microbatch, tangents);
       plan.chains[action.microbatch].clear();  // the next forward expects what came
     }
   }

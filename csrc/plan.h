@@ -75,7 +75,6 @@ class PythonLayers {
 // A run of a stage's layers: lowered, or in Python.
 struct Segment {
   int64_t begin = 0, end = 0;  // layers, counted within the stage
-  int64_t number = 0;          // among those that its finder made
   // Lowered:
   std::shared_ptr<const Pass> pass;
   std::vector<Layout> inputs;  // what it was lowered for; so the next and the last
@@ -83,6 +82,7 @@ struct Segment {
   bool draws = false;
   int64_t first_layer = 0;                        // of its draws
   std::vector<std::optional<Layout>> tangents;    // by output; none where none arrives
+  Opaque origin;                                  // for its finder to know it by
   // In Python:
   std::shared_ptr<PythonLayers> python;
   std::vector<int64_t> parameters, buffers;  // of the stage, that it has
@@ -108,7 +108,7 @@ struct StagePlan {
   // Where it is so: the segment for what comes to a layer, and the one for the gradients that came to a segment's
   // outputs, which recomputes everything. Null where all is known before.
   std::function<std::shared_ptr<Segment>(int64_t layer, int32_t microbatch, const Boundary&)> find;
-  std::function<std::shared_ptr<Segment>(int64_t number, int32_t microbatch, const Tensors& tangents)> instead;
+  std::function<std::shared_ptr<Segment>(const Segment&, int32_t microbatch, const Tensors& tangents)> instead;
 
   // The segment at a place in a micro-batch's chain.
   std::shared_ptr<const Segment> segment(int32_t microbatch, size_t place, int64_t layer,

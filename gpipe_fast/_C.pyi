@@ -101,7 +101,7 @@ class Interpreted:
     def __init__(self) -> None: ...
 
 class Segment:
-    number: int
+    def set_origin(self, origin: object) -> None: ...
     @staticmethod
     def lowered(
         begin: int,
@@ -142,7 +142,7 @@ class StagePlan:
         buffers: Sequence[int],
         chains: Sequence[Sequence[Segment]],
         find: Callable[[int, int, Boundary], Segment] | None = None,
-        instead: Callable[[int, int, Sequence[Tensor | None]], Segment] | None = None,
+        instead: Callable[[Any, int, Sequence[Tensor | None]], Segment] | None = None,
     ) -> None: ...
 
 class Plan:

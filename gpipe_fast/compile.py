@@ -79,6 +79,20 @@ class Modes(NamedTuple):
 
 
 @contextlib.contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Sets the calling thread's count for the block: what is lowered depends on it."""
+    before = torch.get_num_threads()
+    if number == before:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def under(autocast: Autocast) -> Iterator[None]:
     """Under exactly these for a block, as a pipeline computes: with every cast made anew."""
     wanted = dict(autocast)

@@ -12,10 +12,13 @@ lowered segments run without Python.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +36,16 @@ from gpipe_fast.compile import (
     Stage,
     TooManyTraces,
     arrivals_of,
+    intra_op_threads,
     under,
 )
 from gpipe_fast.eager import EagerLayers
 from gpipe_fast.fingerprint import fingerprint
 from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE
+
+# Segments of a stage that are remembered, of each sort.
+_REMEMBERED = 64
 
 # Tells of a stage why one of its layers, or all for a shape, run in Python.
 Report = Callable[[int | None, str], None]
@@ -59,6 +66,19 @@ class _Place:
 # not refer back to what made them.
 def _note(gradients: dict[_Place, Gradients], place: _Place, tangents: Sequence[Tensor | None]) -> None:
     gradients[place] = {i: t.stride() for i, t in enumerate(tangents) if t is not None}
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+class _Cache(OrderedDict[_Key, _Value]):
+    """Keeps the latest."""
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        super().__setitem__(key, value)
+        while len(self) > _REMEMBERED:
+            self.popitem(last=False)
 
 
 class Remarks:
@@ -114,16 +134,14 @@ class LateStage:
         self.name = name
         self.in_python: set[int] = set()
         self._compiler = compiler
-        self._interpreted = interpreted
+        self._workers = interpreted
         self._report = report
-        self._segments: dict[tuple[_Place, float], Segment] = {}
-        self._interpreted_segments: dict[Hashable, Segment] = {}
-        self._lowered: list[tuple[_Place, CompiledStage]] = []
+        self._lowered: _Cache[tuple[_Place, float], Segment] = _Cache()
+        self._interpreted: _Cache[Hashable, Segment] = _Cache()
         # What was found and is not lowered yet.
         self._wanted: dict[tuple[_Place, float], None] = {}
         # In which layouts gradients came last to what a place hands on.
-        self._gradients: dict[_Place, Gradients] = {}
-        self._hopeless: set[_Place] = set()
+        self._gradients: _Cache[_Place, Gradients] = _Cache()
         # Held by layers while they run in Python, and while they are traced.
         self._busy = threading.Lock()
 
@@ -139,31 +157,35 @@ class LateStage:
         if end == layer:
             return self.run_in_python(layer, layer + 1, budget, modes)
         place = _Place(layer, end, arriving, modes, fingerprint(self.stage.layers[layer:end]))
-        found = self._segments.get((place, budget))
+        found = self._lowered.get((place, budget))
         if found is None:
             found = self.run_in_python(layer, end, budget, modes, place)
-            if place not in self._hopeless:
-                self._wanted[place, budget] = None
+            self._wanted[place, budget] = None
         return found
+
+    def hold(self, held: contextlib.ExitStack) -> bool:
+        """Keeps layers from being run in Python while something is held; False if they are now."""
+        if not self._busy.acquire(blocking=False):
+            return False
+        held.callback(self._busy.release)
+        return True
 
     def lower_wanted(self) -> None:
         """Lowers what was found, unless another thread runs layers now."""
-        if not self._wanted or not self._busy.acquire(blocking=False):
-            return
-        try:
-            for place, budget in list(self._wanted):
+        with contextlib.ExitStack() as held:
+            while self._wanted and self.hold(held):
+                place, budget = next(iter(self._wanted))
                 del self._wanted[place, budget]
                 part = self.stage.part(place.begin, place.end)
                 if fingerprint(part.layers) == place.layers:
-                    self._lower(part, place, budget)
-        finally:
-            self._busy.release()
+                    with intra_op_threads(place.modes.num_threads):
+                        self._lower(part, place, budget)
+                held.close()
 
     def _lower(self, part: Stage, place: _Place, budget: float) -> None:
         """Lowers a run of layers, or blames one of them, without which the next run is found."""
         found = self._compile(part, place)
         if isinstance(found, TooManyTraces):
-            self._hopeless.add(place)
             self._report(None, f"{self._named(part)}: {found.reason}")
         elif isinstance(found, Untraceable):
             with torch.set_grad_enabled(place.modes.grad), under(place.modes.autocast):
@@ -171,7 +193,7 @@ class LateStage:
             assert found.layer is not None
             self.blame(place.begin + found.layer, found.reason)
         else:
-            self._segments[place, budget] = self._segment(place, budget, found)
+            self._lowered[place, budget] = self._segment(part, place, budget, found)
 
     def _compile(self, part: Stage, place: _Place) -> CompiledStage | Untraceable:
         """Traces a run of layers for the gradients that came last."""
@@ -190,33 +212,32 @@ class LateStage:
                 return traced
             return CompiledStage(part, place.arriving, traced, compiled.outputs)
 
-    def _segment(self, place: _Place, budget: float, compiled: CompiledStage) -> Segment:
+    def _segment(self, part: Stage, place: _Place, budget: float, compiled: CompiledStage) -> Segment:
         segment = compiled.segment(budget)
-        segment.number = len(self._lowered)
-        self._lowered.append((place, compiled))
+        segment.set_origin((part, place))
         return segment
 
-    def lower_instead(self, number: int, tangents: Sequence[Tensor | None]) -> Segment:
+    def lower_instead(self, origin: tuple[Stage, _Place], tangents: Sequence[Tensor | None]) -> Segment:
         """The segment that takes gradients as they came to the outputs of another; it recomputes everything.
 
         Raises:
             RuntimeError: the layers were changed since.
         """
-        place, compiled = self._lowered[number]
-        if fingerprint(compiled.stage.layers) != place.layers:
+        part, place = origin
+        if fingerprint(part.layers) != place.layers:
             raise RuntimeError(
                 f"{self.name} was changed between forward and backward, and gradients came otherwise than "
                 "before; call the module again"
             )
         _note(self._gradients, place, tangents)
-        for found, budget in list(self._segments):
-            if found == place:  # lowered for other gradients
-                del self._segments[found, budget]
+        for found, budget in list(self._lowered):
+            if found == place:  # for other gradients
+                del self._lowered[found, budget]
         with TURN:
-            instead = self._compile(compiled.stage, place)
+            instead = self._compile(part, place)
         if isinstance(instead, Untraceable):
             raise RuntimeError(f"{self.name} cannot be traced for the gradients that came: {instead.reason}")
-        return self._segment(place, FULL_RECOMPUTE, instead)
+        return self._segment(part, place, FULL_RECOMPUTE, instead)
 
     def run_in_python(
         self, begin: int, end: int, budget: float, modes: Modes, place: _Place | None = None
@@ -226,7 +247,8 @@ class LateStage:
         recompute = budget < NO_RECOMPUTE
         parameters, buffers = part.parameters(), part.buffers()
         key = (begin, end, recompute, modes, tuple(parameters), tuple(buffers), place)
-        if key not in self._interpreted_segments:
+        found = self._interpreted.get(key)
+        if found is None:
             layers = EagerLayers(
                 part.layers,
                 part.first_layer,
@@ -236,10 +258,11 @@ class LateStage:
                 self._busy,
                 None if place is None else functools.partial(_note, self._gradients, place),
             )
-            self._interpreted_segments[key] = Segment.in_python(
-                begin, end, layers, parameters, buffers, self._interpreted, place is not None
+            found = Segment.in_python(
+                begin, end, layers, parameters, buffers, self._workers, place is not None
             )
-        return self._interpreted_segments[key]
+            self._interpreted[key] = found
+        return found
 
     def _named(self, part: Stage) -> str:
         first, last = part.first_layer, part.first_layer + len(part.layers) - 1
@@ -274,9 +297,11 @@ class Search:
             return self.late.run_in_python(layer, layer + 1, budget, self.modes)
         return self.late.find(layer, arriving, budget, self.modes)
 
-    def instead(self, number: int, microbatch: int, tangents: Sequence[Tensor | None]) -> Segment:
+    def instead(
+        self, origin: tuple[Stage, _Place], microbatch: int, tangents: Sequence[Tensor | None]
+    ) -> Segment:
         """The segment for the gradients that came to the outputs of another."""
-        return self.late.lower_instead(number, tangents)
+        return self.late.lower_instead(origin, tangents)
 
 
 def _described(boundary: _extension.Boundary) -> Boundary | None:

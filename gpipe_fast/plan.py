@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -92,8 +92,8 @@ class Finder(Protocol):
     def find(self, layer: int, microbatch: int, boundary: _extension.Boundary) -> _extension.Segment:
         """The segment for what comes to a layer."""
 
-    def instead(self, number: int, microbatch: int, tangents: Sequence[Tensor | None]) -> _extension.Segment:
-        """The one for the gradients that came to the outputs of a segment found; it recomputes everything."""
+    def instead(self, origin: Any, microbatch: int, tangents: Sequence[Tensor | None]) -> _extension.Segment:
+        """The one for the gradients that came to the outputs of another; it recomputes everything."""
 
 
 def make_late_plan(

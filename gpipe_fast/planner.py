@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from gpipe_fast.compile import (
     Spec,
     Stage,
     TooManyTraces,
+    intra_op_threads,
     under,
 )
 from gpipe_fast.late import LateStage, Remarks, Search
@@ -103,18 +104,24 @@ class Planner:
             RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
                 the reason.
         """
-        with _intra_op_threads(signature.threads):
-            for late in self._late:
-                late.lower_wanted()
+        for late in self._late:
+            late.lower_wanted()
         key = (signature, budgets, self._expected.get(signature))
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._make(signature, inputs, budgets)
+            with contextlib.ExitStack() as held:
+                idle = all(late.hold(held) for late in self._late)
+                plan = self._make(signature, inputs, budgets, idle)
+            if not idle:
+                return plan
             _remember(self._plans, key, plan)
         self._plans.move_to_end(key)
         return plan
 
-    def _make(self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float]) -> Plan:
+    def _make(
+        self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float], idle: bool
+    ) -> Plan:
+        """Makes a plan, for this time only if another thread runs layers in Python: none is traced then."""
         microbatches = [
             _boundary(tensors, inputs, signature.inputs.structure)
             for tensors in cut([x.detach() for x in inputs], signature.replicated, signature.chunks)
@@ -122,9 +129,9 @@ class Planner:
         late = functools.partial(self._make_late, signature, microbatches, budgets)
         if self._backend == "eager":
             return late(eager=True)
-        if self.remarks.in_python:
+        if self.remarks.in_python or not idle:
             return late(eager=False)
-        with _intra_op_threads(signature.threads):
+        with intra_op_threads(signature.threads):
             pipelines = self._programs.compile(signature, microbatches)
             if isinstance(pipelines, Refusal):
                 self._refuse(pipelines)
@@ -243,7 +250,7 @@ class _Instead:
     def _make(self, mask: Mask) -> _extension.Plan:
         self._check_unchanged()
         signature = self._signature
-        with torch.enable_grad(), under(signature.modes.autocast), _intra_op_threads(signature.threads):
+        with torch.enable_grad(), under(signature.modes.autocast), intra_op_threads(signature.threads):
             pipelines = self._programs.compile(signature, self._microbatches, mask)
             if isinstance(pipelines, Refusal):
                 raise RuntimeError(_explain(pipelines, self._programs.stages))
@@ -307,17 +314,3 @@ def _remember(cache: OrderedDict[Hashable, _Cached], key: Hashable, value: _Cach
     cache[key] = value
     while len(cache) > _SIGNATURES:
         cache.popitem(last=False)
-
-
-@contextlib.contextmanager
-def _intra_op_threads(number: int) -> Iterator[None]:
-    """Sets the calling thread's count for the block: what is lowered depends on it."""
-    before = torch.get_num_threads()
-    if number == before:
-        yield
-        return
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

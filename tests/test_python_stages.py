@@ -741,3 +741,29 @@ def test_a_failure_that_belongs_to_no_layer_is_found_by_trying() -> None:
     for _ in range(2):
         pipeline_step(pipe, features())
     assert chains(pipe) == [[(0, 2, True), (2, 3, False), (3, 11, True)]]
+
+
+def test_of_many_shapes_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpipe_fast.late._REMEMBERED", 4)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(branch), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    pipe = GPipe(layers, [1, 3], chunks=2, checkpoint="always")
+    with quiet():
+        held = [(x := leaf(features(4, length)), pipe(x)) for length in range(2, 9)]
+        for x, output in held:  # whose segments are forgotten
+            output.backward(gradient_like(output))
+            expected = leaf(x)
+            reference = plain_loop(layers, expected, 2)
+            reference.backward(gradient_like(reference))
+            assert torch.equal(output, reference)
+            assert x.grad is not None
+            assert expected.grad is not None
+            assert torch.equal(x.grad, expected.grad)
+        layers.zero_grad()
+        for _ in range(3):
+            for length in range(2, 9):
+                x = features(4, length)
+                assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+    for late in pipe._planner._late:
+        assert 0 < len(late._interpreted) <= 4
+        assert len(late._lowered) <= 4
+        assert len(late._gradients) <= 4
