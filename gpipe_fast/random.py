@@ -141,11 +141,6 @@ class KeyedRandomMode(TorchDispatchMode):
             self._attention.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Nobody compiles under this mode, and PyTorch's guard against it would cost 5 µs an op.
-        return False
-
     def __torch_dispatch__(
         self, func: OpOverload[Any, Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -767,3 +767,26 @@ def test_of_many_shapes_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatc
         assert 0 < len(late._interpreted) <= 4
         assert len(late._lowered) <= 4
         assert len(late._gradients) <= 4
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_layers_under_torch_compile(backend: str) -> None:
+    torch.manual_seed(0)
+    compiled = torch.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), backend="aot_eager")
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), compiled, nn.Linear(WIDTH, 3))
+    x = features()
+    expected = loop_step(layers, x, M)
+    pipe = GPipe(layers, [2, 2], chunks=M, backend=backend)
+    with quiet():
+        for _ in range(3):
+            assert unequal(pipeline_step(pipe, x), expected) == []
+
+
+def test_under_inference_mode() -> None:
+    layers = model(Of(branch)).eval()
+    pipe = GPipe(layers, [2, 5], chunks=M)
+    with torch.inference_mode():
+        expected = plain_loop(layers, features(), M)
+        with quiet():
+            for _ in range(3):
+                assert torch.equal(pipe(features()), expected)
