@@ -15,6 +15,7 @@ A stage whose first layer is layer 1 passes ``first_layer = 1`` and ``layer=0``,
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +147,10 @@ class KeyedRandomMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         rule = RULES.get(func)
+        if rule is None and self._generators is not None and _is_composite(func):
+            # In inference mode such come whole, with what they draw inside.
+            with self:
+                return func.decompose(*args, **kwargs)
         if rule is None:
             if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
                 return self._draw_unkeyed(func, args, kwargs)
@@ -201,6 +206,12 @@ class KeyedRandomMode(TorchDispatchMode):
     ) -> Tensor:
         """Draws as many elements as ``like`` has, in its dtype and on its device unless told otherwise."""
         return self.draw(op, like.shape, *parameters, dtype=dtype or like.dtype, device=like.device)
+
+
+@functools.cache
+def _is_composite(func: OpOverload[Any, Any]) -> bool:
+    """Whether it is made of other operators."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 class _UnfusedAttention(TorchFunctionMode):

@@ -782,11 +782,13 @@ def test_layers_under_torch_compile(backend: str) -> None:
             assert unequal(pipeline_step(pipe, x), expected) == []
 
 
-def test_under_inference_mode() -> None:
-    layers = model(Of(branch)).eval()
-    pipe = GPipe(layers, [2, 5], chunks=M)
-    with torch.inference_mode():
+@pytest.mark.parametrize("training", [False, True])
+def test_under_inference_mode(training: bool) -> None:
+    layers = model(Of(branch), Recurrent(nn.LSTM, num_layers=2, dropout=0.5)).train(training)
+    pipe = GPipe(layers, [2, 9], chunks=M)
+    with torch.inference_mode(), restored(layers):
         expected = plain_loop(layers, features(), M)
-        with quiet():
-            for _ in range(3):
-                assert torch.equal(pipe(features()), expected)
+    with torch.inference_mode(), quiet():
+        for _ in range(3):
+            with restored(layers):
+                assert torch.equal(pipeline(pipe, features()), expected)
