@@ -148,9 +148,10 @@ class KeyedRandomMode(TorchDispatchMode):
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is None and self._generators is not None and _is_composite(func):
-            # In inference mode such come whole, with what they draw inside.
+            # In inference mode such come whole, with what they draw inside. Not `decompose`: PyTorch's Python
+            # version of an LSTM leaves its dropout out.
             with self:
-                return func.decompose(*args, **kwargs)
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if rule is None:
             if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
                 return self._draw_unkeyed(func, args, kwargs)
