@@ -21,8 +21,9 @@ class RealLayouts(FakeTensorMode):
     """A fake mode that asks the real kernel for the strides of its results where the fake one may be wrong.
 
     For permuted and channels_last arguments some fake kernels (group and batch norm, padding, gated units)
-    give other strides than the real ones, and what follows would sum in another order. The real kernel runs
-    once, on zeros, while tracing.
+    give other strides than the real ones, and what follows would sum in another order; that of batch norm
+    gives statistics of a narrower dtype than its weights', which the real backward would not take. The real
+    kernel runs once, on zeros, while tracing.
     """
 
     def __init__(self, shape_env: ShapeEnv | None = None) -> None:
@@ -34,7 +35,7 @@ class RealLayouts(FakeTensorMode):
         """Runs the fake kernel, then lays its results out anew if the real kernel would."""
         fake = super().__torch_dispatch__(func, types, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not _is_doubtful(func) or all(map(_is_laid_out_plainly, tensors)):
+        if not _is_doubtful(func) or (all(map(_is_laid_out_plainly, tensors)) and not _mixes(func, tensors)):
             return fake
         try:
             with _disable_current_modes(), torch.no_grad():
@@ -55,6 +56,11 @@ def _is_doubtful(func: Any) -> bool:
         and not func._schema.is_mutable
         and not any(r.alias_info for r in func._schema.returns)
     )
+
+
+def _mixes(func: OpOverload[Any, Any], tensors: list[Tensor]) -> bool:
+    """Whether it is a batch norm of another dtype than its weights, as under autocast."""
+    return "batch_norm" in func.__name__ and len({t.dtype for t in tensors if t.is_floating_point()}) > 1
 
 
 def _is_laid_out_plainly(tensor: Tensor) -> bool:
@@ -101,8 +107,8 @@ class LayoutDependsOnSizes(RuntimeError):
 
 def _laid_out(fake: Any, real: Any) -> Any:
     both = isinstance(fake, Tensor) and isinstance(real, Tensor)
-    if not both or tuple(map(hint, fake.stride())) == real.stride():
+    if not both or (tuple(map(hint, fake.stride())) == real.stride() and fake.dtype == real.dtype):
         return fake
     if any(isinstance(size, torch.SymInt) for size in fake.shape):
         raise LayoutDependsOnSizes
-    return torch.empty_strided(real.shape, real.stride(), dtype=fake.dtype, device=fake.device)
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=fake.device)
