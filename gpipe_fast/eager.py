@@ -40,7 +40,7 @@ class _Arrived:
 
 
 class _Noted(NamedTuple):
-    """A buffer at some time."""
+    """A buffer at some time, or a parameter that the forward writes."""
 
     module: nn.Module
     name: str
@@ -131,13 +131,13 @@ class EagerLayers:
         self._reentrant = False
 
     def note(self) -> list[_Noted]:
-        """The buffers as they are."""
+        """The buffers as they are, and what embeddings with ``max_norm`` shorten in their forward."""
         return [
-            _Noted(module, name, buffer, buffer.detach().clone())
+            _Noted(module, name, tensor, tensor.detach().clone())
             for layer in self._layers
             for module in layer.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+            for name, tensor in (*module._buffers.items(), *_shortened(module).items())
+            if tensor is not None
         ]
 
     def restore(self, noted: Sequence[_Noted]) -> None:
@@ -296,6 +296,11 @@ class EagerLayers:
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(f"in action {action} of the pipeline ({self._name})")
             raise
+
+
+def _shortened(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return module._parameters if is_table and module.max_norm is not None else {}
 
 
 # To which PyTorch aligns memory, in bytes; matrix products may round otherwise where it is not.
