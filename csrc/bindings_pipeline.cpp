@@ -324,11 +324,18 @@ void bind_pipeline(py::module_& m) {
         return found;
       });
 
+  // Workers that end give back what autograd's queues hold on their threads, for which they may want the GIL.
+  const auto destroy = [](Pipeline* pipeline) {
+    std::optional<py::gil_scoped_release> no_gil;
+    if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
+    delete pipeline;
+  };
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline")
       .def(
-          py::init([](int32_t num_stages, std::shared_ptr<Interpreted> interpreted) {
-            return std::make_shared<Pipeline>(num_stages, [interpreted] { check_signals(*interpreted); });
+          py::init([destroy](int32_t num_stages, std::shared_ptr<Interpreted> interpreted) {
+            return std::shared_ptr<Pipeline>(
+                new Pipeline(num_stages, [interpreted] { check_signals(*interpreted); }), destroy);
           }),
           py::arg("num_stages"), py::arg("interpreted"))
       .def(

@@ -325,6 +325,14 @@ void MiniBatch::open(const Pass& pass, Stage& stage, const Link& link, Watch& wa
     defined += stage.gradients[index].defined() ? 1 : 0;
     foreign = foreign || stage.foreign.count(index) != 0;
   }
+  if (foreign && defined == pass.gradients.size()) {
+    // Added to in place: the uses of a parameter add up one by one, also after those of a micro-batch in Python.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (int64_t index : pass.gradients) {
+      if (stage.foreign.erase(index) != 0) stage.gradients[index] = stage.gradients[index].clone();
+    }
+    foreign = false;
+  }
   if (foreign || (defined != 0 && defined != pass.gradients.size())) {
     stage.open.emplace(*program.program, stage.gradients.size());
   } else {

@@ -268,12 +268,12 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module], structure: Struct
             f"the trace has {desc}, which is neither a parameter, a buffer, an input nor their gradient"
         )
 
+    for tangent in module.graph.find_nodes(op="placeholder"):
+        take_out(tangent)
     *_, result = module.graph.nodes
     (results,) = result.args
     assert isinstance(results, (list, tuple))
     descriptors = result.meta["desc"]
-    for tangent in module.graph.find_nodes(op="placeholder"):
-        take_out(tangent)
     inputs = [Node(port(n.meta["desc"]), n) for n in module.graph.find_nodes(op="placeholder")]
     outputs = [Node(port(d), n) for n, d in zip(results, descriptors, strict=True) if isinstance(n, fx.Node)]
     return Joint(module, tuple(inputs), tuple(_unclone(n) for n in outputs), len(layers), structure)

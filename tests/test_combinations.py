@@ -307,7 +307,6 @@ def test_a_table_that_its_forward_shortens(checkpoint: str, dtype: str) -> None:
         assert unequal(*both(dataclasses.replace(c, seed=seed))) == []
 
 
-@pytest.mark.xfail(strict=True, reason="lowered, they add up apart where another micro-batch ran in Python")
 def test_uses_of_a_parameter_add_up_one_by_one() -> None:
     """The last micro-batch of the last step is of a new shape, so it alone runs in Python."""
     c = small(layers=("tied within", "LSTM"), batch=9, chunks=4, change="batch", change_at=2)
@@ -363,7 +362,6 @@ print("gone")
 """
 
 
-@pytest.mark.xfail(strict=True, reason="workers that end want the interpreter, which waits for them")
 def test_a_pipeline_whose_backward_failed_in_autograd_can_be_dropped() -> None:
     process = subprocess.Popen([sys.executable, "-c", _FAILING_BACKWARD], stdout=subprocess.PIPE, text=True)
     try:
