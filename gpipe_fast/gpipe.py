@@ -202,11 +202,14 @@ class GPipe(nn.Module):
         with TURN:
             plan = self._plan(inputs)
             parameters, buffers = self._state.parameters, self._state.buffers
-        self._warn()
+        remarks = self._planner.remarks.texts
+        if remarks:
+            self._warn()
         # What draws nothing leaves PyTorch's generator as it was.
         key = MinibatchKey() if plan.draws is None else minibatch_key() if plan.draws else 0
         outputs, structure = self._pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
-        self._warn()
+        if remarks:
+            self._warn()
         return outputs[0] if structure is ONE_TENSOR else structure.build_apart(outputs)
 
     def _warn(self) -> None:
@@ -286,7 +289,7 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
     parts = [x for x, whole in zip(inputs.tensors, inputs.replicated, strict=True) if not whole]
     if not parts:
         raise ValueError("there is nothing to cut into micro-batches: all tensors are replicated")
-    if any(len(tensor) != len(parts[0]) for tensor in parts):
+    if len(parts) > 1 and any(tensor.size(0) != parts[0].size(0) for tensor in parts):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in parts)
         raise ValueError(
             f"the inputs must have the same batch size, their first dimension; got {shapes}; what is not cut "

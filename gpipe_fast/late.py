@@ -172,6 +172,8 @@ class LateStage:
 
     def lower_wanted(self) -> None:
         """Lowers what was found, unless another thread runs layers now."""
+        if not self._wanted:
+            return
         with contextlib.ExitStack() as held:
             while self._wanted and self.hold(held):
                 place, budget = next(iter(self._wanted))

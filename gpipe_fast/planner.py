@@ -89,8 +89,9 @@ class Planner:
             for i, stage in enumerate(stages)
         ]
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
-        # To which outputs gradients came last.
-        self._expected: dict[Signature, Mask] = {}
+        self._expected = _Expected()
+        # The latest call and its plan: comparing is cheaper than hashing.
+        self._latest: tuple[Signature, tuple[float, float], int, Plan] | None = None
 
     def plan(self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float]) -> Plan:
         """The plan for such a call.
@@ -106,17 +107,20 @@ class Planner:
         """
         for late in self._late:
             late.lower_wanted()
+        if self._latest is not None and self._latest[:3] == (signature, budgets, self._expected.changes):
+            return self._latest[3]
         key = (signature, budgets, self._expected.get(signature))
-        plan = self._plans.get(key)
-        if plan is None:
+        found = self._plans.get(key)
+        if found is None:
             with contextlib.ExitStack() as held:
                 idle = all(late.hold(held) for late in self._late)
-                plan = self._make(signature, inputs, budgets, idle)
+                found = self._make(signature, inputs, budgets, idle)
             if not idle:
-                return plan
-            _remember(self._plans, key, plan)
+                return found
+            _remember(self._plans, key, found)
         self._plans.move_to_end(key)
-        return plan
+        self._latest = (signature, budgets, self._expected.changes, found)
+        return found
 
     def _make(
         self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float], idle: bool
@@ -190,6 +194,16 @@ class Planner:
         self._late[refusal.stage_index].blame(reason.layer, reason.reason)
 
 
+class _Expected(dict[Signature, Mask]):
+    """To which outputs gradients came last, and how often that changed."""
+
+    changes = 0
+
+    def note(self, signature: Signature, mask: Mask) -> None:
+        self[signature] = mask
+        self.changes += 1
+
+
 class _Programs:
     """Compiled stages, by signature."""
 
@@ -229,7 +243,7 @@ class _Instead:
     def __init__(
         self,
         programs: _Programs,
-        expected: dict[Signature, Mask],
+        expected: _Expected,
         signature: Signature,
         microbatches: Sequence[Boundary],
     ) -> None:
@@ -242,7 +256,7 @@ class _Instead:
     def __call__(self, defined: Sequence[bool]) -> _extension.Plan:
         mask = tuple(defined)
         with TURN:
-            self._expected[self._signature] = mask
+            self._expected.note(self._signature, mask)
             if mask not in self._plans:
                 self._plans[mask] = self._make(mask)
             return self._plans[mask]

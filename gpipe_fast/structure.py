@@ -189,7 +189,7 @@ class Inputs(NamedTuple):
     @property
     def batch_size(self) -> int:
         """The first dimension of those that are cut."""
-        return next(len(x) for x, whole in zip(self.tensors, self.replicated, strict=True) if not whole)
+        return next(x.size(0) for x, whole in zip(self.tensors, self.replicated, strict=True) if not whole)
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
