@@ -223,6 +223,7 @@ def test_equals_the_plain_loop(kind: str, backend: str, checkpoint: str) -> None
             assert unequal(ours, expected) == [], f"step {number}, balance {balance}"
 
 
+@pytest.mark.smoke
 def test_the_stages_around_one_in_python_are_lowered() -> None:
     pipe = GPipe(model(Recurrent(nn.LSTM), Of(branch)), [2, 5, 4], chunks=M)
     with quiet():
@@ -347,6 +348,7 @@ def test_gradients_of_all_layouts_arrive() -> None:
                     assert unequal(pipeline_step(pipe, features()), expected) == [], (number, checkpoint)
 
 
+@pytest.mark.smoke
 def test_nested_values_around_layers_in_python() -> None:
     def opened(f: nn.Module, x: Tensor) -> Any:
         h = f(x)
@@ -386,6 +388,7 @@ def test_an_output_without_a_gradient_in_the_loss() -> None:
             assert report, report
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_side_effects_and_phases_are_torchgpipes(checkpoint: str) -> None:
     class Noting(nn.Module):
@@ -551,6 +554,7 @@ def test_own_generators_are_drawn_from_once_and_again_in_the_recompute() -> None
             assert unequal(step(lambda pipe=pipe: pipeline_step(pipe, features())), expected) == []  # type: ignore[misc]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_second_backward(checkpoint: str) -> None:
     layers = model(Of(branch), Counting())

@@ -96,6 +96,7 @@ def compiler_of(pipe: GPipe) -> Compiler:
     return pipe._planner._programs.compiler
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_lengths_and_batch_sizes_of_a_gpt_share_two_templates(checkpoint: str) -> None:
     layers = gpt()
@@ -175,6 +176,7 @@ def unrolled(f: nn.Module, x: Tensor) -> Tensor:
     return state
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("function", [by_size, parity, scaled, unrolled])
 def test_what_depends_on_sizes_otherwise_is_right(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
     layers = nn.Sequential(Of(function), nn.Linear(WIDTH, 2))
