@@ -119,7 +119,13 @@ class LateStage:
     """
 
     def __init__(
-        self, stage: Stage, name: str, compiler: Compiler, interpreted: Interpreted, report: Report
+        self,
+        stage: Stage,
+        name: str,
+        compiler: Compiler,
+        interpreted: Interpreted,
+        found: threading.Event,
+        report: Report,
     ) -> None:
         """Makes one.
 
@@ -128,6 +134,7 @@ class LateStage:
             name: what errors call it.
             compiler: of the module.
             interpreted: of the pipeline.
+            found: set when there is something to lower.
             report: called when a layer turns out to run in Python.
         """
         self.stage = stage
@@ -135,6 +142,7 @@ class LateStage:
         self.in_python: set[int] = set()
         self._compiler = compiler
         self._workers = interpreted
+        self._found = found
         self._report = report
         self._lowered: _Cache[tuple[_Place, float], Segment] = _Cache()
         self._interpreted: _Cache[Hashable, Segment] = _Cache()
@@ -161,6 +169,7 @@ class LateStage:
         if found is None:
             found = self.run_in_python(layer, end, budget, modes, place)
             self._wanted[place, budget] = None
+            self._found.set()
         return found
 
     def hold(self, held: contextlib.ExitStack) -> bool:
@@ -172,10 +181,11 @@ class LateStage:
 
     def lower_wanted(self) -> None:
         """Lowers what was found, unless another thread runs layers now."""
-        if not self._wanted:
-            return
         with contextlib.ExitStack() as held:
-            while self._wanted and self.hold(held):
+            while self._wanted:
+                if not self.hold(held):
+                    self._found.set()
+                    return
                 place, budget = next(iter(self._wanted))
                 del self._wanted[place, budget]
                 part = self.stage.part(place.begin, place.end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -78,12 +79,14 @@ class Planner:
         self.remarks = Remarks()
         self._backend = backend
         self._programs = _Programs(stages, None if backend == "aten" else TRACES)
+        self._found = threading.Event()
         self._late = [
             LateStage(
                 stage,
                 f"stage {i}",
                 self._programs.compiler,
                 interpreted,
+                self._found,
                 functools.partial(self.remarks.add, i, stage),
             )
             for i, stage in enumerate(stages)
@@ -105,8 +108,10 @@ class Planner:
             RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
                 the reason.
         """
-        for late in self._late:
-            late.lower_wanted()
+        if self._found.is_set():
+            self._found.clear()
+            for late in self._late:
+                late.lower_wanted()
         if self._latest is not None and self._latest[:3] == (signature, budgets, self._expected.changes):
             return self._latest[3]
         key = (signature, budgets, self._expected.get(signature))
