@@ -62,17 +62,15 @@ def make_plan(
     stages = [compiled.stage for compiled in pipelines[0]]
     _refuse_shared_writes(stages, {i: s.written_buffers() for i, s in enumerate(pipelines[0])})
     training = any(spec.requires_grad for spec in pipelines[0][-1].outputs.tensors)
-    parameters, buffers = _positions(stages)
     schedule, forward, backward = _actions(len(stages), budgets, training)
+    chains = [
+        [[p[index].segment(budget)] for p, budget in zip(pipelines, budgets, strict=True)]
+        for index in range(len(stages))
+    ]
     native = _extension.Plan(
         [
-            _extension.StagePlan(
-                len(stage.layers),
-                parameters[index],
-                buffers[index],
-                [[p[index].segment(budget)] for p, budget in zip(pipelines, budgets, strict=True)],
-            )
-            for index, stage in enumerate(stages)
+            _extension.StagePlan(*own, of_stage)
+            for own, of_stage in zip(_positions(stages), chains, strict=True)
         ],
         forward,
         backward,
@@ -125,19 +123,12 @@ def make_late_plan(
     needed = [spec.requires_grad for spec in inputs.tensors]
     needed += [p.requires_grad for stage in stages for p in parameters_of(stage.layers)]
     training = torch.is_grad_enabled() and any(needed)
-    parameters, buffers = _positions(stages)
     schedule, forward, backward = _actions(len(stages), budgets, training)
+    unknown: list[list[_extension.Segment]] = [[]] * len(budgets)
     native = _extension.Plan(
         [
-            _extension.StagePlan(
-                len(stage.layers),
-                parameters[index],
-                buffers[index],
-                [[]] * len(budgets),
-                finders[index].find,
-                finders[index].instead,
-            )
-            for index, stage in enumerate(stages)
+            _extension.StagePlan(*own, unknown, finder.find, finder.instead)
+            for own, finder in zip(_positions(stages), finders, strict=True)
         ],
         forward,
         backward,
@@ -151,14 +142,18 @@ def make_late_plan(
     return Plan(native, schedule, None)
 
 
-def _positions(stages: Sequence[Stage]) -> tuple[list[list[int]], list[list[int]]]:
-    """Where each stage's parameters, and its buffers, are among those of all."""
+def _positions(stages: Sequence[Stage]) -> list[tuple[int, list[int], list[int]]]:
+    """Each stage's number of layers, and where its parameters and buffers are among those of all."""
     layers = [layer for stage in stages for layer in stage.layers]
     parameters, buffers = _numbered(parameters_of(layers)), _numbered(buffers_of(layers))
-    return (
-        [[parameters[id(p)] for p in parameters_of(stage.layers)] for stage in stages],
-        [[buffers[id(b)] for b in buffers_of(stage.layers)] for stage in stages],
-    )
+    return [
+        (
+            len(stage.layers),
+            [parameters[id(p)] for p in parameters_of(stage.layers)],
+            [buffers[id(b)] for b in buffers_of(stage.layers)],
+        )
+        for stage in stages
+    ]
 
 
 def _actions(
