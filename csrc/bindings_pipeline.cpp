@@ -140,8 +140,8 @@ class LayersObject final : public PythonLayers {
     const Interpreted::Here here(*interpreted_);
     const py::tuple result = object(layers_).attr("forward")(
         inputs.tensors, object(inputs.form->structure), inputs.form->needs_gradient, key, microbatch, action);
-    auto form = std::make_shared<Form>(
-        Form{opaque(py::object(result[1])), result[2].cast<std::vector<bool>>()});
+    auto form =
+        std::make_shared<Form>(Form{opaque(py::object(result[1])), result[2].cast<std::vector<bool>>()});
     return {{result[0].cast<Tensors>(), std::move(form)}, opaque(py::object(result[3]))};
   }
 
@@ -245,13 +245,12 @@ void bind_pipeline(py::module_& m) {
             return PortedProgram{std::move(program), std::move(inputs), std::move(outputs)};
           }),
           py::arg("program"), py::arg("inputs"), py::arg("outputs"));
-  py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")
-      .def(py::init([](PortedProgram forward, std::optional<PortedProgram> backward,
-                       std::vector<int64_t> gradients) {
-             return Pass{std::move(forward), std::move(backward).value_or(PortedProgram{}),
-                         std::move(gradients)};
-           }),
-           py::arg("forward"), py::arg("backward"), py::arg("gradients"));
+  py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass").def(
+      py::init([](PortedProgram forward, std::optional<PortedProgram> backward,
+                  std::vector<int64_t> gradients) {
+        return Pass{std::move(forward), std::move(backward).value_or(PortedProgram{}), std::move(gradients)};
+      }),
+      py::arg("forward"), py::arg("backward"), py::arg("gradients"));
   py::class_<Form, std::shared_ptr<Form>>(m, "Form")
       .def(py::init([](py::object structure, std::vector<bool> needs_gradient) {
              return Form{opaque(std::move(structure)), std::move(needs_gradient)};
@@ -264,9 +263,9 @@ void bind_pipeline(py::module_& m) {
       .def_property_readonly("form", [](const Boundary& boundary) { return boundary.form; });
   py::class_<Interpreted, std::shared_ptr<Interpreted>>(m, "Interpreted").def(py::init<>());
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
-      .def_static("lowered", &lowered, py::arg("begin"), py::arg("end"), py::arg("run_pass"), py::arg("inputs"),
-                  py::arg("takes"), py::arg("returns"), py::arg("first_layer"), py::arg("draws"),
-                  py::arg("tangents"))
+      .def_static("lowered", &lowered, py::arg("begin"), py::arg("end"), py::arg("run_pass"),
+                  py::arg("inputs"), py::arg("takes"), py::arg("returns"), py::arg("first_layer"),
+                  py::arg("draws"), py::arg("tangents"))
       .def_static("in_python", &in_python, py::arg("begin"), py::arg("end"), py::arg("layers"),
                   py::arg("parameters"), py::arg("buffers"), py::arg("interpreted"), py::arg("provisional"))
       .def("set_origin",
@@ -332,12 +331,11 @@ void bind_pipeline(py::module_& m) {
   };
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline")
-      .def(
-          py::init([destroy](int32_t num_stages, std::shared_ptr<Interpreted> interpreted) {
-            return std::shared_ptr<Pipeline>(
-                new Pipeline(num_stages, [interpreted] { check_signals(*interpreted); }), destroy);
-          }),
-          py::arg("num_stages"), py::arg("interpreted"))
+      .def(py::init([destroy](int32_t num_stages, std::shared_ptr<Interpreted> interpreted) {
+             return std::shared_ptr<Pipeline>(
+                 new Pipeline(num_stages, [interpreted] { check_signals(*interpreted); }), destroy);
+           }),
+           py::arg("num_stages"), py::arg("interpreted"))
       .def(
           "forward",
           [](Pipeline& pipeline, const std::shared_ptr<Plan>& plan, const Tensors& inputs,

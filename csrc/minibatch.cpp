@@ -33,7 +33,10 @@ at::Tensor make_key(int64_t minibatch, int64_t microbatch, int64_t first_layer) 
 
 MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, const Tensors& parameters, const Tensors& buffers,
                      std::function<int64_t()> key)
-    : plan_(std::move(plan)), key_(std::move(key)), num_parameters_(parameters.size()), stages_(plan_->stages.size()) {
+    : plan_(std::move(plan)),
+      key_(std::move(key)),
+      num_parameters_(parameters.size()),
+      stages_(plan_->stages.size()) {
   for (size_t i = 0; i < stages_.size(); ++i) {
     const StagePlan& plan = plan_->stages[i];
     Stage& stage = stages_[i];
@@ -375,10 +378,9 @@ void MiniBatch::backward(const Action& action, Watch& watch) {
     Tensors tangents = std::move(cell.tangents);
     for (size_t i = cell.links.size(); i-- > 0;) {
       Link& link = cell.links[i];
-      tangents =
-          link.segment->python
-              ? backward_in_python(action, stage, link, tangents)
-              : backward_lowered(action, stage, link, std::move(tangents), whole || i > 0, watch);
+      tangents = link.segment->python
+                     ? backward_in_python(action, stage, link, tangents)
+                     : backward_lowered(action, stage, link, std::move(tangents), whole || i > 0, watch);
     }
     cell.input_gradients = std::move(tangents);
   }

@@ -103,7 +103,8 @@ class MiniBatch final : public Work {
     Tensors module_buffers;
     Tensors buffers;                        // as the latest micro-batch left them
     std::map<size_t, Noted> noted_buffers;  // the module's own that the backward reads, by index
-    std::vector<std::pair<std::shared_ptr<PythonLayers>, Opaque>> noted;  // state, as of the mini-batch's begin
+    std::vector<std::pair<std::shared_ptr<PythonLayers>, Opaque>>
+        noted;  // state, as of the mini-batch's begin
     Tensors gradients;
     std::set<int64_t> foreign;  // gradients that came from Python, whose memory may be shared
     std::optional<Open> open;

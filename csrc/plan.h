@@ -80,9 +80,9 @@ struct Segment {
   std::vector<Layout> inputs;  // what it was lowered for; so the next and the last
   std::shared_ptr<const Form> takes, returns;
   bool draws = false;
-  int64_t first_layer = 0;                        // of its draws
-  std::vector<std::optional<Layout>> tangents;    // by output; none where none arrives
-  Opaque origin;                                  // for its finder to know it by
+  int64_t first_layer = 0;                      // of its draws
+  std::vector<std::optional<Layout>> tangents;  // by output; none where none arrives
+  Opaque origin;                                // for its finder to know it by
   // In Python:
   std::shared_ptr<PythonLayers> python;
   std::vector<int64_t> parameters, buffers;  // of the stage, that it has
@@ -108,7 +108,8 @@ struct StagePlan {
   // Where it is so: the segment for what comes to a layer, and the one for the gradients that came to a segment's
   // outputs, which recomputes everything. Null where all is known before.
   std::function<std::shared_ptr<Segment>(int64_t layer, int32_t microbatch, const Boundary&)> find;
-  std::function<std::shared_ptr<Segment>(const Segment&, int32_t microbatch, const Tensors& tangents)> instead;
+  std::function<std::shared_ptr<Segment>(const Segment&, int32_t microbatch, const Tensors& tangents)>
+      instead;
 
   // The segment at a place in a micro-batch's chain.
   std::shared_ptr<const Segment> segment(int32_t microbatch, size_t place, int64_t layer,
@@ -121,7 +122,7 @@ struct Plan {
   std::optional<Actions> backward;  // none in inference
   int num_threads;                  // intra-op threads of each stage; programs were lowered for it
   std::shared_ptr<const Form> inputs;
-  std::vector<bool> replicated;                // which inputs every micro-batch gets as a whole
+  std::vector<bool> replicated;               // which inputs every micro-batch gets as a whole
   std::optional<std::vector<bool>> expected;  // of which outputs the backward expects a gradient; else of any
   // The plan for a backward to which other gradients come than this one expects; it recomputes everything. Null where
   // no other can come.
