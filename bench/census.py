@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from bench.measure import Table, report
 from bench.sequences import as_sequence, construct, left_out, remark, shapes_of
 from gpipe_fast import GPipe, verify
-from gpipe_fast.compile import Boundary, Compiler, Refusal, Spec, Stage
+from gpipe_fast.compile import Compiler, Refusal
+from gpipe_fast.stage import Boundary, Spec, Stage
 from gpipe_fast.structure import flatten
 from gpipe_fast.verify import Report
 

@@ -9,10 +9,11 @@ import torch
 
 from bench.measure import report
 from bench.models import blocks
-from gpipe_fast.compile import Boundary, Compiler, Refusal, Spec, Stage, budget_of
+from gpipe_fast.compile import Compiler, Refusal, budget_of
 from gpipe_fast.lower import lower
 from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, split
+from gpipe_fast.stage import Boundary, Spec, Stage
 from gpipe_fast.trace import trace
 
 CPU = torch.device("cpu")

@@ -269,10 +269,7 @@ void bind_pipeline(py::module_& m) {
       .def_static("in_python", &in_python, py::arg("begin"), py::arg("end"), py::arg("layers"),
                   py::arg("parameters"), py::arg("buffers"), py::arg("interpreted"), py::arg("provisional"))
       .def("set_origin",
-           [](Segment& segment, py::object origin) { segment.origin = opaque(std::move(origin)); })
-      .def_readonly("begin", &Segment::begin)
-      .def_readonly("end", &Segment::end)
-      .def_property_readonly("is_lowered", [](const Segment& segment) { return !segment.python; });
+           [](Segment& segment, py::object origin) { segment.origin = opaque(std::move(origin)); });
   py::class_<Actions>(m, "Actions").def(py::init(&make_actions), py::arg("stages"), py::arg("capacity"));
   // Functions are called, and let go of, by pybind's own wrapper, which takes the GIL.
   py::class_<StagePlan>(m, "StagePlan")

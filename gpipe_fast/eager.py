@@ -14,8 +14,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node
 
 from gpipe_fast import phase
-from gpipe_fast.compile import Modes, under
 from gpipe_fast.random import GeneratorStates, KeyedRandomMode, make_key
+from gpipe_fast.stage import Modes, under
 from gpipe_fast.structure import Structure, call, flatten, shared
 from gpipe_fast.trace import parameters_of
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_fast._extension import Interpreted
-from gpipe_fast.compile import TURN, Stage, budget_of
+from gpipe_fast.compile import budget_of
 from gpipe_fast.lifetime import open_pipeline
 from gpipe_fast.partition import cut_evenly
 from gpipe_fast.plan import Plan
@@ -20,6 +20,7 @@ from gpipe_fast.planner import Planner, Signature
 from gpipe_fast.random import MinibatchKey, minibatch_key
 from gpipe_fast.recording import Recording, record
 from gpipe_fast.schedule import bubble
+from gpipe_fast.stage import TURN, Stage
 from gpipe_fast.state import State
 from gpipe_fast.structure import ONE_TENSOR, Inputs
 from gpipe_fast.trace import parameters_of

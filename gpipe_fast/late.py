@@ -25,24 +25,12 @@ from torch import Tensor
 
 from gpipe_fast import _extension
 from gpipe_fast._extension import Interpreted, Segment
-from gpipe_fast.compile import (
-    TURN,
-    Boundary,
-    CompiledStage,
-    Compiler,
-    Gradients,
-    Modes,
-    Spec,
-    Stage,
-    TooManyTraces,
-    arrivals_of,
-    intra_op_threads,
-    under,
-)
+from gpipe_fast.compile import CompiledStage, Compiler, Gradients, TooManyTraces, arrivals_of
 from gpipe_fast.eager import EagerLayers
 from gpipe_fast.fingerprint import fingerprint
 from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE
+from gpipe_fast.stage import TURN, Boundary, Modes, Spec, Stage, intra_op_threads, under
 
 # Segments of a stage that are remembered, of each sort.
 _REMEMBERED = 64

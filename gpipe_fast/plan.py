@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
-from gpipe_fast.compile import Boundary, CompiledStage, Stage, form_of
+from gpipe_fast.compile import CompiledStage
 from gpipe_fast.schedule import Schedule, fill_drain
 from gpipe_fast.split import NO_RECOMPUTE
+from gpipe_fast.stage import Boundary, Stage, form_of
 from gpipe_fast.trace import buffers_of, parameters_of
 
 # Boundary activations that may wait on an edge where none is kept for a backward anyway.

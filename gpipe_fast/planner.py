@@ -14,24 +14,12 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
-from gpipe_fast.compile import (
-    TRACES,
-    TURN,
-    Boundary,
-    CompiledStage,
-    Compiler,
-    Modes,
-    Refusal,
-    Spec,
-    Stage,
-    TooManyTraces,
-    intra_op_threads,
-    under,
-)
+from gpipe_fast.compile import TRACES, CompiledStage, Compiler, Refusal, TooManyTraces
 from gpipe_fast.late import LateStage, Remarks, Search
 from gpipe_fast.plan import Plan, make_late_plan, make_plan
 from gpipe_fast.refuse import refuse_uninitialised
 from gpipe_fast.split import FULL_RECOMPUTE
+from gpipe_fast.stage import TURN, Boundary, Modes, Spec, Stage, intra_op_threads, under
 from gpipe_fast.state import State
 from gpipe_fast.structure import Inputs, Structure, cut
 

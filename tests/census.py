@@ -13,7 +13,8 @@ from reference import Result, error, gradient_like, loop_step, pipeline, pipelin
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.compile import Boundary, Compiler, Refusal, Spec, Stage
+from gpipe_fast.compile import Compiler, Refusal
+from gpipe_fast.stage import Boundary, Spec, Stage
 
 RESULTS = Path(__file__).parent.parent / "bench" / "results" / "census.md"
 BUDGETS = (0.0, 0.5, 1.0)

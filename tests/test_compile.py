@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.compile import Boundary, CompiledStage, Compiler, Refusal, Spec, Stage, budget_of
+from gpipe_fast.compile import CompiledStage, Compiler, Refusal, budget_of
+from gpipe_fast.stage import Boundary, Spec, Stage
 from gpipe_fast.structure import tuple_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

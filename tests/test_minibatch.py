@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Interpreted, Pipeline, kept_bytes
-from gpipe_fast.compile import Boundary, Compiler, Refusal, Spec, Stage
+from gpipe_fast.compile import Compiler, Refusal
 from gpipe_fast.plan import Plan, make_plan
+from gpipe_fast.stage import Boundary, Spec, Stage
 from gpipe_fast.trace import buffers_of, parameters_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

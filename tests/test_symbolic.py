@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.aot import Symbols
-from gpipe_fast.compile import Boundary, Compiler, Spec, Stage, Traced
+from gpipe_fast.compile import Compiler, Traced
+from gpipe_fast.stage import Boundary, Spec, Stage
 from gpipe_fast.symbolic import Template, equal
 from gpipe_fast.trace import Joint, Role, trace
 
