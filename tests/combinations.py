@@ -11,26 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from untraceable import WIDTH, Counting, Hooked, Of
 
 from bench.models import Block
 from gpipe_fast import is_checkpointing, is_recomputing, replicate
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 
 # Between entries of the menu goes a tensor of shape (batch, length, WIDTH).
-WIDTH, TOKENS = 8, 11
+TOKENS = 11
 Layers = list[nn.Module]
-
-
-class Of(nn.Module):
-    """A function of a linear layer, or what else is held, and of what comes in."""
-
-    def __init__(self, function: Callable[..., Any], held: nn.Module | None = None) -> None:
-        super().__init__()
-        self.held = nn.Linear(WIDTH, WIDTH) if held is None else held
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.held, *args, **kwargs)
 
 
 class Average(nn.Module):
@@ -46,39 +35,6 @@ class Average(nn.Module):
         if self.training:
             self.average.mul_(0.75).add_(x.detach().mean((0, 1)).to(self.average.dtype), alpha=0.25)
             self.calls += 1
-        return y
-
-
-class Counting(nn.Module):
-    """Counts calls as an attribute, in a buffer written in place, and in one that is replaced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
-        self.register_buffer("written", torch.zeros(()))
-        self.register_buffer("replaced", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.written += 1
-        y: Tensor = self.linear(x) * self.replaced
-        self.replaced = self.replaced * 0.5 + y.detach().mean((0, 1)).tanh().to(self.replaced.dtype)
-        return y + self.written / 8
-
-
-class Hooked(nn.Module):
-    """Hooks of the user's own, which change what comes out and the gradient that comes back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.linear.register_forward_hook(lambda module, args, output: output * 2)
-        self.linear.register_full_backward_hook(
-            lambda module, inputs, outputs: tuple(None if g is None else g * 0.5 for g in inputs)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
         return y
 
 

@@ -1,0 +1,186 @@
+"""Layers that cannot be traced, models of them, and what became of their pipelines."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe, is_checkpointing, is_recomputing
+
+WIDTH, LENGTH, BATCH, M = 8, 5, 8, 4
+
+
+class Of(nn.Module):
+    """A function of a linear layer, or what else is held, and of what comes in."""
+
+    def __init__(self, function: Callable[..., Any], held: nn.Module | None = None) -> None:
+        super().__init__()
+        self.held = nn.Linear(WIDTH, WIDTH) if held is None else held
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.held, *args, **kwargs)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.inner = kind(WIDTH, WIDTH, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)[0]
+        return output
+
+
+class Counting(nn.Module):
+    """Counts calls as an attribute, in a buffer written in place, and in one that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.register_buffer("written", torch.zeros(()))
+        self.register_buffer("replaced", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.written += 1
+        y: Tensor = self.linear(x) * self.replaced
+        self.replaced = self.replaced * 0.5 + y.detach().mean((0, 1)).tanh().to(self.replaced.dtype)
+        return y + self.written / 8
+
+
+class Hooked(nn.Module):
+    """Hooks of the user's own, which change what comes out and the gradient that comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.register_forward_hook(lambda module, args, output: output * 2)
+        self.linear.register_full_backward_hook(
+            lambda module, inputs, outputs: tuple(None if g is None else g * 0.5 for g in inputs)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+class Tied(nn.Module):
+    """One parameter used three times in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        y: Tensor = self.linear(torch.tanh(self.linear(x)) + self.linear(x))
+        return y
+
+
+class Scripted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * x
+
+
+class Pooled(nn.Module):
+    """Embeds the signs of what comes in; the table's gradients are sparse, or its rows are cut to length."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, WIDTH, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table((x > 0).long()).sum(-1) + x
+
+
+def branch(f: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = f(x)
+    return y.tanh() if float(y.sum()) > 0 else y.sigmoid()
+
+
+def selected(f: nn.Module, x: Tensor) -> Tensor:
+    """As many rows as are positive, scattered back."""
+    rows = x[..., 0] > 0
+    y = x.clone()
+    y[rows] = f(x[rows])
+    return y
+
+
+def in_place(f: nn.Module, x: Tensor) -> Tensor:
+    if float(x.sum()) > 1e9:
+        raise AssertionError
+    y: Tensor = f(x.mul_(2).relu_())
+    return y
+
+
+def rates(f: nn.Module, x: Tensor) -> Tensor:
+    return f(x) * torch.poisson(x.detach().abs() * 3)
+
+
+def reentrant(f: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True)
+    return y
+
+
+def asking(f: nn.Module, x: Tensor) -> Tensor:
+    assert not (is_checkpointing() and is_recomputing())
+    y: Tensor = f(x)
+    return y
+
+
+UNTRACEABLE: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "GRU": lambda: Recurrent(nn.GRU, num_layers=2, dropout=0.5),
+    "bidirectional": lambda: nn.Sequential(
+        Recurrent(nn.RNN, bidirectional=True), nn.Linear(2 * WIDTH, WIDTH)
+    ),
+    "branch on data": lambda: Of(branch),
+    "data-dependent shape": lambda: Of(selected),
+    "in place": lambda: Of(in_place),
+    "poisson": lambda: Of(rates),
+    "reentrant checkpoint": lambda: Of(reentrant),
+    "asks for the phase": lambda: Of(asking),
+    "side effects": Counting,
+    "own hooks": Hooked,
+    "tied within": Tied,
+    "TorchScript": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(Scripted())),
+    "sparse gradients": lambda: Pooled(sparse=True),
+    "max_norm": lambda: Pooled(max_norm=0.5),
+}
+
+
+def model(*untraceable: nn.Module) -> nn.Sequential:
+    """Layers with draws and statistics around those that cannot be traced."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)]
+    for layer in untraceable:
+        layers += [layer, nn.BatchNorm1d(LENGTH), nn.GELU(), nn.Dropout(0.2)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+
+
+def features(batch: int = BATCH, length: int = LENGTH) -> Tensor:
+    return torch.randn(batch, length, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def chains(pipe: GPipe, microbatch: int = 0) -> list[list[tuple[int, int, bool]]]:
+    """Of every stage, from which layer to which its segments go, and whether they are lowered."""
+    plan = list(pipe._planner._plans.values())[-1].native
+    return [plan.segments(stage, microbatch) for stage in range(len(pipe.balance))]
+
+
+def dense(result: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {k: v.to_dense() if v is not None and v.is_sparse else v for k, v in result.items()}
