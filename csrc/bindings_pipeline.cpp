@@ -138,11 +138,14 @@ class LayersObject final : public PythonLayers {
   Result forward(const Boundary& inputs, const std::function<int64_t()>& key, int32_t microbatch,
                  const std::string& action) override {
     const Interpreted::Here here(*interpreted_);
-    const py::tuple result = object(layers_).attr("forward")(
-        inputs.tensors, object(inputs.form->structure), inputs.form->needs_gradient, key, microbatch, action);
+    const py::tuple result = object(layers_).attr("forward")(inputs.tensors, object(inputs.form->structure),
+                                                             inputs.form->needs_gradient, inputs.form->skips,
+                                                             key, microbatch, action);
     auto form =
-        std::make_shared<Form>(Form{opaque(py::object(result[1])), result[2].cast<std::vector<bool>>()});
-    return {{result[0].cast<Tensors>(), std::move(form)}, opaque(py::object(result[3]))};
+        std::make_shared<Form>(Form{opaque(py::object(result[1])), result[2].cast<std::vector<bool>>(),
+                                    result[4].cast<std::vector<std::optional<bool>>>()});
+    return {
+        {result[0].cast<Tensors>(), std::move(form)}, opaque(py::object(result[3])), result[5].cast<bool>()};
   }
 
   Tensors backward(const Opaque& kept, const Tensors& tangents, Tensors& gradients, bool retain,
@@ -191,29 +194,36 @@ std::function<int64_t()> drawn(const std::variant<int64_t, std::function<int64_t
   return [value = std::get<int64_t>(key)] { return value; };
 }
 
-std::shared_ptr<Segment> lowered(int64_t begin, int64_t end, std::shared_ptr<Pass> pass,
+std::shared_ptr<Segment> lowered(int64_t begin, int64_t end, std::vector<int64_t> pops,
+                                 std::vector<int64_t> stashes, std::shared_ptr<Pass> pass,
                                  std::vector<Layout> inputs, std::shared_ptr<Form> takes,
                                  std::shared_ptr<Form> returns, int64_t first_layer, bool draws,
-                                 std::vector<std::optional<Layout>> tangents) {
+                                 bool writes_inputs, std::vector<std::optional<Layout>> tangents) {
   auto segment = std::make_shared<Segment>();
   segment->begin = begin;
   segment->end = end;
+  segment->pops = std::move(pops);
+  segment->stashes = std::move(stashes);
   segment->pass = std::move(pass);
   segment->inputs = std::move(inputs);
   segment->takes = std::move(takes);
   segment->returns = std::move(returns);
   segment->first_layer = first_layer;
   segment->draws = draws;
+  segment->writes_inputs = writes_inputs;
   segment->tangents = std::move(tangents);
   return segment;
 }
 
-std::shared_ptr<Segment> in_python(int64_t begin, int64_t end, py::object layers,
+std::shared_ptr<Segment> in_python(int64_t begin, int64_t end, std::vector<int64_t> pops,
+                                   std::vector<int64_t> stashes, py::object layers,
                                    std::vector<int64_t> parameters, std::vector<int64_t> buffers,
                                    std::shared_ptr<Interpreted> interpreted, bool provisional) {
   auto segment = std::make_shared<Segment>();
   segment->begin = begin;
   segment->end = end;
+  segment->pops = std::move(pops);
+  segment->stashes = std::move(stashes);
   segment->python = std::make_shared<LayersObject>(std::move(layers), std::move(interpreted));
   segment->parameters = std::move(parameters);
   segment->buffers = std::move(buffers);
@@ -221,8 +231,10 @@ std::shared_ptr<Segment> in_python(int64_t begin, int64_t end, py::object layers
   return segment;
 }
 
-using Find =
-    std::function<std::shared_ptr<Segment>(int64_t layer, int32_t microbatch, const Boundary& boundary)>;
+// What is stashed of each skip connection, None if there is nothing or None, and whether it needs a gradient.
+using Stashed = std::vector<std::pair<at::Tensor, bool>>;
+using Find = std::function<std::shared_ptr<Segment>(int64_t layer, int32_t microbatch,
+                                                    const Boundary& boundary, const Stashed& stashed)>;
 using FindInstead =
     std::function<std::shared_ptr<Segment>(py::object origin, int32_t microbatch, const Tensors& tangents)>;
 
@@ -252,10 +264,11 @@ void bind_pipeline(py::module_& m) {
       }),
       py::arg("forward"), py::arg("backward"), py::arg("gradients"));
   py::class_<Form, std::shared_ptr<Form>>(m, "Form")
-      .def(py::init([](py::object structure, std::vector<bool> needs_gradient) {
-             return Form{opaque(std::move(structure)), std::move(needs_gradient)};
+      .def(py::init([](py::object structure, std::vector<bool> needs_gradient,
+                       std::vector<std::optional<bool>> skips) {
+             return Form{opaque(std::move(structure)), std::move(needs_gradient), std::move(skips)};
            }),
-           py::arg("structure"), py::arg("needs_gradient"))
+           py::arg("structure"), py::arg("needs_gradient"), py::arg("skips"))
       .def_property_readonly("structure", [](const Form& form) { return object(form.structure); })
       .def_readonly("needs_gradient", &Form::needs_gradient);
   py::class_<Boundary>(m, "Boundary")
@@ -263,40 +276,54 @@ void bind_pipeline(py::module_& m) {
       .def_property_readonly("form", [](const Boundary& boundary) { return boundary.form; });
   py::class_<Interpreted, std::shared_ptr<Interpreted>>(m, "Interpreted").def(py::init<>());
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
-      .def_static("lowered", &lowered, py::arg("begin"), py::arg("end"), py::arg("run_pass"),
-                  py::arg("inputs"), py::arg("takes"), py::arg("returns"), py::arg("first_layer"),
-                  py::arg("draws"), py::arg("tangents"))
-      .def_static("in_python", &in_python, py::arg("begin"), py::arg("end"), py::arg("layers"),
-                  py::arg("parameters"), py::arg("buffers"), py::arg("interpreted"), py::arg("provisional"))
+      .def_static("lowered", &lowered, py::arg("begin"), py::arg("end"), py::arg("pops"), py::arg("stashes"),
+                  py::arg("run_pass"), py::arg("inputs"), py::arg("takes"), py::arg("returns"),
+                  py::arg("first_layer"), py::arg("draws"), py::arg("writes_inputs"), py::arg("tangents"))
+      .def_static("in_python", &in_python, py::arg("begin"), py::arg("end"), py::arg("pops"),
+                  py::arg("stashes"), py::arg("layers"), py::arg("parameters"), py::arg("buffers"),
+                  py::arg("interpreted"), py::arg("provisional"))
       .def("set_origin",
            [](Segment& segment, py::object origin) { segment.origin = opaque(std::move(origin)); });
   py::class_<Actions>(m, "Actions").def(py::init(&make_actions), py::arg("stages"), py::arg("capacity"));
   // Functions are called, and let go of, by pybind's own wrapper, which takes the GIL.
   py::class_<StagePlan>(m, "StagePlan")
-      .def(py::init([](int64_t num_layers, std::vector<int64_t> parameters, std::vector<int64_t> buffers,
-                       const std::vector<std::vector<std::shared_ptr<Segment>>>& chains,
-                       std::optional<Find> find, std::optional<FindInstead> instead) {
-             StagePlan plan{num_layers, std::move(parameters), std::move(buffers), {}, {}, {}};
-             for (const auto& chain : chains) plan.chains.emplace_back(chain.begin(), chain.end());
-             if (find) plan.find = std::move(*find);
-             if (instead) {
-               plan.instead = [find = std::move(*instead)](const Segment& segment, int32_t microbatch,
-                                                           const Tensors& tangents) {
-                 const py::gil_scoped_acquire gil;
-                 return find(object(segment.origin), microbatch, tangents);
-               };
-             }
-             return plan;
-           }),
-           py::arg("num_layers"), py::arg("parameters"), py::arg("buffers"), py::arg("chains"),
-           py::arg("find") = py::none(), py::arg("instead") = py::none());
+      .def(py::init(
+               [](int64_t num_layers, std::vector<int64_t> parameters, std::vector<int64_t> buffers,
+                  const std::vector<std::tuple<int64_t, int64_t, int64_t, std::optional<double>>>& statistics,
+                  const std::vector<std::vector<std::shared_ptr<Segment>>>& chains, std::optional<Find> find,
+                  std::optional<FindInstead> instead) {
+                 StagePlan plan{num_layers, std::move(parameters), std::move(buffers), {}, {}, {}, {}};
+                 for (const auto& [mean, variance, count, momentum] : statistics)
+                   plan.statistics.push_back({mean, variance, count, momentum});
+                 for (const auto& chain : chains) plan.chains.emplace_back(chain.begin(), chain.end());
+                 if (find) {
+                   plan.find = [find = std::move(*find)](int64_t layer, int32_t microbatch,
+                                                         const Boundary& boundary,
+                                                         const std::vector<Skip>& skips) {
+                     Stashed stashed;
+                     for (const Skip& skip : skips) stashed.emplace_back(skip.tensor, skip.needs_gradient);
+                     return find(layer, microbatch, boundary, stashed);
+                   };
+                 }
+                 if (instead) {
+                   plan.instead = [find = std::move(*instead)](const Segment& segment, int32_t microbatch,
+                                                               const Tensors& tangents) {
+                     const py::gil_scoped_acquire gil;
+                     return find(object(segment.origin), microbatch, tangents);
+                   };
+                 }
+                 return plan;
+               }),
+           py::arg("num_layers"), py::arg("parameters"), py::arg("buffers"), py::arg("statistics"),
+           py::arg("chains"), py::arg("find") = py::none(), py::arg("instead") = py::none());
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
-      .def(py::init([](std::vector<StagePlan> stages, Actions forward, std::optional<Actions> backward,
-                       int num_threads, std::shared_ptr<Form> inputs, std::vector<bool> replicated,
-                       std::optional<std::vector<bool>> expected,
+      .def(py::init([](std::vector<StagePlan> stages, int64_t num_skips, Actions forward,
+                       std::optional<Actions> backward, int num_threads, std::shared_ptr<Form> inputs,
+                       std::vector<bool> replicated, std::optional<std::vector<bool>> expected,
                        std::optional<std::function<std::shared_ptr<Plan>(std::vector<bool>)>> instead,
                        std::optional<std::function<void(const std::vector<Boundary>&)>> check_outputs) {
              auto plan = std::make_shared<Plan>(Plan{std::move(stages),
+                                                     num_skips,
                                                      std::move(forward),
                                                      std::move(backward),
                                                      num_threads,
@@ -309,9 +336,9 @@ void bind_pipeline(py::module_& m) {
              if (check_outputs) plan->check_outputs = std::move(*check_outputs);
              return plan;
            }),
-           py::arg("stages"), py::arg("forward"), py::arg("backward"), py::arg("num_threads"),
-           py::arg("inputs"), py::arg("replicated"), py::arg("expected"), py::arg("instead"),
-           py::arg("check_outputs"))
+           py::arg("stages"), py::arg("num_skips"), py::arg("forward"), py::arg("backward"),
+           py::arg("num_threads"), py::arg("inputs"), py::arg("replicated"), py::arg("expected"),
+           py::arg("instead"), py::arg("check_outputs"))
       // Of a stage and a micro-batch, the layers of each segment, and whether it is lowered: as they were last.
       .def("segments", [](const Plan& plan, int32_t stage, int32_t microbatch) {
         std::vector<std::tuple<int64_t, int64_t, bool>> found;

@@ -49,11 +49,16 @@ MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, const Tensors& parameters
 void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
   GPIPE_CHECK(static_cast<int64_t>(microbatches.size()) == plan_->num_microbatches(), "a plan for ",
               plan_->num_microbatches(), " micro-batches got ", microbatches.size());
-  for (Stage& stage : stages_) {
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    Stage& stage = stages_[i];
     stage.cells = std::vector<Cell>(microbatches.size());
     stage.buffers = stage.module_buffers;
     stage.bound.clear();
+    stage.statistics.clear();
+    for (const Statistics& own : plan_->stages[i].statistics)
+      stage.statistics.push_back(own.begin(stage.buffers));
   }
+  skips_.assign(microbatches.size(), std::vector<Skip>(plan_->num_skips));
   num_inputs_ = microbatches.front().size();
   for (size_t m = 0; m < microbatches.size(); ++m) {
     stages_.front().cells[m].arrived = {std::move(microbatches[m]), plan_->inputs};
@@ -70,11 +75,15 @@ std::vector<Boundary> MiniBatch::take_outputs() {
 
 void MiniBatch::end_forward() {
   at::NoGradGuard no_grad;
-  for (Stage& stage : stages_) {
+  for (size_t index = 0; index < stages_.size(); ++index) {
+    Stage& stage = stages_[index];
+    const std::vector<Statistics>& statistics = plan_->stages[index].statistics;
+    for (size_t i = 0; i < statistics.size(); ++i) statistics[i].end(stage.buffers, stage.statistics[i]);
     for (size_t i = 0; i < stage.buffers.size(); ++i) {
       if (!stage.buffers[i].is_same(stage.module_buffers[i])) stage.module_buffers[i].copy_(stage.buffers[i]);
     }
     stage.buffers.clear();
+    stage.statistics.clear();
     stage.noted.clear();
   }
   note_buffers();
@@ -135,10 +144,14 @@ MiniBatch::Gradients MiniBatch::end_backward() {
   Gradients gradients;
   for (Cell& cell : stages_.front().cells) gradients.inputs.push_back(std::move(cell.input_gradients));
   gradients.parameters.resize(num_parameters_);
-  for (size_t i = 0; i < stages_.size(); ++i) {
+  // Of a parameter that several stages have, the last one's first, as a backward meets them.
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (size_t i = stages_.size(); i-- > 0;) {
     const std::vector<int64_t>& indices = plan_->stages[i].parameters;
     for (size_t j = 0; j < indices.size(); ++j) {
-      gradients.parameters[indices[j]] = std::move(stages_[i].gradients[j]);
+      at::Tensor& sum = gradients.parameters[indices[j]];
+      at::Tensor& own = stages_[i].gradients[j];
+      if (own.defined()) sum = sum.defined() ? at::add(sum, own) : std::move(own);
     }
     stages_[i].gradients.clear();
   }
@@ -163,6 +176,7 @@ void MiniBatch::abandon() {
     }
     if (!kept_) stage.cells.clear();
   }
+  for (std::vector<Skip>& skips : skips_) skips.assign(skips.size(), {});
   phase_ = Phase::idle;
   backward_plan_.reset();
 }
@@ -232,15 +246,86 @@ void MiniBatch::forward(const Action& action, Watch& watch) {
   const StagePlan& plan = plan_->stages[action.stage];
   Stage& stage = stages_[action.stage];
   Cell& cell = stage.cells[action.microbatch];
+  std::vector<Skip>& skips = skips_[action.microbatch];
   Boundary value = std::move(cell.arrived);
   for (int64_t layer = 0; layer < plan.num_layers; layer = cell.links.back().segment->end) {
-    auto segment = plan.segment(action.microbatch, cell.links.size(), layer, value);
+    auto segment = plan.segment(action.microbatch, cell.links.size(), layer, value, skips);
     Link& link = cell.links.emplace_back();
     link.segment = std::move(segment);
-    value = link.segment->python ? forward_in_python(action, stage, link, value)
+    const size_t num_plain = value.tensors.size();
+    value = pop(link, skips, std::move(value));
+    bool writes_inputs = link.segment->writes_inputs;
+    Tensors taken;
+    if (!skips.empty() && (writes_inputs || link.segment->python)) taken = value.tensors;
+    value = link.segment->python ? forward_in_python(action, stage, link, value, writes_inputs)
                                  : forward_lowered(action, stage, link, std::move(value), watch);
+    if (writes_inputs) check_not_stashed(*link.segment, skips, taken, taken.size() - num_plain);
+    value = stash(link, skips, std::move(value));
   }
   cell.outputs = std::move(value);
+}
+
+Boundary MiniBatch::pop(Link& link, std::vector<Skip>& skips, Boundary value) {
+  if (link.segment->pops.empty()) return value;
+  auto form = std::make_shared<Form>(*value.form);
+  for (int64_t number : link.segment->pops) {
+    Skip skip = std::move(skips.at(number));
+    form->skips.push_back(skip.tensor.defined() ? std::optional<bool>(skip.needs_gradient) : std::nullopt);
+    if (skip.tensor.defined()) value.tensors.push_back(std::move(skip.tensor));
+  }
+  link.takes = form;
+  return {std::move(value.tensors), std::move(form)};
+}
+
+Boundary MiniBatch::stash(Link& link, std::vector<Skip>& skips, Boundary outputs) {
+  const std::vector<int64_t>& stashes = link.segment->stashes;
+  if (stashes.empty()) return outputs;
+  link.returns = outputs.form;
+  auto form = std::make_shared<Form>(Form{outputs.form->structure, outputs.form->needs_gradient});
+  size_t next = form->needs_gradient.size();
+  for (size_t i = 0; i < stashes.size(); ++i) {
+    const std::optional<bool>& needs_gradient = outputs.form->skips.at(i);
+    if (needs_gradient) skips.at(stashes[i]) = {std::move(outputs.tensors.at(next++)), *needs_gradient};
+  }
+  outputs.tensors.resize(form->needs_gradient.size());
+  return {std::move(outputs.tensors), std::move(form)};
+}
+
+void MiniBatch::check_not_stashed(const Segment& segment, const std::vector<Skip>& skips,
+                                  const Tensors& taken, size_t num_popped) {
+  std::set<const void*> seen;
+  for (const Skip& skip : skips) {
+    if (skip.tensor.defined()) seen.insert(skip.tensor.storage().unsafeGetStorageImpl());
+  }
+  for (size_t i = taken.size(); i-- > 0;) {
+    const bool is_popped = i + num_popped >= taken.size();
+    const void* storage = taken[i].storage().unsafeGetStorageImpl();
+    GPIPE_CHECK(
+        seen.count(storage) == 0, "layers ", segment.begin, " to ", segment.end - 1,
+        " of the stage change in place what comes to them, and a tensor of shape ", taken[i].sizes(),
+        " of that is stashed, too: whoever pops it would not see the change. Stash a clone, or let the "
+        "layers compute out of place");
+    if (is_popped) seen.insert(storage);
+  }
+}
+
+void MiniBatch::pop_gradients(const Link& link, std::vector<Skip>& skips, Tensors& tangents) {
+  if (!link.returns) return;
+  tangents.resize(link.returns->needs_gradient.size());
+  for (size_t i = 0; i < link.returns->skips.size(); ++i) {
+    if (link.returns->skips[i]) tangents.push_back(std::move(skips[link.segment->stashes[i]].gradient));
+  }
+}
+
+void MiniBatch::stash_gradients(const Link& link, std::vector<Skip>& skips, Tensors& gradients) {
+  if (!link.takes) return;
+  size_t next = link.takes->needs_gradient.size();
+  for (size_t i = 0; i < link.takes->skips.size(); ++i) {
+    if (!link.takes->skips[i]) continue;
+    if (next < gradients.size()) skips[link.segment->pops[i]].gradient = std::move(gradients[next]);
+    ++next;
+  }
+  gradients.resize(std::min(gradients.size(), link.takes->needs_gradient.size()));
 }
 
 Boundary MiniBatch::forward_lowered(const Action& action, Stage& stage, Link& link, Boundary inputs,
@@ -267,8 +352,8 @@ Boundary MiniBatch::forward_lowered(const Action& action, Stage& stage, Link& li
   return outputs;
 }
 
-Boundary MiniBatch::forward_in_python(const Action& action, Stage& stage, Link& link,
-                                      const Boundary& inputs) {
+Boundary MiniBatch::forward_in_python(const Action& action, Stage& stage, Link& link, const Boundary& inputs,
+                                      bool& writes_inputs) {
   const std::shared_ptr<PythonLayers>& layers = link.segment->python;
   const auto is_it = [&](const auto& noted) { return noted.first == layers; };
   if (std::none_of(stage.noted.begin(), stage.noted.end(), is_it))
@@ -284,6 +369,7 @@ Boundary MiniBatch::forward_in_python(const Action& action, Stage& stage, Link& 
   }
   PythonLayers::Result result = layers->forward(inputs, key_, action.microbatch, action.name());
   link.kept = std::move(result.kept);
+  writes_inputs = result.writes_inputs;
   return std::move(result.outputs);
 }
 
@@ -375,12 +461,15 @@ void MiniBatch::backward(const Action& action, Watch& watch) {
     if (!segment.python && segment.pass->backward.program) open(*segment.pass, stage, last, watch);
   }
   if (inputs) {
+    std::vector<Skip>& skips = skips_[action.microbatch];
     Tensors tangents = std::move(cell.tangents);
     for (size_t i = cell.links.size(); i-- > 0;) {
       Link& link = cell.links[i];
+      pop_gradients(link, skips, tangents);
       tangents = link.segment->python
                      ? backward_in_python(action, stage, link, tangents)
                      : backward_lowered(action, stage, link, std::move(tangents), whole || i > 0, watch);
+      stash_gradients(link, skips, tangents);
     }
     cell.input_gradients = std::move(tangents);
   }

@@ -9,6 +9,9 @@
 //   stage 1, cell m   arrived <-+ --1Fm--> [ links ]   kept for 1Bm
 //
 // A link is what a segment, a run of layers, keeps: inputs, buffers, saved tensors and key. Nearly always a stage is one.
+//
+// What a layer stashes for a later one lies with the micro-batch. Whoever pops it comes after a chain of sends that begins
+// after the stash, so it needs no slot of its own.
 #pragma once
 
 #include "engine.h"
@@ -75,6 +78,8 @@ class MiniBatch final : public Work {
     Tensors saved;
     at::Tensor key;
     Opaque kept;  // by layers in Python
+    // Where there are skip connections: how what it took and what it returned was nested.
+    std::shared_ptr<const Form> takes, returns;
   };
   // What one stage holds of one micro-batch. `arrived` and `tangents` are written by its neighbours' workers.
   struct Cell {
@@ -102,6 +107,7 @@ class MiniBatch final : public Work {
     std::vector<const Program*> bound;  // in this run, to the parameters
     Tensors module_buffers;
     Tensors buffers;                        // as the latest micro-batch left them
+    std::vector<Tensors> statistics;        // what running statistics were, by `StagePlan::statistics`
     std::map<size_t, Noted> noted_buffers;  // the module's own that the backward reads, by index
     std::vector<std::pair<std::shared_ptr<PythonLayers>, Opaque>>
         noted;  // state, as of the mini-batch's begin
@@ -119,8 +125,18 @@ class MiniBatch final : public Work {
   static const at::Tensor& find(const Port& port, const Link& link, const Tensors& tangents);
   bool dynamic() const { return static_cast<bool>(plan_->check_outputs); }
   void forward(const Action& action, Watch& watch);
+  // What a segment takes, with what it pops; and what it returns, without what it stashes.
+  static Boundary pop(Link& link, std::vector<Skip>& skips, Boundary value);
+  static Boundary stash(Link& link, std::vector<Skip>& skips, Boundary outputs);
+  // Throws if what a segment wrote is also stashed: a copy of it, where layers alone would write the very same.
+  static void check_not_stashed(const Segment& segment, const std::vector<Skip>& skips, const Tensors& taken,
+                                size_t num_popped);
+  // The gradients of all that it returned, and of all that it took, likewise.
+  static void pop_gradients(const Link& link, std::vector<Skip>& skips, Tensors& tangents);
+  static void stash_gradients(const Link& link, std::vector<Skip>& skips, Tensors& gradients);
   Boundary forward_lowered(const Action& action, Stage& stage, Link& link, Boundary inputs, Watch& watch);
-  Boundary forward_in_python(const Action& action, Stage& stage, Link& link, const Boundary& inputs);
+  Boundary forward_in_python(const Action& action, Stage& stage, Link& link, const Boundary& inputs,
+                             bool& writes_inputs);
   void keep_only(const Pass& pass, const Stage& stage, Link& link) const;
   // A backward, or the next part of one.
   void backward(const Action& action, Watch& watch);
@@ -138,6 +154,7 @@ class MiniBatch final : public Work {
   size_t num_parameters_;
   size_t num_inputs_ = 0;
   std::vector<Stage> stages_;
+  std::vector<std::vector<Skip>> skips_;  // by micro-batch
   Phase phase_ = Phase::idle;
   bool kept_ = false;
   bool retain_ = false;

@@ -9,14 +9,22 @@ bool matches(const Layout& layout, const at::Tensor& tensor) {
 
 }  // namespace
 
-bool Segment::fits(int64_t layer, const Boundary& boundary) const {
+bool Segment::fits(int64_t layer, const Boundary& boundary, const std::vector<Skip>& skips) const {
   if (layer != begin) return false;
   if (python) return !provisional;
-  if (inputs.size() != boundary.tensors.size()) return false;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!matches(inputs[i], boundary.tensors[i])) return false;
+  const Form& form = *boundary.form;
+  if (takes->structure != form.structure || takes->needs_gradient != form.needs_gradient) return false;
+  size_t next = 0;
+  for (const at::Tensor& tensor : boundary.tensors) {
+    if (!matches(inputs.at(next++), tensor)) return false;
   }
-  return takes == boundary.form || *takes == *boundary.form;
+  for (size_t i = 0; i < pops.size(); ++i) {
+    const Skip& skip = skips.at(pops[i]);
+    if (takes->skips[i].has_value() != skip.tensor.defined()) return false;
+    if (!skip.tensor.defined()) continue;
+    if (*takes->skips[i] != skip.needs_gradient || !matches(inputs.at(next++), skip.tensor)) return false;
+  }
+  return true;
 }
 
 bool Segment::expects(const Tensors& arrived) const {
@@ -28,11 +36,12 @@ bool Segment::expects(const Tensors& arrived) const {
 }
 
 std::shared_ptr<const Segment> StagePlan::segment(int32_t microbatch, size_t place, int64_t layer,
-                                                  const Boundary& boundary) const {
+                                                  const Boundary& boundary,
+                                                  const std::vector<Skip>& skips) const {
   Chain& chain = chains.at(microbatch);
-  if (place < chain.size() && (!find || chain[place]->fits(layer, boundary))) return chain[place];
+  if (place < chain.size() && (!find || chain[place]->fits(layer, boundary, skips))) return chain[place];
   chain.resize(place);
-  chain.push_back(find(layer, microbatch, boundary));
+  chain.push_back(find(layer, microbatch, boundary, skips));
   return chain.back();
 }
 

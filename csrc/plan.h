@@ -4,6 +4,7 @@
 #include "actions.h"
 #include "port.h"
 #include "program.h"
+#include "statistics.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -25,16 +26,22 @@ using Opaque = std::shared_ptr<void>;
 struct Form {
   Opaque structure;  // equal ones are the same object, but for those not seen for long
   std::vector<bool> needs_gradient;
-
-  bool operator==(const Form& other) const {
-    return structure == other.structure && needs_gradient == other.needs_gradient;
-  }
+  // Of skip connections, whose tensors come after the others: which need gradients; nothing for None.
+  std::vector<std::optional<bool>> skips = {};
 };
 
-// What crosses into a run of layers for one micro-batch.
+// What crosses into a run of layers, or out of it, for one micro-batch.
 struct Boundary {
   Tensors tensors;
   std::shared_ptr<const Form> form;
+};
+
+// A skip connection of one micro-batch: what one layer stashes and a later one pops. It belongs to no stage: whoever
+// stashes puts it here, whoever pops takes it out, and with the gradient it is the other way round.
+struct Skip {
+  at::Tensor tensor;  // undefined for None
+  bool needs_gradient = false;
+  at::Tensor gradient = {};
 };
 
 // A program and what its inputs and outputs are.
@@ -62,6 +69,7 @@ class PythonLayers {
   struct Result {
     Boundary outputs;
     Opaque kept;  // for the backward
+    bool writes_inputs;
   };
   // `key`: draws the mini-batch's, when first asked.
   virtual Result forward(const Boundary& inputs, const std::function<int64_t()>& key, int32_t microbatch,
@@ -74,12 +82,14 @@ class PythonLayers {
 
 // A run of a stage's layers: lowered, or in Python.
 struct Segment {
-  int64_t begin = 0, end = 0;  // layers, counted within the stage
+  int64_t begin = 0, end = 0;          // layers, counted within the stage
+  std::vector<int64_t> pops, stashes;  // skip connections of the module, in the order of their layers
   // Lowered:
   std::shared_ptr<const Pass> pass;
   std::vector<Layout> inputs;  // what it was lowered for; so the next and the last
   std::shared_ptr<const Form> takes, returns;
   bool draws = false;
+  bool writes_inputs = false;                   // copies of them, since they are not its own
   int64_t first_layer = 0;                      // of its draws
   std::vector<std::optional<Layout>> tangents;  // by output; none where none arrives
   Opaque origin;                                // for its finder to know it by
@@ -89,7 +99,7 @@ struct Segment {
   bool provisional = false;                  // to be looked for again the next time
 
   // Whether it can run what comes to this layer.
-  bool fits(int64_t layer, const Boundary& boundary) const;
+  bool fits(int64_t layer, const Boundary& boundary, const std::vector<Skip>& skips) const;
   // Whether its backward can take these.
   bool expects(const Tensors& arrived) const;
 };
@@ -102,22 +112,26 @@ struct StagePlan {
   // Which of the module's parameters and buffers are the stage's, in the order of its ports.
   std::vector<int64_t> parameters;
   std::vector<int64_t> buffers;
+  std::vector<Statistics> statistics;
   // By micro-batch. As they were last, where what crosses boundaries is known only when it does; used by the stage's
   // worker alone.
   mutable std::vector<Chain> chains;
   // Where it is so: the segment for what comes to a layer, and the one for the gradients that came to a segment's
   // outputs, which recomputes everything. Null where all is known before.
-  std::function<std::shared_ptr<Segment>(int64_t layer, int32_t microbatch, const Boundary&)> find;
+  std::function<std::shared_ptr<Segment>(int64_t layer, int32_t microbatch, const Boundary&,
+                                         const std::vector<Skip>&)>
+      find;
   std::function<std::shared_ptr<Segment>(const Segment&, int32_t microbatch, const Tensors& tangents)>
       instead;
 
   // The segment at a place in a micro-batch's chain.
   std::shared_ptr<const Segment> segment(int32_t microbatch, size_t place, int64_t layer,
-                                         const Boundary& boundary) const;
+                                         const Boundary& boundary, const std::vector<Skip>& skips) const;
 };
 
 struct Plan {
   std::vector<StagePlan> stages;
+  int64_t num_skips;  // skip connections of the module
   Actions forward;
   std::optional<Actions> backward;  // none in inference
   int num_threads;                  // intra-op threads of each stage; programs were lowered for it

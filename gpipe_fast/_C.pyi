@@ -85,7 +85,9 @@ class Pass:
     ) -> None: ...
 
 class Form:
-    def __init__(self, structure: Any, needs_gradient: Sequence[bool]) -> None: ...
+    def __init__(
+        self, structure: Any, needs_gradient: Sequence[bool], skips: Sequence[bool | None]
+    ) -> None: ...
     @property
     def structure(self) -> Any: ...
     @property
@@ -106,18 +108,23 @@ class Segment:
     def lowered(
         begin: int,
         end: int,
+        pops: Sequence[int],
+        stashes: Sequence[int],
         run_pass: Pass,
         inputs: Sequence[Layout],
         takes: Form,
         returns: Form,
         first_layer: int,
         draws: bool,
+        writes_inputs: bool,
         tangents: Sequence[Layout | None],
     ) -> Segment: ...
     @staticmethod
     def in_python(
         begin: int,
         end: int,
+        pops: Sequence[int],
+        stashes: Sequence[int],
         layers: Any,
         parameters: Sequence[int],
         buffers: Sequence[int],
@@ -134,8 +141,9 @@ class StagePlan:
         num_layers: int,
         parameters: Sequence[int],
         buffers: Sequence[int],
+        statistics: Sequence[tuple[int, int, int, float | None]],
         chains: Sequence[Sequence[Segment]],
-        find: Callable[[int, int, Boundary], Segment] | None = None,
+        find: Callable[[int, int, Boundary, Sequence[tuple[Tensor | None, bool]]], Segment] | None = None,
         instead: Callable[[Any, int, Sequence[Tensor | None]], Segment] | None = None,
     ) -> None: ...
 
@@ -143,6 +151,7 @@ class Plan:
     def __init__(
         self,
         stages: Sequence[StagePlan],
+        num_skips: int,
         forward: Actions,
         backward: Actions | None,
         num_threads: int,

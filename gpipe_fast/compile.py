@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
@@ -20,7 +20,7 @@ from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE, Split, split
 from gpipe_fast.stage import Boundary, Modes, Spec, Stage, form_of
 from gpipe_fast.symbolic import Sample, Template, equal
-from gpipe_fast.trace import Joint, Port, Role, buffers_of, trace, trace_symbolic
+from gpipe_fast.trace import Joint, Port, Role, Setting, buffers_of, trace, trace_symbolic
 
 Gradients = dict[int, tuple[int, ...]]  # the strides of those that arrive, by output
 
@@ -110,12 +110,15 @@ class CompiledStage:
         return Segment.lowered(
             begin,
             begin + len(stage.layers),
+            stage.pops,
+            stage.stashes,
             run_pass,
             [Layout(spec.shape, spec.strides, spec.dtype) for spec in self.inputs.tensors],
             form_of(self.inputs),
             form_of(self.outputs),
             stage.first_layer,
             self.draws(),
+            self.traced.joint.writes_inputs,
             [_layout(tangents[i]) if i in tangents else None for i in range(len(self.outputs.tensors))],
         )
 
@@ -137,7 +140,7 @@ def _native(ports: Sequence[Port], buffers: Sequence[int]) -> list[_extension.Po
 def _outputs(joint: Joint) -> Boundary:
     nodes, differentiable = joint.of(Role.OUTPUT), joint.differentiable_outputs()
     specs = tuple(Spec.of(nodes[i].meta["val"], i in differentiable) for i in range(len(nodes)))
-    return Boundary(specs, joint.structure)
+    return Boundary(specs, joint.structure, joint.stashed)
 
 
 @dataclass(frozen=True)
@@ -211,12 +214,15 @@ class Compiler:
         pipelines: list[list[CompiledStage]] = []
         for inputs in microbatches:
             compiled: list[CompiledStage] = []
+            stashed: dict[int, Spec | None] = {}
             for index, stage in enumerate(stages):
+                inputs = inputs.with_skips([stashed.pop(number) for number in stage.pops])
                 traced = self.trace(stage, inputs, ())
                 if isinstance(traced, Untraceable):
                     return Refusal(index, self.blamed(stage, inputs, traced))
                 compiled.append(CompiledStage(stage, inputs, traced))
-                inputs = compiled[-1].outputs
+                inputs, skips = compiled[-1].outputs.apart()
+                stashed.update(zip(stage.stashes, skips, strict=True))
             pipelines.append(compiled)
         joined = _joined([compiled[-1].outputs.tensors for compiled in pipelines])
         for compiled, gradients in zip(pipelines, joined, strict=True):
@@ -234,14 +240,19 @@ class Compiler:
         good, bad = 0, len(stage.layers)
         while bad - good > 1:
             middle = (good + bad) // 2
-            is_bad = isinstance(self.trace(stage.part(0, middle), inputs, ()), Untraceable)
+            part = stage.part(0, middle)
+            is_bad = isinstance(self.trace(part, stage.narrowed(inputs, part), ()), Untraceable)
             good, bad = (good, middle) if is_bad else (middle, bad)
         return replace(untraceable, layer=bad - 1)
 
     def _let_arrive(self, compiled: list[CompiledStage], gradients: Gradients) -> Refusal | None:
         """From the last stage on, tells each in what layout its gradients come, or that they do not."""
+        of_skips: dict[int, tuple[int, ...]] = {}
         for index in reversed(range(len(compiled))):
             before = compiled[index]
+            for place, number in _tensors_of(before.stage.stashes, before.outputs):
+                if number in of_skips:
+                    gradients[place] = of_skips[number]
             arrivals = arrivals_of(before.traced.joint, gradients)
             if arrivals:
                 traced = self.trace(before.stage, before.inputs, arrivals)
@@ -250,6 +261,9 @@ class Compiler:
                 compiled[index] = CompiledStage(before.stage, before.inputs, traced, before.outputs)
             given = compiled[index].traced.joint.of(Role.INPUT_GRADIENT)
             gradients = {i: node.meta["val"].stride() for i, node in given.items()}
+            for place, number in _tensors_of(before.stage.pops, before.inputs):
+                if place in gradients:
+                    of_skips[number] = gradients.pop(place)
         return None
 
     def trace(self, stage: Stage, inputs: Boundary, arrivals: Arrivals) -> Traced | Untraceable:
@@ -282,7 +296,7 @@ class Compiler:
         self, kind: _Kind, stage: Stage, inputs: Boundary, arrivals: Arrivals
     ) -> Joint | Untraceable:
         self.num_traces += 1
-        joint = trace(stage.layers, _examples(inputs), arrivals, inputs.structure)
+        joint = trace(stage.layers, _examples(inputs), arrivals, inputs.structure, _setting(stage, inputs))
         if isinstance(joint, Joint) and len(kind.samples) < 2:
             kind.samples.append(_sample(inputs, arrivals, joint))
         return joint
@@ -306,7 +320,9 @@ class Compiler:
             return None  # PyTorch takes sizes of 0 and 1 for special
         kind.num_attempts += 1
         self.num_traces += 1
-        found = trace_symbolic(stage.layers, _examples(inputs), arrivals, inputs.structure, varying)
+        found = trace_symbolic(
+            stage.layers, _examples(inputs), arrivals, inputs.structure, _setting(stage, inputs), varying
+        )
         if found is None:
             return None
         template = Template(*found)
@@ -318,6 +334,16 @@ class Compiler:
         kind.template = template
         self.num_written += 1
         return joint
+
+
+def _tensors_of(skips: Sequence[int], boundary: Boundary) -> Iterator[tuple[int, int]]:
+    """The places of skip connections among the tensors of a boundary, and their numbers; but for None."""
+    tensors = (number for number, is_tensor in zip(skips, boundary.skips, strict=True) if is_tensor)
+    return enumerate(tensors, boundary.num_plain)
+
+
+def _setting(stage: Stage, inputs: Boundary) -> Setting:
+    return Setting(stage.keys(stage.pops), inputs.skips, stage.keys(stage.stashes), stage.deferred)
 
 
 def _examples(inputs: Boundary) -> list[Tensor]:
@@ -333,6 +359,7 @@ def _kind_of(inputs: Boundary, arrivals: Arrivals) -> Hashable:
     """All but the sizes."""
     return (
         inputs.structure,
+        inputs.skips,
         tuple((len(s.shape), s.dtype, s.device, s.requires_grad) for s in inputs.tensors),
         tuple((i, None if strides is None else layout_of(strides)) for i, strides in arrivals),
     )

@@ -14,8 +14,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node
 
 from gpipe_fast import phase
+from gpipe_fast.batchnorm import deferring
 from gpipe_fast.random import GeneratorStates, KeyedRandomMode, make_key
-from gpipe_fast.stage import Modes, under
+from gpipe_fast.skip import carrying, take
+from gpipe_fast.stage import Modes, Stage, under
 from gpipe_fast.structure import Structure, call, flatten, shared
 from gpipe_fast.trace import parameters_of
 
@@ -25,9 +27,10 @@ class _Arrived:
     """A micro-batch at the first of the layers.
 
     Attributes:
-        tensors: detached.
-        structure: how they are nested.
-        needs_gradient: which tensors do.
+        tensors: detached; those of skip connections last.
+        structure: how the others are nested.
+        needs_gradient: which of the others do.
+        skips: of skip connections, which do; nothing for those that are None.
         key: draws the mini-batch's key.
         microbatch: its number.
     """
@@ -35,8 +38,14 @@ class _Arrived:
     tensors: Sequence[Tensor]
     structure: Structure
     needs_gradient: Sequence[bool]
+    skips: Sequence[bool | None]
     key: Callable[[], int]
     microbatch: int
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, each the root of an autograd graph of its own where it needs a gradient."""
+        needs = (*self.needs_gradient, *(skip for skip in self.skips if skip is not None))
+        return [t.detach().requires_grad_(need) for t, need in zip(self.tensors, needs, strict=True)]
 
 
 class _Noted(NamedTuple):
@@ -66,6 +75,12 @@ class _Run:
     leaves: list[Tensor]
     outputs: list[Tensor]
     structure: Structure
+    stashed: list[Tensor | None]
+    writes_inputs: bool
+
+    def roots(self) -> list[Tensor]:
+        """All that leaves."""
+        return [*self.outputs, *(tensor for tensor in self.stashed if tensor is not None)]
 
 
 @dataclass
@@ -101,27 +116,25 @@ class EagerLayers:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
-        first_layer: int,
+        part: Stage,
         name: str,
         modes: Modes,
         recompute: bool,
-        busy: threading.Lock,
+        busy: threading.RLock,
         on_tangents: Callable[[Sequence[Tensor | None]], None] | None = None,
     ) -> None:
         """Makes one.
 
         Args:
-            layers: to call one after the other.
-            first_layer: index of the first one in the whole model.
+            part: whose layers to call one after the other.
             name: what errors call them.
             modes: PyTorch's global modes to run them under.
             recompute: keep only what comes in, and run them again in the backward.
             busy: held while the layers run.
             on_tangents: is told the gradients that come to the outputs.
         """
-        self._layers = layers
-        self._first_layer = first_layer
+        self._part = part
+        self._layers = part.layers
         self._name = name
         self._modes = modes
         self._recompute = recompute and modes.grad
@@ -151,23 +164,26 @@ class EagerLayers:
         tensors: Sequence[Tensor],
         structure: Structure,
         needs_gradient: Sequence[bool],
+        skips: Sequence[bool | None],
         key: Callable[[], int],
         microbatch: int,
         action: str,
-    ) -> tuple[list[Tensor], Structure, list[bool], _Kept | None]:
+    ) -> tuple[list[Tensor], Structure, list[bool], _Kept | None, list[bool | None], bool]:
         """Runs one micro-batch.
 
         Returns:
-            The outputs detached, how they are nested, which need gradients, and what `backward` needs.
+            The outputs detached, those that are stashed last; how the others are nested and which of them
+            need gradients; what `backward` needs; which that are stashed need gradients, nothing for None;
+            whether inputs were changed in place.
         """
-        arrived = _Arrived(tensors, structure, needs_gradient, key, microbatch)
+        arrived = _Arrived(tensors, structure, needs_gradient, skips, key, microbatch)
         with self._busy, self._blamed(action), phase.entered(checkpointing=self._recompute):
             before = self.note() if self._recompute else []
             generators = GeneratorStates(self._recompute)
             run = self._run(arrived, generators)
-            needed = [output.requires_grad for output in run.outputs]
+            roots = run.roots()
             kept: _Kept | None = None
-            if any(needed):
+            if any(root.requires_grad for root in roots):
                 every = parameters_of(self._layers)
                 parameters = [p for p in every if p.requires_grad]
                 self._check_graph(run, parameters)
@@ -180,7 +196,14 @@ class EagerLayers:
                     generators,
                     [p.data_ptr() for p in parameters],
                 )
-            return [output.detach() for output in run.outputs], shared(run.structure), needed, kept
+            return (
+                [root.detach() for root in roots],
+                shared(run.structure),
+                [output.requires_grad for output in run.outputs],
+                kept,
+                [None if tensor is None else tensor.requires_grad for tensor in run.stashed],
+                run.writes_inputs,
+            )
 
     def backward(
         self,
@@ -220,25 +243,30 @@ class EagerLayers:
 
     def _run(self, arrived: _Arrived, generators: GeneratorStates) -> _Run:
         mode = KeyedRandomMode(
-            lambda: make_key(arrived.key(), arrived.microbatch, self._first_layer), generators
+            lambda: make_key(arrived.key(), arrived.microbatch, self._part.first_layer), generators
         )
         with torch.set_grad_enabled(self._modes.grad), under(self._modes.autocast):
-            leaves = [
-                tensor.requires_grad_() if needs else tensor
-                for tensor, needs in zip(
-                    (t.detach() for t in arrived.tensors), arrived.needs_gradient, strict=True
-                )
-            ]
-            value = arrived.structure.build([_copied(leaf) for leaf in leaves])
-            with mode:
+            leaves = arrived.leaves()
+            copied = [_copied(leaf) for leaf in leaves]
+            versions = [copy._version for copy in copied]
+            copies = iter(copied)
+            value = arrived.structure.build([next(copies) for _ in arrived.needs_gradient])
+            popped = [None if needs is None else next(copies) for needs in arrived.skips]
+            with (
+                carrying(dict(zip(self._part.keys(self._part.pops), popped, strict=True))) as carried,
+                mode,
+                deferring(self._part.deferred),
+            ):
                 for index, layer in enumerate(self._layers):
                     mode.enter_layer(index)
                     value = call(layer, value)
+                stashed = take(carried, self._part.keys(self._part.stashes))
             try:
                 outputs, structure = flatten(value, once=True)
             except TypeError as error:
                 raise TypeError(f"{self._name} returns what cannot be passed on: {error}") from None
-        return _Run(leaves, outputs, structure)
+        writes_inputs = versions != [copy._version for copy in copied]
+        return _Run(leaves, outputs, structure, stashed, writes_inputs)
 
     def _differentiate(
         self,
@@ -254,7 +282,7 @@ class EagerLayers:
         roots = [
             (root, gradient)
             for root, gradient in (
-                *zip(run.outputs, tangents, strict=False),
+                *zip(run.roots(), tangents, strict=False),
                 *((p, so_far.get(id(p))) for p in kept.parameters),
             )
             if gradient is not None and root.requires_grad
@@ -273,7 +301,7 @@ class EagerLayers:
             return
         self._checked = True
         known = {id(tensor) for tensor in (*run.leaves, *parameters)}
-        pending: list[Node] = [o.grad_fn for o in run.outputs if o.grad_fn is not None]
+        pending: list[Node] = [root.grad_fn for root in run.roots() if root.grad_fn is not None]
         seen = set(pending)
         while pending:
             node = pending.pop()

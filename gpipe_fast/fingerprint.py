@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast.skip import Namespace
+
 _PLAIN = (
     bool,
     int,
@@ -44,11 +46,15 @@ class _Identity:
 
 
 class _Walk:
-    """One fingerprint in the making; tensors are numbered by first appearance, so that ties show."""
+    """One fingerprint in the making; tensors are numbered by first appearance, so that ties show.
+
+    So are namespaces of skip connections: which layers share one is all that counts.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[int, int] = {}
         self.modules: dict[int, int] = {}
+        self.namespaces: dict[Namespace, int] = {}
         self.attributes = True  # whether they count
 
     def tensor(self, tensor: Tensor | None) -> Hashable:
@@ -80,6 +86,8 @@ class _Walk:
             return (type(value), frozenset(map(self.attribute, value)))
         if isinstance(value, nn.Module):
             return self.module(value)
+        if isinstance(value, Namespace):
+            return (Namespace, self.namespaces.setdefault(value, len(self.namespaces)))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
             return (type(value), self.attribute(fields))
@@ -100,7 +108,10 @@ class _Walk:
             tuple(
                 (k, self.attribute(v))
                 for k, v in state.items()
-                if k not in _OWN and not _is_empty(v) and (self.attributes or k.endswith("_hooks"))
+                if k not in _OWN
+                and not _is_empty(v)
+                # Plans have the momentum of deferred batch norms.
+                and (self.attributes or k.endswith("_hooks") or k == "momentum")
             ),
             tuple((k, self.module(v)) for k, v in module._modules.items()),
         )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_fast._extension import Interpreted
+from gpipe_fast.batchnorm import check_batch_norms, defer
 from gpipe_fast.compile import budget_of
 from gpipe_fast.lifetime import open_pipeline
 from gpipe_fast.partition import cut_evenly
@@ -20,10 +21,10 @@ from gpipe_fast.planner import Planner, Signature
 from gpipe_fast.random import MinibatchKey, minibatch_key
 from gpipe_fast.recording import Recording, record
 from gpipe_fast.schedule import bubble
+from gpipe_fast.skip import skips_of, verify_skippables
 from gpipe_fast.stage import TURN, Stage
 from gpipe_fast.state import State
 from gpipe_fast.structure import ONE_TENSOR, Inputs
-from gpipe_fast.trace import parameters_of
 
 # What a copy makes anew.
 _NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_planner", "_pipeline", "_interpreted"})
@@ -50,7 +51,8 @@ class GPipe(nn.Module):
             for each stage as far as the batch goes.
         checkpoint: which micro-batches recompute their activations in the backward: ``'always'``,
             ``'except_last'`` or ``'never'``. In eval mode none does.
-        deferred_batch_norm: not there yet.
+        deferred_batch_norm: let batch norm's running statistics be those of the whole mini-batch, taken once;
+            else they are taken from each micro-batch.
         backend: ``'auto'`` lowers layers to C++ programs, and runs those that cannot be traced faithfully in
             Python, in the same schedule, after a warning that names stage, layer and reason; for ``'aten'``
             they are an error; ``'eager'`` runs all layers in Python.
@@ -75,8 +77,7 @@ class GPipe(nn.Module):
         super().__init__()
         self.chunks = chunks
         self.checkpoint = checkpoint
-        if deferred_batch_norm:
-            raise ValueError("deferred_batch_norm=True is not there yet; batch norm counts every micro-batch")
+        self._deferred = bool(deferred_batch_norm)
         if backend not in BACKENDS:
             raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
         self.backend = backend
@@ -89,7 +90,9 @@ class GPipe(nn.Module):
             raise ValueError("module with duplicate children is not supported")
         self.balance = _balance(layers, balance, devices)
         self.devices = _devices(devices, len(self.balance))
-        _refuse_ties_across(layers, self.balance)
+        check_batch_norms(module.named_children(), self._deferred)
+        if self._deferred:
+            defer(layers)
         for name, layer in module.named_children():
             if hasattr(self, name):
                 raise ValueError(f"a layer named {name!r} would hide GPipe's own attribute; rename the layer")
@@ -100,8 +103,9 @@ class GPipe(nn.Module):
         self._begin()
 
     def _begin(self) -> None:
+        verify_skippables(self)
         self._layers = list(self)
-        self._stages = _stages(self._layers, self.balance, self.devices)
+        self._stages = _stages(self._layers, self.balance, self.devices, self._deferred)
         self._planner = Planner(self._stages, self.backend, self._interpreted)
         self._state = State(self._planner.remarks.in_python)
 
@@ -335,25 +339,13 @@ def _devices(devices: Sequence[Device] | None, num_partitions: int) -> list[torc
     return chosen
 
 
-def _refuse_ties_across(layers: Sequence[nn.Module], balance: Sequence[int]) -> None:
-    owner: dict[int, int] = {}
-    first = 0
-    for stage_index, size in enumerate(balance):
-        for parameter in parameters_of(layers[first : first + size]):
-            if owner.setdefault(id(parameter), stage_index) != stage_index:
-                raise ValueError(
-                    f"a parameter of shape {list(parameter.shape)} is shared by stages "
-                    f"{owner[id(parameter)]} and {stage_index}; keep the layers that share it in one stage"
-                )
-        first += size
-
-
 def _stages(
-    layers: Sequence[nn.Module], balance: Sequence[int], devices: Sequence[torch.device]
+    layers: Sequence[nn.Module], balance: Sequence[int], devices: Sequence[torch.device], deferred: bool
 ) -> list[Stage]:
     stages: list[Stage] = []
+    skips = skips_of(layers)
     first = 0
     for size, device in zip(balance, devices, strict=True):
-        stages.append(Stage(layers[first : first + size], first, device))
+        stages.append(Stage(layers[first : first + size], first, device, skips=skips, deferred=deferred))
         first += size
     return stages

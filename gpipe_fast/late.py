@@ -28,6 +28,7 @@ from gpipe_fast._extension import Interpreted, Segment
 from gpipe_fast.compile import CompiledStage, Compiler, Gradients, TooManyTraces, arrivals_of
 from gpipe_fast.eager import EagerLayers
 from gpipe_fast.fingerprint import fingerprint
+from gpipe_fast.plan import Stashed
 from gpipe_fast.refuse import Untraceable
 from gpipe_fast.split import FULL_RECOMPUTE, NO_RECOMPUTE
 from gpipe_fast.stage import TURN, Boundary, Modes, Spec, Stage, intra_op_threads, under
@@ -114,6 +115,7 @@ class LateStage:
         interpreted: Interpreted,
         found: threading.Event,
         report: Report,
+        busy: threading.RLock,
     ) -> None:
         """Makes one.
 
@@ -124,6 +126,8 @@ class LateStage:
             interpreted: of the pipeline.
             found: set when there is something to lower.
             report: called when a layer turns out to run in Python.
+            busy: held by layers while they run in Python, and while they are traced; the same one for stages
+                that share parameters, whose hooks are put aside for backwards.
         """
         self.stage = stage
         self.name = name
@@ -138,8 +142,7 @@ class LateStage:
         self._wanted: dict[tuple[_Place, float], None] = {}
         # In which layouts gradients came last to what a place hands on.
         self._gradients: _Cache[_Place, Gradients] = _Cache()
-        # Held by layers while they run in Python, and while they are traced.
-        self._busy = threading.Lock()
+        self._busy = busy
 
     def blame(self, layer: int, reason: str) -> None:
         """Lets a layer run in Python."""
@@ -147,10 +150,14 @@ class LateStage:
             self.in_python.add(layer)
             self._report(layer, reason)
 
-    def find(self, layer: int, arriving: Boundary, budget: float, modes: Modes) -> Segment:
-        """The segment for what comes to a layer."""
+    def find(
+        self, layer: int, boundary: _extension.Boundary, stashed: Stashed, budget: float, modes: Modes
+    ) -> Segment:
+        """The segment for what comes to a layer, and what is stashed of each skip connection."""
         end = min((p for p in self.in_python if p >= layer), default=len(self.stage.layers))
-        if end == layer:
+        pops = self.stage.part(layer, end).pops
+        arriving = _described(boundary, [stashed[number] for number in pops])
+        if end == layer or arriving is None:
             return self.run_in_python(layer, layer + 1, budget, modes)
         place = _Place(layer, end, arriving, modes, fingerprint(self.stage.layers[layer:end]))
         found = self._lowered.get((place, budget))
@@ -250,8 +257,7 @@ class LateStage:
         found = self._interpreted.get(key)
         if found is None:
             layers = EagerLayers(
-                part.layers,
-                part.first_layer,
+                part,
                 self._named(part),
                 modes,
                 recompute,
@@ -259,7 +265,15 @@ class LateStage:
                 None if place is None else functools.partial(_note, self._gradients, place),
             )
             found = Segment.in_python(
-                begin, end, layers, parameters, buffers, self._workers, place is not None
+                begin,
+                end,
+                part.pops,
+                part.stashes,
+                layers,
+                parameters,
+                buffers,
+                self._workers,
+                place is not None,
             )
             self._interpreted[key] = found
         return found
@@ -287,15 +301,12 @@ class Search:
     budgets: Sequence[float]
     eager: bool
 
-    def find(self, layer: int, microbatch: int, boundary: _extension.Boundary) -> Segment:
-        """The segment for what comes to a layer of the stage."""
+    def find(self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed) -> Segment:
+        """The segment for what comes to a layer of the stage, and what is stashed."""
         budget, end = self.budgets[microbatch], len(self.late.stage.layers)
         if self.eager:
             return self.late.run_in_python(layer, end, budget, self.modes)
-        arriving = _described(boundary)
-        if arriving is None:
-            return self.late.run_in_python(layer, layer + 1, budget, self.modes)
-        return self.late.find(layer, arriving, budget, self.modes)
+        return self.late.find(layer, boundary, stashed, budget, self.modes)
 
     def instead(
         self, origin: tuple[Stage, _Place], microbatch: int, tangents: Sequence[Tensor | None]
@@ -304,13 +315,14 @@ class Search:
         return self.late.lower_instead(origin, tangents)
 
 
-def _described(boundary: _extension.Boundary) -> Boundary | None:
+def _described(boundary: _extension.Boundary, popped: Stashed) -> Boundary | None:
     """What crosses, if it is something that can be traced for."""
     form = boundary.form
     if any(
         type(t) is not Tensor or t.layout is not torch.strided or t.is_conj() or t.is_neg() or t.is_quantized
-        for t in boundary.tensors
+        for t in (*boundary.tensors, *(skip for skip, _ in popped if skip is not None))
     ):
         return None
     specs = (Spec.of(t, needs) for t, needs in zip(boundary.tensors, form.needs_gradient, strict=True))
-    return Boundary(tuple(specs), form.structure)
+    skips = [None if skip is None else Spec.of(skip, needs) for skip, needs in popped]
+    return Boundary(tuple(specs), form.structure).with_skips(skips)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
+from gpipe_fast.batchnorm import Statistics, statistics_of
 from gpipe_fast.compile import CompiledStage
 from gpipe_fast.schedule import Schedule, fill_drain
 from gpipe_fast.split import NO_RECOMPUTE
@@ -73,6 +74,7 @@ def make_plan(
             _extension.StagePlan(*own, of_stage)
             for own, of_stage in zip(_positions(stages), chains, strict=True)
         ],
+        len(stages[0].skips),
         forward,
         backward,
         num_threads,
@@ -85,11 +87,17 @@ def make_plan(
     return Plan(native, schedule, any(stage.draws() for stage in pipelines[0]))
 
 
+# Of each skip connection what is stashed now, if that is a tensor, and whether it needs a gradient.
+Stashed = Sequence[tuple[Tensor | None, bool]]
+
+
 class Finder(Protocol):
     """Finds a stage's segments while they run."""
 
-    def find(self, layer: int, microbatch: int, boundary: _extension.Boundary) -> _extension.Segment:
-        """The segment for what comes to a layer."""
+    def find(
+        self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed
+    ) -> _extension.Segment:
+        """The segment for what comes to a layer, and what is stashed of each skip connection."""
 
     def instead(self, origin: Any, microbatch: int, tangents: Sequence[Tensor | None]) -> _extension.Segment:
         """The one for the gradients that came to the outputs of another; it recomputes everything."""
@@ -131,6 +139,7 @@ def make_late_plan(
             _extension.StagePlan(*own, unknown, finder.find, finder.instead)
             for own, finder in zip(_positions(stages), finders, strict=True)
         ],
+        len(stages[0].skips),
         forward,
         backward,
         num_threads,
@@ -143,8 +152,8 @@ def make_late_plan(
     return Plan(native, schedule, None)
 
 
-def _positions(stages: Sequence[Stage]) -> list[tuple[int, list[int], list[int]]]:
-    """Each stage's number of layers, and where its parameters and buffers are among those of all."""
+def _positions(stages: Sequence[Stage]) -> list[tuple[int, list[int], list[int], list[Statistics]]]:
+    """Each stage's number of layers; where its parameters and buffers are; which of these are statistics."""
     layers = [layer for stage in stages for layer in stage.layers]
     parameters, buffers = _numbered(parameters_of(layers)), _numbered(buffers_of(layers))
     return [
@@ -152,6 +161,7 @@ def _positions(stages: Sequence[Stage]) -> list[tuple[int, list[int], list[int]]
             len(stage.layers),
             [parameters[id(p)] for p in parameters_of(stage.layers)],
             [buffers[id(b)] for b in buffers_of(stage.layers)],
+            statistics_of(stage.layers, buffers_of(stage.layers)) if stage.deferred else [],
         )
         for stage in stages
     ]

@@ -22,6 +22,7 @@ from gpipe_fast.split import FULL_RECOMPUTE
 from gpipe_fast.stage import TURN, Boundary, Modes, Spec, Stage, intra_op_threads, under
 from gpipe_fast.state import State
 from gpipe_fast.structure import Inputs, Structure, cut
+from gpipe_fast.trace import parameters_of
 
 # Signatures whose programs a module remembers.
 _SIGNATURES = 32
@@ -76,8 +77,9 @@ class Planner:
                 interpreted,
                 self._found,
                 functools.partial(self.remarks.add, i, stage),
+                lock,
             )
-            for i, stage in enumerate(stages)
+            for i, (stage, lock) in enumerate(zip(stages, _locks(stages), strict=True))
         ]
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._expected = _Expected()
@@ -312,6 +314,14 @@ def _explain(refusal: Refusal, stages: Sequence[Stage]) -> str:
         layer = stage.layers[untraceable.layer]
         where += f", layer {stage.first_layer + untraceable.layer} ({type(layer).__name__})"
     return f"{where} cannot be traced faithfully: {untraceable.reason}"
+
+
+def _locks(stages: Sequence[Stage]) -> list[threading.RLock]:
+    """One each, or the same for all where stages share parameters."""
+    parameters = [id(p) for stage in stages for p in parameters_of(stage.layers)]
+    if len(set(parameters)) == len(parameters):
+        return [threading.RLock() for _ in stages]
+    return [threading.RLock()] * len(stages)
 
 
 _Cached = TypeVar("_Cached")

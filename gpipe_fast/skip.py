@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -250,7 +251,7 @@ def skippable(
     return decorate
 
 
-def verify_skippables(module: nn.Sequential) -> None:
+def verify_skippables(module: nn.Module) -> None:
     """Checks that each skip tensor is stashed by one layer and popped by one later layer.
 
     Raises:
@@ -299,23 +300,43 @@ class Skip:
         key: its own.
         source: the layer that stashes it.
         target: the layer that pops it.
+        stash_order: its place among all that are stashed.
     """
 
     key: Key
     source: int
     target: int
+    stash_order: int
 
 
 def skips_of(layers: Iterable[nn.Module]) -> list[Skip]:
-    """The skip connections from one layer to another; those within a layer do not show."""
-    waiting: dict[Key, int] = {}
+    """The skip connections from one layer to another, in the order in which they are popped.
+
+    Those within a layer do not show. The layers are as `verify_skippables` wants them.
+    """
+    sources: dict[Key, tuple[int, int]] = {}
     found: list[Skip] = []
+    order = itertools.count()
     for index, layer in enumerate(layers):
         stashes, pops = declared(layer)
         within = set(stashes) & set(pops)
-        found += [Skip(key, waiting.pop(key), index) for key in pops if key not in within]
-        waiting |= {key: index for key in stashes if key not in within}
+        for key in (key for key in pops if key not in within):
+            source, place = sources[key]
+            found.append(Skip(key, source, index, place))
+        sources |= {key: (index, next(order)) for key in stashes if key not in within}
     return found
+
+
+def take(held: dict[Key, Tensor | None], keys: Sequence[Key]) -> list[Tensor | None]:
+    """Takes what layers have left for later ones.
+
+    Raises:
+        RuntimeError: there is something else.
+    """
+    missing = [key.name for key in keys if key not in held]
+    if missing:
+        raise RuntimeError(f"{_quoted(missing)} must be stashed but have not")
+    return [held.pop(key) for key in keys]
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Arena, Form
+from gpipe_fast.skip import Key, Skip
 from gpipe_fast.structure import ONE_TENSOR, Structure, shared
 from gpipe_fast.trace import buffers_of, parameters_of
 
@@ -97,20 +98,43 @@ def under(autocast: Autocast) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses into a stage for one micro-batch.
+    """What crosses into a stage, or out of it, for one micro-batch.
 
     Attributes:
-        tensors: in order.
-        structure: how they are nested, and what is beside them.
+        tensors: in order; those of skip connections last.
+        structure: how the others are nested, and what is beside them.
+        skips: of the skip connections that the stage pops, or stashes, which are tensors, not None.
     """
 
     tensors: tuple[Spec, ...]
     structure: Structure = ONE_TENSOR
+    skips: tuple[bool, ...] = ()
+
+    @property
+    def num_plain(self) -> int:
+        """How many tensors are not of skip connections."""
+        return len(self.tensors) - sum(self.skips)
+
+    def with_skips(self, skips: Sequence[Spec | None]) -> Boundary:
+        """With skip connections, where there were none."""
+        tensors = (*self.tensors, *(spec for spec in skips if spec is not None))
+        return Boundary(tensors, self.structure, tuple(spec is not None for spec in skips))
+
+    def apart(self) -> tuple[Boundary, list[Spec | None]]:
+        """Without them, and these."""
+        of_skips = iter(self.tensors[self.num_plain :])
+        skips = [next(of_skips) if is_tensor else None for is_tensor in self.skips]
+        return Boundary(self.tensors[: self.num_plain], self.structure), skips
 
 
 def form_of(boundary: Boundary) -> Form:
     """How what crosses is nested, and which of it needs gradients, as C++ has it."""
-    return Form(shared(boundary.structure), [spec.requires_grad for spec in boundary.tensors])
+    plain, skips = boundary.apart()
+    return Form(
+        shared(boundary.structure),
+        [spec.requires_grad for spec in plain.tensors],
+        [None if spec is None else spec.requires_grad for spec in skips],
+    )
 
 
 class Stage:
@@ -121,10 +145,20 @@ class Stage:
         first_layer: index of the first one in the whole model.
         device: where they are.
         arena: scratch memory.
+        skips: the skip connections of the whole model.
+        pops: which of them it takes from layers before it, in the order of its own.
+        stashes: which it leaves to layers after it, likewise.
+        deferred: whether batch norm's running statistics wait for the whole mini-batch.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], first_layer: int, device: torch.device, whole: Stage | None = None
+        self,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        device: torch.device,
+        whole: Stage | None = None,
+        skips: Sequence[Skip] = (),
+        deferred: bool = False,
     ) -> None:
         self.layers = list(layers)
         self.first_layer = first_layer
@@ -132,6 +166,14 @@ class Stage:
         self.arena: Arena = Arena() if whole is None else whole.arena
         # Not itself, since such a cycle would keep the memory until the collector comes.
         self._whole = whole
+        self.skips = skips
+        self.deferred = deferred
+        own = range(first_layer, first_layer + len(self.layers))
+        self.pops = [i for i, s in enumerate(skips) if s.target in own and s.source not in own]
+        self.stashes = sorted(
+            (i for i, s in enumerate(skips) if s.source in own and s.target not in own),
+            key=lambda i: skips[i].stash_order,
+        )
 
     @property
     def whole(self) -> Stage:
@@ -140,7 +182,17 @@ class Stage:
 
     def part(self, begin: int, end: int) -> Stage:
         """Some of its layers, which share its memory."""
-        return Stage(self.layers[begin:end], self.first_layer + begin, self.device, self.whole)
+        first = self.first_layer + begin
+        return Stage(self.layers[begin:end], first, self.device, self.whole, self.skips, self.deferred)
+
+    def narrowed(self, arriving: Boundary, part: Stage) -> Boundary:
+        """Of what arrives here, what would arrive at a part with the same first layer."""
+        plain, popped = arriving.apart()
+        return plain.with_skips([s for i, s in zip(self.pops, popped, strict=True) if i in part.pops])
+
+    def keys(self, skips: Sequence[int]) -> list[Key]:
+        """What the layers know some skip connections by."""
+        return [self.skips[i].key for i in skips]
 
     def parameters(self) -> list[int]:
         """Of the parameters of the whole, those that it has, in the order of its ports."""

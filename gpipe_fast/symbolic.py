@@ -12,7 +12,7 @@ operator. For all others its guards are checked, by which PyTorch notes on what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
@@ -112,12 +112,11 @@ class _Writer:
             copy.meta = {**node.meta, "val": self._concrete(value)} if "val" in node.meta else dict(node.meta)
             copies[node] = copy
         module = graph_module(joint.module, graph)
-        return Joint(
-            module,
-            tuple(Node(port, copies[node]) for port, node in joint.inputs),
-            tuple(Node(port, copies[node]) for port, node in joint.outputs),
-            joint.num_layers,
-            joint.structure,
+        return replace(
+            joint,
+            module=module,
+            inputs=tuple(Node(port, copies[node]) for port, node in joint.inputs),
+            outputs=tuple(Node(port, copies[node]) for port, node in joint.outputs),
         )
 
     def _plain(self, argument: Any) -> Any:
@@ -176,7 +175,7 @@ def equal(a: Joint, b: Joint) -> bool:
     def ports(joint: Joint, of: dict[fx.Node, fx.Node] | None) -> list[tuple[Any, fx.Node]]:
         return [(n.port, n.node if of is None else of[n.node]) for n in (*joint.inputs, *joint.outputs)]
 
-    return ports(a, same) == ports(b, None) and a.structure == b.structure
+    return ports(a, same) == ports(b, None) and (a.structure, a.stashed) == (b.structure, b.stashed)
 
 
 def _what(joint: Joint, node: fx.Node) -> Any:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast import aot, phase
 from gpipe_fast.arrival import Arrivals, finish, take_out
+from gpipe_fast.batchnorm import deferring
 from gpipe_fast.fingerprint import snapshot
 from gpipe_fast.random import KeyedRandomMode, UnkeyedRandomOp
 from gpipe_fast.refuse import Untraceable, refuse_graph, refuse_layers
+from gpipe_fast.skip import Key, carrying, take
 from gpipe_fast.structure import ONE_TENSOR, Structure, call, flatten, tuple_of
 
 
@@ -60,6 +62,8 @@ class Joint:
         outputs: forward results, new values of written buffers, gradients; absent gradients are left out.
         num_layers: how many layers were traced; ``node.meta['custom']['layer']`` counts from 0.
         structure: how the last layer's outputs are nested.
+        stashed: which of the stashes are tensors, outputs too, behind the last layer's; the others are None.
+        writes_inputs: whether layers change inputs in place; copies of them, here.
     """
 
     module: fx.GraphModule
@@ -67,6 +71,8 @@ class Joint:
     outputs: tuple[Node, ...]
     num_layers: int
     structure: Structure = ONE_TENSOR
+    stashed: tuple[bool, ...] = ()
+    writes_inputs: bool = False
 
     def of(self, role: Role) -> dict[int, fx.Node]:
         """Nodes of the results (else the placeholders) with this role, by index."""
@@ -78,24 +84,62 @@ class Joint:
         return frozenset(n.port.index for n in self.inputs if n.port.role is Role.TANGENT)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What surrounds the layers of a stage: skip connections into it and out of it, and batch norm's ways.
+
+    Attributes:
+        pops: what its layers take from layers before, in their order.
+        popped: which of these are tensors, inputs too, behind the others; the rest are None.
+        stashes: what they leave to layers after.
+        deferred: whether batch norm's running statistics wait for the whole mini-batch.
+    """
+
+    pops: Sequence[Key] = ()
+    popped: Sequence[bool] = ()
+    stashes: Sequence[Key] = ()
+    deferred: bool = False
+
+
 class _Stage(nn.Module):
     """The layers as one function of (key, inputs) whose results alias nothing."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], takes: Structure, arrivals: Arrivals, copy_inputs: bool
+        self,
+        layers: Sequence[nn.Module],
+        takes: Structure,
+        arrivals: Arrivals,
+        setting: Setting,
+        copy_inputs: bool = False,
     ) -> None:
         super().__init__()
         self.takes = takes
         self.returns = ONE_TENSOR
+        self.setting = setting
+        self.stashed: tuple[bool, ...] = ()
         self.copy_inputs = copy_inputs
         self.layers = nn.ModuleList(layers)
         self.arrivals = arrivals
         self.layer: int | None = None
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        value = (
-            self.takes.build([x.clone() for x in inputs]) if self.copy_inputs else self.takes.build(inputs)
-        )
+        arrived = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
+        setting = self.setting
+        num_plain = len(arrived) - sum(setting.popped)
+        of_skips = iter(arrived[num_plain:])
+        popped = [next(of_skips) if is_tensor else None for is_tensor in setting.popped]
+        with carrying(dict(zip(setting.pops, popped, strict=True))) as carried, deferring(setting.deferred):
+            value = self._run(key, self.takes.build(arrived[:num_plain]))
+            stashed = take(carried, setting.stashes)
+        self.layer = None
+        try:
+            outputs, self.returns = flatten(value, once=True)
+        except TypeError as error:
+            raise _Refused(f"the stage returns what cannot be passed on: {error}") from None
+        self.stashed = tuple(tensor is not None for tensor in stashed)
+        return finish([*outputs, *(tensor for tensor in stashed if tensor is not None)], self.arrivals)
+
+    def _run(self, key: Tensor, value: Any) -> Any:
         mode = KeyedRandomMode(key)
         for index, layer in enumerate(self.layers):
             self.layer = index
@@ -106,12 +150,7 @@ class _Stage(nn.Module):
             for name, tensor in _tensors(layer).items():
                 if held.get(name) is not tensor:
                     raise _Refused(f"its forward replaces the buffer or parameter {name}, a side effect")
-        self.layer = None
-        try:
-            outputs, self.returns = flatten(value, once=True)
-        except TypeError as error:
-            raise _Refused(f"the stage returns what cannot be passed on: {error}") from None
-        return finish(outputs, self.arrivals)
+        return value
 
 
 class _Refused(Exception):
@@ -145,6 +184,7 @@ def trace(
     inputs: Sequence[Tensor],
     arrivals: Arrivals = (),
     takes: Structure | None = None,
+    setting: Setting = Setting(),
 ) -> Joint | Untraceable:
     """Traces one stage for inputs of the given shapes, dtypes, strides and need of gradients.
 
@@ -157,13 +197,14 @@ def trace(
         arrivals: outputs whose gradient arrives in another layout than their own, or never.
         takes: how the inputs are nested in what the first layer is called with; by default it is a tensor, or
             a tuple of several.
+        setting: what surrounds the layers.
     """
     if takes is None:
         takes = ONE_TENSOR if len(inputs) == 1 else tuple_of(len(inputs))
     refusal = refuse_layers(layers)
     if refusal is not None:
         return refusal
-    return _trace(layers, inputs, arrivals, takes, None)[0]
+    return _trace(layers, inputs, arrivals, takes, setting, None)[0]
 
 
 def trace_symbolic(
@@ -171,10 +212,11 @@ def trace_symbolic(
     inputs: Sequence[Tensor],
     arrivals: Arrivals,
     takes: Structure,
+    setting: Setting,
     varying: Sequence[Sequence[bool]],
 ) -> tuple[Joint, aot.Symbols] | None:
     """As `trace`, with symbols for the sizes that ``varying`` names; None if that cannot be done."""
-    joint, symbols = _trace(layers, inputs, arrivals, takes, [(False,), *varying])
+    joint, symbols = _trace(layers, inputs, arrivals, takes, setting, [(False,), *varying])
     return None if isinstance(joint, Untraceable) or symbols is None else (joint, symbols)
 
 
@@ -183,13 +225,14 @@ def _trace(
     inputs: Sequence[Tensor],
     arrivals: Arrivals,
     takes: Structure,
+    setting: Setting,
     varying: Sequence[Sequence[bool]] | None,
 ) -> tuple[Joint | Untraceable, aot.Symbols | None]:
     try:
-        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, copy_inputs=False), varying)
+        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, setting), varying)
     except _ChangesInput:
         # As the first layers of a model change its caller's tensor; a pipeline's input stays as it was.
-        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, copy_inputs=True), varying)
+        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, setting, copy_inputs=True), varying)
 
 
 def _attempt(
@@ -223,7 +266,7 @@ def _attempt(
         layer, _, attribute = changed[0].partition(".")
         return Untraceable(int(layer), f"its forward sets {attribute}, a side effect"), None
     try:
-        return refuse_graph(module) or _read(module, layers, stage.returns), symbols
+        return refuse_graph(module) or _read(module, layers, stage), symbols
     except _Refused as refused:
         return Untraceable(None, str(refused)), None
 
@@ -232,7 +275,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _read(module: fx.GraphModule, layers: Sequence[nn.Module], structure: Structure) -> Joint:
+def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: _Stage) -> Joint:
     """Translates PyTorch's descriptors into ports."""
     names = nn.Module()
     names.layers = nn.ModuleList(layers)
@@ -276,7 +319,15 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module], structure: Struct
     descriptors = result.meta["desc"]
     inputs = [Node(port(n.meta["desc"]), n) for n in module.graph.find_nodes(op="placeholder")]
     outputs = [Node(port(d), n) for n, d in zip(results, descriptors, strict=True) if isinstance(n, fx.Node)]
-    return Joint(module, tuple(inputs), tuple(_unclone(n) for n in outputs), len(layers), structure)
+    return Joint(
+        module,
+        tuple(inputs),
+        tuple(_unclone(n) for n in outputs),
+        len(layers),
+        stage.returns,
+        stage.stashed,
+        stage.copy_inputs,
+    )
 
 
 def _unclone(output: Node) -> Node:
