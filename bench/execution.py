@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.measure import Timing, alternate, report
-from bench.models import blocks, mlp
+from bench.models.gpt import blocks
+from bench.models.mlp import mlp
 from gpipe_fast._extension import Arena
 from gpipe_fast.lower import lower, lower_plainly
 from gpipe_fast.refuse import Untraceable

@@ -10,7 +10,8 @@ import torchgpipe
 from torch import Tensor, nn
 
 from bench.measure import alternate, report
-from bench.models import blocks, mlp
+from bench.models.gpt import blocks
+from bench.models.mlp import mlp
 from bench.peers import Step, looped, off_by
 from gpipe_fast import GPipe
 

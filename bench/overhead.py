@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import RESULTS, Table, Timing, alternate, report
-from bench.models import mlp
+from bench.models.mlp import mlp
 from bench.peers import (
     TOLERANCE,
     Candidate,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import report
-from bench.models import blocks
+from bench.models.gpt import blocks
 from gpipe_fast import GPipe
 from gpipe_fast.recording import Recording
 from gpipe_fast.schedule import TRANSFERS, Action, Kind, fill_drain

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.execution import check, prepare
 from bench.measure import RESULTS, alternate, report
-from bench.models import blocks
+from bench.models.gpt import blocks
 
 PROCESSES = 5  # of each kind, alternating
 

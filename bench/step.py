@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import Table, Timing, alternate, report
-from bench.models import blocks
+from bench.models.gpt import blocks
 from bench.peers import (
     TOLERANCE,
     Candidate,

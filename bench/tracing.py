@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from bench.measure import report
-from bench.models import blocks
+from bench.models.gpt import blocks
 from gpipe_fast.compile import Compiler, Refusal, budget_of
 from gpipe_fast.lower import lower
 from gpipe_fast.refuse import Untraceable

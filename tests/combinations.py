@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from untraceable import WIDTH, Counting, Hooked, Of
 
-from bench.models import Block
+from bench.models.gpt import Block
 from gpipe_fast import is_checkpointing, is_recomputing, replicate
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from bench.models import Block
+from bench.models.gpt import Block
 
 Model, Batch = Callable[[], nn.Sequential], Callable[[int], Tensor]
 

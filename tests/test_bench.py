@@ -17,13 +17,14 @@ from bench import (
     interpreted,
     lengths,
     measure,
-    models,
     overhead,
     peers,
     signature,
     step,
     tracing,
 )
+from bench.models.gpt import blocks
+from bench.models.mlp import mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,7 +67,7 @@ def test_a_report_has_the_machine_and_is_kept(
     assert f"torch {torch.__version__}" in measure.machine()
 
 
-@pytest.mark.parametrize("layers", [models.mlp(8), models.blocks(1, 8, 2)], ids=["mlp", "block"])
+@pytest.mark.parametrize("layers", [mlp(8), blocks(1, 8, 2)], ids=["mlp", "block"])
 def test_execution_checks_its_programs(layers: list[torch.nn.Module]) -> None:
     input = torch.randn(2, 3, 8)
     timings = execution.measure(layers, input, rounds=1, calls=1)
@@ -74,7 +75,7 @@ def test_execution_checks_its_programs(layers: list[torch.nn.Module]) -> None:
 
 
 def test_execution_notices_a_wrong_gradient() -> None:
-    stage, forward, backward = execution.prepare(models.mlp(8), torch.randn(4, 8))
+    stage, forward, backward = execution.prepare(mlp(8), torch.randn(4, 8))
     runs = (stage.program(forward, plain=False), stage.program(backward, plain=False))
     execution.check(stage, [runs])
     stage.tangent.add_(1)  # the programs read it, and so does eager

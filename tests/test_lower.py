@@ -11,7 +11,7 @@ import torch
 from stages import Runner, Values, given, joint_of, run_graphs, saved, unequal
 from torch import Tensor, nn
 
-from bench.models import Block
+from bench.models.gpt import Block
 from gpipe_fast.lower import lower
 from gpipe_fast.split import split
 from gpipe_fast.trace import Port, Role

@@ -1,0 +1,10 @@
+"""A stage so small that all of its time is overhead."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def mlp(width: int = 64) -> list[nn.Module]:
+    """One stage of the overhead benchmark: 2 x (Linear, ReLU)."""
+    return [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
