@@ -1,0 +1,210 @@
+"""AmoebaNet-D, cell by cell; each takes what the two before it return."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Both of shape (batch, channels, height, width): what the cell before returns, and the one before that.
+States = tuple[Tensor, Tensor]
+
+# Makes what keeps the number of channels, and divides height and width by the stride.
+Operation = Callable[[int, int], nn.Module]
+
+
+def _convolution(
+    inputs: int, outputs: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)
+) -> nn.Sequential:
+    padding = (kernel[0] // 2, kernel[1] // 2)
+    return nn.Sequential(
+        nn.ReLU(),
+        nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False),
+        nn.BatchNorm2d(outputs),
+    )
+
+
+def _none(channels: int, stride: int) -> nn.Module:
+    assert stride == 1, stride
+    return nn.Identity()
+
+
+def _conv_1x1(channels: int, stride: int) -> nn.Module:
+    return _convolution(channels, channels, stride=(stride, stride))
+
+
+def _conv_3x3(channels: int, stride: int) -> nn.Module:
+    """Through a quarter of the channels."""
+    narrow = channels // 4
+    return nn.Sequential(
+        *_convolution(channels, narrow),
+        *_convolution(narrow, narrow, (3, 3), (stride, stride)),
+        *_convolution(narrow, channels),
+    )
+
+
+def _conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
+    """Through a quarter of the channels."""
+    narrow = channels // 4
+    return nn.Sequential(
+        *_convolution(channels, narrow),
+        *_convolution(narrow, narrow, (1, 7), (1, stride)),
+        *_convolution(narrow, narrow, (7, 1), (stride, 1)),
+        *_convolution(narrow, channels),
+    )
+
+
+def _max_pool_2x2(channels: int, stride: int) -> nn.Module:
+    return nn.MaxPool2d(2, stride)
+
+
+def _max_pool_3x3(channels: int, stride: int) -> nn.Module:
+    return nn.MaxPool2d(3, stride, padding=1)
+
+
+def _avg_pool_3x3(channels: int, stride: int) -> nn.Module:
+    return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
+
+
+@dataclass(frozen=True)
+class Genotype:
+    """What evolution found.
+
+    Attributes:
+        sums: each of two operations and the states they take. States 0 and 1 are the cell's own, each sum
+            makes one more.
+        returned: the states whose channels the cell returns.
+    """
+
+    sums: tuple[tuple[tuple[int, Operation], tuple[int, Operation]], ...]
+    returned: tuple[int, ...]
+
+
+# In arXiv 1802.01548 a normal cell returns states 4, 5 and 6. In TensorFlow's own AmoebaNet-D
+# (tensorflow/tpu, models/official/amoeba_net) it returns these four, and only so has it the parameters of
+# GPipe's table 1. torchgpipe's benchmarks return them too, but average where 3x3 takes the maximum here.
+NORMAL = Genotype(
+    sums=(
+        ((1, _conv_1x1), (1, _max_pool_3x3)),
+        ((1, _none), (0, _conv_1x7_7x1)),
+        ((0, _conv_1x1), (0, _conv_1x7_7x1)),
+        ((2, _max_pool_3x3), (2, _none)),
+        ((1, _avg_pool_3x3), (5, _conv_1x1)),
+    ),
+    returned=(0, 3, 4, 6),
+)
+REDUCTION = Genotype(
+    sums=(
+        ((0, _max_pool_2x2), (0, _max_pool_3x3)),
+        ((2, _none), (1, _conv_3x3)),
+        ((2, _conv_1x7_7x1), (2, _max_pool_3x3)),
+        ((3, _none), (1, _max_pool_2x2)),
+        ((2, _avg_pool_3x3), (3, _conv_1x1)),
+    ),
+    returned=(4, 5, 6),
+)
+
+
+class FactorizedReduce(nn.Module):
+    """Halves height and width: half of the channels look at the even pixels, half at the odd ones."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.even = nn.Conv2d(inputs, outputs // 2, 1, stride=2, bias=False)
+        self.odd = nn.Conv2d(inputs, outputs // 2, 1, stride=2, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(x)
+        result: Tensor = self.norm(torch.cat((self.even(x), self.odd(x[:, :, 1:, 1:])), dim=1))
+        return result
+
+
+class Cell(nn.Module):
+    """Sums of operations on two states; hands on what it returns and the first of the two.
+
+    Args:
+        genotype: which operations.
+        channels: of each operation.
+        before: channels of the two states.
+        stride: 2 if it halves height and width.
+        halve: whether the second state is twice as high and wide as the first.
+    """
+
+    def __init__(
+        self, genotype: Genotype, channels: int, before: tuple[int, int], stride: int, halve: bool
+    ) -> None:
+        super().__init__()
+        self.genotype = genotype
+        self.reduce_1 = _convolution(before[0], channels)
+        self.reduce_2 = (FactorizedReduce if halve else _convolution)(before[1], channels)
+        self.operations = nn.ModuleList(
+            operation(channels, stride if state < 2 else 1)
+            for pair in genotype.sums
+            for state, operation in pair
+        )
+
+    def forward(self, x: Tensor | States) -> States:
+        first, second = (x, x) if isinstance(x, Tensor) else x
+        states = [self.reduce_1(first), self.reduce_2(second)]
+        operations = iter(self.operations)
+        for (a, _), (b, _) in self.genotype.sums:
+            states.append(next(operations)(states[a]) + next(operations)(states[b]))
+        return torch.cat([states[i] for i in self.genotype.returned], dim=1), first
+
+
+class Classify(nn.Module):
+    """Logits of what the last cell returns."""
+
+    def __init__(self, channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.pool, self.linear = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, num_classes)
+
+    def forward(self, x: States) -> Tensor:
+        result: Tensor = self.linear(self.pool(x[0]).flatten(1))
+        return result
+
+
+def amoebanet_d(num_layers: int, num_filters: int, num_classes: int = 1000) -> nn.Sequential:
+    """AmoebaNet-D (L, D) of the GPipe paper (arXiv 1811.06965, table 1); the cells are of arXiv 1802.01548.
+
+    Takes images of shape (batch, 3, height, width), both of which 32 divides, and returns logits of shape
+    (batch, num_classes). With 1000 classes (18, 208) has 81.5 M parameters, (18, 256) has 122.5 M.
+
+    Args:
+        num_layers: L, normal cells: a third each at an eighth, a sixteenth and a 32nd of height and width.
+            The sequence has six layers more.
+        num_filters: D, four times the channels of the stem, which 8 divides; every reduction doubles them.
+        num_classes: logits.
+
+    Raises:
+        ValueError: 3 does not divide ``num_layers``, or 8 ``num_filters``.
+    """
+    if num_layers % 3 or num_filters % 8:
+        raise ValueError(
+            f"3 must divide num_layers and 8 num_filters, got {num_layers} layers and {num_filters} filters"
+        )
+    channels = num_filters // 4
+    model = OrderedDict[str, nn.Module]()
+    model["stem1"] = nn.Sequential(
+        nn.ReLU(), nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels)
+    )
+    before, halve = (channels, channels), False
+
+    def add(name: str, genotype: Genotype, stride: int) -> None:
+        nonlocal before, halve
+        model[name] = Cell(genotype, channels, before, stride, halve)
+        before, halve = (channels * len(genotype.returned), before[0]), stride == 2
+
+    for name in ("stem2", "stem3", "group1", "reduction1", "group2", "reduction2", "group3"):
+        if name.startswith("group"):
+            for i in range(num_layers // 3):
+                add(f"{name}_cell{i + 1}", NORMAL, 1)
+        else:
+            channels *= 2
+            add(name, REDUCTION, 2)
+    model["classify"] = Classify(before[0], num_classes)
+    return nn.Sequential(model)
