@@ -1,0 +1,101 @@
+"""U-Net as the torchgpipe paper sized it; its long connections are skips between layers."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Generator, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from bench.models.flat import flat
+from gpipe_fast.skip import Namespace, pop, skippable, stash
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    """Hands what arrives to the decoder, and on."""
+
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class PopCat(nn.Module):
+    """Appends the encoder's channels to those that arrive."""
+
+    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
+        skip = yield pop("skip")
+        return torch.cat((x, skip), dim=1)
+
+
+def _convolution(inputs: int, outputs: int, dropout: float) -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            dropout=nn.Dropout2d(dropout),
+            norm=nn.InstanceNorm2d(outputs),
+            relu=nn.LeakyReLU(),
+        )
+    )
+
+
+def _convolutions(channels: Iterable[int], dropout: float) -> nn.Sequential:
+    """From each number of channels to the next."""
+    pairs = enumerate(itertools.pairwise(channels))
+    return nn.Sequential(OrderedDict((f"{i + 1}", _convolution(*pair, dropout)) for i, pair in pairs))
+
+
+def unet(
+    num_convs: int,
+    base_channels: int,
+    depth: int = 5,
+    in_channels: int = 3,
+    out_channels: int = 1,
+    dropout: float = 0.1,
+) -> nn.Sequential:
+    """The simplified U-Net (B, C) of torchgpipe (arXiv 2004.09910), after arXiv 1505.04597.
+
+    Encoder and decoder of three levels, with the channels that each sequence of convolutions goes through::
+
+        3  C  C .. C  ----------------------------------  2C  C/2  C/2 .. C/2  out_channels
+            C  2C  2C .. 2C  ----------------------  4C  C  C .. C
+                2C  4C  4C .. 4C  ----------  8C  2C  2C .. 2C
+                               4C  8C .. 8C  4C
+
+    Takes images of shape (batch, in_channels, height, width), both of which 2**depth divides, and returns
+    logits of shape (batch, out_channels, height, width). (6, 72) has 362.2 M parameters, (5, 64) has 232.7 M.
+
+    Args:
+        num_convs: B, the convolutions of each level; at least 1.
+        base_channels: C, even; every level below has twice as many.
+        depth: levels, and skips.
+        in_channels: of the images.
+        out_channels: of the logits.
+        dropout: share of the channels that each convolution drops in training.
+    """
+    widths = [base_channels << level for level in range(depth)]
+    skips = [Namespace() for _ in widths]
+    model = OrderedDict[str, nn.Module]()
+    for level, (before, width) in enumerate(zip([in_channels, *widths[:-1]], widths, strict=True)):
+        model[f"encoder{level + 1}"] = nn.Sequential(
+            OrderedDict(
+                conv=_convolutions([before] + num_convs * [width], dropout),
+                stash=Stash().isolate(skips[level]),
+                down=nn.MaxPool2d(2),
+            )
+        )
+    bottom = [widths[-1], *(num_convs - 1) * [2 * widths[-1]], widths[-1]]
+    model["bottleneck"] = _convolutions(bottom, dropout)
+    for level, width in reversed([*enumerate(widths)]):
+        model[f"decoder{level + 1}"] = nn.Sequential(
+            OrderedDict(
+                up=nn.Upsample(scale_factor=2),
+                cat=PopCat().isolate(skips[level]),
+                conv=_convolutions([2 * width] + num_convs * [width // 2], dropout),
+            )
+        )
+    model["segment"] = nn.Conv2d(base_channels // 2, out_channels, 1, bias=False)
+    return flat(nn.Sequential(model))
