@@ -177,7 +177,7 @@ def amoebanet_d(num_layers: int, num_filters: int, num_classes: int = 1000) -> n
     Args:
         num_layers: L, normal cells: a third each at an eighth, a sixteenth and a 32nd of height and width.
             The sequence has six layers more.
-        num_filters: D, four times the channels of the stem, which 8 divides; every reduction doubles them.
+        num_filters: D, a multiple of 8: four times the channels of the stem. Every reduction doubles them.
         num_classes: logits.
 
     Raises:
