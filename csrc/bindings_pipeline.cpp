@@ -289,10 +289,19 @@ void bind_pipeline(py::module_& m) {
   py::class_<StagePlan>(m, "StagePlan")
       .def(py::init(
                [](int64_t num_layers, std::vector<int64_t> parameters, std::vector<int64_t> buffers,
+                  std::vector<int64_t> replicas, at::Device device,
                   const std::vector<std::tuple<int64_t, int64_t, int64_t, std::optional<double>>>& statistics,
                   const std::vector<std::vector<std::shared_ptr<Segment>>>& chains, std::optional<Find> find,
                   std::optional<FindInstead> instead) {
-                 StagePlan plan{num_layers, std::move(parameters), std::move(buffers), {}, {}, {}, {}};
+                 StagePlan plan{num_layers,
+                                std::move(parameters),
+                                std::move(buffers),
+                                std::move(replicas),
+                                device,
+                                {},
+                                {},
+                                {},
+                                {}};
                  for (const auto& [mean, variance, count, momentum] : statistics)
                    plan.statistics.push_back({mean, variance, count, momentum});
                  for (const auto& chain : chains) plan.chains.emplace_back(chain.begin(), chain.end());
@@ -314,8 +323,9 @@ void bind_pipeline(py::module_& m) {
                  }
                  return plan;
                }),
-           py::arg("num_layers"), py::arg("parameters"), py::arg("buffers"), py::arg("statistics"),
-           py::arg("chains"), py::arg("find") = py::none(), py::arg("instead") = py::none());
+           py::arg("num_layers"), py::arg("parameters"), py::arg("buffers"), py::arg("replicas"),
+           py::arg("device"), py::arg("statistics"), py::arg("chains"), py::arg("find") = py::none(),
+           py::arg("instead") = py::none());
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def(py::init([](std::vector<StagePlan> stages, int64_t num_skips, Actions forward,
                        std::optional<Actions> backward, int num_threads, std::shared_ptr<Form> inputs,

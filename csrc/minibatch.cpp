@@ -42,6 +42,12 @@ MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, const Tensors& parameters
     Stage& stage = stages_[i];
     // Not the parameters themselves: `p.data = ...` between forward and backward must not reach the backward.
     for (int64_t index : plan.parameters) stage.parameters.push_back(parameters.at(index).tensor_data());
+    for (int64_t position : plan.replicas) {
+      at::Tensor& parameter = stage.parameters.at(position);
+      stage.homes.emplace(position, parameter.device());
+      parameter =
+          parameter.to(parameter.options().device(plan.device), /*non_blocking=*/false, /*copy=*/true);
+    }
     for (int64_t index : plan.buffers) stage.module_buffers.push_back(buffers.at(index));
   }
 }
@@ -151,7 +157,10 @@ MiniBatch::Gradients MiniBatch::end_backward() {
     for (size_t j = 0; j < indices.size(); ++j) {
       at::Tensor& sum = gradients.parameters[indices[j]];
       at::Tensor& own = stages_[i].gradients[j];
-      if (own.defined()) sum = sum.defined() ? at::add(sum, own) : std::move(own);
+      if (!own.defined()) continue;
+      const auto home = stages_[i].homes.find(static_cast<int64_t>(j));
+      if (home != stages_[i].homes.end()) own = own.to(home->second);
+      sum = sum.defined() ? at::add(sum, own) : std::move(own);
     }
     stages_[i].gradients.clear();
   }

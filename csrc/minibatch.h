@@ -104,7 +104,8 @@ class MiniBatch final : public Work {
   };
   struct Stage {
     Tensors parameters;
-    std::vector<const Program*> bound;  // in this run, to the parameters
+    std::map<int64_t, at::Device> homes;  // of those that are replicas
+    std::vector<const Program*> bound;    // in this run, to the parameters
     Tensors module_buffers;
     Tensors buffers;                        // as the latest micro-batch left them
     std::vector<Tensors> statistics;        // what running statistics were, by `StagePlan::statistics`

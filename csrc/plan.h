@@ -112,6 +112,10 @@ struct StagePlan {
   // Which of the module's parameters and buffers are the stage's, in the order of its ports.
   std::vector<int64_t> parameters;
   std::vector<int64_t> buffers;
+  // Of its parameters, those that live on another stage's device. The stage has copies on its own, made anew for every
+  // mini-batch: an update through `p.data` shows nowhere. Their gradients go where the parameters are.
+  std::vector<int64_t> replicas;
+  at::Device device;
   std::vector<Statistics> statistics;
   // By micro-batch. As they were last, where what crosses boundaries is known only when it does; used by the stage's
   // worker alone.

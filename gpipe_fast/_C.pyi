@@ -141,6 +141,8 @@ class StagePlan:
         num_layers: int,
         parameters: Sequence[int],
         buffers: Sequence[int],
+        replicas: Sequence[int],
+        device: torch.device,
         statistics: Sequence[tuple[int, int, int, float | None]],
         chains: Sequence[Sequence[Segment]],
         find: Callable[[int, int, Boundary, Sequence[tuple[Tensor | None, bool]]], Segment] | None = None,

@@ -124,8 +124,16 @@ def make_late_plan(
         check_outputs: raises unless the micro-batches' outputs can be joined.
 
     Raises:
+        RuntimeError: a stage shares a parameter with one on another device.
         ValueError: two stages share a buffer, and one of them could write it.
     """
+    for stage in stages:
+        if _replicas(stage):
+            raise RuntimeError(
+                f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1} share a "
+                f"parameter with layers on another device than their own, {stage.device}: only lowered ones "
+                "can, and here a layer runs in Python; keep the layers that share it in one stage"
+            )
     # In training all buffers may be written, for all that is known.
     writing = any(layer.training for stage in stages for layer in stage.layers)
     _refuse_shared_writes(stages, {i: buffers_of(s.layers) for i, s in enumerate(stages)} if writing else {})
@@ -152,8 +160,15 @@ def make_late_plan(
     return Plan(native, schedule, None)
 
 
-def _positions(stages: Sequence[Stage]) -> list[tuple[int, list[int], list[int], list[Statistics]]]:
-    """Each stage's number of layers; where its parameters and buffers are; which of these are statistics."""
+_Of = tuple[int, list[int], list[int], list[int], torch.device, list[Statistics]]
+
+
+def _positions(stages: Sequence[Stage]) -> list[_Of]:
+    """What a plan has of each stage beside its segments.
+
+    Its number of layers; where its parameters and buffers are among all; which of the parameters it has
+    copies of, and where; which of the buffers are statistics.
+    """
     layers = [layer for stage in stages for layer in stage.layers]
     parameters, buffers = _numbered(parameters_of(layers)), _numbered(buffers_of(layers))
     return [
@@ -161,10 +176,22 @@ def _positions(stages: Sequence[Stage]) -> list[tuple[int, list[int], list[int],
             len(stage.layers),
             [parameters[id(p)] for p in parameters_of(stage.layers)],
             [buffers[id(b)] for b in buffers_of(stage.layers)],
+            _replicas(stage),
+            stage.device,
             statistics_of(stage.layers, buffers_of(stage.layers)) if stage.deferred else [],
         )
         for stage in stages
     ]
+
+
+def _replicas(stage: Stage) -> list[int]:
+    """The parameters that are on the device of another stage, which has them too."""
+    return [i for i, p in enumerate(parameters_of(stage.layers)) if is_elsewhere(p, stage)]
+
+
+def is_elsewhere(parameter: Tensor, stage: Stage) -> bool:
+    """Whether a stage computes with a copy of a parameter."""
+    return parameter.device != stage.device
 
 
 def _actions(

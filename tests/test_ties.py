@@ -8,6 +8,7 @@ from reference import error, loop_step, pipeline_step, unequal
 from torch import Tensor, nn
 from untraceable import Of
 
+import gpipe_fast.plan
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 
@@ -113,3 +114,46 @@ def test_hooks_see_the_whole_gradient_once() -> None:
         handle.remove()
         assert len(seen) == 1
         assert torch.equal(seen[0], model[0].weight.grad)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the last stage be on another device, as far as parameters go that the first one has too."""
+    monkeypatch.setattr(gpipe_fast.plan, "is_elsewhere", lambda p, s: s.first_layer > 0 and p.shape[0] == 11)
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("balance", [[2, 3], [1, 2, 2]], ids=str)
+def test_replicas_on_other_devices(balance: list[int]) -> None:
+    """Gradients go to the one parameter; updates, of whatever sort, reach the copies."""
+    model = language_model()
+    pipe = GPipe(model, balance, chunks=M, backend="aten")
+    for mode in CHECKPOINT_MODES:
+        pipe.checkpoint = mode
+        check(model, pipe, {"0.weight"})
+        with torch.no_grad():
+            model[0].weight.mul_(1.5)
+        check(model, pipe, {"0.weight"})
+        model[0].weight.data.mul_(0.5)  # which no version counter shows
+        check(model, pipe, {"0.weight"})
+        model[0].weight.data = torch.randn(VOCABULARY, WIDTH)
+        check(model, pipe, {"0.weight"})
+
+
+@pytest.mark.usefixtures("apart")
+def test_replicas_are_of_their_forward() -> None:
+    """Other data given to a parameter between forward and backward does not reach the backward."""
+    pipe = GPipe(language_model(), [2, 3], chunks=M, checkpoint="always", backend="aten")
+    pipe(tokens()).square().mean().backward()
+    expected = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    pipe.zero_grad()
+    loss = pipe(tokens()).square().mean()
+    pipe[0].weight.data = torch.zeros(VOCABULARY, WIDTH)
+    loss.backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(pipe.parameters(), expected, strict=True))
+
+
+@pytest.mark.usefixtures("apart")
+def test_layers_in_python_have_no_replicas() -> None:
+    with pytest.raises(RuntimeError, match="layers 2 to 4 share a parameter with layers on another device"):
+        GPipe(language_model(), [2, 3], chunks=M, backend="eager")(tokens())
