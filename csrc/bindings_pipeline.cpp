@@ -307,8 +307,7 @@ void bind_pipeline(py::module_& m) {
                  for (const auto& chain : chains) plan.chains.emplace_back(chain.begin(), chain.end());
                  if (find) {
                    plan.find = [find = std::move(*find)](int64_t layer, int32_t microbatch,
-                                                         const Boundary& boundary,
-                                                         const std::vector<Skip>& skips) {
+                                                         const Boundary& boundary, const Skips& skips) {
                      Stashed stashed;
                      for (const Skip& skip : skips) stashed.emplace_back(skip.tensor, skip.needs_gradient);
                      return find(layer, microbatch, boundary, stashed);

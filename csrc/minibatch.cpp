@@ -1,6 +1,7 @@
 #include "minibatch.h"
 
 #include "check.h"
+#include "skip.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
@@ -64,7 +65,7 @@ void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
     for (const Statistics& own : plan_->stages[i].statistics)
       stage.statistics.push_back(own.begin(stage.buffers));
   }
-  skips_.assign(microbatches.size(), std::vector<Skip>(plan_->num_skips));
+  skips_.assign(microbatches.size(), Skips(plan_->num_skips));
   num_inputs_ = microbatches.front().size();
   for (size_t m = 0; m < microbatches.size(); ++m) {
     stages_.front().cells[m].arrived = {std::move(microbatches[m]), plan_->inputs};
@@ -185,7 +186,7 @@ void MiniBatch::abandon() {
     }
     if (!kept_) stage.cells.clear();
   }
-  for (std::vector<Skip>& skips : skips_) skips.assign(skips.size(), {});
+  for (Skips& skips : skips_) skips.assign(skips.size(), {});
   phase_ = Phase::idle;
   backward_plan_.reset();
 }
@@ -255,86 +256,25 @@ void MiniBatch::forward(const Action& action, Watch& watch) {
   const StagePlan& plan = plan_->stages[action.stage];
   Stage& stage = stages_[action.stage];
   Cell& cell = stage.cells[action.microbatch];
-  std::vector<Skip>& skips = skips_[action.microbatch];
+  Skips& skips = skips_[action.microbatch];
   Boundary value = std::move(cell.arrived);
   for (int64_t layer = 0; layer < plan.num_layers; layer = cell.links.back().segment->end) {
     auto segment = plan.segment(action.microbatch, cell.links.size(), layer, value, skips);
     Link& link = cell.links.emplace_back();
     link.segment = std::move(segment);
     const size_t num_plain = value.tensors.size();
-    value = pop(link, skips, std::move(value));
+    value = pop(*link.segment, skips, std::move(value));
+    if (!link.segment->pops.empty()) link.takes = value.form;
     bool writes_inputs = link.segment->writes_inputs;
     Tensors taken;
     if (!skips.empty() && (writes_inputs || link.segment->python)) taken = value.tensors;
     value = link.segment->python ? forward_in_python(action, stage, link, value, writes_inputs)
                                  : forward_lowered(action, stage, link, std::move(value), watch);
-    if (writes_inputs) check_not_stashed(*link.segment, skips, taken, taken.size() - num_plain);
-    value = stash(link, skips, std::move(value));
+    if (writes_inputs) check_not_stashed(*link.segment, skips, taken, num_plain);
+    if (!link.segment->stashes.empty()) link.returns = value.form;
+    value = stash(*link.segment, skips, std::move(value));
   }
   cell.outputs = std::move(value);
-}
-
-Boundary MiniBatch::pop(Link& link, std::vector<Skip>& skips, Boundary value) {
-  if (link.segment->pops.empty()) return value;
-  auto form = std::make_shared<Form>(*value.form);
-  for (int64_t number : link.segment->pops) {
-    Skip skip = std::move(skips.at(number));
-    form->skips.push_back(skip.tensor.defined() ? std::optional<bool>(skip.needs_gradient) : std::nullopt);
-    if (skip.tensor.defined()) value.tensors.push_back(std::move(skip.tensor));
-  }
-  link.takes = form;
-  return {std::move(value.tensors), std::move(form)};
-}
-
-Boundary MiniBatch::stash(Link& link, std::vector<Skip>& skips, Boundary outputs) {
-  const std::vector<int64_t>& stashes = link.segment->stashes;
-  if (stashes.empty()) return outputs;
-  link.returns = outputs.form;
-  auto form = std::make_shared<Form>(Form{outputs.form->structure, outputs.form->needs_gradient});
-  size_t next = form->needs_gradient.size();
-  for (size_t i = 0; i < stashes.size(); ++i) {
-    const std::optional<bool>& needs_gradient = outputs.form->skips.at(i);
-    if (needs_gradient) skips.at(stashes[i]) = {std::move(outputs.tensors.at(next++)), *needs_gradient};
-  }
-  outputs.tensors.resize(form->needs_gradient.size());
-  return {std::move(outputs.tensors), std::move(form)};
-}
-
-void MiniBatch::check_not_stashed(const Segment& segment, const std::vector<Skip>& skips,
-                                  const Tensors& taken, size_t num_popped) {
-  std::set<const void*> seen;
-  for (const Skip& skip : skips) {
-    if (skip.tensor.defined()) seen.insert(skip.tensor.storage().unsafeGetStorageImpl());
-  }
-  for (size_t i = taken.size(); i-- > 0;) {
-    const bool is_popped = i + num_popped >= taken.size();
-    const void* storage = taken[i].storage().unsafeGetStorageImpl();
-    GPIPE_CHECK(
-        seen.count(storage) == 0, "layers ", segment.begin, " to ", segment.end - 1,
-        " of the stage change in place what comes to them, and a tensor of shape ", taken[i].sizes(),
-        " of that is stashed, too: whoever pops it would not see the change. Stash a clone, or let the "
-        "layers compute out of place");
-    if (is_popped) seen.insert(storage);
-  }
-}
-
-void MiniBatch::pop_gradients(const Link& link, std::vector<Skip>& skips, Tensors& tangents) {
-  if (!link.returns) return;
-  tangents.resize(link.returns->needs_gradient.size());
-  for (size_t i = 0; i < link.returns->skips.size(); ++i) {
-    if (link.returns->skips[i]) tangents.push_back(std::move(skips[link.segment->stashes[i]].gradient));
-  }
-}
-
-void MiniBatch::stash_gradients(const Link& link, std::vector<Skip>& skips, Tensors& gradients) {
-  if (!link.takes) return;
-  size_t next = link.takes->needs_gradient.size();
-  for (size_t i = 0; i < link.takes->skips.size(); ++i) {
-    if (!link.takes->skips[i]) continue;
-    if (next < gradients.size()) skips[link.segment->pops[i]].gradient = std::move(gradients[next]);
-    ++next;
-  }
-  gradients.resize(std::min(gradients.size(), link.takes->needs_gradient.size()));
 }
 
 Boundary MiniBatch::forward_lowered(const Action& action, Stage& stage, Link& link, Boundary inputs,
@@ -470,15 +410,15 @@ void MiniBatch::backward(const Action& action, Watch& watch) {
     if (!segment.python && segment.pass->backward.program) open(*segment.pass, stage, last, watch);
   }
   if (inputs) {
-    std::vector<Skip>& skips = skips_[action.microbatch];
+    Skips& skips = skips_[action.microbatch];
     Tensors tangents = std::move(cell.tangents);
     for (size_t i = cell.links.size(); i-- > 0;) {
       Link& link = cell.links[i];
-      pop_gradients(link, skips, tangents);
+      if (link.returns) pop_gradients(*link.segment, *link.returns, skips, tangents);
       tangents = link.segment->python
                      ? backward_in_python(action, stage, link, tangents)
                      : backward_lowered(action, stage, link, std::move(tangents), whole || i > 0, watch);
-      stash_gradients(link, skips, tangents);
+      if (link.takes) stash_gradients(*link.segment, *link.takes, skips, tangents);
     }
     cell.input_gradients = std::move(tangents);
   }

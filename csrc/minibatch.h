@@ -126,15 +126,6 @@ class MiniBatch final : public Work {
   static const at::Tensor& find(const Port& port, const Link& link, const Tensors& tangents);
   bool dynamic() const { return static_cast<bool>(plan_->check_outputs); }
   void forward(const Action& action, Watch& watch);
-  // What a segment takes, with what it pops; and what it returns, without what it stashes.
-  static Boundary pop(Link& link, std::vector<Skip>& skips, Boundary value);
-  static Boundary stash(Link& link, std::vector<Skip>& skips, Boundary outputs);
-  // Throws if what a segment wrote is also stashed: a copy of it, where layers alone would write the very same.
-  static void check_not_stashed(const Segment& segment, const std::vector<Skip>& skips, const Tensors& taken,
-                                size_t num_popped);
-  // The gradients of all that it returned, and of all that it took, likewise.
-  static void pop_gradients(const Link& link, std::vector<Skip>& skips, Tensors& tangents);
-  static void stash_gradients(const Link& link, std::vector<Skip>& skips, Tensors& gradients);
   Boundary forward_lowered(const Action& action, Stage& stage, Link& link, Boundary inputs, Watch& watch);
   Boundary forward_in_python(const Action& action, Stage& stage, Link& link, const Boundary& inputs,
                              bool& writes_inputs);
@@ -155,7 +146,7 @@ class MiniBatch final : public Work {
   size_t num_parameters_;
   size_t num_inputs_ = 0;
   std::vector<Stage> stages_;
-  std::vector<std::vector<Skip>> skips_;  // by micro-batch
+  std::vector<Skips> skips_;  // by micro-batch
   Phase phase_ = Phase::idle;
   bool kept_ = false;
   bool retain_ = false;

@@ -9,7 +9,7 @@ bool matches(const Layout& layout, const at::Tensor& tensor) {
 
 }  // namespace
 
-bool Segment::fits(int64_t layer, const Boundary& boundary, const std::vector<Skip>& skips) const {
+bool Segment::fits(int64_t layer, const Boundary& boundary, const Skips& skips) const {
   if (layer != begin) return false;
   if (python) return !provisional;
   const Form& form = *boundary.form;
@@ -36,8 +36,7 @@ bool Segment::expects(const Tensors& arrived) const {
 }
 
 std::shared_ptr<const Segment> StagePlan::segment(int32_t microbatch, size_t place, int64_t layer,
-                                                  const Boundary& boundary,
-                                                  const std::vector<Skip>& skips) const {
+                                                  const Boundary& boundary, const Skips& skips) const {
   Chain& chain = chains.at(microbatch);
   if (place < chain.size() && (!find || chain[place]->fits(layer, boundary, skips))) return chain[place];
   chain.resize(place);

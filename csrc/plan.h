@@ -43,6 +43,7 @@ struct Skip {
   bool needs_gradient = false;
   at::Tensor gradient = {};
 };
+using Skips = std::vector<Skip>;  // by number
 
 // A program and what its inputs and outputs are.
 struct PortedProgram {
@@ -99,7 +100,7 @@ struct Segment {
   bool provisional = false;                  // to be looked for again the next time
 
   // Whether it can run what comes to this layer.
-  bool fits(int64_t layer, const Boundary& boundary, const std::vector<Skip>& skips) const;
+  bool fits(int64_t layer, const Boundary& boundary, const Skips& skips) const;
   // Whether its backward can take these.
   bool expects(const Tensors& arrived) const;
 };
@@ -122,15 +123,14 @@ struct StagePlan {
   mutable std::vector<Chain> chains;
   // Where it is so: the segment for what comes to a layer, and the one for the gradients that came to a segment's
   // outputs, which recomputes everything. Null where all is known before.
-  std::function<std::shared_ptr<Segment>(int64_t layer, int32_t microbatch, const Boundary&,
-                                         const std::vector<Skip>&)>
+  std::function<std::shared_ptr<Segment>(int64_t layer, int32_t microbatch, const Boundary&, const Skips&)>
       find;
   std::function<std::shared_ptr<Segment>(const Segment&, int32_t microbatch, const Tensors& tangents)>
       instead;
 
   // The segment at a place in a micro-batch's chain.
   std::shared_ptr<const Segment> segment(int32_t microbatch, size_t place, int64_t layer,
-                                         const Boundary& boundary, const std::vector<Skip>& skips) const;
+                                         const Boundary& boundary, const Skips& skips) const;
 };
 
 struct Plan {
