@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
@@ -12,8 +12,19 @@ import torch
 from torch import nn
 
 from gpipe_fast._extension import Interpreted
+from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
+from gpipe_fast.arguments import (
+    Device,
+    check_inputs,
+    check_module,
+    checked_balance,
+    checked_chunks,
+    checked_devices,
+    checked_mode,
+)
 from gpipe_fast.batchnorm import check_batch_norms, defer
 from gpipe_fast.compile import budget_of
+from gpipe_fast.container import Container
 from gpipe_fast.lifetime import open_pipeline
 from gpipe_fast.partition import cut_evenly
 from gpipe_fast.plan import Plan
@@ -30,11 +41,9 @@ from gpipe_fast.structure import ONE_TENSOR, Inputs
 _NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_planner", "_pipeline", "_interpreted"})
 
 BACKENDS = ("auto", "aten", "eager")
-CHECKPOINT_MODES = ("always", "except_last", "never")
-Device = torch.device | int | str
 
 
-class GPipe(nn.Module):
+class GPipe(Container):
     """Trains a sequence of layers as a pipeline of stages over micro-batches.
 
     The numbers are those of ``torch.cat([module(c) for c in x.chunk(chunks)])``: outputs, gradients and
@@ -66,38 +75,32 @@ class GPipe(nn.Module):
     def __init__(
         self,
         module: nn.Sequential,
-        balance: Sequence[int] | None = None,
+        balance: Iterable[int] | None = None,
         *,
-        devices: Sequence[Device] | None = None,
+        devices: Iterable[Device] | None = None,
         chunks: int | Literal["auto"] = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        # Checked in torchgpipe's order, then what is ours; nothing of the module is touched before.
         self.chunks = chunks
         self.checkpoint = checkpoint
+        check_module(module)
+        wanted = None if devices is None else [torch.device(device) for device in devices]
+        self.balance = _balance(list(module), balance, wanted)
+        self.devices = checked_devices(wanted, len(self.balance))
         self._deferred = bool(deferred_batch_norm)
+        check_batch_norms(module.named_children(), self._deferred)
         if backend not in BACKENDS:
             raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
         self.backend = backend
         self.threads_per_stage = None
         self._warned = False
-        if not isinstance(module, nn.Sequential):
-            raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
-        layers = list(module)
-        if len({id(layer) for layer in layers}) != len(layers):
-            raise ValueError("module with duplicate children is not supported")
-        self.balance = _balance(layers, balance, devices)
-        self.devices = _devices(devices, len(self.balance))
-        check_batch_norms(module.named_children(), self._deferred)
+        self._adopt(module)
         if self._deferred:
-            defer(layers)
-        for name, layer in module.named_children():
-            if hasattr(self, name):
-                raise ValueError(f"a layer named {name!r} would hide GPipe's own attribute; rename the layer")
-            self.add_module(name, layer)
-        self.train(module.training)
+            defer(self)
         self._interpreted = Interpreted()
         self._pipeline = open_pipeline(max(1, len(self.balance)), self._interpreted)
         self._begin()
@@ -121,35 +124,29 @@ class GPipe(nn.Module):
 
     @property
     def chunks(self) -> int | Literal["auto"]:
-        """Micro-batches per mini-batch, or 'auto': four a stage, as far as the batch goes. May be set."""
+        """Micro-batches per mini-batch, or 'auto': four a stage, as far as the batch goes; may be set.
+
+        Raises:
+            ValueError: when set to something else, and stays as it was.
+        """
         return self._chunks
 
     @chunks.setter
     def chunks(self, chunks: int | Literal["auto"]) -> None:
-        if chunks == "auto":
-            self._chunks: int | Literal["auto"] = "auto"
-            return
-        try:
-            number = int(chunks)
-        except (TypeError, ValueError):
-            number = 0
-        if number <= 0:
-            raise ValueError(f"number of chunks must be positive integer or 'auto', got {chunks!r}")
-        self._chunks = number
+        self._chunks = checked_chunks(chunks)
 
     @property
     def checkpoint(self) -> str:
-        """Which micro-batches recompute: 'always', 'except_last' or 'never'; may be set between calls."""
+        """Which micro-batches recompute: 'always', 'except_last' or 'never'; may be set between calls.
+
+        Raises:
+            ValueError: when set to something else, and stays as it was.
+        """
         return self._checkpoint
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
-        mode = str(checkpoint)
-        if mode not in CHECKPOINT_MODES:
-            raise ValueError(
-                f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}"
-            )
-        self._checkpoint = mode
+        self._checkpoint = checked_mode(checkpoint)
 
     @property
     def threads_per_stage(self) -> int | None:
@@ -164,20 +161,6 @@ class GPipe(nn.Module):
         if threads is not None and (not isinstance(threads, int) or threads <= 0):
             raise ValueError(f"threads_per_stage must be a positive integer or None, got {threads!r}")
         self._threads_per_stage = threads
-
-    def __len__(self) -> int:
-        """The number of layers."""
-        return len(self._modules)
-
-    def __getitem__(self, index: int) -> nn.Module:
-        """A layer by position; negative positions count from the end."""
-        if not isinstance(index, int):
-            raise TypeError(f"layers are indexed by integers, got {type(index).__name__}")
-        return list(self)[index]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        """The layers in order."""
-        return self.children()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch.
@@ -272,38 +255,8 @@ class GPipe(nn.Module):
         return budget_of(training and recompute[0]), budget_of(training and recompute[1])
 
 
-def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
-    """Refuses what cannot be cut into micro-batches, or is elsewhere than the first stage.
-
-    Raises:
-        TypeError: there is no tensor.
-        ValueError: the tensors do not fit.
-    """
-    for tensor, whole in zip(inputs.tensors, inputs.replicated, strict=True):
-        if tensor.dim() == 0 and not whole:
-            raise ValueError(
-                "the input has no dimension to cut into micro-batches, got a 0-dimensional tensor; wrap it "
-                "in gpipe_fast.replicate(...) to give it whole to every micro-batch"
-            )
-        if devices and tensor.device != devices[0]:
-            raise ValueError(
-                f"the input must be on the first stage's device {devices[0]}, got {tensor.device}"
-            )
-    if not inputs.tensors:
-        raise TypeError(f"expected Tensor, but got {type(inputs.structure.build([]))}")
-    parts = [x for x, whole in zip(inputs.tensors, inputs.replicated, strict=True) if not whole]
-    if not parts:
-        raise ValueError("there is nothing to cut into micro-batches: all tensors are replicated")
-    if len(parts) > 1 and any(tensor.size(0) != parts[0].size(0) for tensor in parts):
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in parts)
-        raise ValueError(
-            f"the inputs must have the same batch size, their first dimension; got {shapes}; what is not cut "
-            "belongs into gpipe_fast.replicate(...)"
-        )
-
-
 def _balance(
-    layers: Sequence[nn.Module], balance: Sequence[int] | None, devices: Sequence[Device] | None
+    layers: Sequence[nn.Module], balance: Iterable[int] | None, devices: Sequence[Device] | None
 ) -> list[int]:
     if balance is None:
         wanted = len(devices) if devices is not None else os.cpu_count() or 1
@@ -311,32 +264,7 @@ def _balance(
             return []
         costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         return cut_evenly(costs, max(1, min(wanted, len(layers))))
-    sizes = list(balance)
-    if sum(sizes) != len(layers):
-        raise ValueError(
-            f"module and sum of balance have different length (module: {len(layers)}, "
-            f"sum of balance: {sum(sizes)}); balance says how many layers each stage takes"
-        )
-    if any(size <= 0 for size in sizes):
-        raise ValueError(f"all balance numbers must be positive integer (balance: {sizes})")
-    return sizes
-
-
-def _devices(devices: Sequence[Device] | None, num_partitions: int) -> list[torch.device]:
-    if devices is None:
-        return [torch.device("cpu")] * num_partitions
-    if len(devices) < num_partitions:
-        raise IndexError(
-            "too few devices to hold given partitions "
-            f"(devices: {len(devices)}, partitions: {num_partitions})"
-        )
-    chosen = [torch.device(d) for d in devices][:num_partitions]
-    others = sorted({str(d) for d in chosen if d.type != "cpu"})
-    if others:
-        raise ValueError(
-            f"stages run on the CPU only so far, got devices {', '.join(others)}; pass devices=None"
-        )
-    return chosen
+    return checked_balance(balance, len(layers))
 
 
 def _stages(

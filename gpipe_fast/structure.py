@@ -108,8 +108,8 @@ def flatten(value: object, *, once: bool = False) -> tuple[list[Tensor], Structu
 def _constant(leaf: object) -> Constant:
     if not isinstance(leaf, _CONSTANTS):
         raise TypeError(
-            f"expected Tensor, but got {type(leaf)}; tensors may be nested in tuples, lists and dicts, "
-            "beside None, bools, numbers and strings"
+            f"expected Tensor, but got {type(leaf).__name__}; tensors may be nested in tuples, lists and "
+            "dicts, beside None, bools, numbers and strings"
         )
     return Constant(type(leaf), repr(leaf), leaf)
 

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.gpipe import GPipe, check_inputs
+from gpipe_fast.arguments import check_inputs
+from gpipe_fast.gpipe import GPipe
 from gpipe_fast.random import keyed_rng
 from gpipe_fast.structure import ONE_TENSOR, Inputs, cut, flatten
 

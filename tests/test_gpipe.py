@@ -196,7 +196,7 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         lambda: GPipe(mlp(), [5], chunks="x"),
     ),  # type: ignore[arg-type]
     (ValueError, "backend is not one of 'auto', 'aten', 'eager', got 'c'", lambda: GPipe(mlp(), backend="c")),
-    (TypeError, "expected Tensor, but got <class 'int'>", lambda: GPipe(mlp(), [5])(3)),
+    (TypeError, "expected Tensor, but got int", lambda: GPipe(mlp(), [5])(3)),
     (ValueError, "has no dimension to cut", lambda: GPipe(mlp(), [5])(torch.tensor(1.0))),
 ]
 

@@ -158,7 +158,7 @@ def test_refuses_what_is_no_tensor() -> None:
     result = trace([Apply(lambda self, x: {x})], [X])
     assert isinstance(result, Untraceable)
     assert result.reason.startswith(
-        "the stage returns what cannot be passed on: expected Tensor, but got <class 'set'>"
+        "the stage returns what cannot be passed on: expected Tensor, but got set"
     )
 
 

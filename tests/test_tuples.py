@@ -219,9 +219,9 @@ ERRORS: dict[str, tuple[type[Exception], str, object]] = {
         r"same batch size, their first dimension; got \[8, 6\], \[3, 6\]",
         (features(8), features(3)),
     ),
-    "not a tensor": (TypeError, "expected Tensor, but got <class 'set'>", (features(), {3})),
-    "nothing": (TypeError, "expected Tensor, but got <class 'tuple'>", ()),
-    "no tensor": (TypeError, "expected Tensor, but got <class 'list'>", [3, None]),
+    "not a tensor": (TypeError, "expected Tensor, but got set", (features(), {3})),
+    "nothing": (TypeError, "expected Tensor, but got tuple", ()),
+    "no tensor": (TypeError, "expected Tensor, but got list", [3, None]),
 }
 
 

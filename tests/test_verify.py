@@ -375,7 +375,7 @@ def test_a_table_for_a_reader() -> None:
 
 PIPE_ERRORS: dict[str, tuple[type[Exception], str, object, object, object]] = {
     "a plain model": (TypeError, "verify compares a GPipe .*, got Sequential", mlp(), features(), squares),
-    "no tensor": (TypeError, "expected Tensor, but got <class 'list'>", None, [1.0], squares),
+    "no tensor": (TypeError, "expected Tensor, but got list", None, [1.0], squares),
     "no batch": (ValueError, "no dimension to cut", None, torch.zeros(()), squares),
     "batch sizes": (ValueError, "same batch size", None, (features(8), features(3)), squares),
     "no function": (TypeError, "loss_fn must be a function .*, got Tensor", None, features(), torch.ones(2)),
