@@ -53,9 +53,9 @@ class GPipe(Container):
         loss_fn(model(x), y).backward()
 
     Args:
-        module: the layers; they are not copied.
+        module: the layers; they are not copied, and moved to the devices of their stages.
         balance: layers per partition; by default an even cut by parameter count into one partition a device.
-        devices: one for each partition; by default CPU stages.
+        devices: one for each partition, what is left over is dropped; by default CPU stages.
         chunks: micro-batches per mini-batch, which is cut as ``Tensor.chunk`` cuts it; or ``'auto'``, four
             for each stage as far as the batch goes.
         checkpoint: which micro-batches recompute their activations in the backward: ``'always'``,
@@ -67,8 +67,9 @@ class GPipe(Container):
             they are an error; ``'eager'`` runs all layers in Python.
 
     Raises:
-        TypeError: ``module`` is not a ``Sequential``.
-        ValueError: ``balance``, ``chunks`` or ``checkpoint`` does not fit.
+        TypeError: ``module`` is not a ``Sequential``, or its skip connections do not match.
+        ValueError: ``balance``, ``chunks`` or ``checkpoint`` does not fit, or a layer is there twice or has a
+            name that is taken here.
         IndexError: there are fewer devices than partitions.
     """
 

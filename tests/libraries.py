@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -35,13 +34,11 @@ class Library(NamedTuple):
     @contextlib.contextmanager
     def fails(self, *errors: type[BaseException]) -> Iterator[None]:
         """A block that our library passes, and that torchgpipe does not: it raises one of these."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* runs in Python")
-            if self is OURS:
-                yield
-                return
-            with pytest.raises(errors):
-                yield
+        if self is OURS:
+            yield
+            return
+        with pytest.raises(errors):
+            yield
 
 
 OURS = Library(gpipe_fast, gpipe_fast.skip)
@@ -63,7 +60,7 @@ class Of(nn.Module):
 
 
 class Noting(nn.Module):
-    """A linear layer that notes what it is called for, and can be told to fail.
+    """A linear layer that keeps the first column, notes what it is called for, and can be told to fail.
 
     Attributes:
         seen: of each call whether it was a forward, "F", "C" where it is recomputed later, or that recompute,
@@ -86,8 +83,7 @@ class Noting(nn.Module):
         error = self.fails(phase, first)
         if error is not None:
             raise error
-        y: Tensor = self.linear(x)
-        return y
+        return torch.cat([x[:, :1], self.linear(x)[:, 1:]], 1)
 
     @property
     def phases(self) -> str:
