@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
+from gpipe_fast.arguments import elsewhere
 from gpipe_fast.batchnorm import Statistics, statistics_of
 from gpipe_fast.compile import CompiledStage
 from gpipe_fast.schedule import Schedule, fill_drain
@@ -191,7 +192,7 @@ def _replicas(stage: Stage) -> list[int]:
 
 def is_elsewhere(parameter: Tensor, stage: Stage) -> bool:
     """Whether a stage computes with a copy of a parameter."""
-    return parameter.device != stage.device
+    return elsewhere(parameter.device, stage.device)
 
 
 def _actions(
