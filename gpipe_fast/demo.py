@@ -20,7 +20,7 @@ from gpipe_fast.demo_report import compare, draw_step
 from gpipe_fast.demo_text import Text, load, spread, windows
 from gpipe_fast.demo_train import Training, cross_entropy, generate, held_out_loss
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.partition import cut_evenly
+from gpipe_fast.partition import balance_by_cost
 
 FOLDER = Path("build/demo")
 PROMPT = b"def "
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(args.seed)
 
     layers = gpt(args.width, args.layers, args.heads, args.length, args.dropout)
-    balance = cut_evenly([sum(p.numel() for p in layer.parameters()) for layer in layers], args.stages)
+    balance = balance_by_cost(args.stages, [sum(p.numel() for p in layer.parameters()) for layer in layers])
     model = GPipe(layers, balance, chunks=args.chunks, checkpoint=args.checkpoint)
     training = Training(model, args)
     _describe(args, model, text)

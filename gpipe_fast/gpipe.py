@@ -26,7 +26,7 @@ from gpipe_fast.batchnorm import check_batch_norms, defer
 from gpipe_fast.compile import budget_of
 from gpipe_fast.container import Container
 from gpipe_fast.lifetime import open_pipeline
-from gpipe_fast.partition import cut_evenly
+from gpipe_fast.partition import balance_by_cost
 from gpipe_fast.plan import Plan
 from gpipe_fast.planner import Planner, Signature
 from gpipe_fast.random import MinibatchKey, minibatch_key
@@ -264,7 +264,7 @@ def _balance(
         if not layers:
             return []
         costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        return cut_evenly(costs, max(1, min(wanted, len(layers))))
+        return balance_by_cost(max(1, min(wanted, len(layers))), costs)
     return checked_balance(balance, len(layers))
 
 
