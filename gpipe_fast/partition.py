@@ -119,7 +119,7 @@ class _Starts:
         best_k[n] = min over j of best_{k-1}[j] + f(before[n] - before[j])
 
     f is the square, and beyond the bound so much more that no cut within it can be worse. It is convex, so
-    where ``before`` never falls the best j never falls with n either: that of the middle n halves what is left.
+    where ``before`` never falls the best j never falls with n either: a row's middle halves the search.
 
     Args:
         before: what all layers before each one cost, and what all cost.
