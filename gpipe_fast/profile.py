@@ -68,7 +68,7 @@ def profile_layers(
     """Measures each layer on a copy of it, in train mode; one copy at a time is on the device.
 
     All layers take turns, round after round, so that a slow spell of the machine meets them all. A first
-    round counts bytes and operations, and warms up. Parameters, buffers, gradients, the sample and PyTorch's
+    round counts bytes and operations. Parameters, buffers, gradients, the sample and PyTorch's
     random state are afterwards what they were::
 
         print(table(profile_layers(model, torch.randn(128, 3, 224, 224), chunks=8)))

@@ -114,12 +114,17 @@ class Visit:
         )
 
     def times(self, seconds: float) -> list[Seconds]:
-        """Runs for about so long, at least once; the first run warms up if others follow."""
+        """Runs for about so long, at least once.
+
+        One run more comes first and is dropped: it warms up, and makes the gradients that later ones add to,
+        as all micro-batches but one do.
+        """
         found: list[Seconds] = []
         begun = perf_counter()
+        self._time()
         while not found or perf_counter() - begun < seconds:
             found.append(self._time())
-        return found[1:] or found
+        return found
 
     def _time(self) -> Seconds:
         value, popped = self._inputs()
