@@ -6,6 +6,7 @@ import argparse
 import importlib
 
 BENCHMARKS = {
+    "balance": "steps under the balance found by time against those under every other balance",
     "census": "every model of torchvision against the plain loop: native layers, equal gradients",
     "draws": "keyed random draws against PyTorch's own",
     "engine": "steps of empty programs against bare hand-overs between threads",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -38,6 +39,27 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Ratio:
+    """The median of ratios that were taken in pairs, and its 95% confidence interval, bootstrapped."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ours: Sequence[float], theirs: Sequence[float], resamples: int = 2000) -> Ratio:
+        """Of two candidates' samples, each pair from one round."""
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        generator = random.Random(0)
+        medians = [statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(resamples)]
+        cuts = statistics.quantiles(medians, n=40)
+        return cls(statistics.median(ratios), cuts[0], cuts[-1])
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
 class Table:
     """A further table of a report, under a heading of its own."""
 
@@ -58,7 +80,14 @@ def alternate(
         calls: calls per sample.
         pause: seconds before each sample, in which threads of the candidate before stop spinning.
     """
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    return {name: timing(times) for name, times in samples(candidates, rounds, calls, pause).items()}
+
+
+def samples(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, pause: float = 0.0
+) -> dict[str, list[float]]:
+    """Microseconds per call, of each round, as `alternate` takes them."""
+    found: dict[str, list[float]] = {name: [] for name in candidates}
     for round_index in range(rounds + 1):
         for name, candidate in candidates.items():
             if pause:
@@ -67,11 +96,12 @@ def alternate(
             for _ in range(calls):
                 candidate()
             if round_index:
-                samples[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {name: _timing(times) for name, times in samples.items()}
+                found[name].append((time.perf_counter() - start) / calls * 1e6)
+    return found
 
 
-def _timing(times: Sequence[float]) -> Timing:
+def timing(times: Sequence[float]) -> Timing:
+    """Of samples."""
     cuts = statistics.quantiles(times, n=10) if len(times) > 1 else [times[0]] * 9
     return Timing(statistics.median(times), cuts[1], cuts[7])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from bench import (
+    balance,
     draws,
     engine,
     execution,
@@ -48,9 +50,16 @@ def test_a_timing_reads_as_median_and_percentiles() -> None:
 
 
 def test_percentiles() -> None:
-    timing = measure._timing([float(x) for x in range(1, 10)])
+    timing = measure.timing([float(x) for x in range(1, 10)])
     assert timing == measure.Timing(5.0, 2.0, 8.0)
-    assert measure._timing([7.0]) == measure.Timing(7.0, 7.0, 7.0)
+    assert measure.timing([7.0]) == measure.Timing(7.0, 7.0, 7.0)
+
+
+def test_ratios_are_taken_in_pairs() -> None:
+    assert measure.Ratio.of([2.0, 4.0, 60.0], [1.0, 2.0, 30.0]) == measure.Ratio(2.0, 2.0, 2.0)
+    spread = measure.Ratio.of([float(x) for x in range(1, 100)], [1.0] * 99)
+    assert 35 < spread.low < spread.median == 50 < spread.high < 65
+    assert str(measure.Ratio(1.0, 0.9, 1.1)) == "1.000 [0.900, 1.100]"
 
 
 def test_a_report_has_the_machine_and_is_kept(
@@ -221,3 +230,21 @@ def test_a_layer_in_python_is_timed_beside_its_alternatives() -> None:
     steps["all in Python"].parameters.reverse()
     with pytest.raises(AssertionError, match="gradients of all in Python"):
         interpreted.row("small", steps, rounds=1, calls=1)
+
+
+def test_balance_compares_all_balances_with_the_plain_loop() -> None:
+    net = balance.Uneven(width=4, batch=16)
+    steps = net.steps()
+    assert list(steps) == [f"[{first}, {8 - first}]" for first in range(1, 8)]
+    off = balance.differences(steps, net.loop())
+    assert set(off.values()) == {0.0}
+    assert sum(net.chosen(timeout=0.0)) == 8
+    assert net.by_parameters() == [4, 4]
+    times = measure.samples(dict(itertools.islice(steps.items(), 2)), rounds=2)
+    found = balance.rows(times, off | {"[2, 6]": 1.0}, {"[1, 7]": 3})
+    assert [row[0] for row in found] == list(steps)
+    assert found[0][1:3] == ["1 and 14", 3]
+    assert "[" in str(found[0][3])
+    assert found[0][4] == "-"
+    assert str(found[1][5]).startswith("WRONG")
+    assert [row[0] for row in balance.cutting(layers=20, partitions=3, rounds=1)] == ["max", "variance"]
