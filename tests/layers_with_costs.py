@@ -59,7 +59,7 @@ class Takes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         factor = self.clock.slow.pop(0) if self.clock.slow else 1.0
         self.clock.now += self.seconds[0] * factor
-        result: Tensor = _Backward.apply(x * self.weight, self.clock, self.seconds[1])  # type: ignore[no-untyped-call]
+        result: Tensor = _Backward.apply(x * self.weight, self.clock, self.seconds[1])
         return result
 
 

@@ -74,7 +74,8 @@ class Stash(nn.Module):
 @skippable(pop=["skip"])
 class Pop(nn.Module):
     def forward(self, value: tuple[Tensor, Tensor]) -> Generator[pop, Any, Tensor]:
-        return value[0] + (yield pop("skip"))
+        skip: Tensor = yield pop("skip")
+        return value[0] + skip
 
 
 def awkward() -> nn.Sequential:
@@ -103,9 +104,8 @@ def test_a_pipeline_takes_it() -> None:
 
 def test_by_size_weighs_activations_and_parameters() -> None:
     """Of float32, for a micro-batch of 8: inputs 8 x 4, 8 x 100, 8 x 4, 8 x 4; weights 400, 400, 16, 16."""
-    layers = [nn.Linear(4, 100), nn.Linear(100, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
-    for layer in layers:
-        layer.bias = None
+    widths = [4, 100, 4, 4, 4]
+    layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
     model, x = nn.Sequential(*layers), torch.randn(16, 4)
     for chunks, scale in itertools.product((1, 2, 16), (0.0, 2.0, 5.0)):
         samples = 16 // chunks

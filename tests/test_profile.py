@@ -129,7 +129,7 @@ def test_an_error_of_a_backward_names_the_layer() -> None:
 
     class Layer(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            return Fails.apply(x)  # type: ignore[no-untyped-call]
+            return Fails.apply(x)
 
     with pytest.raises(RuntimeError, match=r"^layer '0' \(Layer\) cannot be profiled: no way back$"):
         profile_layers(nn.Sequential(Layer()), torch.randn(4, requires_grad=True))
