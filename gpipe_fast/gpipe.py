@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, cast
+from itertools import islice
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,7 +24,9 @@ from gpipe_fast.arguments import (
     checked_devices,
     checked_mode,
 )
+from gpipe_fast.balance import balance_automatically
 from gpipe_fast.batchnorm import check_batch_norms, defer
+from gpipe_fast.capacity import check_fits
 from gpipe_fast.compile import budget_of
 from gpipe_fast.container import Container
 from gpipe_fast.lifetime import open_pipeline
@@ -35,7 +39,7 @@ from gpipe_fast.schedule import bubble
 from gpipe_fast.skip import skips_of, verify_skippables
 from gpipe_fast.stage import TURN, Stage
 from gpipe_fast.state import State
-from gpipe_fast.structure import ONE_TENSOR, Inputs
+from gpipe_fast.structure import ONE_TENSOR, Inputs, cut
 
 # What a copy makes anew.
 _NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_planner", "_pipeline", "_interpreted"})
@@ -54,7 +58,9 @@ class GPipe(Container):
 
     Args:
         module: the layers; they are not copied, and moved to the devices of their stages.
-        balance: layers per partition; by default an even cut by parameter count into one partition a device.
+        balance: layers per partition. By default the first call measures every layer on its first
+            micro-batch, and cuts so that the slowest partition is as fast as possible; until then, and where
+            a layer cannot be measured, it is an even cut by parameter count.
         devices: one for each partition, what is left over is dropped; by default CPU stages.
         chunks: micro-batches per mini-batch, which is cut as ``Tensor.chunk`` cuts it; or ``'auto'``, four
             for each stage as far as the batch goes.
@@ -71,6 +77,10 @@ class GPipe(Container):
         ValueError: ``balance``, ``chunks`` or ``checkpoint`` does not fit, or a layer is there twice or has a
             name that is taken here.
         IndexError: there are fewer devices than partitions.
+
+    Attributes:
+        balance: layers per partition.
+        devices: of each partition.
     """
 
     def __init__(
@@ -92,6 +102,8 @@ class GPipe(Container):
         wanted = None if devices is None else [torch.device(device) for device in devices]
         self.balance = _balance(list(module), balance, wanted)
         self.devices = checked_devices(wanted, len(self.balance))
+        for partition, device in zip(_cut(module.named_children(), self.balance), self.devices, strict=True):
+            check_fits(partition, device)
         self._deferred = bool(deferred_batch_norm)
         check_batch_norms(module.named_children(), self._deferred)
         if backend not in BACKENDS:
@@ -99,6 +111,7 @@ class GPipe(Container):
         self.backend = backend
         self.threads_per_stage = None
         self._warned = False
+        self._to_balance = balance is None and len(self.balance) > 1
         self._adopt(module)
         if self._deferred:
             defer(self)
@@ -210,8 +223,11 @@ class GPipe(Container):
     def _plan(self, inputs: Inputs) -> Plan:
         """The plan for such a call, of the layers as they are now."""
         self._look()
+        chunks = self._num_chunks(inputs.batch_size)
+        if self._to_balance and inputs.batch_size:
+            self._balance_by_time(inputs, chunks)
         threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
-        signature = Signature.of(inputs, self._num_chunks(inputs.batch_size), threads, self._state)
+        signature = Signature.of(inputs, chunks, threads, self._state)
         return self._planner.plan(signature, inputs.tensors, self._budgets())
 
     def _look(self) -> None:
@@ -222,6 +238,26 @@ class GPipe(Container):
             self.balance = _balance(self._state.layers, self.balance, None)
             self._begin()
             self._state.look(layers)
+
+    def _balance_by_time(self, inputs: Inputs, chunks: int) -> None:
+        """Cuts the layers by what they take for this mini-batch's first micro-batch."""
+        self._to_balance = False
+        first = cut(inputs.tensors, inputs.replicated, chunks)[0]
+        try:
+            found = balance_automatically(
+                len(self.balance),
+                nn.Sequential(OrderedDict(self.named_children())),
+                inputs.structure.build(first),
+                threads=self.threads_per_stage,
+                device=self.devices[0],
+            )
+        except Exception as error:
+            warnings.warn(f"layers are cut evenly by their parameters: {error}", stacklevel=6)
+            return
+        if found != self.balance:
+            self.balance = found
+            self._begin()
+            self._look()
 
     def _num_chunks(self, batch: int) -> int:
         """Into how many micro-batches to cut a mini-batch; says once what too few of them cost."""
@@ -268,13 +304,22 @@ def _balance(
     return checked_balance(balance, len(layers))
 
 
+_Layer = TypeVar("_Layer")
+
+
+def _cut(layers: Iterable[_Layer], balance: Iterable[int]) -> Iterator[list[_Layer]]:
+    """Those of each partition."""
+    left = iter(layers)
+    return (list(islice(left, size)) for size in balance)
+
+
 def _stages(
     layers: Sequence[nn.Module], balance: Sequence[int], devices: Sequence[torch.device], deferred: bool
 ) -> list[Stage]:
     stages: list[Stage] = []
     skips = skips_of(layers)
     first = 0
-    for size, device in zip(balance, devices, strict=True):
-        stages.append(Stage(layers[first : first + size], first, device, skips=skips, deferred=deferred))
-        first += size
+    for own, device in zip(_cut(layers, balance), devices, strict=True):
+        stages.append(Stage(own, first, device, skips=skips, deferred=deferred))
+        first += len(own)
     return stages

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from gpipe_fast.capacity import check_fits
 from gpipe_fast.visit import Handed, Seconds, Visit, first_microbatch
 
 # Rounds over all layers: at least so many are timed, and so many fit into the timeout if no layer is slow.
@@ -85,8 +86,8 @@ def profile_layers(
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, or there is no tensor in ``sample``.
-        ValueError: a parameter already has a gradient or is not there yet (on the meta device, or lazy), or
-            ``chunks`` is not positive.
+        ValueError: a parameter already has a gradient or is not there yet (on the meta device, or lazy), a
+            layer is larger than the device, or ``chunks`` is not positive.
         RuntimeError: a layer fails; the message names it.
     """
     check_layers(module)
@@ -100,17 +101,14 @@ def check_layers(module: nn.Module) -> None:
 
     Raises:
         TypeError: it is not a ``Sequential``.
-        ValueError: a layer is on the meta device or has lazy parameters.
+        ValueError: a layer has lazy parameters.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
     for name, layer in _layers(module):
-        for tensor in chain(layer.parameters(), layer.buffers()):
+        if any(map(nn.parameter.is_lazy, chain(layer.parameters(), layer.buffers()))):
             title = f"layer {name!r} ({type(layer).__name__})"
-            if nn.parameter.is_lazy(tensor):
-                raise ValueError(f"{title} has lazy parameters; run the module once on a sample")
-            if tensor.is_meta:
-                raise ValueError(f"{title} is on the meta device; give it memory by to_empty(device=...)")
+            raise ValueError(f"{title} has lazy parameters; run the module once on a sample")
 
 
 def profile(
@@ -125,6 +123,7 @@ def profile(
     """`profile_layers` without its checks; gradients of parameters stay as they are."""
     layers = _layers(module)
     place = default_device() if device is None else torch.device(device)
+    check_fits(layers, place)
     visits = len(layers) * (1 if timeout is None else 1 + LEAST_ROUNDS)
     with _apart(place), _bar(progress, visits) as advance:
         rounds = _Rounds(layers, first_microbatch(sample, chunks, place), place, timeout, advance)

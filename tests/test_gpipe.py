@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -145,6 +146,69 @@ def test_auto_takes_four_micro_batches_a_stage_as_far_as_the_batch_goes(
         output = pipe(x)
     assert recording.phases()[0].num_microbatches == expected
     assert torch.equal(output, plain_loop(nn.Sequential(*pipe), x, expected))
+
+
+class Repeated(nn.Module):
+    """A layer as long as it is told to be, with as many parameters as others."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.linear, self.times = nn.Linear(32, 32), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.linear(x).tanh()
+        return x
+
+
+def test_without_a_balance_layers_are_measured() -> None:
+    """At the first call; all that a step leaves behind is as ever, dropout's draws too."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 32)
+    model = nn.Sequential(
+        Repeated(200), nn.Dropout(0.5), nn.BatchNorm1d(32), *(Repeated(1) for _ in range(5))
+    )
+    expected = loop_step(model, x, 4)
+    pipe = GPipe(model, devices=["cpu", "cpu"], chunks=4)
+    assert len(pipe.balance) == len(pipe.devices) == 2
+    assert unequal(pipeline_step(pipe, x), expected) == []
+    assert pipe.balance == [1, 7]
+    assert [len(partition) for partition in pipe.partitions] == [1, 7]
+    assert unequal(pipeline_step(pipe, x), expected) == []
+
+
+class NotCopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("no copies")
+
+
+def test_layers_that_cannot_be_measured_are_cut_evenly() -> None:
+    model = nn.Sequential(NotCopied(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe, x = GPipe(model, devices=["cpu"] * 2, chunks=8), torch.randn(8, 4)
+    with pytest.warns(UserWarning, match=r"cut evenly by their parameters: layer '0' .*: no copies"):
+        y = pipe(x)
+    assert pipe.balance == [2, 2]
+    assert torch.equal(y, torch.cat([model(c) for c in x.chunk(8)]))
+
+
+def test_an_empty_batch_measures_nothing() -> None:
+    pipe = GPipe(nn.Sequential(*(Repeated(1) for _ in range(4))), devices=["cpu"] * 2, chunks=8)
+    assert pipe(torch.randn(0, 32)).shape == (0, 32)
+    assert pipe._to_balance
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_without_room_are_refused_by_name(device: str) -> None:
+    """Before anything is done to any layer."""
+    large = nn.Linear(1, 1, bias=False)
+    large.weight = nn.Parameter(torch.empty(1, device=device).expand(1 << 50))
+    module = nn.Sequential(OrderedDict(small=nn.Linear(1, 1), large=large))
+    with pytest.raises(ValueError, match=r"layer 'large' \(Linear\) needs 8388608\.0 GiB .*, and cpu has "):
+        GPipe(module, [1, 1])
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"layer '0' \(Linear\) is on the meta device; give it memory"):
+        GPipe(module, [1])
 
 
 def test_too_few_micro_batches_are_noted_once() -> None:
