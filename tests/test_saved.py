@@ -90,6 +90,12 @@ def test_other_buffers_of_that_name_are_read() -> None:
     assert pipe[0].sum == 3.0
 
 
+def test_sums_that_are_nobodys_are_unexpected() -> None:
+    state = layers(1).state_dict() | {"partitions.0.stem.sum": torch.ones(6)}
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "stem.sum"'):
+        GPipe(layers(0), [2, 3]).load_state_dict(state)
+
+
 class Around(nn.Module):
     """A pipeline among other modules, one of which has partitions of its own."""
 

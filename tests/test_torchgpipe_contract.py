@@ -57,7 +57,9 @@ def test_arguments_are_converted(library: Library) -> None:
     assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([1, 3], 3, "never")
     assert pipe.devices == [torch.device("cpu")] * 2
     assert library.make(layers(), [4], chunks=2.9).chunks == 2
-    assert library.make(layers(), torch.tensor([1, 3])).balance == [1, 3]
+    for balance in (torch.tensor([1, 3]), [1.0, 3.0]):
+        assert (pipe := library.make(layers(), balance, chunks=2)).balance == [1, 3]
+        assert pipe(numbered()).shape == (8, 6)
 
 
 @both
@@ -73,7 +75,9 @@ def test_attributes(library: Library) -> None:
     assert type(pipe.balance) is type(pipe.devices) is list
     assert pipe.balance == [1, 3]
     assert pipe.devices == [torch.device("cpu"), torch.device("cpu", 0)]
-    assert pipe(numbered()).shape == (8, 6)
+    for device in ("cpu", "cpu:0"):
+        output = library.make(module, [2, 2], devices=[device] * 2)(numbered())
+        torch.testing.assert_close(output, module(numbered()))
 
 
 @both
