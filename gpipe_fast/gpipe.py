@@ -184,7 +184,8 @@ class GPipe(Container):
                 None, bools, numbers and strings. The first dimension of every tensor, the batch, is cut into
                 micro-batches; what is wrapped by `replicate` is not, and what is no tensor cannot be: every
                 micro-batch gets all of it.
-            kwargs: likewise, where the first layer takes keyword arguments.
+            kwargs: likewise, where the first layer takes keyword arguments; ``input`` alone is the one
+                argument, as it is of a ``Sequential``.
 
         Returns:
             What the last layer returns for each micro-batch, nested likewise, each tensor concatenated along
@@ -197,6 +198,8 @@ class GPipe(Container):
             RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
                 the reason.
         """
+        if not args and kwargs.keys() == {"input"}:
+            args, kwargs = (kwargs["input"],), {}
         inputs = Inputs.of(args, kwargs)
         check_inputs(inputs, self.devices)
         if not len(self):

@@ -60,6 +60,13 @@ def test_a_tuple_is_cut_and_joined_by_its_tensors(library: Library) -> None:
 
 
 @both
+def test_the_input_may_be_named(library: Library) -> None:
+    """As that of a Sequential, whatever the first layer calls its own."""
+    module, x = nn.Sequential(Of(lambda x: x * 2), nn.Linear(6, 2)), numbered()
+    torch.testing.assert_close(library.make(module, [1, 1], chunks=2)(input=x), module(input=x))
+
+
+@both
 @pytest.mark.parametrize(("input", "name"), [(3, "int"), ("x", "str"), (None, "NoneType"), ({1}, "set")])
 def test_what_is_no_tensor_is_refused(input: object, name: str, library: Library) -> None:
     for module, balance in ((chain(), [2, 2]), (nn.Sequential(), [])):
