@@ -58,7 +58,7 @@ def first_microbatch(sample: Any, chunks: int, device: torch.device) -> Handed:
         raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
     inputs = Inputs.of((sample,), {})
     if not inputs.tensors:
-        raise TypeError(f"expected Tensor, but got {type(sample)}")
+        raise TypeError(f"expected Tensor, but got {type(sample).__name__}")
     if any(tensor.is_meta for tensor in inputs.tensors):
         raise ValueError("the sample is on the meta device, where layers do not compute")
     tensors = inputs.tensors if chunks == 1 else cut(inputs.tensors, inputs.replicated, chunks)[0]

@@ -100,7 +100,7 @@ def test_what_arrives_stays_though_layers_write_to_it(layer: nn.Module, requires
     x = torch.randn(5, 6, requires_grad=requires_grad)
     before = x.detach().clone()
     _, visited = visit(layer, x)
-    assert len(visited.times(1e-3)) > 1
+    assert len(visited.times(0.2)) > 1
     assert torch.equal(x, before)
     assert x.grad is None
     assert visited.handed.tensors[0].requires_grad == requires_grad
@@ -210,7 +210,7 @@ def test_refuses_numbers_of_chunks(chunks: int) -> None:
 
 
 def test_refuses_samples_without_tensors() -> None:
-    with pytest.raises(TypeError, match=r"^expected Tensor, but got <class 'tuple'>$"):
+    with pytest.raises(TypeError, match=r"^expected Tensor, but got tuple$"):
         arrived((1, None))
     with pytest.raises(TypeError, match=r"^expected Tensor, but got set"):
         arrived({1})
