@@ -149,7 +149,7 @@ def test_layers_are_moved_to_the_device_of_their_stage(library: Library) -> None
 
     Torchgpipe finds that out as it moves them, we before.
     """
-    with pytest.raises((NotImplementedError, ValueError), match="meta tensor|is on the meta device"):
+    with pytest.raises((NotImplementedError, ValueError), match=r"meta tensor|is on the meta device"):
         library.make(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), [1, 1])
 
 
