@@ -277,6 +277,17 @@ def test_hooks_on_parameters() -> None:
     agree(train, both())
 
 
+def descend(model: nn.Module, after_step: Callable[[], object] = lambda: None) -> None:
+    """A few steps of plain gradient descent."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        after_step()
+
+
 class Symmetric(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.triu() + x.triu(1).t()
@@ -292,15 +303,7 @@ def parametrized() -> list[nn.Module]:
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_parametrizations(checkpoint: str) -> None:
-    def train(model: nn.Module) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(STEPS):
-            x, y = batch(step)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    agree(train, both(parametrized, checkpoint))
+    agree(descend, both(parametrized, checkpoint))
 
 
 def test_an_average_of_the_weights() -> None:
@@ -308,13 +311,7 @@ def test_an_average_of_the_weights() -> None:
 
     def train(model: nn.Module) -> Any:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(STEPS):
-            x, y = batch(step)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            average.update_parameters(model)
+        descend(model, lambda: average.update_parameters(model))
         with torch.no_grad():
             return average.eval()(batch(9)[0]).tolist()
 
