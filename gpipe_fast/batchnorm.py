@@ -134,12 +134,21 @@ def statistics_of(layers: Iterable[nn.Module], buffers: Sequence[Tensor]) -> lis
     places = {id(buffer): place for place, buffer in enumerate(buffers)}
     found: dict[int, Statistics] = {}
     for layer in layers:
-        for module in layer.modules():
-            if not isinstance(module, _Deferred) or not module.training or module.running_mean is None:
-                continue
-            mean, variance, count = (
-                places[id(module._buffers[name])]
-                for name in ("running_mean", "running_var", "num_batches_tracked")
-            )
+        for _, module in _adding_up(layer):
+            mean, variance, count = (places[id(module._buffers[name])] for name in _STATISTICS)
             found[mean] = (mean, variance, count, module.momentum)
     return list(found.values())
+
+
+def names_of_statistics(module: nn.Module) -> set[str]:
+    """What a ``state_dict`` calls those that a pipeline defers in the present modes."""
+    return {f"{name}.{own}" for name, _ in _adding_up(module) for own in _STATISTICS}
+
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _adding_up(module: nn.Module) -> Iterator[tuple[str, _Deferred]]:
+    for name, each in module.named_modules():
+        if isinstance(each, _Deferred) and each.training and each.running_mean is not None:
+            yield name, each

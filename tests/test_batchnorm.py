@@ -12,7 +12,7 @@ from reference import loop_step, pipeline_step, unequal
 from torch import Tensor, nn
 from untraceable import Of
 
-from gpipe_fast import GPipe
+from gpipe_fast import GPipe, verify
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 
 pytestmark = [
@@ -101,6 +101,16 @@ def test_in_python_beside_lowered_ones(mode: str, balance: list[int]) -> None:
         pipe(x).sum().backward()
         check_statistics(pipe[0], first)
         check_statistics(pipe[1].held, held)
+
+
+def test_verify_leaves_them_out() -> None:
+    pipe = GPipe(convolutional(), [2, 3], chunks=M, deferred_batch_norm=True)
+    report = verify(pipe, images(), lambda y: y.square().mean())
+    assert report, report
+    assert not [row.name for row in report.rows if "running" in row.name]
+    pipe[0].eval()
+    names = [row.name for row in verify(pipe, images(), lambda y: y.square().mean()).rows]
+    assert [name for name in names if "running" in name] == ["buffer 0.running_mean", "buffer 0.running_var"]
 
 
 def test_evaluation_and_back() -> None:
