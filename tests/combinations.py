@@ -16,6 +16,7 @@ from untraceable import WIDTH, Counting, Hooked, Of
 from bench.models.gpt import Block
 from gpipe_fast import is_checkpointing, is_recomputing, replicate
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.skip import Namespace, pop, skippable, stash
 
 # Between entries of the menu goes a tensor of shape (batch, length, WIDTH).
 TOKENS = 11
@@ -232,6 +233,19 @@ PYTHON: dict[str, Callable[[], Layers]] = {
 MENU = LOWERED | PYTHON
 
 
+@skippable(stash=["skip"])
+class Stashing(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x.sin())
+        return x
+
+
+@skippable(pop=["skip"])
+class Popping(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("skip")) * x.tanh()
+
+
 def from_tuple(f: nn.Module, value: Any) -> Tensor:
     x, (y, tokens, [factor]) = value
     return f(x) + y * factor - tokens.unsqueeze(-1)
@@ -310,6 +324,7 @@ class Combination:
     seed: int
     inputs: str
     layers: tuple[str, ...]
+    skips: tuple[tuple[int, int], ...]  # before which of them, from and to
     outputs: str
     balance: tuple[int, ...]
     batch: int
@@ -340,9 +355,15 @@ class Combination:
     def build(self) -> Layers:
         """The layers, the same at every call."""
         torch.manual_seed(self.seed)
+        between: list[Layers] = [[] for _ in range(len(self.layers) + 1)]
+        for first, last in self.skips:
+            own = Namespace()
+            between[first].append(Stashing().isolate(own))
+            between[last].append(Popping().isolate(own))
+        inner = itertools.zip_longest(between, (MENU[name]() for name in self.layers), fillvalue=[])
         layers = [
             *INPUTS[self.inputs].layers(),
-            *(layer for name in self.layers for layer in MENU[name]()),
+            *(layer for skips, entry in inner for layer in (*skips, *entry)),
             *OUTPUTS[self.outputs](),
         ]
         chosen = random.Random(self.seed)
@@ -358,6 +379,7 @@ def draw(seed: int) -> Combination:
     inputs = r.choice([*INPUTS, "tensor", "tokens"])
     outputs = r.choice([*OUTPUTS, "tensor", "tensor"])
     layers, num_layers = _layers(r, len(INPUTS[inputs].layers()) + len(OUTPUTS[outputs]()))
+    skips = _skips(random.Random(f"skips of {seed}"), len(layers))
     in_python = any(name in PYTHON for name in layers)
     backend = r.choice(["auto", "auto", "eager"] if in_python else ["auto", "auto", "aten", "eager"])
     # Stages that are all lowered take gradients in their outputs' layout alone.
@@ -367,8 +389,9 @@ def draw(seed: int) -> Combination:
         seed,
         inputs,
         layers,
+        skips,
         outputs,
-        balance=_balance(r, num_layers),
+        balance=_balance(r, num_layers + 2 * len(skips)),
         batch=r.randint(1, 13),
         length=r.randint(2, 5),  # batch norm wants two values
         chunks=r.randint(1, 9),
@@ -405,6 +428,14 @@ def _layers(r: random.Random, others: int) -> tuple[tuple[str, ...], int]:
     for name in python:
         names.insert(r.randint(0, len(names)), name)
     return tuple(names), others + sum(len(MENU[name]()) for name in names)
+
+
+def _skips(r: random.Random, num_entries: int) -> tuple[tuple[int, int], ...]:
+    """None for half of the combinations, else one to three."""
+    if r.random() < 0.5 or not num_entries:
+        return ()
+    gaps = range(num_entries + 1)
+    return tuple((min(pair), max(pair)) for pair in (r.sample(gaps, 2) for _ in range(r.randint(1, 3))))
 
 
 def _balance(r: random.Random, num_layers: int) -> tuple[int, ...]:

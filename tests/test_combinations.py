@@ -263,6 +263,8 @@ def test_everything_is_drawn_a_few_times() -> None:
     for seen in (
         [c.batch < c.chunks for c in drawn],
         [c.batch % c.chunks > 0 for c in drawn],
+        [len(c.skips) > 0 for c in drawn],
+        [len(c.skips) > 0 and c.in_python for c in drawn],
         *([getattr(c, f.name) for c in drawn] for f in dataclasses.fields(Combination) if f.type == "bool"),
     ):
         assert 15 <= sum(seen) <= ALL - 15
@@ -274,7 +276,7 @@ def test_everything_is_drawn_a_few_times() -> None:
 def small(**changes: Any) -> Combination:
     """A small combination with these changes."""
     plain = Combination(
-        **{"seed": 0, "inputs": "tensor", "layers": (), "outputs": "tensor", "balance": (2,)},
+        **{"seed": 0, "inputs": "tensor", "layers": (), "skips": (), "outputs": "tensor", "balance": (2,)},
         **{"batch": 3, "length": 3, "chunks": 2, "checkpoint": "never", "backend": "auto"},
         **{"dtype": "float32", "autocast": "off", "layout": "contiguous", "input_gradient": True},
         **{"frozen": 0.0, "hooks": (), "training": True, "grad": True, "optimizer": "SGD", "loss": "squares"},
