@@ -96,21 +96,21 @@ _KINDS: dict[type, type[_Deferred]] = {
 }
 
 
-def check_batch_norms(named_layers: Iterable[tuple[str, nn.Module]], deferred: bool) -> None:
-    """Refuses batch norms that a pipeline cannot run.
+def check_can_defer(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuses batch norms that do not let their statistics wait.
 
     Raises:
-        ValueError: one is synchronised between processes, or is of a class of its own and is to be deferred.
+        ValueError: one is synchronised between processes, or is of a class of its own.
     """
     for layer_name, layer in named_layers:
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
-                    f"layer {name} is a SyncBatchNorm, which waits for other processes in every micro-batch, "
-                    "and stages run at once in no fixed order; use BatchNorm with deferred_batch_norm=True"
+                    f"layer {name} is a SyncBatchNorm, whose statistics are those of several processes for "
+                    "each micro-batch; deferred_batch_norm=True goes with BatchNorm1d, 2d and 3d"
                 )
             own = isinstance(module, _BatchNorm) and not isinstance(module, _Deferred)
-            if deferred and own and module.track_running_stats and type(module) not in _KINDS:
+            if own and module.track_running_stats and type(module) not in _KINDS:
                 raise ValueError(
                     f"layer {name} is a {type(module).__name__}: what it computes is not known, so its "
                     "statistics cannot be deferred; those of BatchNorm1d, 2d and 3d can"

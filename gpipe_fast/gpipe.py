@@ -25,7 +25,7 @@ from gpipe_fast.arguments import (
     checked_mode,
 )
 from gpipe_fast.balance import balance_automatically
-from gpipe_fast.batchnorm import check_batch_norms, defer
+from gpipe_fast.batchnorm import check_can_defer, defer
 from gpipe_fast.capacity import check_fits
 from gpipe_fast.compile import budget_of
 from gpipe_fast.container import Container
@@ -105,7 +105,8 @@ class GPipe(Container):
         for partition, device in zip(_cut(module.named_children(), self.balance), self.devices, strict=True):
             check_fits(partition, device)
         self._deferred = bool(deferred_batch_norm)
-        check_batch_norms(module.named_children(), self._deferred)
+        if self._deferred:
+            check_can_defer(module.named_children())
         if backend not in BACKENDS:
             raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
         self.backend = backend

@@ -459,14 +459,6 @@ def test_stages_and_micro_batches_suit_the_machine(
         assert (args.stages, args.chunks) == (1, 5)
 
 
-def test_the_readme_runs() -> None:
-    readme = Path(__file__).parents[1] / "README.md"
-    snippets = re.findall(r"^```python\n(.*?)^```$", readme.read_text(encoding="utf-8"), re.M | re.S)
-    assert len(snippets) == 2
-    for snippet in snippets:
-        exec(compile(snippet, str(readme), "exec"), {})
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
