@@ -121,12 +121,15 @@ def defer(layers: Iterable[nn.Module]) -> None:
     """Lets batch norms add up statistics where they run in a pipeline that defers.
 
     They stay the objects that they are, as a parametrized module does, with the same parameters and buffers.
+
+    Raises:
+        ValueError: as `check_can_defer`.
     """
+    layers = list(layers)
+    check_can_defer((str(index), layer) for index, layer in enumerate(layers))
     for layer in layers:
         for module in layer.modules():
-            kind = _KINDS.get(type(module))
-            if kind is not None:
-                module.__class__ = kind
+            module.__class__ = _KINDS.get(type(module), type(module))
 
 
 def statistics_of(layers: Iterable[nn.Module], buffers: Sequence[Tensor]) -> list[Statistics]:

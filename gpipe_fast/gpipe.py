@@ -237,7 +237,10 @@ class GPipe(Container):
     def _look(self) -> None:
         """Notices what was changed since the last call."""
         layers = cast(Collection[nn.Module], self._modules.values())
-        self._state.look(layers)
+        if self._state.look(layers) and self._deferred:
+            defer(layers)  # also what has come since
+            self._state = State(self._planner.remarks.in_python)
+            self._state.look(layers)
         if self._state.layers != self._layers:
             self.balance = _balance(self._state.layers, self.balance, None)
             self._begin()

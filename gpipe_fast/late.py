@@ -155,9 +155,11 @@ class LateStage:
     ) -> Segment:
         """The segment for what comes to a layer, and what is stashed of each skip connection."""
         end = min((p for p in self.in_python if p >= layer), default=len(self.stage.layers))
+        if end == layer:
+            return self.run_in_python(layer, layer + 1, budget, modes)
         pops = self.stage.part(layer, end).pops
         arriving = _described(boundary, [stashed[number] for number in pops])
-        if end == layer or arriving is None:
+        if arriving is None:
             return self.run_in_python(layer, layer + 1, budget, modes)
         place = _Place(layer, end, arriving, modes, fingerprint(self.stage.layers[layer:end]))
         found = self._lowered.get((place, budget))

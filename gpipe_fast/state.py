@@ -44,13 +44,14 @@ class State:
         self.buffers: list[Tensor] = []
         self._snapshot: Snapshot | None = None
 
-    def look(self, layers: Collection[nn.Module]) -> None:
-        """Brings everything up to date."""
+    def look(self, layers: Collection[nn.Module]) -> bool:
+        """Brings everything up to date; returns whether anything was changed."""
         if self._snapshot is not None and self._snapshot.unchanged(layers):
-            return
+            return False
         # First, so that a change by another thread meanwhile is seen by the next look.
         self._snapshot = Snapshot(layers)
         self.layers = list(layers)
         self.fingerprint = _Hashed(fingerprint(layers, self._in_python))
         self.parameters = parameters_of(layers)
         self.buffers = buffers_of(layers)
+        return True

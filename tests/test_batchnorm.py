@@ -209,6 +209,19 @@ def test_modules_stay_what_they_are() -> None:
     assert unequal(pipeline_step(other, images()), loop_step(plain, images(), M)) == []
 
 
+def test_what_comes_later_is_deferred_too() -> None:
+    """A layer that is replaced, and a module within one."""
+    pipe = GPipe(convolutional(), [2, 3], chunks=M, deferred_batch_norm=True)
+    pipe(images())
+    setattr(pipe, "0", nn.BatchNorm2d(3))
+    pipe[4][1] = nn.BatchNorm2d(2)
+    pipe(images())
+    assert [int(n.num_batches_tracked) for n in (pipe[0], pipe[2], pipe[4][1])] == [1, 2, 1]
+    pipe[4][1] = nn.SyncBatchNorm(2)
+    with pytest.raises(ValueError, match=r"layer 4\.1 is a SyncBatchNorm"):
+        pipe(images())
+
+
 class Own(nn.BatchNorm2d):
     """A class of the user's."""
 
