@@ -17,6 +17,7 @@ four keep them from that, each element draws its own.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +25,8 @@ from torch import Tensor
 # What counts as the layer of a random op outside of every layer.
 NO_LAYER = tl.constexpr(0xFFFF)
 _LIMIT = 1 << 16
+# Types of what kernels take for a draw, beside the key.
+SIGNATURE = {"layer": "i32", "ordinal": "i32", "last": "i32", "scale": "fp32"}
 
 
 def threshold(p: float) -> tuple[int, float]:
@@ -54,7 +57,7 @@ def check_draw(like: Tensor, p: float, key: Tensor, layer: int, ordinal: int) ->
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p must be in [0, 1], but got {p}")
-    if str(key.dtype) != "torch.int64" or key.shape != (3,) or not key.is_contiguous():
+    if key.dtype != torch.int64 or key.shape != (3,) or not key.is_contiguous():
         raise ValueError(
             "key must be a contiguous int64 tensor [minibatch_key, microbatch, first_layer], but got "
             f"{key.dtype} of shape {list(key.shape)}"

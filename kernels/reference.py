@@ -5,6 +5,8 @@ All of it is computed in fp32 at least, and rounded at the end to the dtype of w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,3 +53,37 @@ def bias_activation_backward(
     dz = activate_backward(wide(g), x, activation)
     dbias = None if bias is None else dz.reshape(-1, dz.shape[-1]).sum(0).to(bias.dtype)
     return activate(x, activation).to(z.dtype), dz.to(z.dtype), dbias
+
+
+# Dropout: kernels/dropout.py, and behind other families.
+
+
+def keep(size: Sequence[int], p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
+    """Where dropout keeps an element: bool, drawn by gpipe_fast's op.
+
+    Raises:
+        RuntimeError: gpipe_fast's extension is not loaded.
+    """
+    keyed = torch.ops.gpipe_fast
+    if not hasattr(keyed, "keyed_bernoulli"):
+        raise RuntimeError(
+            "dropout on the CPU draws with torch.ops.gpipe_fast.keyed_bernoulli, which gpipe_fast's extension "
+            "registers: import gpipe_fast first"
+        )
+    kept: Tensor = keyed.keyed_bernoulli(
+        key, layer, ordinal, size, 1.0 - p, dtype=torch.bool, device=key.device
+    )
+    return kept
+
+
+def drop(x: Tensor, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
+    """Dropout(x), which is its own backward."""
+    return x * keep(x.shape, p, key, layer, ordinal) * (0.0 if p == 1.0 else 1.0 / (1.0 - p))
+
+
+def dropout_add(
+    h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int, ordinal: int
+) -> Tensor:
+    """``residual + dropout(h)``."""
+    y = drop(wide(h.contiguous()), p, key, layer, ordinal)
+    return (y if residual is None else y + wide(residual)).to(h.dtype).contiguous()
