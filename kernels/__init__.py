@@ -2,5 +2,12 @@
 
 from gpipe_fast.kernels.activations import bias_activation, bias_activation_backward
 from gpipe_fast.kernels.dropout import dropout_add
+from gpipe_fast.kernels.gated import gated_activation, gated_activation_backward
 
-__all__ = ["bias_activation", "bias_activation_backward", "dropout_add"]
+__all__ = [
+    "bias_activation",
+    "bias_activation_backward",
+    "dropout_add",
+    "gated_activation",
+    "gated_activation_backward",
+]

@@ -67,8 +67,8 @@ def keep(size: Sequence[int], p: float, key: Tensor, layer: int, ordinal: int) -
     keyed = torch.ops.gpipe_fast
     if not hasattr(keyed, "keyed_bernoulli"):
         raise RuntimeError(
-            "dropout on the CPU draws with torch.ops.gpipe_fast.keyed_bernoulli, which gpipe_fast's extension "
-            "registers: import gpipe_fast first"
+            "dropout on the CPU draws with torch.ops.gpipe_fast.keyed_bernoulli of gpipe_fast's extension, "
+            "which is not loaded: import gpipe_fast first"
         )
     kept: Tensor = keyed.keyed_bernoulli(
         key, layer, ordinal, size, 1.0 - p, dtype=torch.bool, device=key.device
@@ -87,3 +87,23 @@ def dropout_add(
     """``residual + dropout(h)``."""
     y = drop(wide(h.contiguous()), p, key, layer, ordinal)
     return (y if residual is None else y + wide(residual)).to(h.dtype).contiguous()
+
+
+# Gated pairs: kernels/gated.py.
+
+
+def gated_activation(z: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """``act(gate) * up``."""
+    gate, through = wide(z).chunk(2, -1) if up is None else (wide(z), wide(up))
+    return (activate(gate, activation) * through).to(z.dtype).contiguous()
+
+
+def gated_activation_backward(
+    z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool
+) -> tuple[Tensor, Tensor]:
+    """The activation, or nothing, and the gradients: packed like z, or one after the other."""
+    gate, through = wide(z).chunk(2, -1) if up is None else (wide(z), wide(up))
+    b_act = activate(gate, activation)
+    both = activate_backward(wide(g) * through, gate, activation), wide(g) * b_act
+    dz = torch.cat(both, -1) if up is None else torch.stack(both)
+    return (b_act * through).to(z.dtype).contiguous() if with_a else z.new_empty(0), dz.to(z.dtype)
