@@ -3,6 +3,7 @@
 from gpipe_fast.kernels.activations import bias_activation, bias_activation_backward
 from gpipe_fast.kernels.dropout import dropout_add
 from gpipe_fast.kernels.gated import gated_activation, gated_activation_backward
+from gpipe_fast.kernels.norm_functions import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 
 __all__ = [
     "bias_activation",
@@ -10,4 +11,8 @@ __all__ = [
     "dropout_add",
     "gated_activation",
     "gated_activation_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "rms_norm",
+    "rms_norm_backward",
 ]

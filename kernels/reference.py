@@ -107,3 +107,56 @@ def gated_activation_backward(
     both = activate_backward(wide(g) * through, gate, activation), wide(g) * b_act
     dz = torch.cat(both, -1) if up is None else torch.stack(both)
     return (b_act * through).to(z.dtype).contiguous() if with_a else z.new_empty(0), dz.to(z.dtype)
+
+
+# LayerNorm and RMSNorm.
+
+
+def _deviations(x: Tensor, eps: float, kind: str) -> tuple[Tensor, Tensor]:
+    """From the mean or from zero, and the mean of their squares plus eps."""
+    d = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+    return d, d.square().mean(-1, keepdim=True) + eps
+
+
+def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = y if weight is None else y * wide(weight)
+    return y if bias is None else y + wide(bias)
+
+
+def _rows_summed(rows: Tensor, like: Tensor) -> Tensor:
+    """Over all dimensions but the last; a tensor of its own even where there is but one row."""
+    return rows[None].sum_to_size(like.shape).to(like.dtype)
+
+
+def add(h: Tensor, residual: Tensor | None) -> Tensor:
+    """``residual + h``, of their dtype."""
+    return h if residual is None else residual + h
+
+
+def norm(
+    h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor | None]:
+    """``norm(residual + h)``, and the sum if there is a residual."""
+    x = add(h, residual)
+    d, variance = _deviations(wide(x), eps, kind)
+    y = _scaled(d * variance.rsqrt(), weight, bias)
+    return y.to(h.dtype), None if residual is None else x
+
+
+def norm_backward(
+    h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    g: Tensor, g_sum: Tensor | None, eps: float, kind: str, with_y: bool,
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Y if it is asked for, the gradient of h and of the residual, those of weight and bias if there are."""
+    d, variance = _deviations(wide(add(h, residual)), eps, kind)
+    r = variance.rsqrt()
+    y = _scaled(d * r, weight, bias).to(h.dtype) if with_y else None
+    g = wide(g)
+    dweight = None if weight is None else _rows_summed(g * (d * r), weight)
+    dbias = None if bias is None else _rows_summed(g, bias)
+    g = _scaled(g, weight, None)
+    dx = g - d * ((g * d).mean(-1, keepdim=True) / variance)
+    if kind == "layer":
+        dx = dx - g.mean(-1, keepdim=True)
+    dx = dx * r if g_sum is None else dx * r + wide(g_sum)
+    return y, dx.to(h.dtype), dweight, dbias

@@ -1,9 +1,11 @@
 """Every form in which a kernel is compiled, for checks without a GPU."""
 
-from gpipe_fast.kernels import activations, dropout, gated
+from gpipe_fast.kernels import activations, dropout, gated, norms
 from gpipe_fast.kernels.launch import Variant
+
+FAMILIES = (activations, dropout, gated, norms)
 
 
 def all_variants() -> dict[str, Variant]:
     """By name: kernel, what it is specialised on, dtype, configuration."""
-    return {**activations.variants(), **dropout.variants(), **gated.variants()}
+    return {name: variant for family in FAMILIES for name, variant in family.variants().items()}
