@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import triton
@@ -68,16 +70,20 @@ def _cuobjdump(option: str, path: str) -> str:
     return done.stdout
 
 
-def rows(names: Iterable[str]) -> Iterator[str]:
-    """A table's rows, for some variants."""
-    variants = all_variants()
-    for name in names:
-        for capability in CAPABILITIES:
-            c = compile_variant(variants[name], capability)
-            yield (
-                f"| {name} | sm_{capability} | {c.registers} | {c.shared_bytes} | {c.spilled_bytes} "
-                f"| {c.wide_accesses} of {c.accesses} |"
-            )
+def rows(names: Iterable[str]) -> list[str]:
+    """A table's rows, for some variants; every processor compiles its share."""
+    tasks = [(name, capability) for name in names for capability in CAPABILITIES]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_row, tasks, chunksize=4))
+
+
+def _row(task: tuple[str, int]) -> str:
+    name, capability = task
+    c = compile_variant(all_variants()[name], capability)
+    return (
+        f"| {name} | sm_{capability} | {c.registers} | {c.shared_bytes} | {c.spilled_bytes} "
+        f"| {c.wide_accesses} of {c.accesses} |"
+    )
 
 
 def table() -> str:
