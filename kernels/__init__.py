@@ -15,4 +15,17 @@ __all__ = [
     "layer_norm_backward",
     "rms_norm",
     "rms_norm_backward",
+from gpipe_fast.kernels.multi_tensor import accumulate_, accumulate_and_check_, unscale_
+from gpipe_fast.kernels.rotary import rotary, rotary_, rotary_backward_, rotary_tables
+
+__all__ = [
+    "accumulate_",
+    "accumulate_and_check_",
+    "bias_activation",
+    "bias_activation_backward",
+    "rotary",
+    "rotary_",
+    "rotary_backward_",
+    "rotary_tables",
+    "unscale_",
 ]

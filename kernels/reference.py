@@ -160,3 +160,60 @@ def norm_backward(
         dx = dx - g.mean(-1, keepdim=True)
     dx = dx * r if g_sum is None else dx * r + wide(g_sum)
     return y, dx.to(h.dtype), dweight, dbias
+
+
+# Rotary position embedding.
+
+
+def rotary_(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool = False
+) -> None:
+    """Turns q and k, of shape (batch, length, heads, head_dim), where they are."""
+    for x in (q, k):
+        half = cos.shape[-1]
+        c, s = wide(cos).unsqueeze(-2), wide(-sin if opposite else sin).unsqueeze(-2)
+        first, second = slice(0, half), slice(half, 2 * half)
+        if interleaved:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        x1, x2 = wide(x[..., first]), wide(x[..., second])
+        y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
+        x[..., first] = y1
+        x[..., second] = y2
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Q and k turned by their positions, or by the opposite angle."""
+    turned = torch.empty_like(q).copy_(q), torch.empty_like(k).copy_(k)
+    rotary_(*turned, cos, sin, interleaved, opposite)
+    return turned
+
+
+# Gradients of many tensors.
+
+
+def _note(found_inf: Tensor, x: Tensor) -> None:
+    found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(x)).any().to(found_inf.dtype)))
+
+
+def accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """``accumulators[i] += gradients[i]``: added in the wider dtype."""
+    for a, g in zip(accumulators, gradients, strict=True):
+        a.add_(g)
+
+
+def unscale_(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
+    """``gradients[i] *= inverse_scale``; found_inf becomes 1 if any was not finite."""
+    for g in gradients:
+        _note(found_inf, g)
+        g.copy_(wide(g) * inverse_scale.reshape(()))
+
+
+def accumulate_and_check_(
+    accumulators: Sequence[Tensor], gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor
+) -> None:
+    """``accumulators[i] += inverse_scale * gradients[i]``; found_inf becomes 1 if any then is not finite."""
+    for a, g in zip(accumulators, gradients, strict=True):
+        a.copy_(wide(a) + wide(g) * inverse_scale.reshape(()))
+        _note(found_inf, a)

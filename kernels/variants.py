@@ -1,9 +1,9 @@
 """Every form in which a kernel is compiled, for checks without a GPU."""
 
-from gpipe_fast.kernels import activations, dropout, gated, norms
+from gpipe_fast.kernels import activations, dropout, gated, multi_tensor, norms, rotary
 from gpipe_fast.kernels.launch import Variant
 
-FAMILIES = (activations, dropout, gated, norms)
+FAMILIES = (activations, dropout, gated, multi_tensor, norms, rotary)
 
 
 def all_variants() -> dict[str, Variant]:

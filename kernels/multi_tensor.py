@@ -1,0 +1,362 @@
+"""Gradients of many tensors in one launch: accumulated, unscaled, checked for infinities and NaN.
+
+With accumulators A, gradients G and the inverse S of a loss scale, in fp32 until it is rounded once::
+
+    accumulate_              A += G                                      bytes per element: 2 i_A + i_G
+    unscale_                 G *= S,    found_inf = 1 if any G was inf or NaN               2 i_G
+    accumulate_and_check_    A += S G,  found_inf = 1 if any A then is inf or NaN           2 i_A + i_G
+
+for itemsizes i_A and i_G. The second is `torch.amp.GradScaler`'s. The third finds what is infinite or NaN in
+gradients, and what overflowed on the way.
+
+One launch reaches all tensors through a table of addresses, in int64, a column for each program::
+
+    tensors of 5000 and 100 elements, blocks of 4096    address of A   A0     A0 + 4096 i_A   A1
+                                                        address of G   G0     G0 + 4096 i_G   G1
+                                                        elements       4096   904             100
+
+The tables made last are kept, by all that they are made from: addresses, sizes, dtypes and stream. So none is
+ever stale: a tensor that was moved or replaced gives another key. Each program reads one column of 24 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpipe_fast.kernels import reference
+from gpipe_fast.kernels.launch import Config, Variant, launch, runs_kernels, tuned
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+# By how many elements there are in all: the first that is enough.
+CONFIGS = {
+    1 << 22: Config({"BLOCK": 1024}),
+    1 << 62: Config({"BLOCK": 4096}, num_warps=8),
+}
+# Of every tensor that one launch reaches: addresses of accumulator and gradient, number of elements.
+_Spans = tuple[tuple[int, int, int], ...]
+# Tables that are kept: one for each set of tensors.
+TABLES = 64
+
+
+def choose(num_elements: int) -> Config:
+    """The configuration for tensors of so many elements in all."""
+    most = next(bound for bound in CONFIGS if num_elements <= bound)
+    return tuned("multi_tensor", f"elements<={most}", CONFIGS[most])
+
+
+@triton.jit
+def _any_not_finite(x):
+    return tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32))
+
+
+@triton.jit
+def _accumulate_block(p_a, p_g, count, scale, CHECK: tl.constexpr, BLOCK: tl.constexpr):
+    """One block; whether it found what is not finite."""
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < count
+    a = tl.load(p_a + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(p_g + offsets, mask=mask, other=0.0).to(tl.float32)
+    rounded = (a + g * scale).to(p_a.dtype.element_ty)
+    tl.store(p_a + offsets, rounded, mask=mask)
+    found = 0
+    if CHECK:
+        found = _any_not_finite(rounded.to(tl.float32))
+    return found
+
+
+@triton.jit
+def _unscale_block(p_g, count, scale, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < count
+    g = tl.load(p_g + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(p_g + offsets, (g * scale).to(p_g.dtype.element_ty), mask=mask)
+    return _any_not_finite(g)
+
+
+@triton.jit
+def _aligned(address, TYPE: tl.constexpr, WIDEST: tl.constexpr):
+    """A pointer said to be aligned: 16 bytes at once of the widest type, of others as many elements.
+
+    More of them would need another layout, and a way through shared memory.
+    """
+    BYTES: tl.constexpr = 16 * TYPE.primitive_bitwidth // WIDEST.primitive_bitwidth
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), BYTES)
+
+
+@triton.jit
+def _accumulate(
+    p_table, p_scale, p_found, num_programs,
+    A: tl.constexpr, G: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    a = tl.load(p_table + program)
+    g = tl.load(p_table + num_programs + program)
+    count = tl.load(p_table + 2 * num_programs + program)
+    scale = 1.0
+    if CHECK:
+        scale = tl.load(p_scale)
+    WIDEST: tl.constexpr = A if A.primitive_bitwidth > G.primitive_bitwidth else G
+    if (count == BLOCK) & (((a | g) & 15) == 0):
+        p_a, p_g = _aligned(a, A, WIDEST), _aligned(g, G, WIDEST)
+        # This mask is always true, as the compiler sees.
+        found = _accumulate_block(p_a, p_g, BLOCK, scale, CHECK, BLOCK)
+    else:
+        p_a, p_g = a.to(tl.pointer_type(A)), g.to(tl.pointer_type(G))
+        found = _accumulate_block(p_a, p_g, count, scale, CHECK, BLOCK)
+    if CHECK:
+        # All programs that store it store the same.
+        tl.store(p_found, 1.0, mask=found > 0)
+
+
+@triton.jit
+def _unscale(p_table, p_scale, p_found, num_programs, G: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    g = tl.load(p_table + program)
+    count = tl.load(p_table + 2 * num_programs + program)
+    scale = tl.load(p_scale)
+    if (count == BLOCK) & ((g & 15) == 0):
+        found = _unscale_block(_aligned(g, G, G), BLOCK, scale, BLOCK)
+    else:
+        found = _unscale_block(g.to(tl.pointer_type(G)), count, scale, BLOCK)
+    tl.store(p_found, 1.0, mask=found > 0)
+
+
+@functools.lru_cache(TABLES)
+def _table(device: torch.device, stream: int, block: int, sizes: tuple[int, int], spans: _Spans) -> Tensor:
+    """The table of a set of tensors, where they are; for one stream, in whose order it is copied and read.
+
+    Args:
+        device: of the tensors.
+        stream: that it is used on.
+        block: elements that one program takes.
+        sizes: itemsizes of accumulators and gradients.
+        spans: of the tensors, none of them empty.
+    """
+    a, g, numel = torch.tensor(spans).unbind(1)
+    programs = (numel + block - 1) // block
+    which = torch.repeat_interleave(programs)
+    first = (torch.arange(len(which)) - (programs.cumsum(0) - programs)[which]) * block
+    count = (numel[which] - first).clamp(max=block)
+    table = torch.stack([a[which] + first * sizes[0], g[which] + first * sizes[1], count])
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether its elements lie in memory one after the other, in any order of dimensions."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((t, s) for t, s in zip(x.stride(), x.shape, strict=True) if s != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _reach(
+    accumulators: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int]]], list[int]]:
+    """Spans by the dtypes of both, and the indices of pairs that no kernel takes.
+
+    These are pairs of different layouts or with gaps, of fp64, and accumulators that came before.
+    """
+    spans: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int]]] = {}
+    others, seen = [], set()
+    for index, (a, g) in enumerate(zip(accumulators, gradients, strict=True)):
+        if not a.numel():
+            continue
+        alike = (a.is_contiguous() and g.is_contiguous()) or (a.stride() == g.stride() and _dense(a))
+        address = a.data_ptr()
+        if alike and address not in seen and a.dtype in _TYPES and g.dtype in _TYPES:
+            spans.setdefault((a.dtype, g.dtype), []).append((address, g.data_ptr(), a.numel()))
+        else:
+            others.append(index)
+        seen.add(address)
+    return spans, others
+
+
+def _prepare(
+    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], spans: list[tuple[int, int, int]]
+) -> tuple[Config, Tensor]:
+    """The configuration and the table."""
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("multi-tensor ops cannot be captured: their tables are made from addresses")
+        stream = torch.cuda.current_stream(device).cuda_stream
+    config = choose(sum(numel for _, _, numel in spans))
+    sizes = (dtypes[0].itemsize, dtypes[1].itemsize)
+    return config, _table(device, stream, config.blocks["BLOCK"], sizes, tuple(spans))
+
+
+def launch_accumulate(
+    accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: Tensor | None, found: Tensor | None
+) -> None:
+    """Adds all gradients, with a launch for each pair of dtypes; with a scale, scaled and checked."""
+    spans, others = _reach(accumulators, gradients)
+    for dtypes, group in spans.items():
+        config, table = _prepare(accumulators[0].device, dtypes, group)
+        programs = table.shape[1]
+        constants = {"A": _TYPES[dtypes[0]], "G": _TYPES[dtypes[1]], "CHECK": scale is not None}
+        launch(_accumulate, (programs,), config, table, scale, found, programs, **constants)
+    rest = [accumulators[i] for i in others], [gradients[i] for i in others]
+    if scale is None or found is None:
+        reference.accumulate_(*rest)
+    else:
+        reference.accumulate_and_check_(*rest, scale, found)
+
+
+def launch_unscale(gradients: Sequence[Tensor], scale: Tensor, found: Tensor) -> None:
+    """Multiplies all gradients, and notes what is not finite. A launch for each dtype."""
+    spans, others = _reach(gradients, gradients)
+    for dtypes, group in spans.items():
+        config, table = _prepare(gradients[0].device, dtypes, group)
+        programs = table.shape[1]
+        launch(_unscale, (programs,), config, table, scale, found, programs, G=_TYPES[dtypes[0]])
+    reference.unscale_([gradients[i] for i in others], scale, found)
+
+
+def variants() -> dict[str, Variant]:
+    """Every form that the launchers can choose."""
+    found = {}
+    types = {"fp32": tl.float32, "bf16": tl.bfloat16}
+    table = {"p_table": "*i64", "num_programs": "i32"}
+    places = {"p_scale": "*fp32", "p_found": "*fp32"}
+    for config in CONFIGS.values():
+        for g in types:
+            name = f"multi_tensor unscale, {g}, {config}"
+            found[name] = Variant(_unscale, table | places, {"G": types[g]}, config, ("p_table",))
+            for a in types:
+                constants = {"A": types[a], "G": types[g]}
+                plain = {**constants, "CHECK": False, "p_scale": None, "p_found": None}
+                name = f"multi_tensor accumulate, {g} into {a}, {config}"
+                found[name] = Variant(_accumulate, table, plain, config, ("p_table",))
+                checked = {**constants, "CHECK": True}
+                name = f"multi_tensor accumulate and check, {g} into {a}, {config}"
+                found[name] = Variant(_accumulate, table | places, checked, config, ("p_table",))
+    return found
+
+
+# Opaque to tracers, unlike other families' ops: what is traced has no addresses.
+@torch.library.custom_op("gpipe_fast::multi_tensor_accumulate_", mutates_args={"accumulators"})
+def _accumulate_op(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    if runs_kernels(*accumulators):
+        launch_accumulate(accumulators, gradients, None, None)
+    else:
+        reference.accumulate_(accumulators, gradients)
+
+
+@torch.library.custom_op(
+    "gpipe_fast::multi_tensor_accumulate_and_check_", mutates_args={"accumulators", "found_inf"}
+)
+def _accumulate_and_check_op(
+    accumulators: Sequence[Tensor], gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor
+) -> None:
+    run = launch_accumulate if runs_kernels(*accumulators) else reference.accumulate_and_check_
+    run(accumulators, gradients, inverse_scale, found_inf)
+
+
+@torch.library.custom_op("gpipe_fast::multi_tensor_unscale_", mutates_args={"gradients", "found_inf"})
+def _unscale_op(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
+    run = launch_unscale if runs_kernels(*gradients) else reference.unscale_
+    run(gradients, inverse_scale, found_inf)
+
+
+def accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """``accumulators[i] += gradients[i]``, for all i in one launch for each pair of dtypes.
+
+    Added in fp32 and rounded once, as by `Tensor.add_`. Pairs of different strides, or with gaps between
+    their elements, are left to PyTorch, one by one.
+
+    Args:
+        accumulators: fp32, fp16 or bf16, of any shapes, on one device; written to. They must not overlap.
+        gradients: likewise, each of its accumulator's shape, but of any of these dtypes.
+
+    Raises:
+        ValueError: numbers, shapes, dtypes or devices do not fit, or a tensor requires a gradient.
+        RuntimeError: a CUDA graph is being captured.
+    """
+    _check(accumulators, gradients)
+    if accumulators:
+        _accumulate_op(accumulators, gradients)
+
+
+def unscale_(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor | None = None) -> Tensor:
+    """``gradients[i] *= inverse_scale``, for all i, and whether any element was inf or NaN before.
+
+    That is what `torch.amp.GradScaler` does to gradients, with nothing read by the host.
+
+    Args:
+        gradients: fp32, fp16 or bf16, of any shapes, on one device; written to. They must not overlap.
+        inverse_scale: one element of fp32, on that device.
+        found_inf: one element of fp32, on that device, that becomes 1 if anything was found, else stays; by
+            default a new one that is 0.
+
+    Returns:
+        found_inf, of shape (1) if it is new.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or a gradient requires a gradient.
+        RuntimeError: a CUDA graph is being captured.
+    """
+    found = inverse_scale.new_zeros(1) if found_inf is None else found_inf
+    _check(gradients, gradients, inverse_scale, found)
+    if gradients:
+        _unscale_op(gradients, inverse_scale, found)
+    return found
+
+
+def accumulate_and_check_(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    inverse_scale: Tensor,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    """``accumulators[i] += inverse_scale * gradients[i]``, and whether any accumulator is then inf or NaN.
+
+    A gradient that is inf or NaN makes its accumulator so; what overflows in an accumulator is found as well.
+
+    Args:
+        accumulators: as in `accumulate_`; written to.
+        gradients: as in `accumulate_`.
+        inverse_scale: as in `unscale_`.
+        found_inf: as in `unscale_`.
+
+    Returns:
+        found_inf, of shape (1) if it is new.
+
+    Raises:
+        ValueError: as in `accumulate_` and `unscale_`.
+        RuntimeError: a CUDA graph is being captured.
+    """
+    found = inverse_scale.new_zeros(1) if found_inf is None else found_inf
+    _check(accumulators, gradients, inverse_scale, found)
+    if accumulators:
+        _accumulate_and_check_op(accumulators, gradients, inverse_scale, found)
+    return found
+
+
+def _check(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], *scalars: Tensor) -> None:
+    if len(accumulators) != len(gradients):
+        raise ValueError(f"there are {len(accumulators)} accumulators, but {len(gradients)} gradients")
+    device = next(iter((*scalars, *accumulators))).device if accumulators or scalars else None
+    for index, (a, g) in enumerate(zip(accumulators, gradients, strict=True)):
+        if a.shape != g.shape:
+            raise ValueError(f"shapes differ at {index}: {list(a.shape)} and {list(g.shape)}")
+        if not (a.is_floating_point() and g.is_floating_point()):
+            raise ValueError(f"dtypes must be of floating point, got {a.dtype} and {g.dtype} at {index}")
+        if a.device != device or g.device != device:
+            raise ValueError(f"devices differ at {index}: {a.device} and {g.device}, not {device}")
+        if (a.requires_grad or g.requires_grad) and torch.is_grad_enabled():
+            raise ValueError(f"nothing is recorded for autograd, but a tensor at {index} requires a gradient")
+    for scalar in scalars:
+        if scalar.numel() != 1 or scalar.dtype != torch.float32 or scalar.device != device:
+            given = f"{list(scalar.shape)} of {scalar.dtype} on {scalar.device}"
+            raise ValueError(f"inverse_scale and found_inf must be one element of fp32, got {given}")
