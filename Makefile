@@ -10,6 +10,8 @@ ARGS ?=
 # The second environment: the Python and torch of the reference GPU machine.
 REFERENCE_PYTHON ?= 3.12
 REFERENCE_TORCH ?= 2.11.0
+# What `make wheelhouse` may gather: 64 MiB.
+WHEELHOUSE_BYTES := 67108864
 
 export MAX_JOBS ?= $(shell nproc)
 SHELL := bash
@@ -28,7 +30,7 @@ EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
 SOURCES := setup.py csrc csrc/cuda $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*.cpp csrc/cuda/*.h csrc/cuda/*.cu)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build import test pytest lint format demo bench bench-ours soak smoke smoke-reference gpu clean
+.PHONY: help build import test pytest lint format demo bench bench-ours soak smoke smoke-reference wheelhouse gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -95,14 +97,30 @@ smoke-reference:  ## build and smoke test with Python 3.12 and torch 2.11.0 in .
 	echo 'SKIPPED smoke-reference: no Python $(REFERENCE_PYTHON) that can make environments, on PATH or in ~/.pyenv/versions'; \
 	[ "$${GPIPE_FAST_REQUIRE_REFERENCE:-0}" != 1 ]
 
-# For a GPU machine whose PYTHON already has torch: installs nothing, needs no network.
-gpu: export PYTHONPATH := $(CURDIR)
+# What travels to the GPU machine with the tree; its platform names are pip's, each matched exactly.
+wheelhouse:  ## download wheels of peers for a GPU machine without network into ./wheelhouse
+	rm -rf wheelhouse
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest wheelhouse \
+	  --python-version $(REFERENCE_PYTHON) --implementation cp \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	  -r bench/wheelhouse.txt -c requirements.txt
+	@bytes=$$(cat wheelhouse/*.whl | wc -c); echo "wheelhouse: $$(ls wheelhouse | wc -l) wheels, $$bytes bytes"; \
+	if [ $$bytes -gt $(WHEELHOUSE_BYTES) ]; then \
+	  echo 'wheelhouse: above $(WHEELHOUSE_BYTES) bytes, more than travels'; exit 1; \
+	fi
+
+# For a GPU machine whose PYTHON already has torch: needs no network, installs nothing into that PYTHON.
+gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/wheelhouse
 gpu:  ## on a GPU machine: build with PYTHON, run all tests and the benchmarks, write bench/results
 	@mkdir -p bench/results
+	@rm -rf build/wheelhouse
+	@if compgen -G 'wheelhouse/*.whl' >/dev/null; then \
+	  $(PYTHON) -m pip install --quiet --no-index --no-deps --target build/wheelhouse wheelhouse/*.whl; \
+	fi
 	$(PYTHON) setup.py --quiet build_ext --inplace --build-temp build/gpu
 	$(PYTHON) -m pytest -q -ra | tee bench/results/gpu-tests.txt
 	$(PYTHON) -m bench $(ARGS)
 
 clean:  ## remove what was built; the environments stay
-	rm -rf build dist *.egg-info gpipe_fast/_C*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist wheelhouse *.egg-info gpipe_fast/_C*.so .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,27 @@ def tuned(kernel: str, shape_class: str, default: Config) -> Config:
         shape_class: of the problem, as the family names it.
         default: chosen by shape, without measuring.
     """
+    name = f"{kernel} {shape_class}"
+    if name in _forced:
+        return _forced[name]
     if INTERPRETED or not torch.cuda.is_available():
         return default
-    found = _read().get(torch.cuda.get_device_name(), {}).get(f"{kernel} {shape_class}")
+    found = _read().get(torch.cuda.get_device_name(), {}).get(name)
     return default if found is None else Config(**found)
+
+
+_forced: dict[str, Config] = {}
+
+
+@contextlib.contextmanager
+def forced(kernel: str, shape_class: str, config: Config) -> Iterator[None]:
+    """Makes `tuned` answer with a configuration that is to be tried."""
+    name = f"{kernel} {shape_class}"
+    _forced[name] = config
+    try:
+        yield
+    finally:
+        del _forced[name]
 
 
 @functools.lru_cache

@@ -51,7 +51,7 @@ def bias_activation_backward(
     """The activation, the gradient of z, and that of the bias."""
     x = wide(z) if bias is None else wide(z) + wide(bias)
     dz = activate_backward(wide(g), x, activation)
-    dbias = None if bias is None else dz.reshape(-1, dz.shape[-1]).sum(0).to(bias.dtype)
+    dbias = None if bias is None else dz.sum_to_size(bias.shape).to(bias.dtype)
     return activate(x, activation).to(z.dtype), dz.to(z.dtype), dbias
 
 

@@ -1,52 +1,40 @@
-"""Kernels against PyTorch's own operators, both measured by what float64 gives."""
+"""Kernels against PyTorch's own operators, both measured by what float64 gives; where, and in which dtypes.
+
+Where: in Triton's interpreter if the process was started for that, else on the GPU if there is one. With
+GPIPE_FAST_KERNELS_ON=cpu what is tested is the references alone.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.accuracy import Results, check, doubles
+from gpipe_fast.kernels.launch import INTERPRETED
+
+__all__ = ["DEVICE", "DTYPES", "check", "doubles", "every_dtype", "every_width", "needs_kernels", "strided"]
+
+
+def _device() -> str | None:
+    if INTERPRETED:
+        return "cpu"
+    return os.environ.get("GPIPE_FAST_KERNELS_ON", "cuda" if torch.cuda.is_available() else None)
+
+
+# What tests allocate on; None where they are not collected.
+DEVICE = _device()
 # Columns of a row: one, below and above a warp, no power of two, and beyond every block.
 COLUMNS = (1, 63, 100, 1000, 4097)
-# In the interpreter; bf16 is tested on a GPU, since its arithmetic is wrong there.
-DTYPES = (torch.float32, torch.float16)
+# The interpreter's bf16 arithmetic is wrong.
+DTYPES = (torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16]))
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_width = pytest.mark.parametrize("cols", COLUMNS)
-
-Results = Sequence[Tensor | None]
-
-
-def check(ours: Results, eager: Results, truth: Results) -> None:
-    """Asserts that each result is at most twice as far from the truth as PyTorch's, or one rounding.
-
-    Args:
-        ours: of the kernels.
-        eager: of PyTorch's operators, from the same tensors in the same dtypes.
-        truth: of the same operators in float64.
-    """
-    for index, (own, other, exact) in enumerate(zip(ours, eager, truth, strict=True)):
-        assert (own is None) == (other is None) == (exact is None), index
-        if own is None or other is None or exact is None:
-            continue
-        assert (own.shape, own.dtype) == (other.shape, other.dtype), index
-        if not own.numel():
-            continue
-        off, allowed = _error(own, exact), _error(other, exact)
-        rounding = torch.finfo(own.dtype).eps * float(exact.abs().max())
-        assert off <= max(2 * allowed, rounding), (index, off, allowed, rounding)
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    difference = (found.double() - exact).abs()
-    return float(difference.nan_to_num(nan=float("inf")).max())
-
-
-def doubles(tensors: Results) -> list[Tensor | None]:
-    """The same in float64; what is no floating-point number stays."""
-    return [t if t is None or not t.is_floating_point() else t.double() for t in tensors]
+needs_kernels = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="the references are tested")
 
 
 def with_gradients(

@@ -1,21 +1,24 @@
-"""Kernels in Triton's interpreter, in a process of their own: see tests/test_kernels_interpreted.py."""
+"""Kernels in Triton's interpreter, in processes of their own (test_kernels_interpreted.py), or on a GPU."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from comparison import DEVICE
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+collect_ignore_glob = [] if DEVICE else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Fills what is allocated and not written with NaN."""
+    """Tests allocate where kernels are tested; fills what is allocated and not written with NaN."""
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
+    # Some of PyTorch's operators that kernels are compared with cannot be deterministic on a GPU.
+    torch.use_deterministic_algorithms(True, warn_only=DEVICE == "cuda")
+    torch.set_default_device(DEVICE)
     torch.manual_seed(0)
     yield
+    torch.set_default_device(None)
     torch.use_deterministic_algorithms(False)

@@ -1,0 +1,59 @@
+"""How far results are from the truth, against how far PyTorch's own are: the only tolerance of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Results = Sequence[Tensor | None]
+
+
+def check(ours: Results, eager: Results, truth: Results) -> None:
+    """Asserts that each result is at most twice as far from the truth as PyTorch's, or one rounding.
+
+    Args:
+        ours: of the kernels.
+        eager: of PyTorch's operators, from the same tensors in the same dtypes.
+        truth: of the same operators in float64.
+    """
+    found = excess(ours, eager, truth)
+    assert all(share <= 1 for share in found), f"errors, of those allowed: {found}"
+
+
+def excess(ours: Results, eager: Results, truth: Results) -> list[float]:
+    """The error of each result as a share of what is allowed: twice PyTorch's own, or one rounding.
+
+    Raises:
+        AssertionError: results differ in number, shape or dtype.
+    """
+    shares = []
+    for index, (own, other, exact) in enumerate(zip(ours, eager, truth, strict=True)):
+        assert (own is None) == (other is None) == (exact is None), index
+        if own is None or other is None or exact is None:
+            continue
+        assert (own.shape, own.dtype) == (other.shape, other.dtype), index
+        if not own.numel():
+            continue
+        rounding = torch.finfo(own.dtype).eps * float(exact.abs().max())
+        off, allowed = _error(own, exact), max(2 * _error(other, exact), rounding)
+        shares.append(_share(off, allowed))
+    return shares
+
+
+def _share(off: float, allowed: float) -> float:
+    """Of errors that may both be 0, or both infinite."""
+    if off == 0 or off == allowed:
+        return float(off > 0)
+    return off / allowed if allowed else float("inf")
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    difference = (found.double() - exact).abs()
+    return float(difference.nan_to_num(nan=float("inf")).max())
+
+
+def doubles(tensors: Results) -> list[Tensor | None]:
+    """The same in float64; what is no floating-point number stays."""
+    return [t if t is None or not t.is_floating_point() else t.double() for t in tensors]

@@ -1,0 +1,170 @@
+"""Bytes that the backward of a recomputed segment reads and writes: fused, and by PyTorch's operators.
+
+Counted on tensors without data. An operator reads its inputs and writes its outputs, each storage once; views
+and allocations move nothing. A kernel reads the tensors that it is given, but for those that were allocated
+and not yet written: it writes these, and those in whose place it computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench.case import DTYPES, Case
+from bench.families import all_cases
+from bench.measure import report
+from gpipe_fast.kernels import launch
+
+ELEMENTS = 1 << 24
+
+aten = torch.ops.aten
+ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+# These write in place what they do not read.
+OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.bernoulli_, aten.normal_, aten.uniform_}
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up the bytes that operators and launches read and write while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = self.written = 0
+        self._blank: dict[int, Tensor] = {}  # by storage, allocated and not yet written
+        self._kept: list[Any] = []  # a storage's address tells it from others only as long as it lives
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.written
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given, results = _tensors((args, kwargs)), _tensors(found)
+        self._kept += [given, results]
+        if func.overloadpacket in ALLOCATIONS:
+            self._blank.update((_storage(t), t) for t in results)
+            return found
+        changed = _changed(func, args, kwargs or {})
+        storages = {_storage(t) for t in given}
+        views = results and not changed and all(_storage(t) in storages for t in results)
+        if not func.is_view and not views and func.namespace != "prim":
+            reads = [t for t in given if not (func.overloadpacket in OVERWRITES and _in(t, changed))]
+            self._count(reads, [*(t for t in results if not _in(t, changed)), *changed])
+        return found
+
+    def launched(self, tensors: Sequence[Tensor], overwritten: Sequence[Tensor]) -> None:
+        """Counts what a kernel is given."""
+        in_place = {_storage(t) for t in overwritten}
+        self._kept.append(tensors)
+        reads = [t for t in tensors if _storage(t) not in self._blank]
+        writes = [t for t in tensors if _storage(t) in self._blank or _storage(t) in in_place]
+        self._count(reads, writes)
+
+    def _count(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        writes = list(writes)
+        self.read += _bytes(reads)
+        self.written += _bytes(writes)
+        for tensor in writes:
+            self._blank.pop(_storage(tensor), None)
+
+    @contextlib.contextmanager
+    def counting_launches(self, overwritten: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Counts launches instead of making them."""
+
+        def wrap(kernel: Any) -> Any:
+            return _Grids(lambda *args, **constants: self.launched(_tensors(args), overwritten))
+
+        with self, mock.patch.object(launch, "wrap_triton", wrap):
+            yield
+
+
+class _Grids:
+    """A kernel that is a function: ``kernel[grid](arguments)``."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
+        return self._function
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _in(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What an operator writes in place."""
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments[len(args) :])]
+    return _tensors([value for a, value in given if a.alias_info is not None and a.alias_info.is_write])
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the parts of storages that tensors show, none more than once."""
+    shown: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    for tensor in tensors:
+        storage = _storage(tensor)
+        shown[storage] = shown.get(storage, 0) + tensor.numel() * tensor.itemsize
+        whole[storage] = tensor.untyped_storage().nbytes()
+    return sum(min(size, whole[storage]) for storage, size in shown.items())
+
+
+def unfused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
+    """Read and written by PyTorch's operators."""
+    inputs = case.inputs(elements, dtype, "meta")
+    gradients = case.gradients(inputs)
+    with Traffic() as traffic:
+        case.unfused(inputs, gradients)
+    return traffic.moved
+
+
+@functools.lru_cache
+def fused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
+    """Read and written by ours."""
+    inputs = case.inputs(elements, dtype, "meta")
+    gradients = case.gradients(inputs)
+    if case.moved is not None:
+        return case.moved(inputs, gradients)
+    traffic = Traffic()
+    with traffic.counting_launches([inputs[index] for index in case.overwritten]):
+        case.launched(*inputs, *gradients)
+    return traffic.moved
+
+
+def row(case: Case, dtype: str, elements: int = ELEMENTS) -> list[object]:
+    """Of the table: bytes per element, and the share that is saved."""
+    unfused, fused = (count(case, elements, DTYPES[dtype]) for count in (unfused_bytes, fused_bytes))
+    return [case.name, dtype, unfused / elements, fused / elements, f"{1 - fused / unfused:.0%}"]
+
+
+def main() -> None:
+    report(
+        "traffic",
+        "Bytes of the backward of a recomputed segment",
+        ["function", "dtype", "unfused, bytes per element", "fused", "saving"],
+        [row(case, dtype) for case in all_cases().values() for dtype in DTYPES],
+        f"Counted, not measured: what operators and kernels read and write of {ELEMENTS >> 20} M elements. "
+        "Unfused: PyTorch computes the forward again, and then the gradients, one operator after the other. "
+        "Fused: one kernel, partial sums and their addition too.\n",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""`python -m bench.tune [kernel ...]`: tries configurations on this GPU; kernels/tuned.json keeps the best.
+
+Not one of the benchmarks that `python -m bench` runs: it changes what kernels are launched with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bench.case import DTYPES, Judge, Tuning
+from bench.families import all_tunings
+from bench.gpu import Candidate, ours, samples
+from gpipe_fast.kernels.launch import Config, forced, keep
+
+ROUNDS = 30
+# The configuration that launchers choose now stays unless another is faster by more than this share.
+MARGIN = 0.02
+CURRENT = "current"
+
+Sample = Callable[[Mapping[str, Candidate], int], Mapping[str, Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one shape class.
+
+    Attributes:
+        config: the fastest; None if the current one stays.
+        gain: time of the current one by that of the fastest.
+        dropped: how many candidates did not compile, or computed something else.
+    """
+
+    config: Config | None
+    gain: float
+    dropped: int
+
+
+def search(tuning: Tuning, name: str, device: str = "cuda", sample: Sample = samples) -> Outcome:
+    """Tries a kernel's configurations for one shape class, in every dtype.
+
+    Raises:
+        AssertionError: the kernel is wrong as it is; nothing is said about speed then.
+    """
+    shape = tuning.shapes[name]
+    configs: dict[str, Config | None] = {CURRENT: None} | {str(c): c for c in shape.candidates}
+    times = dict.fromkeys(configs, 1.0)
+    for dtype in DTYPES.values():
+        torch.manual_seed(0)
+        inputs = shape.inputs(dtype, device)
+        gradients = tuning.case.gradients(inputs)
+        judge = Judge.of(tuning.case, inputs, gradients)
+        timed = {key: _candidate(tuning, name, configs[key], inputs, gradients) for key in times}
+        timed = {key: candidate for key, candidate in timed.items() if _right(candidate, judge)}
+        assert CURRENT in timed, f"{tuning.kernel} {name} is wrong in {dtype}"
+        times = {key: times[key] * statistics.median(found) for key, found in sample(timed, ROUNDS).items()}
+    best = min(times, key=lambda key: times[key])
+    gain = (times[CURRENT] / times[best]) ** (1 / len(DTYPES))
+    dropped = len(configs) - len(times)
+    return Outcome(configs[best] if gain > 1 + MARGIN else None, gain, dropped)
+
+
+def _candidate(
+    tuning: Tuning, name: str, config: Config | None, inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> Candidate:
+    candidate = ours(tuning.case, inputs, gradients)
+
+    def run() -> object:
+        with contextlib.nullcontext() if config is None else forced(tuning.kernel, name, config):
+            return candidate.run()
+
+    return replace(candidate, run=run)
+
+
+def _right(candidate: Candidate, judge: Judge) -> bool:
+    candidate.reset()
+    try:
+        return judge.excess(candidate.run()) <= 1  # type: ignore[arg-type]
+    except Exception as error:  # too many registers, too much shared memory
+        print(f"  dropped: {type(error).__name__}: {str(error).splitlines()[:1]}")
+        return False
+
+
+def main() -> None:
+    tunings = all_tunings()
+    parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
+    parser.add_argument("kernel", nargs="*", help=f"which to tune; by default all: {', '.join(tunings)}")
+    wanted = parser.parse_args().kernel or list(tunings)
+    unknown = [name for name in wanted if name not in tunings]
+    if unknown:
+        parser.error(f"no kernel is called {', '.join(unknown)}; there are {', '.join(tunings)}")
+    if not torch.cuda.is_available():
+        parser.error("tuning needs a GPU, and none is visible")
+    for kernel in wanted:
+        for name in tunings[kernel].shapes:
+            found = search(tunings[kernel], name)
+            print(f"{kernel} {name}: {found.config or CURRENT}, {found.gain:.2f} x, {found.dropped} dropped")
+            if found.config is not None:
+                keep(torch.cuda.get_device_name(), kernel, name, found.config)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
