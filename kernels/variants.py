@@ -1,11 +1,16 @@
 """Every form in which a kernel is compiled, for checks without a GPU."""
 
-from gpipe_fast.kernels import activations, dropout, gated, multi_tensor, norms, rotary
+from gpipe_fast.kernels.activations import variants as activations
+from gpipe_fast.kernels.dropout import variants as dropout
+from gpipe_fast.kernels.gated import variants as gated
 from gpipe_fast.kernels.launch import Variant
+from gpipe_fast.kernels.multi_tensor import variants as multi_tensor
+from gpipe_fast.kernels.norms import variants as norms
+from gpipe_fast.kernels.rotary import variants as rotary
 
 FAMILIES = (activations, dropout, gated, multi_tensor, norms, rotary)
 
 
 def all_variants() -> dict[str, Variant]:
     """By name: kernel, what it is specialised on, dtype, configuration."""
-    return {name: variant for family in FAMILIES for name, variant in family.variants().items()}
+    return {name: variant for family in FAMILIES for name, variant in family().items()}
