@@ -5,9 +5,11 @@ from gpipe_fast.kernels.dropout import dropout_add
 from gpipe_fast.kernels.gated import gated_activation, gated_activation_backward
 from gpipe_fast.kernels.multi_tensor import accumulate_, accumulate_and_check_, unscale_
 from gpipe_fast.kernels.norm_functions import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from gpipe_fast.kernels.philox import Draw
 from gpipe_fast.kernels.rotary import rotary, rotary_, rotary_backward_, rotary_tables
 
 __all__ = [
+    "Draw",
     "accumulate_",
     "accumulate_and_check_",
     "bias_activation",

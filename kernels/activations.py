@@ -10,17 +10,23 @@ logistic function::
     gelu       x Phi(x)    Phi(x) + x phi(x)                                     (arXiv 1606.08415)
     gelu_tanh  x s(2 u)    s(2 u) + 2 x s(2 u) (1 - s(2 u)) u',  u = sqrt(2 / pi) (x + 0.044715 x^3)
 
+Dropout behind it, ``a = m act(x) / (1 - p)``, is drawn in the same passes by the key (kernels/philox.py):
+what comes out is a after dropout, and dz has the mask's factor.
+
 Bytes per element of itemsize i: 2 i read, 2 i written; bias and sums are of the last dimension alone.
 """
 
 from __future__ import annotations
+
+import itertools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels import reference
+from gpipe_fast.kernels import philox, reference
 from gpipe_fast.kernels.launch import (
     Config,
     Variant,
@@ -30,6 +36,7 @@ from gpipe_fast.kernels.launch import (
     runs_kernels,
     tuned,
 )
+from gpipe_fast.kernels.philox import Draw
 
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 # Programs that share the rows of one block of columns: each adds its own up, and PyTorch adds these.
@@ -42,9 +49,14 @@ CONFIGS = {
     1 << 62: Config({"ROWS": 4, "COLS": 512}),
 }
 
+# With dropout, for all: hidden layers are wide, and drawing takes registers.
+DROPOUT_CONFIG = Config({"ROWS": 2, "COLS": 512})
 
-def choose(num_cols: int) -> Config:
+
+def choose(num_cols: int, dropout: bool = False) -> Config:
     """The configuration for rows of so many columns."""
+    if dropout:
+        return tuned("bias_activation", "dropout", DROPOUT_CONFIG)
     widest = next(width for width in CONFIGS if num_cols <= width)
     return tuned("bias_activation", f"cols<={widest}", CONFIGS[widest])
 
@@ -84,27 +96,38 @@ def slope(x, ACTIVATION: tl.constexpr):
     return y
 
 
-@triton.jit
+# Numbers that vary from draw to draw are no reason to compile again.
+@triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _forward(
-    p_z, p_bias, p_a, num_rows, num_cols,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    p_z, p_bias, p_key, p_a, num_rows, num_cols, layer, ordinal, last, scale,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    o_cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    o_rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    col_blocks = tl.cdiv(num_cols, COLS)
+    first_col = tl.program_id(0) % col_blocks * COLS
+    o_cols = first_col + tl.arange(0, COLS)
+    o_rows = tl.program_id(0) // col_blocks * ROWS + tl.arange(0, ROWS)
     mask = (o_rows < num_rows)[:, None] & (o_cols < num_cols)[None, :]
     offsets = o_rows.to(tl.int64)[:, None] * num_cols + o_cols[None, :]
     x = tl.load(p_z + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(p_bias + o_cols, mask=o_cols < num_cols, other=0.0).to(tl.float32)[None, :]
-    tl.store(p_a + offsets, activate(x, ACTIVATION).to(p_a.dtype.element_ty), mask=mask)
+    a = activate(x, ACTIVATION)
+    if DROPOUT:
+        a *= philox.factor_rows(
+            o_rows, first_col, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT == 4
+        )
+    tl.store(p_a + offsets, a.to(p_a.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _backward(
-    p_z, p_bias, p_g, p_a, p_dz, p_sums, num_rows, num_cols,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    p_z, p_bias, p_g, p_key, p_a, p_dz, p_sums, num_rows, num_cols, layer, ordinal, last, scale,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    o_cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    first_col = tl.program_id(0) * COLS
+    o_cols = first_col + tl.arange(0, COLS)
     m_cols = o_cols < num_cols
     b_sums = tl.zeros([COLS], tl.float32)
     if HAS_BIAS:
@@ -117,8 +140,15 @@ def _backward(
         if HAS_BIAS:
             x += b_bias
         g = tl.load(p_g + offsets, mask=mask, other=0.0).to(tl.float32)
+        a = activate(x, ACTIVATION)
+        if DROPOUT:
+            factor = philox.factor_rows(
+                o_rows, first_col, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT == 4
+            )
+            a *= factor
+            g *= factor
         dz = g * slope(x, ACTIVATION)
-        tl.store(p_a + offsets, activate(x, ACTIVATION).to(p_a.dtype.element_ty), mask=mask)
+        tl.store(p_a + offsets, a.to(p_a.dtype.element_ty), mask=mask)
         tl.store(p_dz + offsets, dz.to(p_dz.dtype.element_ty), mask=mask)
         if HAS_BIAS:
             b_sums += tl.sum(dz, axis=0)
@@ -126,33 +156,44 @@ def _backward(
         tl.store(p_sums + tl.program_id(1) * num_cols + o_cols, b_sums, mask=m_cols)
 
 
-def launch_forward(z: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Act(z + bias), of z's shape and dtype."""
+def _constants(num_cols: int, has_bias: bool, activation: str, draw: Draw | None) -> dict[str, Any]:
+    # Dropout is 0, or for how many elements words are drawn at once.
+    at_once = 0 if draw is None else 1 if num_cols % 4 else 4
+    return {"ACTIVATION": activation, "HAS_BIAS": has_bias, "DROPOUT": at_once}
+
+
+def launch_forward(z: Tensor, bias: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
+    """Dropout(act(z + bias)), of z's shape and dtype."""
     rows = rows_of(z)
     num_rows, num_cols = rows.shape
-    config = choose(num_cols)
+    config = choose(num_cols, draw is not None)
     a = torch.empty_like(rows)
-    grid = (cdiv(num_cols, config.blocks["COLS"]), cdiv(num_rows, config.blocks["ROWS"]))
-    arguments = (rows, rows if bias is None else bias.contiguous(), a, num_rows, num_cols)
-    launch(_forward, grid, config, *arguments, ACTIVATION=activation, HAS_BIAS=bias is not None)
+    # One dimension: of the others, a GPU counts 65535 programs.
+    grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
+    key, numbers = (rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    tensors = (rows, rows if bias is None else bias.contiguous(), key, a)
+    constants = _constants(num_cols, bias is not None, activation, draw)
+    launch(_forward, grid, config, *tensors, num_rows, num_cols, *numbers, **constants)
     return a.view(z.shape)
 
 
 def launch_backward(
-    z: Tensor, bias: Tensor | None, g: Tensor, activation: str
+    z: Tensor, bias: Tensor | None, g: Tensor, activation: str, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The activation, the gradient of z, and that of the bias, if there is one."""
     rows, g_rows = rows_of(z), rows_of(g)
     num_rows, num_cols = rows.shape
-    config = choose(num_cols)
+    config = choose(num_cols, draw is not None)
     a, dz = torch.empty_like(rows), torch.empty_like(rows)
     row_programs = min(ROW_PROGRAMS, cdiv(num_rows, config.blocks["ROWS"]))
     sums = torch.empty(
         row_programs if bias is not None else 0, num_cols, dtype=torch.float32, device=z.device
     )
     grid = (cdiv(num_cols, config.blocks["COLS"]), row_programs)
-    arguments = (rows, rows if bias is None else bias.contiguous(), g_rows, a, dz, sums, num_rows, num_cols)
-    launch(_backward, grid, config, *arguments, ACTIVATION=activation, HAS_BIAS=bias is not None)
+    key, numbers = (rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    tensors = (rows, rows if bias is None else bias.contiguous(), g_rows, key, a, dz, sums)
+    constants = _constants(num_cols, bias is not None, activation, draw)
+    launch(_backward, grid, config, *tensors, num_rows, num_cols, *numbers, **constants)
     dbias = None if bias is None else sums.sum(0).to(bias.dtype)
     return a.view(z.shape), dz.view(z.shape), dbias
 
@@ -160,95 +201,125 @@ def launch_backward(
 def variants() -> dict[str, Variant]:
     """Every form that the launchers can choose."""
     found = {}
-    for dtype in ("fp32", "bf16"):
-        for activation in ACTIVATIONS:
-            for config in CONFIGS.values():
-                constants = {"ACTIVATION": activation, "HAS_BIAS": True}
-                sizes = {"num_rows": "i32", "num_cols": "i32"}
-                name = f"{activation} {dtype}"
-                tensors = dict.fromkeys(("p_z", "p_bias", "p_a"), f"*{dtype}")
-                found[f"bias_activation forward, {name}, {config}"] = Variant(
-                    _forward, tensors | sizes, constants, config, (*tensors, "num_cols")
-                )
-                tensors = dict.fromkeys(("p_z", "p_bias", "p_g", "p_a", "p_dz"), f"*{dtype}")
-                tensors["p_sums"] = "*fp32"
-                found[f"bias_activation backward, {name}, {config}"] = Variant(
-                    _backward, tensors | sizes, constants, config, (*tensors, "num_cols")
-                )
+    sizes = {"num_rows": "i32", "num_cols": "i32", **philox.SIGNATURE}
+    forms = [("", 0, config) for config in CONFIGS.values()]
+    forms += [(" dropout", 4, DROPOUT_CONFIG), (" dropout odd", 1, DROPOUT_CONFIG)]
+    every = itertools.product(("fp32", "bf16"), ACTIVATIONS, forms)
+    for dtype, activation, (dropout, at_once, config) in every:
+        constants = {"ACTIVATION": activation, "HAS_BIAS": True, "DROPOUT": at_once}
+        key = {"p_key": "*i64" if at_once else f"*{dtype}"}
+        name = f"{activation}{dropout} {dtype}, {config}"
+        tensors = {**dict.fromkeys(("p_z", "p_bias", "p_a"), f"*{dtype}"), **key}
+        aligned = () if at_once == 1 else ("num_cols",)
+        found[f"bias_activation forward, {name}"] = Variant(
+            _forward, tensors | sizes, constants, config, (*tensors, *aligned)
+        )
+        tensors = {**dict.fromkeys(("p_z", "p_bias", "p_g", "p_a", "p_dz"), f"*{dtype}"), **key}
+        tensors["p_sums"] = "*fp32"
+        found[f"bias_activation backward, {name}"] = Variant(
+            _backward, tensors | sizes, constants, config, (*tensors, *aligned)
+        )
     return found
 
 
+# Operators take a draw in pieces; without a key there is none.
 @torch.library.triton_op("gpipe_fast::bias_activation", mutates_args={})
-def _bias_activation(z: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    if not runs_kernels(z, bias):
-        return reference.bias_activation(z, bias, activation)
-    return launch_forward(z, bias, activation)
+def _bias_activation(
+    z: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    p: float = 0.0,
+    key: Tensor | None = None,
+    layer: int = 0,
+    ordinal: int = 0,
+) -> Tensor:
+    draw = None if key is None else Draw(p, key, layer, ordinal)
+    forward = launch_forward if runs_kernels(z, bias, key) else reference.bias_activation
+    return forward(z, bias, activation, draw)
 
 
 @torch.library.triton_op("gpipe_fast::bias_activation_backward", mutates_args={})
 def _bias_activation_backward(
-    z: Tensor, bias: Tensor | None, g: Tensor, activation: str
+    z: Tensor,
+    bias: Tensor | None,
+    g: Tensor,
+    activation: str,
+    p: float = 0.0,
+    key: Tensor | None = None,
+    layer: int = 0,
+    ordinal: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    backward = launch_backward if runs_kernels(z, bias, g) else reference.bias_activation_backward
-    a, dz, dbias = backward(z, bias, g, activation)
+    draw = None if key is None else Draw(p, key, layer, ordinal)
+    backward = launch_backward if runs_kernels(z, bias, g, key) else reference.bias_activation_backward
+    a, dz, dbias = backward(z, bias, g, activation, draw)
     return a, dz, z.new_empty(0) if dbias is None else dbias
 
 
 def bias_activation_backward(
-    z: Tensor, bias: Tensor | None, g: Tensor, activation: str
+    z: Tensor, bias: Tensor | None, g: Tensor, activation: str, dropout: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the backward of a recomputed ``act(z + bias)`` needs, in one pass.
+    """What the backward of a recomputed ``dropout(act(z + bias))`` needs, in one pass.
 
     Args:
         z: the product, computed again; of shape (..., columns).
         bias: of shape (columns,), or None.
-        g: the gradient of the activation, of z's shape.
+        g: the gradient of what comes out, of z's shape.
         activation: one of 'relu', 'silu', 'gelu' and 'gelu_tanh'.
+        dropout: behind the activation, by element of z in contiguous order; or None.
 
     Returns:
-        The activation, the gradient of z, and that of the bias, or None.
+        What comes out, the gradient of z, and that of the bias, or None.
 
     Raises:
-        ValueError: there is no such activation, or shapes do not fit.
+        ValueError: there is no such activation, shapes do not fit, or no mask can be drawn.
+        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
     """
-    _check(z, bias, activation)
-    a, dz, dbias = _bias_activation_backward(z, bias, g, activation)
+    _check(z, bias, activation, dropout)
+    a, dz, dbias = _bias_activation_backward(z, bias, g, activation, *(dropout or ()))
     return a, dz, None if bias is None else dbias
 
 
-def bias_activation(z: Tensor, bias: Tensor | None = None, activation: str = "gelu") -> Tensor:
-    """``act(z + bias)``, whose backward computes it again: of both, only z is kept.
+def bias_activation(
+    z: Tensor, bias: Tensor | None = None, activation: str = "gelu", dropout: Draw | None = None
+) -> Tensor:
+    """``dropout(act(z + bias))``, whose backward computes it again: only z is kept, and no mask.
 
     Args:
         z: of shape (..., columns); fp32, fp16 or bf16. Computed in fp32.
         bias: of shape (columns,), or None.
         activation: one of 'relu', 'silu', 'gelu' and 'gelu_tanh'.
+        dropout: behind the activation, by element of z in contiguous order; or None. On the CPU
+            ``torch.ops.gpipe_fast.keyed_bernoulli`` draws it, on a GPU the kernel, the same bits.
 
     Raises:
-        ValueError: there is no such activation, or shapes do not fit.
+        ValueError: there is no such activation, shapes do not fit, or no mask can be drawn.
+        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
     """
-    _check(z, bias, activation)
-    result: Tensor = _bias_activation(z, bias, activation)
+    _check(z, bias, activation, dropout)
+    result: Tensor = _bias_activation(z, bias, activation, *(dropout or ()))
     return result
 
 
-def _check(z: Tensor, bias: Tensor | None, activation: str) -> None:
+def _check(z: Tensor, bias: Tensor | None, activation: str, dropout: Draw | None) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is not one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if z.dim() == 0 or (bias is not None and bias.shape != z.shape[-1:]):
         given = None if bias is None else list(bias.shape)
         raise ValueError(f"the bias must have the last dimension of {list(z.shape)}, got {given}")
+    if dropout is not None:
+        dropout.check(z)
 
 
 def _setup(ctx, inputs, output):
-    z, bias, ctx.activation = inputs
-    ctx.save_for_backward(z, bias)
+    z, bias, ctx.activation, ctx.p, key, ctx.layer, ctx.ordinal = inputs
+    ctx.save_for_backward(z, bias, key)
 
 
 def _differentiate(ctx, g):
-    z, bias = ctx.saved_tensors
-    _, dz, dbias = _bias_activation_backward(z, bias, g, ctx.activation)
-    return dz, None if bias is None else dbias, None
+    z, bias, key = ctx.saved_tensors
+    draw = (ctx.p, key, ctx.layer, ctx.ordinal)
+    _, dz, dbias = _bias_activation_backward(z, bias, g, ctx.activation, *draw)
+    return dz, None if bias is None else dbias, None, None, None, None, None
 
 
 _bias_activation.register_autograd(_differentiate, setup_context=_setup)

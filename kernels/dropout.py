@@ -39,7 +39,7 @@ def _dropout_add(
     words = philox.words_of_blocks((first >> 2) + tl.arange(0, SIZE // 4), p_key, layer, ordinal)
     h = tl.load(p_h + offsets, mask=mask, other=0.0).to(tl.float32)
     # As PyTorch does: what is dropped and not finite stays so.
-    y = h * tl.where(philox.keep(words, last), 1.0, 0.0) * scale
+    y = h * tl.where(philox.keep(words, last), scale, 0.0)
     if HAS_RESIDUAL:
         y += tl.load(p_residual + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(p_y + offsets, y.to(p_y.dtype.element_ty), mask=mask)

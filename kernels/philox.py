@@ -17,6 +17,8 @@ four keep them from that, each element draws its own.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,35 @@ NO_LAYER = tl.constexpr(0xFFFF)
 _LIMIT = 1 << 16
 # Types of what kernels take for a draw, beside the key.
 SIGNATURE = {"layer": "i32", "ordinal": "i32", "last": "i32", "scale": "fp32"}
+
+
+class Draw(NamedTuple):
+    """A dropout, and the place in the model where its mask is drawn.
+
+    Attributes:
+        p: probability of a zero.
+        key: ``[minibatch_key, microbatch, first_layer]``, int64, on the device where the draw is; in range as
+            in csrc/random.cpp, which kernels cannot check.
+        layer: counted from the key's first layer, or 0xFFFF outside of every layer.
+        ordinal: which random op of the layer.
+    """
+
+    p: float
+    key: Tensor
+    layer: int
+    ordinal: int
+
+    def numbers(self) -> tuple[int, int, int, float]:
+        """What kernels take beside the key: layer, ordinal, the last word that is kept, and the scale."""
+        return (self.layer, self.ordinal, *threshold(self.p))
+
+    def check(self, like: Tensor) -> None:
+        """Raises ValueError unless a mask for such a tensor can be drawn."""
+        check_draw(like, *self)
+
+
+# What kernels take where nothing is drawn.
+NO_NUMBERS = (0, 0, 0, 1.0)
 
 
 def threshold(p: float) -> tuple[int, float]:
@@ -118,3 +149,13 @@ def keep_rows(
     else:
         words = words_of_elements(first + tl.arange(0, COLS)[None, :], p_key, layer, ordinal)
     return keep(words, last)
+
+
+@triton.jit
+def factor_rows(
+    o_rows, first_col, num_cols, p_key, layer, ordinal, last, scale,
+    COLS: tl.constexpr, BY_FOUR: tl.constexpr,
+):  # fmt: skip
+    """What dropout multiplies a tile by: ``scale`` where `keep_rows`, else 0."""
+    kept = keep_rows(o_rows, first_col, num_cols, p_key, layer, ordinal, last, COLS, BY_FOUR)
+    return tl.where(kept, scale, 0.0)

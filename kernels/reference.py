@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpipe_fast.kernels.philox import Draw
+
 
 def wide(tensor: Tensor) -> Tensor:
     """In fp32, or fp64 if it is."""
@@ -39,20 +41,24 @@ def activate_backward(g: Tensor, x: Tensor, activation: str) -> Tensor:
     return found
 
 
-def bias_activation(z: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """``act(z + bias)``."""
+def bias_activation(z: Tensor, bias: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
+    """``dropout(act(z + bias))``."""
     x = wide(z) if bias is None else wide(z) + wide(bias)
-    return activate(x, activation).to(z.dtype)
+    a = activate(x, activation)
+    return (a if draw is None else drop(a, *draw)).to(z.dtype)
 
 
 def bias_activation_backward(
-    z: Tensor, bias: Tensor | None, g: Tensor, activation: str
+    z: Tensor, bias: Tensor | None, g: Tensor, activation: str, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The activation, the gradient of z, and that of the bias."""
+    """What comes out, the gradient of z, and that of the bias."""
     x = wide(z) if bias is None else wide(z) + wide(bias)
-    dz = activate_backward(wide(g), x, activation)
-    dbias = None if bias is None else dz.sum_to_size(bias.shape).to(bias.dtype)
-    return activate(x, activation).to(z.dtype), dz.to(z.dtype), dbias
+    a, g = activate(x, activation), wide(g)
+    if draw is not None:
+        a, g = drop(a, *draw), drop(g, *draw)
+    dz = activate_backward(g, x, activation)
+    dbias = None if bias is None else _rows_summed(dz, bias)
+    return a.to(z.dtype), dz.to(z.dtype), dbias
 
 
 # Dropout: kernels/dropout.py, and behind other families.
