@@ -275,6 +275,8 @@ def bias_activation_backward(
         RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
     """
     _check(z, bias, activation, dropout)
+    if g.shape != z.shape:
+        raise ValueError(f"the gradient must be of shape {list(z.shape)}, got {list(g.shape)}")
     a, dz, dbias = _bias_activation_backward(z, bias, g, activation, *(dropout or ()))
     return a, dz, None if bias is None else dbias
 

@@ -1,0 +1,95 @@
+"""Gated pairs of kernels/ on the CPU: the reference, the operators, errors, torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpipe_fast.kernels import gated_activation, gated_activation_backward
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+every_activation = pytest.mark.parametrize("activation", FUNCTIONS)
+every_form = pytest.mark.parametrize("packed", [True, False], ids=["packed", "two"])
+
+
+def inputs_of(packed: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """A packed product, or gate and up; 37 columns of an activation."""
+    if packed:
+        return (torch.randn(3, 5, 74, dtype=dtype),)
+    return torch.randn(3, 5, 37, dtype=dtype), torch.randn(3, 5, 37, dtype=dtype)
+
+
+def eager(activation: str, z: Tensor, up: Tensor | None = None) -> Tensor:
+    """PyTorch's own operators."""
+    gate, through = z.chunk(2, -1) if up is None else (z, up)
+    return FUNCTIONS[activation](gate) * through
+
+
+def grads(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], g: Tensor) -> list[Tensor]:
+    """What comes out, and the gradients of all inputs."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, g)]
+
+
+@every_form
+@every_activation
+def test_is_what_pytorch_computes(activation: str, packed: bool) -> None:
+    inputs, g = inputs_of(packed), torch.randn(3, 5, 37)
+    expected = grads(lambda *t: eager(activation, *t), inputs, g)
+    found = grads(lambda z, up=None: gated_activation(z, up, activation), inputs, g)
+    torch.testing.assert_close(found, expected)
+    z, up = (*inputs, None)[:2]
+    fused = gated_activation_backward(z, up, g, activation)
+    assert (fused[2] is None) == packed
+    torch.testing.assert_close([t for t in fused if t is not None], expected)
+
+
+@every_form
+def test_gradients_of_doubles(packed: bool) -> None:
+    inputs = tuple(t[:1, :2].clone().requires_grad_() for t in inputs_of(packed, torch.float64))
+    assert torch.autograd.gradcheck(gated_activation, inputs)
+
+
+@every_form
+def test_operators_are_sound(packed: bool) -> None:
+    z, up = (*inputs_of(packed), None)[:2]
+    g = torch.randn(3, 5, 37)
+    for with_a in (True, False):
+        arguments = (z, up, g, "silu", with_a)
+        torch.library.opcheck(torch.ops.gpipe_fast.gated_activation_backward.default, arguments)
+    z.requires_grad_()
+    torch.library.opcheck(torch.ops.gpipe_fast.gated_activation.default, (z, up, "silu"))
+
+
+@every_form
+def test_under_torch_compile(packed: bool) -> None:
+    inputs, g = inputs_of(packed), torch.randn(3, 5, 37)
+    compiled = torch.compile(gated_activation, backend="aot_eager", fullgraph=True)
+    found, expected = grads(compiled, inputs, g), grads(gated_activation, inputs, g)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_does_not_fit() -> None:
+    z = torch.randn(4, 6)
+    with pytest.raises(ValueError, match="activation is not one of relu, silu, gelu, gelu_tanh, got 'tanh'"):
+        gated_activation(z, None, "tanh")
+    with pytest.raises(ValueError, match=r"an even number, got \[4, 5\]"):
+        gated_activation(z[:, :5])
+    with pytest.raises(ValueError, match="an even number"):
+        gated_activation(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"up must be of the gate's torch.float32, shape \[4, 6\], got"):
+        gated_activation(z, z[:, :5])
+    with pytest.raises(ValueError, match=r"got torch\.float64"):
+        gated_activation(z, z.double())
+    with pytest.raises(ValueError, match=r"the gradient must be of shape \[4, 3\], got \[4, 6\]"):
+        gated_activation_backward(z, None, z, "silu")
