@@ -13,6 +13,7 @@ BENCHMARKS = {
     "engine": "steps of empty programs against bare hand-overs between threads",
     "execution": "one stage's programs against eager autograd and boxed dispatch",
     "interpreted": "one layer in Python among lowered ones, against all in Python",
+    "kernels": "every kernel on a GPU against eager PyTorch, Inductor, Liger-Kernel and a copy",
     "lengths": "sequences whose length changes from step to step",
     "overhead": "steps of tiny stages against torchgpipe and plain PyTorch",
     "pipeline": "two stages of GPT blocks at once against their critical path",
@@ -20,6 +21,7 @@ BENCHMARKS = {
     "signature": "what a call costs before any stage runs",
     "step": "steps of GPT blocks against torch.distributed.pipelining, torchgpipe and plain PyTorch",
     "tracing": "seconds to trace and lower GPT blocks",
+    "traffic": "bytes that fused backwards of recomputed segments read and write, counted",
 }
 
 

@@ -16,6 +16,8 @@ FLUSHED_BYTES = 256 << 20
 AHEAD_CYCLES = 2_000_000
 DROPPED_ROUNDS = 3
 
+Sample = Callable[[Mapping[str, "Candidate"], int], Mapping[str, Sequence[float]]]
+
 
 @dataclass(frozen=True)
 class Candidate:

@@ -17,7 +17,7 @@ from bench import liger
 from bench.accuracy import Results
 from bench.case import DTYPES, Case, Judge
 from bench.families import all_cases
-from bench.gpu import Candidate, on_copies, ours, samples
+from bench.gpu import Candidate, Sample, on_copies, ours, samples
 from bench.measure import Ratio, report, timing
 from bench.traffic import fused_bytes
 
@@ -57,7 +57,7 @@ class Measured:
         """Of the table; what is wrong has no times, and gets no ratio."""
         start: list[object] = [self.case.name, self.dtype, self.millions]
         off = self.excess.get(OURS, float("inf"))
-        if self.fault or off > 1:
+        if self.fault or not off <= 1:
             verdict = self.fault or f"WRONG, {off:.2g} of the allowed error"
             return [*start, *["-"] * (len(HEADERS) - len(start) - 1), verdict]
         time = timing(self.times[OURS])
@@ -110,21 +110,28 @@ def judged(candidate: Candidate, judge: Judge, peer: bool) -> float:
     return judge.excess(found)
 
 
-def copy(num_bytes: int) -> Candidate:
-    """A copy on the GPU that reads and writes so many bytes together."""
-    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda").random_()
+def copy(num_bytes: int, device: str) -> Candidate:
+    """A copy within a device that reads and writes so many bytes together."""
+    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return Candidate(lambda: target.copy_(source))
 
 
-def measure(case: Case, dtype: str, millions: int) -> Measured:
-    """Checks ours and its peers, and times what computes the right thing."""
+def measure(
+    case: Case,
+    dtype: str,
+    millions: int,
+    device: str = "cuda",
+    backend: str = "inductor",
+    sample: Sample = samples,
+) -> Measured:
+    """Checks ours and its peers; times all of them only if ours computes the right thing."""
     result = Measured(case, dtype, millions)
     torch.manual_seed(0)
-    inputs = case.inputs(millions << 20, DTYPES[dtype], "cuda")
+    inputs = case.inputs(millions << 20, DTYPES[dtype], device)
     gradients = case.gradients(inputs)
     judge = Judge.of(case, inputs, gradients)
-    timed = candidates(case, inputs, gradients)
+    timed = candidates(case, inputs, gradients, backend)
     for name, candidate in list(timed.items()):
         try:
             # Eager is what the others are judged by; where it draws random numbers none of its own is right.
@@ -137,8 +144,8 @@ def measure(case: Case, dtype: str, millions: int) -> Measured:
             del timed[name]
     del judge
     if result.excess[OURS] <= 1:
-        timed[COPY] = copy(fused_bytes(case, millions << 20, DTYPES[dtype]))
-        result.times = samples(timed, ROUNDS)
+        timed[COPY] = copy(fused_bytes(case, millions << 20, DTYPES[dtype]), device)
+        result.times = sample(timed, ROUNDS)
     return result
 
 

@@ -117,13 +117,22 @@ def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Of the parts of storages that tensors show, none more than once."""
-    shown: dict[int, int] = {}
-    whole: dict[int, int] = {}
+    shown: dict[int, list[Tensor]] = {}
     for tensor in tensors:
-        storage = _storage(tensor)
-        shown[storage] = shown.get(storage, 0) + tensor.numel() * tensor.itemsize
-        whole[storage] = tensor.untyped_storage().nbytes()
-    return sum(min(size, whole[storage]) for storage, size in shown.items())
+        if tensor.numel():
+            shown.setdefault(_storage(tensor), []).append(tensor)
+    return sum(min(sum(t.numel() * t.itemsize for t in views), _span(views)) for views in shown.values())
+
+
+def _span(views: Sequence[Tensor]) -> int:
+    """Bytes of one storage between the first and last element of any view."""
+    length = end = 0
+    for view in sorted(views, key=lambda view: view.storage_offset() * view.itemsize):
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+        begin = view.storage_offset() * view.itemsize
+        length += max(0, begin + extent * view.itemsize - max(begin, end))
+        end = max(end, begin + extent * view.itemsize)
+    return length
 
 
 def unfused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:

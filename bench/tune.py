@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,15 +16,13 @@ from torch import Tensor
 
 from bench.case import DTYPES, Judge, Tuning
 from bench.families import all_tunings
-from bench.gpu import Candidate, ours, samples
+from bench.gpu import Candidate, Sample, ours, samples
 from gpipe_fast.kernels.launch import Config, forced, keep
 
 ROUNDS = 30
 # The configuration that launchers choose now stays unless another is faster by more than this share.
 MARGIN = 0.02
 CURRENT = "current"
-
-Sample = Callable[[Mapping[str, Candidate], int], Mapping[str, Sequence[float]]]
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,11 @@ def _right(candidate: Candidate, judge: Judge) -> bool:
         return False
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     tunings = all_tunings()
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
     parser.add_argument("kernel", nargs="*", help=f"which to tune; by default all: {', '.join(tunings)}")
-    wanted = parser.parse_args().kernel or list(tunings)
+    wanted = parser.parse_args(arguments).kernel or list(tunings)
     unknown = [name for name in wanted if name not in tunings]
     if unknown:
         parser.error(f"no kernel is called {', '.join(unknown)}; there are {', '.join(tunings)}")
