@@ -9,19 +9,11 @@ With accumulators A, gradients G and the inverse S of a loss scale, in fp32 unti
 for itemsizes i_A and i_G. The second is `torch.amp.GradScaler`'s. The third finds what is infinite or NaN in
 gradients, and what overflowed on the way.
 
-One launch reaches all tensors through a table of addresses, in int64, a column for each program::
-
-    tensors of 5000 and 100 elements, blocks of 4096    address of A   A0     A0 + 4096 i_A   A1
-                                                        address of G   G0     G0 + 4096 i_G   G1
-                                                        elements       4096   904             100
-
-The tables made last are kept, by all that they are made from: addresses, sizes, dtypes and stream. So none is
-ever stale: a tensor that was moved or replaced gives another key. Each program reads one column of 24 bytes.
+One launch reaches all tensors of a pair of dtypes through a table of addresses: see `addresses`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import reference
+from gpipe_fast.kernels.addresses import Span, reach, table_of
 from gpipe_fast.kernels.launch import Config, Variant, launch, runs_kernels, tuned
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -39,10 +32,6 @@ CONFIGS = {
     1 << 22: Config({"BLOCK": 1024}),
     1 << 62: Config({"BLOCK": 4096}, num_warps=8),
 }
-# Of every tensor that one launch reaches: addresses of accumulator and gradient, number of elements.
-_Spans = tuple[tuple[int, int, int], ...]
-# Tables that are kept: one for each set of tensors.
-TABLES = 64
 
 
 def choose(num_elements: int) -> Config:
@@ -128,79 +117,20 @@ def _unscale(p_table, p_scale, p_found, num_programs, G: tl.constexpr, BLOCK: tl
     tl.store(p_found, 1.0, mask=found > 0)
 
 
-@functools.lru_cache(TABLES)
-def _table(device: torch.device, stream: int, block: int, sizes: tuple[int, int], spans: _Spans) -> Tensor:
-    """The table of a set of tensors, where they are; for one stream, in whose order it is copied and read.
-
-    Args:
-        device: of the tensors.
-        stream: that it is used on.
-        block: elements that one program takes.
-        sizes: itemsizes of accumulators and gradients.
-        spans: of the tensors, none of them empty.
-    """
-    a, g, numel = torch.tensor(spans).unbind(1)
-    programs = (numel + block - 1) // block
-    which = torch.repeat_interleave(programs)
-    first = (torch.arange(len(which)) - (programs.cumsum(0) - programs)[which]) * block
-    count = (numel[which] - first).clamp(max=block)
-    table = torch.stack([a[which] + first * sizes[0], g[which] + first * sizes[1], count])
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
-
-
-def _dense(x: Tensor) -> bool:
-    """Whether its elements lie in memory one after the other, in any order of dimensions."""
-    if x.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((t, s) for t, s in zip(x.stride(), x.shape, strict=True) if s != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _reach(
-    accumulators: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> tuple[dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int]]], list[int]]:
-    """Spans by the dtypes of both, and the indices of pairs that no kernel takes.
-
-    These are pairs of different layouts or with gaps, of fp64, and accumulators that came before.
-    """
-    spans: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int]]] = {}
-    others, seen = [], set()
-    for index, (a, g) in enumerate(zip(accumulators, gradients, strict=True)):
-        if not a.numel():
-            continue
-        alike = (a.is_contiguous() and g.is_contiguous()) or (a.stride() == g.stride() and _dense(a))
-        address = a.data_ptr()
-        if alike and address not in seen and a.dtype in _TYPES and g.dtype in _TYPES:
-            spans.setdefault((a.dtype, g.dtype), []).append((address, g.data_ptr(), a.numel()))
-        else:
-            others.append(index)
-        seen.add(address)
-    return spans, others
-
-
 def _prepare(
-    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], spans: list[tuple[int, int, int]]
+    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], spans: list[Span]
 ) -> tuple[Config, Tensor]:
     """The configuration and the table."""
-    stream = 0
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("multi-tensor ops cannot be captured: their tables are made from addresses")
-        stream = torch.cuda.current_stream(device).cuda_stream
     config = choose(sum(numel for _, _, numel in spans))
     sizes = (dtypes[0].itemsize, dtypes[1].itemsize)
-    return config, _table(device, stream, config.blocks["BLOCK"], sizes, tuple(spans))
+    return config, table_of(device, config.blocks["BLOCK"], sizes, tuple(spans))
 
 
 def launch_accumulate(
     accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: Tensor | None, found: Tensor | None
 ) -> None:
     """Adds all gradients, with a launch for each pair of dtypes; with a scale, scaled and checked."""
-    spans, others = _reach(accumulators, gradients)
+    spans, others = reach(accumulators, gradients, _TYPES)
     for dtypes, group in spans.items():
         config, table = _prepare(accumulators[0].device, dtypes, group)
         programs = table.shape[1]
@@ -215,7 +145,7 @@ def launch_accumulate(
 
 def launch_unscale(gradients: Sequence[Tensor], scale: Tensor, found: Tensor) -> None:
     """Multiplies all gradients, and notes what is not finite. A launch for each dtype."""
-    spans, others = _reach(gradients, gradients)
+    spans, others = reach(gradients, gradients, _TYPES)
     for dtypes, group in spans.items():
         config, table = _prepare(gradients[0].device, dtypes, group)
         programs = table.shape[1]

@@ -10,7 +10,7 @@ import torch
 from comparison import check, strided
 from torch import Tensor
 
-from gpipe_fast.kernels import accumulate_, accumulate_and_check_, multi_tensor, unscale_
+from gpipe_fast.kernels import accumulate_, accumulate_and_check_, addresses, multi_tensor, unscale_
 
 DTYPES = (torch.float32, torch.float16)
 pairs = pytest.mark.parametrize(("a_dtype", "g_dtype"), list(itertools.product(DTYPES, DTYPES)))
@@ -171,15 +171,15 @@ def test_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tables_are_kept_by_address_and_size() -> None:
-    multi_tensor._table.cache_clear()
+    addresses._table.cache_clear()
     base, g = torch.zeros(10_000), torch.ones(5000)
     for _ in range(3):
         accumulate_([base[:5000]], [g])
-    assert multi_tensor._table.cache_info().misses == 1
+    assert addresses._table.cache_info().misses == 1
     accumulate_([base[5000:]], [g])
     accumulate_([base[:4999]], [g[:4999]])
     accumulate_([base[:2500].half()], [g[:2500]])
-    assert multi_tensor._table.cache_info().misses == 4
+    assert addresses._table.cache_info().misses == 4
     assert base[:4999].eq(4).all()
     assert base[4999] == 3
     assert base[5000:].eq(1).all()
@@ -194,8 +194,11 @@ def test_tables_are_kept_by_address_and_size() -> None:
 
 def test_an_accumulator_that_comes_twice_gets_both() -> None:
     a = torch.zeros(3000)
-    accumulate_([a, a], [torch.ones(3000), torch.full((3000,), 2.0)])
+    g = [torch.ones(3000), torch.full((3000,), 2.0)]
+    accumulate_([a, a], g)
     assert a.eq(3).all()
+    # Two programs of one launch would race.
+    assert addresses.reach([a, a], g, DTYPES)[1] == [1]
 
 
 def test_nothing() -> None:
