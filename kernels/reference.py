@@ -223,3 +223,28 @@ def accumulate_and_check_(
     for a, g in zip(accumulators, gradients, strict=True):
         a.copy_(wide(a) + wide(g) * inverse_scale.reshape(()))
         _note(found_inf, a)
+
+
+# Cross-entropy.
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, scale: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and its gradient times a scale; of logits with two dimensions."""
+    x = wide(logits)
+    losses = F.cross_entropy(
+        x, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    ignored = (target == ignore_index).unsqueeze(-1)
+    gradient = x.softmax(-1) - label_smoothing / max(1, x.shape[-1])
+    classes = target.unsqueeze(-1).masked_fill(ignored, 0)
+    gradient = gradient.scatter_add(
+        -1, classes, gradient.new_full((1, 1), label_smoothing - 1).expand_as(classes)
+    )
+    return losses, (gradient * scale).masked_fill(ignored, 0).to(logits.dtype)
+
+
+def scale_(gradient: Tensor, g: Tensor) -> None:
+    """``gradient *= g``, g of one element or of one for each row."""
+    gradient.copy_(wide(gradient) * (g if g.dim() == 0 else g.unsqueeze(-1)))

@@ -1,0 +1,210 @@
+"""The last linear layer and softmax cross-entropy, in chunks of rows: the full logits never exist.
+
+Of rows x (N, H), weight W (C, H) and bias b, for one chunk of rows after another::
+
+    logits = x_c W^T + b      in a buffer that all chunks share
+    loss, d                   of cross_entropy.py, d written over the logits
+    dx_c = d W
+    dW += d^T x_c             in fp32
+    db += sum over rows of d  in fp32
+
+All gradients are there after the forward; the backward scales them. Each chunk reads W twice and reads and
+writes dW once: 2 i C H + 8 C H bytes for 6 rows C H operations, so a chunk wants a thousand rows. Beside what
+is returned the buffer takes i rows C bytes, and dW in fp32 4 C H where the weight is of half precision.
+CPU tensors take the same chunks, with the reference of cross_entropy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gpipe_fast.kernels.cross_entropy import check, reduced, rows_with_gradient, scale_of
+from gpipe_fast.kernels.launch import cdiv, next_power_of_2, rows_of
+from gpipe_fast.kernels.made_gradient import scaled
+
+REDUCTIONS = ("mean", "sum")
+# At 1024 rows the product d^T x_c does 256 operations for each byte of dW: near what current GPUs can.
+MIN_CHUNK_ROWS = 1024
+
+
+def choose_chunk_rows(num_rows: int, num_classes: int, num_features: int) -> int:
+    """How many rows of logits take as much as all of x does, but at least 1024; the next power of two."""
+    balanced = cdiv(num_rows * num_features, max(1, num_classes))
+    return min(next_power_of_2(max(MIN_CHUNK_ROWS, balanced)), max(1, num_rows))
+
+
+def in_chunks(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    chunk_rows: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The loss and, as needed, the gradients of x, weight and bias.
+
+    Args:
+        x: of shape (..., features).
+        weight: of shape (classes, features).
+        target: of x's shape without its last dimension.
+        bias: of shape (classes,), or None.
+        ignore_index: target of rows that do not count.
+        label_smoothing: share of the uniform distribution.
+        reduction: 'mean' or 'sum'.
+        chunk_rows: how many rows of logits exist at a time.
+        needs: whether the gradients of x, of weight and of bias are needed.
+    """
+    rows, targets = rows_of(x), target.reshape(-1)
+    (num_rows, _), num_classes = rows.shape, weight.shape[0]
+    scale = scale_of(target, ignore_index, reduction)
+    dx = torch.empty_like(rows) if needs[0] else None
+    dweight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+    dbias = weight.new_zeros(num_classes, dtype=torch.float32) if needs[2] else None
+    buffer = rows.new_empty(min(chunk_rows, num_rows), num_classes)
+    losses = []
+    for first in range(0, num_rows, chunk_rows):
+        chunk = rows[first : first + chunk_rows]
+        logits = buffer[: chunk.shape[0]]
+        _multiply(chunk, weight, bias, logits)
+        made = logits if any(needs) else None
+        own = targets[first : first + chunk_rows]
+        losses.append(rows_with_gradient(logits, made, own, scale, ignore_index, label_smoothing))
+        if dx is not None:
+            torch.mm(logits, weight, out=dx[first : first + chunk_rows])
+        if dweight is not None:
+            _accumulate(dweight, logits, chunk)
+        if dbias is not None:
+            dbias += logits.sum(0, dtype=torch.float32)
+    all_losses = torch.cat(losses) if losses else scale.new_empty(0)
+    return (
+        reduced(all_losses, target, ignore_index, reduction),
+        None if dx is None else dx.view(x.shape),
+        None if dweight is None else dweight.to(weight.dtype),
+        None if dbias is None or bias is None else dbias.to(bias.dtype),
+    )
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _accumulate(dweight: Tensor, dlogits: Tensor, x: Tensor) -> None:
+    """Adds ``dlogits^T x`` in fp32, whatever the factors are."""
+    if x.dtype == torch.float32:
+        dweight.addmm_(dlogits.t(), x)
+    elif x.is_cuda:
+        torch.addmm(dweight, dlogits.t(), x, out_dtype=torch.float32, out=dweight)
+    else:
+        dweight.addmm_(dlogits.t().float(), x.float())
+
+
+@torch.library.triton_op("gpipe_fast::linear_cross_entropy", mutates_args={})
+def _linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    chunk_rows: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = (ignore_index, label_smoothing, reduction, chunk_rows, needs)
+    loss, *gradients = in_chunks(x, weight, target, bias, *options)
+    dx, dweight, dbias = (x.new_empty(0) if g is None else g for g in gradients)
+    return loss, dx, dweight, dbias
+
+
+def _setup(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.needs = inputs[-1]
+    ctx.save_for_backward(*output[1:])
+
+
+def _differentiate(ctx, g, *_):
+    made = [scaled(t, g) if need else None for t, need in zip(ctx.saved_tensors, ctx.needs, strict=True)]
+    dx, dweight, dbias = made
+    return dx, dweight, None, dbias, None, None, None, None, None
+
+
+_linear_cross_entropy.register_autograd(_differentiate, setup_context=_setup)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """``cross_entropy(x @ weight.T + bias, target)`` without ever having all logits.
+
+    The forward makes the gradients of what requires them, one chunk of rows after another; the backward only
+    scales them. Logits and their gradient are rounded to x's dtype, as those of a linear layer are; the
+    gradients of weight and bias are added up in fp32.
+
+    Targets that are out of range are treated as `cross_entropy` does; on a GPU one makes the whole loss, and
+    of the gradients its row of x and all of weight and bias, NaN.
+
+    Args:
+        x: of shape (..., features); fp32, fp16 or bf16.
+        weight: of shape (classes, features); of x's dtype.
+        target: of x's shape without its last dimension; int64.
+        bias: of shape (classes,) and x's dtype, or None.
+        ignore_index: target of rows that do not count.
+        label_smoothing: share of the target that all classes have alike, from 0 to 1.
+        reduction: 'mean' over the targets that are not ignored (NaN if all are), or 'sum'. Not 'none': the
+            weight's gradient, which is made before the backward, sums over rows.
+        chunk_rows: how many rows of logits exist at a time. By default as many as take what x takes, but at
+            least 1024, so that products stay efficient, rounded up to a power of two.
+
+    Returns:
+        The loss in fp32, of shape ().
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options do not fit.
+        IndexError: a target is out of range, on the CPU.
+    """
+    _check(x, weight, target, bias, label_smoothing, reduction)
+    if chunk_rows is None:
+        chunk_rows = choose_chunk_rows(target.numel(), *weight.shape)
+    if chunk_rows < 1:
+        raise ValueError(f"a chunk has at least one row, got {chunk_rows}")
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
+    options = (ignore_index, float(label_smoothing), reduction, chunk_rows, needs)
+    loss: Tensor = _linear_cross_entropy(x, weight, target, bias, *options)[0]
+    return loss
+
+
+def _check(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, label_smoothing: float, reduction: str
+) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is not one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"the weight must be of shape (classes, features) with the last dimension of {list(x.shape)}, "
+            f"got {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"the bias must be of shape {list(weight.shape[:1])}, got {list(bias.shape)}")
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and (other.dtype, other.device) != (x.dtype, x.device):
+            raise ValueError(
+                f"the {name} must be {x.dtype} on {x.device} as x is, got {other.dtype} on {other.device}"
+            )
+    check(x, target, torch.Size((*x.shape[:-1], weight.shape[0])), label_smoothing)

@@ -1,0 +1,134 @@
+"""Gradients that a forward has made already: the backward scales them in place, or leaves them as they are.
+
+A loss is most often the last node of a graph, where the incoming gradient g is 1: then the kernel reads g on
+the device, which the host need not wait for, and touches nothing else. Else ``gradient *= g``, g of one
+element or of one for each row.
+
+Bytes per element of itemsize i: none where g is 1, else i read, i written.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpipe_fast.kernels import reference
+from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, runs_kernels, tuned
+
+# Programs that share the rows of one block of columns.
+ROW_PROGRAMS = 64
+
+# By how many columns a row has: the first that is wide enough.
+CONFIGS = {
+    64: Config({"ROWS": 32, "COLS": 64}),
+    1 << 62: Config({"ROWS": 1, "COLS": 2048}),
+}
+
+
+def choose(num_cols: int) -> Config:
+    """The configuration for rows of so many columns."""
+    widest = next(width for width in CONFIGS if num_cols <= width)
+    return tuned("made_gradient", f"cols<={widest}", CONFIGS[widest])
+
+
+@triton.jit
+def _scale(
+    p_gradient, p_g, num_rows, num_cols, stride, g_stride, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    o_cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    for first_row in range(tl.program_id(1) * ROWS, num_rows, tl.num_programs(1) * ROWS):
+        o_rows = first_row + tl.arange(0, ROWS)
+        m_rows = o_rows < num_rows
+        b_g = tl.load(p_g + o_rows * g_stride, mask=m_rows, other=1.0).to(tl.float32)
+        if tl.sum((b_g != 1.0).to(tl.int32), axis=0) > 0:
+            mask = m_rows[:, None] & (o_cols < num_cols)[None, :]
+            offsets = o_rows.to(tl.int64)[:, None] * stride + o_cols[None, :]
+            gradient = tl.load(p_gradient + offsets, mask=mask, other=0.0).to(tl.float32) * b_g[:, None]
+            tl.store(p_gradient + offsets, gradient.to(p_gradient.dtype.element_ty), mask=mask)
+
+
+def rows_in_place(tensor: Tensor) -> Tensor | None:
+    """All but the last dimension as one, without a copy, elements of a row side by side; else None."""
+    sizes, strides = tensor.shape, tensor.stride()
+    last = tensor.dim() - 1
+    as_one = all(strides[d] == strides[d + 1] * sizes[d + 1] for d in range(last - 1))
+    apart = last == 0 or strides[last - 1] >= sizes[last]
+    if not tensor.is_contiguous() and not (strides[last] == 1 and as_one and apart):
+        return None
+    return tensor.view(math.prod(sizes[:-1]), sizes[-1])
+
+
+def launch_scale(gradient: Tensor, g: Tensor) -> None:
+    """``gradient *= g``, where g is not 1."""
+    rows = rows_in_place(gradient)
+    if rows is None:
+        reference.scale_(gradient, g)
+        return
+    num_rows, num_cols = rows.shape
+    config = choose(num_cols)
+    grid = (cdiv(num_cols, config.blocks["COLS"]), min(ROW_PROGRAMS, cdiv(num_rows, config.blocks["ROWS"])))
+    g_stride = 0 if g.dim() == 0 else 1
+    launch(_scale, grid, config, rows, g.contiguous(), num_rows, num_cols, rows.stride(0), g_stride)
+
+
+def variants() -> dict[str, Variant]:
+    """Every form that the launcher can choose."""
+    tensors = {dtype: {"p_gradient": f"*{dtype}", "p_g": "*fp32"} for dtype in ("fp32", "bf16")}
+    sizes = dict.fromkeys(("num_rows", "num_cols", "stride", "g_stride"), "i32")
+    aligned = ("p_gradient", "p_g", "num_cols", "stride")
+    return {
+        f"made_gradient backward, {dtype}, {config}": Variant(_scale, own | sizes, {}, config, aligned)
+        for dtype, own in tensors.items()
+        for config in CONFIGS.values()
+    }
+
+
+@torch.library.triton_op("gpipe_fast::scale_made_gradient_", mutates_args={"gradient"})
+def _scale_(gradient: Tensor, g: Tensor) -> None:
+    (launch_scale if runs_kernels(gradient, g) else reference.scale_)(gradient, g)
+
+
+@torch.library.triton_op("gpipe_fast::with_made_gradient", mutates_args={})
+def _with_made_gradient(gradient: Tensor, loss: Tensor) -> Tensor:
+    return loss.clone()
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+
+
+def _differentiate(ctx, g):
+    return scaled(ctx.saved_tensors[0], g), None
+
+
+_with_made_gradient.register_autograd(_differentiate, setup_context=_setup)
+
+
+def with_made_gradient(gradient: Tensor, loss: Tensor) -> Tensor:
+    """A loss whose gradient by ``gradient``, which has been overwritten, is what it holds now."""
+    result: Tensor = _with_made_gradient(gradient, loss)
+    return result
+
+
+def scaled(gradient: Tensor, g: Tensor) -> Tensor:
+    """``gradient * g``, in the gradient's own memory unless the graph is kept for another backward.
+
+    Args:
+        gradient: of shape (..., columns), saved by the forward.
+        g: the incoming gradient; of shape (), or of the gradient's without its last dimension.
+
+    Raises:
+        RuntimeError: this backward is to be differentiated (`create_graph`).
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("a gradient that the forward has made cannot be differentiated (create_graph)")
+    # Only a backward that is the last uses up what was saved, and not while it is traced: there it may
+    # be an output, too.
+    if type(gradient) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():
+        return (gradient * (g if g.dim() == 0 else g.unsqueeze(-1))).to(gradient.dtype)
+    _scale_(gradient, g)
+    return gradient

@@ -1,0 +1,114 @@
+"""The last linear layer and softmax cross-entropy, in chunks of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comparison import check, doubles, every_dtype, strided, with_gradients
+from torch import Tensor
+
+from gpipe_fast.kernels import linear_cross_entropy
+
+OPTIONS = ({}, {"reduction": "sum", "label_smoothing": 0.1}, {"ignore_index": 0, "label_smoothing": 0.1})
+every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
+
+
+def eager(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options) -> Tensor:
+    """PyTorch's own, of logits in fp32 at least."""
+    logits = F.linear(x.flatten(0, -2), weight, bias)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, target.flatten(), **options)
+
+
+def compare(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, chunk_rows: int, **options
+) -> None:
+    inputs = [x, weight] if bias is None else [x, weight, bias]
+    # Products of matrices add up in an order of their own for each shape: no other rounding beside that.
+    g = [torch.tensor(-4.0)]
+
+    def own(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_cross_entropy(x, weight, target, bias, chunk_rows=chunk_rows, **options)
+
+    def other(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return eager(x, weight, target, bias, **options)
+
+    check(
+        with_gradients(own, inputs, g),
+        with_gradients(other, inputs, g),
+        with_gradients(other, doubles(inputs), g),
+    )
+
+
+def some(rows: int, features: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """X, weight and bias have few bits, so that no order of adding up changes the logits."""
+    x, weight, bias = (torch.randint(-8, 9, s) for s in ((rows, features), (classes, features), (classes,)))
+    return (x / 4).to(dtype), (weight / 16).to(dtype), torch.randint(classes, (rows,)), (bias / 4).to(dtype)
+
+
+@every_dtype
+@every_option
+@pytest.mark.parametrize("classes", [1, 63, 100, 1000, 4097])
+def test_sizes(classes: int, options: dict[str, object], dtype: torch.dtype) -> None:
+    x, weight, target, bias = some(23, 20, classes, dtype)
+    target[:2] = options.get("ignore_index", -100)
+    target[2] = classes - 1
+    if classes == 1 and options.get("ignore_index") == 0:
+        options = {**options, "ignore_index": -100}
+    compare(x, weight, target, bias, 8, **options)
+
+
+@every_dtype
+@pytest.mark.parametrize("chunk_rows", [1, 7, 22, 23, 100])
+def test_chunks(chunk_rows: int, dtype: torch.dtype) -> None:
+    x, weight, target, bias = some(23, 20, 63, dtype)
+    compare(x, weight, target, bias, chunk_rows)
+    compare(x, weight, target, None, chunk_rows)
+
+
+@every_dtype
+def test_an_incoming_gradient_scales_what_is_there(dtype: torch.dtype) -> None:
+    x, weight, target, bias = some(23, 20, 63, dtype)
+
+    def own(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, target, bias, chunk_rows=8)
+
+    loss, *made = with_gradients(own, [x, weight, bias], [torch.tensor(1.0)])
+    g = torch.tensor(-0.7)
+    again, *scaled = with_gradients(own, [x, weight, bias], [g])
+    assert torch.equal(loss, again)
+    assert all(torch.equal(a, (b.float() * g).to(dtype)) for a, b in zip(scaled, made, strict=True))
+
+
+@every_dtype
+def test_layouts(dtype: torch.dtype) -> None:
+    x, weight, target, bias = some(24, 20, 63, dtype)
+    deep, of_deep = x.view(4, 6, 20), target.view(4, 6)
+    compare(deep, weight, of_deep, bias, 7)
+    compare(deep.transpose(0, 1), weight, of_deep.t(), bias, 7)
+    compare(strided(x), strided(weight), target, strided(bias), 7)
+    compare(x, weight.t().contiguous().t(), target, bias, 7)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_nothing(reduction: str) -> None:
+    x, weight, target, bias = (t.requires_grad_(t.is_floating_point()) for t in some(0, 5, 7, torch.float32))
+    loss = linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+    loss.backward()
+    torch.testing.assert_close(
+        loss, torch.tensor(0.0 if reduction == "sum" else float("nan")), equal_nan=True
+    )
+    assert x.grad.shape == x.shape
+    assert torch.equal(weight.grad, torch.zeros(7, 5))
+    assert torch.equal(bias.grad, torch.zeros(7))
+
+
+def test_a_target_out_of_range_makes_the_loss_nan() -> None:
+    x, weight, target, _ = some(9, 5, 7, torch.float32)
+    target[4] = 7
+    x.requires_grad_()
+    loss = linear_cross_entropy(x, weight, target, chunk_rows=2)
+    loss.backward()
+    assert loss.isnan()
+    assert torch.equal(x.grad.isnan().all(1), torch.arange(9) == 4)

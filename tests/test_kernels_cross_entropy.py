@@ -1,0 +1,264 @@
+"""Softmax cross-entropy outside the interpreter: operators, references, errors, autograd, compiled."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipe_fast.kernels import cross_entropy, linear_cross_entropy
+from gpipe_fast.kernels.linear_cross_entropy import MIN_CHUNK_ROWS, choose_chunk_rows, in_chunks
+
+OPTIONS = (
+    {},
+    {"reduction": "sum", "label_smoothing": 0.1},
+    {"reduction": "none", "ignore_index": 3},
+)
+every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
+both_places = pytest.mark.parametrize("inplace", [False, True], ids=["beside", "in place"])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def some(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Input of a layer that makes logits, and targets."""
+    x, target = torch.randn(9, 5, dtype=dtype, requires_grad=True), torch.randint(7, (9,))
+    target[2] = -100
+    return x, target
+
+
+@pytest.mark.parametrize("g", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@both_places
+@every_option
+def test_the_reference_is_pytorchs(options: dict, inplace: bool, dtype: torch.dtype, g: float) -> None:
+    x, target = some(dtype)
+    target[target == -100] = options.get("ignore_index", -100)
+    weight = torch.randn(7, 5, dtype=dtype, requires_grad=True)
+    own = cross_entropy(F.linear(x, weight), target, inplace=inplace, **options)
+    other = F.cross_entropy(F.linear(x, weight).float(), target, **options)
+    assert own.dtype == torch.float32
+    torch.testing.assert_close(own, other)
+    found, expected = (torch.autograd.grad(loss.sum() * g, [x, weight]) for loss in (own, other))
+    # Beside the largest of each, a few roundings of what is added up.
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= 4 * torch.finfo(dtype).eps * b.abs().max()
+
+
+def test_operators_keep_their_promises() -> None:
+    logits, target = torch.randn(9, 7, requires_grad=True), torch.randint(7, (9,))
+    ops, options = torch.ops.gpipe_fast, (-100, 0.1)
+    for reduction in ("mean", "sum", "none"):
+        torch.library.opcheck(ops.cross_entropy.default, (logits, target, *options, reduction, True))
+        plain = logits.detach()
+        torch.library.opcheck(ops.cross_entropy_.default, (plain.clone(), target, *options, reduction))
+    torch.library.opcheck(ops.cross_entropy_.default, (torch.randn(7, 9).t(), target, *options, "sum"))
+    for g in (torch.tensor(2.0), torch.randn(9)):
+        torch.library.opcheck(ops.scale_made_gradient_.default, (plain.clone(), g))
+    torch.library.opcheck(ops.with_made_gradient.default, (logits, torch.randn(())))
+    x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((9, 5), (7, 5), (7,)))
+    for arguments in ((x, weight, target, bias), (x, weight, target, None)):
+        needs = [True, True, arguments[3] is not None]
+        torch.library.opcheck(ops.linear_cross_entropy.default, (*arguments, *options, "mean", 4, needs))
+
+
+# Of x, weight and target.
+KINDS: dict[str, Callable[..., Tensor]] = {
+    "linear": lambda x, weight, target: linear_cross_entropy(x, weight, target, chunk_rows=4),
+    "beside": lambda x, weight, target: cross_entropy(F.linear(x, weight), target),
+    "in place": lambda x, weight, target: cross_entropy(F.linear(x, weight), target, inplace=True),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@every_kind
+def test_compiled(kind: str) -> None:
+    (x, target), weight = some(), torch.randn(7, 5, requires_grad=True)
+
+    def twice(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return 2 * KINDS[kind](x.sin(), weight, target)
+
+    expected = twice(x, weight, target)
+    found = torch.compile(twice, backend="aot_eager", fullgraph=True)(x, weight, target)
+    assert torch.equal(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found, [x, weight]), torch.autograd.grad(expected, [x, weight]), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@every_kind
+def test_a_graph_that_is_kept_can_be_gone_through_again(kind: str) -> None:
+    (x, target), weight = some(), torch.randn(7, 5, requires_grad=True)
+    loss = KINDS[kind](x, weight, target)
+    once = torch.autograd.grad(loss, [x, weight], retain_graph=True)
+    thrice = torch.autograd.grad(loss, [x, weight], torch.tensor(3.0), retain_graph=True)
+    again = torch.autograd.grad(loss, [x, weight])
+    for a, b, c in zip(once, thrice, again, strict=True):
+        assert torch.equal(a, c)
+        torch.testing.assert_close(b, 3 * a)
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_gradients_add_up_and_belong_to_nobody_else(retain: bool) -> None:
+    logits, target = torch.randn(9, 7, requires_grad=True), torch.randint(7, (9,))
+    expected = torch.autograd.grad(F.cross_entropy(logits, target), logits)[0]
+    losses = (
+        [cross_entropy(logits, target)] * 3 if retain else [cross_entropy(logits, target) for _ in range(3)]
+    )
+    for loss in losses:
+        loss.backward(retain_graph=retain)
+    torch.testing.assert_close(logits.grad, 3 * expected)
+
+
+@every_kind
+def test_a_second_derivative_is_refused(kind: str) -> None:
+    (x, target), weight = some(), torch.randn(7, 5, requires_grad=True)
+    loss = KINDS[kind](x, weight, target)
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_only_what_requires_a_gradient_gets_one() -> None:
+    (x, target), weight, bias = some(), torch.randn(7, 5), torch.randn(7, requires_grad=True)
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(x, weight, bias), target), [x, bias])
+    found = torch.autograd.grad(linear_cross_entropy(x, weight, target, bias), [x, bias])
+    torch.testing.assert_close(found, expected)
+    assert not linear_cross_entropy(x.detach(), weight, target).requires_grad
+
+
+def test_who_saved_logits_that_were_destroyed_is_told() -> None:
+    x, target = some()
+    logits = F.linear(x, torch.randn(7, 5)).exp()
+    loss = cross_entropy(logits, target, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_logits_in_place_may_be_a_view() -> None:
+    (x, target), weight = some(), torch.randn(8, 5)
+    target[2] = 0
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(x, weight)[:, :7], target), x)[0]
+    logits = F.linear(x.view(3, 3, 5), weight).view(9, 8)[:, :7]
+    torch.testing.assert_close(
+        torch.autograd.grad(cross_entropy(logits, target, inplace=True), x)[0], expected
+    )
+
+
+@pytest.mark.parametrize("bad", [7, -1])
+def test_a_target_out_of_range_is_an_error_on_the_cpu(bad: int) -> None:
+    (x, target), weight = some(), torch.randn(7, 5)
+    target[3] = bad
+    for loss in KINDS.values():
+        with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
+            loss(x, weight, target)
+
+
+LOGITS, TARGET = torch.randn(3, 7), torch.zeros(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((LOGITS, TARGET[:2]), {}, r"targets must have all but the last dimension of \[3, 7\], got \[2\]"),
+        ((torch.tensor(1.0), TARGET), {}, r"all but the last dimension of \[\], got \[3\]"),
+        ((LOGITS, TARGET.int()), {}, "targets must be class indices in int64, got torch.int32"),
+        ((LOGITS.double(), TARGET), {}, "only fp32, fp16 and bf16 are taken, got torch.float64"),
+        ((LOGITS, TARGET.to("meta")), {}, "targets must be on cpu, got meta"),
+        ((LOGITS, TARGET), {"label_smoothing": 1.5}, "label smoothing must be from 0 to 1, got 1.5"),
+        ((LOGITS, TARGET), {"reduction": "max"}, "reduction is not one of mean, sum, none, got 'max'"),
+        ((LOGITS.clone().requires_grad_(), TARGET), {"inplace": True}, "logits that are a leaf"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit(arguments: tuple, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(*arguments, **options)
+
+
+X, WEIGHT = torch.randn(3, 5), torch.randn(7, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((X, WEIGHT.t(), TARGET), {}, r"the last dimension of \[3, 5\], got \[5, 7\]"),
+        ((X, WEIGHT, TARGET[:2]), {}, r"all but the last dimension of \[3, 7\], got \[2\]"),
+        ((X, WEIGHT, TARGET, torch.zeros(5)), {}, r"the bias must be of shape \[7\], got \[5\]"),
+        (
+            (X, WEIGHT.half(), TARGET),
+            {},
+            "the weight must be torch.float32 on cpu as x is, got torch.float16 on cpu",
+        ),
+        ((X, WEIGHT, TARGET), {"reduction": "none"}, "reduction is not one of mean, sum, got 'none'"),
+        ((X, WEIGHT, TARGET), {"chunk_rows": 0}, "a chunk has at least one row, got 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_a_linear_layer(arguments: tuple, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(*arguments, **options)
+
+
+class Memory(TorchDispatchMode):
+    """Bytes that are alive of what operators made, the most there were, and the most of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = self.largest = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        given = {
+            t.untyped_storage()._cdata for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)
+        }
+        for result in results if isinstance(results, tuple) else (results,):
+            if isinstance(result, Tensor) and result.untyped_storage()._cdata not in given | self._seen:
+                self._count(result.untyped_storage())
+        return results
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._seen.add(key)
+        self.alive += size
+        self.peak, self.largest = max(self.peak, self.alive), max(self.largest, size)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.alive -= size
+
+
+@pytest.mark.parametrize(("dtype", "twice"), [(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
+def test_the_full_logits_never_exist(dtype: torch.dtype, twice: int) -> None:
+    rows, features, classes, chunk_rows = 512, 16, 256, 32
+    x, weight = torch.randn(rows, features, dtype=dtype), torch.randn(classes, features, dtype=dtype)
+    target, bias = torch.randint(classes, (rows,)), torch.randn(classes, dtype=dtype)
+    needs = [True, True, True]
+    with Memory() as memory:
+        results = in_chunks(x, weight, target, bias, -100, 0.1, "mean", chunk_rows, needs)
+    assert memory.alive >= sum(t.nbytes for t in results), "the measure misses what is returned"
+    # On the CPU the reference, and the factors of the weight's gradient, are copies in fp32: a few chunks.
+    beside = memory.peak - sum(t.nbytes for t in results) - twice * 4 * classes * (features + 1)
+    assert beside <= 8 * 4 * chunk_rows * classes < 4 * rows * classes // 2 + 1
+    assert memory.largest <= 4 * max(chunk_rows * classes, rows * features)
+    with Memory() as memory:
+        in_chunks(x, weight, target, bias, -100, 0.1, "mean", rows, needs)
+    assert memory.largest >= x.itemsize * rows * classes, "the measure misses full logits"
+
+
+def test_chunks_are_chosen_by_shape() -> None:
+    assert choose_chunk_rows(100, 50257, 768) == 100
+    assert choose_chunk_rows(16384, 128256, 4096) == MIN_CHUNK_ROWS
+    assert choose_chunk_rows(65536, 32000, 4096) == 16384  # 8389 rows take what x takes
+    assert choose_chunk_rows(4096, 100, 4096) == 4096
+    assert choose_chunk_rows(0, 0, 0) == 1
