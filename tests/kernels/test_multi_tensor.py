@@ -170,6 +170,12 @@ def test_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     same(a, expected)
 
 
+def test_a_table() -> None:
+    found = addresses.table_of(torch.device("cpu"), 4096, (4, 2), ((1 << 20, 1 << 30, 5000), (64, 32, 100)))
+    first, second = [1 << 20, (1 << 20) + 4 * 4096, 64], [1 << 30, (1 << 30) + 2 * 4096, 32]
+    assert found.tolist() == [first, second, [4096, 904, 100]]
+
+
 def test_tables_are_kept_by_address_and_size() -> None:
     addresses._table.cache_clear()
     base, g = torch.zeros(10_000), torch.ones(5000)
