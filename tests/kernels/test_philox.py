@@ -92,6 +92,15 @@ def test_every_probability_is_rounded_as_the_keyed_op_does(p: float) -> None:
     assert torch.equal(kept(1, 1000, p, key, 0, 0), drawn(1, 1000, p, key, 0, 0))
 
 
+def test_the_last_word_that_is_kept() -> None:
+    key, words = make_key(42, 0), keyed.philox_block(42, [0, 0, 0, 0]).tolist()
+    for index, word in enumerate(words):
+        for ones, expected in ((word + 1, 1), (word, 0)):
+            arguments = (1, 4, 1 - ones * 2.0**-32, key, 0, 0)
+            assert kept(*arguments)[0, index] == expected
+            assert torch.equal(kept(*arguments), drawn(*arguments))
+
+
 @pytest.mark.parametrize("first", [0, 4, 2**31 - 64, 2**33 - 32, 2**34, 2**34 + 1000, 2**61])
 @pytest.mark.parametrize("by_four", [True, False])
 def test_words_of_far_elements(first: int, by_four: bool) -> None:
