@@ -33,8 +33,10 @@ class Case:
             `torch.native_dropout`, where `dropout` would become others elsewhere.
         ours: what PyTorch computes from ``plain``, by the public function: of inputs and output gradients.
         launched: the launcher behind it, whose launches are counted; of the same arguments.
-        overwritten: the indices of the inputs in whose place ``ours`` writes.
-        exact: in place of ``plain``, what results are compared with, where that draws random numbers.
+        overwritten: the indices of the inputs, and after them of the gradients, in whose place ``ours``
+            writes.
+        exact: in place of ``plain``, what results are compared with, where that draws random numbers, or does
+            not take float64.
         liger: in place of ``plain``, by Liger-Kernel; see `bench.liger`.
         moved: the bytes read and written, of inputs and gradients, where launches do not show them (a kernel
             that is given addresses).

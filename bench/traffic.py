@@ -152,7 +152,8 @@ def fused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
     if case.moved is not None:
         return case.moved(inputs, gradients)
     traffic = Traffic()
-    with traffic.counting_launches([inputs[index] for index in case.overwritten]):
+    given = [*inputs, *gradients]
+    with traffic.counting_launches([given[index] for index in case.overwritten]):
         case.launched(*inputs, *gradients)
     return traffic.moved
 

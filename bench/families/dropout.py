@@ -1,0 +1,60 @@
+"""Dropout and residual."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from bench.case import Case, Shape, Tuning
+from gpipe_fast.kernels import dropout_add, reference
+from gpipe_fast.kernels.dropout import CONFIGS, launch_dropout_add
+from gpipe_fast.kernels.launch import Config
+
+P = 0.1
+DRAW = {"layer": 0, "ordinal": 0}
+
+
+def inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """What may be dropped, the residual, and the key."""
+    h, residual = (torch.randn(elements, dtype=dtype, device=device) for _ in range(2))
+    return [h, residual, torch.tensor([1, 2, 3], device=device)]
+
+
+def _plain(h: Tensor, residual: Tensor, key: Tensor) -> Tensor:
+    return residual + torch.native_dropout(h, P, True)[0]
+
+
+def _exact(h: Tensor, residual: Tensor, key: Tensor) -> Tensor:
+    """With the mask of the keyed op, drawn on the CPU."""
+    kept = reference.keep(h.shape, P, key.cpu(), **DRAW).to(h.device)
+    return residual + h * kept * (1.0 / (1.0 - P))
+
+
+def _ours(h: Tensor, residual: Tensor, key: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the residual is that of the sum."""
+    return dropout_add(h, residual, P, key, **DRAW), dropout_add(g, None, P, key, **DRAW), g
+
+
+def _launched(h: Tensor, residual: Tensor, key: Tensor, g: Tensor) -> None:
+    launch_dropout_add(h, residual, P, key, **DRAW)
+    launch_dropout_add(g, None, P, key, **DRAW)
+
+
+CASE = Case(
+    "dropout_add", inputs, differentiated=(0, 1), plain=_plain, ours=_ours, launched=_launched, exact=_exact
+)
+
+
+def _shape(most: int) -> Shape:
+    sizes = ({"SIZE": size} for size in (512, 1024, 2048, 4096, 8192))
+    return Shape(
+        partial(inputs, min(most, 1 << 24)),
+        [Config(size, num_warps=warps) for size, warps in product(sizes, (4, 8))],
+    )
+
+
+CASES = [CASE]
+TUNINGS = [Tuning("dropout_add", CASE, {f"elements<={most}": _shape(most) for most in CONFIGS})]

@@ -1,0 +1,79 @@
+"""Gated pairs: two tensors, and both halves of one."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import liger
+from bench.case import Case, Shape, Tuning
+from gpipe_fast.kernels import gated_activation_backward
+from gpipe_fast.kernels.gated import CONFIGS, launch_backward
+from gpipe_fast.kernels.launch import Config
+
+COLS = 4096
+BLOCK_ELEMENTS = (512, 1024, 2048, 4096)
+
+
+def pair_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """The gate, and what it lets through; elements are those of the activation."""
+    shape = (max(1, elements // COLS), COLS)
+    return [torch.randn(shape, dtype=dtype, device=device) for _ in range(2)]
+
+
+def packed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Both side by side."""
+    return [torch.randn(max(1, elements // COLS), 2 * COLS, dtype=dtype, device=device)]
+
+
+def _packed(z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+PAIR = Case(
+    "gated_activation silu",
+    pair_inputs,
+    differentiated=(0, 1),
+    plain=lambda gate, up: F.silu(gate) * up,
+    ours=partial(gated_activation_backward, activation="silu"),
+    launched=partial(launch_backward, activation="silu", with_a=True),
+    liger=liger.swiglu,
+)
+GELU_PAIR = Case(
+    "gated_activation gelu_tanh",
+    pair_inputs,
+    differentiated=(0, 1),
+    plain=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    ours=partial(gated_activation_backward, activation="gelu_tanh"),
+    launched=partial(launch_backward, activation="gelu_tanh", with_a=True),
+    liger=liger.geglu_tanh,
+)
+PACKED = Case(
+    "gated_activation silu, packed",
+    packed_inputs,
+    differentiated=(0,),
+    plain=_packed,
+    ours=lambda z, g: gated_activation_backward(z, None, g, "silu")[:2],
+    launched=lambda z, g: launch_backward(z, None, g, "silu", True),
+)
+
+
+def _shape() -> Shape:
+    blocks = [
+        {"ROWS": elements // width, "COLS": width}
+        for elements, width in product(BLOCK_ELEMENTS, (128, 256, 512, 1024))
+        if width <= elements
+    ]
+    return Shape(
+        partial(pair_inputs, 1 << 24),
+        [Config(sizes, num_warps=warps) for sizes, warps in product(blocks, (4, 8))],
+    )
+
+
+CASES = [PAIR, GELU_PAIR, PACKED]
+TUNINGS = [Tuning("gated_activation", PAIR, {f"cols<={widest}": _shape() for widest in CONFIGS})]

@@ -1,0 +1,125 @@
+"""LayerNorm and RMSNorm."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import liger
+from bench.case import Case, Shape, Tuning
+from gpipe_fast.kernels import layer_norm_backward, rms_norm_backward
+from gpipe_fast.kernels.launch import Config
+from gpipe_fast.kernels.norms import CONFIGS, launch_backward
+
+COLS = 4096
+LAYER_EPS, RMS_EPS = 1e-5, 1e-6
+# Elements of a block that a thread holds.
+FEWEST, MOST = 8, 64
+
+
+def layer_inputs(elements: int, dtype: torch.dtype, device: str, cols: int = COLS) -> list[Tensor]:
+    """What is normalised, weight and bias."""
+    x = torch.randn(max(1, elements // cols), cols, dtype=dtype, device=device)
+    return [x, *(torch.randn(cols, dtype=dtype, device=device) for _ in range(2))]
+
+
+def rms_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """What is normalised, and the weight."""
+    return layer_inputs(elements, dtype, device)[:2]
+
+
+def residual_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """What is added, the residual, the weight, and the gradient of the sum from the residual stream."""
+    h, weight = rms_inputs(elements, dtype, device)
+    return [h, torch.randn_like(h), weight, torch.randn_like(h)]
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """PyTorch's has kernels on a GPU alone; without data LayerNorm, which moves as much, stands for it."""
+    if x.device.type == "meta":
+        return F.layer_norm(x, x.shape[-1:], weight, None, RMS_EPS)
+    return F.rms_norm(x, x.shape[-1:], weight, RMS_EPS)
+
+
+class _Streamed(torch.autograd.Function):
+    """The norm, of which and of the sum a gradient comes in: the sum itself is not asked for again."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, g_sum: Tensor) -> Tensor:
+        ctx.save_for_backward(g_sum)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        return g, ctx.saved_tensors[0], None
+
+
+def _plain_residual(h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor) -> Tensor:
+    x = residual + h
+    return _Streamed.apply(plain_rms_norm(x, weight), x, g_sum)
+
+
+def _liger_residual(h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor) -> Tensor:
+    return _Streamed.apply(*liger.residual_rms_norm(h, residual, weight, RMS_EPS), g_sum)
+
+
+def _residual(
+    h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor, g: Tensor
+) -> tuple[Tensor | None, ...]:
+    y, dx, dweight = rms_norm_backward(h, weight, g, RMS_EPS, residual, g_sum)
+    return y, dx, dx, dweight
+
+
+LAYER = Case(
+    "layer_norm",
+    layer_inputs,
+    differentiated=(0, 1, 2),
+    plain=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_EPS),
+    ours=partial(layer_norm_backward, eps=LAYER_EPS),
+    launched=lambda x, weight, bias, g: launch_backward(
+        x, None, weight, bias, g, None, LAYER_EPS, "layer", True
+    ),
+    liger=partial(liger.layer_norm, eps=LAYER_EPS),
+)
+RMS = Case(
+    "rms_norm",
+    rms_inputs,
+    differentiated=(0, 1),
+    plain=plain_rms_norm,
+    ours=partial(rms_norm_backward, eps=RMS_EPS),
+    launched=lambda x, weight, g: launch_backward(x, None, weight, None, g, None, RMS_EPS, "rms", True),
+    liger=partial(liger.rms_norm, eps=RMS_EPS),
+)
+RESIDUAL = Case(
+    "rms_norm with residual",
+    residual_inputs,
+    differentiated=(0, 1, 2),
+    plain=_plain_residual,
+    ours=_residual,
+    launched=lambda h, residual, weight, g_sum, g: launch_backward(
+        h, residual, weight, None, g, g_sum, RMS_EPS, "rms", True
+    ),
+    liger=_liger_residual,
+)
+
+
+def _shape(widest: int) -> Shape:
+    """A program holds whole rows: of the widest, one or a few."""
+    blocks = [{"ROWS": rows, "COLS": widest} for rows in (1, 2, 4, 8, 16, 32)]
+    return Shape(
+        partial(layer_inputs, 1 << 24, cols=widest),
+        [
+            Config(sizes, num_warps=warps)
+            for sizes in blocks
+            for warps in (2, 4, 8, 16, 32)
+            if FEWEST <= sizes["ROWS"] * widest / (32 * warps) <= MOST
+        ],
+    )
+
+
+CASES = [LAYER, RMS, RESIDUAL]
+TUNINGS = [Tuning("norm", LAYER, {f"cols<={widest}": _shape(widest) for widest in CONFIGS})]
