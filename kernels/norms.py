@@ -52,6 +52,8 @@ CONFIGS = {
 WIDEST = max(CONFIGS)
 # Of backward programs that share a GPU's multiprocessor: so many fit with 128 registers a thread.
 WARPS_AT_ONCE = 16
+# An H100's, for which bytes are counted on tensors without data.
+MULTIPROCESSORS = 132
 
 
 def choose(num_cols: int) -> Config:
@@ -216,9 +218,11 @@ def launch_backward(
 
 def _programs(device: torch.device, config: Config) -> int:
     """How many share the rows; each adds up its own for weight and bias, and PyTorch adds these."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return 4
-    multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    multiprocessors: int = MULTIPROCESSORS
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return multiprocessors * max(1, WARPS_AT_ONCE // config.num_warps)
 
 

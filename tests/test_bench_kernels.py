@@ -62,6 +62,46 @@ def test_bytes_of_bias_and_activation(activation: str, dtype: str) -> None:
     assert traffic.row(case, dtype)[:4] == shown
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "unfused", "fused"),
+    [
+        # x, y; g, x, dx.
+        ("layer_norm", 2 + 3, 4),
+        ("rms_norm", 2 + 3, 4),
+        # The sum and the addition of its gradient from elsewhere; h, residual, g, g_sum, y, dx.
+        ("rms_norm with residual", 3 + 2 + 3 + 3, 6),
+        # The activation and the product; its two gradients and the activation's. 3 are read and written.
+        ("gated_activation silu", 2 + 3 + 3 + 3 + 3, 6),
+        # The halves of the gradient are put side by side.
+        ("gated_activation silu, packed", 2 + 3 + 3 + 3 + 3 + 4, 6),
+    ],
+)
+def test_bytes_of_what_is_as_large_as_the_input(name: str, unfused: int, fused: int, dtype: str) -> None:
+    case, matrix = all_cases()[name], ROWS * COLS * SIZES[dtype]
+    found = traffic.unfused_bytes(case, ROWS * COLS, DTYPES[dtype])
+    assert found / matrix == pytest.approx(unfused, rel=2e-3)
+    # Two programs of each multiprocessor write sums for weight and bias, which are read again.
+    parameters = {"layer_norm": 2, "rms_norm": 1}.get(name.split()[0], 0)
+    partial_sums = parameters * 2 * 132 * COLS * 4
+    counted_bytes = traffic.fused_bytes(case, ROWS * COLS, DTYPES[dtype]) - 2 * partial_sums
+    assert counted_bytes / matrix == pytest.approx(fused, rel=2e-3)
+
+
+def test_bytes_of_dropout() -> None:
+    case, elements = all_cases()["dropout_add"], ROWS * COLS
+    # A mask of one byte is written, and read again; the key is of 24.
+    assert traffic.unfused_bytes(case, elements, torch.bfloat16) == elements * (2 * (2 + 3 + 2) + 2)
+    assert traffic.fused_bytes(case, elements, torch.bfloat16) == elements * 2 * (3 + 2) + 2 * 24
+
+
+def test_bytes_of_what_is_computed_in_place() -> None:
+    rotary, unscale = all_cases()["rotary halves"], all_cases()["multi_tensor unscale"]
+    tables = 2 * 2048 * 64 * 4
+    assert traffic.fused_bytes(rotary, 1 << 24, torch.bfloat16) == 2 * (2 * (2 << 24) + tables)
+    assert traffic.fused_bytes(unscale, 1 << 24, torch.bfloat16) == 2 * (2 << 24)
+
+
 def test_what_is_given_as_addresses_is_counted_by_its_case() -> None:
     case = replace(doubled(), moved=lambda inputs, gradients: sum(t.nbytes for t in (*inputs, *gradients)))
     assert traffic.fused_bytes(case, 64, torch.float32) == 512
