@@ -24,10 +24,8 @@ from torch import Tensor
 
 from gpipe_fast.kernels import reference
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, rows_of, runs_kernels, tuned
+from gpipe_fast.kernels.losses import check, check_reduction, reduced, scale_of
 from gpipe_fast.kernels.made_gradient import rows_in_place, scaled, with_made_gradient
-
-REDUCTIONS = ("mean", "sum", "none")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # By how many logits a row has: the first that is wide enough. Those with ROWS hold whole rows.
 CONFIGS = {
@@ -36,7 +34,7 @@ CONFIGS = {
     2048: Config({"ROWS": 1, "COLS": 2048}),
     8192: Config({"ROWS": 1, "COLS": 8192}, num_warps=8),
     32768: Config({"ROWS": 1, "COLS": 32768}, num_warps=16),
-    1 << 62: Config({"COLS": 4096}, num_warps=8),
+    1 << 62: Config({"COLS": 2048}, num_warps=8),
 }
 
 
@@ -204,23 +202,6 @@ def rows_with_gradient(
     return losses
 
 
-def scale_of(target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """By what a reduction multiplies each row's loss, in fp32."""
-    if reduction != "mean":
-        return torch.ones((), dtype=torch.float32, device=target.device)
-    return 1.0 / (target != ignore_index).sum().to(torch.float32)
-
-
-def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Mean or sum, added up in fp64, or the losses themselves."""
-    if reduction == "none":
-        return losses.view(target.shape)
-    total = losses.sum(dtype=torch.float64)
-    if reduction == "mean":
-        total = total / (target != ignore_index).sum()
-    return total.to(torch.float32)
-
-
 @torch.library.triton_op("gpipe_fast::cross_entropy", mutates_args={})
 def _cross_entropy(
     logits: Tensor,
@@ -296,8 +277,7 @@ def cross_entropy(
         IndexError: a target is out of range, on the CPU.
     """
     check(logits, target, logits.shape, label_smoothing)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is not one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    check_reduction(reduction, ("mean", "sum", "none"))
     differentiated = torch.is_grad_enabled() and logits.requires_grad
     options = (ignore_index, float(label_smoothing), reduction)
     if not (inplace and differentiated):
@@ -308,19 +288,3 @@ def cross_entropy(
     with torch.no_grad():
         loss = _cross_entropy_(logits.detach(), target, *options)
     return with_made_gradient(logits, loss)
-
-
-def check(source: Tensor, target: Tensor, shape: torch.Size, label_smoothing: float) -> None:
-    """Raises ValueError where logits of a shape, computed from a source, do not go with the rest."""
-    if source.dtype not in DTYPES:
-        raise ValueError(f"only fp32, fp16 and bf16 are taken, got {source.dtype}")
-    if target.dtype != torch.int64:
-        raise ValueError(f"targets must be class indices in int64, got {target.dtype}")
-    if not shape or target.shape != shape[:-1]:
-        raise ValueError(
-            f"targets must have all but the last dimension of {list(shape)}, got {list(target.shape)}"
-        )
-    if target.device != source.device:
-        raise ValueError(f"targets must be on {source.device}, got {target.device}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label smoothing must be from 0 to 1, got {label_smoothing}")

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpipe_fast.kernels.cross_entropy import check, reduced, rows_with_gradient, scale_of
+from gpipe_fast.kernels.cross_entropy import rows_with_gradient
 from gpipe_fast.kernels.launch import cdiv, next_power_of_2, rows_of
+from gpipe_fast.kernels.losses import check, check_reduction, reduced, scale_of
 from gpipe_fast.kernels.made_gradient import scaled
 
-REDUCTIONS = ("mean", "sum")
 # At 1024 rows the product d^T x_c does 256 operations for each byte of dW: near what current GPUs can.
 MIN_CHUNK_ROWS = 1024
 
@@ -193,8 +193,7 @@ def linear_cross_entropy(
 def _check(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, label_smoothing: float, reduction: str
 ) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is not one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    check_reduction(reduction, ("mean", "sum"))
     if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"the weight must be of shape (classes, features) with the last dimension of {list(x.shape)}, "
