@@ -29,6 +29,8 @@ aten = torch.ops.aten
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # These write in place what they do not read.
 OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.bernoulli_, aten.normal_, aten.uniform_}
+# Of the argument at this index these read an element of each row at most.
+UNREAD = {aten.nll_loss_forward: 0, aten.nll_loss_backward: 1}
 
 
 class Traffic(TorchDispatchMode):
@@ -56,7 +58,10 @@ class Traffic(TorchDispatchMode):
         storages = {_storage(t) for t in given}
         views = results and not changed and all(_storage(t) in storages for t in results)
         if not func.is_view and not views and func.namespace != "prim":
-            reads = [t for t in given if not (func.overloadpacket in OVERWRITES and _in(t, changed))]
+            unread = changed if func.overloadpacket in OVERWRITES else []
+            if func.overloadpacket in UNREAD:
+                unread = [args[UNREAD[func.overloadpacket]]]
+            reads = [t for t in given if not _in(t, unread)]
             self._count(reads, [*(t for t in results if not _in(t, changed)), *changed])
         return found
 

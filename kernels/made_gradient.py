@@ -81,7 +81,7 @@ def variants() -> dict[str, Variant]:
     sizes = dict.fromkeys(("num_rows", "num_cols", "stride", "g_stride"), "i32")
     aligned = ("p_gradient", "p_g", "num_cols", "stride")
     return {
-        f"made_gradient backward, {dtype}, {config}": Variant(_scale, own | sizes, {}, config, aligned)
+        f"cross_entropy scale, {dtype}, {config}": Variant(_scale, own | sizes, {}, config, aligned)
         for dtype, own in tensors.items()
         for config in CONFIGS.values()
     }

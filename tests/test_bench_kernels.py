@@ -102,6 +102,31 @@ def test_bytes_of_what_is_computed_in_place() -> None:
     assert traffic.fused_bytes(unscale, 1 << 24, torch.bfloat16) == 2 * (2 << 24)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_of_cross_entropy(dtype: str) -> None:
+    case, (rows, classes) = all_cases()["cross_entropy mean"], (ROWS, 32000)
+    matrix = rows * classes * SIZES[dtype]
+    unfused = traffic.unfused_bytes(case, rows * classes, DTYPES[dtype])
+    fused = traffic.fused_bytes(case, rows * classes, DTYPES[dtype])
+    # x, log p; the gradient of log p, in which few are not 0; that, log p and dx. Targets are of 8 bytes.
+    assert 2 * rows * 8 <= unfused - (2 + 1 + 3) * matrix < 32 * rows
+    # The kernel in place; targets are counted and looked up, and losses of 4 bytes added.
+    assert (3 * 8 + 2 * 4) * rows <= fused - 2 * matrix < 48 * rows
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(1000, 1), (4096, 4)])
+def test_bytes_of_cross_entropy_in_chunks(rows: int, chunks: int) -> None:
+    case, (classes, features) = all_cases()["cross_entropy mean, with the linear layer"], (32000, 1024)
+    fp32, bf16 = (traffic.fused_bytes(case, rows * classes, dtype) for dtype in DTYPES.values())
+    # x, logits; the kernel in place; dlogits, dx; dlogits, x.
+    each_row = 2 * features + 5 * classes + features
+    # By chunk the weight twice, and its gradient in fp32; that begins with zeros.
+    weights = classes * features
+    assert fp32 == 4 * (rows * each_row + weights * (4 * chunks + 1))
+    # Its cast.
+    assert bf16 == 2 * rows * each_row + weights * (2 * 2 * chunks + 8 * chunks + 4 + 4 + 2)
+
+
 def test_what_is_given_as_addresses_is_counted_by_its_case() -> None:
     case = replace(doubled(), moved=lambda inputs, gradients: sum(t.nbytes for t in (*inputs, *gradients)))
     assert traffic.fused_bytes(case, 64, torch.float32) == 512

@@ -13,7 +13,7 @@ import importlib
 
 from bench.case import Case, Tuning
 
-FAMILIES = ("activations", "dropout", "gated", "multi_tensor", "norms", "rotary")
+FAMILIES = ("activations", "cross_entropy", "dropout", "gated", "multi_tensor", "norms", "rotary")
 
 
 def all_cases() -> dict[str, Case]:

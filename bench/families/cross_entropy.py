@@ -1,0 +1,144 @@
+"""Softmax cross-entropy over the classes of a language model, of logits and of what the last layer is given.
+
+The gradients come in as 1: what scales made ones reads that and nothing else, and has no row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import liger
+from bench.case import Case, Shape, Tuning
+from gpipe_fast.kernels.cross_entropy import CONFIGS, launch_rows
+from gpipe_fast.kernels.launch import Config, cdiv
+from gpipe_fast.kernels.linear_cross_entropy import choose_chunk_rows, in_chunks
+from gpipe_fast.kernels.losses import reduced, scale_of
+
+CLASSES = 32000
+FEATURES = 1024
+# Of few elements there are fewer classes, so that a mean is one of as many rows.
+FEWEST_ROWS = 32
+# The class that launchers take for all that is wider than the last.
+LONG = 1 << 17
+# Elements of a block that a thread holds.
+FEWEST, MOST = 8, 64
+IGNORED = -100
+
+
+def logits_inputs(elements: int, dtype: torch.dtype, device: str, cols: int = CLASSES) -> list[Tensor]:
+    """Logits and targets."""
+    cols = min(cols, max(1, elements // FEWEST_ROWS))
+    rows = max(1, elements // cols)
+    target = torch.randint(cols, (rows,), device=device)
+    return [torch.randn(rows, cols, dtype=dtype, device=device), target]
+
+
+def linear_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """What the last layer is given, its weight, and targets; elements are those of the logits."""
+    logits, target = logits_inputs(elements, dtype, "meta")
+    rows, cols = logits.shape
+    target = torch.randint(cols, (rows,), device=device)
+    weight = torch.randn(cols, FEATURES, dtype=dtype, device=device) * FEATURES**-0.5
+    return [torch.randn(rows, FEATURES, dtype=dtype, device=device), weight, target]
+
+
+def _in_fp32(loss: Tensor) -> Tensor:
+    """As ours is; float64 stays."""
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def _plain(logits: Tensor, target: Tensor) -> Tensor:
+    return _in_fp32(F.cross_entropy(logits, target))
+
+
+def _plain_linear(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return _plain(F.linear(x, weight), target)
+
+
+def _ours(logits: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """What autograd runs of the public function, in a form that compiles as one graph."""
+    loss = torch.ops.gpipe_fast.cross_entropy_(logits, target, IGNORED, 0.0, "mean")
+    torch.ops.gpipe_fast.scale_made_gradient_(logits, g)
+    return loss, logits
+
+
+def _ours_linear(x: Tensor, weight: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    chunk_rows = choose_chunk_rows(target.numel(), *weight.shape)
+    options = (IGNORED, 0.0, "mean", chunk_rows, (True, True, False))
+    loss, *made, _ = torch.ops.gpipe_fast.linear_cross_entropy(x, weight, target, None, *options)
+    for gradient in made:
+        torch.ops.gpipe_fast.scale_made_gradient_(gradient, g)
+    return loss, *made
+
+
+def _launched(logits: Tensor, target: Tensor, g: Tensor) -> None:
+    losses = launch_rows(logits, logits, target, scale_of(target, IGNORED, "mean"), IGNORED, 0.0)
+    reduced(losses, target, IGNORED, "mean")
+
+
+def _launched_linear(x: Tensor, weight: Tensor, target: Tensor, g: Tensor) -> None:
+    chunk_rows = choose_chunk_rows(target.numel(), *weight.shape)
+    in_chunks(x, weight, target, None, IGNORED, 0.0, "mean", chunk_rows, (True, True, False))
+
+
+def _moved_linear(inputs: Sequence[Tensor], _: Sequence[Tensor]) -> int:
+    """On a GPU; without one, as here, products of half precision are computed in another way."""
+    x, weight, target = inputs
+    rows, size, weights = target.numel(), x.itemsize, weight.numel()
+    chunks = cdiv(rows, choose_chunk_rows(rows, *weight.shape))
+    # Logits are written, read and written, and read by two products; x is read by two, its gradient written.
+    moved = (5 * rows * weight.shape[0] + 3 * x.numel()) * size
+    # Each chunk reads the weight twice, and adds to its gradient in fp32, which begins with zeros.
+    moved += chunks * (2 * size + 2 * 4) * weights + 4 * weights
+    return moved if size == 4 else moved + (4 + size) * weights
+
+
+MEAN = Case(
+    "cross_entropy mean",
+    logits_inputs,
+    differentiated=(0,),
+    plain=_plain,
+    ours=_ours,
+    launched=_launched,
+    overwritten=(0,),
+    liger=lambda logits, target: _in_fp32(liger.cross_entropy(logits, target)),
+)
+LINEAR = Case(
+    "cross_entropy mean, with the linear layer",
+    linear_inputs,
+    differentiated=(0, 1),
+    plain=_plain_linear,
+    ours=_ours_linear,
+    launched=_launched_linear,
+    liger=lambda x, weight, target: _in_fp32(liger.linear_cross_entropy(x, weight, target)),
+    moved=_moved_linear,
+    memory_bound=False,
+)
+
+
+def _shape(widest: int, default: Config) -> Shape:
+    """A program holds whole rows, or takes a long one in blocks."""
+    if "ROWS" in default.blocks:
+        blocks = [{"ROWS": rows, "COLS": widest} for rows in (1, 2, 4, 8, 16, 32)]
+    else:
+        blocks = [{"COLS": cols} for cols in (1024, 2048, 4096, 8192)]
+    return Shape(
+        partial(logits_inputs, 1 << 24, cols=min(widest, LONG)),
+        [
+            Config(sizes, num_warps=warps)
+            for sizes, warps in product(blocks, (2, 4, 8, 16, 32))
+            if FEWEST <= sizes.get("ROWS", 1) * sizes["COLS"] / (32 * warps) <= MOST
+        ],
+    )
+
+
+CASES = [MEAN, LINEAR]
+TUNINGS = [
+    Tuning("cross_entropy", MEAN, {f"cols<={widest}": _shape(widest, CONFIGS[widest]) for widest in CONFIGS})
+]
