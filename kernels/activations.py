@@ -13,7 +13,8 @@ logistic function::
 Dropout behind it, ``a = m act(x) / (1 - p)``, is drawn in the same passes by the key (kernels/philox.py):
 what comes out is a after dropout, and dz has the mask's factor.
 
-Bytes per element of itemsize i: 2 i read, 2 i written; bias and sums are of the last dimension alone.
+Bytes per element of itemsize i: forward i read, i written; backward 2 i read, 2 i written, and where a is not
+asked for i. Bias and sums are of the last dimension alone.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ DROPOUT_CONFIG = Config({"ROWS": 2, "COLS": 512})
 def choose(num_cols: int, dropout: bool = False) -> Config:
     """The configuration for rows of so many columns."""
     if dropout:
-        return tuned("bias_activation", "dropout", DROPOUT_CONFIG)
+        return tuned("bias_activation_dropout", "cols", DROPOUT_CONFIG)
     widest = next(width for width in CONFIGS if num_cols <= width)
     return tuned("bias_activation", f"cols<={widest}", CONFIGS[widest])
 
@@ -123,7 +124,7 @@ def _forward(
 @triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _backward(
     p_z, p_bias, p_g, p_key, p_a, p_dz, p_sums, num_rows, num_cols, layer, ordinal, last, scale,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, WITH_A: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     first_col = tl.program_id(0) * COLS
@@ -148,7 +149,8 @@ def _backward(
             a *= factor
             g *= factor
         dz = g * slope(x, ACTIVATION)
-        tl.store(p_a + offsets, a.to(p_a.dtype.element_ty), mask=mask)
+        if WITH_A:
+            tl.store(p_a + offsets, a.to(p_a.dtype.element_ty), mask=mask)
         tl.store(p_dz + offsets, dz.to(p_dz.dtype.element_ty), mask=mask)
         if HAS_BIAS:
             b_sums += tl.sum(dz, axis=0)
@@ -157,9 +159,7 @@ def _backward(
 
 
 def _constants(num_cols: int, has_bias: bool, activation: str, draw: Draw | None) -> dict[str, Any]:
-    # Dropout is 0, or for how many elements words are drawn at once.
-    at_once = 0 if draw is None else 1 if num_cols % 4 else 4
-    return {"ACTIVATION": activation, "HAS_BIAS": has_bias, "DROPOUT": at_once}
+    return {"ACTIVATION": activation, "HAS_BIAS": has_bias, "DROPOUT": philox.at_once(draw, num_cols)}
 
 
 def launch_forward(z: Tensor, bias: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
@@ -178,13 +178,13 @@ def launch_forward(z: Tensor, bias: Tensor | None, activation: str, draw: Draw |
 
 
 def launch_backward(
-    z: Tensor, bias: Tensor | None, g: Tensor, activation: str, draw: Draw | None = None
+    z: Tensor, bias: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The activation, the gradient of z, and that of the bias, if there is one."""
+    """The activation, or nothing, the gradient of z, and that of the bias, if there is one."""
     rows, g_rows = rows_of(z), rows_of(g)
     num_rows, num_cols = rows.shape
     config = choose(num_cols, draw is not None)
-    a, dz = torch.empty_like(rows), torch.empty_like(rows)
+    a, dz = z.new_empty(z.shape if with_a else (0,)), torch.empty_like(rows)
     row_programs = min(ROW_PROGRAMS, cdiv(num_rows, config.blocks["ROWS"]))
     sums = torch.empty(
         row_programs if bias is not None else 0, num_cols, dtype=torch.float32, device=z.device
@@ -192,10 +192,10 @@ def launch_backward(
     grid = (cdiv(num_cols, config.blocks["COLS"]), row_programs)
     key, numbers = (rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
     tensors = (rows, rows if bias is None else bias.contiguous(), g_rows, key, a, dz, sums)
-    constants = _constants(num_cols, bias is not None, activation, draw)
+    constants = _constants(num_cols, bias is not None, activation, draw) | {"WITH_A": with_a}
     launch(_backward, grid, config, *tensors, num_rows, num_cols, *numbers, **constants)
     dbias = None if bias is None else sums.sum(0).to(bias.dtype)
-    return a.view(z.shape), dz.view(z.shape), dbias
+    return a, dz.view(z.shape), dbias
 
 
 def variants() -> dict[str, Variant]:
@@ -216,9 +216,11 @@ def variants() -> dict[str, Variant]:
         )
         tensors = {**dict.fromkeys(("p_z", "p_bias", "p_g", "p_a", "p_dz"), f"*{dtype}"), **key}
         tensors["p_sums"] = "*fp32"
-        found[f"bias_activation backward, {name}"] = Variant(
-            _backward, tensors | sizes, constants, config, (*tensors, *aligned)
-        )
+        for with_a in (True, False):
+            way = "backward" if with_a else "backward gradient alone"
+            found[f"bias_activation {way}, {name}"] = Variant(
+                _backward, tensors | sizes, constants | {"WITH_A": with_a}, config, (*tensors, *aligned)
+            )
     return found
 
 
@@ -244,6 +246,7 @@ def _bias_activation_backward(
     bias: Tensor | None,
     g: Tensor,
     activation: str,
+    with_a: bool,
     p: float = 0.0,
     key: Tensor | None = None,
     layer: int = 0,
@@ -251,7 +254,7 @@ def _bias_activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     draw = None if key is None else Draw(p, key, layer, ordinal)
     backward = launch_backward if runs_kernels(z, bias, g, key) else reference.bias_activation_backward
-    a, dz, dbias = backward(z, bias, g, activation, draw)
+    a, dz, dbias = backward(z, bias, g, activation, with_a, draw)
     return a, dz, z.new_empty(0) if dbias is None else dbias
 
 
@@ -277,7 +280,7 @@ def bias_activation_backward(
     _check(z, bias, activation, dropout)
     if g.shape != z.shape:
         raise ValueError(f"the gradient must be of shape {list(z.shape)}, got {list(g.shape)}")
-    a, dz, dbias = _bias_activation_backward(z, bias, g, activation, *(dropout or ()))
+    a, dz, dbias = _bias_activation_backward(z, bias, g, activation, True, *(dropout or ()))
     return a, dz, None if bias is None else dbias
 
 
@@ -320,7 +323,7 @@ def _setup(ctx, inputs, output):
 def _differentiate(ctx, g):
     z, bias, key = ctx.saved_tensors
     draw = (ctx.p, key, ctx.layer, ctx.ordinal)
-    _, dz, dbias = _bias_activation_backward(z, bias, g, ctx.activation, *draw)
+    _, dz, dbias = _bias_activation_backward(z, bias, g, ctx.activation, False, *draw)
     return dz, None if bias is None else dbias, None, None, None, None, None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpipe_fast.kernels import philox, reference
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, runs_kernels, tuned
+from gpipe_fast.kernels.philox import Draw
 
 # By how many elements there are: the first that is large enough.
 CONFIGS = {1 << 20: Config({"SIZE": 1024}), 1 << 62: Config({"SIZE": 2048})}
@@ -79,11 +80,15 @@ def variants() -> dict[str, Variant]:
     return found
 
 
+def drop(h: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
+    """``residual + dropout(h)`` by kernel, or by the reference."""
+    run = launch_dropout_add if runs_kernels(h, residual, draw.key) else reference.dropout_add
+    return run(h, residual, *draw)
+
+
 @torch.library.triton_op("gpipe_fast::dropout_add", mutates_args={})
 def _op(h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
-    if not runs_kernels(h, residual, key):
-        return reference.dropout_add(h, residual, p, key, layer, ordinal)
-    return launch_dropout_add(h, residual, p, key, layer, ordinal)
+    return drop(h, residual, Draw(p, key, layer, ordinal))
 
 
 def dropout_add(

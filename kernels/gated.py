@@ -11,55 +11,75 @@ ReGLU. A product of both weights at once has gate and rest side by side, and so 
 
     z  = [ gate | up ]  of 2 n columns          dz = [ dgate | dup ]
 
+Dropout behind it, ``a = m act(x) u / (1 - p)``, is drawn in the same passes by the key (kernels/philox.py),
+for elements of a in contiguous order.
+
 Bytes per element of a, of itemsize i: forward 2 i read, i written; backward 3 i read, 3 i written, and
 where a is not asked for 2 i.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels import reference
+from gpipe_fast.kernels import philox, reference
 from gpipe_fast.kernels.activations import ACTIVATIONS, activate, slope
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, rows_of, runs_kernels, tuned
+from gpipe_fast.kernels.philox import Draw
 
 # By how many columns a has: hidden layers are wide.
 CONFIGS = {1 << 62: Config({"ROWS": 2, "COLS": 512})}
 
 
-def choose(num_cols: int) -> Config:
+# With dropout, for all: drawing takes registers.
+DROPOUT_CONFIG = Config({"ROWS": 2, "COLS": 512})
+
+
+def choose(num_cols: int, dropout: bool = False) -> Config:
     """The configuration for rows of so many columns."""
+    if dropout:
+        return tuned("gated_activation_dropout", "cols", DROPOUT_CONFIG)
     widest = next(width for width in CONFIGS if num_cols <= width)
     return tuned("gated_activation", f"cols<={widest}", CONFIGS[widest])
 
 
-@triton.jit
+# Numbers that vary from draw to draw are no reason to compile again.
+@triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _forward(
-    p_gate, p_up, p_a, num_rows, num_cols, stride,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    p_gate, p_up, p_key, p_a, num_rows, num_cols, stride, layer, ordinal, last, scale,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     col_blocks = tl.cdiv(num_cols, COLS)
-    o_cols = tl.program_id(0) % col_blocks * COLS + tl.arange(0, COLS)
+    first_col = tl.program_id(0) % col_blocks * COLS
+    o_cols = first_col + tl.arange(0, COLS)
     o_rows = tl.program_id(0) // col_blocks * ROWS + tl.arange(0, ROWS)
     mask = (o_rows < num_rows)[:, None] & (o_cols < num_cols)[None, :]
     o_pair = o_rows.to(tl.int64)[:, None] * stride + o_cols[None, :]
     x = tl.load(p_gate + o_pair, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(p_up + o_pair, mask=mask, other=0.0).to(tl.float32)
     a = activate(x, ACTIVATION) * u
+    if DROPOUT:
+        a *= philox.factor_rows(
+            o_rows, first_col, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT == 4
+        )
     o_a = o_rows.to(tl.int64)[:, None] * num_cols + o_cols[None, :]
     tl.store(p_a + o_a, a.to(p_a.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _backward(
-    p_gate, p_up, p_g, p_a, p_dz, num_rows, num_cols, stride,
-    ACTIVATION: tl.constexpr, WITH_A: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    p_gate, p_up, p_g, p_key, p_a, p_dz, num_rows, num_cols, stride, layer, ordinal, last, scale,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, WITH_A: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     col_blocks = tl.cdiv(num_cols, COLS)
-    o_cols = tl.program_id(0) % col_blocks * COLS + tl.arange(0, COLS)
+    first_col = tl.program_id(0) % col_blocks * COLS
+    o_cols = first_col + tl.arange(0, COLS)
     o_rows = tl.program_id(0) // col_blocks * ROWS + tl.arange(0, ROWS)
     mask = (o_rows < num_rows)[:, None] & (o_cols < num_cols)[None, :]
     o_pair = o_rows.to(tl.int64)[:, None] * stride + o_cols[None, :]
@@ -68,8 +88,16 @@ def _backward(
     u = tl.load(p_up + o_pair, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(p_g + o_a, mask=mask, other=0.0).to(tl.float32)
     b_act = activate(x, ACTIVATION)
+    if DROPOUT:
+        # Of a and of g alike.
+        factor = philox.factor_rows(
+            o_rows, first_col, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT == 4
+        )
+        g *= factor
+    else:
+        factor = 1.0
     if WITH_A:
-        tl.store(p_a + o_a, (b_act * u).to(p_a.dtype.element_ty), mask=mask)
+        tl.store(p_a + o_a, (b_act * u * factor).to(p_a.dtype.element_ty), mask=mask)
     tl.store(p_dz + o_pair, (g * u * slope(x, ACTIVATION)).to(p_dz.dtype.element_ty), mask=mask)
     # Beside the gate's gradient in its row, or after all of it.
     o_du = tl.where(stride == num_cols, tl.cast(num_rows, tl.int64) * num_cols, num_cols)
@@ -86,76 +114,101 @@ def _columns(z: Tensor, up: Tensor | None) -> int:
     return z.shape[-1] // 2 if up is None else z.shape[-1]
 
 
-def launch_forward(z: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """``act(gate) * up``, contiguous."""
+def launch_forward(z: Tensor, up: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
+    """``dropout(act(gate) * up)``, contiguous."""
     num_cols = _columns(z, up)
     gate_rows, up_rows = _pair(z, up)
     num_rows, stride = gate_rows.shape
-    config = choose(num_cols)
+    config = choose(num_cols, draw is not None)
     a = z.new_empty(*z.shape[:-1], num_cols)
     # One dimension: of the others, a GPU counts 65535 programs.
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
-    launch(_forward, grid, config, gate_rows, up_rows, a, num_rows, num_cols, stride, ACTIVATION=activation)
+    key, numbers = (gate_rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    arguments = (gate_rows, up_rows, key, a, num_rows, num_cols, stride, *numbers)
+    constants = {"ACTIVATION": activation, "DROPOUT": philox.at_once(draw, num_cols)}
+    launch(_forward, grid, config, *arguments, **constants)
     return a
 
 
 def launch_backward(
-    z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool
+    z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
     """The activation, or nothing, and the gradients: packed like z, or one after the other."""
     num_cols = _columns(z, up)
     gate_rows, up_rows = _pair(z, up)
     num_rows, stride = gate_rows.shape
-    config = choose(num_cols)
+    config = choose(num_cols, draw is not None)
     dz = z.new_empty(z.shape if up is None else (2, *z.shape))
     a = z.new_empty(g.shape if with_a else (0,))
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
-    arguments = (gate_rows, up_rows, rows_of(g), a, dz, num_rows, num_cols, stride)
-    launch(_backward, grid, config, *arguments, ACTIVATION=activation, WITH_A=with_a)
+    key, numbers = (gate_rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    arguments = (gate_rows, up_rows, rows_of(g), key, a, dz, num_rows, num_cols, stride, *numbers)
+    constants = {"ACTIVATION": activation, "DROPOUT": philox.at_once(draw, num_cols), "WITH_A": with_a}
+    launch(_backward, grid, config, *arguments, **constants)
     return a, dz
 
 
 def variants() -> dict[str, Variant]:
     """Every form that the launchers can choose."""
     found = {}
-    sizes = dict.fromkeys(("num_rows", "num_cols", "stride"), "i32")
-    (config,) = CONFIGS.values()
-    for dtype in ("fp32", "bf16"):
-        for activation in ACTIVATIONS:
-            constants = {"ACTIVATION": activation}
-            tensors = dict.fromkeys(("p_gate", "p_up", "p_a"), f"*{dtype}")
-            found[f"gated_activation forward, {activation} {dtype}, {config}"] = Variant(
-                _forward, tensors | sizes, constants, config, (*tensors, "num_cols", "stride")
+    sizes = {**dict.fromkeys(("num_rows", "num_cols", "stride"), "i32"), **philox.SIGNATURE}
+    forms = [("", 0, config) for config in CONFIGS.values()]
+    forms += [(" dropout", 4, DROPOUT_CONFIG), (" dropout odd", 1, DROPOUT_CONFIG)]
+    for dtype, activation, (dropout, at_once, config) in itertools.product(
+        ("fp32", "bf16"), ACTIVATIONS, forms
+    ):
+        constants = {"ACTIVATION": activation, "DROPOUT": at_once}
+        key = {"p_key": "*i64" if at_once else f"*{dtype}"}
+        name = f"{activation}{dropout} {dtype}, {config}"
+        tensors = {**dict.fromkeys(("p_gate", "p_up", "p_a"), f"*{dtype}"), **key}
+        aligned = () if at_once == 1 else ("num_cols", "stride")
+        found[f"gated_activation forward, {name}"] = Variant(
+            _forward, tensors | sizes, constants, config, (*tensors, *aligned)
+        )
+        tensors = {**dict.fromkeys(("p_gate", "p_up", "p_g", "p_a", "p_dz"), f"*{dtype}"), **key}
+        for with_a in (True, False):
+            way = "backward" if with_a else "backward gradient alone"
+            found[f"gated_activation {way}, {name}"] = Variant(
+                _backward, tensors | sizes, constants | {"WITH_A": with_a}, config, (*tensors, *aligned)
             )
-            tensors = dict.fromkeys(("p_gate", "p_up", "p_g", "p_a", "p_dz"), f"*{dtype}")
-            for with_a in (True, False):
-                what = f"{activation} {dtype}" + ("" if with_a else " gradient alone")
-                found[f"gated_activation backward, {what}, {config}"] = Variant(
-                    _backward,
-                    tensors | sizes,
-                    {**constants, "WITH_A": with_a},
-                    config,
-                    (*tensors, "num_cols", "stride"),
-                )
     return found
 
 
+# Operators take a draw in pieces; without a key there is none.
 @torch.library.triton_op("gpipe_fast::gated_activation", mutates_args={})
-def _gated_activation(z: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    forward = launch_forward if runs_kernels(z, up) else reference.gated_activation
-    return forward(z, up, activation)
+def _gated_activation(
+    z: Tensor,
+    up: Tensor | None,
+    activation: str,
+    p: float = 0.0,
+    key: Tensor | None = None,
+    layer: int = 0,
+    ordinal: int = 0,
+) -> Tensor:
+    draw = None if key is None else Draw(p, key, layer, ordinal)
+    forward = launch_forward if runs_kernels(z, up, key) else reference.gated_activation
+    return forward(z, up, activation, draw)
 
 
 @torch.library.triton_op("gpipe_fast::gated_activation_backward", mutates_args={})
 def _gated_activation_backward(
-    z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool
+    z: Tensor,
+    up: Tensor | None,
+    g: Tensor,
+    activation: str,
+    with_a: bool,
+    p: float = 0.0,
+    key: Tensor | None = None,
+    layer: int = 0,
+    ordinal: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    backward = launch_backward if runs_kernels(z, up, g) else reference.gated_activation_backward
-    return backward(z, up, g, activation, with_a)
+    draw = None if key is None else Draw(p, key, layer, ordinal)
+    backward = launch_backward if runs_kernels(z, up, g, key) else reference.gated_activation_backward
+    return backward(z, up, g, activation, with_a, draw)
 
 
 def gated_activation_backward(
-    z: Tensor, up: Tensor | None, g: Tensor, activation: str
+    z: Tensor, up: Tensor | None, g: Tensor, activation: str, dropout: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What the backward of a recomputed gated pair needs, in one pass.
 
@@ -163,44 +216,51 @@ def gated_activation_backward(
         z: the gate, of shape (..., columns); or, without ``up``, both side by side, of shape
             (..., 2 columns).
         up: what the gate lets through, of the gate's shape and dtype; or None.
-        g: the gradient of the activation, of shape (..., columns).
+        g: the gradient of what comes out, of shape (..., columns).
         activation: one of 'relu', 'silu', 'gelu' and 'gelu_tanh'.
+        dropout: behind the pair, by element of what comes out in contiguous order; or None.
 
     Returns:
-        The activation, the gradient of z, of its shape, and that of ``up``, or None.
+        What comes out, the gradient of z, of its shape, and that of ``up``, or None.
 
     Raises:
-        ValueError: there is no such activation, or shapes or dtypes do not fit.
+        ValueError: there is no such activation, shapes or dtypes do not fit, or no mask can be drawn.
+        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
     """
-    _check(z, up, activation)
+    _check(z, up, activation, dropout)
     shape = (*z.shape[:-1], _columns(z, up))
     if g.shape != shape:
         raise ValueError(f"the gradient must be of shape {list(shape)}, got {list(g.shape)}")
-    a, dz = _gated_activation_backward(z, up, g, activation, True)
+    a, dz = _gated_activation_backward(z, up, g, activation, True, *(dropout or ()))
     return (a, dz, None) if up is None else (a, *dz.unbind())
 
 
-def gated_activation(z: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
-    """``act(gate) * up``, whose backward computes it again: only what comes in is kept.
+def gated_activation(
+    z: Tensor, up: Tensor | None = None, activation: str = "silu", dropout: Draw | None = None
+) -> Tensor:
+    """``dropout(act(gate) * up)``, whose backward computes it again: only what comes in is kept, and no mask.
 
     Args:
         z: the gate, of shape (..., columns); or, without ``up``, both side by side, of shape
             (..., 2 columns). fp32, fp16 or bf16; computed in fp32.
         up: what the gate lets through, of the gate's shape and dtype; or None.
         activation: one of 'relu', 'silu' (SwiGLU), 'gelu' and 'gelu_tanh' (GeGLU).
+        dropout: behind the pair, by element of what comes out in contiguous order; or None. On the CPU
+            ``torch.ops.gpipe_fast.keyed_bernoulli`` draws it, on a GPU the kernel, the same bits.
 
     Returns:
         A contiguous tensor of shape (..., columns), of z's dtype.
 
     Raises:
-        ValueError: there is no such activation, or shapes or dtypes do not fit.
+        ValueError: there is no such activation, shapes or dtypes do not fit, or no mask can be drawn.
+        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
     """
-    _check(z, up, activation)
-    result: Tensor = _gated_activation(z, up, activation)
+    _check(z, up, activation, dropout)
+    result: Tensor = _gated_activation(z, up, activation, *(dropout or ()))
     return result
 
 
-def _check(z: Tensor, up: Tensor | None, activation: str) -> None:
+def _check(z: Tensor, up: Tensor | None, activation: str, dropout: Draw | None) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is not one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if up is None and (z.dim() == 0 or z.shape[-1] % 2):
@@ -209,18 +269,21 @@ def _check(z: Tensor, up: Tensor | None, activation: str) -> None:
         raise ValueError(
             f"up must be of the gate's {z.dtype}, shape {list(z.shape)}, got {up.dtype}, {list(up.shape)}"
         )
+    if dropout is not None:
+        dropout.check(z)
 
 
 def _setup(ctx, inputs, output):
-    z, up, ctx.activation = inputs
-    ctx.save_for_backward(z, up)
+    z, up, ctx.activation, ctx.p, key, ctx.layer, ctx.ordinal = inputs
+    ctx.save_for_backward(z, up, key)
 
 
 def _differentiate(ctx, g):
-    z, up = ctx.saved_tensors
-    _, dz = _gated_activation_backward(z, up, g, ctx.activation, False)
+    z, up, key = ctx.saved_tensors
+    draw = (ctx.p, key, ctx.layer, ctx.ordinal)
+    _, dz = _gated_activation_backward(z, up, g, ctx.activation, False, *draw)
     dgate, dup = (dz, None) if up is None else dz.unbind()
-    return dgate, dup, None
+    return dgate, dup, None, None, None, None, None
 
 
 _gated_activation.register_autograd(_differentiate, setup_context=_setup)

@@ -66,9 +66,14 @@ class Variant:
     aligned: Sequence[str] = field(default=())
 
 
-def runs_kernels(*tensors: Tensor | None) -> bool:
-    """Whether kernels compute with such tensors; else the reference does."""
+def has_kernels(*tensors: Tensor | None) -> bool:
+    """Whether kernels run where such tensors are."""
     return all(t is None or t.is_cuda or INTERPRETED for t in tensors)
+
+
+def runs_kernels(*tensors: Tensor | None) -> bool:
+    """Whether kernels compute with such tensors; else, and in fp64, which they would round, the reference."""
+    return has_kernels(*tensors) and all(t is None or t.dtype != torch.float64 for t in tensors)
 
 
 def launch(kernel: Any, grid: Sequence[int], config: Config, *arguments: Any, **constants: Any) -> None:
@@ -84,7 +89,15 @@ def launch(kernel: Any, grid: Sequence[int], config: Config, *arguments: Any, **
     if 0 in grid:
         return
     wrapped: Callable[..., Any] = wrap_triton(kernel)[tuple(grid)]
-    wrapped(*arguments, **constants, **config.blocks, **({} if INTERPRETED else config.options()))
+    with _on_device_of(arguments):
+        wrapped(*arguments, **constants, **config.blocks, **({} if INTERPRETED else config.options()))
+
+
+def _on_device_of(arguments: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if not torch.cuda.is_initialized():
+        return contextlib.nullcontext()
+    return torch.cuda.device_of(next(a for a in arguments if isinstance(a, Tensor)))
 
 
 def tuned(kernel: str, shape_class: str, default: Config) -> Config:

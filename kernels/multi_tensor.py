@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gpipe_fast.kernels import reference
 from gpipe_fast.kernels.addresses import Span, reach, table_of
-from gpipe_fast.kernels.launch import Config, Variant, launch, runs_kernels, tuned
+from gpipe_fast.kernels.launch import Config, Variant, has_kernels, launch, tuned
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -177,7 +177,7 @@ def variants() -> dict[str, Variant]:
 # Opaque to tracers, unlike other families' ops: what is traced has no addresses.
 @torch.library.custom_op("gpipe_fast::multi_tensor_accumulate_", mutates_args={"accumulators"})
 def _accumulate_op(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    if runs_kernels(*accumulators):
+    if has_kernels(*accumulators):
         launch_accumulate(accumulators, gradients, None, None)
     else:
         reference.accumulate_(accumulators, gradients)
@@ -189,13 +189,13 @@ def _accumulate_op(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) 
 def _accumulate_and_check_op(
     accumulators: Sequence[Tensor], gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor
 ) -> None:
-    run = launch_accumulate if runs_kernels(*accumulators) else reference.accumulate_and_check_
+    run = launch_accumulate if has_kernels(*accumulators) else reference.accumulate_and_check_
     run(accumulators, gradients, inverse_scale, found_inf)
 
 
 @torch.library.custom_op("gpipe_fast::multi_tensor_unscale_", mutates_args={"gradients", "found_inf"})
 def _unscale_op(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
-    run = launch_unscale if runs_kernels(*gradients) else reference.unscale_
+    run = launch_unscale if has_kernels(*gradients) else reference.unscale_
     run(gradients, inverse_scale, found_inf)
 
 

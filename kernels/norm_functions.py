@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.kernels import norms, reference
+from gpipe_fast.kernels.dropout import drop, dropout_add
 from gpipe_fast.kernels.launch import runs_kernels
+from gpipe_fast.kernels.philox import Draw
 
-Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+# Of a fused backward: y, then the gradients of x, residual, weight and bias, or None for what is not there.
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 @overload
@@ -24,7 +27,13 @@ def layer_norm(
 
 @overload
 def layer_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., eps: float = ..., *, residual: Tensor
+    x: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: Tensor,
+    dropout: Draw | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -34,10 +43,11 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     residual: Tensor | None = None,
+    dropout: Draw | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """LayerNorm over the last dimension, of x or of ``residual + x`` (arXiv 1607.06450).
+    """LayerNorm over the last dimension, of x or of ``residual + dropout(x)`` (arXiv 1607.06450).
 
-    Its backward computes mean and deviation again: what is kept is x, or the sum.
+    Its backward computes mean and deviation, and draws the mask, again: what is kept is x, or the sum.
 
     Args:
         x: of shape (..., columns); fp32, fp16 or bf16. Computed in fp32; in fp64 by PyTorch's operators.
@@ -45,14 +55,17 @@ def layer_norm(
         bias: of shape (columns,), of any floating-point dtype, or None for zeros.
         eps: added to the variance.
         residual: of x's shape and dtype, or None.
+        dropout: of x before it is added to a residual, by element in contiguous order; or None. On the CPU
+            ``torch.ops.gpipe_fast.keyed_bernoulli`` draws it, on a GPU the kernel, the same bits.
 
     Returns:
         The norm, of x's shape and dtype; with a residual also the sum, which is the next residual.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit, or no mask can be drawn.
+        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
     """
-    return _apply(x, weight, bias, eps, residual, "layer")
+    return _apply(x, weight, bias, eps, residual, dropout, "layer")
 
 
 @overload
@@ -61,30 +74,37 @@ def rms_norm(x: Tensor, weight: Tensor | None = ..., eps: float = ..., residual:
 
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: Tensor
+    x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: Tensor, dropout: Draw | None = ...
 ) -> tuple[Tensor, Tensor]: ...
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    dropout: Draw | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm over the last dimension, of x or of ``residual + x`` (arXiv 1910.07467).
+    """RMSNorm over the last dimension, of x or of ``residual + dropout(x)`` (arXiv 1910.07467).
 
-    Its backward computes the root mean square again: what is kept is x, or the sum.
+    Its backward computes the root mean square, and draws the mask, again: what is kept is x, or the sum.
 
     Args:
         x: of shape (..., columns); fp32, fp16 or bf16. Computed in fp32; in fp64 by PyTorch's operators.
         weight: of shape (columns,), of any floating-point dtype, or None for ones.
         eps: added to the mean square.
         residual: of x's shape and dtype, or None.
+        dropout: of x before it is added to a residual, by element in contiguous order; or None. On the CPU
+            ``torch.ops.gpipe_fast.keyed_bernoulli`` draws it, on a GPU the kernel, the same bits.
 
     Returns:
         The norm, of x's shape and dtype; with a residual also the sum, which is the next residual.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit, or no mask can be drawn.
+        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
     """
-    return _apply(x, weight, None, eps, residual, "rms")
+    return _apply(x, weight, None, eps, residual, dropout, "rms")
 
 
 def layer_norm_backward(
@@ -95,6 +115,7 @@ def layer_norm_backward(
     eps: float = 1e-5,
     residual: Tensor | None = None,
     g_sum: Tensor | None = None,
+    dropout: Draw | None = None,
 ) -> Gradients:
     """What the backward of a recomputed `layer_norm` needs, in one pass.
 
@@ -107,15 +128,17 @@ def layer_norm_backward(
         residual: of x's shape and dtype, or None if x is what was normalised.
         g_sum: the gradient of what was normalised from elsewhere, which is the residual stream's; of x's
             shape and dtype, or None.
+        dropout: as in the forward.
 
     Returns:
-        The norm, the gradient of x and of the residual, which are the same, that of the weight, or None, and
-        that of the bias, or None.
+        The norm, and the gradients of x, of the residual, of the weight and of the bias, or None for what is
+        not there. Without dropout the residual's is that of x itself.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit, or no mask can be drawn.
+        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
     """
-    return _apply_backward(x, weight, bias, g, eps, residual, g_sum, "layer")
+    return _apply_backward(x, weight, bias, g, eps, residual, g_sum, dropout, "layer")
 
 
 def rms_norm_backward(
@@ -125,7 +148,8 @@ def rms_norm_backward(
     eps: float = 1e-6,
     residual: Tensor | None = None,
     g_sum: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    dropout: Draw | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """What the backward of a recomputed `rms_norm` needs, in one pass.
 
     Args:
@@ -136,39 +160,51 @@ def rms_norm_backward(
         residual: of x's shape and dtype, or None if x is what was normalised.
         g_sum: the gradient of what was normalised from elsewhere, which is the residual stream's; of x's
             shape and dtype, or None.
+        dropout: as in the forward.
 
     Returns:
-        The norm, the gradient of x and of the residual, which are the same, and that of the weight, or None.
+        The norm, and the gradients of x, of the residual and of the weight, or None for what is not there.
+        Without dropout the residual's is that of x itself.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit, or no mask can be drawn.
+        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
     """
-    y, dx, dweight, _ = _apply_backward(x, weight, None, g, eps, residual, g_sum, "rms")
-    return y, dx, dweight
+    return _apply_backward(x, weight, None, g, eps, residual, g_sum, dropout, "rms")[:4]
 
 
 def _apply(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, kind: str
-) -> Tensor | tuple[Tensor, Tensor]:
-    _check(x, weight, bias, residual=residual)
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    residual: Tensor | None, dropout: Draw | None, kind: str,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    _check(x, weight, bias, dropout, residual=residual)
     found: Tensor | tuple[Tensor, Tensor]
     if residual is None:
         found = _norm(x, weight, bias, eps, kind)
     else:
-        found = _add_norm(x, residual, weight, bias, eps, kind)
+        found = _add_norm(x, residual, weight, bias, eps, kind, *(dropout or ()))
     return found
 
 
 def _apply_backward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, g: Tensor,
-    eps: float, residual: Tensor | None, g_sum: Tensor | None, kind: str,
+    eps: float, residual: Tensor | None, g_sum: Tensor | None, dropout: Draw | None, kind: str,
 ) -> Gradients:  # fmt: skip
-    _check(x, weight, bias, g=g, residual=residual, g_sum=g_sum)
-    y, dx, dweight, dbias = _norm_backward(x, residual, weight, bias, g, g_sum, eps, kind, True)
-    return y, dx, None if weight is None else dweight, None if bias is None else dbias
+    _check(x, weight, bias, dropout, g=g, residual=residual, g_sum=g_sum)
+    inputs = (x, residual, weight, bias, g, g_sum)
+    y, dsum, dx, dweight, dbias = _norm_backward(*inputs, eps, kind, True, *(dropout or ()))
+    return (
+        y,
+        dsum if dropout is None else dx,
+        None if residual is None else dsum,
+        None if weight is None else dweight,
+        None if bias is None else dbias,
+    )
 
 
-def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, **like_x: Tensor | None) -> None:
+def _check(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dropout: Draw | None, **like_x: Tensor | None
+) -> None:
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"x must have columns of floating-point numbers, got {_of(x)}")
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -177,29 +213,44 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, **like_x: Tens
     for name, other in like_x.items():
         if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
             raise ValueError(f"{name} must be as x is, {_of(x)}, got {_of(other)}")
+    if dropout is not None:
+        if like_x["residual"] is None:
+            raise ValueError("dropout is of what is added to a residual, and there is none")
+        dropout.check(x)
 
 
 def _of(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} of {tensor.dtype}"
 
 
-def _kernels_fit(x: Tensor, *others: Tensor | None) -> bool:
-    return x.shape[-1] <= norms.WIDEST and x.dtype != torch.float64 and runs_kernels(x, *others)
+def _kernels_fit(widest: int, x: Tensor, *others: Tensor | None) -> bool:
+    return x.shape[-1] <= widest and runs_kernels(x, *others)
+
+
+def _normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
+    if _kernels_fit(norms.WIDEST, x, weight, bias):
+        return norms.launch_forward(x, None, weight, bias, eps, kind, None)[0]
+    return reference.norm(x, weight, bias, eps, kind)
 
 
 @torch.library.triton_op("gpipe_fast::norm", mutates_args={})
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
-    forward = norms.launch_forward if _kernels_fit(x, weight, bias) else reference.norm
-    return forward(x, None, weight, bias, eps, kind)[0]
+    return _normed(x, weight, bias, eps, kind)
 
 
+# Operators take a draw in pieces; without a key there is none.
 @torch.library.triton_op("gpipe_fast::add_norm", mutates_args={})
 def _add_norm(
-    h: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str
-) -> tuple[Tensor, Tensor]:
-    forward = norms.launch_forward if _kernels_fit(h, residual, weight, bias) else reference.norm
-    y, x = forward(h, residual, weight, bias, eps, kind)
-    assert x is not None, "there is a residual"
+    h: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str,
+    p: float = 0.0, key: Tensor | None = None, layer: int = 0, ordinal: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    draw = None if key is None else Draw(p, key, layer, ordinal)
+    if _kernels_fit(norms.widest(draw), h, residual, weight, bias, key):
+        y, x = norms.launch_forward(h, residual, weight, bias, eps, kind, draw)
+        assert x is not None, "there is a residual"
+    else:
+        x = _summed(h, residual, draw)
+        y = _normed(x, weight, bias, eps, kind)
     return y, x
 
 
@@ -207,12 +258,25 @@ def _add_norm(
 def _norm_backward(
     h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     g: Tensor, g_sum: Tensor | None, eps: float, kind: str, with_y: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    fit = _kernels_fit(h, residual, weight, bias, g, g_sum)
-    backward = norms.launch_backward if fit else reference.norm_backward
-    y, dx, dweight, dbias = backward(h, residual, weight, bias, g, g_sum, eps, kind, with_y)
-    y, dweight, dbias = (h.new_empty(0) if t is None else t for t in (y, dweight, dbias))
-    return y, dx, dweight, dbias
+    p: float = 0.0, key: Tensor | None = None, layer: int = 0, ordinal: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    draw = None if key is None else Draw(p, key, layer, ordinal)
+    others = (weight, bias, g, g_sum)
+    if _kernels_fit(norms.widest(draw), h, residual, key, *others):
+        found = norms.launch_backward(h, residual, *others, eps, kind, with_y, draw)
+    else:
+        x = h if residual is None else _summed(h, residual, draw)
+        if _kernels_fit(norms.WIDEST, x, *others):
+            y, dsum, _, dweight, dbias = norms.launch_backward(x, None, *others, eps, kind, with_y, None)
+        else:
+            y, dsum, dweight, dbias = reference.norm_backward(x, *others, eps, kind, with_y)
+        found = y, dsum, None if draw is None else drop(dsum, None, draw), dweight, dbias
+    y, dsum, dh, dweight, dbias = (h.new_empty(0) if t is None else t for t in found)
+    return y, dsum, dh, dweight, dbias
+
+
+def _summed(h: Tensor, residual: Tensor, draw: Draw | None) -> Tensor:
+    return residual + h if draw is None else drop(h, residual, draw)
 
 
 def _setup(ctx, inputs, output):
@@ -220,26 +284,31 @@ def _setup(ctx, inputs, output):
     ctx.save_for_backward(x, weight, bias)
 
 
+def _differentiate(ctx, g):
+    x, weight, bias = ctx.saved_tensors
+    _, dx, _, dweight, dbias = _norm_backward(x, None, weight, bias, g, None, ctx.eps, ctx.kind, False)
+    return dx, None if weight is None else dweight, None if bias is None else dbias, None, None
+
+
 def _setup_sum(ctx, inputs, output):
-    _, _, weight, bias, ctx.eps, ctx.kind = inputs
-    ctx.save_for_backward(output[1], weight, bias)
+    _, _, weight, bias, ctx.eps, ctx.kind, ctx.p, key, ctx.layer, ctx.ordinal = inputs
+    ctx.save_for_backward(output[1], weight, bias, key)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, g, g_sum):
-    x, weight, bias = ctx.saved_tensors
-    _, dx, dweight, dbias = _norm_backward(x, None, weight, bias, g, g_sum, ctx.eps, ctx.kind, False)
-    return dx, None if weight is None else dweight, None if bias is None else dbias
-
-
-def _differentiate(ctx, g):
-    return *_gradients(ctx, g, None), None, None
-
-
 def _differentiate_sum(ctx, g, g_sum):
-    # Without a gradient of y, that of the sum passes as it is.
-    dx, dweight, dbias = (g_sum, None, None) if g is None else _gradients(ctx, g, g_sum)
-    return dx, dx, dweight, dbias, None, None
+    x, weight, bias, key = ctx.saved_tensors
+    draw = () if key is None else (ctx.p, key, ctx.layer, ctx.ordinal)
+    if g is None:
+        # That of the sum passes.
+        dsum, dweight, dbias = g_sum, None, None
+        dh = dropout_add(g_sum, None, *draw) if draw else g_sum
+    else:
+        inputs = (x, None, weight, bias, g, g_sum)
+        _, dsum, dh, dweight, dbias = _norm_backward(*inputs, ctx.eps, ctx.kind, False, *draw)
+        dh = dh if draw else dsum
+    dweight, dbias = None if weight is None else dweight, None if bias is None else dbias
+    return dh, dsum, dweight, dbias, *[None] * 6
 
 
 _norm.register_autograd(_differentiate, setup_context=_setup)

@@ -60,6 +60,11 @@ class Draw(NamedTuple):
 NO_NUMBERS = (0, 0, 0, 1.0)
 
 
+def at_once(draw: Draw | None, num_cols: int) -> int:
+    """For how many elements of rows of so many columns a kernel draws words at once; 0 if it draws none."""
+    return 0 if draw is None else 1 if num_cols % 4 else 4
+
+
 def threshold(p: float) -> tuple[int, float]:
     """What kernels take for dropout with probability ``p``: the last word that is kept, and the scale.
 

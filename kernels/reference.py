@@ -49,16 +49,16 @@ def bias_activation(z: Tensor, bias: Tensor | None, activation: str, draw: Draw 
 
 
 def bias_activation_backward(
-    z: Tensor, bias: Tensor | None, g: Tensor, activation: str, draw: Draw | None = None
+    z: Tensor, bias: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What comes out, the gradient of z, and that of the bias."""
+    """What comes out, or nothing, the gradient of z, and that of the bias."""
     x = wide(z) if bias is None else wide(z) + wide(bias)
     a, g = activate(x, activation), wide(g)
     if draw is not None:
         a, g = drop(a, *draw), drop(g, *draw)
     dz = activate_backward(g, x, activation)
     dbias = None if bias is None else _rows_summed(dz, bias)
-    return a.to(z.dtype), dz.to(z.dtype), dbias
+    return a.to(z.dtype) if with_a else z.new_empty(0), dz.to(z.dtype), dbias
 
 
 # Dropout: kernels/dropout.py, and behind other families.
@@ -98,30 +98,38 @@ def dropout_add(
 # Gated pairs: kernels/gated.py.
 
 
-def gated_activation(z: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """``act(gate) * up``."""
+def gated_activation(z: Tensor, up: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
+    """``dropout(act(gate) * up)``."""
     gate, through = wide(z).chunk(2, -1) if up is None else (wide(z), wide(up))
-    return (activate(gate, activation) * through).to(z.dtype).contiguous()
+    a = activate(gate, activation) * through
+    return (a if draw is None else drop(a, *draw)).to(z.dtype).contiguous()
 
 
 def gated_activation_backward(
-    z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool
+    z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The activation, or nothing, and the gradients: packed like z, or one after the other."""
+    """What comes out, or nothing, and the gradients: packed like z, or one after the other."""
     gate, through = wide(z).chunk(2, -1) if up is None else (wide(z), wide(up))
-    b_act = activate(gate, activation)
-    both = activate_backward(wide(g) * through, gate, activation), wide(g) * b_act
+    b_act, g = activate(gate, activation), wide(g)
+    a = b_act * through
+    if draw is not None:
+        a, g = drop(a, *draw), drop(g, *draw)
+    both = activate_backward(g * through, gate, activation), g * b_act
     dz = torch.cat(both, -1) if up is None else torch.stack(both)
-    return (b_act * through).to(z.dtype).contiguous() if with_a else z.new_empty(0), dz.to(z.dtype)
+    return a.to(z.dtype).contiguous() if with_a else z.new_empty(0), dz.to(z.dtype)
 
 
 # LayerNorm and RMSNorm.
 
 
 def _deviations(x: Tensor, eps: float, kind: str) -> tuple[Tensor, Tensor]:
-    """From the mean or from zero, and the mean of their squares plus eps."""
-    d = x - x.mean(-1, keepdim=True) if kind == "layer" else x
-    return d, d.square().mean(-1, keepdim=True) + eps
+    """From the mean or from zero, and the mean of their squares plus eps.
+
+    The mean of deviations is what the first mean, rounded, was off by: a lot of them far from zero.
+    """
+    for _ in range(2 if kind == "layer" else 0):
+        x = x - x.mean(-1, keepdim=True)
+    return x, x.square().mean(-1, keepdim=True) + eps
 
 
 def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -134,29 +142,20 @@ def _rows_summed(rows: Tensor, like: Tensor) -> Tensor:
     return rows[None].sum_to_size(like.shape).to(like.dtype)
 
 
-def add(h: Tensor, residual: Tensor | None) -> Tensor:
-    """``residual + h``, of their dtype."""
-    return h if residual is None else residual + h
-
-
-def norm(
-    h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str
-) -> tuple[Tensor, Tensor | None]:
-    """``norm(residual + h)``, and the sum if there is a residual."""
-    x = add(h, residual)
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
+    """Norm(x), of what comes in or of a sum."""
     d, variance = _deviations(wide(x), eps, kind)
-    y = _scaled(d * variance.rsqrt(), weight, bias)
-    return y.to(h.dtype), None if residual is None else x
+    return _scaled(d * variance.rsqrt(), weight, bias).to(x.dtype)
 
 
 def norm_backward(
-    h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    g: Tensor, g_sum: Tensor | None, eps: float, kind: str, with_y: bool,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, g: Tensor, g_sum: Tensor | None,
+    eps: float, kind: str, with_y: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Y if it is asked for, the gradient of h and of the residual, those of weight and bias if there are."""
-    d, variance = _deviations(wide(add(h, residual)), eps, kind)
+    """Y if it is asked for, the gradient of x, those of weight and bias if there are."""
+    d, variance = _deviations(wide(x), eps, kind)
     r = variance.rsqrt()
-    y = _scaled(d * r, weight, bias).to(h.dtype) if with_y else None
+    y = _scaled(d * r, weight, bias).to(x.dtype) if with_y else None
     g = wide(g)
     dweight = None if weight is None else _rows_summed(g * (d * r), weight)
     dbias = None if bias is None else _rows_summed(g, bias)
@@ -165,7 +164,7 @@ def norm_backward(
     if kind == "layer":
         dx = dx - g.mean(-1, keepdim=True)
     dx = dx * r if g_sum is None else dx * r + wide(g_sum)
-    return y, dx.to(h.dtype), dweight, dbias
+    return y, dx.to(x.dtype), dweight, dbias
 
 
 # Rotary position embedding.

@@ -177,16 +177,11 @@ def variants() -> dict[str, Variant]:
     return found
 
 
-def _by_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Kernels compute in fp32, so fp64 is for the reference."""
-    return runs_kernels(q, k, cos, sin) and torch.float64 not in (q.dtype, k.dtype)
-
-
 @torch.library.triton_op("gpipe_fast::rotary", mutates_args={})
 def _rotary_op(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool
 ) -> tuple[Tensor, Tensor]:
-    turn = launch_forward if _by_kernel(q, k, cos, sin) else reference.rotary
+    turn = launch_forward if runs_kernels(q, k) else reference.rotary
     return turn(q, k, cos, sin, interleaved, opposite)
 
 
@@ -194,7 +189,7 @@ def _rotary_op(
 def _rotary_in_place_op(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool
 ) -> None:
-    turn = launch_in_place if _by_kernel(q, k, cos, sin) else reference.rotary_
+    turn = launch_in_place if runs_kernels(q, k) else reference.rotary_
     turn(q, k, cos, sin, interleaved, opposite)
 
 

@@ -95,6 +95,28 @@ def test_bytes_of_dropout() -> None:
     assert traffic.fused_bytes(case, elements, torch.bfloat16) == elements * 2 * (3 + 2) + 2 * 24
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "unfused", "fused", "parameters"),
+    [
+        # The sum with the bias, the activation, dropout; the gradients of these and of the bias.
+        ("bias_activation gelu with dropout", 2 + 2 + 2 + 2 + 3 + 1, 4, 0),
+        ("gated_activation silu with dropout", 2 + 3 + 2 + 2 + 3 + 3 + 3, 6, 0),
+        # Dropout, the sum, the norm; its gradient, that from elsewhere added, that of dropout.
+        ("layer_norm with residual and dropout", 2 + 3 + 2 + 3 + 3 + 2, 7, 2),
+    ],
+)
+def test_bytes_with_dropout_behind(name: str, unfused: int, fused: int, parameters: int, dtype: str) -> None:
+    case, elements = all_cases()[name], ROWS * COLS
+    masks = 2 * elements
+    found = traffic.unfused_bytes(case, elements, DTYPES[dtype]) - masks
+    assert found / (elements * SIZES[dtype]) == pytest.approx(unfused, rel=2e-3)
+    # Sums of programs are written, and read again: of 128, or two of each multiprocessor.
+    partial_sums = (parameters * 2 * 132 or 128 * name.startswith("bias")) * COLS * 4
+    counted_bytes = traffic.fused_bytes(case, elements, DTYPES[dtype]) - 2 * partial_sums
+    assert counted_bytes / (elements * SIZES[dtype]) == pytest.approx(fused, rel=2e-3)
+
+
 def test_bytes_of_what_is_computed_in_place() -> None:
     rotary, unscale = all_cases()["rotary halves"], all_cases()["multi_tensor unscale"]
     tables = 2 * 2048 * 64 * 4

@@ -9,7 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpipe_fast.kernels import Draw, bias_activation, bias_activation_backward, dropout_add
+from gpipe_fast.kernels import (
+    Draw,
+    bias_activation,
+    bias_activation_backward,
+    dropout_add,
+    gated_activation,
+    gated_activation_backward,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 from gpipe_fast.kernels.philox import threshold
 from gpipe_fast.random import KeyedRandomMode, make_key
 
@@ -51,6 +62,44 @@ def test_dropout_behind_an_activation_is_that_of_a_keyed_layer() -> None:
     torch.testing.assert_close(bias_activation_backward(z, bias, g, "gelu", DRAW), tuple(ours))
 
 
+def test_dropout_behind_a_gated_pair_is_that_of_a_keyed_layer() -> None:
+    gate, up = torch.randn(2, 5, 37)
+    ours = grads(lambda x, u: gated_activation(x, u, "silu", DRAW), gate, up)
+    torch.testing.assert_close(ours, grads(lambda x, u: eager(F.silu(x) * u, torch.zeros(5, 37)), gate, up))
+    g = 2 * ours[0]
+    torch.testing.assert_close(gated_activation_backward(gate, up, g, "silu", DRAW), tuple(ours))
+    packed = gated_activation(torch.cat([gate, up], -1), None, "silu", DRAW)
+    torch.testing.assert_close(packed, ours[0])
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_dropout_before_a_residual_and_a_norm_is_that_of_a_keyed_layer(kind: str) -> None:
+    h, residual, g_sum = torch.randn(3, 5, 37, dtype=torch.float64)
+    parameters = torch.randn(2 if kind == "layer" else 1, 37, dtype=torch.float64).unbind()
+    norm = layer_norm if kind == "layer" else rms_norm
+    plain = F.layer_norm if kind == "layer" else F.rms_norm
+
+    def ours(h: Tensor, residual: Tensor, *parameters: Tensor) -> Tensor:
+        y, total = norm(h, *parameters, eps=1e-5, residual=residual, dropout=DRAW)
+        return torch.stack([y, total])
+
+    def theirs(h: Tensor, residual: Tensor, *parameters: Tensor) -> Tensor:
+        total = eager(h, residual)
+        return torch.stack([plain(total, (37,), *parameters, eps=1e-5), total])
+
+    found = grads(ours, h, residual, *parameters)
+    torch.testing.assert_close(found, grads(theirs, h, residual, *parameters))
+    # The fused backward, given the gradients of both results.
+    backward = layer_norm_backward if kind == "layer" else rms_norm_backward
+    g, g_sum = 2 * found[0]
+    fused = backward(h, *parameters, g, 1e-5, residual, g_sum, DRAW)
+    torch.testing.assert_close(fused, (found[0][0], *found[1:]))
+    # Of the sum alone.
+    leaf = h.clone().requires_grad_()
+    _, total = norm(leaf, residual=residual, dropout=DRAW)
+    assert torch.equal(torch.autograd.grad(total, leaf, g_sum)[0], dropout_add(g_sum, None, *DRAW))
+
+
 def test_gradients_of_gradients() -> None:
     h, residual = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda h, r: dropout_add(h, r, *DRAW), (h, residual))
@@ -67,13 +116,30 @@ def test_dropout_add_is_a_sound_operator(has_residual: bool) -> None:
 def test_activations_with_dropout_are_sound_operators() -> None:
     z, bias = torch.randn(5, 37, requires_grad=True), torch.randn(37, requires_grad=True)
     torch.library.opcheck(torch.ops.gpipe_fast.bias_activation.default, (z, bias, "gelu", *DRAW))
-    inputs = (z.detach(), bias.detach(), torch.randn(5, 37), "gelu", *DRAW)
+    inputs = (z.detach(), bias.detach(), torch.randn(5, 37), "gelu", True, *DRAW)
     torch.library.opcheck(torch.ops.gpipe_fast.bias_activation_backward.default, inputs)
+
+
+def test_gated_pairs_and_norms_with_dropout_are_sound_operators() -> None:
+    h, residual = torch.randn(2, 5, 37).unbind()
+    weight = torch.randn(37)
+    ops, opcheck = torch.ops.gpipe_fast, torch.library.opcheck
+    opcheck(ops.gated_activation_backward.default, (h, residual, h, "gelu", True, *DRAW))
+    for g_sum in (h, None):
+        opcheck(
+            ops.norm_backward.default,
+            (h, residual, weight, None, h, g_sum, 1e-5, "rms", True, *DRAW),
+        )
+        opcheck(ops.norm_backward.default, (h, None, weight, None, h, g_sum, 1e-5, "rms", False, *DRAW))
+    leaves = [t.clone().requires_grad_() for t in (h, residual, weight)]
+    opcheck(ops.gated_activation.default, (*leaves[:2], "gelu", *DRAW))
+    opcheck(ops.add_norm.default, (*leaves, None, 1e-5, "rms", *DRAW))
 
 
 def test_under_torch_compile() -> None:
     def both(h: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
-        return dropout_add(bias_activation(h, bias, "silu", DRAW), residual, *DRAW)
+        gated = gated_activation(bias_activation(h, bias, "silu", DRAW), h, "gelu", DRAW)
+        return layer_norm(dropout_add(gated, residual, *DRAW), residual=residual, dropout=DRAW)[0]
 
     inputs = (*torch.randn(2, 5, 37), torch.randn(37))
     compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
@@ -109,6 +175,18 @@ def test_what_cannot_be_drawn(changed: dict[str, Any], message: str) -> None:
         bias_activation(h, None, "gelu", draw)
     with pytest.raises(ValueError, match=message):
         bias_activation_backward(h, None, h, "gelu", draw)
+    with pytest.raises(ValueError, match=message):
+        gated_activation(h, h, "gelu", draw)
+    with pytest.raises(ValueError, match=message):
+        layer_norm(h, residual=h, dropout=draw)
+
+
+def test_dropout_is_of_what_is_added_to_a_residual() -> None:
+    h = torch.randn(4, 5)
+    with pytest.raises(ValueError, match="dropout is of what is added to a residual, and there is none"):
+        rms_norm(h, dropout=DRAW)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="and there is none"):
+        layer_norm_backward(h, None, None, h, dropout=DRAW)
 
 
 @pytest.mark.parametrize("residual", [torch.randn(5, 4), torch.randn(5), torch.randn(4, 5).double()])

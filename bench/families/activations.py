@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.case import Case, Shape, Tuning
+from bench.families import keyed
 from gpipe_fast.kernels import bias_activation_backward
 from gpipe_fast.kernels.activations import ACTIVATIONS, CONFIGS, launch_backward
 from gpipe_fast.kernels.launch import Config
@@ -39,24 +41,48 @@ def _case(activation: str) -> Case:
         differentiated=(0, 1),
         plain=lambda z, bias: PLAIN[activation](z + bias),
         ours=partial(bias_activation_backward, activation=activation),
-        launched=partial(launch_backward, activation=activation),
+        launched=partial(launch_backward, activation=activation, with_a=True),
     )
 
 
-def _shape(widest: int) -> Shape:
-    cols = min(widest, COLS)
+def keyed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """The product, the bias, and the key of the dropout behind them."""
+    return [*inputs(elements, dtype, device), keyed.key_on(device)]
+
+
+DROPOUT = Case(
+    "bias_activation gelu with dropout",
+    keyed_inputs,
+    differentiated=(0, 1),
+    plain=lambda z, bias, key: keyed.plain(F.gelu(z + bias)),
+    ours=lambda z, bias, key, g: bias_activation_backward(z, bias, g, "gelu", keyed.draw(key)),
+    launched=lambda z, bias, key, g: launch_backward(z, bias, g, "gelu", True, keyed.draw(key)),
+    exact=lambda z, bias, key: keyed.exact(F.gelu(z + bias), key),
+)
+
+
+def _shape(cols: int, inputs: Callable[[torch.dtype, str], list[Tensor]]) -> Shape:
     blocks = [
         {"ROWS": elements // width, "COLS": width}
         for elements, width in product(BLOCK_ELEMENTS, (64, 128, 256, 512, 1024))
         if width <= cols
     ]
     return Shape(
-        partial(inputs, 1 << 24, cols=cols),
+        inputs,
         [Config(sizes, num_warps=warps) for sizes, warps in product(blocks, (4, 8))],
     )
 
 
-CASES = [_case(activation) for activation in ACTIVATIONS]
+def _shapes() -> dict[str, Shape]:
+    widths = {widest: min(widest, COLS) for widest in CONFIGS}
+    return {
+        f"cols<={widest}": _shape(cols, partial(inputs, 1 << 24, cols=cols))
+        for widest, cols in widths.items()
+    }
+
+
+CASES = [*(_case(activation) for activation in ACTIVATIONS), DROPOUT]
 TUNINGS = [
-    Tuning("bias_activation", _case("gelu"), {f"cols<={widest}": _shape(widest) for widest in CONFIGS})
+    Tuning("bias_activation", _case("gelu"), _shapes()),
+    Tuning("bias_activation_dropout", DROPOUT, {"cols": _shape(COLS, partial(keyed_inputs, 1 << 24))}),
 ]

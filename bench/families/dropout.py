@@ -9,38 +9,35 @@ import torch
 from torch import Tensor
 
 from bench.case import Case, Shape, Tuning
-from gpipe_fast.kernels import dropout_add, reference
+from bench.families import keyed
+from gpipe_fast.kernels import dropout_add
 from gpipe_fast.kernels.dropout import CONFIGS, launch_dropout_add
 from gpipe_fast.kernels.launch import Config
-
-P = 0.1
-DRAW = {"layer": 0, "ordinal": 0}
 
 
 def inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """What may be dropped, the residual, and the key."""
     h, residual = (torch.randn(elements, dtype=dtype, device=device) for _ in range(2))
-    return [h, residual, torch.tensor([1, 2, 3], device=device)]
+    return [h, residual, keyed.key_on(device)]
 
 
 def _plain(h: Tensor, residual: Tensor, key: Tensor) -> Tensor:
-    return residual + torch.native_dropout(h, P, True)[0]
+    return residual + keyed.plain(h)
 
 
 def _exact(h: Tensor, residual: Tensor, key: Tensor) -> Tensor:
-    """With the mask of the keyed op, drawn on the CPU."""
-    kept = reference.keep(h.shape, P, key.cpu(), **DRAW).to(h.device)
-    return residual + h * kept * (1.0 / (1.0 - P))
+    return residual + keyed.exact(h, key)
 
 
 def _ours(h: Tensor, residual: Tensor, key: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the residual is that of the sum."""
-    return dropout_add(h, residual, P, key, **DRAW), dropout_add(g, None, P, key, **DRAW), g
+    draw = keyed.draw(key)
+    return dropout_add(h, residual, *draw), dropout_add(g, None, *draw), g
 
 
 def _launched(h: Tensor, residual: Tensor, key: Tensor, g: Tensor) -> None:
-    launch_dropout_add(h, residual, P, key, **DRAW)
-    launch_dropout_add(g, None, P, key, **DRAW)
+    launch_dropout_add(h, residual, *keyed.draw(key))
+    launch_dropout_add(g, None, *keyed.draw(key))
 
 
 CASE = Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from bench import liger
 from bench.case import Case, Shape, Tuning
+from bench.families import keyed
 from gpipe_fast.kernels import gated_activation_backward
 from gpipe_fast.kernels.gated import CONFIGS, launch_backward
 from gpipe_fast.kernels.launch import Config
@@ -63,17 +65,40 @@ PACKED = Case(
 )
 
 
-def _shape() -> Shape:
+def keyed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """The gate, what it lets through, and the key of the dropout behind them."""
+    return [*pair_inputs(elements, dtype, device), keyed.key_on(device)]
+
+
+DROPOUT = Case(
+    "gated_activation silu with dropout",
+    keyed_inputs,
+    differentiated=(0, 1),
+    plain=lambda gate, up, key: keyed.plain(F.silu(gate) * up),
+    ours=lambda gate, up, key, g: gated_activation_backward(gate, up, g, "silu", keyed.draw(key)),
+    launched=lambda gate, up, key, g: launch_backward(gate, up, g, "silu", True, keyed.draw(key)),
+    exact=lambda gate, up, key: keyed.exact(F.silu(gate) * up, key),
+)
+
+
+def _shape(inputs: Callable[[torch.dtype, str], list[Tensor]]) -> Shape:
     blocks = [
         {"ROWS": elements // width, "COLS": width}
         for elements, width in product(BLOCK_ELEMENTS, (128, 256, 512, 1024))
         if width <= elements
     ]
     return Shape(
-        partial(pair_inputs, 1 << 24),
+        inputs,
         [Config(sizes, num_warps=warps) for sizes, warps in product(blocks, (4, 8))],
     )
 
 
-CASES = [PAIR, GELU_PAIR, PACKED]
-TUNINGS = [Tuning("gated_activation", PAIR, {f"cols<={widest}": _shape() for widest in CONFIGS})]
+CASES = [PAIR, GELU_PAIR, PACKED, DROPOUT]
+TUNINGS = [
+    Tuning(
+        "gated_activation",
+        PAIR,
+        {f"cols<={widest}": _shape(partial(pair_inputs, 1 << 24)) for widest in CONFIGS},
+    ),
+    Tuning("gated_activation_dropout", DROPOUT, {"cols": _shape(partial(keyed_inputs, 1 << 24))}),
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from bench import liger
 from bench.case import Case, Shape, Tuning
+from bench.families import keyed
 from gpipe_fast.kernels import layer_norm_backward, rms_norm_backward
 from gpipe_fast.kernels.launch import Config
 from gpipe_fast.kernels.norms import CONFIGS, launch_backward
@@ -38,6 +40,12 @@ def residual_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tens
     return [h, torch.randn_like(h), weight, torch.randn_like(h)]
 
 
+def keyed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """What is added after dropout, the residual, weight, bias, the sum's gradient from elsewhere, the key."""
+    h, weight, bias = layer_inputs(elements, dtype, device)
+    return [h, torch.randn_like(h), weight, bias, torch.randn_like(h), keyed.key_on(device)]
+
+
 def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """PyTorch's has kernels on a GPU alone; without data LayerNorm, which moves as much, stands for it."""
     if x.device.type == "meta":
@@ -63,6 +71,10 @@ def _plain_residual(h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor) 
     return _Streamed.apply(plain_rms_norm(x, weight), x, g_sum)
 
 
+def _streamed_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, g_sum: Tensor) -> Tensor:
+    return _Streamed.apply(F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_EPS), x, g_sum)
+
+
 def _liger_residual(h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor) -> Tensor:
     return _Streamed.apply(*liger.residual_rms_norm(h, residual, weight, RMS_EPS), g_sum)
 
@@ -70,8 +82,12 @@ def _liger_residual(h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor) 
 def _residual(
     h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor, g: Tensor
 ) -> tuple[Tensor | None, ...]:
-    y, dx, dweight = rms_norm_backward(h, weight, g, RMS_EPS, residual, g_sum)
-    return y, dx, dx, dweight
+    return rms_norm_backward(h, weight, g, RMS_EPS, residual, g_sum)
+
+
+def _without_residual(found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    y, dx, _, *parameters = found
+    return [y, dx, *parameters]
 
 
 LAYER = Case(
@@ -79,9 +95,9 @@ LAYER = Case(
     layer_inputs,
     differentiated=(0, 1, 2),
     plain=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_EPS),
-    ours=partial(layer_norm_backward, eps=LAYER_EPS),
+    ours=lambda *inputs: _without_residual(layer_norm_backward(*inputs, eps=LAYER_EPS)),
     launched=lambda x, weight, bias, g: launch_backward(
-        x, None, weight, bias, g, None, LAYER_EPS, "layer", True
+        x, None, weight, bias, g, None, LAYER_EPS, "layer", True, None
     ),
     liger=partial(liger.layer_norm, eps=LAYER_EPS),
 )
@@ -90,8 +106,8 @@ RMS = Case(
     rms_inputs,
     differentiated=(0, 1),
     plain=plain_rms_norm,
-    ours=partial(rms_norm_backward, eps=RMS_EPS),
-    launched=lambda x, weight, g: launch_backward(x, None, weight, None, g, None, RMS_EPS, "rms", True),
+    ours=lambda *inputs: _without_residual(rms_norm_backward(*inputs, eps=RMS_EPS)),
+    launched=lambda x, weight, g: launch_backward(x, None, weight, None, g, None, RMS_EPS, "rms", True, None),
     liger=partial(liger.rms_norm, eps=RMS_EPS),
 )
 RESIDUAL = Case(
@@ -101,9 +117,27 @@ RESIDUAL = Case(
     plain=_plain_residual,
     ours=_residual,
     launched=lambda h, residual, weight, g_sum, g: launch_backward(
-        h, residual, weight, None, g, g_sum, RMS_EPS, "rms", True
+        h, residual, weight, None, g, g_sum, RMS_EPS, "rms", True, None
     ),
     liger=_liger_residual,
+)
+
+DROPOUT = Case(
+    "layer_norm with residual and dropout",
+    keyed_inputs,
+    differentiated=(0, 1, 2, 3),
+    plain=lambda h, residual, weight, bias, g_sum, key: _streamed_layer_norm(
+        residual + keyed.plain(h), weight, bias, g_sum
+    ),
+    ours=lambda h, residual, weight, bias, g_sum, key, g: layer_norm_backward(
+        h, weight, bias, g, LAYER_EPS, residual, g_sum, keyed.draw(key)
+    ),
+    launched=lambda h, residual, weight, bias, g_sum, key, g: launch_backward(
+        h, residual, weight, bias, g, g_sum, LAYER_EPS, "layer", True, keyed.draw(key)
+    ),
+    exact=lambda h, residual, weight, bias, g_sum, key: _streamed_layer_norm(
+        residual + keyed.exact(h, key), weight, bias, g_sum
+    ),
 )
 
 
@@ -121,5 +155,5 @@ def _shape(widest: int) -> Shape:
     )
 
 
-CASES = [LAYER, RMS, RESIDUAL]
+CASES = [LAYER, RMS, RESIDUAL, DROPOUT]
 TUNINGS = [Tuning("norm", LAYER, {f"cols<={widest}": _shape(widest) for widest in CONFIGS})]

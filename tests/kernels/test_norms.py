@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import check, doubles, every_dtype, every_width, strided, with_gradients
+from comparison import check, doubles, every_dtype, every_width, needs_kernels, strided, with_gradients
 from torch import Tensor
 
 from gpipe_fast.kernels import layer_norm, layer_norm_backward, norms, reference, rms_norm, rms_norm_backward
@@ -55,7 +55,7 @@ def ours(
 def fused(
     inputs: list[Tensor | None], g: Tensor, g_sum: Tensor | None, kind: str, eps: float = EPS
 ) -> list[Tensor | None]:
-    """Y, the gradient of x, and those of weight and bias, in one pass."""
+    """Y, and the gradients of all inputs, in one pass."""
     x, residual, weight, bias = inputs
     if kind == "layer":
         return list(layer_norm_backward(x, weight, bias, g, eps, residual, g_sum))
@@ -85,10 +85,8 @@ def three(
         return with_gradients(placed, present, gradients)
 
     found = run(ours, inputs)
-    # The fused backward's y and gradients are those, bit for bit; x and the residual have the same.
+    # The fused backward's y and gradients are those, bit for bit.
     again = [found[0], *found[len(gradients) :]]
-    if inputs[1] is not None:
-        assert torch.equal(again.pop(2), again[1])
     once = [t for t in fused(inputs, g, g_sum, kind, eps) if t is not None]
     assert all(torch.equal(a, b) for a, b in zip(again, once, strict=True))
     return [found, run(eager, inputs), run(eager, doubles(inputs))]
@@ -125,6 +123,7 @@ def test_widest_rows(kind: str, cols: int, dtype: torch.dtype) -> None:
     compare(*problem((9, cols), dtype, kind, True), kind)
 
 
+@needs_kernels
 def test_the_reference_computes_wider_rows_and_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("the reference was asked")
@@ -164,6 +163,7 @@ def test_gradients_of_the_sum_that_comes_in_alone_and_of_one_output_alone(
     _, residual, *parameters = inputs
     total = residual + inputs[0]
     expected = fused(inputs, g, g_sum, kind)
+    expected[2] = None
     for own, other in zip(fused([total, None, *parameters], g, g_sum, kind), expected, strict=True):
         assert (own is None and other is None) or torch.equal(own, other)
     # Without a gradient of the sum, and without one of the norm.
@@ -191,7 +191,7 @@ def test_layouts(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(0, 7), (7, 0), (0, 0), (3, 0, 5)])
 def test_nothing(shape: tuple[int, ...], kind: str) -> None:
     inputs, g, g_sum = problem(shape, torch.float32, kind, True)
-    y, dx, dweight, _ = fused(inputs, g, g_sum, kind)
+    y, dx, _, dweight, _ = fused(inputs, g, g_sum, kind)
     assert y.shape == dx.shape == shape
     assert torch.equal(dweight, torch.zeros(shape[-1]))
     assert [t.shape for t in ours(*inputs, kind)] == [shape, shape]
@@ -200,7 +200,7 @@ def test_nothing(shape: tuple[int, ...], kind: str) -> None:
 def test_parameters_keep_a_dtype_of_their_own() -> None:
     x, g = torch.randn(2, 5, 100, dtype=torch.float16)
     weight, bias = torch.randn(2, 100)
-    y, dx, dweight, dbias = layer_norm_backward(x, weight, bias, g)
+    y, dx, _, dweight, dbias = layer_norm_backward(x, weight, bias, g)
     assert (y.dtype, dx.dtype) == (torch.float16, torch.float16)
     inputs = [x.double(), None, weight.double(), bias.double()]
     _, _, *truth = with_gradients(
@@ -220,7 +220,7 @@ def test_no_digits_cancel_far_from_zero(kind: str) -> None:
 @every_kind
 def test_rows_beside_the_tensor_add_nothing_without_eps(kind: str) -> None:
     """Their deviation is 0; 0 / 0 must not reach the sums."""
-    compare(*problem((3, 100), torch.float32, kind, True), kind, eps=0.0)
+    compare(*problem((35, 100), torch.float32, kind, True), kind, eps=0.0)
 
 
 def test_constant_rows_have_no_deviation() -> None:
