@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import check, doubles, every_dtype, every_width, strided, with_gradients
+from comparison import check, doubles, every_dtype, every_width, needs_kernels, strided, with_gradients
 from torch import Tensor
 
 from gpipe_fast.kernels import cross_entropy
@@ -146,6 +146,7 @@ def test_all_ignored(smoothing: float) -> None:
     assert torch.equal(logits.grad, torch.zeros(5, 7))
 
 
+@needs_kernels
 @pytest.mark.parametrize("config", [Config({"ROWS": 4, "COLS": 16}), Config({"COLS": 4})], ids=str)
 def test_a_target_out_of_range_makes_its_row_nan(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     family = importlib.import_module("gpipe_fast.kernels.cross_entropy")

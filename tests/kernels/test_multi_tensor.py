@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import check, strided
+from comparison import check, needs_kernels, strided
 from torch import Tensor
 
 from gpipe_fast.kernels import accumulate_, accumulate_and_check_, addresses, multi_tensor, unscale_
@@ -144,6 +144,7 @@ def test_layouts(dtype: torch.dtype) -> None:
     assert unscale_(others, inverse).item() == 1
 
 
+@needs_kernels
 def test_one_launch_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, launch = [], multi_tensor.launch
 
@@ -176,6 +177,7 @@ def test_a_table() -> None:
     assert found.tolist() == [first, second, [4096, 904, 100]]
 
 
+@needs_kernels
 def test_tables_are_kept_by_address_and_size() -> None:
     addresses._table.cache_clear()
     base, g = torch.zeros(10_000), torch.ones(5000)

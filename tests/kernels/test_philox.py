@@ -6,12 +6,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from comparison import every_width
+from comparison import every_width, needs_kernels
 from torch import Tensor
 
 from gpipe_fast.kernels import philox
 from gpipe_fast.kernels.launch import cdiv
 from gpipe_fast.random import NO_LAYER, make_key
+
+pytestmark = needs_kernels
 
 keyed = torch.ops.gpipe_fast
 KEYS = [(0, 0, 0), (-(2**63), 2**32 - 1, 0), (0x0123456789ABCDEF, 7, 12), (-1, 1, 65000)]
