@@ -5,12 +5,13 @@ Of rows x (N, H), weight W (C, H) and bias b, for one chunk of rows after anothe
     logits = x_c W^T + b      in a buffer that all chunks share
     loss, d                   of cross_entropy.py, d written over the logits
     dx_c = d W
-    dW += d^T x_c             in fp32
+    dW += d^T x_c             in fp32, unless there is but one chunk
     db += sum over rows of d  in fp32
 
-All gradients are there after the forward; the backward scales them. Each chunk reads W twice and reads and
-writes dW once: 2 i C H + 8 C H bytes for 6 rows C H operations, so a chunk wants a thousand rows. Beside what
-is returned the buffer takes i rows C bytes, and dW in fp32 4 C H where the weight is of half precision.
+All gradients are there after the forward; the backward scales them. Each chunk reads W twice, and each but
+the first reads dW and all write it: 2 i C H + 8 C H bytes for 6 rows C H operations, so a chunk wants a
+thousand rows. Beside what is returned the buffer takes i rows C bytes, and dW in fp32 4 C H where the weight
+is of half precision. What this saves is memory, more than bytes moved.
 CPU tensors take the same chunks, with the reference of cross_entropy.py.
 """
 
@@ -64,7 +65,7 @@ def in_chunks(
     (num_rows, _), num_classes = rows.shape, weight.shape[0]
     scale = scale_of(target, ignore_index, reduction)
     dx = torch.empty_like(rows) if needs[0] else None
-    dweight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+    dweight = _begun(weight, num_rows, num_rows > chunk_rows) if needs[1] else None
     dbias = weight.new_zeros(num_classes, dtype=torch.float32) if needs[2] else None
     buffer = rows.new_empty(min(chunk_rows, num_rows), num_classes)
     losses = []
@@ -78,7 +79,7 @@ def in_chunks(
         if dx is not None:
             torch.mm(logits, weight, out=dx[first : first + chunk_rows])
         if dweight is not None:
-            _accumulate(dweight, logits, chunk)
+            _accumulate(dweight, logits, chunk, first > 0)
         if dbias is not None:
             dbias += logits.sum(0, dtype=torch.float32)
     all_losses = torch.cat(losses) if losses else scale.new_empty(0)
@@ -97,14 +98,26 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _accumulate(dweight: Tensor, dlogits: Tensor, x: Tensor) -> None:
-    """Adds ``dlogits^T x`` in fp32, whatever the factors are."""
-    if x.dtype == torch.float32:
+def _begun(weight: Tensor, num_rows: int, added: bool) -> Tensor:
+    """For the weight's gradient: in fp32 if chunks are added, and 0 if there are none."""
+    if not num_rows:
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight, dtype=torch.float32 if added else weight.dtype)
+
+
+def _accumulate(dweight: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
+    """Writes or adds ``dlogits^T x``; adds in fp32, whatever the factors are."""
+    if x.is_cuda and x.dtype != dweight.dtype:
+        if add:
+            torch.addmm(dweight, dlogits.t(), x, out_dtype=dweight.dtype, out=dweight)
+        else:
+            torch.mm(dlogits.t(), x, out_dtype=dweight.dtype, out=dweight)
+        return
+    dlogits, x = dlogits.to(dweight.dtype), x.to(dweight.dtype)
+    if add:
         dweight.addmm_(dlogits.t(), x)
-    elif x.is_cuda:
-        torch.addmm(dweight, dlogits.t(), x, out_dtype=torch.float32, out=dweight)
     else:
-        dweight.addmm_(dlogits.t().float(), x.float())
+        torch.mm(dlogits.t(), x, out=dweight)
 
 
 @torch.library.triton_op("gpipe_fast::linear_cross_entropy", mutates_args={})

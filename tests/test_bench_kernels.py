@@ -142,11 +142,12 @@ def test_bytes_of_cross_entropy_in_chunks(rows: int, chunks: int) -> None:
     fp32, bf16 = (traffic.fused_bytes(case, rows * classes, dtype) for dtype in DTYPES.values())
     # x, logits; the kernel in place; dlogits, dx; dlogits, x.
     each_row = 2 * features + 5 * classes + features
-    # By chunk the weight twice, and its gradient in fp32; that begins with zeros.
+    # By chunk the weight twice; its gradient is written, and read by each but the first.
     weights = classes * features
-    assert fp32 == 4 * (rows * each_row + weights * (4 * chunks + 1))
-    # Its cast.
-    assert bf16 == 2 * rows * each_row + weights * (2 * 2 * chunks + 8 * chunks + 4 + 4 + 2)
+    assert fp32 == 4 * (rows * each_row + weights * (4 * chunks - 1))
+    # In fp32, and its cast, if there are several.
+    gradient = 4 * (2 * chunks - 1) + 4 + 2 if chunks > 1 else 2
+    assert bf16 == 2 * rows * each_row + weights * (2 * 2 * chunks + gradient)
 
 
 def test_what_is_given_as_addresses_is_counted_by_its_case() -> None:

@@ -94,8 +94,12 @@ def _moved_linear(inputs: Sequence[Tensor], _: Sequence[Tensor]) -> int:
     chunks = cdiv(rows, choose_chunk_rows(rows, *weight.shape))
     # Logits are written, read and written, and read by two products; x is read by two, its gradient written.
     moved = (5 * rows * weight.shape[0] + 3 * x.numel()) * size
-    # Each chunk reads the weight twice, and adds to its gradient in fp32, which begins with zeros.
-    moved += chunks * (2 * size + 2 * 4) * weights + 4 * weights
+    # Each chunk reads the weight twice, and adds to its gradient, which the first writes.
+    moved += chunks * 2 * size * weights
+    if chunks == 1:
+        return moved + size * weights
+    # In fp32, and its cast.
+    moved += (2 * chunks - 1) * 4 * weights
     return moved if size == 4 else moved + (4 + size) * weights
 
 
