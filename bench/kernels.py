@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from bench.gpu import Candidate, Sample, on_copies, ours, samples
 from bench.measure import Ratio, report, timing
 from bench.traffic import fused_bytes
 
-MILLIONS = (1, 16, 256)
+# In this order: time on a GPU may run out.
+MILLIONS = (256, 16, 1)
 ROUNDS = 50
 OURS, EAGER, INDUCTOR, LIGER, COPY = "ours", "eager", "Inductor", "Liger-Kernel", "copy"
 PEERS = (EAGER, INDUCTOR, LIGER)
@@ -174,12 +176,17 @@ def main(names: Sequence[str] = ()) -> None:
     if not torch.cuda.is_available():
         print("kernels: needs a GPU, and none is visible; nothing is written", flush=True)
         return
-    rows = []
-    for case in cases:
-        for dtype in DTYPES:
-            for millions in MILLIONS:
-                rows.append(attempt(case, dtype, millions).row())
-                print(*rows[-1], sep=" | ", flush=True)
+    rows: dict[tuple[int, int, int], list[object]] = {}
+    each = product(MILLIONS, enumerate(cases), enumerate(DTYPES))
+    for millions, (place, case), (position, dtype) in each:
+        row = rows[place, position, millions] = attempt(case, dtype, millions).row()
+        print(*row, sep=" | ", flush=True)
+        # Again after each: what was measured is kept if the time on the GPU runs out.
+        _report(names, [rows[key] for key in sorted(rows)], printed=False)
+    _report(names, [rows[key] for key in sorted(rows)], printed=True)
+
+
+def _report(names: Sequence[str], rows: Sequence[Sequence[object]], printed: bool) -> None:
     found = f"Triton {_version('triton')}, Liger-Kernel {_version('liger-kernel')}"
     report(
         "_".join(["kernels", *names]),
@@ -192,6 +199,7 @@ def main(names: Sequence[str] = ()) -> None:
         "of one round: the median, with its 95% confidence interval; above 1 ours is faster. Inductor "
         "compiles forward and gradients as one graph. The error is a share of what is allowed: twice "
         "PyTorch's own against float64, or one rounding; without that there are no times.\n",
+        printed=printed,
     )
 
 

@@ -138,6 +138,7 @@ def report(
     rows: Iterable[Sequence[object]],
     note: str = "",
     further: Sequence[Table] = (),
+    printed: bool = True,
 ) -> None:
     """Prints a table, and further ones, with the machine line; keeps them as ``bench/results/<name>.md``."""
     text = f"# {title}\n\n{machine()}.\n{note}\n{_table(headers, rows)}\n"
@@ -145,7 +146,8 @@ def report(
         text += f"\n## {table.heading}\n\n{table.note}\n{_table(table.headers, table.rows)}\n"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
-    print(text, flush=True)
+    if printed:
+        print(text, flush=True)
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

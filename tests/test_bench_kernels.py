@@ -303,6 +303,31 @@ def test_what_is_wrong_gets_no_times(off: float) -> None:
     assert measured(fault="out of memory").row()[-1] == "out of memory"
 
 
+def test_what_was_measured_is_kept_if_time_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = iter(range(3))
+
+    def attempt(case: Case, dtype: str, millions: int) -> kernels.Measured:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return measured(case=case, dtype=dtype, millions=millions)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU that nothing was tuned for")
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(measure, "machine", lambda: "A machine")
+    monkeypatch.setattr(kernels, "attempt", attempt)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.main(["rms_norm"])
+    lines = (tmp_path / "kernels_rms_norm.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines if line.startswith("| rms")]
+    # The largest first, in the order of functions.
+    expected = [["rms_norm", dtype] for dtype in DTYPES] + [["rms_norm with residual", "fp32"]]
+    assert cells == [[*row, "256"] for row in expected]
+    assert "rms_norm | fp32 | 256" in capsys.readouterr().out
+
+
 def a_microsecond_each(candidates: Mapping[str, gpu.Candidate], rounds: int) -> dict[str, list[float]]:
     for candidate in candidates.values():
         candidate.reset()

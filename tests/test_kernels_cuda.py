@@ -1,4 +1,4 @@
-"""What only a GPU can show of kernels; tests/kernels, too, is collected where there is one."""
+"""What only a GPU can show of kernels, beside test_kernels_families.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Kernels against PyTorch's own operators, both measured by what float64 gives; where, and in which dtypes.
 
-Where: in Triton's interpreter if the process was started for that, else on the GPU if there is one. With
-GPIPE_FAST_KERNELS_ON=cpu what is tested is the references alone.
+Where: on the device that GPIPE_FAST_KERNELS_ON names: 'cuda', or 'cpu', in Triton's interpreter with
+TRITON_INTERPRET=1 and else by the references. Without it, which test_kernels_families.py sets, nothing is
+collected.
 """
 
 from __future__ import annotations
@@ -19,14 +20,8 @@ from gpipe_fast.kernels.launch import INTERPRETED
 __all__ = ["DEVICE", "DTYPES", "check", "doubles", "every_dtype", "every_width", "needs_kernels", "strided"]
 
 
-def _device() -> str | None:
-    if INTERPRETED:
-        return "cpu"
-    return os.environ.get("GPIPE_FAST_KERNELS_ON", "cuda" if torch.cuda.is_available() else None)
-
-
 # What tests allocate on; None where they are not collected.
-DEVICE = _device()
+DEVICE = os.environ.get("GPIPE_FAST_KERNELS_ON")
 # Columns of a row: one, below and above a warp, no power of two, and beyond every block.
 COLUMNS = (1, 63, 100, 1000, 4097)
 # The interpreter's bf16 arithmetic is wrong.

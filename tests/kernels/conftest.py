@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, in processes of their own (test_kernels_interpreted.py), or on a GPU."""
+"""Kernels where comparison.py says, in processes of their own (test_kernels_families.py)."""
 
 from __future__ import annotations
 
