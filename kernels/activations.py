@@ -170,7 +170,7 @@ def launch_forward(z: Tensor, bias: Tensor | None, activation: str, draw: Draw |
     a = torch.empty_like(rows)
     # One dimension: of the others, a GPU counts 65535 programs.
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
-    key, numbers = (rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    key, numbers = philox.arguments(draw, rows)
     tensors = (rows, rows if bias is None else bias.contiguous(), key, a)
     constants = _constants(num_cols, bias is not None, activation, draw)
     launch(_forward, grid, config, *tensors, num_rows, num_cols, *numbers, **constants)
@@ -190,7 +190,7 @@ def launch_backward(
         row_programs if bias is not None else 0, num_cols, dtype=torch.float32, device=z.device
     )
     grid = (cdiv(num_cols, config.blocks["COLS"]), row_programs)
-    key, numbers = (rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    key, numbers = philox.arguments(draw, rows)
     tensors = (rows, rows if bias is None else bias.contiguous(), g_rows, key, a, dz, sums)
     constants = _constants(num_cols, bias is not None, activation, draw) | {"WITH_A": with_a}
     launch(_backward, grid, config, *tensors, num_rows, num_cols, *numbers, **constants)
@@ -202,8 +202,7 @@ def variants() -> dict[str, Variant]:
     """Every form that the launchers can choose."""
     found = {}
     sizes = {"num_rows": "i32", "num_cols": "i32", **philox.SIGNATURE}
-    forms = [("", 0, config) for config in CONFIGS.values()]
-    forms += [(" dropout", 4, DROPOUT_CONFIG), (" dropout odd", 1, DROPOUT_CONFIG)]
+    forms = philox.forms(CONFIGS.values(), DROPOUT_CONFIG)
     every = itertools.product(("fp32", "bf16"), ACTIVATIONS, forms)
     for dtype, activation, (dropout, at_once, config) in every:
         constants = {"ACTIVATION": activation, "HAS_BIAS": True, "DROPOUT": at_once}

@@ -123,7 +123,7 @@ def launch_forward(z: Tensor, up: Tensor | None, activation: str, draw: Draw | N
     a = z.new_empty(*z.shape[:-1], num_cols)
     # One dimension: of the others, a GPU counts 65535 programs.
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
-    key, numbers = (gate_rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    key, numbers = philox.arguments(draw, gate_rows)
     arguments = (gate_rows, up_rows, key, a, num_rows, num_cols, stride, *numbers)
     constants = {"ACTIVATION": activation, "DROPOUT": philox.at_once(draw, num_cols)}
     launch(_forward, grid, config, *arguments, **constants)
@@ -141,7 +141,7 @@ def launch_backward(
     dz = z.new_empty(z.shape if up is None else (2, *z.shape))
     a = z.new_empty(g.shape if with_a else (0,))
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
-    key, numbers = (gate_rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    key, numbers = philox.arguments(draw, gate_rows)
     arguments = (gate_rows, up_rows, rows_of(g), key, a, dz, num_rows, num_cols, stride, *numbers)
     constants = {"ACTIVATION": activation, "DROPOUT": philox.at_once(draw, num_cols), "WITH_A": with_a}
     launch(_backward, grid, config, *arguments, **constants)
@@ -152,8 +152,7 @@ def variants() -> dict[str, Variant]:
     """Every form that the launchers can choose."""
     found = {}
     sizes = {**dict.fromkeys(("num_rows", "num_cols", "stride"), "i32"), **philox.SIGNATURE}
-    forms = [("", 0, config) for config in CONFIGS.values()]
-    forms += [(" dropout", 4, DROPOUT_CONFIG), (" dropout odd", 1, DROPOUT_CONFIG)]
+    forms = philox.forms(CONFIGS.values(), DROPOUT_CONFIG)
     for dtype, activation, (dropout, at_once, config) in itertools.product(
         ("fp32", "bf16"), ACTIVATIONS, forms
     ):

@@ -218,7 +218,7 @@ def launch_forward(
     x = None if residual is None else torch.empty_like(rows)
     constants = {"KIND": kind, "DROPOUT": philox.at_once(draw, num_cols)}
     constants |= _given(residual=residual, weight=weight, bias=bias)
-    key, numbers = (rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    key, numbers = philox.arguments(draw, rows)
     # What is not there is not read, and the rows stand for it.
     inputs = (rows, _rows_or(residual, rows), _or(weight, rows), _or(bias, rows), key, y, _or(x, rows))
     grid = (cdiv(num_rows, config.blocks["ROWS"]) if num_cols else 0,)
@@ -246,7 +246,7 @@ def launch_backward(
     ]
     constants = {"KIND": kind, "WITH_Y": with_y, "DROPOUT": philox.at_once(draw, num_cols)}
     constants |= _given(residual=residual, weight=weight, bias=bias, g_sum=g_sum)
-    key, numbers = (rows, philox.NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    key, numbers = philox.arguments(draw, rows)
     inputs = (rows, _rows_or(residual, rows), _or(weight, rows), _or(bias, rows), key)
     gradients = (rows_of(g), _rows_or(g_sum, rows))
     outputs = (_or(y, rows), dx, _or(dh, rows), *(_or(partial, rows) for partial in sums))

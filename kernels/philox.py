@@ -17,12 +17,15 @@ four keep them from that, each element draws its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from gpipe_fast.kernels.launch import Config
 
 # What counts as the layer of a random op outside of every layer.
 NO_LAYER = tl.constexpr(0xFFFF)
@@ -58,6 +61,17 @@ class Draw(NamedTuple):
 
 # What kernels take where nothing is drawn.
 NO_NUMBERS = (0, 0, 0, 1.0)
+
+
+def arguments(draw: Draw | None, stand_in: Tensor) -> tuple[Tensor, tuple[int, int, int, float]]:
+    """The key and the numbers that kernels take; where nothing is drawn, what stands for them."""
+    return (stand_in, NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+
+
+def forms(plain: Iterable[Config], drawing: Config) -> list[tuple[str, int, Config]]:
+    """How an elementwise kernel is compiled, without and with dropout: name, `at_once`, configuration."""
+    found = [("", 0, config) for config in plain]
+    return [*found, (" dropout", 4, drawing), (" dropout odd", 1, drawing)]
 
 
 def at_once(draw: Draw | None, num_cols: int) -> int:
