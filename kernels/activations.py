@@ -199,7 +199,7 @@ def launch_backward(
 
 
 def variants() -> dict[str, Variant]:
-    """Every form that the launchers can choose."""
+    """Every configuration, in the forms that are checked without a GPU."""
     found = {}
     sizes = {"num_rows": "i32", "num_cols": "i32", **philox.SIGNATURE}
     forms = philox.forms(CONFIGS.values(), DROPOUT_CONFIG)

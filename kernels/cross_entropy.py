@@ -168,7 +168,7 @@ def launch_rows(
 
 
 def variants() -> dict[str, Variant]:
-    """Every form that the launcher can choose."""
+    """Every configuration, in the forms that are checked without a GPU."""
     found = {}
     for dtype in ("fp32", "bf16"):
         for config in CONFIGS.values():

@@ -62,7 +62,7 @@ def launch_dropout_add(
 
 
 def variants() -> dict[str, Variant]:
-    """Every form that the launcher can choose."""
+    """Every configuration, in the forms that are checked without a GPU."""
     found = {}
     small, large = CONFIGS.values()
     for dtype in ("fp32", "bf16"):

@@ -149,7 +149,7 @@ def launch_backward(
 
 
 def variants() -> dict[str, Variant]:
-    """Every form that the launchers can choose."""
+    """Every configuration, in the forms that are checked without a GPU."""
     found = {}
     sizes = {**dict.fromkeys(("num_rows", "num_cols", "stride"), "i32"), **philox.SIGNATURE}
     forms = philox.forms(CONFIGS.values(), DROPOUT_CONFIG)

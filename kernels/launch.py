@@ -49,7 +49,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Variant:
-    """One form in which a kernel is compiled; every one that a launcher can choose is checked without a GPU.
+    """One form in which a kernel is compiled, checked without a GPU.
+
+    There is one for every configuration and what a segment may have, in fp32 and bf16. Not among them are
+    fp16, for which registers are given out otherwise, and calls that leave something out, such as a bias.
 
     Attributes:
         kernel: a `triton.jit` function.
@@ -111,10 +114,9 @@ def tuned(kernel: str, shape_class: str, default: Config) -> Config:
     name = f"{kernel} {shape_class}"
     if name in _forced:
         return _forced[name]
-    if INTERPRETED or not torch.cuda.is_available():
+    if INTERPRETED or not torch.cuda.is_initialized():
         return default
-    found = _read().get(torch.cuda.get_device_name(), {}).get(name)
-    return default if found is None else Config(**found)
+    return _tuned_for(torch.cuda.current_device()).get(name, default)
 
 
 _forced: dict[str, Config] = {}
@@ -131,6 +133,14 @@ def forced(kernel: str, shape_class: str, config: Config) -> Iterator[None]:
         del _forced[name]
 
 
+# Both are asked for by every launch.
+@functools.lru_cache
+def _tuned_for(device: int) -> dict[str, Config]:
+    """By kernel and shape class, for a GPU by its index."""
+    found = _read().get(torch.cuda.get_device_name(device), {})
+    return {name: Config(**config) for name, config in found.items()}
+
+
 @functools.lru_cache
 def _read() -> dict[str, dict[str, Any]]:
     return dict(json.loads(TUNED.read_text())) if TUNED.exists() else {}
@@ -143,6 +153,7 @@ def keep(device: str, kernel: str, shape_class: str, config: Config) -> None:
     found[device] = dict(sorted(own.items()))
     TUNED.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
     _read.cache_clear()
+    _tuned_for.cache_clear()
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def launch_scale(gradient: Tensor, g: Tensor) -> None:
 
 
 def variants() -> dict[str, Variant]:
-    """Every form that the launcher can choose."""
+    """Every configuration, in the forms that are checked without a GPU."""
     tensors = {dtype: {"p_gradient": f"*{dtype}", "p_g": "*fp32"} for dtype in ("fp32", "bf16")}
     sizes = dict.fromkeys(("num_rows", "num_cols", "stride", "g_stride"), "i32")
     aligned = ("p_gradient", "p_g", "num_cols", "stride")

@@ -154,7 +154,7 @@ def launch_unscale(gradients: Sequence[Tensor], scale: Tensor, found: Tensor) ->
 
 
 def variants() -> dict[str, Variant]:
-    """Every form that the launchers can choose."""
+    """Every configuration, in the forms that are checked without a GPU."""
     found = {}
     types = {"fp32": tl.float32, "bf16": tl.bfloat16}
     table = {"p_table": "*i64", "num_programs": "i32"}

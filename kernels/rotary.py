@@ -158,7 +158,7 @@ def launch_in_place(
 
 
 def variants() -> dict[str, Variant]:
-    """Every form that the launchers can choose: in place nothing is copied; the backward has another sign."""
+    """Every configuration: in place nothing is copied beside, and the backward has but another sign."""
     found = {}
     tensors = ("p_q", "p_k", "p_q_out", "p_k_out")
     strides = [f"{x[2:]}_{dim}" for x in (*tensors, "p_table") for dim in ("batch", "position", "head")][:-1]

@@ -1,4 +1,4 @@
-"""Every form in which a kernel is compiled, for checks without a GPU."""
+"""The forms in which kernels are compiled for checks without a GPU."""
 
 from gpipe_fast.kernels.activations import variants as activations
 from gpipe_fast.kernels.cross_entropy import variants as cross_entropy
