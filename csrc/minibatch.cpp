@@ -32,9 +32,11 @@ at::Tensor make_key(int64_t minibatch, int64_t microbatch, int64_t first_layer) 
 
 }  // namespace
 
-MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, const Tensors& parameters, const Tensors& buffers,
-                     std::function<int64_t()> key)
+MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Transport> transport,
+                     const Tensors& parameters, const Tensors& buffers, std::function<int64_t()> key)
     : plan_(std::move(plan)),
+      transport_(std::move(transport)),
+      callers_(transport_->callers()),
       key_(std::move(key)),
       num_parameters_(parameters.size()),
       stages_(plan_->stages.size()) {
@@ -200,7 +202,7 @@ void MiniBatch::restore_noted() {
 }
 
 void MiniBatch::enter(int32_t stage, const std::function<void()>& walk) {
-  (void)stage;
+  const Stream::Current current(transport_->work(stage));
   surroundings_->run(walk);
 }
 
@@ -223,15 +225,48 @@ void MiniBatch::run(const Action& action, Watch& watch) {
     case ActionKind::backward_inputs:
     case ActionKind::backward_weights:
       return backward(action, watch);
-    case ActionKind::send_forward:
-      stages_[action.stage + 1].cells[m].arrived = std::move(cell.outputs);
+    case ActionKind::send_forward: {
+      Cell& next = stages_[action.stage + 1].cells[m];
+      send(cell.outputs.tensors, action.stage, action.stage + 1, Way::forward, next);
+      next.arrived = std::move(cell.outputs);
       return;
-    case ActionKind::send_backward:
-      stages_[action.stage - 1].cells[m].tangents = std::move(cell.input_gradients);
+    }
+    case ActionKind::send_backward: {
+      Cell& before = stages_[action.stage - 1].cells[m];
+      send(cell.input_gradients, action.stage, action.stage - 1, Way::backward, before);
+      before.tangents = std::move(cell.input_gradients);
       return;
+    }
     case ActionKind::recv_forward:
     case ActionKind::recv_backward:
-      return;  // the sender has put it here
+      transport_->receive(action.stage, cell.there);  // where the sender has put it
+      return;
+  }
+}
+
+void MiniBatch::send(Tensors& tensors, int32_t sender, int32_t receiver, Way way, Cell& there) const {
+  if (!transport_->is_cpu())
+    there.there = transport_->send(tensors, sender, Moment(transport_->work(sender)), receiver, way);
+}
+
+void MiniBatch::put_down(const std::vector<int64_t>& numbers, Skips& skips, int32_t stage) const {
+  if (transport_->is_cpu()) return;
+  for (int64_t number : numbers) {
+    skips[number].stage = stage;
+    skips[number].made = Moment(transport_->work(stage));
+  }
+}
+
+void MiniBatch::fetch(const std::vector<int64_t>& numbers, Skips& skips, int32_t stage) const {
+  if (transport_->is_cpu()) return;
+  for (int64_t number : numbers) {
+    Skip& skip = skips[number];
+    if (skip.stage == stage) continue;
+    Tensors tensors{std::move(skip.tensor), std::move(skip.gradient)};
+    transport_->receive(stage, transport_->send(tensors, skip.stage, skip.made, stage, Way::skip));
+    skip.tensor = std::move(tensors[0]);
+    skip.gradient = std::move(tensors[1]);
+    skip.stage = stage;
   }
 }
 
@@ -263,6 +298,7 @@ void MiniBatch::forward(const Action& action, Watch& watch) {
     Link& link = cell.links.emplace_back();
     link.segment = std::move(segment);
     const size_t num_plain = value.tensors.size();
+    fetch(link.segment->pops, skips, action.stage);
     value = pop(*link.segment, skips, std::move(value));
     if (!link.segment->pops.empty()) link.takes = value.form;
     bool writes_inputs = link.segment->writes_inputs;
@@ -273,6 +309,7 @@ void MiniBatch::forward(const Action& action, Watch& watch) {
     if (writes_inputs) check_not_stashed(*link.segment, skips, taken, num_plain);
     if (!link.segment->stashes.empty()) link.returns = value.form;
     value = stash(*link.segment, skips, std::move(value));
+    put_down(link.segment->stashes, skips, action.stage);
   }
   cell.outputs = std::move(value);
 }
@@ -414,11 +451,13 @@ void MiniBatch::backward(const Action& action, Watch& watch) {
     Tensors tangents = std::move(cell.tangents);
     for (size_t i = cell.links.size(); i-- > 0;) {
       Link& link = cell.links[i];
+      fetch(link.segment->stashes, skips, action.stage);
       if (link.returns) pop_gradients(*link.segment, *link.returns, skips, tangents);
       tangents = link.segment->python
                      ? backward_in_python(action, stage, link, tangents)
                      : backward_lowered(action, stage, link, std::move(tangents), whole || i > 0, watch);
       if (link.takes) stash_gradients(*link.segment, *link.takes, skips, tangents);
+      put_down(link.segment->pops, skips, action.stage);
     }
     cell.input_gradients = std::move(tangents);
   }

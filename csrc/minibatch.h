@@ -17,6 +17,7 @@
 #include "engine.h"
 #include "plan.h"
 #include "surroundings.h"
+#include "transport.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -36,8 +37,8 @@ class MiniBatch final : public Work {
  public:
   // `parameters` and `buffers` are the whole module's, which the plan's stages index. `key` draws the key of what is
   // random, always the same, when there is something.
-  MiniBatch(std::shared_ptr<const Plan> plan, const Tensors& parameters, const Tensors& buffers,
-            std::function<int64_t()> key);
+  MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Transport> transport,
+            const Tensors& parameters, const Tensors& buffers, std::function<int64_t()> key);
 
   // The first stage's boundary inputs, by micro-batch. Workers take over the calling thread's surroundings.
   void begin_forward(std::vector<Tensors> microbatches);
@@ -64,6 +65,8 @@ class MiniBatch final : public Work {
   int64_t kept_bytes() const;
 
   const std::shared_ptr<const Plan>& plan() const { return plan_; }
+  // The streams of the thread that called the forward.
+  const std::vector<Stream>& callers() const { return callers_; }
   size_t num_inputs() const { return num_inputs_; }
 
   void enter(int32_t stage, const std::function<void()>& walk) override;
@@ -88,6 +91,7 @@ class MiniBatch final : public Work {
     std::vector<Link> links;
     Tensors tangents;         // boundary gradient, until B
     Tensors input_gradients;  // boundary gradient, from B to SEND_B
+    Moment there;             // when what was sent here last has come
   };
   struct Noted {
     int64_t version;
@@ -125,6 +129,10 @@ class MiniBatch final : public Work {
   void restore_noted();
   static const at::Tensor& find(const Port& port, const Link& link, const Tensors& tangents);
   bool dynamic() const { return static_cast<bool>(plan_->check_outputs); }
+  void send(Tensors& tensors, int32_t sender, int32_t receiver, Way way, Cell& there) const;
+  // Skip connections on another device's stream are brought to the stage's; what it puts there itself is marked.
+  void fetch(const std::vector<int64_t>& numbers, Skips& skips, int32_t stage) const;
+  void put_down(const std::vector<int64_t>& numbers, Skips& skips, int32_t stage) const;
   void forward(const Action& action, Watch& watch);
   Boundary forward_lowered(const Action& action, Stage& stage, Link& link, Boundary inputs, Watch& watch);
   Boundary forward_in_python(const Action& action, Stage& stage, Link& link, const Boundary& inputs,
@@ -142,6 +150,8 @@ class MiniBatch final : public Work {
 
   std::shared_ptr<const Plan> plan_;           // the forward's
   std::shared_ptr<const Plan> backward_plan_;  // while a backward runs
+  std::shared_ptr<const Transport> transport_;
+  std::vector<Stream> callers_;
   std::function<int64_t()> key_;
   size_t num_parameters_;
   size_t num_inputs_ = 0;

@@ -155,7 +155,7 @@ Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& grad
 Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
                                 const Tensors& parameters, const Tensors& buffers,
                                 const std::function<int64_t()>& key) {
-  auto minibatch = std::make_shared<MiniBatch>(plan, parameters, buffers, key);
+  auto minibatch = std::make_shared<MiniBatch>(plan, transport(*plan), parameters, buffers, key);
   const int64_t num_parts = plan->num_microbatches();
   auto microbatches = cut(inputs, num_parts, [&](size_t i) {
     return plan->replicated[i] ? Tensors(num_parts, inputs[i]) : inputs[i].chunk(num_parts);
@@ -166,8 +166,11 @@ Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const T
     const Turn turn(*this);
     minibatch->begin_forward(std::move(microbatches));
     AbandonOnError guard{*minibatch};
-    run(plan->forward, *minibatch);
+    const std::vector<Stream> callers = run(plan->forward, *minibatch);
     const std::vector<Boundary> parts = minibatch->take_outputs();
+    for (const Boundary& part : parts) {
+      for (const at::Tensor& tensor : part.tensors) transport_->hand_over(tensor, callers);
+    }
     // First, as it may fail; then nothing can.
     if (plan->check_outputs) plan->check_outputs(parts);
     outputs = join(parts);
@@ -198,15 +201,41 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
     const Turn turn(*this);
     minibatch.begin_backward(plan, std::move(microbatches), retain);
     AbandonOnError guard{minibatch};
-    run(*plan->backward, minibatch);
+    const std::vector<Stream> callers = run(*plan->backward, minibatch);
     guard.done = true;
     found = minibatch.end_backward();
+    for (const Tensors& tensors : found.inputs) {
+      for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, callers);
+    }
+    for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, callers);
   }
   return {join_gradients(found.inputs, plan->replicated), std::move(found.parameters)};
 }
 
-void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
+std::shared_ptr<const Transport> Pipeline::transport(const Plan& plan) {
+  std::call_once(transport_made_, [&] {
+    std::vector<at::Device> devices;
+    for (const StagePlan& stage : plan.stages) devices.push_back(stage.device);
+    transport_ = std::make_shared<Transport>(devices);
+  });
+  return transport_;
+}
+
+std::vector<Stream> Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
   check_open();
+  // A backward runs in a thread of autograd's, where only one device's stream is the caller's.
+  std::vector<Stream> callers = transport_->callers();
+  const std::vector<Stream>& first = minibatch.callers();
+  transport_->enter(callers);
+  struct Leave {
+    ~Leave() {
+      transport.leave(callers);
+      transport.leave(first);
+    }
+    const Transport& transport;
+    const std::vector<Stream>& callers;
+    const std::vector<Stream>& first;
+  } leave{*transport_, callers, first};
   Disturbed disturbed(minibatch, disturbance_);
   const bool plain = disturbance_.longest_delay_us == 0 && disturbance_.faults.empty();
   Work& work = plain ? static_cast<Work&>(minibatch) : disturbed;
@@ -215,6 +244,7 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
   } catch (const Stopped&) {
     throw Closed();
   }
+  return callers;
 }
 
 void Pipeline::close() {

@@ -63,11 +63,15 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
                         const std::function<int64_t()>& key);
   Gradients backward_once(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes, bool retain);
   void check_open() const;
-  void run(const Actions& actions, MiniBatch& minibatch);
+  std::shared_ptr<const Transport> transport(const Plan& plan);
+  // Returns the streams of whoever may use the results.
+  std::vector<Stream> run(const Actions& actions, MiniBatch& minibatch);
 
   std::timed_mutex turn_;
   std::atomic<std::thread::id> running_in_{};
   Engine engine_;
+  std::once_flag transport_made_;
+  std::shared_ptr<const Transport> transport_;
   std::function<void()> poll_;
   Disturbance disturbance_;
   std::optional<std::thread::id> closed_by_;

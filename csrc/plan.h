@@ -5,6 +5,7 @@
 #include "port.h"
 #include "program.h"
 #include "statistics.h"
+#include "stream.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -42,6 +43,8 @@ struct Skip {
   at::Tensor tensor;  // undefined for None
   bool needs_gradient = false;
   at::Tensor gradient = {};
+  int32_t stage = 0;  // that put here what there is last, and when
+  Moment made = {};
 };
 using Skips = std::vector<Skip>;  // by number
 

@@ -94,13 +94,18 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
             "too few devices to hold given partitions "
             f"(devices: {len(devices)}, partitions: {num_partitions})"
         )
-    chosen = list(devices[:num_partitions])
-    others = sorted({str(device) for device in chosen if device.type != "cpu"})
+    chosen = [_numbered(device) for device in devices[:num_partitions]]
+    others = sorted({str(device) for device in chosen if device.type not in ("cpu", "cuda")})
     if others:
         raise ValueError(
             f"stages run on the CPU only so far, got devices {', '.join(others)}; pass devices=None"
         )
     return chosen
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """With its index, where there are several of a kind."""
+    return torch.device(device.type, 0) if device.type == "cuda" and device.index is None else device
 
 
 def elsewhere(device: torch.device, wanted: torch.device) -> bool:

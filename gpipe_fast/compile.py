@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from typing import overload
 
 import torch
 from torch import Tensor, fx
@@ -214,15 +215,19 @@ class Compiler:
         pipelines: list[list[CompiledStage]] = []
         for inputs in microbatches:
             compiled: list[CompiledStage] = []
-            stashed: dict[int, Spec | None] = {}
+            stashed: dict[int, tuple[Spec | None, Stage]] = {}
             for index, stage in enumerate(stages):
-                inputs = inputs.with_skips([stashed.pop(number) for number in stage.pops])
+                skips = [sent(*stashed.pop(number), stage) for number in stage.pops]
+                inputs = inputs.with_skips(skips)
                 traced = self.trace(stage, inputs, ())
                 if isinstance(traced, Untraceable):
                     return Refusal(index, self.blamed(stage, inputs, traced))
                 compiled.append(CompiledStage(stage, inputs, traced))
                 inputs, skips = compiled[-1].outputs.apart()
-                stashed.update(zip(stage.stashes, skips, strict=True))
+                stashed.update({n: (spec, stage) for n, spec in zip(stage.stashes, skips, strict=True)})
+                if index + 1 < len(stages):
+                    tensors = tuple(sent(spec, stage, stages[index + 1]) for spec in inputs.tensors)
+                    inputs = replace(inputs, tensors=tensors)
             pipelines.append(compiled)
         joined = _joined([compiled[-1].outputs.tensors for compiled in pipelines])
         for compiled, gradients in zip(pipelines, joined, strict=True):
@@ -334,6 +339,21 @@ class Compiler:
         kind.template = template
         self.num_written += 1
         return joint
+
+
+@overload
+def sent(spec: Spec, sender: Stage, receiver: Stage) -> Spec: ...
+
+
+@overload
+def sent(spec: Spec | None, sender: Stage, receiver: Stage) -> Spec | None: ...
+
+
+def sent(spec: Spec | None, sender: Stage, receiver: Stage) -> Spec | None:
+    """What a tensor is when it has crossed: between devices every one is copied to the receiver's."""
+    if spec is None or sender.device == receiver.device:
+        return spec
+    return replace(spec, device=receiver.device)
 
 
 def _tensors_of(skips: Sequence[int], boundary: Boundary) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -290,7 +291,7 @@ class EagerLayers:
         inputs = [leaf for leaf in run.leaves if leaf.requires_grad]
         sources = [*inputs, *kept.parameters]
         differentiate = _backward if self._reentrant else _grad
-        with _without_hooks(kept.parameters):
+        with _without_hooks(kept.parameters), _in_this_thread(roots):
             found = differentiate([r for r, _ in roots], [g for _, g in roots], sources, retain)
         of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
         return [of.get(id(leaf)) for leaf in run.leaves], [of.get(id(p), so_far[id(p)]) for p in kept.every]
@@ -366,6 +367,12 @@ def _copied(tensor: Tensor) -> Tensor:
             return copy
     copied: Tensor = _Copied.apply(tensor)
     return copied
+
+
+def _in_this_thread(roots: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
+    """Autograd gives what is on a GPU to that GPU's thread, where the pipeline's backward may be waiting."""
+    of_host = all(root.device.type == "cpu" for root, _ in roots)
+    return torch.autograd.set_multithreading_enabled(of_host and torch._C._is_multithreading_enabled())
 
 
 Found = Sequence[Tensor | None]

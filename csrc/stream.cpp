@@ -1,0 +1,91 @@
+#include "stream.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace gpipe_fast {
+namespace {
+
+// Events that nobody waits for any more; an event belongs to the device of its first stream.
+class Pool {
+ public:
+  std::shared_ptr<c10::Event> take(at::Device device) {
+    std::unique_ptr<c10::Event> event;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      std::vector<std::unique_ptr<c10::Event>>& free = free_[device];
+      if (!free.empty()) {
+        event = std::move(free.back());
+        free.pop_back();
+      }
+    }
+    if (!event) event = std::make_unique<c10::Event>(device.type());
+    return {event.release(), [this, device](c10::Event* done) {
+              const std::lock_guard<std::mutex> lock(mutex_);
+              free_[device].emplace_back(done);
+            }};
+  }
+
+ private:
+  struct Less {
+    bool operator()(const at::Device& a, const at::Device& b) const {
+      return std::make_pair(a.type(), a.index()) < std::make_pair(b.type(), b.index());
+    }
+  };
+  std::mutex mutex_;
+  std::map<at::Device, std::vector<std::unique_ptr<c10::Event>>, Less> free_;
+};
+
+// Never destroyed: events must not outlive the driver's end.
+Pool& pool() {
+  static Pool* const made = new Pool;
+  return *made;
+}
+
+}  // namespace
+
+Moment::Moment(const Stream& stream) {
+  if (stream.is_cpu()) return;
+  event_ = pool().take(stream.device());
+  event_->record(*stream.stream_);
+}
+
+void Moment::synchronize() const {
+  if (event_) event_->synchronize();
+}
+
+Stream Stream::of_thread(at::Device device) {
+  if (device.is_cpu()) return {device, std::nullopt};
+  return {device, c10::impl::VirtualGuardImpl(device.type()).getStream(device)};
+}
+
+Stream Stream::other(at::Device device) {
+  if (device.is_cpu()) return {device, std::nullopt};
+  return {device, c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)};
+}
+
+void Stream::wait(const Moment& moment) const {
+  if (stream_ && moment.event_) moment.event_->block(*stream_);
+}
+
+void Stream::uses(const at::Tensor& tensor) const {
+  if (!stream_ || tensor.device() != device_ || tensor.numel() == 0) return;
+  c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(tensor.storage().data_ptr(), *stream_);
+}
+
+Stream::Current::Current(const Stream& stream) {
+  if (stream.is_cpu()) return;
+  impl_.emplace(stream.device().type());
+  device_ = impl_->exchangeDevice(stream.device());
+  stream_ = impl_->exchangeStream(*stream.stream_);
+}
+
+Stream::Current::~Current() {
+  if (!impl_) return;
+  impl_->exchangeStream(*stream_);
+  impl_->setDevice(*device_);
+}
+
+}  // namespace gpipe_fast

@@ -1,0 +1,70 @@
+// Streams and moments: in which order a device does what several threads ask of it. On the CPU, where work is done when
+// a call returns, there is nothing to them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <memory>
+#include <optional>
+
+namespace gpipe_fast {
+
+class Stream;
+
+// A point in the work of a stream: what was put on it before. Copies are the same one.
+class Moment {
+ public:
+  // The CPU's: now.
+  Moment() = default;
+  explicit Moment(const Stream& stream);
+
+  // Until it has come.
+  void synchronize() const;
+
+ private:
+  friend class Stream;
+  std::shared_ptr<c10::Event> event_;  // from a pool, and back to it
+};
+
+class Stream {
+ public:
+  // The one that the calling thread puts work on.
+  static Stream of_thread(at::Device device);
+  // Another one, of torch's pool.
+  static Stream other(at::Device device);
+
+  at::Device device() const { return device_; }
+  bool is_cpu() const { return !stream_; }
+
+  // What is put on it from now on begins after a moment of another.
+  void wait(const Moment& moment) const;
+  // Work that is on it now uses the memory of a tensor, so nobody else's must come into it before that is done, also if
+  // the tensor is let go of.
+  void uses(const at::Tensor& tensor) const;
+
+  // Makes it the calling thread's, and its device, as long as it lives.
+  class Current {
+   public:
+    explicit Current(const Stream& stream);
+    ~Current();
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+
+   private:
+    std::optional<c10::impl::VirtualGuardImpl> impl_;
+    std::optional<at::Device> device_;  // what they were
+    std::optional<c10::Stream> stream_;
+  };
+
+ private:
+  friend class Moment;
+  Stream(at::Device device, std::optional<c10::Stream> stream) : device_(device), stream_(stream) {}
+
+  at::Device device_;
+  std::optional<c10::Stream> stream_;
+};
+
+}  // namespace gpipe_fast

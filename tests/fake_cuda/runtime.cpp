@@ -1,0 +1,544 @@
+// A CUDA runtime without a GPU: preloaded before libcudart, it gives a process devices whose memory is the host's.
+//
+// Copies and memsets move bytes at once, in the order of their calls. What they would do in time on a GPU is in the
+// log: which thread put what on which stream, what waited for which event, and which bytes were read and written;
+// tests/fake_cuda/check.py reads it. Kernels are logged and do not run; operators of ATen that would launch them are
+// computed by those of the CPU (operators.cpp).
+//
+// The environment: FAKE_CUDA_DEVICES how many there are (4), FAKE_CUDA_PEERS=0 if none reaches another's memory,
+// FAKE_CUDA_LOG the file (none without it), FAKE_CUDA_LATE a seed: events then are found unfinished at times.
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+
+// Opaque in CUDA's headers: handles point to these.
+struct CUstream_st {
+  int device;
+  int64_t number;
+  bool capturing;
+};
+struct CUevent_st {
+  int device;
+  int64_t number;
+  int64_t recorded;  // how many times
+  bool timing;
+};
+
+namespace {
+
+constexpr size_t kMemory = size_t{1} << 40;  // of each device, said to be there
+
+int num_devices() {
+  static const int number = [] {
+    const char* given = std::getenv("FAKE_CUDA_DEVICES");
+    return given != nullptr ? std::atoi(given) : 4;
+  }();
+  return number;
+}
+
+bool peers() {
+  const char* given = std::getenv("FAKE_CUDA_PEERS");
+  return given == nullptr || std::string(given) != "0";
+}
+
+thread_local int current_device = 0;
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t fail(cudaError_t error) {
+  last_error = error;
+  return error;
+}
+
+// Whoever holds this writes a line; its order is that in which calls were made.
+std::mutex mutex;
+
+FILE* log_file() {
+  static FILE* const file = [] {
+    const char* path = std::getenv("FAKE_CUDA_LOG");
+    return path != nullptr ? std::fopen(path, "w") : nullptr;
+  }();
+  return file;
+}
+
+int64_t thread_number() {
+  static std::atomic<int64_t> next{0};
+  thread_local const int64_t number = next++;
+  return number;
+}
+
+// A line: thread, then words between tabs.
+void write(const char* format, ...) {
+  FILE* const file = log_file();
+  if (file == nullptr) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::fprintf(file, "%ld\t", static_cast<long>(thread_number()));
+  va_list arguments;
+  va_start(arguments, format);
+  std::vfprintf(file, format, arguments);
+  va_end(arguments);
+  std::fputc('\n', file);
+  std::fflush(file);
+}
+
+// Blocks of memory, by address.
+struct Block {
+  size_t bytes;
+  int device;  // -1: of the host, pinned
+};
+
+std::map<uintptr_t, Block>& blocks() {
+  static auto* const found = new std::map<uintptr_t, Block>;
+  return *found;
+}
+
+const Block* block_of(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto after = blocks().upper_bound(address);
+  if (after == blocks().begin()) {
+    return nullptr;
+  }
+  --after;
+  return address < after->first + after->second.bytes ? &after->second : nullptr;
+}
+
+cudaError_t allocate(void** pointer, size_t bytes, int device) {
+  constexpr size_t kAlignment = 512;
+  const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  *pointer = std::aligned_alloc(kAlignment, rounded == 0 ? kAlignment : rounded);
+  if (*pointer == nullptr) {
+    return fail(cudaErrorMemoryAllocation);
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    blocks()[reinterpret_cast<uintptr_t>(*pointer)] = {rounded, device};
+  }
+  write("malloc\t%d\t%p\t%zu", device, *pointer, rounded);
+  return cudaSuccess;
+}
+
+cudaError_t deallocate(void* pointer) {
+  if (pointer == nullptr) {
+    return cudaSuccess;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    blocks().erase(reinterpret_cast<uintptr_t>(pointer));
+  }
+  write("free\t%p", pointer);
+  std::free(pointer);
+  return cudaSuccess;
+}
+
+CUstream_st* made_stream(int device) {
+  static std::atomic<int64_t> next{0};
+  auto* const stream = new CUstream_st{device, next++, false};
+  write("stream\t%ld\t%d", static_cast<long>(stream->number), device);
+  return stream;
+}
+
+// The default stream of each device is a stream of its own here, as torch takes it.
+CUstream_st* of(cudaStream_t stream) {
+  if (stream != nullptr && stream != cudaStreamLegacy && stream != cudaStreamPerThread) {
+    return stream;
+  }
+  static CUstream_st* const* const defaults = [] {
+    auto** const made = new CUstream_st*[static_cast<size_t>(num_devices())];
+    for (int device = 0; device < num_devices(); ++device) {
+      made[device] = made_stream(device);
+    }
+    return made;
+  }();
+  return defaults[current_device];
+}
+
+long number(cudaStream_t stream) { return static_cast<long>(of(stream)->number); }
+
+// Events may be unfinished for as long as a GPU likes; here for some of the questions.
+bool late() {
+  static const char* const seed = std::getenv("FAKE_CUDA_LATE");
+  if (seed == nullptr) {
+    return false;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  static std::minstd_rand random(static_cast<unsigned>(std::atoi(seed)));
+  return random() % 2 == 0;
+}
+
+const char* kind_name(const void* to, const void* from) {
+  const Block* const target = block_of(to);
+  const Block* const source = block_of(from);
+  const auto word = [](const Block* block) { return block == nullptr ? 'h' : block->device < 0 ? 'p' : 'd'; };
+  static const std::map<std::pair<char, char>, const char*> names = {
+      {{'h', 'h'}, "h2h"}, {{'h', 'p'}, "h2p"}, {{'h', 'd'}, "h2d"}, {{'p', 'h'}, "p2h"}, {{'p', 'p'}, "p2p"},
+      {{'p', 'd'}, "p2d"}, {{'d', 'h'}, "d2h"}, {{'d', 'p'}, "d2p"}, {{'d', 'd'}, "d2d"}};
+  return names.at({word(source), word(target)});
+}
+
+cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, const char* how) {
+  write("%s\t%ld\t%s\t%p\t%p\t%zu", how, number(stream), kind_name(to, from), to, from, bytes);
+  std::memmove(to, from, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t set(void* to, int value, size_t bytes, cudaStream_t stream) {
+  write("memset\t%ld\t%p\t%zu", number(stream), to, bytes);
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+
+std::set<std::pair<int, int>>& enabled_peers() {
+  static auto* const found = new std::set<std::pair<int, int>>;
+  return *found;
+}
+
+}  // namespace
+
+extern "C" {
+
+// For operators.cpp and for marks of the tests.
+
+void fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes) {
+  write("%s\t%ld\t%p\t%zu", writes != 0 ? "write" : "read", number(stream), pointer, bytes);
+}
+
+void fake_cuda_mark(const char* text) { write("mark\t%s", text); }
+
+// Devices.
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = num_devices();
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= num_devices()) {
+    return fail(cudaErrorInvalidDevice);
+  }
+  current_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
+  std::memset(found, 0, sizeof(*found));
+  std::snprintf(found->name, sizeof(found->name), "Fake GPU");
+  found->totalGlobalMem = kMemory;
+  found->major = 9;
+  found->minor = 0;
+  found->multiProcessorCount = 132;
+  found->maxThreadsPerMultiProcessor = 2048;
+  found->maxThreadsPerBlock = 1024;
+  found->maxThreadsDim[0] = found->maxThreadsDim[1] = 1024;
+  found->maxThreadsDim[2] = 64;
+  found->maxGridSize[0] = 2147483647;
+  found->maxGridSize[1] = found->maxGridSize[2] = 65535;
+  found->warpSize = 32;
+  found->regsPerBlock = found->regsPerMultiprocessor = 65536;
+  found->sharedMemPerBlock = 49152;
+  found->sharedMemPerMultiprocessor = 233472;
+  found->sharedMemPerBlockOptin = 232448;
+  found->l2CacheSize = 50 << 20;
+  found->unifiedAddressing = 1;
+  found->pciBusID = device;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 132;
+      break;
+    case cudaDevAttrWarpSize:
+      *value = 32;
+      break;
+    case cudaDevAttrMaxThreadsPerBlock:
+      *value = 1024;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = 232448;
+      break;
+    case cudaDevAttrUnifiedAddressing:
+      *value = 1;
+      break;
+    default:
+      *value = 0;
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
+  std::snprintf(text, static_cast<size_t>(length), "0000:%02x:00.0", device);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int other) {
+  *can = peers() && device != other ? 1 : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceEnablePeerAccess(int other, unsigned int) {
+  if (!peers()) {
+    return fail(cudaErrorPeerAccessUnsupported);
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  return enabled_peers().insert({current_device, other}).second ? cudaSuccess
+                                                                : fail(cudaErrorPeerAccessAlreadyEnabled);
+}
+cudaError_t cudaDeviceSynchronize() {
+  write("synchronize device\t%d", current_device);
+  return cudaSuccess;
+}
+
+// Errors.
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+cudaError_t cudaPeekAtLastError() { return last_error; }
+
+// Memory.
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes, current_device); }
+cudaError_t cudaFree(void* pointer) { return deallocate(pointer); }
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned int) { return allocate(pointer, bytes, -1); }
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes, -1); }
+cudaError_t cudaFreeHost(void* pointer) { return deallocate(pointer); }
+cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned int) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  blocks()[reinterpret_cast<uintptr_t>(pointer)] = {bytes, -1};
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* pointer) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  blocks().erase(reinterpret_cast<uintptr_t>(pointer));
+  return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
+  *available = *total = kMemory;
+  return cudaSuccess;
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* pointer) {
+  std::memset(found, 0, sizeof(*found));
+  const Block* const block = block_of(pointer);
+  found->type = block == nullptr    ? cudaMemoryTypeUnregistered
+                : block->device < 0 ? cudaMemoryTypeHost
+                                    : cudaMemoryTypeDevice;
+  found->device = block == nullptr ? -1 : std::max(block->device, 0);
+  found->devicePointer = block == nullptr ? nullptr : const_cast<void*>(pointer);
+  found->hostPointer = block != nullptr && block->device < 0 ? const_cast<void*>(pointer) : nullptr;
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  return copy(to, from, bytes, stream, "copy");
+}
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+  return copy(to, from, bytes, stream, "copy");
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  const cudaError_t done = copy(to, from, bytes, nullptr, "copy");
+  write("synchronize stream\t%ld", number(nullptr));
+  return done;
+}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  return set(to, value, bytes, stream);
+}
+cudaError_t cudaMemset(void* to, int value, size_t bytes) { return set(to, value, bytes, nullptr); }
+
+// Streams.
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int) {
+  *stream = made_stream(current_device);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
+  *stream = made_stream(current_device);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  *stream = made_stream(current_device);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
+  *priority = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (late()) {
+    return cudaErrorNotReady;
+  }
+  write("finished stream\t%ld", number(stream));
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  write("synchronize stream\t%ld", number(stream));
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  write("wait\t%ld\t%ld\t%ld", number(stream), static_cast<long>(event->number),
+        static_cast<long>(event->recorded));
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                     size_t* count) {
+  *status = cudaStreamCaptureStatusNone;
+  if (id != nullptr) {
+    *id = 0;
+  }
+  if (count != nullptr) {
+    *count = 0;
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+
+// Events.
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
+  static std::atomic<int64_t> next{0};
+  *event = new CUevent_st{current_device, next++, 0, (flags & cudaEventDisableTiming) == 0};
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (of(stream)->device != event->device) {
+    return fail(cudaErrorInvalidResourceHandle);
+  }
+  ++event->recorded;
+  write("record\t%ld\t%ld\t%ld", number(stream), static_cast<long>(event->number),
+        static_cast<long>(event->recorded));
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned int) {
+  return cudaEventRecord(event, stream);
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (late()) {
+    return cudaErrorNotReady;
+  }
+  write("finished event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
+  return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  write("synchronize event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+  *milliseconds = 1.0F;
+  return cudaSuccess;
+}
+
+// The driver. The library also has its name, so that it is found where one is looked for; hardly any of it is there.
+
+int fake_cuda_no_driver_call() { return 801; }  // CUDA_ERROR_NOT_SUPPORTED
+
+int cuDevicePrimaryCtxGetState(int, unsigned int* flags, int* active) {
+  *flags = 0;
+  *active = 1;
+  return 0;
+}
+int cuGetErrorString(int, const char** text) {
+  *text = "not there in a fake driver";
+  return 0;
+}
+int cuLaunchKernel(void* kernel, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,
+                   unsigned int, unsigned int, cudaStream_t stream, void**, void**) {
+  write("kernel\t%ld\t%p", number(stream), kernel);
+  return 0;
+}
+
+#define NO_DRIVER_CALL(NAME) \
+  int NAME() { return fake_cuda_no_driver_call(); }
+NO_DRIVER_CALL(cuCtxGetCurrent)
+NO_DRIVER_CALL(cuCtxSetCurrent)
+NO_DRIVER_CALL(cuDeviceGet)
+NO_DRIVER_CALL(cuDeviceGetAttribute)
+NO_DRIVER_CALL(cuDevicePrimaryCtxRetain)
+NO_DRIVER_CALL(cuFuncGetAttribute)
+NO_DRIVER_CALL(cuFuncSetAttribute)
+NO_DRIVER_CALL(cuFuncSetCacheConfig)
+NO_DRIVER_CALL(cuLaunchCooperativeKernel)
+NO_DRIVER_CALL(cuLinkAddData_v2)
+NO_DRIVER_CALL(cuLinkComplete)
+NO_DRIVER_CALL(cuLinkCreate_v2)
+NO_DRIVER_CALL(cuModuleGetFunction)
+NO_DRIVER_CALL(cuModuleLoad)
+NO_DRIVER_CALL(cuModuleLoadData)
+NO_DRIVER_CALL(cuModuleLoadDataEx)
+NO_DRIVER_CALL(cuModuleUnload)
+NO_DRIVER_CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor)
+NO_DRIVER_CALL(cuPointerGetAttribute)
+NO_DRIVER_CALL(cuTensorMapEncodeTiled)
+#undef NO_DRIVER_CALL
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned int, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *function = reinterpret_cast<void*>(&fake_cuda_no_driver_call);
+  if (result != nullptr) {
+    *result = cudaDriverEntryPointSuccess;
+  }
+  return cudaSuccess;
+}
+
+// Kernels do not run.
+
+cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  write("kernel\t%ld\t%p", number(stream), kernel);
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
+  write("kernel\t%ld\t%p", number(config->stream), kernel);
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
+  std::memset(found, 0, sizeof(*found));
+  found->maxThreadsPerBlock = 1024;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t,
+                                                                   unsigned int) {
+  *count = 2;
+  return cudaSuccess;
+}
+
+}  // extern "C"

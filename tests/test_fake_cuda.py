@@ -1,0 +1,159 @@
+"""Pipelines on GPUs that are not there: their bits, and that a GPU is bound to the order of their accesses.
+
+What is preloaded in place of the CUDA runtime is tests/fake_cuda/runtime.cpp; operators are the CPU's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from fake_cuda.check import Line, check, read
+from torch.utils import cpp_extension
+
+import gpipe_fast
+from setup import find_toolkit
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "tests" / "fake_cuda"
+TOOLKIT = Path(find_toolkit()[0] or "/nowhere") / "include"
+
+pytestmark = pytest.mark.skipif(
+    not gpipe_fast.built_with_cuda() or not (TOOLKIT / "cuda_runtime_api.h").exists(),
+    reason="needs an extension built with CUDA, and the toolkit's headers",
+)
+
+MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "python")
+FOUR, ONE, MIXED = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:1,cuda:1,cuda:1,cuda:1", "cuda:0,cpu,cuda:0,cuda:1"
+# The host waits for what a stage on the CPU receives, for what layers in Python ask, and draws on the CPU.
+MAY_WAIT = {"dropout", "python"}
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The runtime, which has the driver's name too, and the operators."""
+    folder = tmp_path_factory.mktemp("fake_cuda")
+    runtime, operators = folder / "libcuda.so.1", folder / "operators.so"
+    compiler = [os.environ.get("CXX", "g++"), "-O1", "-fPIC", "-shared", f"-I{TOOLKIT}"]
+    own = ["-std=c++17", f"-Wl,-soname,{runtime.name}", str(SOURCES / "runtime.cpp"), "-o", str(runtime)]
+    subprocess.run([*compiler, *own], check=True)
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    wheels = Path(torch.__file__).parents[1] / "nvidia" / f"cu{torch.version.cuda.split('.')[0]}" / "include"
+    linked = [f"-L{path}" for path in cpp_extension.library_paths()]
+    linked += ["-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
+    own = [
+        "-std=c++20",
+        *includes,
+        f"-I{wheels}",
+        str(SOURCES / "operators.cpp"),
+        *linked,
+        "-o",
+        str(operators),
+    ]
+    subprocess.run([*compiler, *own], check=True)
+    return runtime, operators
+
+
+Runs = Callable[..., list[Line]]
+
+
+@pytest.fixture
+def trained(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
+    """Trains, looks at the bits, and returns the log."""
+    runtime, operators = libraries
+
+    def run(model: str, devices: str, checkpoint: str, late: int = 0) -> list[Line]:
+        variables = {
+            "LD_PRELOAD": str(runtime),
+            "FAKE_CUDA_LOG": str(tmp_path / "log"),
+            "FAKE_CUDA_LATE": str(late),
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            SOURCES / "program.py",
+            operators,
+            model,
+            devices,
+            checkpoint,
+        ]
+        done = subprocess.run(
+            command, env=os.environ | variables, capture_output=True, text=True, timeout=300
+        )
+        assert done.stdout == "equal\n", done.stdout + done.stderr[-3000:]
+        return read(tmp_path / "log")
+
+    return run
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
+@pytest.mark.parametrize("model", MODELS)
+def test_bits_and_order(model: str, devices: str, checkpoint: str, trained: Runs) -> None:
+    lines = trained(model, devices, checkpoint, late=1)
+    assert check(lines, may_wait=model in MAY_WAIT or devices == MIXED) == []
+
+
+def within_steps(lines: Sequence[Line]) -> list[int]:
+    """The places of lines that belong to a step whose plan was there."""
+    places, inside = [], False
+    for place, line in enumerate(lines):
+        if line.kind == "mark":
+            inside = line.words[0] == "begin"
+        elif inside:
+            places.append(place)
+    return places
+
+
+def copies(lines: Sequence[Line]) -> list[int]:
+    """The places of copies from device to device in steps."""
+    return [p for p in within_steps(lines) if lines[p].kind == "copy" and lines[p].words[1] == "d2d"]
+
+
+def test_a_dropped_wait_is_noticed(trained: Runs) -> None:
+    """Of each stream that waits within steps all waits."""
+    lines = trained("mlp", FOUR, "except_last", late=1)
+    inside = set(within_steps(lines))
+    waits = {lines[p].words[0] for p in inside if lines[p].kind == "wait"}
+    copying = {lines[p].words[0] for p in copies(lines)}
+    computing = {lines[p].words[0] for p in inside if lines[p].kind in ("read", "write")}
+    assert len(waits & copying) >= 3, "copy streams wait for what they copy"
+    assert len(waits & computing) >= 4, "stages wait for what comes in"
+    for stream in waits & (copying | computing):
+        left = [
+            line
+            for place, line in enumerate(lines)
+            if not (place in inside and line.kind == "wait" and line.words[0] == stream)
+        ]
+        assert check(left), f"stream {stream} needs no wait"
+
+
+def test_memory_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
+    """As if the allocator did not ask whether other streams have finished with it."""
+    lines = trained("mlp", FOUR, "except_last", late=1)
+    assert any(line.kind == "finished event" for line in lines)
+    assert check([line for line in lines if line.kind != "finished event"])
+
+
+def test_a_copy_on_a_stream_that_computes_is_noticed(trained: Runs) -> None:
+    lines = trained("mlp", FOUR, "never", late=1)
+    place = random.Random(0).choice(copies(lines))
+    moved = lines[place]
+    computing = next(lines[p].words[0] for p in within_steps(lines) if lines[p].kind == "write")
+    lines[place] = Line(moved.number, moved.thread, moved.kind, (computing, *moved.words[1:]))
+    assert any("copies between devices" in fault for fault in check(lines))
+
+
+def test_a_step_that_waits_for_a_device_is_noticed(trained: Runs) -> None:
+    lines = trained("mlp", ONE, "never")
+    place = within_steps(lines)[5]
+    waiting = Line(0, 0, "synchronize device", ("1",))
+    assert any("the host waits" in fault for fault in check([*lines[:place], waiting, *lines[place:]]))
