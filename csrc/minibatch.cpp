@@ -21,13 +21,13 @@ void put(Tensors& tensors, int64_t index, at::Tensor tensor) {
   tensors[index] = std::move(tensor);
 }
 
-at::Tensor make_key(int64_t minibatch, int64_t microbatch, int64_t first_layer) {
-  at::Tensor key = at::empty({3}, at::kLong);
+at::Tensor make_key(int64_t minibatch, int64_t microbatch, int64_t first_layer, at::Device device) {
+  at::Tensor key = at::empty({3}, at::TensorOptions(at::kLong).pinned_memory(!device.is_cpu()));
   int64_t* data = key.mutable_data_ptr<int64_t>();
   data[0] = minibatch;
   data[1] = microbatch;
   data[2] = first_layer;
-  return key;
+  return device.is_cpu() ? key : key.to(device, /*non_blocking=*/true);
 }
 
 }  // namespace
@@ -320,7 +320,10 @@ Boundary MiniBatch::forward_lowered(const Action& action, Stage& stage, Link& li
   const Pass& pass = *segment.pass;
   link.inputs = std::move(inputs.tensors);
   link.buffers = stage.buffers;
-  if (segment.draws) link.key = make_key(key_(), action.microbatch, segment.first_layer);
+  if (segment.draws) {
+    const at::Device device = plan_->stages[action.stage].device;
+    link.key = make_key(key_(), action.microbatch, segment.first_layer, device);
+  }
   Tensors arguments, no_accumulators;
   arguments.reserve(pass.forward.inputs.size());
   for (const Port& port : pass.forward.inputs) arguments.push_back(find(port, link, {}));

@@ -7,7 +7,12 @@
 // One source loop, compiled for several instruction sets; the best one is picked when the library is loaded. Products and
 // sums are never contracted to fused multiply-adds, so that every instruction set computes the same bits.
 // Extensions are built with Python's own -fwrapv, under which an index such as 2 * i + 1 keeps a loop from vectorising.
-#if defined(__GNUC__) && !defined(__clang__)
+//
+// For a GPU, whose thread runs them for one block of words, they are compiled with --fmad=false, to the same end.
+#if defined(__CUDACC__)
+#define GPIPE_FAST_BEGIN_LOOPS
+#define GPIPE_FAST_END_LOOPS
+#elif defined(__GNUC__) && !defined(__clang__)
 #define GPIPE_FAST_BEGIN_LOOPS         \
   _Pragma("GCC push_options") _Pragma( \
       "GCC optimize(\"O3\", \"fp-contract=off\", \"no-math-errno\", \"no-wrapv\", \"no-trapping-math\")")
@@ -17,7 +22,9 @@
 #define GPIPE_FAST_END_LOOPS
 #endif
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__CUDACC__)
+#define GPIPE_FAST_LOOP __device__
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
 #define GPIPE_FAST_AVX512
 #define GPIPE_FAST_LOOP __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -25,7 +32,18 @@
 #define GPIPE_FAST_LOOP
 #endif
 
-#if defined(__GNUC__)
+// Not worth more than one instruction set.
+#if defined(__CUDACC__)
+#define GPIPE_FAST_PLAIN_LOOP __device__
+#define GPIPE_FAST_UNROLL_10 _Pragma("unroll")
+#else
+#define GPIPE_FAST_PLAIN_LOOP
+#define GPIPE_FAST_UNROLL_10 _Pragma("GCC unroll 10")
+#endif
+
+#if defined(__CUDACC__)
+#define GPIPE_FAST_INLINE __device__ __forceinline__
+#elif defined(__GNUC__)
 #define GPIPE_FAST_INLINE inline __attribute__((always_inline))
 #else
 #define GPIPE_FAST_INLINE inline
@@ -59,7 +77,7 @@ GPIPE_FAST_LOOP static void philox_blocks_portable(const PhiloxStream& stream, u
   for (int32_t i = 0; i < count; ++i) {
     uint32_t c0 = first_low + static_cast<uint32_t>(i), c1 = high, c2 = counter2, c3 = counter3;
     uint32_t k0 = key0, k1 = key1;
-#pragma GCC unroll 10
+    GPIPE_FAST_UNROLL_10
     for (int round = 0; round < kRounds; ++round, k0 += kKeyStep0, k1 += kKeyStep1) {
       const uint64_t product0 = uint64_t{kMultiplier0} * c0;
       const uint64_t product1 = uint64_t{kMultiplier1} * c2;
@@ -109,6 +127,7 @@ __attribute__((target("avx512f"))) static void philox_blocks_avx512(const Philox
 }
 #endif
 
+#if !defined(__CUDACC__)
 // Writes blocks first_block .. first_block + num_blocks - 1, four words each. The lower 32 bits of the block index must
 // not overflow within one call; `words` has room for a multiple of kLanes blocks.
 inline void philox_blocks(const PhiloxStream& stream, uint64_t first_block, int64_t num_blocks,
@@ -120,6 +139,7 @@ inline void philox_blocks(const PhiloxStream& stream, uint64_t first_block, int6
 #endif
   philox_blocks_portable(stream, first_block, num_blocks, words);
 }
+#endif
 
 GPIPE_FAST_END_LOOPS
 

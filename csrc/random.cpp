@@ -16,6 +16,7 @@
 
 #include "philox.h"
 #include "random.h"
+#include "random_parameters.h"
 
 namespace gpipe_fast {
 namespace {
@@ -25,14 +26,8 @@ constexpr int64_t kTileWords = kTileBlocks * kWordsPerBlock;
 // Tiles below which starting a second thread is not worth it.
 constexpr int64_t kParallelTiles = 256;
 
-// A random op outside of every layer draws as this layer; see gpipe_fast/random.py.
-constexpr int64_t kNoLayer = 0xFFFF;
-
 PhiloxStream make_stream(const at::Tensor& key, int64_t layer, int64_t ordinal) {
-  TORCH_CHECK_VALUE(
-      key.scalar_type() == at::kLong && key.dim() == 1 && key.numel() == 3 && key.is_contiguous(),
-      "key must be a contiguous int64 tensor [minibatch_key, microbatch, first_layer], but got ",
-      key.scalar_type(), " of shape ", key.sizes());
+  check_key(key);
   const int64_t* values = key.const_data_ptr<int64_t>();
   const int64_t microbatch = values[1];
   const int64_t absolute_layer = layer == kNoLayer ? kNoLayer : values[2] + layer;
@@ -40,8 +35,7 @@ PhiloxStream make_stream(const at::Tensor& key, int64_t layer, int64_t ordinal) 
                     microbatch);
   TORCH_CHECK_VALUE(absolute_layer >= 0 && absolute_layer <= kNoLayer, "layer must fit 16 bits, but got ",
                     absolute_layer);
-  TORCH_CHECK_VALUE(ordinal >= 0 && ordinal <= 0xFFFF,
-                    "a layer may hold at most 65536 random ops, but got ordinal ", ordinal);
+  check_ordinal(ordinal);
   return {static_cast<uint64_t>(values[0]), static_cast<uint32_t>(microbatch),
           static_cast<uint32_t>(absolute_layer << 16 | ordinal)};
 }
@@ -106,20 +100,14 @@ void fill_floating(at::Tensor& out, const PhiloxStream& stream, const Loop& loop
 
 at::Tensor keyed_bernoulli(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                            double p, at::ScalarType dtype, at::Device device) {
-  TORCH_CHECK_VALUE(p >= 0.0 && p <= 1.0, "p must be in [0, 1], but got ", p);
+  const uint64_t ones = words_of_ones(p);
   const PhiloxStream stream = make_stream(key, layer, ordinal);
   return draw_on_cpu(size, dtype, device, [&](at::Tensor& out) {
-    // Of the 2^32 words, the first `ones` give 1: p is rounded to a multiple of 2^-32.
-    const uint64_t ones = static_cast<uint64_t>(std::llround(p * 0x1p32));
     if (ones == 0) {
       out.zero_();
       return;
     }
-    uint64_t one = 0;
-    AT_DISPATCH_ALL_TYPES_AND3(at::kHalf, at::kBFloat16, at::kBool, dtype, "keyed_bernoulli", [&] {
-      const scalar_t value = static_cast<scalar_t>(1);
-      std::memcpy(&one, &value, sizeof value);
-    });
+    const uint64_t one = pattern_of_one(dtype);
     const int64_t itemsize = static_cast<int64_t>(out.element_size());
     char* data = static_cast<char*>(out.mutable_data_ptr());
     for_each_tile(stream, out.numel(), 4, [&](const uint32_t* words, int64_t offset, int64_t count) {
@@ -130,21 +118,9 @@ at::Tensor keyed_bernoulli(const at::Tensor& key, int64_t layer, int64_t ordinal
 
 at::Tensor keyed_uniform(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                          double low, double high, at::ScalarType dtype, at::Device device) {
-  TORCH_CHECK_VALUE(low <= high, "low must not be above high, but got [", low, ", ", high, ")");
+  const auto [limit, digits] = uniform_end(dtype, low, high);
   const PhiloxStream stream = make_stream(key, layer, ordinal);
-  return draw_on_cpu(size, dtype, device, [&](at::Tensor& out) {
-    // The largest number of the output type below `high`: rounding must not reach the open end.
-    double limit = high;
-    int digits = 0;
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "keyed_uniform", [&] {
-      const scalar_t lowest = std::numeric_limits<scalar_t>::lowest();
-      scalar_t below = static_cast<scalar_t>(high);
-      if (static_cast<double>(below) >= high) {
-        below = std::nextafter(below, lowest);
-      }
-      limit = std::max(static_cast<double>(below), static_cast<double>(static_cast<scalar_t>(low)));
-      digits = std::numeric_limits<scalar_t>::digits;
-    });
+  return draw_on_cpu(size, dtype, device, [&, limit = limit, digits = digits](at::Tensor& out) {
     fill_floating(out, stream, [&](const uint32_t* words, int64_t count, auto* values) {
       using value_t = std::remove_pointer_t<decltype(values)>;
       uniform_loop(words, count, digits, static_cast<value_t>(low), static_cast<value_t>(high),
@@ -155,7 +131,7 @@ at::Tensor keyed_uniform(const at::Tensor& key, int64_t layer, int64_t ordinal, 
 
 at::Tensor keyed_normal(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                         double mean, double std, at::ScalarType dtype, at::Device device) {
-  TORCH_CHECK_VALUE(std >= 0.0, "std must not be negative, but got ", std);
+  check_std(std);
   const PhiloxStream stream = make_stream(key, layer, ordinal);
   return draw_on_cpu(size, dtype, device, [&](at::Tensor& out) {
     fill_floating(out, stream, [&](const uint32_t* words, int64_t count, auto* values) {
@@ -167,7 +143,7 @@ at::Tensor keyed_normal(const at::Tensor& key, int64_t layer, int64_t ordinal, a
 
 at::Tensor keyed_exponential(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                              double rate, at::ScalarType dtype, at::Device device) {
-  TORCH_CHECK_VALUE(rate > 0.0, "rate must be positive, but got ", rate);
+  check_rate(rate);
   const PhiloxStream stream = make_stream(key, layer, ordinal);
   return draw_on_cpu(size, dtype, device, [&](at::Tensor& out) {
     fill_floating(out, stream, [&](const uint32_t* words, int64_t count, auto* values) {
@@ -179,11 +155,9 @@ at::Tensor keyed_exponential(const at::Tensor& key, int64_t layer, int64_t ordin
 
 at::Tensor keyed_integer(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                          int64_t smallest, int64_t largest, at::ScalarType dtype, at::Device device) {
-  TORCH_CHECK_VALUE(smallest <= largest, "smallest must not be above largest, but got [", smallest, ", ",
-                    largest, "]");
+  const uint64_t span = span_of(smallest, largest);
   const PhiloxStream stream = make_stream(key, layer, ordinal);
   return draw_on_cpu(size, dtype, device, [&](at::Tensor& out) {
-    const uint64_t span = static_cast<uint64_t>(largest) - static_cast<uint64_t>(smallest) + 1;
     AT_DISPATCH_ALL_TYPES_AND3(at::kHalf, at::kBFloat16, at::kBool, dtype, "keyed_integer", [&] {
       scalar_t* data = out.mutable_data_ptr<scalar_t>();
       for_each_tile(stream, out.numel(), 2, [&](const uint32_t* words, int64_t offset, int64_t count) {

@@ -150,7 +150,8 @@ GPIPE_FAST_LOOP static void normal_loop(const uint32_t* __restrict__ words, int6
   }
 }
 
-static void normal_loop(const uint32_t* words, int64_t count, double mean, double std, double* out) {
+GPIPE_FAST_PLAIN_LOOP static void normal_loop(const uint32_t* words, int64_t count, double mean, double std,
+                                              double* out) {
   for (int64_t i = 0; i < (count + 1) / 2; ++i) {
     const double radius = std::sqrt(-2.0 * std::log(open_uniform(word64(words, 2 * i)))) * std;
     const double angle = 6.283185307179586 * open_uniform(word64(words, 2 * i + 1));
@@ -169,7 +170,8 @@ GPIPE_FAST_LOOP static void exponential_loop(const uint32_t* __restrict__ words,
   }
 }
 
-static void exponential_loop(const uint32_t* words, int64_t count, double scale, double* out) {
+GPIPE_FAST_PLAIN_LOOP static void exponential_loop(const uint32_t* words, int64_t count, double scale,
+                                                   double* out) {
   for (int64_t i = 0; i < count; ++i) {
     const double value = -std::log(open_uniform(word64(words, i)));
     out[i] = (value > 0x1p-54 ? value : 0x1p-54) * scale;
@@ -178,8 +180,8 @@ static void exponential_loop(const uint32_t* words, int64_t count, double scale,
 
 // smallest + floor(span u): the upper 64 bits of a 128-bit product, biased by less than span / 2^64. Span 0 stands
 // for 2^64.
-static void integer_loop(const uint32_t* words, int64_t count, int64_t smallest, uint64_t span,
-                         int64_t* out) {
+GPIPE_FAST_PLAIN_LOOP static void integer_loop(const uint32_t* words, int64_t count, int64_t smallest,
+                                               uint64_t span, int64_t* out) {
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t word = word64(words, i);
     __extension__ typedef unsigned __int128 uint128;

@@ -243,9 +243,7 @@ class EagerLayers:
                 return self._differentiate(kept, run, tangents, gradients, False)
 
     def _run(self, arrived: _Arrived, generators: GeneratorStates) -> _Run:
-        mode = KeyedRandomMode(
-            lambda: make_key(arrived.key(), arrived.microbatch, self._part.first_layer), generators
-        )
+        mode = KeyedRandomMode(lambda: self._key(arrived), generators)
         with torch.set_grad_enabled(self._modes.grad), under(self._modes.autocast):
             leaves = arrived.leaves()
             copied = [_copied(leaf) for leaf in leaves]
@@ -268,6 +266,12 @@ class EagerLayers:
                 raise TypeError(f"{self._name} returns what cannot be passed on: {error}") from None
         writes_inputs = versions != [copy._version for copy in copied]
         return _Run(leaves, outputs, structure, stashed, writes_inputs)
+
+    def _key(self, arrived: _Arrived) -> Tensor:
+        """Of the micro-batch's draws, where the layers are."""
+        key = make_key(arrived.key(), arrived.microbatch, self._part.first_layer)
+        device = self._part.device
+        return key if device.type == "cpu" else key.pin_memory().to(device, non_blocking=True)
 
     def _differentiate(
         self,

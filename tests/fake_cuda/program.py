@@ -1,8 +1,8 @@
 """Steps of pipelines on devices that are not there; run by test_fake_cuda.py with runtime.cpp preloaded.
 
-`program.py OPERATORS MODEL DEVICES CHECKPOINT`: loads the operators, trains a model of four stages on a
-device for each (``cuda:0,cpu,..``), and compares all with the plain loop on the same devices. Prints what
-differs, or "equal".
+`program.py OPERATORS MODEL DEVICES CHECKPOINT...`: loads the operators, trains a model of four stages on a
+device for each (``cuda:0,cpu,..``) in some checkpoint modes, and compares all with the plain loop on the same
+devices. Prints what differs, or "equal".
 """
 
 from __future__ import annotations
@@ -148,12 +148,15 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str) -> list[str]:
 
 
 def main() -> None:
-    operators, model, devices, checkpoint = sys.argv[1:]
+    operators, model, devices, *checkpoints = sys.argv[1:]
     torch.ops.load_library(operators)
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    print("; ".join(unequal(model, devices.split(","), checkpoint)) or "equal")
+    found = []
+    for checkpoint in checkpoints:
+        torch.manual_seed(0)
+        found += [f"{checkpoint}: {what}" for what in unequal(model, devices.split(","), checkpoint)]
+    print("; ".join(found) or "equal")
 
 
 if __name__ == "__main__":

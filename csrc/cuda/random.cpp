@@ -1,0 +1,105 @@
+// The CUDA kernels of the keyed random ops, taken where the key is on a GPU.
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include "../check.h"
+#include "../random_parameters.h"
+#include "random_kernel.h"
+
+namespace gpipe_fast {
+namespace {
+
+DrawType type_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return DrawType::kFloat32;
+    case at::kHalf:
+      return DrawType::kFloat16;
+    case at::kBFloat16:
+      return DrawType::kBFloat16;
+    case at::kDouble:
+      return DrawType::kFloat64;
+    case at::kChar:
+      return DrawType::kInt8;
+    case at::kShort:
+      return DrawType::kInt16;
+    case at::kInt:
+      return DrawType::kInt32;
+    case at::kLong:
+      return DrawType::kInt64;
+    case at::kByte:
+      return DrawType::kUint8;
+    case at::kBool:
+      return DrawType::kBool;
+    default:
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "a keyed draw of ", dtype, " on a GPU");
+  }
+}
+
+// Allocates on the key's device, launches there, and copies to where else it is wanted.
+template <typename Launch>
+at::Tensor draw(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
+                at::ScalarType dtype, at::Device device, const Launch& launch) {
+  check_key(key);
+  check_ordinal(ordinal);
+  TORCH_CHECK_VALUE(layer >= 0 && layer <= kNoLayer, "layer must fit 16 bits, but got ", layer);
+  const c10::cuda::CUDAGuard guard(key.device());
+  at::Tensor out = at::empty(size, at::TensorOptions().dtype(dtype).device(key.device()));
+  if (out.numel() > 0) {
+    launch(DrawTarget{out.mutable_data_ptr(), out.numel(), key.const_data_ptr<int64_t>(), layer, ordinal,
+                      c10::cuda::getCurrentCUDAStream()});
+  }
+  return device == key.device() ? out : out.to(device);
+}
+
+at::Tensor keyed_bernoulli(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
+                           double p, at::ScalarType dtype, at::Device device) {
+  const uint64_t ones = words_of_ones(p), one = pattern_of_one(dtype);
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(dtype));
+  return draw(key, layer, ordinal, size, dtype, device, [&](const DrawTarget& target) {
+    // No word says that nothing is a one, but zeros among the patterns do.
+    launch_bernoulli(target, ones == 0 ? 1 : ones, ones == 0 ? 0 : one, itemsize);
+  });
+}
+
+at::Tensor keyed_uniform(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
+                         double low, double high, at::ScalarType dtype, at::Device device) {
+  const UniformEnd end = uniform_end(dtype, low, high);
+  return draw(key, layer, ordinal, size, dtype, device, [&](const DrawTarget& target) {
+    launch_uniform(target, type_of(dtype), end.digits, low, high, end.limit);
+  });
+}
+
+at::Tensor keyed_normal(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
+                        double mean, double std, at::ScalarType dtype, at::Device device) {
+  check_std(std);
+  return draw(key, layer, ordinal, size, dtype, device,
+              [&](const DrawTarget& target) { launch_normal(target, type_of(dtype), mean, std); });
+}
+
+at::Tensor keyed_exponential(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
+                             double rate, at::ScalarType dtype, at::Device device) {
+  check_rate(rate);
+  return draw(key, layer, ordinal, size, dtype, device,
+              [&](const DrawTarget& target) { launch_exponential(target, type_of(dtype), 1.0 / rate); });
+}
+
+at::Tensor keyed_integer(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
+                         int64_t smallest, int64_t largest, at::ScalarType dtype, at::Device device) {
+  const uint64_t span = span_of(smallest, largest);
+  return draw(key, layer, ordinal, size, dtype, device,
+              [&](const DrawTarget& target) { launch_integer(target, type_of(dtype), smallest, span); });
+}
+
+TORCH_LIBRARY_IMPL(gpipe_fast, CUDA, m) {
+  m.impl("keyed_bernoulli", &keyed_bernoulli);
+  m.impl("keyed_uniform", &keyed_uniform);
+  m.impl("keyed_normal", &keyed_normal);
+  m.impl("keyed_exponential", &keyed_exponential);
+  m.impl("keyed_integer", &keyed_integer);
+}
+
+}  // namespace
+}  // namespace gpipe_fast
