@@ -48,8 +48,8 @@ MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Tra
     for (int64_t position : plan.replicas) {
       at::Tensor& parameter = stage.parameters.at(position);
       stage.homes.emplace(position, parameter.device());
-      parameter =
-          parameter.to(parameter.options().device(plan.device), /*non_blocking=*/false, /*copy=*/true);
+      parameter = transport_->copy(parameter, Stream::of_thread(parameter.device()),
+                                   transport_->work(static_cast<int32_t>(i)));
     }
     for (int64_t index : plan.buffers) stage.module_buffers.push_back(buffers.at(index));
   }
@@ -162,7 +162,9 @@ MiniBatch::Gradients MiniBatch::end_backward() {
       at::Tensor& own = stages_[i].gradients[j];
       if (!own.defined()) continue;
       const auto home = stages_[i].homes.find(static_cast<int64_t>(j));
-      if (home != stages_[i].homes.end()) own = own.to(home->second);
+      if (home != stages_[i].homes.end())
+        own =
+            transport_->copy(own, transport_->work(static_cast<int32_t>(i)), Stream::of_thread(home->second));
       sum = sum.defined() ? at::add(sum, own) : std::move(own);
     }
     stages_[i].gradients.clear();

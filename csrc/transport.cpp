@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace gpipe_fast {
@@ -29,6 +30,33 @@ at::Tensor copied(const at::Tensor& tensor, at::Device device) {
   at::Tensor target = at::empty({source.numel()}, source.options().device(device).pinned_memory(to_host));
   target.copy_(tensor.is_cpu() ? source.pin_memory() : source, /*non_blocking=*/true);
   return target.view(tensor.scalar_type()).as_strided(tensor.sizes(), tensor.strides());
+}
+
+// Before what is put on a stream, or done by the thread itself, from now on.
+void await(const Stream& stream, const Moment& moment) {
+  if (stream.is_cpu()) {
+    moment.synchronize();
+  } else {
+    stream.wait(moment);
+  }
+}
+
+// Copies tensors on streams of their own, between when they are made and when another stream uses them.
+Moment carry(std::vector<at::Tensor>& tensors, const Stream& out, const Moment& made, const Stream& in,
+             const Stream& used) {
+  out.wait(made);
+  const Stream::Current on_sender(out);
+  const Stream::Current on_receiver(in);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (at::Tensor& tensor : tensors) {
+    if (!tensor.defined()) continue;
+    at::Tensor there = copied(tensor, used.device());
+    out.uses(tensor);
+    used.uses(there);
+    tensor = std::move(there);
+  }
+  // Copies from one device to another end on the stream of the second, by what torch does.
+  return used.is_cpu() ? Moment(out) : Moment(in);
 }
 
 }  // namespace
@@ -73,29 +101,22 @@ Moment Transport::send(std::vector<at::Tensor>& tensors, int32_t sender, const M
     }
     return made;
   }
-  const Stream& in = to.in[static_cast<size_t>(way)];
-  from.out.wait(made);
-  const Stream::Current on_sender(from.out);
-  const Stream::Current on_receiver(in);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (at::Tensor& tensor : tensors) {
-    if (!tensor.defined()) continue;
-    at::Tensor there = copied(tensor, to.work.device());
-    from.out.uses(tensor);
-    to.work.uses(there);
-    tensor = std::move(there);
-  }
-  // Copies from one device to another end on the stream of the second, by what torch does.
-  return to.work.is_cpu() ? Moment(from.out) : Moment(in);
+  return carry(tensors, from.out, made, to.in[static_cast<size_t>(way)], to.work);
 }
 
-void Transport::receive(int32_t receiver, const Moment& there) const {
-  const Stream& work = stages_[receiver].work;
-  if (work.is_cpu()) {
-    there.synchronize();
-  } else {
-    work.wait(there);
-  }
+at::Tensor Transport::copy(const at::Tensor& tensor, const Stream& made, const Stream& used) const {
+  const auto of = [this](at::Device device) {
+    return std::find_if(stages_.begin(), stages_.end(),
+                        [&](const Stage& stage) { return stage.work.device() == device; });
+  };
+  const auto from = of(made.device()), to = of(used.device());
+  if (made.device() == used.device() || from == stages_.end() || to == stages_.end())
+    return tensor.to(tensor.options().device(used.device()), /*non_blocking=*/false, /*copy=*/true);
+  std::vector<at::Tensor> tensors{tensor};
+  await(used, carry(tensors, from->out, Moment(made), to->in.front(), used));
+  return tensors.front();
 }
+
+void Transport::receive(int32_t receiver, const Moment& there) const { await(stages_[receiver].work, there); }
 
 }  // namespace gpipe_fast

@@ -43,6 +43,8 @@ class Transport {
   // the receiver's device, strides and all, and returns when they are there; undefined ones stay. `made`: when.
   Moment send(std::vector<at::Tensor>& tensors, int32_t sender, const Moment& made, int32_t receiver,
               Way way) const;
+  // A copy of a tensor that was put on one stream, for another, in whose order it is. For the calling thread.
+  at::Tensor copy(const at::Tensor& tensor, const Stream& made, const Stream& used) const;
   // Before the receiver uses what was sent.
   void receive(int32_t receiver, const Moment& there) const;
 

@@ -363,7 +363,8 @@ def _tensors_of(skips: Sequence[int], boundary: Boundary) -> Iterator[tuple[int,
 
 
 def _setting(stage: Stage, inputs: Boundary) -> Setting:
-    return Setting(stage.keys(stage.pops), inputs.skips, stage.keys(stage.stashes), stage.deferred)
+    pops, stashes = stage.keys(stage.pops), stage.keys(stage.stashes)
+    return Setting(pops, inputs.skips, stashes, stage.deferred, stage.device)
 
 
 def _examples(inputs: Boundary) -> list[Tensor]:

@@ -93,12 +93,14 @@ class Setting:
         popped: which of these are tensors, inputs too, behind the others; the rest are None.
         stashes: what they leave to layers after.
         deferred: whether batch norm's running statistics wait for the whole mini-batch.
+        device: where the layers run, with copies of parameters that are elsewhere; None for where these are.
     """
 
     pops: Sequence[Key] = ()
     popped: Sequence[bool] = ()
     stashes: Sequence[Key] = ()
     deferred: bool = False
+    device: torch.device | None = None
 
 
 class _Stage(nn.Module):
@@ -247,6 +249,7 @@ def _attempt(
     restore = snapshot(layers)
     failure: Untraceable | None = None
     try:
+        _bring(layers, stage.setting.device)
         with phase.entered(tracing=True):
             if varying is None:
                 module = aot.export_joint(stage, (key, *example))
@@ -269,6 +272,18 @@ def _attempt(
         return refuse_graph(module) or _read(module, layers, stage), symbols
     except _Refused as refused:
         return Untraceable(None, str(refused)), None
+
+
+def _bring(layers: Sequence[nn.Module], device: torch.device | None) -> None:
+    """Gives layers parameters on a device, whose elements nobody reads, in place of those elsewhere."""
+    instead: dict[Tensor, nn.Parameter] = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and device is not None and parameter.device != device:
+                if parameter not in instead:
+                    there = torch.empty_like(parameter, device=device)
+                    instead[parameter] = nn.Parameter(there, parameter.requires_grad)
+                module._parameters[name] = instead[parameter]
 
 
 def _first_line(error: Exception) -> str:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs an extension built with CUDA, and the toolkit's headers",
 )
 
-MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "python")
+MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python")
 FOUR, ONE, MIXED = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:1,cuda:1,cuda:1,cuda:1", "cuda:0,cpu,cuda:0,cuda:1"
 # The host waits for what a stage on the CPU receives, and for what layers in Python ask.
 MAY_WAIT = {"python"}
@@ -90,6 +90,12 @@ def trained(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
 def test_bits_and_order(model: str, devices: str, trained: Runs) -> None:
     lines = trained(model, devices, "never", "except_last", "always", late=1)
     assert check(lines, may_wait=model in MAY_WAIT or devices == MIXED) == []
+
+
+@pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
+def test_callers_on_streams_of_their_own(devices: str, trained: Runs) -> None:
+    lines = trained("mlp", devices, "aside", "except_last", late=1)
+    assert check(lines, may_wait=devices == MIXED) == []
 
 
 def within_steps(lines: Sequence[Line]) -> list[int]:

@@ -2,11 +2,12 @@
 
 `program.py OPERATORS MODEL DEVICES CHECKPOINT...`: loads the operators, trains a model of four stages on a
 device for each (``cuda:0,cpu,..``) in some checkpoint modes, and compares all with the plain loop on the same
-devices. Prints what differs, or "equal".
+devices. With ``aside`` among the modes the caller is on streams of its own. Prints what differs, or "equal".
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import sys
@@ -48,6 +49,17 @@ class One(nn.Module):
         return turned.t() * threes + torch.cat([half, half], -1)
 
 
+class Tied(nn.Module):
+    """Uses a weight that is another layer's, and perhaps on another device."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.device))
+
+
 class Branching(nn.Module):
     """Cannot be traced."""
 
@@ -75,6 +87,8 @@ def layers_of(model: str) -> list[nn.Module]:
             nn.Tanh(),
             norm,
         ]
+    if model == "tied":
+        return [linear[0], nn.GELU(), linear[1], norm, Tied(linear[0]), nn.GELU(), linear[2], nn.Tanh()]
     if model == "dropout":
         return [
             linear[0],
@@ -110,40 +124,71 @@ class Moving(nn.Sequential):
         return value
 
 
+class Trained:
+    """A model, what trains it, and its input."""
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        self.model = model
+        self.x = x.clone().requires_grad_()
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, buffers and gradients."""
+        named = {
+            **dict(self.model.named_parameters()),
+            **dict(self.model.named_buffers()),
+            "the input": self.x,
+        }
+        gradients = {f"gradient of {name}": t.grad for name, t in named.items() if t.grad is not None}
+        return {name: t.detach().cpu() for name, t in (named | gradients).items()}
+
+    def backward(self, y: Tensor) -> None:
+        y.square().mean().backward()
+
+    def update(self) -> None:
+        """Everything that the step has read is changed, as soon as it may be."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.x.grad = None
+        with torch.no_grad():
+            self.x.add_(0.1)
+
+
 def unequal(model: str, devices: Sequence[str], checkpoint: str) -> list[str]:
     """What differs from the plain loop."""
     mark = ctypes.CDLL(None).fake_cuda_mark
     layers = layers_of(model)
-    copies = copy.deepcopy(layers)
     pipeline = GPipe(
-        nn.Sequential(*copies), [2] * len(devices), devices=devices, chunks=CHUNKS, checkpoint=checkpoint
+        nn.Sequential(*copy.deepcopy(layers)),
+        [2] * len(devices),
+        devices=devices,
+        chunks=CHUNKS,
+        checkpoint=checkpoint,
     )
     for index, layer in enumerate(layers):
-        layer.to(devices[index // 2])
-    plain = Moving(layers, devices)
+        if not isinstance(layer, Tied):
+            layer.to(devices[index // 2])
     x = torch.randn(BATCH, WIDTH).to(devices[0])
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    ours, plain = Trained(pipeline, x), Trained(Moving(layers, devices), x)
+    # Gradients of a shared parameter are added in another order.
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
     found = []
     for step in range(STEPS):
         torch.manual_seed(step)
         # Plans are made by the first steps.
         mark(b"begin" if step > 1 else b"plan")
-        y = pipeline(inputs[0])
-        y.square().sum().backward()
+        ours.backward(pipeline(ours.x))
         mark(b"end")
         torch.manual_seed(step)
-        with keyed_rng(plain):
-            z = torch.cat([plain(part) for part in inputs[1].chunk(CHUNKS)])
-        z.square().sum().backward()
-        found += [f"output of step {step}"] if not torch.equal(y.cpu(), z.cpu()) else []
-    expected = {**dict(plain.named_parameters()), **dict(plain.named_buffers()), "the input": inputs[1]}
-    own = {**dict(pipeline.named_parameters()), **dict(pipeline.named_buffers()), "the input": inputs[0]}
-    assert own.keys() == expected.keys()
-    for name, tensor in own.items():
-        for what in ("value", "gradient"):
-            pair = [t if what == "value" else t.grad for t in (tensor, expected[name])]
-            if None not in pair and not torch.equal(pair[0].cpu(), pair[1].cpu()):
-                found.append(f"{what} of {name}")
+        with keyed_rng(plain.model):
+            plain.backward(torch.cat([plain.model(part) for part in plain.x.chunk(CHUNKS)]))
+        state, expected = ours.state(), plain.state()
+        assert state.keys() == expected.keys()
+        for name, tensor in state.items():
+            if not torch.allclose(tensor, expected[name], **tolerance):
+                found.append(f"step {step}: {name}")
+        ours.update()
+        plain.update()
     return found
 
 
@@ -153,9 +198,14 @@ def main() -> None:
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
     found = []
-    for checkpoint in checkpoints:
-        torch.manual_seed(0)
-        found += [f"{checkpoint}: {what}" for what in unequal(model, devices.split(","), checkpoint)]
+    with contextlib.ExitStack() as stack:
+        if "aside" in checkpoints:
+            for device in {device for device in devices.split(",") if device != "cpu"}:
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        for checkpoint in checkpoints:
+            torch.manual_seed(0)
+            if checkpoint != "aside":
+                found += [f"{checkpoint}: {what}" for what in unequal(model, devices.split(","), checkpoint)]
     print("; ".join(found) or "equal")
 
 
