@@ -68,7 +68,7 @@ def trained(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
     """Trains, looks at the bits, and returns the log."""
     runtime, operators = libraries
 
-    def run(model: str, devices: str, *checkpoints: str, late: int = 0) -> list[Line]:
+    def run(model: str, devices: str, *words: str, late: int = 0) -> list[Line]:
         variables = {
             "LD_PRELOAD": str(runtime),
             "FAKE_CUDA_LOG": str(tmp_path / "log"),
@@ -76,7 +76,7 @@ def trained(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
             "PYTHONPATH": str(ROOT),
         }
         command = [sys.executable, "-W", "ignore", str(SOURCES / "program.py")]
-        command += [str(operators), model, devices, *checkpoints]
+        command += [str(operators), model, devices, *words]
         environment = os.environ | variables
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert done.stdout == "equal\n", done.stdout + done.stderr[-3000:]
@@ -95,6 +95,12 @@ def test_bits_and_order(model: str, devices: str, trained: Runs) -> None:
 @pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
 def test_callers_on_streams_of_their_own(devices: str, trained: Runs) -> None:
     lines = trained("mlp", devices, "aside", "except_last", late=1)
+    assert check(lines, may_wait=devices == MIXED) == []
+
+
+@pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
+def test_delays_and_steps_that_fail(devices: str, trained: Runs) -> None:
+    lines = trained("skips", devices, "disturbed", "except_last", late=1)
     assert check(lines, may_wait=devices == MIXED) == []
 
 

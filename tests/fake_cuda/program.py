@@ -1,8 +1,9 @@
 """Steps of pipelines on devices that are not there; run by test_fake_cuda.py with runtime.cpp preloaded.
 
-`program.py OPERATORS MODEL DEVICES CHECKPOINT...`: loads the operators, trains a model of four stages on a
-device for each (``cuda:0,cpu,..``) in some checkpoint modes, and compares all with the plain loop on the same
-devices. With ``aside`` among the modes the caller is on streams of its own. Prints what differs, or "equal".
+`program.py OPERATORS MODEL DEVICES WORD...`: loads the operators, trains a model of four stages on a device
+for each (``cuda:0,cpu,..``) in the checkpoint modes among the words, and compares all with the plain loop on
+the same devices. With ``aside`` the caller is on streams of its own; with ``disturbed`` workers are delayed,
+and steps that fail come between. Prints what differs, or "equal".
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.skip import pop, skippable, stash
 
 BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 4
+LONGEST_DELAY_US = 1000
 
 
 @skippable(stash=["skip"])
@@ -154,7 +157,15 @@ class Trained:
             self.x.add_(0.1)
 
 
-def unequal(model: str, devices: Sequence[str], checkpoint: str) -> list[str]:
+def fail(pipeline: GPipe, x: Tensor, action: str, seed: int) -> None:
+    """A step in which an action fails; what was made is dropped at once, whatever is still under way."""
+    pipeline._pipeline.disturb(seed, LONGEST_DELAY_US, [(action, 1, "ValueError")])
+    with pytest.raises(ValueError, match=rf"\(in action {action}\)"):
+        pipeline(x.detach().requires_grad_()).sum().backward()
+    pipeline._pipeline.disturb(seed, LONGEST_DELAY_US)
+
+
+def unequal(model: str, devices: Sequence[str], checkpoint: str, disturbed: bool) -> list[str]:
     """What differs from the plain loop."""
     mark = ctypes.CDLL(None).fake_cuda_mark
     layers = layers_of(model)
@@ -174,6 +185,11 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str) -> list[str]:
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
     found = []
     for step in range(STEPS):
+        if disturbed:
+            for action in ("2F3", "1SEND_F6", "3RECV_F1", "2RECV_B4", "1SEND_B2"):
+                fail(pipeline, ours.x, action, step)
+            for parameter in pipeline.parameters():
+                parameter.grad = None
         torch.manual_seed(step)
         # Plans are made by the first steps.
         mark(b"begin" if step > 1 else b"plan")
@@ -193,19 +209,20 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str) -> list[str]:
 
 
 def main() -> None:
-    operators, model, devices, *checkpoints = sys.argv[1:]
+    operators, model, devices, *words = sys.argv[1:]
     torch.ops.load_library(operators)
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
     found = []
+    modes = [word for word in words if word not in ("aside", "disturbed")]
     with contextlib.ExitStack() as stack:
-        if "aside" in checkpoints:
+        if "aside" in words:
             for device in {device for device in devices.split(",") if device != "cpu"}:
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        for checkpoint in checkpoints:
+        for mode in modes:
             torch.manual_seed(0)
-            if checkpoint != "aside":
-                found += [f"{checkpoint}: {what}" for what in unequal(model, devices.split(","), checkpoint)]
+            differs = unequal(model, devices.split(","), mode, "disturbed" in words)
+            found += [f"{mode}: {what}" for what in differs]
     print("; ".join(found) or "equal")
 
 
