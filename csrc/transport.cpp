@@ -72,6 +72,7 @@ Transport::Transport(const std::vector<at::Device>& devices) {
 
 std::vector<Stream> Transport::callers() const {
   std::vector<Stream> found;
+  if (is_cpu_) return found;
   for (const Stage& stage : stages_) found.push_back(Stream::of_thread(stage.work.device()));
   return found;
 }

@@ -30,7 +30,7 @@ class Transport {
   // Whether all stages run on the CPU: then all that follows does nothing.
   bool is_cpu() const { return is_cpu_; }
 
-  // The calling thread's streams, one for each stage.
+  // The calling thread's streams, one for each stage; none where all are the CPU's.
   std::vector<Stream> callers() const;
   // All stages' work from now on begins after what is on such streams; and the other way round.
   void enter(const std::vector<Stream>& callers) const;
