@@ -363,6 +363,14 @@ void bind_pipeline(py::module_& m) {
     delete pipeline;
   };
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<ReplayReport>(m, "ReplayReport")
+      .def_readonly("forward", &ReplayReport::forward)
+      .def_readonly("backward", &ReplayReport::backward)
+      .def_readonly("num_nodes", &ReplayReport::num_nodes)
+      .def_readonly("bytes", &ReplayReport::bytes)
+      .def_readonly("replays", &ReplayReport::replays)
+      .def_readonly("as_they_are", &ReplayReport::as_they_are)
+      .def_readonly("obstacle", &ReplayReport::obstacle);
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline")
       .def(py::init([destroy](int32_t num_stages, std::shared_ptr<Interpreted> interpreted) {
              return std::shared_ptr<Pipeline>(
@@ -387,6 +395,9 @@ void bind_pipeline(py::module_& m) {
       .def("events", &events)
       .def("disturb", &disturb, py::arg("seed") = 0, py::arg("longest_delay_us") = 0,
            py::arg("faults") = std::vector<std::tuple<std::string, int64_t, std::string>>())
+      .def("set_capture", &Pipeline::set_capture, py::arg("capture"), no_gil)
+      .def("forget_replays", &Pipeline::forget_replays, no_gil)
+      .def("replays", &Pipeline::replays, no_gil)
       .def("close", &Pipeline::close, no_gil)
       .def("after_fork", &Pipeline::after_fork);
   m.def("kept_bytes", &kept_bytes, py::arg("output"), no_gil);

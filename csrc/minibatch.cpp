@@ -21,12 +21,18 @@ void put(Tensors& tensors, int64_t index, at::Tensor tensor) {
   tensors[index] = std::move(tensor);
 }
 
+// As draws read it, from memory of the host that a device can copy at once.
+constexpr int64_t kKeyWords = 3;
+
+void write_key(int64_t* key, int64_t minibatch, int64_t microbatch, int64_t first_layer) {
+  key[0] = minibatch;
+  key[1] = microbatch;
+  key[2] = first_layer;
+}
+
 at::Tensor make_key(int64_t minibatch, int64_t microbatch, int64_t first_layer, at::Device device) {
-  at::Tensor key = at::empty({3}, at::TensorOptions(at::kLong).pinned_memory(!device.is_cpu()));
-  int64_t* data = key.mutable_data_ptr<int64_t>();
-  data[0] = minibatch;
-  data[1] = microbatch;
-  data[2] = first_layer;
+  at::Tensor key = at::empty({kKeyWords}, at::TensorOptions(at::kLong).pinned_memory(!device.is_cpu()));
+  write_key(key.mutable_data_ptr<int64_t>(), minibatch, microbatch, first_layer);
   return device.is_cpu() ? key : key.to(device, /*non_blocking=*/true);
 }
 
@@ -45,14 +51,71 @@ MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Tra
     Stage& stage = stages_[i];
     // Not the parameters themselves: `p.data = ...` between forward and backward must not reach the backward.
     for (int64_t index : plan.parameters) stage.parameters.push_back(parameters.at(index).tensor_data());
-    for (int64_t position : plan.replicas) {
-      at::Tensor& parameter = stage.parameters.at(position);
-      stage.homes.emplace(position, parameter.device());
-      parameter = transport_->copy(parameter, Stream::of_thread(parameter.device()),
-                                   transport_->work(static_cast<int32_t>(i)));
-    }
+    for (int64_t position : plan.replicas) stage.homes.emplace(position, stage.parameters.at(position));
     for (int64_t index : plan.buffers) stage.module_buffers.push_back(buffers.at(index));
   }
+}
+
+void MiniBatch::draw() {
+  if (transport_->is_cpu()) return;
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    const at::Tensor keys = draw_keys(i);
+    if (!keys.defined()) continue;
+    const Stream& work = transport_->work(static_cast<int32_t>(i));
+    const Stream::Current current(work);
+    stages_[i].keys = keys.to(work.device(), /*non_blocking=*/true);
+  }
+}
+
+void MiniBatch::replicate() {
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    for (const auto& [position, original] : stages_[i].homes) {
+      stages_[i].parameters[position] =
+          transport_->copy(original, stream_on(original.device()), transport_->work(static_cast<int32_t>(i)));
+    }
+  }
+}
+
+// A stage's, where one is there.
+Stream MiniBatch::stream_on(at::Device device) const {
+  for (size_t i = 0; i < plan_->stages.size(); ++i) {
+    if (plan_->stages[i].device == device) return transport_->work(static_cast<int32_t>(i));
+  }
+  return Stream::of_thread(device);
+}
+
+at::Tensor MiniBatch::draw_keys(size_t index) {
+  const StagePlan& plan = plan_->stages[index];
+  if (plan.find) return {};
+  std::vector<int64_t>& first = stages_[index].first_keys;
+  first.clear();
+  std::vector<std::pair<int64_t, int64_t>> drawing;  // micro-batches, first layers
+  for (size_t m = 0; m < plan.chains.size(); ++m) {
+    first.push_back(static_cast<int64_t>(drawing.size()));
+    for (const auto& segment : plan.chains[m]) {
+      if (segment->draws) drawing.emplace_back(m, segment->first_layer);
+    }
+  }
+  if (drawing.empty()) return {};
+  const at::TensorOptions options = at::TensorOptions(at::kLong).pinned_memory(!plan.device.is_cpu());
+  at::Tensor keys = at::empty({static_cast<int64_t>(drawing.size()), kKeyWords}, options);
+  int64_t* row = keys.mutable_data_ptr<int64_t>();
+  for (const auto& [microbatch, first_layer] : drawing) {
+    write_key(row, key_(), microbatch, first_layer);
+    row += kKeyWords;
+  }
+  return keys;
+}
+
+at::Tensor MiniBatch::key_of(const Action& action, const Segment& segment, const Cell& cell) const {
+  const Stage& stage = stages_[action.stage];
+  const int32_t m = action.microbatch;
+  if (!stage.keys.defined())
+    return make_key(key_(), m, segment.first_layer, plan_->stages[action.stage].device);
+  // The segment's own link is the last.
+  const auto before = std::count_if(cell.links.begin(), cell.links.end() - 1,
+                                    [](const Link& link) { return link.segment->draws; });
+  return stage.keys.select(0, stage.first_keys[m] + before);
 }
 
 void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
@@ -163,8 +226,8 @@ MiniBatch::Gradients MiniBatch::end_backward() {
       if (!own.defined()) continue;
       const auto home = stages_[i].homes.find(static_cast<int64_t>(j));
       if (home != stages_[i].homes.end())
-        own =
-            transport_->copy(own, transport_->work(static_cast<int32_t>(i)), Stream::of_thread(home->second));
+        own = transport_->copy(own, transport_->work(static_cast<int32_t>(i)),
+                               Stream::of_thread(home->second.device()));
       sum = sum.defined() ? at::add(sum, own) : std::move(own);
     }
     stages_[i].gradients.clear();
@@ -322,10 +385,7 @@ Boundary MiniBatch::forward_lowered(const Action& action, Stage& stage, Link& li
   const Pass& pass = *segment.pass;
   link.inputs = std::move(inputs.tensors);
   link.buffers = stage.buffers;
-  if (segment.draws) {
-    const at::Device device = plan_->stages[action.stage].device;
-    link.key = make_key(key_(), action.microbatch, segment.first_layer, device);
-  }
+  if (segment.draws) link.key = key_of(action, segment, stage.cells[action.microbatch]);
   Tensors arguments, no_accumulators;
   arguments.reserve(pass.forward.inputs.size());
   for (const Port& port : pass.forward.inputs) arguments.push_back(find(port, link, {}));

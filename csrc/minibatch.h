@@ -40,6 +40,10 @@ class MiniBatch final : public Work {
   MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Transport> transport,
             const Tensors& parameters, const Tensors& buffers, std::function<int64_t()> key);
 
+  // On the stages' streams, before the forward's run: draws keys; copies parameters that live on other stages' devices.
+  void draw();
+  void replicate();
+
   // The first stage's boundary inputs, by micro-batch. Workers take over the calling thread's surroundings.
   void begin_forward(std::vector<Tensors> microbatches);
   // After the run, once: the last stage's outputs, by micro-batch.
@@ -64,6 +68,23 @@ class MiniBatch final : public Work {
   // that several share counts once.
   int64_t kept_bytes() const;
 
+  // Where a graph computes a mini-batch, another one, `captured`, holds what has fixed addresses:
+  //
+  // It was run while the graph was captured, and is only looked at from then on.
+  void freeze();
+  // Whether both have the same parameters and buffers, at the same addresses.
+  bool same_memory(const MiniBatch& captured) const;
+  // This one's keys, in the other's place; on the calling thread's stream, as the last. Where a stage draws.
+  bool draws(size_t stage) const { return stages_[stage].keys.defined(); }
+  void draw_for(MiniBatch& captured, size_t stage);
+  // After the graph, instead of a run: what the other holds is this one's; gradients of parameters are copied.
+  void take_forward(const MiniBatch& captured);
+  void take_backward(const MiniBatch& captured, size_t stage);
+  // Memory of programs that the other's plan uses.
+  std::vector<c10::Storage> arenas() const;
+
+  // Whether a backward can come.
+  bool kept() const { return kept_; }
   const std::shared_ptr<const Plan>& plan() const { return plan_; }
   // The streams of the thread that called the forward.
   const std::vector<Stream>& callers() const { return callers_; }
@@ -108,9 +129,12 @@ class MiniBatch final : public Work {
   };
   struct Stage {
     Tensors parameters;
-    std::map<int64_t, at::Device> homes;  // of those that are replicas
+    std::map<int64_t, at::Tensor> homes;  // the originals of those that are replicas
+    at::Tensor keys;                      // see draw_keys
+    std::vector<int64_t> first_keys;      // of each micro-batch, which row is its first
     std::vector<const Program*> bound;    // in this run, to the parameters
     Tensors module_buffers;
+    std::vector<const void*> buffer_addresses;
     Tensors buffers;                        // as the latest micro-batch left them
     std::vector<Tensors> statistics;        // what running statistics were, by `StagePlan::statistics`
     std::map<size_t, Noted> noted_buffers;  // the module's own that the backward reads, by index
@@ -123,6 +147,10 @@ class MiniBatch final : public Work {
   };
   enum class Phase { idle, forward, backward };
 
+  // Of a stage whose segments are all known before: a row for each that draws; undefined if none does.
+  at::Tensor draw_keys(size_t stage);
+  Stream stream_on(at::Device device) const;
+  at::Tensor key_of(const Action& action, const Segment& segment, const Cell& cell) const;
   static void bind(Stage& stage, Program& program);
   void note_buffers();
   void check_buffers() const;

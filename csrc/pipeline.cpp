@@ -137,8 +137,9 @@ auto Pipeline::held_at_exit(const Body& body) {
   try {
     return body();
   } catch (const Closed&) {
-    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+  } catch (const Stopped&) {  // while it was captured
   }
+  for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
 }
 
 Boundary Pipeline::forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
@@ -155,27 +156,22 @@ Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& grad
 Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
                                 const Tensors& parameters, const Tensors& buffers,
                                 const std::function<int64_t()>& key) {
-  auto minibatch = std::make_shared<MiniBatch>(plan, transport(*plan), parameters, buffers, key);
-  const int64_t num_parts = plan->num_microbatches();
-  auto microbatches = cut(inputs, num_parts, [&](size_t i) {
-    return plan->replicated[i] ? Tensors(num_parts, inputs[i]) : inputs[i].chunk(num_parts);
-  });
+  set_up(*plan);
+  const auto make = [&] { return std::make_shared<MiniBatch>(plan, transport_, parameters, buffers, key); };
+  std::shared_ptr<MiniBatch> minibatch = make();
   Boundary outputs;
   Sizes sizes;
   {
     const Turn turn(*this);
-    minibatch->begin_forward(std::move(microbatches));
+    check_open();
     AbandonOnError guard{*minibatch};
-    const std::vector<Stream> callers = run(plan->forward, *minibatch);
-    const std::vector<Boundary> parts = minibatch->take_outputs();
-    for (const Boundary& part : parts) {
-      for (const at::Tensor& tensor : part.tensors) transport_->hand_over(tensor, callers);
-    }
+    const std::vector<Boundary> parts = run_forward(minibatch, inputs, make);
     // First, as it may fail; then nothing can.
     if (plan->check_outputs) plan->check_outputs(parts);
     outputs = join(parts);
     minibatch->end_forward();
     guard.done = true;
+    if (replays_) replays_->after_use(minibatch->callers());
     sizes.resize(outputs.tensors.size());
     for (size_t i = 0; i < sizes.size(); ++i) {
       for (const Boundary& part : parts) sizes[i].push_back(part.tensors[i].size(0));
@@ -183,6 +179,30 @@ Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const T
   }
   tie(outputs, inputs, parameters, shared_from_this(), std::move(minibatch), std::move(sizes));
   return outputs;
+}
+
+std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& minibatch,
+                                            const Tensors& inputs, const Replays::Make& another) {
+  const std::shared_ptr<const Plan>& plan = minibatch->plan();
+  const int64_t num_parts = plan->num_microbatches();
+  const std::vector<Stream>& callers = minibatch->callers();
+  const RunOf of{*minibatch, callers, inputs, 0, [&](const Tensors& tensors) {
+                   return cut(tensors, num_parts, [&](size_t i) {
+                     return plan->replicated[i] ? Tensors(num_parts, tensors[i])
+                                                : tensors[i].chunk(num_parts);
+                   });
+                 }};
+  minibatch->begin_forward(of.cut(inputs));
+  if (replays_are_due()) {
+    if (const auto* parts = replays_->forward(minibatch, of, another)) return *parts;
+  }
+  run(plan->forward, *minibatch, callers);
+  if (replays_) replays_->after_forward(plan);
+  std::vector<Boundary> parts = minibatch->take_outputs();
+  for (const Boundary& part : parts) {
+    for (const at::Tensor& tensor : part.tensors) transport_->hand_over(tensor, callers);
+  }
+  return parts;
 }
 
 Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors& gradients,
@@ -194,38 +214,55 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
     GPIPE_CHECK(plan->instead, "gradients of other outputs came than can come");
     plan = plan->instead(defined);
   }
-  auto microbatches = cut(gradients, plan->num_microbatches(),
-                          [&](size_t i) { return gradients[i].split_with_sizes(sizes[i]); });
-  MiniBatch::Gradients found;
+  // A backward runs in a thread of autograd's, where only one device's stream is the caller's.
+  const std::vector<Stream> callers = transport_->callers();
+  const RunOf of{minibatch, callers, gradients, plan->stages.size() - 1, [&](const Tensors& tensors) {
+                   return cut(tensors, plan->num_microbatches(),
+                              [&](size_t i) { return tensors[i].split_with_sizes(sizes[i]); });
+                 }};
+  Gradients joined;
   {
     const Turn turn(*this);
-    minibatch.begin_backward(plan, std::move(microbatches), retain);
+    check_open();
+    minibatch.begin_backward(plan, of.cut(gradients), retain);
     AbandonOnError guard{minibatch};
-    const std::vector<Stream> callers = run(*plan->backward, minibatch);
+    if (!replays_are_due() || !replays_->backward(plan, of)) {
+      run(*plan->backward, minibatch, callers);
+      if (replays_) replays_->after_backward(*plan);
+    }
     guard.done = true;
-    found = minibatch.end_backward();
+    MiniBatch::Gradients found = minibatch.end_backward();
     for (const Tensors& tensors : found.inputs) {
       for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, callers);
     }
     for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, callers);
+    joined = {join_gradients(found.inputs, plan->replicated), std::move(found.parameters)};
+    if (replays_) replays_->after_use(callers);
   }
-  return {join_gradients(found.inputs, plan->replicated), std::move(found.parameters)};
+  return joined;
 }
 
-std::shared_ptr<const Transport> Pipeline::transport(const Plan& plan) {
-  std::call_once(transport_made_, [&] {
+void Pipeline::set_up(const Plan& plan) {
+  std::call_once(is_set_up_, [&] {
     std::vector<at::Device> devices;
     for (const StagePlan& stage : plan.stages) devices.push_back(stage.device);
     transport_ = std::make_shared<Transport>(devices);
+    if (transport_->is_cpu()) return;
+    replays_ = std::make_unique<Replays>(transport_, [this](const Actions& actions, MiniBatch& minibatch) {
+      if (auto failure = engine_.run(actions, minibatch)) std::rethrow_exception(failure->error);
+    });
   });
-  return transport_;
 }
 
-std::vector<Stream> Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
-  check_open();
-  // A backward runs in a thread of autograd's, where only one device's stream is the caller's.
-  std::vector<Stream> callers = transport_->callers();
+// What is disturbed or recorded runs as it is.
+bool Pipeline::replays_are_due() const {
+  return replays_ && capture_ && disturbance_.longest_delay_us == 0 && disturbance_.faults.empty() &&
+         engine_.recorded() == 0;
+}
+
+void Pipeline::run(const Actions& actions, MiniBatch& minibatch, const std::vector<Stream>& callers) {
   const std::vector<Stream>& first = minibatch.callers();
+  if (replays_) replays_->before_run();
   transport_->enter(callers);
   struct Leave {
     ~Leave() {
@@ -236,6 +273,10 @@ std::vector<Stream> Pipeline::run(const Actions& actions, MiniBatch& minibatch) 
     const std::vector<Stream>& callers;
     const std::vector<Stream>& first;
   } leave{*transport_, callers, first};
+  if (&actions == &minibatch.plan()->forward) {
+    minibatch.draw();
+    minibatch.replicate();
+  }
   Disturbed disturbed(minibatch, disturbance_);
   const bool plain = disturbance_.longest_delay_us == 0 && disturbance_.faults.empty();
   Work& work = plain ? static_cast<Work&>(minibatch) : disturbed;
@@ -244,7 +285,6 @@ std::vector<Stream> Pipeline::run(const Actions& actions, MiniBatch& minibatch) 
   } catch (const Stopped&) {
     throw Closed();
   }
-  return callers;
 }
 
 void Pipeline::close() {
@@ -278,6 +318,22 @@ int64_t Pipeline::recorded() {
 std::vector<std::vector<Event>> Pipeline::events() {
   const Turn turn(*this);
   return engine_.events();
+}
+
+void Pipeline::set_capture(bool capture) {
+  const Turn turn(*this);
+  capture_ = capture;
+  if (!capture && replays_) replays_->forget();
+}
+
+void Pipeline::forget_replays() {
+  const Turn turn(*this);
+  if (replays_) replays_->forget();
+}
+
+std::vector<ReplayReport> Pipeline::replays() {
+  const Turn turn(*this);
+  return replays_ ? replays_->reports() : std::vector<ReplayReport>{};
 }
 
 void Pipeline::disturb(Disturbance disturbance) {

@@ -4,6 +4,7 @@
 #include "disturbance.h"
 #include "engine.h"
 #include "minibatch.h"
+#include "replay.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -52,6 +53,12 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // From now on, for tests.
   void disturb(Disturbance disturbance);
 
+  // Whether runs on GPUs are captured as graphs, from now on; and what is known of those there are.
+  void set_capture(bool capture);
+  // Of plans that do not come again.
+  void forget_replays();
+  std::vector<ReplayReport> replays();
+
  private:
   class Turn;
   struct Closed {};  // ends what a thread was doing when the pipeline was closed
@@ -63,15 +70,21 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
                         const std::function<int64_t()>& key);
   Gradients backward_once(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes, bool retain);
   void check_open() const;
-  std::shared_ptr<const Transport> transport(const Plan& plan);
-  // Returns the streams of whoever may use the results.
-  std::vector<Stream> run(const Actions& actions, MiniBatch& minibatch);
+  void set_up(const Plan& plan);
+  // Of outputs by micro-batch.
+  std::vector<Boundary> run_forward(const std::shared_ptr<MiniBatch>& minibatch, const Tensors& inputs,
+                                    const Replays::Make& another);
+  bool replays_are_due() const;
+  // As it is; `callers`: the streams of whoever may use the results.
+  void run(const Actions& actions, MiniBatch& minibatch, const std::vector<Stream>& callers);
 
   std::timed_mutex turn_;
   std::atomic<std::thread::id> running_in_{};
   Engine engine_;
-  std::once_flag transport_made_;
+  std::once_flag is_set_up_;
   std::shared_ptr<const Transport> transport_;
+  std::unique_ptr<Replays> replays_;  // none on the CPU
+  bool capture_ = true;
   std::function<void()> poll_;
   Disturbance disturbance_;
   std::optional<std::thread::id> closed_by_;

@@ -37,7 +37,10 @@ class Stream {
   static Stream other(at::Device device);
 
   at::Device device() const { return device_; }
+  // PyTorch's; not of the CPU.
+  c10::Stream whole() const { return stream_.value(); }
   bool is_cpu() const { return !stream_; }
+  bool operator==(const Stream& other) const { return device_ == other.device_ && stream_ == other.stream_; }
 
   // What is put on it from now on begins after a moment of another.
   void wait(const Moment& moment) const;

@@ -70,6 +70,16 @@ Transport::Transport(const std::vector<at::Device>& devices) {
   }
 }
 
+std::vector<Stream> Transport::streams() const {
+  std::vector<Stream> all;
+  for (const Stage& stage : stages_) {
+    all.push_back(stage.work);
+    all.push_back(stage.out);
+    all.insert(all.end(), stage.in.begin(), stage.in.end());
+  }
+  return all;
+}
+
 std::vector<Stream> Transport::callers() const {
   std::vector<Stream> found;
   if (is_cpu_) return found;

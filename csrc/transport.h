@@ -27,6 +27,8 @@ class Transport {
   explicit Transport(const std::vector<at::Device>& devices);
 
   const Stream& work(int32_t stage) const { return stages_[stage].work; }
+  // All there are; the first is the first stage's, for its work.
+  std::vector<Stream> streams() const;
   // Whether all stages run on the CPU: then all that follows does nothing.
   bool is_cpu() const { return is_cpu_; }
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from gpipe_fast._extension import Interpreted
+from gpipe_fast._extension import Interpreted, Pipeline
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
     Device,
@@ -71,6 +71,8 @@ class GPipe(Container):
         backend: ``'auto'`` lowers layers to C++ programs, and runs those that cannot be traced faithfully in
             Python, in the same schedule, after a warning that names stage, layer and reason; for ``'aten'``
             they are an error; ``'eager'`` runs all layers in Python.
+        capture: replay what runs on GPUs alone as CUDA graphs, from the third mini-batch of a shape on, as far as
+            it can be captured; ``doctor()`` says what is not. The CPU's stages have none.
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, or its skip connections do not match.
@@ -93,6 +95,7 @@ class GPipe(Container):
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
         backend: str = "auto",
+        capture: bool = True,
     ) -> None:
         super().__init__()
         # Checked in torchgpipe's order, then what is ours; nothing of the module is touched before.
@@ -111,20 +114,27 @@ class GPipe(Container):
             raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
         self.backend = backend
         self.threads_per_stage = None
+        self._capture = bool(capture)
         self._warned = False
         self._to_balance = balance is None and len(self.balance) > 1
         self._adopt(module)
         if self._deferred:
             defer(self)
         self._interpreted = Interpreted()
-        self._pipeline = open_pipeline(max(1, len(self.balance)), self._interpreted)
+        self._pipeline = self._open()
         self._begin()
+
+    def _open(self) -> Pipeline:
+        pipeline = open_pipeline(max(1, len(self.balance)), self._interpreted)
+        pipeline.set_capture(self._capture)
+        return pipeline
 
     def _begin(self) -> None:
         verify_skippables(self)
         self._layers = list(self)
         self._stages = _stages(self._layers, self.balance, self.devices, self._deferred)
         self._planner = Planner(self._stages, self.backend, self._interpreted)
+        self._pipeline.forget_replays()
         self._state = State(self._planner.remarks.in_python)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,8 +144,18 @@ class GPipe(Container):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._interpreted = Interpreted()
-        self._pipeline = open_pipeline(max(1, len(self.balance)), self._interpreted)
+        self._pipeline = self._open()
         self._begin()
+
+    @property
+    def capture(self) -> bool:
+        """Whether what runs on GPUs is captured and replayed; may be set between calls."""
+        return self._capture
+
+    @capture.setter
+    def capture(self, capture: bool) -> None:
+        self._capture = bool(capture)
+        self._pipeline.set_capture(self._capture)
 
     @property
     def chunks(self) -> int | Literal["auto"]:

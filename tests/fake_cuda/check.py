@@ -167,6 +167,9 @@ class Checker:
         clock, _ = self._place(stream)
         self._events[event, count] = dict(clock)
 
+    def _launch(self, line: Line) -> None:
+        """Of a graph: its lines come next."""
+
     def _wait(self, line: Line) -> None:
         stream, event, count = map(int, line.words)
         clock, _ = self._place(stream)

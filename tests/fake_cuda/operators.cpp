@@ -12,6 +12,8 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <functional>
 #include <optional>
 #include <set>
 #include <string>
@@ -19,6 +21,8 @@
 #include <vector>
 
 extern "C" void fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes);
+extern "C" int fake_cuda_capturing(cudaStream_t stream);
+extern "C" void fake_cuda_node(cudaStream_t stream, void (*run)(void*), void* data);
 
 namespace {
 
@@ -44,6 +48,22 @@ void log_access(const at::Tensor& tensor, bool writes) {
   }
 }
 
+// Whether a graph captures what is put on a device now; and what it does again at every launch. It lives on.
+bool captures(at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  return fake_cuda_capturing(c10::cuda::getCurrentCUDAStream().stream()) != 0;
+}
+void again(at::Device device, std::function<void()> run) {
+  const c10::cuda::CUDAGuard guard(device);
+  fake_cuda_node(
+      c10::cuda::getCurrentCUDAStream().stream(),
+      [](void* data) {
+        const at::AutoDispatchBelowADInplaceOrView below_autograd;
+        (*static_cast<std::function<void()>*>(data))();
+      },
+      new std::function<void()>(std::move(run)));
+}
+
 // The same memory as a tensor on the CPU.
 at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
@@ -64,6 +84,8 @@ class Call {
           to_cpu((*stack)[begin + i], info != nullptr && info->isWrite(), schema.arguments()[i].is_out());
     }
     TORCH_CHECK(device_.has_value(), "no tensor on a fake device: ", op_.operator_name());
+    const bool captured = captures(*device_);
+    const Stack arguments(stack->begin() + static_cast<int64_t>(begin), stack->end());
     {
       at::AutoDispatchBelowADInplaceOrView guard;
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -76,12 +98,55 @@ class Call {
       log_access(written, true);
     }
     const size_t results = stack->size() - schema.returns().size();
+    if (captured) {
+      TORCH_CHECK(resized_.empty(),
+                  "an output that is resized cannot be captured here: ", op_.operator_name());
+      capture(arguments, Stack(stack->begin() + static_cast<int64_t>(results), stack->end()));
+    }
     for (size_t i = results; i < stack->size(); ++i) {
       (*stack)[i] = to_device((*stack)[i]);
     }
   }
 
  private:
+  static std::vector<at::Tensor> tensors_of(const Stack& stack) {
+    std::vector<at::Tensor> found;
+    for (const c10::IValue& value : stack) {
+      if (value.isTensor()) {
+        found.push_back(value.toTensor());
+      } else if (value.isTensorList()) {
+        for (const at::Tensor& each : value.toTensorVector()) {
+          found.push_back(each);
+        }
+      }
+    }
+    return found;
+  }
+
+  // Computes the same with what then is in the same memory, into the same memory.
+  void capture(const Stack& arguments, const Stack& results) {
+    std::vector<at::Tensor> targets;
+    for (const at::Tensor& result : tensors_of(results)) {
+      const bool made = result.defined() && !given(result);
+      targets.push_back(made ? on_host(to_device(result)) : at::Tensor());
+    }
+    again(*device_, [op = op_, arguments, targets] {
+      Stack stack = arguments;
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+      const std::vector<at::Tensor> found = tensors_of(stack);
+      for (size_t i = 0; i < targets.size(); ++i) {
+        if (targets[i].defined()) {
+          targets[i].copy_(found.at(i));
+        }
+      }
+    });
+  }
+
+  bool given(const at::Tensor& own) const {
+    return std::any_of(known_.begin(), known_.end(),
+                       [&](const auto& pair) { return pair.first.is_same(own); });
+  }
+
   c10::IValue to_cpu(const c10::IValue& value, bool writes, bool out) {
     if (value.isTensor()) {
       return value.toTensor().defined() ? to_cpu(value.toTensor(), writes, out) : value;
@@ -151,6 +216,7 @@ class Call {
         at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(*device_));
     on_host(made).copy_(tensor);
     log_access(made, true);
+    known_.emplace_back(tensor, made);
     return made;
   }
 
@@ -174,6 +240,9 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (self.device() == source.device()) {
     log_access(source, false);
     on_host(self).copy_(on_host(source));
+    if (captures(self.device())) {
+      again(self.device(), [to = on_host(self), from = on_host(source)] { to.copy_(from); });
+    }
     log_access(self, true);
     return self;
   }
@@ -182,6 +251,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   const at::Tensor there = at::empty(source.sizes(), source.options().device(self.device()));
   at::native::copy_(const_cast<at::Tensor&>(there), dense, non_blocking);
   return self.copy_(there);
+}
+
+bool runs_on_cpu(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
 }
 
 bool is_view(const c10::FunctionSchema& schema) {
@@ -221,8 +295,8 @@ void take_over() {
       const auto op = c10::Dispatcher::singleton().findOp(name);
       const bool ours = name.name.rfind(std::string(name_space) + "::", 0) == 0 && op.has_value();
       if (!ours || !op->hasSchema() || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) ||
-          !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || kKept.count(name.name) != 0 ||
-          is_view(op->schema()) || !takes_tensors(op->schema())) {
+          !runs_on_cpu(*op) || kKept.count(name.name) != 0 || is_view(op->schema()) ||
+          !takes_tensors(op->schema())) {
         continue;
       }
       const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;

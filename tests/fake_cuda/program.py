@@ -2,8 +2,9 @@
 
 `program.py OPERATORS MODEL DEVICES WORD...`: loads the operators, trains a model of four stages on a device
 for each (``cuda:0,cpu,..``) in the checkpoint modes among the words, and compares all with the plain loop on
-the same devices. With ``aside`` the caller is on streams of its own; with ``disturbed`` workers are delayed,
-and steps that fail come between. Prints what differs, or "equal".
+the same devices. With ``captured`` runs are replayed as graphs, which must then come about; with ``aside`` the
+caller is on streams of its own; with ``disturbed`` workers are delayed, and steps that fail come between.
+Prints what differs, or "equal".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.skip import pop, skippable, stash
 
-BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 4
+BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 5
 LONGEST_DELAY_US = 1000
 
 
@@ -165,7 +166,15 @@ def fail(pipeline: GPipe, x: Tensor, action: str, seed: int) -> None:
     pipeline._pipeline.disturb(seed, LONGEST_DELAY_US)
 
 
-def unequal(model: str, devices: Sequence[str], checkpoint: str, disturbed: bool) -> list[str]:
+def not_replayed(pipeline: GPipe) -> list[str]:
+    """What is amiss with the graphs of a pipeline that has trained."""
+    reports = [report for report in pipeline._pipeline.replays() if report.as_they_are > 1]
+    if len(reports) != 1 or reports[0].obstacle or not (reports[0].forward and reports[0].backward):
+        return [f"not captured: {[(r.obstacle, r.forward, r.backward, r.as_they_are) for r in reports]}"]
+    return [] if reports[0].replays == STEPS - 2 else [f"replayed {reports[0].replays} times"]
+
+
+def unequal(model: str, devices: Sequence[str], checkpoint: str, words: Sequence[str]) -> list[str]:
     """What differs from the plain loop."""
     mark = ctypes.CDLL(None).fake_cuda_mark
     layers = layers_of(model)
@@ -175,6 +184,7 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str, disturbed: bool
         devices=devices,
         chunks=CHUNKS,
         checkpoint=checkpoint,
+        capture="captured" in words,
     )
     for index, layer in enumerate(layers):
         if not isinstance(layer, Tied):
@@ -185,7 +195,7 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str, disturbed: bool
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
     found = []
     for step in range(STEPS):
-        if disturbed:
+        if "disturbed" in words:
             for action in ("2F3", "1SEND_F6", "3RECV_F1", "2RECV_B4", "1SEND_B2"):
                 fail(pipeline, ours.x, action, step)
             for parameter in pipeline.parameters():
@@ -205,6 +215,8 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str, disturbed: bool
                 found.append(f"step {step}: {name}")
         ours.update()
         plain.update()
+    if "captured" in words:
+        found += not_replayed(pipeline)
     return found
 
 
@@ -214,14 +226,14 @@ def main() -> None:
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
     found = []
-    modes = [word for word in words if word not in ("aside", "disturbed")]
+    modes = [word for word in words if word not in ("aside", "captured", "disturbed")]
     with contextlib.ExitStack() as stack:
         if "aside" in words:
             for device in {device for device in devices.split(",") if device != "cpu"}:
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         for mode in modes:
             torch.manual_seed(0)
-            differs = unequal(model, devices.split(","), mode, "disturbed" in words)
+            differs = unequal(model, devices.split(","), mode, words)
             found += [f"{mode}: {what}" for what in differs]
     print("; ".join(found) or "equal")
 

@@ -8,8 +8,9 @@
 // The environment: FAKE_CUDA_DEVICES how many there are (4), FAKE_CUDA_PEERS=0 if none reaches another's memory,
 // FAKE_CUDA_LOG the file (none without it), FAKE_CUDA_LATE a seed: events then are found unfinished at times.
 
-#include <cuda_runtime_api.h>
+#include "graphs.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdarg>
 #include <cstdint>
@@ -22,19 +23,6 @@
 #include <set>
 #include <string>
 #include <tuple>
-
-// Opaque in CUDA's headers: handles point to these.
-struct CUstream_st {
-  int device;
-  int64_t number;
-  bool capturing;
-};
-struct CUevent_st {
-  int device;
-  int64_t number;
-  int64_t recorded;  // how many times
-  bool timing;
-};
 
 namespace {
 
@@ -146,7 +134,7 @@ cudaError_t deallocate(void* pointer) {
 
 CUstream_st* made_stream(int device) {
   static std::atomic<int64_t> next{0};
-  auto* const stream = new CUstream_st{device, next++, false};
+  auto* const stream = new CUstream_st{device, next++, nullptr};
   write("stream\t%ld\t%d", static_cast<long>(stream->number), device);
   return stream;
 }
@@ -189,16 +177,85 @@ const char* kind_name(const void* to, const void* from) {
   return names.at({word(source), word(target)});
 }
 
-cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, const char* how) {
-  write("%s\t%ld\t%s\t%p\t%p\t%zu", how, number(stream), kind_name(to, from), to, from, bytes);
-  std::memmove(to, from, bytes);
+std::string text(const char* format, ...) {
+  char found[256];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(found, sizeof(found), format, arguments);
+  va_end(arguments);
+  return found;
+}
+
+cudaError_t invalidate(Capture& capture, cudaError_t error) {
+  capture.valid = false;
+  return fail(error);
+}
+
+// Something on a stream: `kind stream rest` in the log, now or whenever a graph is launched that captures it.
+cudaError_t put(cudaStream_t given, const std::string& kind, const std::string& rest,
+                const std::function<void()>& run = {}, int64_t event = 0, int64_t count = 0) {
+  CUstream_st* const stream = of(given);
+  const std::shared_ptr<Capture> capture = stream->capture;
+  if (capture && !capture->valid) {
+    return fail(cudaErrorStreamCaptureInvalidated);
+  }
+  if (!capture) {
+    write("%s\t%ld\t%s", kind.c_str(), static_cast<long>(stream->number), rest.c_str());
+  }
+  if (run) {
+    run();
+  }
+  if (capture) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    capture->add({stream, kind, rest, event, count, run});
+  }
   return cudaSuccess;
 }
 
+// In a capture, which would compute nothing yet.
+void note_written(cudaStream_t stream, void* to, size_t bytes) {
+  if (const std::shared_ptr<Capture> capture = of(stream)->capture) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    capture->written.emplace_back(to, bytes);
+  }
+}
+
+cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, const char* how) {
+  const std::string kind = kind_name(to, from);
+  if (of(stream)->capture && kind.find('h') != std::string::npos) {
+    return invalidate(*of(stream)->capture, cudaErrorStreamCaptureUnsupported);
+  }
+  note_written(stream, to, bytes);
+  return put(stream, how, text("%s\t%p\t%p\t%zu", kind.c_str(), to, from, bytes),
+             [=] { std::memmove(to, from, bytes); });
+}
+
 cudaError_t set(void* to, int value, size_t bytes, cudaStream_t stream) {
-  write("memset\t%ld\t%p\t%zu", number(stream), to, bytes);
-  std::memset(to, value, bytes);
-  return cudaSuccess;
+  note_written(stream, to, bytes);
+  return put(stream, "memset", text("%p\t%zu", to, bytes), [=] { std::memset(to, value, bytes); });
+}
+
+// Whatever the host asks of a stream that is being captured ends the capture.
+cudaError_t ask(cudaStream_t stream) {
+  const std::shared_ptr<Capture> capture = of(stream)->capture;
+  return capture ? invalidate(*capture, cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
+cudaError_t ask(cudaEvent_t event) {
+  if (!event->capture) {
+    return cudaSuccess;
+  }
+  return event->capture->active ? invalidate(*event->capture, cudaErrorCapturedEvent)
+                                : fail(cudaErrorCapturedEvent);
+}
+
+std::set<Capture*>& captures() {
+  static auto* const found = new std::set<Capture*>;
+  return *found;
+}
+
+int64_t next_event_count() {
+  static std::atomic<int64_t> next{int64_t{1} << 40};
+  return next++;
 }
 
 std::set<std::pair<int, int>>& enabled_peers() {
@@ -213,7 +270,18 @@ extern "C" {
 // For operators.cpp and for marks of the tests.
 
 void fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes) {
-  write("%s\t%ld\t%p\t%zu", writes != 0 ? "write" : "read", number(stream), pointer, bytes);
+  if (writes != 0) {
+    note_written(stream, const_cast<void*>(pointer), bytes);
+  }
+  (void)put(stream, writes != 0 ? "write" : "read", text("%p\t%zu", pointer, bytes));
+}
+
+// What an operator computes, again at every launch of a graph that captures it; null where none does.
+int fake_cuda_capturing(cudaStream_t stream) { return of(stream)->capture != nullptr ? 1 : 0; }
+void fake_cuda_node(cudaStream_t stream, void (*run)(void*), void* data) {
+  const std::shared_ptr<Capture> capture = of(stream)->capture;
+  const std::lock_guard<std::mutex> lock(mutex);
+  capture->add({of(stream), "", "", 0, 0, [run, data] { run(data); }});
 }
 
 void fake_cuda_mark(const char* text) { write("mark\t%s", text); }
@@ -313,6 +381,9 @@ cudaError_t cudaDeviceEnablePeerAccess(int other, unsigned int) {
                                                                 : fail(cudaErrorPeerAccessAlreadyEnabled);
 }
 cudaError_t cudaDeviceSynchronize() {
+  for (Capture* capture : captures()) {
+    return invalidate(*capture, cudaErrorStreamCaptureUnsupported);
+  }
   write("synchronize device\t%d", current_device);
   return cudaSuccess;
 }
@@ -394,6 +465,9 @@ cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (const cudaError_t error = ask(stream); error != cudaSuccess) {
+    return error;
+  }
   if (late()) {
     return cudaErrorNotReady;
   }
@@ -401,24 +475,42 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (const cudaError_t error = ask(stream); error != cudaSuccess) {
+    return error;
+  }
   write("synchronize stream\t%ld", number(stream));
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
-  write("wait\t%ld\t%ld\t%ld", number(stream), static_cast<long>(event->number),
-        static_cast<long>(event->recorded));
+  CUstream_st* const waiting = of(stream);
+  if (event->capture && !event->capture->active) {
+    return fail(cudaErrorCapturedEvent);
+  }
+  if (waiting->capture && waiting->capture != event->capture) {
+    return invalidate(*waiting->capture, cudaErrorStreamCaptureIsolation);
+  }
+  if (event->capture) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    waiting->capture = event->capture;
+    event->capture->join(waiting, event->clock);
+  }
+  return put(stream, "wait",
+             text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), {},
+             event->number, event->recorded);
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  const std::shared_ptr<Capture> capture = of(stream)->capture;
+  *status = !capture         ? cudaStreamCaptureStatusNone
+            : capture->valid ? cudaStreamCaptureStatusActive
+                             : cudaStreamCaptureStatusInvalidated;
   return cudaSuccess;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
-                                     size_t* count) {
-  *status = cudaStreamCaptureStatusNone;
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
+                                     const cudaGraphEdgeData**, size_t* count) {
+  (void)cudaStreamIsCapturing(stream, status);
   if (id != nullptr) {
-    *id = 0;
+    *id = of(stream)->capture ? static_cast<unsigned long long>(of(stream)->capture->id) : 0;
   }
   if (count != nullptr) {
     *count = 0;
@@ -427,11 +519,103 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 
+// Graphs.
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  static std::atomic<int64_t> next{1};
+  if (of(stream)->capture) {
+    return fail(cudaErrorIllegalState);
+  }
+  auto capture = std::make_shared<Capture>();
+  capture->origin = of(stream);
+  capture->id = next++;
+  const std::lock_guard<std::mutex> lock(mutex);
+  capture->clocks[capture->origin];
+  captures().insert(capture.get());
+  of(stream)->capture = std::move(capture);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  const std::shared_ptr<Capture> capture = of(stream)->capture;
+  *graph = nullptr;
+  if (!capture || capture->origin != of(stream)) {
+    return fail(cudaErrorStreamCaptureUnmatched);
+  }
+  capture->active = false;
+  for (const auto& [pointer, bytes] : capture->written) {
+    if (block_of(pointer) != nullptr) {
+      std::memset(pointer, 0xff, bytes);
+    }
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  captures().erase(capture.get());
+  for (auto& [member, clock] : capture->clocks) {
+    member->capture.reset();
+  }
+  if (!capture->valid) {
+    return fail(cudaErrorStreamCaptureInvalidated);
+  }
+  if (!capture->joined()) {
+    return fail(cudaErrorStreamCaptureUnjoined);
+  }
+  *graph = new CUgraph_st{capture};
+  return cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  *count = graph->capture->nodes.size();
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+  *executable = new CUgraphExec_st{graph->capture};
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+  delete executable;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
+  const Capture& graph = *executable->capture;
+  std::map<CUstream_st*, long> streams;
+  for (const auto& [member, clock] : graph.clocks) {
+    streams[member] = static_cast<long>(made_stream(member->device)->number);
+  }
+  const auto order = [](long before, long after) {
+    const auto count = static_cast<long>(next_event_count());
+    write("record\t%ld\t-1\t%ld", before, count);
+    write("wait\t%ld\t-1\t%ld", after, count);
+  };
+  write("launch\t%ld", number(stream));
+  order(number(stream), streams.at(graph.origin));
+  std::map<std::pair<int64_t, int64_t>, long> counts;
+  for (const Node& node : graph.nodes) {
+    std::string rest = node.rest;
+    if (node.kind == "record" || node.kind == "wait") {
+      const auto [found, made] = counts.try_emplace({node.event, node.count}, 0);
+      if (made) {
+        found->second = static_cast<long>(next_event_count());
+      }
+      rest = text("%ld\t%ld", static_cast<long>(node.event), found->second);
+    }
+    if (!node.kind.empty()) {
+      write("%s\t%ld\t%s", node.kind.c_str(), streams.at(node.stream), rest.c_str());
+    }
+    if (node.run) {
+      node.run();
+    }
+  }
+  order(streams.at(graph.origin), number(stream));
+  return cudaSuccess;
+}
+
 // Events.
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
   static std::atomic<int64_t> next{0};
-  *event = new CUevent_st{current_device, next++, 0, (flags & cudaEventDisableTiming) == 0};
+  *event = new CUevent_st{current_device, next++, 0, (flags & cudaEventDisableTiming) == 0, nullptr};
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
@@ -444,14 +628,24 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return fail(cudaErrorInvalidResourceHandle);
   }
   ++event->recorded;
-  write("record\t%ld\t%ld\t%ld", number(stream), static_cast<long>(event->number),
-        static_cast<long>(event->recorded));
-  return cudaSuccess;
+  const cudaError_t done =
+      put(stream, "record",
+          text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), {},
+          event->number, event->recorded);
+  const std::lock_guard<std::mutex> lock(mutex);
+  event->capture = of(stream)->capture;
+  if (event->capture) {
+    event->clock = event->capture->clocks[of(stream)];
+  }
+  return done;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned int) {
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (const cudaError_t error = ask(event); error != cudaSuccess) {
+    return error;
+  }
   if (late()) {
     return cudaErrorNotReady;
   }
@@ -459,6 +653,9 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (const cudaError_t error = ask(event); error != cudaSuccess) {
+    return error;
+  }
   write("synchronize event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
   return cudaSuccess;
 }
@@ -482,7 +679,7 @@ int cuGetErrorString(int, const char** text) {
 }
 int cuLaunchKernel(void* kernel, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,
                    unsigned int, unsigned int, cudaStream_t stream, void**, void**) {
-  write("kernel\t%ld\t%p", number(stream), kernel);
+  (void)put(stream, "kernel", text("%p", kernel));
   return 0;
 }
 
@@ -522,12 +719,14 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
 // Kernels do not run.
 
 cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
-  write("kernel\t%ld\t%p", number(stream), kernel);
-  return cudaSuccess;
+  return put(stream, "kernel", text("%p", kernel));
+}
+// As newer headers have it.
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return put(stream, "kernel", text("%p", static_cast<const void*>(kernel)));
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
-  write("kernel\t%ld\t%p", number(config->stream), kernel);
-  return cudaSuccess;
+  return put(config->stream, "kernel", text("%p", kernel));
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   std::memset(found, 0, sizeof(*found));

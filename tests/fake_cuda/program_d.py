@@ -1,0 +1,242 @@
+"""Steps of pipelines on devices that are not there; run by test_fake_cuda.py with runtime.cpp preloaded.
+
+`program.py OPERATORS MODEL DEVICES WORD...`: loads the operators, trains a model of four stages on a device
+for each (``cuda:0,cpu,..``) in the checkpoint modes among the words, and compares all with the plain loop on
+the same devices. With ``captured`` runs are replayed as graphs, which must then come about; with ``aside`` the
+caller is on streams of its own; with ``disturbed`` workers are delayed, and steps that fail come between.
+Prints what differs, or "equal".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import sys
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe, keyed_rng
+from gpipe_fast.skip import pop, skippable, stash
+
+BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 5
+LONGEST_DELAY_US = 1000
+
+
+@skippable(stash=["skip"])
+class Down(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        yield stash("skip", x)
+        return x.tanh()
+
+
+@skippable(pop=["skip"])
+class Up(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        skip = yield pop("skip")
+        return x + skip.to(x.device)
+
+
+class Several(nn.Module):
+    """Returns what is not laid out as usual, and integers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.t(), x[:, ::2], torch.full_like(x, 3, dtype=torch.int64)
+
+
+class One(nn.Module):
+    def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        turned, half, threes = values
+        return turned.t() * threes + torch.cat([half, half], -1)
+
+
+class Tied(nn.Module):
+    """Uses a weight that is another layer's, and perhaps on another device."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.device))
+
+
+class Branching(nn.Module):
+    """Cannot be traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if x.sum() > 0 else x.sigmoid()
+
+
+def layers_of(model: str) -> list[nn.Module]:
+    """Four stages of two layers, whichever devices they are on."""
+    linear = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    norm = nn.LayerNorm(WIDTH)
+    if model == "mlp":
+        return [linear[0], nn.GELU(), linear[1], norm, linear[2], nn.ReLU(), linear[3], nn.Tanh()]
+    if model == "skips":
+        return [Down(), linear[0], linear[1], nn.GELU(), linear[2], norm, Up(), linear[3]]
+    if model == "several":
+        return [linear[0], Several(), One(), linear[1], Several(), One(), linear[2], norm]
+    if model == "batch norm":
+        return [
+            linear[0],
+            nn.BatchNorm1d(WIDTH),
+            linear[1],
+            nn.BatchNorm1d(WIDTH),
+            *linear[2:],
+            nn.Tanh(),
+            norm,
+        ]
+    if model == "tied":
+        return [linear[0], nn.GELU(), linear[1], norm, Tied(linear[0]), nn.GELU(), linear[2], nn.Tanh()]
+    if model == "dropout":
+        return [
+            linear[0],
+            nn.Dropout(0.3),
+            linear[1],
+            nn.Dropout(0.5),
+            linear[2],
+            norm,
+            linear[3],
+            nn.Dropout(0.1),
+        ]
+    assert model == "python", model
+    return [linear[0], nn.GELU(), Branching(), norm, linear[2], nn.ReLU(), linear[3], Branching()]
+
+
+def moved(value: object, device: str) -> object:
+    if isinstance(value, tuple):
+        return tuple(moved(each, device) for each in value)
+    assert isinstance(value, Tensor)
+    return value.to(device)
+
+
+class Moving(nn.Sequential):
+    """Moves what goes from one stage to another."""
+
+    def __init__(self, layers: Sequence[nn.Module], devices: Sequence[str]) -> None:
+        super().__init__(*layers)
+        self.devices = devices
+
+    def forward(self, value: object) -> object:
+        for index, layer in enumerate(self):
+            value = layer(moved(value, self.devices[index // 2]))
+        return value
+
+
+class Trained:
+    """A model, what trains it, and its input."""
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        self.model = model
+        self.x = x.clone().requires_grad_()
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, buffers and gradients."""
+        named = {
+            **dict(self.model.named_parameters()),
+            **dict(self.model.named_buffers()),
+            "the input": self.x,
+        }
+        gradients = {f"gradient of {name}": t.grad for name, t in named.items() if t.grad is not None}
+        return {name: t.detach().cpu() for name, t in (named | gradients).items()}
+
+    def backward(self, y: Tensor) -> None:
+        y.square().mean().backward()
+
+    def update(self) -> None:
+        """Everything that the step has read is changed, as soon as it may be."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.x.grad = None
+        with torch.no_grad():
+            self.x.add_(0.1)
+
+
+def fail(pipeline: GPipe, x: Tensor, action: str, seed: int) -> None:
+    """A step in which an action fails; what was made is dropped at once, whatever is still under way."""
+    pipeline._pipeline.disturb(seed, LONGEST_DELAY_US, [(action, 1, "ValueError")])
+    with pytest.raises(ValueError, match=rf"\(in action {action}\)"):
+        pipeline(x.detach().requires_grad_()).sum().backward()
+    pipeline._pipeline.disturb(seed, LONGEST_DELAY_US)
+
+
+def not_replayed(pipeline: GPipe) -> list[str]:
+    """What is amiss with the graphs of a pipeline that has trained."""
+    reports = [report for report in pipeline._pipeline.replays() if report.as_they_are > 1]
+    if len(reports) != 1 or reports[0].obstacle or not (reports[0].forward and reports[0].backward):
+        return [f"not captured: {[(r.obstacle, r.forward, r.backward, r.as_they_are) for r in reports]}"]
+    return [] if reports[0].replays == STEPS - 2 else [f"replayed {reports[0].replays} times"]
+
+
+def unequal(model: str, devices: Sequence[str], checkpoint: str, words: Sequence[str]) -> list[str]:
+    """What differs from the plain loop."""
+    mark = ctypes.CDLL(None).fake_cuda_mark
+    layers = layers_of(model)
+    pipeline = GPipe(
+        nn.Sequential(*copy.deepcopy(layers)),
+        [2] * len(devices),
+        devices=devices,
+        chunks=CHUNKS,
+        checkpoint=checkpoint,
+        capture="captured" in words,
+    )
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, Tied):
+            layer.to(devices[index // 2])
+    x = torch.randn(BATCH, WIDTH).to(devices[0])
+    ours, plain = Trained(pipeline, x), Trained(Moving(layers, devices), x)
+    # Gradients of a shared parameter are added in another order.
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
+    found = []
+    for step in range(STEPS):
+        if "disturbed" in words:
+            for action in ("2F3", "1SEND_F6", "3RECV_F1", "2RECV_B4", "1SEND_B2"):
+                fail(pipeline, ours.x, action, step)
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+        torch.manual_seed(step)
+        # Plans are made by the first steps.
+        mark(b"begin" if step > 1 else b"plan")
+        ours.backward(pipeline(ours.x))
+        mark(b"end")
+        torch.manual_seed(step)
+        with keyed_rng(plain.model):
+            plain.backward(torch.cat([plain.model(part) for part in plain.x.chunk(CHUNKS)]))
+        state, expected = ours.state(), plain.state()
+        assert state.keys() == expected.keys()
+        for name, tensor in state.items():
+            if not torch.allclose(tensor, expected[name], **tolerance):
+                found.append(f"step {step}: {name} {tensor.flatten()[:3].tolist()} {expected[name].flatten()[:3].tolist()}")
+        ours.update()
+        plain.update()
+    if "captured" in words:
+        found += not_replayed(pipeline)
+    return found
+
+
+def main() -> None:
+    operators, model, devices, *words = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.backends.cudnn.enabled = False
+    torch.set_num_threads(1)
+    found = []
+    modes = [word for word in words if word not in ("aside", "captured", "disturbed")]
+    with contextlib.ExitStack() as stack:
+        if "aside" in words:
+            for device in {device for device in devices.split(",") if device != "cpu"}:
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        for mode in modes:
+            torch.manual_seed(0)
+            differs = unequal(model, devices.split(","), mode, words)
+            found += [f"{mode}: {what}" for what in differs]
+    print("; ".join(found) or "equal")
+
+
+if __name__ == "__main__":
+    main()
