@@ -31,6 +31,7 @@ Plan = _C.Plan
 Port = _C.Port
 PortedProgram = _C.PortedProgram
 Program = _C.Program
+ReplayReport = _C.ReplayReport
 Role = _C.Role
 Segment = _C.Segment
 Snapshot = _C.Snapshot

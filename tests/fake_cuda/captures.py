@@ -1,0 +1,277 @@
+"""What comes between replays; run by test_fake_cuda_graphs.py with runtime.cpp preloaded.
+
+`captures.py OPERATORS CASE DEVICES`: loads the operators, and compares a pipeline whose runs are replayed as graphs with
+the plain loop, through what the case does to it. Prints what differs, or "equal".
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from program import BATCH, CHUNKS, WIDTH, Moving, layers_of
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast._extension import ReplayReport
+
+
+class ThroughTheHost(nn.Module):
+    """Waits for its device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cpu().to(x.device) * 2
+
+
+class Both:
+    """A pipeline and the plain loop, which do the same; what differs is noted."""
+
+    def __init__(self, layers: Sequence[nn.Module], devices: Sequence[str], checkpoint: str = "always") -> None:
+        self.devices = devices
+        self.pipeline = GPipe(
+            nn.Sequential(*copy.deepcopy(list(layers))),
+            [2] * len(devices),
+            devices=devices,
+            chunks=CHUNKS,
+            checkpoint=checkpoint,
+        )
+        for index, layer in enumerate(layers):
+            layer.to(devices[index // 2])
+        self.loop = Moving(layers, devices)
+        self.found: list[str] = []
+        self._mark = ctypes.CDLL(None).fake_cuda_mark
+        self._count = 0
+
+    def plain(self, x: Tensor) -> Tensor:
+        return torch.cat([self.loop(part) for part in x.chunk(CHUNKS)])  # type: ignore[arg-type]
+
+    def each(self, do: Callable[[Callable[[Tensor], Tensor], nn.Module], object]) -> None:
+        """Does something with both, and compares what it returns and all gradients."""
+        self._mark(b"begin")
+        ours = do(self.pipeline, self.pipeline)
+        self._mark(b"end")
+        self.compare("returned", ours, do(self.plain, self.loop))
+        pairs = zip(self.pipeline.parameters(), self.loop.parameters(), strict=True)
+        for index, (parameter, expected) in enumerate(pairs):
+            self.compare(f"gradient {index}", parameter.grad, expected.grad)
+        self.clear()
+
+    def clear(self) -> None:
+        for parameter in (*self.pipeline.parameters(), *self.loop.parameters()):
+            parameter.grad = None
+
+    def compare(self, what: str, ours: object, expected: object) -> None:
+        self._count += 1
+        if isinstance(ours, (list, tuple)) and isinstance(expected, (list, tuple)):
+            equal = all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(ours, expected, strict=True))
+        elif isinstance(ours, Tensor) and isinstance(expected, Tensor):
+            equal = torch.equal(ours.cpu(), expected.cpu())
+        else:
+            equal = ours is None and expected is None
+        if not equal:
+            self.found.append(f"{self._count}: {what}")
+
+    def input(self, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return torch.randn(BATCH, WIDTH).to(self.devices[0])
+
+    def step(self, seed: int) -> None:
+        def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> object:
+            x = self.input(seed).requires_grad_()
+            y = model(x)
+            y.square().mean().backward()
+            return [y.detach(), x.grad]
+
+        self.each(do)
+
+    def warm(self) -> None:
+        for seed in range(4):
+            self.step(seed)
+
+    def reports(self) -> list[ReplayReport]:
+        return [r for r in self.pipeline._pipeline.replays() if r.as_they_are + r.replays > 2]
+
+    def expect(self, what: str, holds: bool) -> None:
+        if not holds:
+            self.found.append(what)
+
+
+def replaced_parameter(both: Both) -> None:
+    """At another address: captured again."""
+    both.warm()
+    for model in (both.pipeline, both.loop):
+        weight = next(model.parameters())
+        weight.data = weight.data * 2 + 1
+    for seed in range(3):
+        both.step(seed)
+    (report,) = both.reports()
+    both.expect("all but two are replayed", (report.as_they_are, report.replays) == (2, 5))
+
+
+def two_at_once(both: Both) -> None:
+    """The second forward comes before the first backward."""
+    both.warm()
+
+    def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> object:
+        first, second = model(both.input(1)), model(both.input(2))
+        (first.square().mean() + second.mean()).backward()
+        return [first.detach(), second.detach()]
+
+    for _ in range(2):
+        both.each(do)
+    both.step(3)
+    (report,) = both.reports()
+    both.expect("one of two is replayed", (report.as_they_are, report.replays) == (4, 5))
+
+
+def backward_twice(both: Both) -> None:
+    both.warm()
+
+    def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> object:
+        x = both.input(1).requires_grad_()
+        y = model(x)
+        y.square().mean().backward(retain_graph=True)
+        y.sum().backward()
+        return [x.grad]
+
+    for _ in range(2):
+        both.each(do)
+    (report,) = both.reports()
+    both.expect("all but two are replayed", (report.as_they_are, report.replays) == (2, 4))
+
+
+def inference(both: Both) -> None:
+    """What was returned stays as it is."""
+
+    def do(model: Callable[[Tensor], Tensor], module: nn.Module) -> object:
+        module.eval()
+        with torch.no_grad():
+            return [model(both.input(seed)) for seed in range(5)]
+
+    both.each(do)
+    (report,) = both.reports()
+    both.expect("the forward is captured alone", report.forward and not report.backward)
+    both.expect("all but two are replayed", (report.as_they_are, report.replays) == (2, 3))
+
+
+def kept_gradients(both: Both) -> None:
+    """Gradients of one step are not the next one's memory."""
+    both.warm()
+
+    def do(model: Callable[[Tensor], Tensor], module: nn.Module) -> object:
+        kept = []
+        for seed in range(3):
+            model(both.input(seed)).square().mean().backward()
+            kept += [parameter.grad for parameter in module.parameters()]
+            for parameter in module.parameters():
+                parameter.grad = None
+        for seed in range(2):  # added to what is there
+            model(both.input(seed)).square().mean().backward()
+        return kept
+
+    both.each(do)
+
+
+def cannot_be_captured(both: Both) -> None:
+    """Runs as it is, and says why."""
+    both.warm()
+    both.step(5)
+    (report,) = both.reports()
+    both.expect("nothing is replayed", (report.as_they_are, report.replays) == (5, 0))
+    both.expect(f"the obstacle is known: {report.obstacle}", "captur" in report.obstacle)
+
+
+def turned_off(both: Both) -> None:
+    """Between a forward and its backward too."""
+    both.warm()
+
+    def do(model: Callable[[Tensor], Tensor], module: nn.Module) -> object:
+        y = model(both.input(1))
+        both.pipeline.capture = False
+        y.square().mean().backward()
+        return [y.detach()]
+
+    both.each(do)
+    both.step(2)
+    both.expect("no graph is left", both.reports() == [])
+    both.pipeline.capture = True
+    both.warm()
+    (report,) = both.reports()
+    both.expect("all but two are replayed again", (report.as_they_are, report.replays) == (2, 2))
+
+
+def settings(both: Both) -> None:
+    """Under which it was captured: with others it is captured anew."""
+    both.warm()
+    torch.use_deterministic_algorithms(True)
+    for seed in range(4):
+        both.step(seed)
+    (report,) = both.reports()
+    both.expect("it warms up again", report.replays == 4)
+
+
+def other_shapes(both: Both) -> None:
+    """In turn."""
+    for seed in range(5):
+        both.step(seed)
+
+        def do(model: Callable[[Tensor], Tensor], _: nn.Module, seed: int = seed) -> object:
+            y = model(both.input(seed)[: BATCH // 2])
+            y.square().mean().backward()
+            return [y.detach()]
+
+        both.each(do)
+    both.expect("both are captured", [r.forward and r.backward for r in both.reports()] == [True, True])
+
+
+def threads(both: Both) -> None:
+    """Each on a stream of its own."""
+    both.warm()
+    for seed in range(4):
+
+        def run(seed: int = seed) -> None:
+            with torch.cuda.stream(torch.cuda.Stream(both.devices[0])):
+                both.step(seed)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        replaced_parameter,
+        two_at_once,
+        backward_twice,
+        inference,
+        kept_gradients,
+        cannot_be_captured,
+        turned_off,
+        settings,
+        other_shapes,
+        threads,
+    )
+}
+
+
+def main() -> None:
+    operators, case, devices = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.backends.cudnn.enabled = False
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = layers_of("mlp")
+    if case == "cannot_be_captured":
+        layers[3] = ThroughTheHost()
+    both = Both(layers, devices.split(","))
+    CASES[case](both)
+    print("; ".join(both.found) or "equal")
+
+
+if __name__ == "__main__":
+    main()
