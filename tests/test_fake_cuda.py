@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python")
+MODELS += ("convolutions", "convolutions, channels last")
 FOUR, ONE, MIXED = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:1,cuda:1,cuda:1,cuda:1", "cuda:0,cpu,cuda:0,cuda:1"
 # The host waits for what a stage on the CPU receives, and for what layers in Python ask.
 MAY_WAIT = {"python"}

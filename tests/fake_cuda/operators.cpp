@@ -283,6 +283,9 @@ const std::set<std::string> kKept = {"aten::set_",      "aten::resize_",       "
                                      "aten::empty",     "aten::empty_strided", "aten::is_set_to",
                                      "aten::copy_",     "aten::_reshape_alias"};
 
+// Made of other operators on every device, but of others on a GPU than on the CPU: the CPU's bits are wanted.
+const std::set<std::string> kComposite = {"aten::convolution", "aten::convolution_backward"};
+
 std::vector<torch::Library>& libraries() {
   static auto* const kept = new std::vector<torch::Library>;
   return *kept;
@@ -294,9 +297,12 @@ void take_over() {
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
       const auto op = c10::Dispatcher::singleton().findOp(name);
       const bool ours = name.name.rfind(std::string(name_space) + "::", 0) == 0 && op.has_value();
-      if (!ours || !op->hasSchema() || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) ||
-          !runs_on_cpu(*op) || kKept.count(name.name) != 0 || is_view(op->schema()) ||
-          !takes_tensors(op->schema())) {
+      if (!ours || !op->hasSchema()) {
+        continue;
+      }
+      const bool of_both = op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && runs_on_cpu(*op);
+      if (!(of_both || kComposite.count(name.name) != 0) || kKept.count(name.name) != 0 ||
+          is_view(op->schema()) || !takes_tensors(op->schema())) {
         continue;
       }
       const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;

@@ -93,6 +93,17 @@ def layers_of(model: str) -> list[nn.Module]:
         ]
     if model == "tied":
         return [linear[0], nn.GELU(), linear[1], norm, Tied(linear[0]), nn.GELU(), linear[2], nn.Tanh()]
+    if model.startswith("convolutions"):
+        return [
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 6, 3, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(6, 6, 3, padding=1, groups=2),
+            nn.BatchNorm2d(6),
+            nn.ConvTranspose2d(6, 3, 2),
+            nn.Tanh(),
+        ]
     if model == "dropout":
         return [
             linear[0],
@@ -106,6 +117,14 @@ def layers_of(model: str) -> list[nn.Module]:
         ]
     assert model == "python", model
     return [linear[0], nn.GELU(), Branching(), norm, linear[2], nn.ReLU(), linear[3], Branching()]
+
+
+def batch_of(model: str) -> Tensor:
+    """A mini-batch for it."""
+    if not model.startswith("convolutions"):
+        return torch.randn(BATCH, WIDTH)
+    images = torch.randn(BATCH, 3, 7, 7)
+    return images.to(memory_format=torch.channels_last) if model.endswith("channels last") else images
 
 
 def moved(value: object, device: str) -> object:
@@ -178,6 +197,8 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str, words: Sequence
     """What differs from the plain loop."""
     mark = ctypes.CDLL(None).fake_cuda_mark
     layers = layers_of(model)
+    if model.endswith("channels last"):
+        nn.Sequential(*layers).to(memory_format=torch.channels_last)
     pipeline = GPipe(
         nn.Sequential(*copy.deepcopy(layers)),
         [2] * len(devices),
@@ -189,7 +210,7 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str, words: Sequence
     for index, layer in enumerate(layers):
         if not isinstance(layer, Tied):
             layer.to(devices[index // 2])
-    x = torch.randn(BATCH, WIDTH).to(devices[0])
+    x = batch_of(model).to(devices[0])
     ours, plain = Trained(pipeline, x), Trained(Moving(layers, devices), x)
     # Gradients of a shared parameter are added in another order.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
