@@ -152,7 +152,10 @@ void MiniBatch::end_forward() {
     const std::vector<Statistics>& statistics = plan_->stages[index].statistics;
     for (size_t i = 0; i < statistics.size(); ++i) statistics[i].end(stage.buffers, stage.statistics[i]);
     for (size_t i = 0; i < stage.buffers.size(); ++i) {
-      if (!stage.buffers[i].is_same(stage.module_buffers[i])) stage.module_buffers[i].copy_(stage.buffers[i]);
+      const at::Tensor &own = stage.module_buffers[i], &found = stage.buffers[i];
+      if (found.is_same(own)) continue;
+      own.copy_(found);
+      Stream::of_thread(own.device()).uses(found);
     }
     stage.buffers.clear();
     stage.statistics.clear();

@@ -10,7 +10,9 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <memory>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -97,6 +99,50 @@ Tensors join_gradients(const std::vector<Tensors>& microbatches, const std::vect
   }
   return joined;
 }
+
+// Streams made the calling thread's.
+class On {
+ public:
+  explicit On(const std::vector<Stream>& streams) {
+    for (const Stream& stream : streams) current_.push_back(std::make_unique<Stream::Current>(stream));
+  }
+  ~On() {
+    while (!current_.empty()) current_.pop_back();
+  }
+  On(const On&) = delete;
+  On& operator=(const On&) = delete;
+
+ private:
+  std::vector<std::unique_ptr<Stream::Current>> current_;
+};
+
+// A thread of autograd's has the stream of the outputs' device alone from the forward's caller, and knows of work on no
+// other. So a backward is on the forward's streams, after what is on the thread's; and the outputs' comes after it.
+class OfForward {
+ public:
+  OfForward(std::vector<Stream> own, const std::vector<Stream>& forward)
+      : own_(std::move(own)), forward_(forward) {
+    for (size_t i = 0; i < own_.size(); ++i) follow(forward_[i], own_[i]);
+    on_.emplace(forward_);
+  }
+  ~OfForward() {
+    for (size_t i = 0; i < own_.size(); ++i) {
+      follow(own_[i], forward_[i]);
+      if (i + 1 < own_.size()) follow(own_.back(), forward_[i]);
+    }
+  }
+  OfForward(const OfForward&) = delete;
+  OfForward& operator=(const OfForward&) = delete;
+
+ private:
+  static void follow(const Stream& later, const Stream& stream) {
+    if (!(later == stream)) later.wait(Moment(stream));
+  }
+
+  const std::vector<Stream> own_;  // one for each stage, as are the others
+  const std::vector<Stream>& forward_;
+  std::optional<On> on_;
+};
 
 struct AbandonOnError {
   ~AbandonOnError() {
@@ -186,7 +232,7 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
   const std::shared_ptr<const Plan>& plan = minibatch->plan();
   const int64_t num_parts = plan->num_microbatches();
   const std::vector<Stream>& callers = minibatch->callers();
-  const RunOf of{*minibatch, callers, inputs, 0, [&](const Tensors& tensors) {
+  const RunOf of{*minibatch, inputs, 0, [&](const Tensors& tensors) {
                    return cut(tensors, num_parts, [&](size_t i) {
                      return plan->replicated[i] ? Tensors(num_parts, tensors[i])
                                                 : tensors[i].chunk(num_parts);
@@ -196,7 +242,7 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
   if (replays_are_due()) {
     if (const auto* parts = replays_->forward(minibatch, of, another)) return *parts;
   }
-  run(plan->forward, *minibatch, callers);
+  run(plan->forward, *minibatch);
   if (replays_) replays_->after_forward(plan);
   std::vector<Boundary> parts = minibatch->take_outputs();
   for (const Boundary& part : parts) {
@@ -207,6 +253,7 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
 
 Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors& gradients,
                                             const Sizes& sizes, bool retain) {
+  const OfForward streams(transport_->callers(), minibatch.callers());
   std::shared_ptr<const Plan> plan = minibatch.plan();
   std::vector<bool> defined;
   for (const at::Tensor& gradient : gradients) defined.push_back(gradient.defined());
@@ -214,9 +261,8 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
     GPIPE_CHECK(plan->instead, "gradients of other outputs came than can come");
     plan = plan->instead(defined);
   }
-  // A backward runs in a thread of autograd's, where only one device's stream is the caller's.
-  const std::vector<Stream> callers = transport_->callers();
-  const RunOf of{minibatch, callers, gradients, plan->stages.size() - 1, [&](const Tensors& tensors) {
+  const std::vector<Stream>& callers = minibatch.callers();
+  const RunOf of{minibatch, gradients, plan->stages.size() - 1, [&](const Tensors& tensors) {
                    return cut(tensors, plan->num_microbatches(),
                               [&](size_t i) { return tensors[i].split_with_sizes(sizes[i]); });
                  }};
@@ -227,7 +273,7 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
     minibatch.begin_backward(plan, of.cut(gradients), retain);
     AbandonOnError guard{minibatch};
     if (!replays_are_due() || !replays_->backward(plan, of)) {
-      run(*plan->backward, minibatch, callers);
+      run(*plan->backward, minibatch);
       if (replays_) replays_->after_backward(*plan);
     }
     guard.done = true;
@@ -260,19 +306,15 @@ bool Pipeline::replays_are_due() const {
          engine_.recorded() == 0;
 }
 
-void Pipeline::run(const Actions& actions, MiniBatch& minibatch, const std::vector<Stream>& callers) {
-  const std::vector<Stream>& first = minibatch.callers();
+void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
+  const std::vector<Stream>& callers = minibatch.callers();
   if (replays_) replays_->before_run();
   transport_->enter(callers);
   struct Leave {
-    ~Leave() {
-      transport.leave(callers);
-      transport.leave(first);
-    }
+    ~Leave() { transport.leave(callers); }
     const Transport& transport;
     const std::vector<Stream>& callers;
-    const std::vector<Stream>& first;
-  } leave{*transport_, callers, first};
+  } leave{*transport_, callers};
   if (&actions == &minibatch.plan()->forward) {
     minibatch.draw();
     minibatch.replicate();

@@ -75,8 +75,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::vector<Boundary> run_forward(const std::shared_ptr<MiniBatch>& minibatch, const Tensors& inputs,
                                     const Replays::Make& another);
   bool replays_are_due() const;
-  // As it is; `callers`: the streams of whoever may use the results.
-  void run(const Actions& actions, MiniBatch& minibatch, const std::vector<Stream>& callers);
+  // As it is.
+  void run(const Actions& actions, MiniBatch& minibatch);
 
   std::timed_mutex turn_;
   std::atomic<std::thread::id> running_in_{};

@@ -65,12 +65,10 @@ Settings settings_now() {
   return settings;
 }
 
-std::vector<Stream> distinct(const std::vector<Stream>& streams, const std::vector<Stream>& more = {}) {
+std::vector<Stream> distinct(const std::vector<Stream>& streams) {
   std::vector<Stream> found;
-  for (const auto* list : {&streams, &more}) {
-    for (const Stream& stream : *list) {
-      if (std::find(found.begin(), found.end(), stream) == found.end()) found.push_back(stream);
-    }
+  for (const Stream& stream : streams) {
+    if (std::find(found.begin(), found.end(), stream) == found.end()) found.push_back(stream);
   }
   return found;
 }
@@ -167,13 +165,13 @@ const std::vector<Boundary>* Replays::forward(const std::shared_ptr<MiniBatch>& 
     capture_forward(entry, run, another);
     if (!entry.forward) return nullptr;
   }
-  const std::vector<Stream> callers = begin(run, entry.inputs);
+  begin(run, entry.inputs);
   for (size_t i = 0; i < entry.plan->stages.size(); ++i) {
     if (entry.captured->draws(i)) beside(i, [&] { minibatch->draw_for(*entry.captured, i); });
   }
   entry.forward->replay(origin());
   minibatch->take_forward(*entry.captured);
-  end(callers);
+  end(run.minibatch);
   entry.user = minibatch;
   ++entry.report.replays;
   return &entry.outputs;
@@ -186,12 +184,12 @@ bool Replays::backward(const std::shared_ptr<const Plan>& plan, const RunOf& run
   if (found == entries_.end() || !found->report.obstacle.empty()) return false;
   if (!found->backward) capture_backward(*found, run);
   if (!found->backward) return false;
-  const std::vector<Stream> callers = begin(run, found->gradients);
+  begin(run, found->gradients);
   found->backward->replay(origin());
   for (size_t i = 0; i < plan->stages.size(); ++i) {
     beside(i, [&] { run.minibatch.take_backward(*found->captured, i); });
   }
-  end(callers);
+  end(run.minibatch);
   return true;
 }
 
@@ -250,9 +248,8 @@ Tensors Replays::own_copies(const RunOf& run) {
   return copies;
 }
 
-std::vector<Stream> Replays::begin(const RunOf& run, const Tensors& into) {
-  std::vector<Stream> callers = distinct(run.callers, run.minibatch.callers());
-  for (const Stream& caller : callers) origin().wait(Moment(caller));
+void Replays::begin(const RunOf& run, const Tensors& into) {
+  for (const Stream& caller : distinct(run.minibatch.callers())) origin().wait(Moment(caller));
   for (const auto& [caller, moment] : used_) origin().wait(moment);
   used_.clear();
   if (mixed_) {
@@ -267,12 +264,11 @@ std::vector<Stream> Replays::begin(const RunOf& run, const Tensors& into) {
       Stream::of_thread(into[i].device()).uses(run.tensors[i]);
     }
   });
-  return callers;
 }
 
-void Replays::end(const std::vector<Stream>& callers) {
+void Replays::end(const MiniBatch& minibatch) {
   replayed_.emplace(origin());
-  for (const Stream& caller : callers) caller.wait(*replayed_);
+  for (const Stream& caller : distinct(minibatch.callers())) caller.wait(*replayed_);
 }
 
 void Replays::before_run() {

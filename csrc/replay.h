@@ -40,8 +40,6 @@ struct ReplayReport {
 // Of one pipeline, whose runs take turns. What a mini-batch's run needs, the caller brings:
 struct RunOf {
   MiniBatch& minibatch;
-  // The streams of whoever may use the results, and whose work comes before.
-  const std::vector<Stream>& callers;
   const Tensors& tensors;                                   // inputs, or gradients of outputs
   size_t stage;                                             // on whose device they are
   std::function<std::vector<Tensors>(const Tensors&)> cut;  // by micro-batch
@@ -82,8 +80,8 @@ class Replays {
   template <class Body>
   std::unique_ptr<Graph> capture(Entry& entry, const Body& body);
   // Around a replay: what comes before it, to which inputs are copied; what comes after.
-  std::vector<Stream> begin(const RunOf& run, const Tensors& into);
-  void end(const std::vector<Stream>& callers);
+  void begin(const RunOf& run, const Tensors& into);
+  void end(const MiniBatch& minibatch);
   // Beside a graph: on its stream, or where that is another device's, on a stage's, before and after what is on it.
   template <class Body>
   void beside(size_t stage, const Body& body);

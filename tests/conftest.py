@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,3 +42,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A CUDA runtime that is not there, and the operators for its devices."""
+    from fake_cuda.build import build
+
+    return build(tmp_path_factory.mktemp("fake_cuda"))

@@ -136,8 +136,8 @@ class Capturing {
 
 class CudaGraph final : public Graph {
  public:
-  CudaGraph(cudaGraph_t graph, Devices devices, c10::MempoolId_t pool)
-      : devices_(std::move(devices)), pool_(pool) {
+  CudaGraph(cudaGraph_t graph, Devices devices, std::shared_ptr<const c10::MempoolId_t> pool)
+      : devices_(std::move(devices)), pool_(std::move(pool)) {
     size_t nodes = 0;
     cudaError_t error = cudaGraphGetNodes(graph, nullptr, &nodes);
     if (error == cudaSuccess) error = cudaGraphInstantiate(&executable_, graph, 0);
@@ -153,7 +153,7 @@ class CudaGraph final : public Graph {
     }
     (void)cudaGraphExecDestroy(executable_);
     (void)cudaGetLastError();
-    for (c10::DeviceIndex device : devices_) c10::cuda::CUDACachingAllocator::releasePool(device, pool_);
+    for (c10::DeviceIndex device : devices_) c10::cuda::CUDACachingAllocator::releasePool(device, *pool_);
   }
 
   void replay(const Stream& stream) override {
@@ -166,7 +166,7 @@ class CudaGraph final : public Graph {
 
  private:
   const Devices devices_;
-  const c10::MempoolId_t pool_;
+  const std::shared_ptr<const c10::MempoolId_t> pool_;
   cudaGraphExec_t executable_ = nullptr;
   int64_t nodes_ = 0;
   int64_t bytes_ = 0;
@@ -181,21 +181,25 @@ class CudaGraphMaker final : public GraphMaker {
     for (const Stream& stream : streams) devices.insert(stream.device().index());
     const int64_t before = free_bytes(devices);
     const Stream::Current current(streams.front());
-    Allocating allocating(devices, pool_, streams);
+    // PyTorch takes a pool that nothing uses any more for gone.
+    std::shared_ptr<const c10::MempoolId_t> pool = pool_.lock();
+    if (!pool) pool = std::make_shared<c10::MempoolId_t>(at::cuda::graph_pool_handle());
+    Allocating allocating(devices, *pool, streams);
     cudaGraph_t captured = nullptr;
     {
       Capturing capturing(devices, streams);
       body();
       captured = capturing.end();
     }
-    auto graph = std::make_unique<CudaGraph>(captured, devices, pool_);
+    auto graph = std::make_unique<CudaGraph>(captured, devices, pool);
+    pool_ = pool;
     allocating.keep();
     graph->set_bytes(std::max<int64_t>(before - free_bytes(devices), 0));
     return graph;
   }
 
  private:
-  const c10::MempoolId_t pool_ = at::cuda::graph_pool_handle();
+  std::weak_ptr<const c10::MempoolId_t> pool_;  // that of the graphs there are
 };
 
 const GraphMakerRegistration registration([]() -> std::unique_ptr<GraphMaker> {
