@@ -9,16 +9,16 @@ other.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 # By stream, how many of its lines are known to be done.
 Clock = dict[int, int]
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of the log.
 
     Attributes:
@@ -39,15 +39,17 @@ class Line:
 
 def read(path: Path) -> list[Line]:
     """The whole log."""
-    lines = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
-        thread, kind, *words = text.split("\t")
-        lines.append(Line(number, int(thread), kind, tuple(words)))
-    return lines
+    return list(parse(path.read_text().splitlines()))
 
 
-@dataclass(frozen=True)
-class Access:
+def parse(texts: Iterable[str]) -> Iterator[Line]:
+    """Lines as they come, with or without what ends them."""
+    for number, text in enumerate(texts, 1):
+        thread, kind, *words = text.rstrip("\n").split("\t")
+        yield Line(number, int(thread), kind, tuple(words))
+
+
+class Access(NamedTuple):
     """That a stream, at a place in its order, reads or writes."""
 
     stream: int
@@ -128,6 +130,8 @@ class Checker:
         self._clocks: dict[int, Clock] = {}
         self._events: dict[tuple[int, int], Clock] = {}
         self._host: Clock = {}
+        self._host_news = 0  # how often something was added to it
+        self._heard: dict[int, int] = {}  # by stream, how much of that it has
         self._memory = Memory()
         self._blocks: dict[int, tuple[int, int]] = {}  # of memory: where they end, and on which device
         self._device_of: dict[int, int] = {}  # by stream
@@ -135,16 +139,26 @@ class Checker:
         self._copying: dict[int, Line] = {}
         self._step: Line | None = None
 
-    def check(self, lines: Sequence[Line]) -> list[str]:
+    def take(self, line: Line) -> None:
+        """Reads one line, the next."""
+        getattr(self, "_" + line.kind.replace(" ", "_"), self._other)(line)
+
+    def check(self, lines: Iterable[Line]) -> list[str]:
         """Reads all lines; returns the faults."""
         for line in lines:
-            getattr(self, "_" + line.kind.replace(" ", "_"), self._other)(line)
+            self.take(line)
+        self.check_roles()
+        return self.faults
+
+    def check_roles(self) -> None:
+        """Of streams, in the pipelines that there were; those that come get theirs from the same pool."""
         for stream in sorted(self._computing.keys() & self._copying.keys()):
             self.faults.append(
                 f"stream {stream} copies between devices ({self._copying[stream]}) and computes "
                 f"({self._computing[stream]})"
             )
-        return self.faults
+        self._computing.clear()
+        self._copying.clear()
 
     def _other(self, line: Line) -> None:
         raise ValueError(f"nobody knows what this is: {line}")
@@ -158,7 +172,9 @@ class Checker:
     def _place(self, stream: int) -> tuple[Clock, int]:
         """The stream's clock, advanced by one line."""
         clock = self._clocks.setdefault(stream, {})
-        _join(clock, self._host)
+        if self._heard.get(stream) != self._host_news:
+            self._heard[stream] = self._host_news
+            _join(clock, self._host)
         clock[stream] = clock.get(stream, 0) + 1
         return clock, clock[stream]
 
@@ -166,6 +182,7 @@ class Checker:
         stream, event, count = map(int, line.words)
         clock, _ = self._place(stream)
         self._events[event, count] = dict(clock)
+        self._events.pop((event, count - 1), None)  # nobody can wait for it any more
 
     def _launch(self, line: Line) -> None:
         """Of a graph: its lines come next."""
@@ -177,10 +194,14 @@ class Checker:
 
     def _finished_event(self, line: Line) -> None:
         event, count = map(int, line.words)
-        _join(self._host, self._events.get((event, count), {}))
+        self._host_knows(self._events.get((event, count), {}))
 
     def _finished_stream(self, line: Line) -> None:
-        _join(self._host, self._clocks.get(int(line.words[0]), {}))
+        self._host_knows(self._clocks.get(int(line.words[0]), {}))
+
+    def _host_knows(self, clock: Clock) -> None:
+        _join(self._host, clock)
+        self._host_news += 1
 
     def _synchronize_event(self, line: Line) -> None:
         self._finished_event(line)
@@ -193,11 +214,11 @@ class Checker:
     def _synchronize_device(self, line: Line) -> None:
         for stream, clock in self._clocks.items():
             if self._device_of.get(stream) == int(line.words[0]):
-                _join(self._host, clock)
+                self._host_knows(clock)
         self._within_step(line)
 
     def _within_step(self, line: Line) -> None:
-        if self._step is not None and not self._may_wait:
+        if self._step is not None and not self._may_wait and "may wait" not in self._step.words:
             self.faults.append(f"the host waits within a step: {line}")
 
     def _mark(self, line: Line) -> None:
@@ -206,6 +227,8 @@ class Checker:
             self._step = line
         elif word == "end":
             self._step = None
+        elif word == "plan":
+            self.check_roles()
 
     # Memory.
 
@@ -259,9 +282,9 @@ class Checker:
             begin = int(pointer, 16)
             against: set[Access] = set()
             for span in self._memory.spans(begin, begin + size):
-                against |= {
-                    other for other in _conflicts(span, writes) if clock.get(other.stream, 0) < other.place
-                }
+                for other in _conflicts(span, writes):
+                    if clock.get(other.stream, 0) < other.place:
+                        against.add(other)
                 if writes:
                     span.write, span.reads = own, {}
                 else:
@@ -270,11 +293,11 @@ class Checker:
                 self.faults.append(f"nothing makes ({line}) come after ({other.line})")
 
 
-def _conflicts(span: Span, writes: bool) -> Iterator[Access]:
-    if span.write is not None:
-        yield span.write
+def _conflicts(span: Span, writes: bool) -> list[Access]:
+    found = [] if span.write is None else [span.write]
     if writes:
-        yield from span.reads.values()
+        found += span.reads.values()
+    return found
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -283,11 +306,11 @@ def _join(clock: Clock, other: Clock) -> None:
             clock[stream] = place
 
 
-def check(lines: Sequence[Line], may_wait: bool = False) -> list[str]:
+def check(lines: Iterable[Line], may_wait: bool = False) -> list[str]:
     """What is wrong in a log.
 
     Args:
-        lines: all of it.
+        lines: all of it. A mark that begins a step may say that the host may wait within.
         may_wait: the host may wait within a step, as it must for what a stage on the CPU receives.
     """
     return Checker(may_wait).check(lines)

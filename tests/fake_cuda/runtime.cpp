@@ -8,6 +8,7 @@
 // The environment: FAKE_CUDA_DEVICES how many there are (4), FAKE_CUDA_PEERS=0 if none reaches another's memory,
 // FAKE_CUDA_LOG the file (none without it), FAKE_CUDA_LATE a seed: events then are found unfinished at times.
 
+#include "faults.h"
 #include "graphs.h"
 
 #include <algorithm>
@@ -80,6 +81,16 @@ void write(const char* format, ...) {
   va_end(arguments);
   std::fputc('\n', file);
   std::fflush(file);
+}
+
+Faults faults;  // see fake_cuda_plant
+
+bool planted(const char* kind) {
+  if (!faults.now(kind)) {
+    return false;
+  }
+  write("mark\tplanted %s", kind);
+  return true;
 }
 
 // Blocks of memory, by address.
@@ -220,7 +231,16 @@ void note_written(cudaStream_t stream, void* to, size_t bytes) {
   }
 }
 
+std::atomic<cudaStream_t> computed_last{nullptr};
+
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, const char* how) {
+  const Block* const target = block_of(to);
+  const Block* const source = block_of(from);
+  const bool between = target != nullptr && source != nullptr && target->device >= 0 && source->device >= 0 &&
+                       target->device != source->device;
+  if (between && planted("misplaced")) {
+    stream = computed_last;
+  }
   const std::string kind = kind_name(to, from);
   if (of(stream)->capture && kind.find('h') != std::string::npos) {
     return invalidate(*of(stream)->capture, cudaErrorStreamCaptureUnsupported);
@@ -270,6 +290,7 @@ extern "C" {
 // For operators.cpp and for marks of the tests.
 
 void fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes) {
+  computed_last = stream;
   if (writes != 0) {
     note_written(stream, const_cast<void*>(pointer), bytes);
   }
@@ -284,7 +305,12 @@ void fake_cuda_node(cudaStream_t stream, void (*run)(void*), void* data) {
   capture->add({of(stream), "", "", 0, 0, [run, data] { run(data); }});
 }
 
-void fake_cuda_mark(const char* text) { write("mark\t%s", text); }
+void fake_cuda_mark(const char* text) {
+  faults.mark(text);
+  write("mark\t%s", text);
+}
+
+void fake_cuda_plant(const char* fault) { faults.plant(fault); }
 
 // Devices.
 
@@ -482,6 +508,12 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  if (planted("dropped")) {
+    return cudaSuccess;
+  }
+  if (planted("hosted")) {
+    return cudaEventSynchronize(event);
+  }
   CUstream_st* const waiting = of(stream);
   if (event->capture && !event->capture->active) {
     return fail(cudaErrorCapturedEvent);
@@ -626,6 +658,9 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (of(stream)->device != event->device) {
     return fail(cudaErrorInvalidResourceHandle);
+  }
+  if (planted("stale")) {
+    return cudaSuccess;
   }
   ++event->recorded;
   const cudaError_t done =

@@ -1,0 +1,130 @@
+"""Happens-before once more, by search: for each line of a short log, all lines that must come before it.
+
+Sets of lines are integers, a bit for each. That takes more memory than check.py's clocks, and shows of each
+wait what it is good for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+from fake_cuda.check import Line
+
+ON_STREAMS = ("record", "wait", "read", "write", "memset", "copy")
+
+
+def _accesses(line: Line) -> list[tuple[int, int, bool]]:
+    """Where a line reads or writes memory: begin, end, and whether it writes."""
+    if line.kind in ("read", "write", "memset"):
+        _, pointer, size = line.words
+        found = [(pointer, size, line.kind != "read")]
+    elif line.kind == "copy":
+        _, kind, to, source, size = line.words
+        found = [(source, size, False)] * (kind[0] != "h") + [(to, size, True)] * (kind[2] != "h")
+    else:
+        found = []
+    return [(int(pointer, 16), int(pointer, 16) + int(size), writes) for pointer, size, writes in found]
+
+
+class Chains:
+    """What must come before what in a log, in which memory is not given back to the system."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines = lines
+        self.meets = self._conflicts()
+        self._records = {tuple(line.words[1:]): i for i, line in enumerate(lines) if line.kind == "record"}
+        self._device_of = {line.words[0]: line.words[1] for line in lines if line.kind == "stream"}
+
+    def _conflicts(self) -> list[int]:
+        """Of each line, those before it that access what it accesses, where one of the two writes."""
+        every = [(i, *access) for i, line in enumerate(self.lines) for access in _accesses(line)]
+        edges = sorted({at for _, begin, end, _ in every for at in (begin, end)})
+        parts = {at: place for place, at in enumerate(edges)}
+        read: defaultdict[int, int] = defaultdict(int)
+        written: defaultdict[int, int] = defaultdict(int)
+        meets = [0] * len(self.lines)
+        for i, begin, end, writes in every:
+            for part in range(parts[begin], parts[end]):
+                meets[i] |= (read[part] | written[part]) if writes else written[part]
+                (written if writes else read)[part] |= 1 << i
+        return [before & ~(1 << i) for i, before in enumerate(meets)]
+
+    def before(self, without: Container[int] = ()) -> list[int]:
+        """Of each line, those that must come before it; without some waits, or some of the host's."""
+        before = [0] * len(self.lines)
+        stream: defaultdict[str, int] = defaultdict(int)  # all that is on it, and what comes before that
+        host = 0
+        for i, line in enumerate(self.lines):
+            if line.kind in ON_STREAMS:
+                own = line.words[0]
+                before[i] = stream[own] | host
+                if line.kind == "wait" and i not in without:
+                    record = self._records.get(tuple(line.words[1:]))
+                    before[i] |= before[record] | 1 << record if record is not None else 0
+                stream[own] = before[i] | 1 << i
+            elif i not in without:
+                host |= self._found(line, before, stream)
+        return before
+
+    def _found(self, line: Line, before: Sequence[int], stream: dict[str, int]) -> int:
+        """What the host knows to be done after a line of its own."""
+        what, _, of = line.kind.partition(" ")
+        if what not in ("finished", "synchronize"):
+            return 0
+        if of == "event":
+            record = self._records.get(tuple(line.words))
+            return before[record] | 1 << record if record is not None else 0
+        if of == "stream":
+            return stream[line.words[0]]
+        return _union(done for own, done in stream.items() if self._device_of[own] == line.words[0])
+
+    def unordered(self, before: Sequence[int]) -> list[int]:
+        """The lines that meet one that may as well come after them."""
+        return [i for i, known in enumerate(before) if self.meets[i] & ~known]
+
+    def why_needless(self, wait: int) -> str:
+        """Why nothing becomes unordered without a wait; empty if something does."""
+        before, without = self.before(), self.before({wait})
+        if self.unordered(without):
+            return ""
+        alone = before[wait] & ~without[wait]  # what nothing else has made it come after, so far
+        after = [i for i in range(wait, len(self.lines)) if before[i] >> wait & 1]
+        if not any(self.meets[i] & before[wait] for i in after):
+            return "nothing that comes after meets what it waits for"
+        if not any(self.meets[i] & alone for i in after):
+            return "what comes after meets only what had been waited for"
+        pairs = [(i, j) for j in after for i in _bits(self.meets[j] & alone)]
+        return " and ".join(sorted({self._other(wait, i, j, without) for i, j in pairs}))
+
+    def _other(self, wait: int, first: int, second: int, before: Sequence[int]) -> str:
+        """What else makes a line come after one that it meets, if a wait does not."""
+        stream = self.lines[wait].words[0]
+        if self.lines[first].words[0] == self.lines[second].words[0]:
+            return "who meets it is on the same stream"
+        waits = [i for i in _bits(before[second]) if i != wait and self.lines[i].kind == "wait"]
+        records = [(i, self._records.get(tuple(self.lines[i].words[1:]))) for i in waits]
+        others = [i for i, r in records if r is not None and (before[r] | 1 << r) >> first & 1]
+        if any(self.lines[i].words[0] == stream for i in others):
+            return "the stream waits for it once more"
+        if others:
+            return "who meets it is on another stream, and that waits"
+        found = [
+            i for i in range(first, second) if self.lines[i].kind.startswith(("finished", "synchronize"))
+        ]
+        assert not self.before({wait, *found})[second] >> first & 1, f"{self.lines[wait]}: unexplained"
+        return "the host has found it finished"
+
+
+def _bits(number: int) -> Iterator[int]:
+    while number:
+        low = number & -number
+        yield low.bit_length() - 1
+        number ^= low
+
+
+def _union(sets: Iterable[int]) -> int:
+    found = 0
+    for each in sets:
+        found |= each
+    return found

@@ -1,0 +1,326 @@
+"""Trains pipelines in random schedules on devices that are not there; run with runtime.cpp preloaded.
+
+`schedules.py OPERATORS FIRST COUNT [WORD...]`: runs so many cases, from the one of that number on. A case
+is a step in a random schedule, with random delays; outputs, gradients and buffers are compared, bit for bit,
+with the plain loop on the CPU. Cases of one set-up (model, balance, devices, caller's streams) follow each
+other, so that stages are traced once; between the steps the caller writes all that they have read. Prints
+what differs, or "equal"; with ``times`` also what a case takes; with ``faulty`` steps are done wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+from program import BATCH, batch_of, layers_of
+from random_schedule import order_of, random_schedule
+from torch import Tensor, nn
+
+import gpipe_fast.plan
+from gpipe_fast import GPipe, keyed_rng
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.schedule import Kind, Schedule
+from gpipe_fast.structure import Inputs
+
+MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python", "convolutions")
+MODELS += ("convolutions, channels last",)
+LAYERS = 8
+CASES = 50  # of one set-up
+MOST_MICROBATCHES = 8
+SAMPLES = BATCH // MOST_MICROBATCHES  # of a micro-batch
+VALUES = 2  # sets of parameters and inputs; a step finds others than the one before
+LONGEST_DELAY_US = 100
+
+# Every second case of three gets one of these (runtime.cpp); which call goes wrong is drawn.
+FAULTS = ("dropped", "hosted", "stale", "misplaced", "early")
+
+RUNTIME = ctypes.CDLL(None)
+
+
+def mark(text: str) -> None:
+    RUNTIME.fake_cuda_mark(text.encode())
+
+
+def plant(generator: random.Random, number: int) -> None:
+    kind = FAULTS[number // 3 % len(FAULTS)] if number % 3 == 1 else ""
+    which = generator.randrange(4) if kind == "misplaced" else generator.randrange(16)
+    RUNTIME.fake_cuda_plant(f"{kind} {which}".encode() if kind not in ("", "early") else kind.encode())
+
+
+@dataclass
+class Values:
+    """One set of what a step reads, and what the plain loop makes of it, by micro-batch."""
+
+    seed: int
+    state: dict[str, Tensor]  # parameters and buffers
+    x: Tensor
+    weight: Tensor  # of the outputs, in the loss
+    outputs: list[Tensor]
+    input_gradients: list[Tensor]
+    gradients: dict[str, list[Tensor]]
+    normalised: dict[str, list[Tensor]]  # what comes to batch norms, by name
+
+
+def plain_loop(layers: nn.Sequential, x: Tensor, seed: int) -> Values:
+    """Each micro-batch by itself; how a stage adds them up is up to its schedule."""
+    norms = {
+        name: layer
+        for name, layer in layers.named_modules()
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d)
+    }
+    found = Values(
+        seed, copy.deepcopy(layers.state_dict()), x, Tensor(), [], [], {}, {name: [] for name in norms}
+    )
+    with contextlib.ExitStack() as stack:
+        for name, layer in norms.items():
+            taken = found.normalised[name]
+            hook = layer.register_forward_pre_hook(
+                lambda _, args, taken=taken: taken.append(args[0].detach())
+            )
+            stack.callback(hook.remove)
+        torch.manual_seed(seed)
+        leaves = [part.detach().requires_grad_() for part in x.split(SAMPLES)]
+        with keyed_rng(layers):
+            outputs = [layers(part) for part in leaves]
+    found.weight = torch.randn(torch.cat(outputs).shape)
+    named = dict(layers.named_parameters())
+    for leaf, y, weight in zip(leaves, outputs, found.weight.split(SAMPLES), strict=True):
+        own, *gradients = torch.autograd.grad(y, [leaf, *named.values()], weight)
+        found.outputs.append(y.detach())
+        found.input_gradients.append(own)
+        for name, gradient in zip(named, gradients, strict=True):
+            found.gradients.setdefault(name, []).append(gradient)
+    return found
+
+
+@cache
+def values_of(model: str) -> tuple[nn.Sequential, list[Values]]:
+    """A model on the CPU, and the sets of values for it."""
+    torch.manual_seed(MODELS.index(model))
+    layers = nn.Sequential(*layers_of(model))
+    if model.endswith("channels last"):
+        layers.to(memory_format=torch.channels_last)
+    sets = []
+    for seed in range(VALUES):
+        x = batch_of(model)
+        with torch.no_grad():
+            for tensor in layers.parameters():
+                tensor.copy_(torch.randn_like(tensor) * 0.3)
+        before = copy.deepcopy(layers.state_dict())
+        sets.append(plain_loop(layers, x, seed))
+        sets[-1].state = before
+    return layers, sets
+
+
+class SetUp:
+    """A pipeline on random devices."""
+
+    def __init__(self, model: str, generator: random.Random) -> None:
+        self.model = model
+        layers, self.values = values_of(model)
+        num_stages = generator.randint(1, 4)
+        cuts = sorted(generator.sample(range(1, LAYERS), num_stages - 1))
+        self.balance = [end - begin for begin, end in zip([0, *cuts], [*cuts, LAYERS], strict=True)]
+        gpus = [f"cuda:{i}" for i in range(generator.choice((1, 2, 4, 4)))]
+        self.devices = [generator.choice([*gpus, *gpus, "cpu"]) for _ in self.balance]
+        self.pipeline = GPipe(copy.deepcopy(layers), self.balance, devices=self.devices)
+        # On the devices: where they come from, and what the caller gives.
+        self.sources = [
+            {name: v.state[name].to(t.device) for name, t in self.pipeline.state_dict().items()}
+            for v in self.values
+        ]
+        self.xs = [v.x.to(self.devices[0]) for v in self.values]
+        self.weights = [v.weight.to(self.devices[-1]) for v in self.values]
+        self.x = self.xs[0].clone()  # strides and all
+        self.aside = generator.random() < 0.5
+        # The caller's streams come after what was made here.
+        for device in {device for device in self.devices if device != "cpu"}:
+            torch.cuda.synchronize(device)
+        self.may_wait = "cpu" in self.devices or model == "python"
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.balance} on {','.join(self.devices)}{' aside' if self.aside else ''}"
+
+    def streams(self) -> contextlib.ExitStack:
+        """The caller's."""
+        stack = contextlib.ExitStack()
+        for device in sorted({device for device in self.devices if device != "cpu"} if self.aside else ()):
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        return stack
+
+    @torch.no_grad()
+    def write(self, which: int) -> None:
+        """All that a step has read is changed."""
+        for name, tensor in self.pipeline.state_dict().items():
+            tensor.copy_(self.sources[which][name], non_blocking=True)
+        self.x.copy_(self.xs[which])
+
+    def stage_of(self, name: str) -> int:
+        """The one of a layer's parameter or buffer."""
+        layer = int(name.split(".")[0])
+        return next(i for i in range(len(self.balance)) if layer < sum(self.balance[: i + 1]))
+
+
+@dataclass
+class Left:
+    """What a step has left behind."""
+
+    values: Values
+    schedule: Schedule
+    found: dict[str, Tensor]
+
+    def unequal(self, setup: SetUp) -> list[str]:
+        """What differs from the plain loop."""
+        expected = dict(self._expected(setup))
+        assert expected.keys() == self.found.keys(), expected.keys() ^ self.found.keys()
+        found = {name: tensor.cpu() for name, tensor in self.found.items()}
+        return [
+            name
+            for name in expected
+            if not _equal(found[name], expected[name], exact=self._exact(setup, name))
+        ]
+
+    @staticmethod
+    def _exact(setup: SetUp, name: str) -> bool:
+        """A gradient of a shared parameter is added in another order."""
+        return setup.model != "tied" or name != "gradient of 0.weight"
+
+    def _expected(self, setup: SetUp) -> Iterator[tuple[str, Tensor]]:
+        m = self.schedule.num_microbatches
+        yield "output", torch.cat(self.values.outputs[:m])
+        yield "gradient of the input", torch.cat(self.values.input_gradients[:m])
+        for name, parts in self.values.gradients.items():
+            order = order_of(self.schedule, setup.stage_of(name), Kind.B, Kind.W)
+            total = parts[order[0]].clone()
+            for i in order[1:]:
+                total += parts[i]
+            yield f"gradient of {name}", total
+        for name, inputs in self.values.normalised.items():
+            order = order_of(self.schedule, setup.stage_of(f"{name}."), Kind.F)
+            yield from self._statistics(name, [inputs[i] for i in order])
+
+    def _statistics(self, name: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """A batch norm's buffers, after its inputs in the order in which they came."""
+        mean, var = (self.values.state[f"{name}.running_{what}"].clone() for what in ("mean", "var"))
+        for x in inputs:
+            nn.functional.batch_norm(x, mean, var, training=True)
+        yield f"buffer {name}.running_mean", mean
+        yield f"buffer {name}.running_var", var
+        yield (
+            f"buffer {name}.num_batches_tracked",
+            self.values.state[f"{name}.num_batches_tracked"] + len(inputs),
+        )
+
+
+def _equal(a: Tensor, b: Tensor, exact: bool) -> bool:
+    return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def plan(setup: SetUp, x: Tensor, schedule: Schedule) -> None:
+    """Makes the next step take place in a schedule of ours."""
+    planner = setup.pipeline._planner
+    planner._plans.clear()
+    planner._latest = None
+    with mock.patch.object(gpipe_fast.plan, "fill_drain", return_value=schedule):
+        assert setup.pipeline._plan(Inputs.of((x,), {})).schedule is schedule
+
+
+def fail(setup: SetUp, x: Tensor, seed: int, generator: random.Random, schedule: Schedule) -> None:
+    """A step in which an action fails; what was made is dropped at once, whatever is still under way."""
+    native = setup.pipeline._pipeline
+    action = str(generator.choice(schedule.order()))
+    native.disturb(seed, LONGEST_DELAY_US, [(action, generator.randint(0, 2), "ValueError")])
+    with pytest.raises(ValueError, match=rf"\(in action {action}\)"):
+        setup.pipeline(x.detach().requires_grad_()).sum().backward()
+    native.disturb()
+
+
+def step(setup: SetUp, number: int, generator: random.Random) -> Left:
+    """One case's, without a look at what came out."""
+    pipeline, which = setup.pipeline, number % VALUES
+    values = setup.values[which]
+    schedule = random_schedule(generator, len(setup.balance), generator.randint(1, MOST_MICROBATCHES))
+    pipeline.chunks = m = schedule.num_microbatches
+    pipeline.checkpoint = generator.choice(CHECKPOINT_MODES)
+    delays = generator.choice((0, LONGEST_DELAY_US))
+    mark(f"case {number}: {setup}; {pipeline.checkpoint}; {schedule.slots} slots; delays {delays}")
+    setup.write(which)
+    x = setup.x[: m * SAMPLES].detach().requires_grad_()
+    plan(setup, x, schedule)
+    if generator.random() < 0.1:
+        fail(setup, x, number, generator, schedule)
+        setup.write(which)
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+    pipeline._pipeline.disturb(number, delays)
+    torch.manual_seed(values.seed)
+    mark("begin\tmay wait" if setup.may_wait else "begin")
+    y = pipeline(x)
+    y.backward(setup.weights[which][: m * SAMPLES])
+    mark("end")
+    found = {"output": y.detach(), "gradient of the input": x.grad}
+    found |= {f"gradient of {name}": p.grad for name, p in pipeline.named_parameters()}
+    found |= {f"buffer {name}": b.clone() for name, b in pipeline.named_buffers()}
+    setup.write(1 - which)
+    return Left(values, schedule, found)
+
+
+def set_up(number: int) -> tuple[SetUp, Sequence[int], random.Random]:
+    """The set-up of a case, and the cases that it has."""
+    index = number // CASES
+    generator = random.Random(index)
+    setup = SetUp(MODELS[index % len(MODELS)], generator)
+    return setup, range(index * CASES, (index + 1) * CASES), generator
+
+
+def run(first: int, count: int, faulty: bool) -> list[str]:
+    """What differs."""
+    found = []
+    setup, cases, streams = None, range(0), contextlib.ExitStack()
+    waiting: dict[int, Left] = {}  # steps that nobody has looked at
+    for number in range(first, first + count):
+        if number not in cases:
+            streams.close()
+            mark("plan")
+            setup, cases, _ = set_up(number)
+            streams = setup.streams()
+        generator = random.Random(f"case {number}")
+        if faulty:
+            plant(generator, number)
+        waiting[number] = step(setup, number, generator)
+        # The host sees results, and so waits, not after every step.
+        if number + 1 in (cases.stop, first + count) or (
+            number % 3 == 2 if faulty else generator.random() < 0.5
+        ):
+            for case, left in waiting.items():
+                differs = left.unequal(setup)
+                found += [f"case {case} ({setup}): {', '.join(differs)}"] if differs else []
+            waiting.clear()
+    streams.close()
+    return found
+
+
+def main() -> None:
+    operators, first, count, *words = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.backends.cudnn.enabled = False
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    found = run(int(first), int(count), "faulty" in words)
+    if "times" in words:
+        print(f"{(time.perf_counter() - begin) / int(count) * 1e3:.1f} ms a case", file=sys.stderr)
+    print("; ".join(found) or "equal")
+
+
+if __name__ == "__main__":
+    main()
