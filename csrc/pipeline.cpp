@@ -311,9 +311,10 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
   if (replays_) replays_->before_run();
   transport_->enter(callers);
   struct Leave {
-    ~Leave() { transport.leave(callers); }
+    ~Leave() { transport.leave(callers, failed); }
     const Transport& transport;
     const std::vector<Stream>& callers;
+    bool failed = true;
   } leave{*transport_, callers};
   if (&actions == &minibatch.plan()->forward) {
     minibatch.draw();
@@ -327,6 +328,7 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
   } catch (const Stopped&) {
     throw Closed();
   }
+  leave.failed = false;
 }
 
 void Pipeline::close() {

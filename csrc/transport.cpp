@@ -92,9 +92,12 @@ void Transport::enter(const std::vector<Stream>& callers) const {
   for (size_t i = 0; i < stages_.size(); ++i) stages_[i].work.wait(Moment(callers[i]));
 }
 
-void Transport::leave(const std::vector<Stream>& callers) const {
+void Transport::leave(const std::vector<Stream>& callers, bool failed) const {
   if (is_cpu_) return;
-  for (size_t i = 0; i < stages_.size(); ++i) callers[i].wait(Moment(stages_[i].work));
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    callers[i].wait(Moment(stages_[i].work));
+    if (failed) callers[i].wait(Moment(stages_[i].out));
+  }
 }
 
 void Transport::hand_over(const at::Tensor& tensor, const std::vector<Stream>& callers) const {

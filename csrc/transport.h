@@ -36,7 +36,8 @@ class Transport {
   std::vector<Stream> callers() const;
   // All stages' work from now on begins after what is on such streams; and the other way round.
   void enter(const std::vector<Stream>& callers) const;
-  void leave(const std::vector<Stream>& callers) const;
+  // After a run that failed nobody may have received what is on its way, and it may be the caller's own.
+  void leave(const std::vector<Stream>& callers, bool failed) const;
 
   // For a tensor that stages have made, before callers use it on their streams.
   void hand_over(const at::Tensor& tensor, const std::vector<Stream>& callers) const;
