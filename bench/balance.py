@@ -61,7 +61,8 @@ class Uneven:
         """By balance; each has a model of its own, of the same numbers."""
         found: dict[str, Step] = {}
         for balance in self.balances:
-            pipe = GPipe(deepcopy(self.model), balance, chunks=CHUNKS, checkpoint="never")
+            model, devices = deepcopy(self.model), ["cpu"] * len(balance)
+            pipe = GPipe(model, balance, devices=devices, chunks=CHUNKS, checkpoint="never")
             pipe.threads_per_stage = 1
             found[str(balance)] = Step(pipe.parameters(), pipe, self._input, self._gradient)
         return found

@@ -154,7 +154,8 @@ def compare(model: nn.Module, x: Tensor | tuple[Tensor, ...], size: Sequence[int
     check_outputs(model, sequence, x)
     dead = dead_gradients(sequence, x)
     note = f"{dead} gradients are zero" if dead else ""
-    pipe = GPipe(sequence, even_cuts(len(sequence)), chunks=CHUNKS, backend="aten")
+    cuts = even_cuts(len(sequence))
+    pipe = GPipe(sequence, cuts, devices=["cpu"] * len(cuts), chunks=CHUNKS, backend="aten")
     try:
         return Verdict(len(sequence), {}, verify(pipe, x, loss_of), note)
     except RuntimeError as error:

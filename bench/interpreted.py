@@ -41,7 +41,8 @@ def candidates(layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, m
 
     def ours(backend: str, checked: bool = True) -> Step:
         sizes = [first, second + checked, *rest]
-        pipe = GPipe(model(checked), sizes, chunks=CHUNKS, checkpoint=mode, backend=backend)
+        devices = ["cpu"] * len(sizes)
+        pipe = GPipe(model(checked), sizes, devices=devices, chunks=CHUNKS, checkpoint=mode, backend=backend)
         pipe.threads_per_stage = 1
         return step(pipe, pipe)
 

@@ -45,7 +45,7 @@ def train(name: str, lengths: Sequence[int], width: int = WIDTH) -> list[object]
     """One row: steps on sequences of these lengths, in order, each compared with the plain loop's."""
     generator = torch.Generator().manual_seed(0)
     plain = gpt(width, layers=BLOCKS, heads=4, length=max(lengths))
-    pipe = GPipe(deepcopy(plain), [3, 3], chunks=CHUNKS)
+    pipe = GPipe(deepcopy(plain), [3, 3], devices=["cpu"] * 2, chunks=CHUNKS)
     pipe.threads_per_stage = 1
     seconds = loop_seconds = 0.0
     with _timed(pipe._planner, "_make") as making:

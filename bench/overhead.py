@@ -58,7 +58,8 @@ class Overhead:
 
     def ours(self, mode: str, stages: int = STAGES) -> Step:
         model = self._model()
-        pipe = GPipe(model, [len(model) // stages] * stages, chunks=CHUNKS, checkpoint=mode)
+        balance = [len(model) // stages] * stages
+        pipe = GPipe(model, balance, devices=["cpu"] * stages, chunks=CHUNKS, checkpoint=mode)
         return self._step(pipe, pipe)
 
     def torchgpipe(self, mode: str) -> Step:

@@ -25,7 +25,8 @@ class Step:
 
     def __init__(self, stages: Sequence[Layers], input: Tensor, chunks: int) -> None:
         layers = nn.Sequential(*(layer for stage in stages for layer in stage))
-        self.model = GPipe(layers, [len(stage) for stage in stages], chunks=chunks, checkpoint="always")
+        balance, devices = [len(stage) for stage in stages], ["cpu"] * len(stages)
+        self.model = GPipe(layers, balance, devices=devices, chunks=chunks, checkpoint="always")
         self.model.threads_per_stage = 1
         self.input = input
         self.gradient = torch.randn_like(input)

@@ -28,7 +28,9 @@ def unchanged(num_modules: int, rounds: int, calls: int) -> list[object]:
     """Median µs of a call's parts, the second call and later ones of a pipeline of so many modules."""
     layers = [nn.Linear(8, 8) if index % 2 == 0 else nn.ReLU() for index in range(num_modules)]
     half = num_modules // 2
-    pipe, input = GPipe(nn.Sequential(*layers), [half, num_modules - half], chunks=8), torch.randn(8, 8)
+    sizes = [half, num_modules - half]
+    pipe = GPipe(nn.Sequential(*layers), sizes, devices=["cpu"] * 2, chunks=8)
+    input = torch.randn(8, 8)
     stub = deepcopy(pipe)
     with torch.no_grad():
         pipe(input)

@@ -100,7 +100,7 @@ def build(number: int, name: str, case: Case) -> Candidate:
     if name == OURS:
         from gpipe_fast import GPipe
 
-        pipe = GPipe(model, balance, chunks=case.chunks, checkpoint=mode)
+        pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=case.chunks, checkpoint=mode)
         pipe.threads_per_stage = 1
         forward = pipe
     elif name == TORCHGPIPE:

@@ -175,6 +175,7 @@ class LayersObject final : public PythonLayers {
   if (error == "IndexError") TORCH_CHECK_INDEX(false, message);
   if (error == "ValueError") TORCH_CHECK_VALUE(false, message);
   if (error == "TypeError") TORCH_CHECK_TYPE(false, message);
+  TORCH_CHECK_WITH(OutOfMemoryError, error != "OutOfMemoryError", message);
   if (error == "NotImplementedError") TORCH_CHECK_NOT_IMPLEMENTED(false, message);
   throw std::runtime_error(message);
 }

@@ -215,7 +215,7 @@ void MiniBatch::begin_backward(std::shared_ptr<const Plan> plan, std::vector<Ten
   phase_ = Phase::backward;
 }
 
-MiniBatch::Gradients MiniBatch::end_backward() {
+MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& callers) {
   Gradients gradients;
   for (Cell& cell : stages_.front().cells) gradients.inputs.push_back(std::move(cell.input_gradients));
   gradients.parameters.resize(num_parameters_);
@@ -235,10 +235,24 @@ MiniBatch::Gradients MiniBatch::end_backward() {
     }
     stages_[i].gradients.clear();
   }
+  round(gradients.parameters, callers);
   phase_ = Phase::idle;
   backward_plan_.reset();
   kept_ = retain_;
   return gradients;
+}
+
+void MiniBatch::round(Tensors& gradients, const std::vector<Stream>& callers) const {
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    const std::vector<int64_t>& indices = plan_->stages[i].parameters;
+    for (size_t j = 0; j < indices.size(); ++j) {
+      at::Tensor& gradient = gradients[indices[j]];
+      const at::ScalarType dtype = stages_[i].parameters[j].scalar_type();
+      if (!gradient.defined() || gradient.scalar_type() == dtype) continue;
+      transport_->hand_over(gradient, callers);
+      gradient = gradient.to(dtype);
+    }
+  }
 }
 
 void MiniBatch::abandon() {
@@ -575,24 +589,6 @@ Tensors MiniBatch::backward_in_python(const Action& action, Stage& stage, Link& 
     stage.foreign.insert(index);
   }
   return inputs;
-}
-
-int64_t MiniBatch::kept_bytes() const {
-  std::set<const void*> seen;
-  int64_t bytes = 0;
-  for (const Stage& stage : stages_) {
-    for (const Cell& cell : stage.cells) {
-      for (const Link& link : cell.links) {
-        for (const Tensors* tensors : {&link.inputs, &link.buffers, &link.saved}) {
-          for (const at::Tensor& tensor : *tensors) {
-            if (!tensor.defined() || !seen.insert(tensor.storage().unsafeGetStorageImpl()).second) continue;
-            bytes += static_cast<int64_t>(tensor.storage().nbytes());
-          }
-        }
-      }
-    }
-  }
-  return bytes;
 }
 
 }  // namespace gpipe_fast

@@ -26,6 +26,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -59,7 +60,9 @@ class MiniBatch final : public Work {
     std::vector<Tensors> inputs;  // by micro-batch; undefined where none is due
     Tensors parameters;           // of the whole module; undefined where none is due
   };
-  Gradients end_backward();
+  // Adds up what several stages have of one parameter, and rounds what was added up in more precision than its
+  // parameter's. `callers`: the streams of the calling thread.
+  Gradients end_backward(const std::vector<Stream>& callers);
 
   // After a failed run: drops what was under way. What the forward kept stays only for a backward that retains.
   void abandon();
@@ -67,6 +70,8 @@ class MiniBatch final : public Work {
   // Bytes kept for the backward now: boundary inputs, saved tensors, and buffers of each micro-batch; storage
   // that several share counts once.
   int64_t kept_bytes() const;
+  // What a stage holds, in words, and how it could hold less: for the message of an error, before `abandon`.
+  std::string memory_of(int32_t stage) const;
 
   // Where a graph computes a mini-batch, another one, `captured`, holds what has fixed addresses:
   //
@@ -156,6 +161,7 @@ class MiniBatch final : public Work {
   void check_buffers() const;
   void restore_noted();
   static const at::Tensor& find(const Port& port, const Link& link, const Tensors& tangents);
+  void round(Tensors& gradients, const std::vector<Stream>& callers) const;
   bool dynamic() const { return static_cast<bool>(plan_->check_outputs); }
   void send(Tensors& tensors, int32_t sender, int32_t receiver, Way way, Cell& there) const;
   // Skip connections on another device's stream are brought to the stage's; what it puts there itself is marked.

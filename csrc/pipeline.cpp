@@ -22,11 +22,14 @@ namespace {
 
 // The error as it was, naming the action. As c10::Error where there is one of the kind, since PyTorch's autograd makes a
 // RuntimeError of every other type.
-[[noreturn]] void raise(const Failure& failure) {
+[[noreturn]] void raise(const Failure& failure, const MiniBatch& minibatch) {
   const std::string where = "in action " + failure.action.name();
   auto with = [&](const std::exception& error) { return std::string(error.what()) + " (" + where + ")"; };
   try {
     std::rethrow_exception(failure.error);
+  } catch (c10::OutOfMemoryError& error) {
+    error.add_context(where + ": " + minibatch.memory_of(failure.action.stage));
+    throw;
   } catch (c10::Error& error) {
     error.add_context(where);
     throw;
@@ -277,7 +280,7 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
       if (replays_) replays_->after_backward(*plan);
     }
     guard.done = true;
-    MiniBatch::Gradients found = minibatch.end_backward();
+    MiniBatch::Gradients found = minibatch.end_backward(callers);
     for (const Tensors& tensors : found.inputs) {
       for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, callers);
     }
@@ -324,7 +327,7 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
   const bool plain = disturbance_.longest_delay_us == 0 && disturbance_.faults.empty();
   Work& work = plain ? static_cast<Work&>(minibatch) : disturbed;
   try {
-    if (auto failure = engine_.run(actions, work, poll_)) raise(*failure);
+    if (auto failure = engine_.run(actions, work, poll_)) raise(*failure, minibatch);
   } catch (const Stopped&) {
     throw Closed();
   }

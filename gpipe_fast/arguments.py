@@ -44,6 +44,17 @@ def checked_mode(checkpoint: str) -> str:
     return mode
 
 
+def checked_grad_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """In what gradients are added up.
+
+    Raises:
+        ValueError: it is neither None nor ``torch.float32``.
+    """
+    if dtype is not None and dtype is not torch.float32:
+        raise ValueError(f"grad_dtype is either None or torch.float32, got {dtype!r}")
+    return dtype
+
+
 def check_module(module: nn.Sequential) -> None:
     """Refuses what is no sequence of layers that can be cut.
 
@@ -78,6 +89,11 @@ def checked_balance(balance: Iterable[int], num_layers: int) -> list[int]:
             f"all balance numbers must be positive integer (balance: {sizes}); every stage takes a layer"
         )
     return [int(size) for size in sizes]
+
+
+def default_devices() -> list[torch.device] | None:
+    """All visible GPUs; None if there are none, and stages run on the CPU."""
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or None
 
 
 def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int) -> list[torch.device]:

@@ -40,10 +40,14 @@ class Container(nn.Module):
                 raise ValueError(f"a layer named {name!r} would hide GPipe's own attribute; rename the layer")
         for name, layer in module.named_children():
             self.add_module(name, layer)
+        self._place()
+        self.training = module.training
+
+    def _place(self) -> None:
+        """Moves the layers to the devices of their stages."""
         for partition, device in zip(self.partitions, self.devices, strict=True):
             if any(elsewhere(t.device, device) for t in (*partition.parameters(), *partition.buffers())):
                 partition.to(device)
-        self.training = module.training
 
     def __len__(self) -> int:
         """The number of layers."""

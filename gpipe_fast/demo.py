@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     layers = gpt(args.width, args.layers, args.heads, args.length, args.dropout)
     balance = balance_by_cost(args.stages, [sum(p.numel() for p in layer.parameters()) for layer in layers])
-    model = GPipe(layers, balance, chunks=args.chunks, checkpoint=args.checkpoint)
+    devices = ["cpu"] * len(balance)
+    model = GPipe(layers, balance, devices=devices, chunks=args.chunks, checkpoint=args.checkpoint)
     training = Training(model, args)
     _describe(args, model, text)
 

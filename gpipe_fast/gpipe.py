@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
+from gpipe_fast import arguments
 from gpipe_fast._extension import Interpreted, Pipeline
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
@@ -26,7 +27,7 @@ from gpipe_fast.arguments import (
 )
 from gpipe_fast.balance import balance_automatically
 from gpipe_fast.batchnorm import check_can_defer, defer
-from gpipe_fast.capacity import check_fits
+from gpipe_fast.capacity import check_all_fit
 from gpipe_fast.compile import budget_of
 from gpipe_fast.container import Container
 from gpipe_fast.lifetime import open_pipeline
@@ -60,8 +61,10 @@ class GPipe(Container):
         module: the layers; they are not copied, and moved to the devices of their stages.
         balance: layers per partition. By default the first call measures every layer on its first
             micro-batch, and cuts so that the slowest partition is as fast as possible; until then, and where
-            a layer cannot be measured, it is an even cut by parameter count.
-        devices: one for each partition, what is left over is dropped; by default CPU stages.
+            a layer cannot be measured, it is an even cut by parameter count. There are as many partitions as
+            ``devices``, or processors.
+        devices: one for each partition, what is left over is dropped; by default all GPUs that are visible,
+            and where there are none, CPU stages.
         chunks: micro-batches per mini-batch, which is cut as ``Tensor.chunk`` cuts it; or ``'auto'``, four
             for each stage as far as the batch goes.
         checkpoint: which micro-batches recompute their activations in the backward: ``'always'``,
@@ -76,8 +79,8 @@ class GPipe(Container):
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, or its skip connections do not match.
-        ValueError: ``balance``, ``chunks`` or ``checkpoint`` does not fit, or a layer is there twice or has a
-            name that is taken here.
+        ValueError: ``balance``, ``chunks`` or ``checkpoint`` does not fit, a layer is there
+            twice or has a name that is taken here, or layers are too large for their devices.
         IndexError: there are fewer devices than partitions.
 
     Attributes:
@@ -102,11 +105,11 @@ class GPipe(Container):
         self.chunks = chunks
         self.checkpoint = checkpoint
         check_module(module)
-        wanted = None if devices is None else [torch.device(device) for device in devices]
+        given = arguments.default_devices() if devices is None else devices
+        wanted = None if given is None else [torch.device(device) for device in given]
         self.balance = _balance(list(module), balance, wanted)
         self.devices = checked_devices(wanted, len(self.balance))
-        for partition, device in zip(_cut(module.named_children(), self.balance), self.devices, strict=True):
-            check_fits(partition, device)
+        check_all_fit(_cut(module.named_children(), self.balance), self.devices)
         self._deferred = bool(deferred_batch_norm)
         if self._deferred:
             check_can_defer(module.named_children())
@@ -283,6 +286,7 @@ class GPipe(Container):
             return
         if found != self.balance:
             self.balance = found
+            self._place()
             self._begin()
             self._look()
 
@@ -341,7 +345,10 @@ def _cut(layers: Iterable[_Layer], balance: Iterable[int]) -> Iterator[list[_Lay
 
 
 def _stages(
-    layers: Sequence[nn.Module], balance: Sequence[int], devices: Sequence[torch.device], deferred: bool
+    layers: Sequence[nn.Module],
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    deferred: bool,
 ) -> list[Stage]:
     stages: list[Stage] = []
     skips = skips_of(layers)

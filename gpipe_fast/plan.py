@@ -190,6 +190,29 @@ def _replicas(stage: Stage) -> list[int]:
     return [i for i, p in enumerate(parameters_of(stage.layers)) if is_elsewhere(p, stage)]
 
 
+def check_placed(stages: Sequence[Stage]) -> None:
+    """Refuses parameters and buffers that are not on the device of a stage that has them.
+
+    Raises:
+        ValueError: there is one; the message names it.
+    """
+    at_home = {
+        id(tensor)
+        for stage in stages
+        for layer in stage.layers
+        for tensor in (*layer.parameters(), *layer.buffers())
+        if not is_elsewhere(tensor, stage)
+    }
+    for index, stage in enumerate(stages):
+        for number, layer in enumerate(stage.layers, stage.first_layer):
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+                if id(tensor) not in at_home and not tensor.is_meta:
+                    raise ValueError(
+                        f"layer {number} ({type(layer).__name__}) has {name!r} on {tensor.device}, but runs "
+                        f"in stage {index} on {stage.device}; move it there, all of it"
+                    )
+
+
 def is_elsewhere(parameter: Tensor, stage: Stage) -> bool:
     """Whether a stage computes with a copy of a parameter."""
     return elsewhere(parameter.device, stage.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpipe_fast import _extension
 from gpipe_fast.compile import TRACES, CompiledStage, Compiler, Refusal, TooManyTraces
 from gpipe_fast.late import LateStage, Remarks, Search
-from gpipe_fast.plan import Plan, make_late_plan, make_plan
+from gpipe_fast.plan import Plan, check_placed, make_late_plan, make_plan
 from gpipe_fast.refuse import refuse_uninitialised
 from gpipe_fast.split import FULL_RECOMPUTE
 from gpipe_fast.stage import TURN, Boundary, Modes, Spec, Stage, intra_op_threads, under
@@ -121,6 +121,7 @@ class Planner:
         self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float], idle: bool
     ) -> Plan:
         """Makes a plan, for this time only if another thread runs layers in Python: none is traced then."""
+        check_placed(self._programs.stages)
         microbatches = [
             _boundary(tensors, inputs, signature.inputs.structure)
             for tensors in cut([x.detach() for x in inputs], signature.replicated, signature.chunks)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from gpipe_fast import arguments
 from gpipe_fast.capacity import check_fits
 from gpipe_fast.visit import Handed, Seconds, Visit, first_microbatch
 
@@ -159,7 +160,8 @@ def table(profiles: Iterable[LayerProfile]) -> str:
 
 def default_device() -> torch.device:
     """CUDA if there is any, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    devices = arguments.default_devices()
+    return devices[0] if devices else torch.device("cpu")
 
 
 def _layers(module: nn.Sequential) -> list[tuple[str, nn.Module]]:

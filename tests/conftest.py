@@ -1,14 +1,16 @@
 """What every test shares: which tests run here, and a fixture that fixes the thread count."""
 
+import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import gpipe_fast
+import gpipe_fast.arguments
 
 
 def pytest_configure() -> None:
@@ -16,6 +18,7 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@functools.cache
 def missing_for_cuda() -> str | None:
     """What this machine lacks for a test marked `cuda`, or None."""
     if not torch.cuda.is_available():
@@ -33,6 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in skips.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=f"{name}: {reason}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Where there are GPUs, only tests marked `cuda` use them by default, and so in processes they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("cuda") is None:
+            patch.setattr(gpipe_fast.arguments, "default_devices", lambda: None)
+            if missing_for_cuda() is None:  # so CUDA has read the variable, in this process
+                patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return (yield)
 
 
 @pytest.fixture

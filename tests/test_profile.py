@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast import arguments
 from gpipe_fast.profile import LayerProfile, default_device, profile, profile_layers, table
 from tests import models
 from tests.layers_with_costs import Clock, sequence
@@ -194,8 +195,8 @@ def test_does_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def test_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for available, wanted in ((True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=available: answer)
+    for available, wanted in ([torch.device("cuda:0"), torch.device("cuda:1")], "cuda:0"), (None, "cpu"):
+        monkeypatch.setattr(arguments, "default_devices", lambda answer=available: answer)
         assert default_device() == torch.device(wanted)
 
 

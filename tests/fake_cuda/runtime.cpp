@@ -6,7 +6,8 @@
 // computed by those of the CPU (operators.cpp).
 //
 // The environment: FAKE_CUDA_DEVICES how many there are (4), FAKE_CUDA_PEERS=0 if none reaches another's memory,
-// FAKE_CUDA_LOG the file (none without it), FAKE_CUDA_LATE a seed: events then are found unfinished at times.
+// FAKE_CUDA_LOG the file (none without it), FAKE_CUDA_LATE a seed: events then are found unfinished at times,
+// FAKE_CUDA_MEMORY how many bytes each device has (1 TiB): no more can be allocated.
 
 #include "faults.h"
 #include "graphs.h"
@@ -27,7 +28,14 @@
 
 namespace {
 
-constexpr size_t kMemory = size_t{1} << 40;  // of each device, said to be there
+// Of each device.
+size_t memory_bytes() {
+  static const size_t bytes = [] {
+    const char* given = std::getenv("FAKE_CUDA_MEMORY");
+    return given != nullptr ? std::strtoull(given, nullptr, 10) : size_t{1} << 40;
+  }();
+  return bytes;
+}
 
 int num_devices() {
   static const int number = [] {
@@ -115,9 +123,21 @@ const Block* block_of(const void* pointer) {
   return address < after->first + after->second.bytes ? &after->second : nullptr;
 }
 
+size_t free_bytes(int device) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t used = 0;
+  for (const auto& [address, block] : blocks()) {
+    used += block.device == device ? block.bytes : 0;
+  }
+  return memory_bytes() - used;
+}
+
 cudaError_t allocate(void** pointer, size_t bytes, int device) {
   constexpr size_t kAlignment = 512;
   const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  if (device >= 0 && rounded > free_bytes(device)) {
+    return fail(cudaErrorMemoryAllocation);
+  }
   *pointer = std::aligned_alloc(kAlignment, rounded == 0 ? kAlignment : rounded);
   if (*pointer == nullptr) {
     return fail(cudaErrorMemoryAllocation);
@@ -332,7 +352,7 @@ cudaError_t cudaSetDevice(int device) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
   std::memset(found, 0, sizeof(*found));
   std::snprintf(found->name, sizeof(found->name), "Fake GPU");
-  found->totalGlobalMem = kMemory;
+  found->totalGlobalMem = memory_bytes();
   found->major = 9;
   found->minor = 0;
   found->multiProcessorCount = 132;
@@ -441,7 +461,8 @@ cudaError_t cudaHostUnregister(void* pointer) {
   return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
-  *available = *total = kMemory;
+  *available = free_bytes(current_device);
+  *total = memory_bytes();
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* pointer) {
