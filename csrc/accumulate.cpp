@@ -1,6 +1,7 @@
 // The schema of gpipe_fast::accumulate_, its checks, and its kernels but CUDA's.
 #include "accumulate.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
 #include <c10/core/ScalarType.h>
 #include <torch/library.h>
@@ -75,22 +76,36 @@ void check_disjoint(at::TensorList accumulators, at::TensorList gradients) {
 namespace {
 
 // What every device can do; CUDA brings its own.
+void add_one_by_one(at::TensorList accumulators, at::TensorList gradients) {
+  for (size_t i = 0; i < accumulators.size(); ++i) accumulators[i].add_(gradients[i]);
+}
+
 void accumulate_one_by_one(at::TensorList accumulators, at::TensorList gradients) {
   check_pairs(accumulators, gradients);
   check_disjoint(accumulators, gradients);
-  for (size_t i = 0; i < accumulators.size(); ++i) accumulators[i].add_(gradients[i]);
+  add_one_by_one(accumulators, gradients);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(gpipe_fast, m) {
   m.def("accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients) -> ()");
+  m.def("_accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients) -> ()");
 }
 
 // This key also serves empty lists, which name no device.
 TORCH_LIBRARY_IMPL(gpipe_fast, CompositeExplicitAutograd, m) {
   m.impl("accumulate_", &accumulate_one_by_one);
+  m.impl("_accumulate_", &add_one_by_one);
 }
+TORCH_LIBRARY_IMPL(gpipe_fast, CPU, m) { m.impl("_accumulate_", &add_one_by_one); }
 TORCH_LIBRARY_IMPL(gpipe_fast, Meta, m) { m.impl("accumulate_", &check_pairs); }
+
+void accumulate_unchecked(at::TensorList accumulators, at::TensorList gradients) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gpipe_fast::_accumulate_", "")
+                             .typed<void(at::TensorList, at::TensorList)>();
+  op.call(accumulators, gradients);
+}
 
 }  // namespace gpipe_fast

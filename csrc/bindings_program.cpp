@@ -119,6 +119,7 @@ void bind_program(py::module_& m) {
            py::arg("results"), py::arg("direct") = true, py::arg("when") = When::always)
       .def("add_make", &Program::add_make)
       .def("add_accumulate", &Program::add_accumulate)
+      .def("add_accumulate_all", &Program::add_accumulate_all)
       .def("add_take", &Program::add_take)
       .def("add_release", &Program::add_release)
       .def("set_outputs", &Program::set_outputs)

@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include "accumulate.h"
 #include "check.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -128,6 +129,16 @@ void Program::add_make(Slot value, When when) { add_step({Step::Kind::make, null
 
 void Program::add_accumulate(Slot accumulator, Slot value, When when) {
   add_step({Step::Kind::accumulate, nullptr, {accumulator, value}}, when);
+}
+
+void Program::add_accumulate_all(const std::vector<Slot>& accumulators, const std::vector<Slot>& values,
+                                 When when) {
+  GPIPE_CHECK(!values.empty() && accumulators.size() == values.size(), accumulators.size(),
+              " accumulators, but ", values.size(), " values");
+  Step step{Step::Kind::accumulate_all, nullptr, {}};
+  step.slots.assign(accumulators.begin(), accumulators.end());
+  step.slots.insert(step.slots.end(), values.begin(), values.end());
+  add_step(std::move(step), when);
 }
 
 void Program::add_take(Slot accumulator, Slot value) {
@@ -346,6 +357,9 @@ void Program::execute(const Step& step) {
     case Step::Kind::accumulate:
       accumulate(slots_[*step.slots[0]], slots_[*step.slots[1]]);
       break;
+    case Step::Kind::accumulate_all:
+      accumulate_all(step);
+      break;
     case Step::Kind::take:
       set(*step.slots[0], hand_out(*step.slots[1]));
       break;
@@ -353,6 +367,18 @@ void Program::execute(const Step& step) {
       release(*step.slots[0]);
       break;
   }
+}
+
+void Program::accumulate_all(const Step& step) {
+  const size_t number = step.slots.size() / 2;
+  std::vector<at::Tensor> accumulators, values;
+  accumulators.reserve(number);
+  values.reserve(number);
+  for (size_t i = 0; i < number; ++i) {
+    accumulators.push_back(slots_[*step.slots[i]]);
+    values.push_back(slots_[*step.slots[number + i]]);
+  }
+  accumulate_unchecked(accumulators, values);
 }
 
 }  // namespace gpipe_fast

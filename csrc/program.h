@@ -86,6 +86,8 @@ class Program {
   void add_make(Slot value, When when);
   // accumulator += value.
   void add_accumulate(Slot accumulator, Slot value, When when);
+  // The same for several at once, of which none shares memory with another's; where it can, by one kernel.
+  void add_accumulate_all(const std::vector<Slot>& accumulators, const std::vector<Slot>& values, When when);
   // The accumulator becomes the value's tensor, which nothing else refers to.
   void add_take(Slot accumulator, Slot value);
   // Drops a value of this run, and all views of it.
@@ -159,9 +161,9 @@ class Program {
     int64_t index;
   };
   struct Step {
-    enum class Kind : uint8_t { call, call_returning, make, accumulate, take, release } kind;
+    enum class Kind : uint8_t { call, call_returning, make, accumulate, accumulate_all, take, release } kind;
     std::unique_ptr<Operator> op;
-    std::vector<std::optional<Slot>> slots;
+    std::vector<std::optional<Slot>> slots;  // to accumulate all: accumulators, then as many values
     bool leaves = false;  // a result outlives the run, so its memory must not be the recycler's
     Part part = Part::early;
   };
@@ -171,6 +173,7 @@ class Program {
   Slot base_of(Slot slot) const { return values_[slot].base.value_or(slot); }
   void settle_in_arena();
   void execute(const Step& step);
+  void accumulate_all(const Step& step);
 
   at::Tensor hollow(const Layout& layout) const;  // laid out, but over no memory
   at::Tensor make(const Layout& layout) const;

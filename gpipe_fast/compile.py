@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from gpipe_fast import _extension
 from gpipe_fast._extension import Layout, Pass, PortedProgram, Segment
+from gpipe_fast.accumulation import Accumulation
 from gpipe_fast.arrival import Arrivals, layout_of
 from gpipe_fast.fingerprint import fingerprint
 from gpipe_fast.lower import lower
@@ -46,13 +47,14 @@ class Traced:
     """A joint graph and its lowered forms by the share of activations that is saved."""
 
     joint: Joint
+    accumulation: Accumulation = field(default_factory=Accumulation)
     lowered: dict[float, Lowered] = field(default_factory=dict)
 
     def lower(self, budget: float) -> Lowered:
         """Splits and lowers, once per budget (see ``split``)."""
         if budget not in self.lowered:
             parts = split(self.joint, budget)
-            backward = None if parts.backward is None else lower(parts.backward)
+            backward = None if parts.backward is None else lower(parts.backward, self.accumulation)
             self.lowered[budget] = Lowered(parts, lower(parts.forward_saving), backward)
         return self.lowered[budget]
 
@@ -280,7 +282,7 @@ class Compiler:
             arrivals: which gradients come otherwise than their outputs are laid out, or not at all.
         """
         layers, modes = fingerprint(stage.layers), Modes.now()
-        key = (layers, inputs, arrivals, modes)
+        key = (layers, inputs, arrivals, modes, stage.grad_dtype)
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]
@@ -291,7 +293,8 @@ class Compiler:
                 return TooManyTraces(None, f"it was traced {self._most} times for what it met")
             self._times[layers, modes] += 1
             joint = self._trace_as_it_is(kind, stage, inputs, arrivals)
-        self._traces[key] = joint if isinstance(joint, Untraceable) else Traced(joint)
+        accumulation = Accumulation(stage.grad_dtype, modes.deterministic)
+        self._traces[key] = joint if isinstance(joint, Untraceable) else Traced(joint, accumulation)
         for cache in (self._traces, self._kinds):
             while len(cache) > self._limit:
                 cache.popitem(last=False)

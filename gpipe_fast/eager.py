@@ -15,6 +15,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node
 
 from gpipe_fast import phase
+from gpipe_fast.accumulation import sum_dtype
 from gpipe_fast.batchnorm import deferring
 from gpipe_fast.random import GeneratorStates, KeyedRandomMode, make_key
 from gpipe_fast.skip import carrying, take
@@ -282,8 +283,10 @@ class EagerLayers:
         retain: bool,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         so_far = {id(p): g for p, g in zip(kept.every, gradients, strict=True)}
+        higher = [p for p in kept.parameters if sum_dtype(p.dtype, self._part.grad_dtype) != p.dtype]
+        sums = {id(p): so_far.pop(id(p)) for p in higher}
         # A parameter as a root takes in what there is, before its uses add theirs one by one, as autograd
-        # does for all micro-batches of a loop.
+        # does for all micro-batches of a loop. What is added up in more precision is no gradient of its.
         roots = [
             (root, gradient)
             for root, gradient in (
@@ -298,7 +301,9 @@ class EagerLayers:
         with _without_hooks(kept.parameters), _in_this_thread(roots):
             found = differentiate([r for r, _ in roots], [g for _, g in roots], sources, retain)
         of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
-        return [of.get(id(leaf)) for leaf in run.leaves], [of.get(id(p), so_far[id(p)]) for p in kept.every]
+        of_inputs = [of.get(id(leaf)) for leaf in run.leaves]
+        of |= {p: _added(total, of[p], self._part.grad_dtype) for p, total in sums.items()}
+        return of_inputs, [of.get(id(p), so_far.get(id(p))) for p in kept.every]
 
     def _check_graph(self, run: _Run, parameters: Iterable[Tensor]) -> None:
         """Refuses tensors whose gradients would be lost, and looks for checkpoints; once."""
@@ -329,6 +334,13 @@ class EagerLayers:
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(f"in action {action} of the pipeline ({self._name})")
             raise
+
+
+def _added(total: Tensor | None, gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """A sum in another dtype, with one more gradient."""
+    if gradient is None:
+        return total
+    return gradient.to(dtype) if total is None else total + gradient.to(dtype)
 
 
 def _shortened(module: nn.Module) -> dict[str, nn.Parameter | None]:

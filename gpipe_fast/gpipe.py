@@ -23,6 +23,7 @@ from gpipe_fast.arguments import (
     checked_balance,
     checked_chunks,
     checked_devices,
+    checked_grad_dtype,
     checked_mode,
 )
 from gpipe_fast.balance import balance_automatically
@@ -71,6 +72,10 @@ class GPipe(Container):
             ``'except_last'`` or ``'never'``. In eval mode none does.
         deferred_batch_norm: let batch norm's running statistics be those of the whole mini-batch, taken once;
             else they are taken from each micro-batch.
+        grad_dtype: None, or ``torch.float32``: gradients of bfloat16 and float16 parameters are added up over
+            the micro-batches of a mini-batch in that, and rounded once to the parameter's dtype when its
+            backward ends. It takes 4 bytes for each element of such parameters during the backward. Other
+            parameters are not affected.
         backend: ``'auto'`` lowers layers to C++ programs, and runs those that cannot be traced faithfully in
             Python, in the same schedule, after a warning that names stage, layer and reason; for ``'aten'``
             they are an error; ``'eager'`` runs all layers in Python.
@@ -79,13 +84,14 @@ class GPipe(Container):
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, or its skip connections do not match.
-        ValueError: ``balance``, ``chunks`` or ``checkpoint`` does not fit, a layer is there
+        ValueError: ``balance``, ``chunks``, ``checkpoint`` or ``grad_dtype`` does not fit, a layer is there
             twice or has a name that is taken here, or layers are too large for their devices.
         IndexError: there are fewer devices than partitions.
 
     Attributes:
         balance: layers per partition.
         devices: of each partition.
+        grad_dtype: in what gradients are added up.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class GPipe(Container):
         chunks: int | Literal["auto"] = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
+        grad_dtype: torch.dtype | None = None,
         backend: str = "auto",
         capture: bool = True,
     ) -> None:
@@ -116,6 +123,7 @@ class GPipe(Container):
         if backend not in BACKENDS:
             raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
         self.backend = backend
+        self.grad_dtype = checked_grad_dtype(grad_dtype)
         self.threads_per_stage = None
         self._capture = bool(capture)
         self._warned = False
@@ -135,7 +143,7 @@ class GPipe(Container):
     def _begin(self) -> None:
         verify_skippables(self)
         self._layers = list(self)
-        self._stages = _stages(self._layers, self.balance, self.devices, self._deferred)
+        self._stages = _stages(self._layers, self.balance, self.devices, self._deferred, self.grad_dtype)
         self._planner = Planner(self._stages, self.backend, self._interpreted)
         self._pipeline.forget_replays()
         self._state = State(self._planner.remarks.in_python)
@@ -349,11 +357,12 @@ def _stages(
     balance: Sequence[int],
     devices: Sequence[torch.device],
     deferred: bool,
+    grad_dtype: torch.dtype | None,
 ) -> list[Stage]:
     stages: list[Stage] = []
     skips = skips_of(layers)
     first = 0
     for own, device in zip(_cut(layers, balance), devices, strict=True):
-        stages.append(Stage(own, first, device, skips=skips, deferred=deferred))
+        stages.append(Stage(own, first, device, skips=skips, deferred=deferred, grad_dtype=grad_dtype))
         first += len(own)
     return stages

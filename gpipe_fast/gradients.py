@@ -17,16 +17,18 @@ class Gradient:
         self.index = index
         self.node = node
         self.parts: list[fx.Node] = []
-        self.value: int | None = None
+        self.value: int | None = None  # the accumulator
+        self.sum: int | None = None  # of the parts, where they are added up before
 
 
-def contributions(node: fx.Node, uses: int) -> list[fx.Node]:
-    """The terms of a gradient that autograd summed, in its order.
+def contributions(node: fx.Node, uses: int) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The terms of a gradient that autograd summed, in its order, and the sums that they replace.
 
     Autograd adds the gradient of each use of a parameter to one running sum over all micro-batches; adding
     up within a micro-batch first would round differently.
     """
     parts: list[fx.Node] = []
+    sums: list[fx.Node] = []
     while (
         len(parts) + 1 < uses and node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1
     ):
@@ -34,8 +36,9 @@ def contributions(node: fx.Node, uses: int) -> list[fx.Node]:
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
             break
         parts.append(right)
+        sums.append(node)
         node = left
-    return [node, *reversed(parts)]
+    return [node, *reversed(parts)], sums
 
 
 def only_leads_to(base: fx.Node, part: fx.Node) -> bool:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_fast._extension import When
+from gpipe_fast.accumulation import Accumulation, Waiting
 from gpipe_fast.alias import Source, source_of
-from gpipe_fast.exactness import accumulates_exactly
 from gpipe_fast.gradients import Gradient, contributions, is_dense, only_leads_to
 from gpipe_fast.operators import OperatorCall, returning, writing
 from gpipe_fast.placement import parts, place
@@ -35,24 +35,31 @@ from gpipe_fast.trace import Role
 
 aten = torch.ops.aten
 
+_PLAIN = Accumulation()
 
-def lower(graph: StageGraph) -> Program:
+
+def lower(graph: StageGraph, accumulation: Accumulation = _PLAIN) -> Program:
     """Lowers one graph of a stage.
+
+    Args:
+        graph: the graph.
+        accumulation: how gradients of parameters are added up.
 
     Returns:
         A program that computes the graph's results with the graph's bits.
     """
-    return _Lowering(graph).run()
+    return _Lowering(graph, accumulation).run()
 
 
 def lower_plainly(graph: StageGraph) -> Program:
     """Every operator of the graph, views too, as a call of its own: what ``lower`` is measured against."""
-    return _Lowering(graph, plain=True).run()
+    return _Lowering(graph, _PLAIN, plain=True).run()
 
 
 class _Lowering:
-    def __init__(self, graph: StageGraph, plain: bool = False) -> None:
+    def __init__(self, graph: StageGraph, accumulation: Accumulation, plain: bool = False) -> None:
         self.graph = graph
+        self.accumulation = accumulation
         self.plain = plain
         self.nodes: list[fx.Node] = list(graph.module.graph.nodes)
         self.sources: dict[fx.Node, Source] = {n: Source(n, 0) if plain else source_of(n) for n in self.nodes}
@@ -61,6 +68,8 @@ class _Lowering:
         self.views: dict[tuple[Any, ...], int] = {}
         self.gradient_of: dict[fx.Node, Gradient] = {}  # base written straight into an accumulator -> which
         self.lasting: set[fx.Node] = set()  # bases that leave the program
+        self.unread: set[fx.Node] = set()  # sums whose terms are taken in their place
+        self.waiting = Waiting()
 
     def run(self) -> Program:
         program = self.program
@@ -68,6 +77,7 @@ class _Lowering:
         results = [n for n in self.graph.outputs if n.port.role is not Role.PARAMETER_GRADIENT]
         gradients = self._gradients()
         self.lasting = {self.sources[n.node].base for n in results}
+        self.unread -= self.lasting | {self.sources[part].base for g in gradients for part in g.parts}
         for gradient in () if self.plain else gradients:
             self._choose_written(gradient)
         due = self._due(gradients)
@@ -76,6 +86,7 @@ class _Lowering:
                 self._add_call(node)
             for gradient in due.get(node, ()):
                 self._finish_gradient(gradient)
+        program.steps += self.waiting.done()
         program.gradients = tuple(g.index for g in gradients)
         program.outputs = tuple(n.port for n in results)
         program.results = [self._result(n.node, n.port.role) for n in results]
@@ -129,7 +140,7 @@ class _Lowering:
     # Calls
 
     def _add_call(self, node: fx.Node) -> None:
-        if self.sources[node].base is not node or self._is_multiple_view(node):
+        if self.sources[node].base is not node or self._is_multiple_view(node) or node in self.unread:
             return
         gradient = self.gradient_of.get(node)
         if gradient is not None:
@@ -211,22 +222,23 @@ class _Lowering:
 
     def _gradients(self) -> list[Gradient]:
         """One for each parameter; a tied one has a gradient under each name, and their terms join."""
-        found: dict[int, Gradient] = {}
+        found: dict[int, list[fx.Node]] = {}
         for port, node in self.graph.outputs:
             if port.role is Role.PARAMETER_GRADIENT:
-                parts = self._contributions(Gradient(port.index, node))
-                gradient = found.setdefault(port.index, Gradient(port.index, node))
-                gradient.parts = (
-                    sorted(gradient.parts + parts, key=lambda n: n.meta.get(JOINT_POSITION, -1))
-                    if gradient.parts
-                    else parts
-                )
-        return list(found.values())
+                found.setdefault(port.index, []).append(node)
+        return [self._gradient(index, nodes) for index, nodes in found.items()]
 
-    def _contributions(self, gradient: Gradient) -> list[fx.Node]:
-        if self.plain:
-            return [gradient.node]
-        return contributions(gradient.node, self.graph.parameter_uses.get(gradient.index, 1))
+    def _gradient(self, index: int, nodes: list[fx.Node]) -> Gradient:
+        gradient = Gradient(index, nodes[0])
+        for node in nodes:
+            as_it_is = self.plain or (len(nodes) == 1 and self.accumulation.is_higher(node.meta["val"]))
+            uses = 1 if as_it_is else self.graph.parameter_uses.get(index, 1)
+            parts, sums = contributions(node, uses)
+            gradient.parts += parts
+            self.unread.update(sums)
+        if len(nodes) > 1:
+            gradient.parts.sort(key=lambda n: n.meta.get(JOINT_POSITION, -1))
+        return gradient
 
     def _choose_written(self, gradient: Gradient) -> None:
         """Notes whether an operator can write the first contribution into the accumulator itself."""
@@ -236,6 +248,7 @@ class _Lowering:
         if base.op != "call_function" or base.target is operator.getitem or not isinstance(value, Tensor):
             return
         whole = offset == 0 and value.numel() == like.numel() and value.dtype == like.dtype
+        whole = whole and not self.accumulation.is_higher(like)
         alone = base not in self.lasting and base not in self.gradient_of and only_leads_to(base, part)
         if whole and is_dense(value) and alone and writing(base) is not None:
             self.gradient_of[base] = gradient
@@ -262,44 +275,68 @@ class _Lowering:
         assert call is not None
         steps.append(Make(gradient.value, When.FIRST))
         self._append(call, [target], node, When.FIRST)
-        if call.op is aten.mm.out and accumulates_exactly(*(a.meta["val"] for a in call.arguments[:2])):
+        operands = [a.meta["val"] for a in call.arguments[:2]] if call.op is aten.mm.out else []
+        if operands and self.accumulation.in_product(*operands):
             fused = OperatorCall(aten.addmm.out, (None, *call.arguments[:2], 1, 1, None), (0, 5))
             self._append(fused, [target, target], node, When.LATER)
+        elif self.accumulation.in_cast(node):
+            uncast = node.args[0]
+            assert isinstance(uncast, fx.Node)
+            self._accumulate(gradient, target, self._value(uncast), uncast.meta["val"])
         else:
             self.index[node] = self._add(node.name, Home.ARENA, like)
             self._append(call, [self.index[node]], node, When.LATER)
-            steps.append(Accumulate(target, self.index[node], When.LATER))
+            self._accumulate(gradient, target, self.index[node], like)
         self.index.setdefault(node, target)
 
     def _finish_gradient(self, gradient: Gradient) -> None:
         """Adds what no operator has written: whole gradients, and further uses of tied parameters."""
-        steps = self.program.steps
+        steps, name = self.program.steps, f"grad_{gradient.index}"
+        part = gradient.parts[0]
+        like = part.meta["val"]
+        if self.accumulation.is_higher(like):
+            self._sum_parts(gradient)
         if gradient.value is None:
-            part = gradient.parts[0]
-            value, like = self._value(part), part.meta["val"]
-            base = self.sources[part].base
-            home = self.program.values[self.index[base]].home
-            lone = only_leads_to(base, part) and base not in self.lasting
-            if (
-                home is Home.RESULT
-                and lone
-                and is_dense(like)
-                and math.prod(self.program.values[self.index[base]].sizes) == like.numel()
-            ):
-                gradient.value = self._add(
-                    f"grad_{gradient.index}", Home.ACCUMULATOR, like, index=gradient.index
-                )
+            value = self._value(part) if gradient.sum is None else gradient.sum
+            if self._is_takeable(part):
+                gradient.value = self._add(name, Home.ACCUMULATOR, like, index=gradient.index)
                 steps.append(Take(gradient.value, value))
             else:
-                dense = like if is_dense(like) else torch.empty(like.shape, dtype=like.dtype, device="meta")
-                gradient.value = self._add(
-                    f"grad_{gradient.index}", Home.ACCUMULATOR, dense, index=gradient.index
-                )
+                layout = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
+                dtype = self.accumulation.sum_dtype(like)
+                dense = torch.empty_strided(like.shape, layout, dtype=dtype, device="meta")
+                gradient.value = self._add(name, Home.ACCUMULATOR, dense, index=gradient.index)
                 steps.append(Make(gradient.value, When.FIRST))
                 steps.append(_copy(gradient.value, value, When.FIRST))
-            steps.append(Accumulate(gradient.value, value, When.LATER))
-        for part in gradient.parts[1:]:
+            self._accumulate(gradient, gradient.value, value, like)
+        for part in gradient.parts[1:] if gradient.sum is None else ():
             steps.append(Accumulate(gradient.value, self._value(part), When.ALWAYS))
+
+    def _is_takeable(self, part: fx.Node) -> bool:
+        """Whether a contribution can become the accumulator: nothing else reads its memory."""
+        base, like = self.sources[part].base, part.meta["val"]
+        whole = self.program.values[self.index[base]]
+        lone = only_leads_to(base, part) and base not in self.lasting
+        fits = is_dense(like) and math.prod(whole.sizes) == like.numel()
+        return whole.home is Home.RESULT and lone and fits and not self.accumulation.is_higher(like)
+
+    def _sum_parts(self, gradient: Gradient) -> None:
+        """Adds what a tied parameter's gradient consists of in its own dtype, as autograd does."""
+        gradient.sum = self._value(gradient.parts[0])
+        for part in gradient.parts[1:]:
+            like = part.meta["val"]
+            total = torch.empty(like.shape, dtype=like.dtype, device="meta")
+            into = self._add(f"{part.name}_sum", Home.ARENA, total)
+            arguments = (Ref(gradient.sum), Ref(self._value(part)), 1, Ref(into))
+            self.program.steps.append(Call(aten.add.out, arguments, None, When.ALWAYS, None))
+            gradient.sum = into
+
+    def _accumulate(self, gradient: Gradient, accumulator: int, value: int, like: Tensor) -> None:
+        """Adds to an accumulator in later runs; what one kernel adds together, at the end of the program."""
+        if len(gradient.parts) > 1 and gradient.sum is None:  # one after the other
+            self.program.steps.append(Accumulate(accumulator, value, When.LATER))
+        else:
+            self.program.steps += self.waiting.add(accumulator, value, like)
 
 
 def _copy(target: int, value: int, when: When) -> Call:

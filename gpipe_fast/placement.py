@@ -11,6 +11,7 @@ from gpipe_fast.arena import Lifetime, lay_out
 from gpipe_fast.operators import is_pointwise
 from gpipe_fast.program import (
     Accumulate,
+    AccumulateAll,
     Call,
     Home,
     Make,
@@ -99,6 +100,8 @@ def _used(step: Step) -> list[int]:
             return [value]
         case Accumulate(accumulator, value) | Take(accumulator, value):
             return [accumulator, value]
+        case AccumulateAll(accumulators, values):
+            return [*accumulators, *values]
 
 
 def _refs(argument: Any) -> list[int]:

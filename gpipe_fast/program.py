@@ -92,6 +92,15 @@ class Accumulate:
 
 
 @dataclass(frozen=True)
+class AccumulateAll:
+    """accumulator += value for several, in no order."""
+
+    accumulators: tuple[int, ...]
+    values: tuple[int, ...]
+    when: When
+
+
+@dataclass(frozen=True)
 class Take:
     """The accumulator becomes the value, in a mini-batch's first run."""
 
@@ -106,7 +115,7 @@ class Release:
     value: int
 
 
-Step = Call | Make | Accumulate | Take | Release
+Step = Call | Make | Accumulate | AccumulateAll | Take | Release
 
 
 @dataclass
@@ -172,6 +181,8 @@ class Program:
                     native.add_make(value_index, when)
                 case Accumulate(accumulator, value_index, when):
                     native.add_accumulate(accumulator, value_index, when)
+                case AccumulateAll(accumulators, value_indices, when):
+                    native.add_accumulate_all(accumulators, value_indices, when)
                 case Take(accumulator, value_index):
                     native.add_take(accumulator, value_index)
                 case Release(value_index):
@@ -214,6 +225,10 @@ class Program:
                 return f"make {self._place(value)}{_when(when)}"
             case Accumulate(accumulator, value, when):
                 return f"{self.values[accumulator].name} += {self.values[value].name}{_when(when)}"
+            case AccumulateAll(accumulators, values, when):
+                pairs = zip(accumulators, values, strict=True)
+                sums = (f"{self.values[a].name} += {self.values[v].name}" for a, v in pairs)
+                return f"at once: {', '.join(sums)}{_when(when)}"
             case Take(accumulator, value):
                 return (
                     f"{self.values[accumulator].name} = {self.values[value].name}, taken{_when(When.FIRST)}"

@@ -57,6 +57,7 @@ class Modes(NamedTuple):
     grad: bool
     autocast: Autocast
     num_threads: int
+    deterministic: bool
 
     @classmethod
     def now(cls) -> Modes:
@@ -66,7 +67,8 @@ class Modes(NamedTuple):
             for kind in ("cpu", "cuda")
             if torch.is_autocast_enabled(kind)
         )
-        return cls(torch.is_grad_enabled(), autocast, torch.get_num_threads())
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(torch.is_grad_enabled(), autocast, torch.get_num_threads(), deterministic)
 
 
 @contextlib.contextmanager
@@ -149,6 +151,7 @@ class Stage:
         pops: which of them it takes from layers before it, in the order of its own.
         stashes: which it leaves to layers after it, likewise.
         deferred: whether batch norm's running statistics wait for the whole mini-batch.
+        grad_dtype: in what gradients of lower precision are added up over micro-batches; None for their own.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class Stage:
         whole: Stage | None = None,
         skips: Sequence[Skip] = (),
         deferred: bool = False,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         self.layers = list(layers)
         self.first_layer = first_layer
@@ -168,6 +172,7 @@ class Stage:
         self._whole = whole
         self.skips = skips
         self.deferred = deferred
+        self.grad_dtype = grad_dtype
         own = range(first_layer, first_layer + len(self.layers))
         self.pops = [i for i, s in enumerate(skips) if s.target in own and s.source not in own]
         self.stashes = sorted(
@@ -183,7 +188,8 @@ class Stage:
     def part(self, begin: int, end: int) -> Stage:
         """Some of its layers, which share its memory."""
         first = self.first_layer + begin
-        return Stage(self.layers[begin:end], first, self.device, self.whole, self.skips, self.deferred)
+        layers = self.layers[begin:end]
+        return Stage(layers, first, self.device, self.whole, self.skips, self.deferred, self.grad_dtype)
 
     def narrowed(self, arriving: Boundary, part: Stage) -> Boundary:
         """Of what arrives here, what would arrive at a part with the same first layer."""

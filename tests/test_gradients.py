@@ -10,6 +10,7 @@ from reference import check_step
 from stages import Runner, given, joint_of
 from torch import Tensor, nn
 
+from gpipe_fast.lower import lower
 from gpipe_fast.split import split
 from gpipe_fast.trace import Port, Role
 
@@ -56,6 +57,32 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_terms_are_summed_in_autograds_order(use: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     check_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Weight(use), nn.Tanh()), torch.randn(64, WIDTH), 4)
+
+
+def test_sums_that_are_taken_apart_are_not_computed() -> None:
+    layers, x = [Weight(lambda x, w: (x @ w).tanh() @ w)], torch.randn(4, WIDTH)
+    backward = split(joint_of(layers, x), 0.0).backward
+    assert backward is not None
+    text = lower(backward).describe()
+    assert "grad_0 += " in text
+    assert " = add(" not in text, text
+
+
+class Shifted(nn.Module):
+    """The sum of one parameter's gradients is the gradient of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.twice = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.once
+        return (x + self.twice).tanh() + (x + self.twice).sigmoid()
+
+
+def test_a_sum_that_is_taken_apart_for_one_of_two() -> None:
+    torch.manual_seed(0)
+    check_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Shifted()), torch.randn(64, WIDTH), 4)
 
 
 def test_one_tensor_as_the_gradient_of_two_parameters() -> None:

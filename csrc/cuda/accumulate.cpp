@@ -84,10 +84,8 @@ class Launcher {
   cudaStream_t stream_;
 };
 
-void accumulate_cuda(at::TensorList accumulators, at::TensorList gradients) {
-  check_pairs(accumulators, gradients);
-  check_disjoint(accumulators, gradients);
-  if (accumulators.empty()) return;
+// Nothing but launches, with their tables as arguments: it can be captured.
+void add_cuda(at::TensorList accumulators, at::TensorList gradients) {
   const c10::cuda::CUDAGuard guard(accumulators[0].device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
 
@@ -101,8 +99,6 @@ void accumulate_cuda(at::TensorList accumulators, at::TensorList gradients) {
       accumulator.add_(gradients[i]);
       continue;
     }
-    // add_ does this itself; without it autograd would not see that a saved tensor has changed.
-    if (!accumulator.is_inference()) accumulator.unsafeGetTensorImpl()->bump_version();
     if (accumulator.numel() == 0) continue;
     pairs.push_back({accumulator.mutable_data_ptr(), gradients[i].const_data_ptr(), accumulator.numel(),
                      *accumulator_type, *gradient_type});
@@ -124,8 +120,22 @@ void accumulate_cuda(at::TensorList accumulators, at::TensorList gradients) {
   }
 }
 
+void accumulate_cuda(at::TensorList accumulators, at::TensorList gradients) {
+  check_pairs(accumulators, gradients);
+  check_disjoint(accumulators, gradients);
+  if (accumulators.empty()) return;
+  // As add_ does; without it autograd would not see that a saved tensor has changed.
+  for (const at::Tensor& accumulator : accumulators) {
+    if (!accumulator.is_inference()) accumulator.unsafeGetTensorImpl()->bump_version();
+  }
+  add_cuda(accumulators, gradients);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(gpipe_fast, CUDA, m) { m.impl("accumulate_", &accumulate_cuda); }
+TORCH_LIBRARY_IMPL(gpipe_fast, CUDA, m) {
+  m.impl("accumulate_", &accumulate_cuda);
+  m.impl("_accumulate_", &add_cuda);
+}
 
 }  // namespace gpipe_fast

@@ -1,0 +1,209 @@
+"""How gradients are added up on devices that are not there; run by test_fake_cuda_gradients.py.
+
+`accumulating.py OPERATORS NAME...`: runs some of the functions below, and prints the name of each.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from stages import joint_of
+
+from gpipe_fast import GPipe
+from gpipe_fast._extension import When
+from gpipe_fast.accumulation import LARGE, WAITING, Accumulation
+from gpipe_fast.lower import lower
+from gpipe_fast.program import Accumulate, AccumulateAll, Call, Program, Release
+from gpipe_fast.split import split
+
+WIDTH, CHUNKS, BATCH = 12, 4, 16
+aten = torch.ops.aten
+
+
+def block() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)]
+
+
+def backward_of(layers: Sequence[nn.Module], accumulation: Accumulation, width: int = WIDTH) -> Program:
+    """The program of a stage on a GPU."""
+    for layer in layers:
+        layer.cuda()
+    parts = split(joint_of(layers, torch.randn(4, width, device="cuda")), 0.0)
+    assert parts.backward is not None
+    return lower(parts.backward, accumulation)
+
+
+def calls(program: Program, op: object) -> int:
+    return sum(isinstance(step, Call) and step.op is op for step in program.steps)
+
+
+def sums(program: Program) -> list[int]:
+    """How many gradients each step adds."""
+    found = []
+    for step in program.steps:
+        if isinstance(step, AccumulateAll):
+            found.append(len(step.values))
+        elif isinstance(step, Accumulate):
+            found.append(1)
+    return found
+
+
+def products_add_to_gradients() -> None:
+    """Two weights; two biases and a norm's two parameters go together, at the end."""
+    program = backward_of(block(), Accumulation())
+    assert calls(program, aten.addmm.out) >= 2, program.describe()
+    assert sums(program) == [4], program.describe()
+    last = [step for step in program.steps if not isinstance(step, Release)][-1]
+    assert isinstance(last, AccumulateAll), program.describe()
+
+
+def deterministic_products_do_not() -> None:
+    program = backward_of(block(), Accumulation(deterministic=True))
+    in_place = [
+        step
+        for step in program.steps
+        if isinstance(step, Call) and step.op is aten.addmm.out and step.arguments[0] == step.arguments[-1]
+    ]
+    assert not in_place, program.describe()
+    assert sums(program) == [6], program.describe()
+
+
+def sums_in_float32() -> None:
+    layers = [layer.bfloat16() for layer in block()]
+    for layer in layers:
+        layer.cuda()
+    parts = split(joint_of(layers, torch.randn(4, WIDTH, device="cuda", dtype=torch.bfloat16)), 0.0)
+    assert parts.backward is not None
+    program = lower(parts.backward, Accumulation(torch.float32))
+    assert sums(program) == [6], program.describe()
+
+
+def casts_are_part_of_the_sum() -> None:
+    """What autocast makes of weights and their gradients."""
+    layers = [layer.cuda() for layer in block()]
+    with torch.autocast("cuda", torch.bfloat16):
+        parts = split(joint_of(layers, torch.randn(4, WIDTH, device="cuda")), 0.0)
+    assert parts.backward is not None
+    program = lower(parts.backward)
+    values = program.values
+    added = {
+        (values[a].dtype, values[v].dtype)
+        for step in program.steps
+        if isinstance(step, AccumulateAll)
+        for a, v in zip(step.accumulators, step.values, strict=True)
+    }
+    assert (torch.float32, torch.bfloat16) in added, program.describe()
+    later = [s for s in program.steps if isinstance(s, Call) and s.when is When.LATER]
+    assert not any(step.op is aten.copy_.default for step in later), program.describe()
+
+
+def tied_ones_are_added_one_by_one() -> None:
+    """In autograd's order."""
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    second.bias = first.bias
+    program = backward_of([first, second], Accumulation())
+    assert sums(program) == [1, 1], program.describe()
+
+
+def large_ones_do_not_wait() -> None:
+    """And not too many of the others do, since their memory is taken meanwhile."""
+    width = LARGE // 4  # elements; a norm has two such parameters
+    program = backward_of([nn.LayerNorm(width) for _ in range(6)], Accumulation(), width)
+    most = WAITING // LARGE
+    assert sums(program) == [most, 12 - most], program.describe()
+    program = backward_of([nn.LayerNorm(width + 1)], Accumulation(), width + 1)
+    assert sums(program) == [1, 1], program.describe()
+
+
+def looped(model: nn.Sequential, x: Tensor) -> Tensor:
+    return torch.cat([model(part) for part in x.chunk(CHUNKS)])
+
+
+def gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    output.square().sum().backward()
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def deterministic_bits() -> None:
+    """Those of the plain loop; switched between calls, it is noticed."""
+    # So wide that products that add up differ.
+    model = nn.Sequential(nn.Linear(WIDTH, 512), nn.LayerNorm(512), nn.GELU(), nn.Linear(512, 8)).cuda()
+    pipe = GPipe(copy.deepcopy(model), [2, 2], devices=["cuda:0", "cuda:0"], chunks=CHUNKS)
+    x = torch.randn(CHUNKS * 700, WIDTH, device="cuda")
+    expected = gradients(model, looped(model, x))
+    fused = gradients(pipe, pipe(x))
+    assert not all(map(torch.equal, fused, expected)), "nothing is shown"
+    for ours, one in zip(fused, expected, strict=True):
+        torch.testing.assert_close(ours, one, rtol=1e-4, atol=1e-2)
+    torch.use_deterministic_algorithms(True)
+    assert all(map(torch.equal, gradients(pipe, pipe(x)), expected))
+
+
+def float32_bits() -> None:
+    """Of a loop that adds in float32, and rounds; also over two devices."""
+    model = nn.Sequential(*block(), *block()).bfloat16()
+    pipe = GPipe(
+        copy.deepcopy(model),
+        [4, 4],
+        devices=["cuda:0", "cuda:1"],
+        chunks=CHUNKS,
+        grad_dtype=torch.float32,
+    )
+    x = torch.randn(BATCH, WIDTH).bfloat16()
+    parameters = list(model.parameters())
+    parts = x.chunk(CHUNKS)
+    found = [torch.autograd.grad(model(part).square().sum(), parameters) for part in reversed(parts)]
+    for _ in range(3):
+        ours = gradients(pipe, pipe(x.cuda()))
+        assert all(gradient.dtype is torch.bfloat16 for gradient in ours)
+        for gradient, each in zip(ours, zip(*found, strict=True), strict=True):
+            total = each[0].float()
+            for one in each[1:]:
+                total = total + one.float()
+            assert torch.equal(gradient, total.bfloat16())
+
+
+def autocast_bits() -> None:
+    """Of the plain loop, whose cache of casts is off."""
+    model = nn.Sequential(*block(), *block()).cuda()
+    pipe = GPipe(copy.deepcopy(model), [4, 4], devices=["cuda:0", "cuda:0"], chunks=CHUNKS)
+    x = torch.randn(BATCH, WIDTH, device="cuda")
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            expected, ours = looped(model, x), pipe(x)
+        assert all(map(torch.equal, gradients(pipe, ours), gradients(model, expected)))
+
+
+def main() -> None:
+    operators, *names = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    functions: dict[str, Callable[[], None]] = {f.__name__: f for f in (*PROGRAMS, *BITS)}
+    for name in names:
+        functions[name]()
+        print(name)
+
+
+PROGRAMS = (
+    products_add_to_gradients,
+    deterministic_products_do_not,
+    sums_in_float32,
+    casts_are_part_of_the_sum,
+    tied_ones_are_added_one_by_one,
+    large_ones_do_not_wait,
+)
+BITS = (float32_bits, autocast_bits, deterministic_bits)
+
+if __name__ == "__main__":
+    main()

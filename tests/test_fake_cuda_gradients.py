@@ -1,0 +1,21 @@
+"""How gradients are added up on GPUs that are not there: by how many kernels, and with which bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from fake_cuda import accumulating
+from fake_cuda.build import can_build
+from fake_cuda.process import run
+
+pytestmark = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+
+@pytest.mark.parametrize("functions", [accumulating.PROGRAMS, accumulating.BITS], ids=["programs", "bits"])
+def test_gradients(functions: Sequence[Callable[[], None]], libraries: tuple[Path, Path]) -> None:
+    names = [function.__name__ for function in functions]
+    assert run("accumulating.py", libraries, *names) == names
