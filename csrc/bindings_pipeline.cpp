@@ -175,6 +175,8 @@ class LayersObject final : public PythonLayers {
   if (error == "IndexError") TORCH_CHECK_INDEX(false, message);
   if (error == "ValueError") TORCH_CHECK_VALUE(false, message);
   if (error == "TypeError") TORCH_CHECK_TYPE(false, message);
+  if (error == "AcceleratorError")
+    throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 700, message);
   TORCH_CHECK_WITH(OutOfMemoryError, error != "OutOfMemoryError", message);
   if (error == "NotImplementedError") TORCH_CHECK_NOT_IMPLEMENTED(false, message);
   throw std::runtime_error(message);

@@ -186,7 +186,8 @@ class LateStage:
                 place, budget = next(iter(self._wanted))
                 del self._wanted[place, budget]
                 part = self.stage.part(place.begin, place.end)
-                if fingerprint(part.layers) == place.layers:
+                deterministic = torch.are_deterministic_algorithms_enabled()
+                if fingerprint(part.layers) == place.layers and place.modes.deterministic == deterministic:
                     with intra_op_threads(place.modes.num_threads):
                         self._lower(part, place, budget)
                 held.close()

@@ -133,3 +133,13 @@ def test_a_planted_lack_of_memory_says_who_holds_what() -> None:
             step()
         pipe._pipeline.disturb()
         pipe(x).sum().backward()
+
+
+@pytest.mark.parametrize("action", ["1F2", "0B1"])
+def test_an_error_of_a_gpu_stays_one(action: str) -> None:
+    pipe = GPipe(layers(4), [2, 2], devices=["cpu"] * 2, chunks=4)
+    pipe._pipeline.disturb(faults=[(action, 1, "AcceleratorError")])
+    with pytest.raises(torch.AcceleratorError, match=rf"planted AcceleratorError \(in action {action}\)"):
+        pipe(torch.randn(8, 4)).sum().backward()
+    pipe._pipeline.disturb()
+    pipe(torch.randn(8, 4)).sum().backward()
