@@ -37,6 +37,23 @@ const std::map<std::string, ActionKind>& action_kinds() {
   return kinds;
 }
 
+// As GPipe's argument has it.
+Choice choice_of(const std::string& transport) {
+  static const std::map<std::string, Choice> choices = {
+      {"auto", Choice::automatic}, {"peer", Choice::peer}, {"pinned", Choice::pinned}};
+  return choices.at(transport);
+}
+
+// How tensors go from one device to another; nothing where they cannot as is asked for.
+std::optional<std::string> route(at::Device sender, at::Device receiver, const std::string& transport) {
+  static const std::map<Route, std::string> names = {{Route::hand_over, "hand-over"},
+                                                     {Route::peer, "peer"},
+                                                     {Route::pinned, "pinned"},
+                                                     {Route::copy, "copy"}};
+  const std::optional<Route> found = choose(sender, receiver, choice_of(transport));
+  return found ? std::optional<std::string>(names.at(*found)) : std::nullopt;
+}
+
 // Kind, micro-batch, rank; by stage.
 Actions make_actions(const std::vector<std::vector<std::tuple<std::string, int32_t, int64_t>>>& stages,
                      int64_t capacity) {
@@ -375,11 +392,12 @@ void bind_pipeline(py::module_& m) {
       .def_readonly("as_they_are", &ReplayReport::as_they_are)
       .def_readonly("obstacle", &ReplayReport::obstacle);
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline")
-      .def(py::init([destroy](int32_t num_stages, std::shared_ptr<Interpreted> interpreted) {
-             return std::shared_ptr<Pipeline>(
-                 new Pipeline(num_stages, [interpreted] { check_signals(*interpreted); }), destroy);
+      .def(py::init([destroy](int32_t num_stages, std::shared_ptr<Interpreted> interpreted,
+                              const std::string& transport) {
+             const auto poll = [interpreted] { check_signals(*interpreted); };
+             return std::shared_ptr<Pipeline>(new Pipeline(num_stages, poll, choice_of(transport)), destroy);
            }),
-           py::arg("num_stages"), py::arg("interpreted"))
+           py::arg("num_stages"), py::arg("interpreted"), py::arg("transport") = "auto")
       .def(
           "forward",
           [](Pipeline& pipeline, const std::shared_ptr<Plan>& plan, const Tensors& inputs,
@@ -403,6 +421,7 @@ void bind_pipeline(py::module_& m) {
       .def("replays", &Pipeline::replays, no_gil)
       .def("close", &Pipeline::close, no_gil)
       .def("after_fork", &Pipeline::after_fork);
+  m.def("route", &route, py::arg("sender"), py::arg("receiver"), py::arg("transport"));
   m.def("kept_bytes", &kept_bytes, py::arg("output"), no_gil);
 }
 

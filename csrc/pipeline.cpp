@@ -178,8 +178,8 @@ class Pipeline::Turn {
   Pipeline& pipeline_;
 };
 
-Pipeline::Pipeline(int32_t num_stages, std::function<void()> poll)
-    : engine_(num_stages), poll_(std::move(poll)) {}
+Pipeline::Pipeline(int32_t num_stages, std::function<void()> poll, Choice transport)
+    : engine_(num_stages), choice_(transport), poll_(std::move(poll)) {}
 
 template <class Body>
 auto Pipeline::held_at_exit(const Body& body) {
@@ -295,7 +295,7 @@ void Pipeline::set_up(const Plan& plan) {
   std::call_once(is_set_up_, [&] {
     std::vector<at::Device> devices;
     for (const StagePlan& stage : plan.stages) devices.push_back(stage.device);
-    transport_ = std::make_shared<Transport>(devices);
+    transport_ = std::make_shared<Transport>(devices, choice_);
     if (transport_->is_cpu()) return;
     replays_ = std::make_unique<Replays>(transport_, [this](const Actions& actions, MiniBatch& minibatch) {
       if (auto failure = engine_.run(actions, minibatch)) std::rethrow_exception(failure->error);

@@ -24,7 +24,7 @@ using Sizes = std::vector<std::vector<int64_t>>;
 class Pipeline : public std::enable_shared_from_this<Pipeline> {
  public:
   // `poll` is called by the thread that waits for a run, about every 20 ms; what it throws ends the run.
-  Pipeline(int32_t num_stages, std::function<void()> poll);
+  Pipeline(int32_t num_stages, std::function<void()> poll, Choice transport);
 
   // One mini-batch: cuts the inputs along their first dimension, runs the stages, joins the outputs, and ties them into
   // the autograd graph where a gradient can be needed. `parameters` and `buffers` are the whole module's.
@@ -81,6 +81,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::timed_mutex turn_;
   std::atomic<std::thread::id> running_in_{};
   Engine engine_;
+  const Choice choice_;
   std::once_flag is_set_up_;
   std::shared_ptr<const Transport> transport_;
   std::unique_ptr<Replays> replays_;  // none on the CPU

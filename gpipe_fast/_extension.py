@@ -41,3 +41,4 @@ When = _C.When
 build_info = _C.build_info
 built_with_cuda = _C.built_with_cuda
 kept_bytes = _C.kept_bytes
+route = _C.route

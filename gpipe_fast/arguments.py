@@ -12,6 +12,7 @@ from gpipe_fast.skip import verify_skippables
 from gpipe_fast.structure import Inputs
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
+TRANSPORTS = ("auto", "peer", "pinned")
 Device = torch.device | int | str
 
 
@@ -53,6 +54,17 @@ def checked_grad_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     if dtype is not None and dtype is not torch.float32:
         raise ValueError(f"grad_dtype is either None or torch.float32, got {dtype!r}")
     return dtype
+
+
+def checked_transport(transport: str) -> str:
+    """How boundary tensors go between GPUs.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport is not one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
+    return transport
 
 
 def check_module(module: nn.Sequential) -> None:

@@ -25,12 +25,14 @@ from gpipe_fast.arguments import (
     checked_devices,
     checked_grad_dtype,
     checked_mode,
+    checked_transport,
 )
 from gpipe_fast.balance import balance_automatically
 from gpipe_fast.batchnorm import check_can_defer, defer
 from gpipe_fast.capacity import check_all_fit
 from gpipe_fast.compile import budget_of
 from gpipe_fast.container import Container
+from gpipe_fast.edges import described, edges_of
 from gpipe_fast.lifetime import open_pipeline
 from gpipe_fast.partition import balance_by_cost
 from gpipe_fast.plan import Plan
@@ -44,7 +46,7 @@ from gpipe_fast.state import State
 from gpipe_fast.structure import ONE_TENSOR, Inputs, cut
 
 # What a copy makes anew.
-_NOT_COPIED = frozenset({"_layers", "_stages", "_state", "_planner", "_pipeline", "_interpreted"})
+_NOT_COPIED = frozenset({"_layers", "_stages", "_edges", "_state", "_planner", "_pipeline", "_interpreted"})
 
 BACKENDS = ("auto", "aten", "eager")
 
@@ -81,17 +83,22 @@ class GPipe(Container):
             they are an error; ``'eager'`` runs all layers in Python.
         capture: replay what runs on GPUs alone as CUDA graphs, from the third mini-batch of a shape on, as far as
             it can be captured; ``doctor()`` says what is not. The CPU's stages have none.
+        transport: how tensors go from stage to stage between GPUs. ``'auto'`` hands them over on one device,
+            copies them where two reach each other's memory, and else through pinned memory of the host;
+            ``'peer'`` and ``'pinned'`` do the one or the other everywhere, on one device, too.
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, or its skip connections do not match.
         ValueError: ``balance``, ``chunks``, ``checkpoint`` or ``grad_dtype`` does not fit, a layer is there
-            twice or has a name that is taken here, or layers are too large for their devices.
+            twice or has a name that is taken here, layers are too large for their devices, or ``transport`` is
+            ``'peer'`` and devices do not reach each other.
         IndexError: there are fewer devices than partitions.
 
     Attributes:
         balance: layers per partition.
         devices: of each partition.
         grad_dtype: in what gradients are added up.
+        transport: as given.
     """
 
     def __init__(
@@ -106,6 +113,7 @@ class GPipe(Container):
         grad_dtype: torch.dtype | None = None,
         backend: str = "auto",
         capture: bool = True,
+        transport: str = "auto",
     ) -> None:
         super().__init__()
         # Checked in torchgpipe's order, then what is ours; nothing of the module is touched before.
@@ -124,6 +132,8 @@ class GPipe(Container):
             raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
         self.backend = backend
         self.grad_dtype = checked_grad_dtype(grad_dtype)
+        self.transport = checked_transport(transport)
+        self._edges = edges_of(self.balance, self.devices, skips_of(module), self.transport)
         self.threads_per_stage = None
         self._capture = bool(capture)
         self._warned = False
@@ -136,7 +146,7 @@ class GPipe(Container):
         self._begin()
 
     def _open(self) -> Pipeline:
-        pipeline = open_pipeline(max(1, len(self.balance)), self._interpreted)
+        pipeline = open_pipeline(max(1, len(self.balance)), self._interpreted, self.transport)
         pipeline.set_capture(self._capture)
         return pipeline
 
@@ -144,6 +154,7 @@ class GPipe(Container):
         verify_skippables(self)
         self._layers = list(self)
         self._stages = _stages(self._layers, self.balance, self.devices, self._deferred, self.grad_dtype)
+        self._edges = edges_of(self.balance, self.devices, skips_of(self._layers), self.transport)
         self._planner = Planner(self._stages, self.backend, self._interpreted)
         self._pipeline.forget_replays()
         self._state = State(self._planner.remarks.in_python)
@@ -312,6 +323,12 @@ class GPipe(Container):
                 stacklevel=6,
             )
         return chunks
+
+    def extra_repr(self) -> str:
+        """How tensors get from stage to stage, where there are GPUs."""
+        if all(device.type == "cpu" for device in self.devices):
+            return super().extra_repr()
+        return "\n".join(described(self._edges, self._planner.latest))
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Records begin and end of every action and of every wait inside a block.

@@ -15,14 +15,17 @@ from gpipe_fast._extension import Interpreted, Pipeline
 _open: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
-def open_pipeline(num_stages: int, interpreted: Interpreted | None = None) -> Pipeline:
+def open_pipeline(
+    num_stages: int, interpreted: Interpreted | None = None, transport: str = "auto"
+) -> Pipeline:
     """Makes a pipeline that is closed at exit, if it is still there.
 
     Args:
         num_stages: how many.
         interpreted: where its workers are noted that run layers in Python, which Ctrl-C then ends.
+        transport: how boundary tensors go between GPUs.
     """
-    pipeline = Pipeline(num_stages, interpreted or Interpreted())
+    pipeline = Pipeline(num_stages, interpreted or Interpreted(), transport)
     _open.add(pipeline)
     return pipeline
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +15,24 @@ from gpipe_fast.batchnorm import Statistics, statistics_of
 from gpipe_fast.compile import CompiledStage
 from gpipe_fast.schedule import Schedule, fill_drain
 from gpipe_fast.split import NO_RECOMPUTE
-from gpipe_fast.stage import Boundary, Stage, form_of
+from gpipe_fast.stage import Boundary, Spec, Stage, form_of
 from gpipe_fast.trace import buffers_of, parameters_of
 
 # Boundary activations that may wait on an edge where none is kept for a backward anyway.
 _SLOTS_IN_INFERENCE = 4
+
+
+class Handed(NamedTuple):
+    """What a stage hands on of one micro-batch: to the next, and of each skip connection that leaves it."""
+
+    tensors: tuple[Spec, ...]
+    skips: dict[int, Spec | None]
+
+    @classmethod
+    def by(cls, compiled: CompiledStage) -> Handed:
+        """What a compiled stage does."""
+        plain, stashed = compiled.outputs.apart()
+        return cls(plain.tensors, dict(zip(compiled.stage.stashes, stashed, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -30,11 +43,14 @@ class Plan:
         native: what the C++ pipeline runs.
         schedule: the order it runs in.
         draws: whether any operator is random; None if that shows when it runs.
+        handed: what the stages hand on, of the first micro-batch and of the last, which alone can differ;
+            None if that shows when it runs.
     """
 
     native: _extension.Plan
     schedule: Schedule
     draws: bool | None
+    handed: Sequence[Sequence[Handed]] | None
 
 
 # Of which outputs a gradient comes, to the plan whose backward takes just those.
@@ -85,7 +101,8 @@ def make_plan(
         instead,
         None,
     )
-    return Plan(native, schedule, any(stage.draws() for stage in pipelines[0]))
+    handed = [[Handed.by(stage) for stage in p] for p in (pipelines[0], pipelines[-1])]
+    return Plan(native, schedule, any(stage.draws() for stage in pipelines[0]), handed)
 
 
 # Of each skip connection what is stashed now, if that is a tensor, and whether it needs a gradient.
@@ -158,7 +175,7 @@ def make_late_plan(
         None,
         check_outputs,
     )
-    return Plan(native, schedule, None)
+    return Plan(native, schedule, None, None)
 
 
 _Of = tuple[int, list[int], list[int], list[int], torch.device, list[Statistics]]

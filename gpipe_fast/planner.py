@@ -86,6 +86,11 @@ class Planner:
         # The latest call and its plan: comparing is cheaper than hashing.
         self._latest: tuple[Signature, tuple[float, float], int, Plan] | None = None
 
+    @property
+    def latest(self) -> Plan | None:
+        """The plan of the latest call; None before the first."""
+        return None if self._latest is None else self._latest[3]
+
     def plan(self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float]) -> Plan:
         """The plan for such a call.
 

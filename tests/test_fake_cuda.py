@@ -36,8 +36,8 @@ def trained(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
     """Trains, looks at the bits, and returns the log."""
     runtime, operators = libraries
 
-    def run(model: str, devices: str, *words: str, late: int = 0) -> list[Line]:
-        variables = {
+    def run(model: str, devices: str, *words: str, late: int = 0, **more: str) -> list[Line]:
+        variables = more | {
             "LD_PRELOAD": str(runtime),
             "FAKE_CUDA_LOG": str(tmp_path / "log"),
             "FAKE_CUDA_LATE": str(late),
@@ -129,3 +129,94 @@ def test_a_step_that_waits_for_a_device_is_noticed(trained: Runs) -> None:
     place = within_steps(lines)[5]
     waiting = Line(0, 0, "synchronize device", ("1",))
     assert any("the host waits" in fault for fault in check([*lines[:place], waiting, *lines[place:]]))
+
+
+def kinds(lines: Sequence[Line]) -> set[str]:
+    """Of copies in steps: from device (d), pinned (p) or other memory (h), to which."""
+    return {lines[p].words[1] for p in within_steps(lines) if lines[p].kind == "copy"}
+
+
+def between(lines: Sequence[Line]) -> set[tuple[int, int]]:
+    """Of copies in steps, from which device to which."""
+    blocks = [
+        (int(line.words[1], 16), int(line.words[2]), int(line.words[0]))
+        for line in lines
+        if line.kind == "malloc"
+    ]
+
+    def device(pointer: str) -> int:
+        return next(
+            where for begin, size, where in reversed(blocks) if begin <= int(pointer, 16) < begin + size
+        )
+
+    return {(device(lines[p].words[3]), device(lines[p].words[2])) for p in copies(lines)}
+
+
+FORCED = {"four": (FOUR, "skips small tied python"), "one": (ONE, "skips small"), "mixed": (MIXED, "small")}
+
+
+@pytest.mark.parametrize("transport", ["peer", "pinned"])
+@pytest.mark.parametrize(
+    ("where", "model"), [(where, model) for where, (_, models) in FORCED.items() for model in models.split()]
+)
+def test_forced_transports(where: str, model: str, transport: str, trained: Runs) -> None:
+    lines = trained(model, FORCED[where][0], transport, "except_last", late=1)
+    assert check(lines, may_wait=model in MAY_WAIT or where == "mixed") == []
+    by_host = {"d2p", "p2d"} <= kinds(lines)
+    assert by_host == (transport == "pinned" or where == "mixed")
+    assert bool(copying(lines)) == (transport == "peer"), "on streams of their own, also on one device"
+
+
+def copying(lines: Sequence[Line]) -> set[str]:
+    """Streams that copy from device to device in steps, and do not compute."""
+    return {lines[p].words[0] for p in copies(lines)} - {
+        lines[p].words[0] for p in within_steps(lines) if lines[p].kind in ("read", "write")
+    }
+
+
+def test_small_tensors_go_as_one(trained: Runs) -> None:
+    """Six cross at two edges, one of them empty, and the gradients of four of them."""
+    lines = trained("small", FOUR, "peer", "except_last")
+    steps = sum(line.kind == "mark" and line.words[0] == "begin" for line in lines)
+    edges_and_ways, microbatches = 6, 8
+    crossing = [p for p in copies(lines) if lines[p].words[0] in copying(lines)]
+    assert len(crossing) == edges_and_ways * microbatches * steps
+
+
+@pytest.mark.parametrize(
+    ("peers", "reached"),
+    [
+        ("0", set()),
+        ("0-1,1-0,1-2,3-2", {(0, 1), (1, 0)}),
+    ],
+)
+def test_devices_that_do_not_reach_each_other(
+    peers: str, reached: set[tuple[int, int]], trained: Runs
+) -> None:
+    """What goes between them goes through memory of the host."""
+    lines = trained("skips", FOUR, "except_last", late=1, FAKE_CUDA_PEERS=peers)
+    assert check(lines) == []
+    assert {"d2p", "p2d"} <= kinds(lines)
+    assert {pair for pair in between(lines) if pair[0] != pair[1]} == reached
+
+
+def test_a_block_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
+    """Without the waits of the streams that fill blocks, or of those that empty them."""
+    lines = trained("large", FOUR, "pinned", "never", late=1)
+    assert check(lines) == []
+    inside = set(within_steps(lines))
+    for kind, others in (("d2p", "p2d"), ("p2d", "d2p")):
+        ring = {lines[p].words[0] for p in inside if lines[p].kind == "copy" and lines[p].words[1] == kind}
+        left = [
+            line
+            for place, line in enumerate(lines)
+            if not (place in inside and line.kind == "wait" and line.words[0] in ring)
+        ]
+        faults = check(left)
+        assert any(kind in fault and others in fault for fault in faults), kind
+
+
+def test_blocks_are_free_when_a_run_begins(trained: Runs) -> None:
+    """Also after steps that failed with blocks in use."""
+    lines = trained("large", ONE, "pinned", "disturbed", "never", late=1)
+    assert check(lines) == []

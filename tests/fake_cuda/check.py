@@ -138,6 +138,7 @@ class Checker:
         self._computing: dict[int, Line] = {}  # streams, and one line for which they are
         self._copying: dict[int, Line] = {}
         self._step: Line | None = None
+        self._peers: set[tuple[int, int]] = set()
 
     def take(self, line: Line) -> None:
         """Reads one line, the next."""
@@ -230,6 +231,10 @@ class Checker:
         elif word == "plan":
             self.check_roles()
 
+    def _peer(self, line: Line) -> None:
+        """One device reaches another's memory from now on."""
+        self._peers.add((int(line.words[0]), int(line.words[1])))
+
     # Memory.
 
     def _malloc(self, line: Line) -> None:
@@ -270,6 +275,8 @@ class Checker:
         )
         if kind == "d2d" and self._step is not None and self._device(to) != self._device(source):
             self._copying.setdefault(int(stream), line)
+            if (self._device(source), self._device(to)) not in self._peers:
+                self.faults.append(f"no device reaches the other's memory: {line}")
 
     def _device(self, pointer: str) -> int:
         address = int(pointer, 16)

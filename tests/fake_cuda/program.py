@@ -3,8 +3,8 @@
 `program.py OPERATORS MODEL DEVICES WORD...`: loads the operators, trains a model of four stages on a device
 for each (``cuda:0,cpu,..``) in the checkpoint modes among the words, and compares all with the plain loop on
 the same devices. With ``captured`` runs are replayed as graphs, which must then come about; with ``aside`` the
-caller is on streams of its own; with ``disturbed`` workers are delayed, and steps that fail come between.
-Prints what differs, or "equal".
+caller is on streams of its own; with ``disturbed`` workers are delayed, and steps that fail come between;
+``peer`` and ``pinned`` force a transport. Prints what differs, or "equal".
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, keyed_rng
+from gpipe_fast.arguments import TRANSPORTS
 from gpipe_fast.skip import pop, skippable, stash
 
 BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 5
@@ -53,6 +54,36 @@ class One(nn.Module):
         return turned.t() * threes + torch.cat([half, half], -1)
 
 
+class Small(nn.Module):
+    """Returns several tensors that go as one, and one without elements."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.t(), x[:, ::2], (2 * x).double(), x[:, :0], x > 0, x.sum(1)
+
+
+class Joining(nn.Module):
+    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
+        turned, half, double, nothing, positive, sums = values
+        joined = turned.t() + torch.cat([half, half], -1) * positive + double.float()
+        return joined + nothing.sum() + sums.unsqueeze(1)
+
+
+WIDE = (5 << 20) // 4  # elements, half a sample's bytes
+
+
+class Large(nn.Module):
+    """Returns more than a ring of pinned blocks holds, and something small."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.repeat(1, 2 * WIDE // WIDTH + 1), x
+
+
+class Folding(nn.Module):
+    def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
+        large, x = values
+        return large[:, :WIDTH] * large[:, -WIDTH:] + x
+
+
 class Tied(nn.Module):
     """Uses a weight that is another layer's, and perhaps on another device."""
 
@@ -81,6 +112,10 @@ def layers_of(model: str) -> list[nn.Module]:
         return [Down(), linear[0], linear[1], nn.GELU(), linear[2], norm, Up(), linear[3]]
     if model == "several":
         return [linear[0], Several(), One(), linear[1], Several(), One(), linear[2], norm]
+    if model == "small":
+        return [linear[0], Small(), Joining(), linear[1], norm, Small(), Joining(), linear[2]]
+    if model == "large":
+        return [linear[0], Large(), Folding(), linear[1], linear[2], nn.GELU(), norm, nn.Tanh()]
     if model == "batch norm":
         return [
             linear[0],
@@ -193,9 +228,11 @@ def not_replayed(pipeline: GPipe) -> list[str]:
     return [] if reports[0].replays == STEPS - 2 else [f"replayed {reports[0].replays} times"]
 
 
-def unequal(model: str, devices: Sequence[str], checkpoint: str, words: Sequence[str]) -> list[str]:
-    """What differs from the plain loop."""
-    mark = ctypes.CDLL(None).fake_cuda_mark
+def unequal(
+    model: str, devices: Sequence[str], checkpoint: str, disturbed: bool, **keywords: object
+) -> list[str]:
+    """What differs from the plain loop; the keywords are for the pipeline."""
+    mark = getattr(ctypes.CDLL(None), "fake_cuda_mark", lambda name: None)  # GPUs that are there have no log
     layers = layers_of(model)
     if model.endswith("channels last"):
         nn.Sequential(*layers).to(memory_format=torch.channels_last)
@@ -205,7 +242,7 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str, words: Sequence
         devices=devices,
         chunks=CHUNKS,
         checkpoint=checkpoint,
-        capture="captured" in words,
+        **keywords,
     )
     for index, layer in enumerate(layers):
         if not isinstance(layer, Tied):
@@ -216,7 +253,7 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str, words: Sequence
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
     found = []
     for step in range(STEPS):
-        if "disturbed" in words:
+        if disturbed:
             for action in ("2F3", "1SEND_F6", "3RECV_F1", "2RECV_B4", "1SEND_B2"):
                 fail(pipeline, ours.x, action, step)
             for parameter in pipeline.parameters():
@@ -236,7 +273,7 @@ def unequal(model: str, devices: Sequence[str], checkpoint: str, words: Sequence
                 found.append(f"step {step}: {name}")
         ours.update()
         plain.update()
-    if "captured" in words:
+    if keywords.get("capture"):
         found += not_replayed(pipeline)
     return found
 
@@ -247,14 +284,16 @@ def main() -> None:
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
     found = []
-    modes = [word for word in words if word not in ("aside", "captured", "disturbed")]
+    modes = [word for word in words if word not in ("aside", "captured", "disturbed", *TRANSPORTS)]
+    transport = next((word for word in words if word in TRANSPORTS), "auto")
+    keywords = {"transport": transport, "capture": "captured" in words}
     with contextlib.ExitStack() as stack:
         if "aside" in words:
             for device in {device for device in devices.split(",") if device != "cpu"}:
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         for mode in modes:
             torch.manual_seed(0)
-            differs = unequal(model, devices.split(","), mode, words)
+            differs = unequal(model, devices.split(","), mode, "disturbed" in words, **keywords)
             found += [f"{mode}: {what}" for what in differs]
     print("; ".join(found) or "equal")
 

@@ -5,7 +5,8 @@
 // tests/fake_cuda/check.py reads it. Kernels are logged and do not run; operators of ATen that would launch them are
 // computed by those of the CPU (operators.cpp).
 //
-// The environment: FAKE_CUDA_DEVICES how many there are (4), FAKE_CUDA_PEERS=0 if none reaches another's memory,
+// The environment: FAKE_CUDA_DEVICES how many there are (4), FAKE_CUDA_PEERS which reach another's memory: all without
+// it, none if it is 0, else those named (0-1,1-0), or all by what they say, where it then fails (unplugged),
 // FAKE_CUDA_LOG the file (none without it), FAKE_CUDA_LATE a seed: events then are found unfinished at times,
 // FAKE_CUDA_MEMORY how many bytes each device has (1 TiB): no more can be allocated.
 
@@ -45,9 +46,16 @@ int num_devices() {
   return number;
 }
 
-bool peers() {
+bool says_it_reaches(int device, int other) {
   const char* given = std::getenv("FAKE_CUDA_PEERS");
-  return given == nullptr || std::string(given) != "0";
+  const std::string all = given == nullptr ? "unplugged" : given;
+  const std::string pair = std::to_string(device) + "-" + std::to_string(other);
+  return device != other && (all == "unplugged" || all.find(pair) != std::string::npos);
+}
+
+bool unplugged() {
+  const char* given = std::getenv("FAKE_CUDA_PEERS");
+  return given != nullptr && std::string(given) == "unplugged";
 }
 
 thread_local int current_device = 0;
@@ -415,16 +423,21 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int other) {
-  *can = peers() && device != other ? 1 : 0;
+  *can = says_it_reaches(device, other) ? 1 : 0;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int other, unsigned int) {
-  if (!peers()) {
+  if (unplugged() || !says_it_reaches(current_device, other)) {
     return fail(cudaErrorPeerAccessUnsupported);
   }
-  const std::lock_guard<std::mutex> lock(mutex);
-  return enabled_peers().insert({current_device, other}).second ? cudaSuccess
-                                                                : fail(cudaErrorPeerAccessAlreadyEnabled);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!enabled_peers().insert({current_device, other}).second) {
+      return fail(cudaErrorPeerAccessAlreadyEnabled);
+    }
+  }
+  write("peer\t%d\t%d", current_device, other);
+  return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
   for (Capture* capture : captures()) {
