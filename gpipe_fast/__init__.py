@@ -1,6 +1,7 @@
 """GPipe for PyTorch: pipeline parallelism with the micro-batch loop in C++."""
 
 from gpipe_fast._extension import build_info, built_with_cuda
+from gpipe_fast.diagnosis import doctor
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.phase import is_checkpointing, is_recomputing
 from gpipe_fast.random import keyed_rng
@@ -13,6 +14,7 @@ __all__ = [
     "GPipe",
     "build_info",
     "built_with_cuda",
+    "doctor",
     "is_checkpointing",
     "is_recomputing",
     "keyed_rng",

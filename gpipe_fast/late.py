@@ -76,11 +76,13 @@ class Remarks:
     Attributes:
         in_python: layers that cannot be traced faithfully, counted in the whole module.
         texts: once for each layer; whoever warns of them takes them out.
+        all: those, and those that are out.
     """
 
     def __init__(self) -> None:
         self.in_python: set[int] = set()
         self.texts: list[str] = []
+        self.all: list[str] = []
         self._seen: set[tuple[int, int | None]] = set()
 
     def add(self, index: int, stage: Stage | None, layer: int | None, reason: str) -> None:
@@ -90,14 +92,16 @@ class Remarks:
         self._seen.add((index, layer))
         if stage is None or layer is None:
             where = "the module" if stage is None else f"stage {index}"
-            self.texts.append(
+            text = (
                 f"{where} runs in Python where it meets something new: {reason}, and no one trace serves "
                 "all; pad inputs to fewer shapes"
             )
-            return
-        self.in_python.add(stage.first_layer + layer)
-        where = f"stage {index}, layer {stage.first_layer + layer} ({type(stage.layers[layer]).__name__})"
-        self.texts.append(f"{where} runs in Python: {reason}; other layers do not")
+        else:
+            self.in_python.add(stage.first_layer + layer)
+            where = f"stage {index}, layer {stage.first_layer + layer} ({type(stage.layers[layer]).__name__})"
+            text = f"{where} runs in Python: {reason}; other layers do not"
+        self.texts.append(text)
+        self.all.append(text)
 
 
 class LateStage:

@@ -220,3 +220,54 @@ def test_blocks_are_free_when_a_run_begins(trained: Runs) -> None:
     """Also after steps that failed with blocks in use."""
     lines = trained("large", ONE, "pinned", "disturbed", "never", late=1)
     assert check(lines) == []
+
+
+@pytest.fixture
+def told(libraries: tuple[Path, Path]) -> Callable[..., list[str]]:
+    """What told.py prints, by lines."""
+    runtime, operators = libraries
+
+    def run(devices: str, transport: str, **more: str) -> list[str]:
+        variables = more | {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-W", "ignore", str(SOURCES / "told.py")]
+        command += [str(operators), devices, transport]
+        environment = os.environ | variables
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    return run
+
+
+def test_what_is_told_of_transports(told: Callable[..., list[str]]) -> None:
+    """Before a step, and after it with what lies there: a micro-batch has 2 x 6 floats, of 4 bytes each."""
+    lines = told("cuda:0,cuda:0,cuda:1,cpu", "auto", FAKE_CUDA_PEERS="0")
+    ways = {
+        "stage 0 (cuda:0) -> stage 1 (cuda:0)": "hand-over",
+        "stage 1 (cuda:0) -> stage 2 (cuda:1)": "pinned",
+        "stage 2 (cuda:1) -> stage 3 (cpu)": "copy",
+        "stage 0 (cuda:0) -> stage 3 (cpu), skip connection": "copy",
+    }
+    lying = "; at most 4 x 48 bytes there, 4 x 48 bytes back"
+    for edge, way in ways.items():
+        found = [line.strip() for line in lines if line.strip().startswith(edge + ":")]
+        assert found == [f"{edge}: {way}", *[f"{edge}: {way}{lying}"] * 2], edge
+    assert "equal" in lines
+    assert "  cuda:0 and cuda:1 do not reach each other's memory" in lines
+    assert any(line.startswith("  cuda:3: Fake GPU, 1024.0 GiB") for line in lines)
+
+
+def test_a_peer_path_that_is_unplugged(told: Callable[..., list[str]]) -> None:
+    """Devices say that they reach each other, and then they do not."""
+    lines = told("cuda:0,cuda:1,cuda:2,cuda:3", "auto", FAKE_CUDA_PEERS="unplugged")
+    assert "equal" in lines
+    assert "  stage 0 (cuda:0) -> stage 1 (cuda:1): pinned" in lines
+
+
+@pytest.mark.parametrize("peers", ["0", "unplugged", "0-1"])
+def test_peers_that_are_asked_for_and_not_there(peers: str, told: Callable[..., list[str]]) -> None:
+    lines = told("cuda:0,cuda:1,cuda:1,cuda:0", "peer", FAKE_CUDA_PEERS=peers)
+    assert lines == [
+        "transport='peer', but cuda:0 and cuda:1, of stages 0 and 1, do not reach each other's memory; "
+        "'auto' goes through memory of the host there"
+    ]

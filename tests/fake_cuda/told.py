@@ -1,0 +1,50 @@
+"""What is told of a pipeline on devices that are not there; run by test_fake_cuda.py, runtime.cpp preloaded.
+
+`told.py OPERATORS DEVICES TRANSPORT`: prints what doctor() says before a step and after it, and "equal" if
+the step's gradients are the CPU's; or why there is no such pipeline. Nothing but the pipeline copies from
+device to device.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+from program import Down, Up
+from torch import nn
+
+from gpipe_fast import GPipe, doctor
+
+BATCH, CHUNKS, WIDTH = 8, 4, 6
+
+
+def main() -> None:
+    operators, devices, transport = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    plain = nn.Sequential(Down(), nn.Linear(WIDTH, WIDTH), nn.GELU(), Up())
+    where = devices.split(",")
+    try:
+        pipeline = GPipe(
+            copy.deepcopy(plain), [1] * len(where), devices=where, chunks=CHUNKS, transport=transport
+        )
+    except ValueError as error:
+        print(error)
+        return
+    x = torch.randn(BATCH, WIDTH)
+    print(doctor(pipeline))
+    pipeline(x.to(where[0]).requires_grad_()).square().mean().backward()
+    torch.cat([plain(part) for part in x.chunk(CHUNKS)]).square().mean().backward()
+    same = [
+        torch.equal(own.grad.cpu(), other.grad)
+        for own, other in zip(pipeline.parameters(), plain.parameters(), strict=True)
+    ]
+    print("equal" if all(same) else "not equal")
+    print(doctor(pipeline))
+    print(pipeline)
+
+
+if __name__ == "__main__":
+    main()
