@@ -26,7 +26,7 @@ MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python")
 MODELS += ("convolutions", "convolutions, channels last")
 FOUR, ONE, MIXED = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:1,cuda:1,cuda:1,cuda:1", "cuda:0,cpu,cuda:0,cuda:1"
 # The host waits for what a stage on the CPU receives, and for what layers in Python ask.
-MAY_WAIT = {"python"}
+MAY_WAIT = {"python", "beside"}
 
 Runs = Callable[..., list[Line]]
 
@@ -152,7 +152,11 @@ def between(lines: Sequence[Line]) -> set[tuple[int, int]]:
     return {(device(lines[p].words[3]), device(lines[p].words[2])) for p in copies(lines)}
 
 
-FORCED = {"four": (FOUR, "skips small tied python"), "one": (ONE, "skips small"), "mixed": (MIXED, "small")}
+FORCED = {
+    "four": (FOUR, "skips small tied python beside"),
+    "one": (ONE, "skips small"),
+    "mixed": (MIXED, "small"),
+}
 
 
 @pytest.mark.parametrize("transport", ["peer", "pinned"])

@@ -68,6 +68,35 @@ class Joining(nn.Module):
         return joined + nothing.sum() + sums.unsqueeze(1)
 
 
+class Thirds(nn.Module):
+    """Cannot be traced, like the next two."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (x.tanh() if x.sum() > 0 else x.sigmoid()), 2 * x, 3 * x
+
+
+@skippable(stash=["second"])
+class Keeping(nn.Module):
+    def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Iterator[object]:
+        first, second, _ = values
+        yield stash("second", second)
+        return first if second.sum() > 0 else first.clone()
+
+
+class Changing(nn.Module):
+    """Changes in place what came beside what is stashed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) if x.sum() > 0 else x.mul_(3)
+
+
+@skippable(pop=["second"])
+class Adding(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        second = yield pop("second")
+        return x + second.to(x.device)
+
+
 WIDE = (5 << 20) // 4  # elements, half a sample's bytes
 
 
@@ -114,6 +143,8 @@ def layers_of(model: str) -> list[nn.Module]:
         return [linear[0], Several(), One(), linear[1], Several(), One(), linear[2], norm]
     if model == "small":
         return [linear[0], Small(), Joining(), linear[1], norm, Small(), Joining(), linear[2]]
+    if model == "beside":
+        return [linear[0], Thirds(), Keeping(), Changing(), linear[1], norm, Adding(), linear[2]]
     if model == "large":
         return [linear[0], Large(), Folding(), linear[1], linear[2], nn.GELU(), norm, nn.Tanh()]
     if model == "batch norm":
