@@ -3,28 +3,10 @@
 #include "check.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 namespace gpipe_fast {
-namespace {
-
-// Whether memory from the first element of one to its last is the other's, too. Tensors that have come as one share a
-// storage, and no bytes.
-bool overlap(const at::Tensor& one, const at::Tensor& other) {
-  const auto bytes = [](const at::Tensor& tensor) {
-    int64_t last = 0;
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
-    const char* const begin = static_cast<const char*>(tensor.const_data_ptr());
-    return std::make_pair(begin, begin + (last + 1) * static_cast<int64_t>(tensor.itemsize()));
-  };
-  if (one.numel() == 0 || other.numel() == 0) return false;
-  if (one.storage().unsafeGetStorageImpl() != other.storage().unsafeGetStorageImpl()) return false;
-  const auto [begin, end] = bytes(one);
-  const auto [other_begin, other_end] = bytes(other);
-  return begin < other_end && other_begin < end;
-}
-
-}  // namespace
 
 Boundary pop(const Segment& segment, Skips& skips, Boundary value) {
   if (segment.pops.empty()) return value;
@@ -51,20 +33,19 @@ Boundary stash(const Segment& segment, Skips& skips, Boundary outputs) {
 }
 
 void check_not_stashed(const Segment& segment, const Skips& skips, const Tensors& taken, size_t num_plain) {
-  Tensors stashed;
+  std::set<const void*> stashed;
   for (const Skip& skip : skips) {
-    if (skip.tensor.defined()) stashed.push_back(skip.tensor);
+    if (skip.tensor.defined()) stashed.insert(skip.tensor.storage().unsafeGetStorageImpl());
   }
   // What was popped first: it counts as stashed for the rest.
   for (size_t i = taken.size(); i-- > 0;) {
-    const auto overlaps = [&](const at::Tensor& other) { return overlap(taken[i], other); };
+    const void* storage = taken[i].storage().unsafeGetStorageImpl();
     GPIPE_CHECK(
-        std::none_of(stashed.begin(), stashed.end(), overlaps), "layers ", segment.begin, " to ",
-        segment.end - 1, " of the stage change in place what comes to them, and a tensor of shape ",
-        taken[i].sizes(),
+        stashed.count(storage) == 0, "layers ", segment.begin, " to ", segment.end - 1,
+        " of the stage change in place what comes to them, and a tensor of shape ", taken[i].sizes(),
         " of that is stashed, too: whoever pops it would not see the change. Stash a clone, or let the "
         "layers compute out of place");
-    if (i >= num_plain) stashed.push_back(taken[i]);
+    if (i >= num_plain) stashed.insert(storage);
   }
 }
 
