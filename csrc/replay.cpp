@@ -197,14 +197,19 @@ bool Replays::backward(const std::shared_ptr<const Plan>& plan, const RunOf& run
 template <class Body>
 std::unique_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
   mixed_ = true;
+  std::unique_ptr<Graph> graph;
   try {
-    return maker_->capture(streams_, body);
+    graph = maker_->capture(streams_, [&] {
+      transport_->free_blocks();
+      body();
+    });
   } catch (const Stopped&) {
     throw;
   } catch (const std::exception& error) {
     entry.report.obstacle = first_line(error);
   }
-  return nullptr;
+  transport_->free_blocks();
+  return graph;
 }
 
 void Replays::capture_forward(Entry& entry, const RunOf& run, const Make& another) {

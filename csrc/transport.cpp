@@ -97,6 +97,11 @@ void Transport::enter(const std::vector<Stream>& callers) const {
   }
 }
 
+void Transport::free_blocks() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [edge, ring] : rings_) ring->begin();
+}
+
 void Transport::leave(const std::vector<Stream>& callers, bool failed) const {
   if (is_cpu_) return;
   for (size_t i = 0; i < stages_.size(); ++i) {

@@ -61,6 +61,9 @@ class Transport {
   // All stages' work from now on begins after what is on such streams; and the other way round. For what runs between
   // the two, all blocks are free: it waits for no moment of before, but those of the callers.
   void enter(const std::vector<Stream>& callers) const;
+  // Of all rings, in a run that is captured, and after it: what is captured waits for nothing outside, and the other way
+  // round. All streams have joined before.
+  void free_blocks() const;
   // After a run that failed nobody may have received what is on its way, and it may be the caller's own.
   void leave(const std::vector<Stream>& callers, bool failed) const;
 
