@@ -231,6 +231,10 @@ MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& callers)
       if (home != stages_[i].homes.end())
         own = transport_->copy(own, transport_->work(static_cast<int32_t>(i)),
                                Stream::of_thread(home->second.device()));
+      if (sum.defined()) {  // on the callers' streams
+        transport_->hand_over(sum, callers);
+        transport_->hand_over(own, callers);
+      }
       sum = sum.defined() ? at::add(sum, own) : std::move(own);
     }
     stages_[i].gradients.clear();

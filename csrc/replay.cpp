@@ -198,6 +198,7 @@ template <class Body>
 std::unique_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
   mixed_ = true;
   std::unique_ptr<Graph> graph;
+  const Stream::Holding holding(streams_);
   try {
     graph = maker_->capture(streams_, [&] {
       transport_->free_blocks();

@@ -1,5 +1,7 @@
 #include "stream.h"
 
+#include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -44,7 +46,26 @@ Pool& pool() {
   return *made;
 }
 
+std::atomic<int> num_holding{0};
+std::mutex holding_mutex;  // of all that hold, and of what they do
+std::vector<Stream::Holding*>& all_holding() {
+  static auto* const made = new std::vector<Stream::Holding*>;
+  return *made;
+}
+
 }  // namespace
+
+Stream::Holding::Holding(std::vector<Stream> streams) : streams_(std::move(streams)) {
+  const std::lock_guard<std::mutex> lock(holding_mutex);
+  all_holding().push_back(this);
+  num_holding.store(static_cast<int>(all_holding().size()), std::memory_order_release);
+}
+
+Stream::Holding::~Holding() {
+  const std::lock_guard<std::mutex> lock(holding_mutex);
+  all_holding().erase(std::find(all_holding().begin(), all_holding().end(), this));
+  num_holding.store(static_cast<int>(all_holding().size()), std::memory_order_release);
+}
 
 Moment::Moment(const Stream& stream) {
   if (stream.is_cpu()) return;
@@ -72,6 +93,15 @@ void Stream::wait(const Moment& moment) const {
 
 void Stream::uses(const at::Tensor& tensor) const {
   if (!stream_ || tensor.device() != device_ || tensor.numel() == 0) return;
+  if (num_holding.load(std::memory_order_acquire) > 0) {
+    const std::lock_guard<std::mutex> lock(holding_mutex);
+    for (Holding* holding : all_holding()) {
+      const std::vector<Stream>& streams = holding->streams_;
+      if (std::find(streams.begin(), streams.end(), *this) == streams.end()) continue;
+      holding->held_.push_back(tensor);
+      return;
+    }
+  }
   c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(tensor.storage().data_ptr(), *stream_);
 }
 

@@ -9,6 +9,7 @@
 
 #include <memory>
 #include <optional>
+#include <vector>
 
 namespace gpipe_fast {
 
@@ -47,6 +48,21 @@ class Stream {
   // Work that is on it now uses the memory of a tensor, so nobody else's must come into it before that is done, also if
   // the tensor is let go of.
   void uses(const at::Tensor& tensor) const;
+
+  // While one of these lives, what is used on its streams is held on to instead, whoever lets go of it: for streams that
+  // are captured, of which an allocator cannot ask when they are done.
+  class Holding {
+   public:
+    explicit Holding(std::vector<Stream> streams);
+    ~Holding();
+    Holding(const Holding&) = delete;
+    Holding& operator=(const Holding&) = delete;
+
+   private:
+    friend class Stream;
+    const std::vector<Stream> streams_;
+    std::vector<at::Tensor> held_;
+  };
 
   // Makes it the calling thread's, and its device, as long as it lives.
   class Current {

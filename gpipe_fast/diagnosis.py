@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpipe_fast._extension import build_info
+from gpipe_fast._extension import ReplayReport, build_info
 from gpipe_fast.edges import described
 
 if TYPE_CHECKING:
@@ -38,8 +38,22 @@ def doctor(model: GPipe | None = None) -> str:
 
 
 def captured(model: GPipe) -> list[str]:
-    """Lines on what of a model's work is captured into CUDA graphs."""
-    return []
+    """Lines on what of a model's work is captured into CUDA graphs, one for each kind of call."""
+    if all(device.type == "cpu" for device in model.devices):
+        return []
+    if not model.capture:
+        return ["nothing: capture=False was asked for"]
+    return [_captured(report) for report in model._pipeline.replays()] or ["not known before the first call"]
+
+
+def _captured(report: ReplayReport) -> str:
+    ran = f"{report.replays} mini-batches replayed, {report.as_they_are} run as they are"
+    if report.obstacle:
+        return f"not captured: {report.obstacle}; {ran}"
+    if not report.forward:
+        return f"not yet captured; {ran}"
+    what = "forward and backward" if report.backward else "forward"
+    return f"{what}: {report.num_nodes} nodes, {report.bytes / 2**20:.1f} MiB of the devices' memory; {ran}"
 
 
 def _section(title: str, lines: Sequence[str]) -> str:

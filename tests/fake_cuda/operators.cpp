@@ -2,7 +2,8 @@
 // write, and on which stream, is logged.
 //
 // Loaded after torch. In place of every kernel that is registered for CUDA there then is one that takes tensors on a
-// fake device for tensors on the CPU. Views stay as they are, and copies of whole tensors go through the runtime.
+// fake device for tensors on the CPU. Views stay as they are, and copies of whole tensors go through the runtime. The
+// operator that FAKE_CUDA_SYNCHRONIZES names waits for its stream, which cannot be captured.
 
 #include <ATen/ATen.h>
 #include <ATen/core/boxing/KernelFunction.h>
@@ -13,6 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <functional>
 #include <optional>
 #include <set>
@@ -84,6 +86,11 @@ class Call {
           to_cpu((*stack)[begin + i], info != nullptr && info->isWrite(), schema.arguments()[i].is_out());
     }
     TORCH_CHECK(device_.has_value(), "no tensor on a fake device: ", op_.operator_name());
+    static const char* const synchronizes = std::getenv("FAKE_CUDA_SYNCHRONIZES");
+    if (synchronizes != nullptr && op_.operator_name().name == synchronizes) {
+      const c10::cuda::CUDAGuard guard(*device_);
+      c10::cuda::getCurrentCUDAStream().synchronize();
+    }
     const bool captured = captures(*device_);
     const Stack arguments(stack->begin() + static_cast<int64_t>(begin), stack->end());
     {
