@@ -109,20 +109,16 @@ wheelhouse:  ## download wheels of peers for a GPU machine without network into 
 	  echo 'wheelhouse: above $(WHEELHOUSE_BYTES) bytes, more than travels'; exit 1; \
 	fi
 
-# For a GPU machine whose PYTHON already has torch: needs no network, installs nothing into that PYTHON.
+# For a GPU machine whose PYTHON already has torch: needs no network, installs nothing into that PYTHON, and is
+# done in ten minutes. What was built beforehand against the same torch is taken as it is.
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/wheelhouse
-gpu:  ## on a GPU machine: build with PYTHON, run what needs a GPU, write bench/results
+gpu:  ## on a GPU machine: run what needs a GPU with PYTHON, write bench/results
 	@mkdir -p bench/results
 	@rm -rf build/wheelhouse
 	@if compgen -G 'wheelhouse/*.whl' >/dev/null; then \
 	  $(PYTHON) -m pip install --quiet --no-index --no-deps --target build/wheelhouse wheelhouse/*.whl; \
 	fi
-	$(PYTHON) setup.py --quiet build_ext --inplace --build-temp build/gpu
-	@# Benchmarks run whatever the tests say, which is said again in the end.
-	@status=0; \
-	$(PYTHON) -m pytest -q -ra -m 'cuda or smoke' 2>&1 | tee bench/results/gpu-tests.txt || status=$$?; \
-	$(PYTHON) -m bench $(or $(ARGS),kernels) || status=$$?; \
-	exit $$status
+	@$(PYTHON) -m bench.on_gpu $(ARGS)
 
 clean:  ## remove what was built; the environments stay
 	rm -rf build dist wheelhouse *.egg-info gpipe_fast/_C*.so .mypy_cache .pytest_cache .ruff_cache

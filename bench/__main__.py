@@ -8,6 +8,7 @@ import importlib
 BENCHMARKS = {
     "balance": "steps under the balance found by time against those under every other balance",
     "census": "every model of torchvision against the plain loop: native layers, equal gradients",
+    "cuda": "steps on a GPU against plain PyTorch, torch.compile and torchgpipe; copies between stages",
     "compiled": "registers, spills and 16-byte accesses of every kernel, compiled without a GPU",
     "draws": "keyed random draws against PyTorch's own",
     "engine": "steps of empty programs against bare hand-overs between threads",

@@ -58,6 +58,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """PyTorch's deterministic algorithms, and no TF32; nothing is left under way on a GPU."""
+    cudnn = torch.backends.cudnn
+    with cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=False):
+        torch.use_deterministic_algorithms(True)
+        yield
+        torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+
+
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A CUDA runtime that is not there, and the operators for its devices."""

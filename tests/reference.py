@@ -61,7 +61,7 @@ def gradient_like(output: Tensor, microbatch: Tensor | None = None) -> Tensor:
     noise = torch.randn(output.shape, generator=generator, dtype=torch.float32)
     like = output if microbatch is None else microbatch
     order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
-    laid_out = torch.empty([output.shape[d] for d in order], dtype=output.dtype)
+    laid_out = torch.empty([output.shape[d] for d in order], dtype=output.dtype, device=output.device)
     return laid_out.permute([order.index(d) for d in range(like.dim())]).copy_(noise)
 
 

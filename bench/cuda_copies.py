@@ -1,0 +1,97 @@
+"""Bandwidth of boundaries between stages, against plain copies of the same bytes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+
+if TYPE_CHECKING:
+    from bench.cuda_row import Findings
+
+NAME = "copies"
+TITLE = "Boundaries between two stages, against plain copies of the same bytes"
+BYTES, SMALL_BYTES, CHUNKS, ROUNDS = 512 << 20, 1 << 16, (1, 8), 15
+
+
+def paths(device: str) -> dict[str, tuple[str, str]]:
+    """The devices of the two stages, by the transport between them and where."""
+    found = {f"{transport}, the same device": (device, device) for transport in ("pinned", "peer")}
+    if torch.device(device).type == "cuda" and torch.cuda.device_count() > 1:
+        found |= {f"{transport}, two devices": ("cuda:0", "cuda:1") for transport in ("pinned", "peer")}
+    return found
+
+
+def boundary(source: str, target: str, transport: str, chunks: int) -> nn.Module:
+    """Two stages between which a mini-batch goes, and which do nothing."""
+    layers = nn.Sequential(nn.Identity(), nn.Identity())
+    return GPipe(layers, [1, 1], devices=[source, target], chunks=chunks, transport=transport)
+
+
+def plain(transport: str, x: Tensor, target: str) -> Callable[[], object]:
+    """The copy that a transport's bandwidth is compared with: one, of the same bytes."""
+    pinned = transport == "pinned"
+    there = torch.empty_like(
+        x, device="cpu" if pinned else target, pin_memory=pinned and torch.cuda.is_available()
+    )
+    return lambda: there.copy_(x, non_blocking=True)
+
+
+def measure(findings: Findings, device: str, small: bool, without: Collection[str] = ()) -> None:
+    """GB/s of each path: what it takes longer than a hand-over without a copy is the copy's time."""
+    num_bytes = SMALL_BYTES if small else BYTES
+    for name, (source, target) in paths(device).items():
+        transport = name.partition(",")[0]
+        x = torch.rand(64, num_bytes // 256, device=source)
+        for chunks in CHUNKS:
+            title = f"{name}, M = {chunks}"
+            if title in without:
+                continue
+            findings.at(title)
+            try:
+                found = _measure(x, source, target, transport, chunks, 2 if small else ROUNDS)
+                findings.note(title, **found)
+            except Exception as error:
+                findings.fail(title, error)
+    findings.at(None)
+
+
+def _measure(
+    x: Tensor, source: str, target: str, transport: str, chunks: int, rounds: int
+) -> dict[str, float | None]:
+    through = boundary(source, target, transport, chunks)
+    beside = boundary(source, source, "auto", chunks)
+    with torch.no_grad():
+        for pipe in (through, beside):
+            for _ in range(3):
+                if not torch.equal(pipe(x).to(x.device), x):
+                    raise AssertionError("what arrives is not what was sent")
+        candidates = {
+            "path": lambda: through(x),
+            "none": lambda: beside(x),
+            "copy": plain(transport, x, target),
+        }
+        times: dict[str, list[float]] = {name: [] for name in candidates}
+        for _ in range(rounds + 1):
+            for name, candidate in candidates.items():
+                times[name].append(_seconds(candidate))
+    path, none, copy = (statistics.median(times[name][1:]) for name in ("path", "none", "copy"))
+    found = {"path_us": path * 1e6, "hand_over_us": none * 1e6, "plain_gbps": x.nbytes / copy / 1e9}
+    # What takes no longer than no copy at all was not measured.
+    rate = x.nbytes / (path - none) / 1e9 if path > none else None
+    return {**found, "gbps": rate, "share": rate and rate / found["plain_gbps"]}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+    return time.perf_counter() - begin

@@ -1,0 +1,238 @@
+"""One row of the CUDA benchmark: `python -m bench.cuda_row NAME FILE`, in a process of its own.
+
+What is found is written to FILE as it comes, with the name of the candidate that is at work: whoever started
+the process knows whom it ended with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import cuda_copies
+from bench.cuda_subjects import LOOP, ROWS, Row, in_small
+from bench.idle import idle_share, intervals
+from bench.peers import Step, off_by
+from gpipe_fast import GPipe, doctor
+
+# Before what is counted: plans are made, programs captured and replayed.
+WARM_UP = 4
+PROFILED_STEPS = 2
+
+
+class Findings:
+    """What is known so far, in a file.
+
+    Attributes:
+        candidates: by name; what is not known of one is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.candidates: dict[str, dict[str, Any]] = {}
+        self.remarks: list[str] = []
+
+    def at(self, name: str | None) -> None:
+        """Says who is at work."""
+        text = json.dumps({"at": name, "candidates": self.candidates, "remarks": self.remarks})
+        beside = self._path.with_suffix(".new")
+        beside.write_text(text)
+        os.replace(beside, self._path)
+
+    def note(self, name: str, **found: Any) -> None:
+        self.candidates.setdefault(name, {}).update(found)
+
+    def fail(self, name: str, error: BaseException) -> None:
+        """Says why there is no more of a candidate.
+
+        Raises:
+            BaseException: the same, where the device is of no more use to others either.
+        """
+        self.note(name, failed=f"{type(error).__name__}: {str(error).strip()[:600]}")
+        self.at(None)
+        settle()
+
+
+def settle() -> None:
+    """Waits for the device, and gives back what nobody uses."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+class Measurement:
+    """Of one row.
+
+    Args:
+        row: what.
+        device: where.
+        findings: filled in.
+        deadline: of `time.monotonic()`, after which no more rounds begin.
+        backend: of torch.compile.
+    """
+
+    def __init__(
+        self, row: Row, device: str, findings: Findings, deadline: float, backend: str = "inductor"
+    ) -> None:
+        self.row, self.device, self.findings = row, device, findings
+        self.deadline, self.backend = deadline, backend
+        self.steps: dict[str, Step] = {}
+        self._counts = torch.device(device).type == "cuda"
+
+    def run(self, without: Collection[str] = ()) -> None:
+        names = [name for name in self.row.full.candidates() if name not in without]
+        self.errors(names)
+        names = [name for name in names if "failed" not in self.findings.candidates[name]]
+        settle()
+        if self._counts:
+            torch._C._cuda_clearCublasWorkspaces()  # those that a step brings with it are counted
+        data = self.row.full.data(self.device)
+        for name in names:
+            self.findings.at(name)
+            try:
+                self.build(name, data)
+            except Exception as error:
+                self.steps.pop(name, None)
+                self.findings.fail(name, error)
+        self.times()
+        if time.monotonic() < self.deadline:
+            self.idle()
+        else:
+            self.findings.remarks.append("no time was left for profiles")
+        self.findings.at(None)
+
+    def errors(self, names: Collection[str]) -> None:
+        """Against float64, of gradients of the first step and of the last of several."""
+        small = self.row.small
+        data = small.data(self.device)
+        exact, plain = small.exact(self.device, data), small.step(LOOP, self.device, data)
+        truth, wanted = _gradients(exact), _gradients(plain)
+        for name in names:
+            self.findings.at(name)
+            try:
+                step = small.step(name, self.device, data, self.backend)
+                found = [_gradients(step) for _ in range(1 if name == LOOP else WARM_UP)]
+                self.findings.note(
+                    name,
+                    error=max(off_by(each, truth) for each in (found[0], found[-1])),
+                    equal=off_by(found[0], wanted) == off_by(found[-1], wanted) == 0,
+                )
+            except Exception as error:
+                self.findings.fail(name, error)
+
+    def build(self, name: str, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Makes a candidate, and counts the memory that a step of it needs beyond parameters and input."""
+        begin = time.monotonic()
+        step = self.row.full.step(name, self.device, data, self.backend)
+        settle()
+        before = self._memory()
+        for _ in range(WARM_UP):
+            step()
+        settle()
+        if self._counts:
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            torch.cuda.synchronize()
+            peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+            allocated, reserved = (peak - was for peak, was in zip(peaks, before, strict=True))
+            self.findings.note(name, peak_bytes=allocated, reserved_bytes=reserved)
+        self.findings.note(name, built_seconds=time.monotonic() - begin)
+        self.steps[name] = step
+        if isinstance(step.forward, GPipe):
+            self.findings.note(name, doctor=doctor(step.forward))
+
+    def _memory(self) -> tuple[int, int]:
+        if not self._counts:
+            return 0, 0
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    def times(self) -> None:
+        """Microseconds until a step's call returns, and until the device is done; candidates take turns."""
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in self.steps}
+        for round_index in range(self.row.rounds):
+            if round_index >= 2 and time.monotonic() > self.deadline:
+                self.findings.remarks.append(f"time ran out after {round_index} rounds")
+                break
+            for name, step in self.steps.items():
+                self.findings.at(name)
+                found[name].append(self._sample(step))
+            for name, samples in found.items():
+                host, step_times = zip(*samples, strict=True)
+                self.findings.note(name, host_us=list(host), step_us=list(step_times))
+
+    def _sample(self, step: Step) -> tuple[float, float]:
+        begin = time.perf_counter()
+        step()
+        returned = time.perf_counter()
+        if self._counts:
+            torch.cuda.synchronize()
+        return (returned - begin) * 1e6, (time.perf_counter() - begin) * 1e6
+
+    def idle(self) -> None:
+        """The device's, while steps follow each other; the first profile of a process is another's."""
+        intervals(lambda: torch.ones((), device=self.device), self.device)
+        for name, step in self.steps.items():
+            self.findings.at(name)
+
+            def several(step: Step = step) -> None:
+                for _ in range(PROFILED_STEPS):
+                    step()
+
+            found = intervals(several, self.device)
+            self.findings.note(name, idle=idle_share(found), intervals=len(found) // PROFILED_STEPS)
+
+
+def _gradients(step: Step) -> list[torch.Tensor]:
+    step()
+    return [gradient.double() for gradient in step.gradients()]
+
+
+def run(
+    name: str, path: Path, device: str, seconds: float, small: bool = False, without: Collection[str] = ()
+) -> None:
+    """Measures a row.
+
+    Args:
+        name: in `ROWS`, or 'copies'.
+        path: of the findings.
+        device: where the stages are.
+        seconds: that there are.
+        small: measure small models, and compile nothing.
+        without: candidates that are left out.
+    """
+    findings, deadline = Findings(path), time.monotonic() + seconds
+    if name == cuda_copies.NAME:
+        cuda_copies.measure(findings, device, small, without)
+        return
+    row = in_small(ROWS[name]) if small else ROWS[name]
+    # Profiles come after the rounds.
+    backend = "eager" if small else "inductor"
+    Measurement(row, device, findings, deadline - 0.2 * seconds, backend).run(without)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.cuda_row", description=__doc__)
+    parser.add_argument("name", choices=[*ROWS, cuda_copies.NAME])
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--without", action="append", default=[])
+    wanted = parser.parse_args()
+    # Where it hangs, before it is killed.
+    faulthandler.dump_traceback_later(1.15 * wanted.seconds)
+    run(**vars(wanted))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""A few steps under compute-sanitizer, with its reports in bench/results: `python -m bench.sanitized`.
+
+With ``steps`` and a word, in the process that is looked into: steps ``captured``, or ``uncaptured``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import measure
+
+SECONDS = float(os.environ.get("GPIPE_FAST_SANITIZER_SECONDS", "60"))
+# Seconds without which none is begun.
+LEAST = 10
+UNCAPTURED, CAPTURED = "uncaptured", "captured"
+
+# Tools, and what they look into; the most telling first, for the last ones there may be no time.
+RUNS = (
+    ("memcheck", UNCAPTURED),
+    ("memcheck", CAPTURED),
+    ("synccheck", UNCAPTURED),
+    ("racecheck", UNCAPTURED),
+)
+
+
+def tool() -> str | None:
+    """Where it is; toolkits have it beside nvcc."""
+    for folder in (None, os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
+        found = shutil.which("compute-sanitizer", path=folder and str(Path(folder) / "bin"))
+        if found:
+            return found
+    return None
+
+
+def look(sanitizer: str, seconds: float, python: Sequence[str] = (sys.executable,)) -> bool:
+    """Whether no tool has found anything, in as many runs as there is time for."""
+    deadline, good = time.monotonic() + seconds, True
+    for name, what in RUNS:
+        left = deadline - time.monotonic()
+        title = f"{name}, {what}"
+        if left < LEAST:
+            print(f"{title}: skipped, {max(left, 0):.0f} s were left, {LEAST} are wanted", flush=True)
+            continue
+        command = [sanitizer, "--tool", name, "--error-exitcode", "9", "--print-limit", "20"]
+        command += [*python, "-m", "bench.sanitized", "steps", what]
+        # With the allocator's cache memory that was freed may be read; captured programs need the cache.
+        cached = {} if what == CAPTURED else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        try:
+            done = subprocess.run(
+                command, env=os.environ | cached, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, timeout=left, cwd=Path(__file__).parents[1],
+            )  # fmt: skip
+            code, output = str(done.returncode), done.stdout
+        except subprocess.TimeoutExpired as error:
+            said = error.stdout or b""
+            output = said.decode(errors="replace") if isinstance(said, bytes) else said
+            code = f"none, it did not end within {left:.0f} s"
+        measure.RESULTS.mkdir(exist_ok=True)
+        with (measure.RESULTS / "sanitizer.txt").open("a") as file:
+            file.write(f"== {title}: exit code {code}\n{output[-20000:]}\n")
+        good = good and code == "0"
+        print(
+            f"{title}: exit code {code}; {output.strip().splitlines()[-1] if output.strip() else ''}",
+            flush=True,
+        )
+    return good
+
+
+def steps(what: str, device: str = "cuda:0") -> None:
+    """Some steps of four stages over every transport, compared with the plain loop."""
+    import torch
+    from torch import nn
+
+    from bench.peers import Step, looped, off_by
+    from gpipe_fast import GPipe, keyed_rng
+
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(32, 32),
+        nn.Dropout(0.2),
+        nn.Linear(32, 32),
+        nn.LayerNorm(32),
+        nn.Linear(32, 32),
+        nn.GELU(),
+    ]
+    model = nn.Sequential(*layers).to(device)
+    x, gradient = torch.randn(16, 32, device=device), torch.randn(16, 32, device=device)
+    loop = Step(model.parameters(), looped(model, 4), x, gradient)
+    torch.manual_seed(1)
+    with keyed_rng(model):
+        loop()
+    wanted = loop.gradients()
+    for transport in ("auto", "peer", "pinned"):
+        devices, captured = [device] * 4, what == CAPTURED
+        pipe = GPipe(model, [1, 2, 1, 2], devices=devices, chunks=4, capture=captured, transport=transport)
+        step = Step(pipe.parameters(), pipe, x, gradient)
+        for _ in range(5 if what == CAPTURED else 2):
+            torch.manual_seed(1)
+            step()
+        off = off_by(step.gradients(), wanted)
+        assert off < 1e-5, f"{transport}: gradients are off by {off}"
+    print(f"{what}: gradients are right", flush=True)
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    if arguments[:1] == ["steps"]:
+        steps(*arguments[1:])
+        return
+    sanitizer = tool()
+    if sanitizer is None:
+        print("sanitizer: there is no compute-sanitizer; nothing is written", flush=True)
+        return
+    (measure.RESULTS / "sanitizer.txt").unlink(missing_ok=True)
+    sys.exit(0 if look(sanitizer, SECONDS) else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

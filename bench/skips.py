@@ -1,0 +1,92 @@
+"""Models with skips between layers, for peers: as checkpointed stages, and in torchgpipe's words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_fast.skip import Key, Skippable, carrying, skips_of, stash, take
+
+
+class _Stage(nn.Module):
+    """Some layers; skips from and to others are arguments and results.
+
+    Attributes:
+        incoming: what it pops that others have stashed.
+        outgoing: what it stashes for others.
+    """
+
+    def __init__(self, layers: nn.Sequential, incoming: list[Key], outgoing: list[Key]) -> None:
+        super().__init__()
+        self.layers, self.incoming, self.outgoing = layers, incoming, outgoing
+
+    def forward(self, x: Tensor, *popped: Tensor) -> Any:
+        with carrying(dict(zip(self.incoming, popped, strict=True))) as held:
+            return self.layers(x), *take(held, self.outgoing)
+
+
+def checkpointed(model: nn.Sequential, balance: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """The stages one after the other; the backward recomputes each as a whole, as GPipe does."""
+    skips, layers = skips_of(model), iter(model)
+    stages = []
+    for size, end in zip(balance, itertools.accumulate(balance), strict=True):
+        incoming = [s.key for s in skips if s.source < end - size <= s.target < end]
+        outgoing = [s.key for s in skips if end - size <= s.source < end <= s.target]
+        stages.append(_Stage(nn.Sequential(*itertools.islice(layers, size)), incoming, outgoing))
+
+    def forward(x: Tensor) -> Tensor:
+        held: dict[Key, Tensor] = {}
+        for stage in stages:
+            popped = [held.pop(key) for key in stage.incoming]
+            x, *stashed = checkpoint(stage, x, *popped, use_reentrant=False)
+            held |= dict(zip(stage.outgoing, stashed, strict=True))
+        return x
+
+    return forward
+
+
+class _Translated(nn.Module):
+    """A layer with skips, which yields torchgpipe's commands."""
+
+    def __init__(self, layer: Skippable) -> None:
+        super().__init__()
+        self.layer = layer.module
+
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        import torchgpipe.skip as theirs
+
+        commands, answer = self.layer(x), None
+        while True:
+            try:
+                command = commands.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(command, stash):
+                yield theirs.stash(command.name, command.tensor)
+                answer = None
+            else:
+                answer = yield theirs.pop(command.name)
+
+
+def for_torchgpipe(model: nn.Sequential) -> nn.Sequential:
+    """The same layers, with the same parameters."""
+    import torchgpipe.skip as theirs
+
+    namespaces: dict[object, Any] = {}
+
+    def translated(layer: nn.Module) -> nn.Module:
+        if not isinstance(layer, Skippable):
+            return layer
+        decorate = theirs.skippable(layer.stashable_names, layer.poppable_names)
+        # A class of its own for each: classes say what is stashed and popped.
+        made: Any = decorate(type("Translated", (_Translated,), {}))(layer)
+        for key in (*layer.stashable(), *layer.poppable()):
+            if key.namespace is not None:
+                made.isolate(namespaces.setdefault(key.namespace, theirs.Namespace()), only=[key.name])
+        return made
+
+    return nn.Sequential(*map(translated, model))

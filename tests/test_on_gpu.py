@@ -1,0 +1,137 @@
+"""What `make gpu` runs keeps to its time, and goes on whatever fails; here with commands that need no GPU."""
+
+from __future__ import annotations
+
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bench import measure, on_gpu, sanitized
+from bench.on_gpu import Part
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(on_gpu, "RESULTS", tmp_path)
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(on_gpu, "GRACE", 2.0)
+    return tmp_path
+
+
+def python(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def test_output_is_shown_and_kept(kept: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = python("import os; print('has', os.environ['TOLD'], os.environ['OWN']); raise SystemExit(3)")
+    part = Part("part", {"one": words, "two": python("print('well')")}, 1, "TOLD", {"OWN": "own"})
+    assert not on_gpu.run(part, 30)
+    out = capfd.readouterr().out
+    assert (kept / "gpu-one.txt").read_text() == "has 28 own\n"
+    assert (kept / "gpu-two.txt").read_text() == "well\n"
+    for line in ("has 28 own", "well", "part, one: ended with 3", "part, two: ended well"):
+        assert line in out
+
+
+# What it does when it is interrupted, said when that is settled.
+LATE = "import signal, sys, time; signal.signal(2, {}); print('on', flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("handler", "how", "text"),
+    [
+        ("lambda *_: sys.exit(print('so far'))", "a signal: its time was over", "on\nso far\n"),
+        ("signal.SIG_IGN", "a kill: its time was over, and it did not listen", "on\n"),
+    ],
+)
+def test_what_is_late_is_interrupted_then_killed(kept: Path, handler: str, how: str, text: str) -> None:
+    path = kept / "output"
+    with on_gpu._started(python(LATE.format(handler)), path, {}) as process:
+        while not path.read_text():
+            time.sleep(0.01)
+        assert on_gpu._ended(process, time.monotonic()) == how
+    assert process.returncode is not None
+    assert path.read_text() == text
+
+
+def test_a_part_leaves_those_after_it_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, got = 0.0, dict[str, float]()
+    monkeypatch.setattr(on_gpu.time, "monotonic", lambda: now)
+
+    def run(part: Part, seconds: float) -> bool:
+        nonlocal now
+        got[part.name] = seconds
+        now += {"quick": 1.0}.get(part.name, seconds + on_gpu.GRACE)
+        return part.name != "quick"
+
+    monkeypatch.setattr(on_gpu, "run", run)
+    wanted = [Part(name, {}, share) for name, share in (("quick", 20), ("slow", 30), ("last", 50))]
+    assert not on_gpu.run_all(wanted, 110)
+    assert got == {"quick": 30 - on_gpu.GRACE, "slow": 59 - on_gpu.GRACE, "last": 50 - on_gpu.GRACE}
+    assert now == pytest.approx(110)
+    now = 0.0
+    assert not on_gpu.run_all(wanted, 50)  # a slow build
+    assert got == {
+        "quick": 10 - on_gpu.GRACE,
+        "slow": 49 * 30 / 80 - on_gpu.GRACE,
+        "last": 49 * 50 / 80 - on_gpu.GRACE,
+    }
+
+
+def test_parts_fit_into_ten_minutes_with_a_build() -> None:
+    parts = on_gpu.parts()
+    assert [part.name for part in parts] == ["tests", "steps", "kernels", "sanitizer"]
+    assert sum(part.share for part in parts) <= on_gpu.SECONDS - 60 < 540
+    files = [word for part in parts[:1] for c in part.commands.values() for word in c if ".py" in word]
+    assert files
+    assert all((on_gpu.ROOT / word.removeprefix("--ignore=")).exists() for word in files)
+
+
+def test_an_extension_that_does_not_suit_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Sequence[str]] = []
+    monkeypatch.setattr(on_gpu, "run", lambda part, seconds: built.extend(part.commands.values()) is None)
+    monkeypatch.setattr(on_gpu, "SUITS", "pass")
+    assert on_gpu.build(1)
+    assert not built
+    monkeypatch.setattr(on_gpu, "SUITS", "raise SystemExit('another torch')")
+    assert on_gpu.build(1)
+    assert "build_ext" in built[0]
+    with pytest.raises(SystemExit, match="no part is called nothing"):
+        on_gpu.main(["nothing"])
+
+
+# A tool that finds something in captured programs, and does not end when it looks for races.
+TOOL = """#!/bin/sh
+echo "$@" "$PYTORCH_NO_CUDA_MEMORY_CACHING"
+case "$*" in *racecheck*) exec sleep 60;; *" captured"*) exit 9;; esac
+"""
+
+
+def test_what_a_sanitizer_finds_is_kept(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanitized, "LEAST", 0)
+    path = kept / "compute-sanitizer"
+    path.write_text(TOOL)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(kept), prepend=":")
+    assert sanitized.tool() == str(path)
+    assert not sanitized.look(str(path), 5)
+    text, out = (kept / "sanitizer.txt").read_text(), capsys.readouterr().out
+    assert "== memcheck, uncaptured: exit code 0\n--tool memcheck" in text
+    assert "steps uncaptured 1\n" in text
+    assert "== memcheck, captured: exit code 9\n" in text
+    assert "steps captured \n" in text
+    assert "== racecheck, uncaptured: exit code none, it did not end within" in text
+    assert out.count("exit code") == 4
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_steps_that_are_looked_into_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+    for what in (sanitized.CAPTURED, sanitized.UNCAPTURED):
+        sanitized.steps(what, "cpu")
+        assert capsys.readouterr().out == f"{what}: gradients are right\n"
