@@ -1,7 +1,8 @@
 // Capture of streams, and graphs, for runtime.cpp.
 //
 // What is put on a stream that is being captured is done, so that operators return something, and noted as a node; when
-// the capture ends, all that was written gets NaNs, since on a GPU nothing of it would have been computed. A launch does
+// the capture ends, all that was written gets NaNs, since on a GPU nothing of it would have been computed; only what was
+// changed in place in older memory, or might have been, is put back. A launch does
 // the nodes again in their order. The log then has their lines, on streams and with events that are the launch's own.
 #pragma once
 
@@ -48,6 +49,8 @@ struct Capture {
   std::vector<Node> nodes;
   std::map<CUstream_st*, std::map<CUstream_st*, int64_t>> clocks;  // of each stream in it
   std::vector<std::pair<void*, size_t>> written;
+  std::vector<std::pair<void*, std::string>> kept;  // what was there before, where that is to come back
+  int64_t num_allocated = 0;                        // before it began
 
   void add(Node node) {
     ++clocks[node.stream][node.stream];

@@ -23,6 +23,7 @@
 #include <vector>
 
 extern "C" void fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes);
+extern "C" void fake_cuda_keep(cudaStream_t stream, const void* pointer, size_t bytes);
 extern "C" int fake_cuda_capturing(cudaStream_t stream);
 extern "C" void fake_cuda_node(cudaStream_t stream, void (*run)(void*), void* data);
 
@@ -187,6 +188,10 @@ class Call {
     }
     if (writes) {
       written_.push_back(tensor);
+      if (!out && tensor.numel() > 0) {
+        const c10::cuda::CUDAGuard guard(tensor.device());
+        fake_cuda_keep(c10::cuda::getCurrentCUDAStream().stream(), tensor.const_data_ptr(), extent(tensor));
+      }
     }
     if (out && tensor.numel() == 0) {
       // It may be resized, which memory of somebody else's cannot be.

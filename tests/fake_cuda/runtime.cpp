@@ -112,8 +112,11 @@ bool planted(const char* kind) {
 // Blocks of memory, by address.
 struct Block {
   size_t bytes;
-  int device;  // -1: of the host, pinned
+  int device;      // -1: of the host, pinned
+  int64_t number;  // counted up
 };
+
+int64_t num_allocated = 0;
 
 std::map<uintptr_t, Block>& blocks() {
   static auto* const found = new std::map<uintptr_t, Block>;
@@ -152,7 +155,7 @@ cudaError_t allocate(void** pointer, size_t bytes, int device) {
   }
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    blocks()[reinterpret_cast<uintptr_t>(*pointer)] = {rounded, device};
+    blocks()[reinterpret_cast<uintptr_t>(*pointer)] = {rounded, device, num_allocated++};
   }
   write("malloc\t%d\t%p\t%zu", device, *pointer, rounded);
   return cudaSuccess;
@@ -325,6 +328,20 @@ void fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, in
   (void)put(stream, writes != 0 ? "write" : "read", text("%p\t%zu", pointer, bytes));
 }
 
+// Before an operator changes it in place.
+void fake_cuda_keep(cudaStream_t stream, const void* pointer, size_t bytes) {
+  const std::shared_ptr<Capture> capture = of(stream)->capture;
+  const Block* const block = block_of(pointer);
+  if (!capture || block == nullptr) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (block->number < capture->num_allocated) {
+    capture->kept.emplace_back(const_cast<void*>(pointer),
+                               std::string(static_cast<const char*>(pointer), bytes));
+  }
+}
+
 // What an operator computes, again at every launch of a graph that captures it; null where none does.
 int fake_cuda_capturing(cudaStream_t stream) { return of(stream)->capture != nullptr ? 1 : 0; }
 void fake_cuda_node(cudaStream_t stream, void (*run)(void*), void* data) {
@@ -465,7 +482,7 @@ cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return allocate(point
 cudaError_t cudaFreeHost(void* pointer) { return deallocate(pointer); }
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned int) {
   const std::lock_guard<std::mutex> lock(mutex);
-  blocks()[reinterpret_cast<uintptr_t>(pointer)] = {bytes, -1};
+  blocks()[reinterpret_cast<uintptr_t>(pointer)] = {bytes, -1, num_allocated++};
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* pointer) {
@@ -597,6 +614,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
   capture->id = next++;
   const std::lock_guard<std::mutex> lock(mutex);
   capture->clocks[capture->origin];
+  capture->num_allocated = num_allocated;
   captures().insert(capture.get());
   of(stream)->capture = std::move(capture);
   return cudaSuccess;
@@ -611,6 +629,11 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   for (const auto& [pointer, bytes] : capture->written) {
     if (block_of(pointer) != nullptr) {
       std::memset(pointer, 0xff, bytes);
+    }
+  }
+  for (auto kept = capture->kept.rbegin(); kept != capture->kept.rend(); ++kept) {
+    if (block_of(kept->first) != nullptr) {
+      std::memcpy(kept->first, kept->second.data(), kept->second.size());
     }
   }
   const std::lock_guard<std::mutex> lock(mutex);
