@@ -32,6 +32,12 @@
 
 namespace gpipe_fast {
 
+// At a place that may not be there yet.
+inline void put(Tensors& tensors, int64_t index, at::Tensor tensor) {
+  if (static_cast<size_t>(index) >= tensors.size()) tensors.resize(index + 1);
+  tensors[index] = std::move(tensor);
+}
+
 // begin_forward, the engine's run of the plan's forward actions, end_forward; then the same for the backward. Needs no
 // GIL, but for layers that run in Python.
 class MiniBatch final : public Work {

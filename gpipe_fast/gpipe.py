@@ -81,8 +81,8 @@ class GPipe(Container):
         backend: ``'auto'`` lowers layers to C++ programs, and runs those that cannot be traced faithfully in
             Python, in the same schedule, after a warning that names stage, layer and reason; for ``'aten'``
             they are an error; ``'eager'`` runs all layers in Python.
-        capture: replay what runs on GPUs alone as CUDA graphs, from the third mini-batch of a shape on, as far as
-            it can be captured; ``doctor()`` says what is not. The CPU's stages have none.
+        capture: replay what runs on GPUs alone as CUDA graphs, from the third mini-batch of a shape on, as
+            far as it can be captured; ``doctor()`` says what is not. The CPU's stages have none.
         transport: how tensors go from stage to stage between GPUs. ``'auto'`` hands them over on one device,
             copies them where two reach each other's memory, and else through pinned memory of the host;
             ``'peer'`` and ``'pinned'`` do the one or the other everywhere, on one device, too.
@@ -90,8 +90,8 @@ class GPipe(Container):
     Raises:
         TypeError: ``module`` is not a ``Sequential``, or its skip connections do not match.
         ValueError: ``balance``, ``chunks``, ``checkpoint`` or ``grad_dtype`` does not fit, a layer is there
-            twice or has a name that is taken here, layers are too large for their devices, or ``transport`` is
-            ``'peer'`` and devices do not reach each other.
+            twice or has a name that is taken here, layers are too large for their devices, or ``transport``
+            is ``'peer'`` and devices do not reach each other.
         IndexError: there are fewer devices than partitions.
 
     Attributes:

@@ -5,18 +5,14 @@ What is preloaded in place of the CUDA runtime is tests/fake_cuda/runtime.cpp; o
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from fake_cuda.build import SOURCES, can_build
+from fake_cuda import process
+from fake_cuda.build import can_build
 from fake_cuda.check import Line, check, read
-
-ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.skipif(
     not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
@@ -25,8 +21,6 @@ pytestmark = pytest.mark.skipif(
 MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python")
 MODELS += ("convolutions", "convolutions, channels last")
 FOUR, ONE, MIXED = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:1,cuda:1,cuda:1,cuda:1", "cuda:0,cpu,cuda:0,cuda:1"
-# The host waits for what a stage on the CPU receives, and for what layers in Python ask.
-MAY_WAIT = {"python", "beside"}
 
 Runs = Callable[..., list[Line]]
 
@@ -34,44 +28,30 @@ Runs = Callable[..., list[Line]]
 @pytest.fixture
 def trained(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
     """Trains, looks at the bits, and returns the log."""
-    runtime, operators = libraries
 
-    def run(model: str, devices: str, *words: str, late: int = 0, **more: str) -> list[Line]:
-        variables = more | {
-            "LD_PRELOAD": str(runtime),
-            "FAKE_CUDA_LOG": str(tmp_path / "log"),
-            "FAKE_CUDA_LATE": str(late),
-            "PYTHONPATH": str(ROOT),
-        }
-        command = [sys.executable, "-W", "ignore", str(SOURCES / "program.py")]
-        command += [str(operators), model, devices, *words]
-        environment = os.environ | variables
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.stdout == "equal\n", done.stdout + done.stderr[-3000:]
-        return read(tmp_path / "log")
+    def run(models: str, devices: str, *words: str, late: int = 0, **more: str) -> list[Line]:
+        log = tmp_path / "log"
+        found = process.run("program.py", libraries, models, devices, *words, late=late, log=log, **more)
+        assert found == ["equal"]
+        return read(log)
 
     return run
 
 
 @pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
-@pytest.mark.parametrize("model", MODELS)
-def test_bits_and_order(model: str, devices: str, trained: Runs) -> None:
-    lines = trained(model, devices, "never", "except_last", "always", late=1)
-    assert check(lines, may_wait=model in MAY_WAIT or devices == MIXED) == []
+def test_bits_and_order(devices: str, trained: Runs) -> None:
+    assert check(trained("/".join(MODELS), devices, "never", "except_last", "always", late=1)) == []
 
 
 @pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
-@pytest.mark.parametrize("model", ["mlp", "batch norm"])
-def test_callers_on_streams_of_their_own(model: str, devices: str, trained: Runs) -> None:
+def test_callers_on_streams_of_their_own(devices: str, trained: Runs) -> None:
     """Also in a backward, whose thread has but one of them; what the forward left there comes before it."""
-    lines = trained(model, devices, "aside", "never", "except_last", late=1)
-    assert check(lines, may_wait=devices == MIXED) == []
+    assert check(trained("mlp/batch norm", devices, "aside", "never", "except_last", late=1)) == []
 
 
 @pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
 def test_delays_and_steps_that_fail(devices: str, trained: Runs) -> None:
-    lines = trained("skips", devices, "disturbed", "except_last", late=1)
-    assert check(lines, may_wait=devices == MIXED) == []
+    assert check(trained("skips", devices, "disturbed", "except_last", late=1)) == []
 
 
 def within_steps(lines: Sequence[Line]) -> list[int]:
@@ -153,19 +133,18 @@ def between(lines: Sequence[Line]) -> set[tuple[int, int]]:
 
 
 FORCED = {
-    "four": (FOUR, "skips small tied python beside"),
-    "one": (ONE, "skips small"),
+    "four": (FOUR, "skips/small/tied/python/beside"),
+    "one": (ONE, "skips/small"),
     "mixed": (MIXED, "small"),
 }
 
 
 @pytest.mark.parametrize("transport", ["peer", "pinned"])
-@pytest.mark.parametrize(
-    ("where", "model"), [(where, model) for where, (_, models) in FORCED.items() for model in models.split()]
-)
-def test_forced_transports(where: str, model: str, transport: str, trained: Runs) -> None:
-    lines = trained(model, FORCED[where][0], transport, "except_last", late=1)
-    assert check(lines, may_wait=model in MAY_WAIT or where == "mixed") == []
+@pytest.mark.parametrize("where", FORCED)
+def test_forced_transports(where: str, transport: str, trained: Runs) -> None:
+    devices, models = FORCED[where]
+    lines = trained(models, devices, transport, "except_last", late=1)
+    assert check(lines) == []
     by_host = {"d2p", "p2d"} <= kinds(lines)
     assert by_host == (transport == "pinned" or where == "mixed")
     assert bool(copying(lines)) == (transport == "peer"), "on streams of their own, also on one device"
@@ -198,7 +177,7 @@ def test_devices_that_do_not_reach_each_other(
     peers: str, reached: set[tuple[int, int]], trained: Runs
 ) -> None:
     """What goes between them goes through memory of the host."""
-    lines = trained("skips", FOUR, "except_last", late=1, FAKE_CUDA_PEERS=peers)
+    lines = trained("skips", FOUR, "except_last", late=1, peers=peers)
     assert check(lines) == []
     assert {"d2p", "p2d"} <= kinds(lines)
     assert {pair for pair in between(lines) if pair[0] != pair[1]} == reached
@@ -229,23 +208,16 @@ def test_blocks_are_free_when_a_run_begins(trained: Runs) -> None:
 @pytest.fixture
 def told(libraries: tuple[Path, Path]) -> Callable[..., list[str]]:
     """What told.py prints, by lines."""
-    runtime, operators = libraries
 
     def run(devices: str, transport: str, **more: str) -> list[str]:
-        variables = more | {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-W", "ignore", str(SOURCES / "told.py")]
-        command += [str(operators), devices, transport]
-        environment = os.environ | variables
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-        return done.stdout.splitlines()
+        return process.run("told.py", libraries, devices, transport, **more)
 
     return run
 
 
 def test_what_is_told_of_transports(told: Callable[..., list[str]]) -> None:
     """Before a step, and after it with what lies there: a micro-batch has 2 x 6 floats, of 4 bytes each."""
-    lines = told("cuda:0,cuda:0,cuda:1,cpu", "auto", FAKE_CUDA_PEERS="0")
+    lines = told("cuda:0,cuda:0,cuda:1,cpu", "auto", peers="0")
     ways = {
         "stage 0 (cuda:0) -> stage 1 (cuda:0)": "hand-over",
         "stage 1 (cuda:0) -> stage 2 (cuda:1)": "pinned",
@@ -263,14 +235,14 @@ def test_what_is_told_of_transports(told: Callable[..., list[str]]) -> None:
 
 def test_a_peer_path_that_is_unplugged(told: Callable[..., list[str]]) -> None:
     """Devices say that they reach each other, and then they do not."""
-    lines = told("cuda:0,cuda:1,cuda:2,cuda:3", "auto", FAKE_CUDA_PEERS="unplugged")
+    lines = told("cuda:0,cuda:1,cuda:2,cuda:3", "auto", peers="unplugged")
     assert "equal" in lines
     assert "  stage 0 (cuda:0) -> stage 1 (cuda:1): pinned" in lines
 
 
 @pytest.mark.parametrize("peers", ["0", "unplugged", "0-1"])
 def test_peers_that_are_asked_for_and_not_there(peers: str, told: Callable[..., list[str]]) -> None:
-    lines = told("cuda:0,cuda:1,cuda:1,cuda:0", "peer", FAKE_CUDA_PEERS=peers)
+    lines = told("cuda:0,cuda:1,cuda:1,cuda:0", "peer", peers=peers)
     assert lines == [
         "transport='peer', but cuda:0 and cuda:1, of stages 0 and 1, do not reach each other's memory; "
         "'auto' goes through memory of the host there"

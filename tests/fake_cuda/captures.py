@@ -1,7 +1,8 @@
 """What comes between replays; run by test_fake_cuda_graphs.py with runtime.cpp preloaded.
 
-`captures.py OPERATORS CASE DEVICES`: loads the operators, and compares a pipeline whose runs are replayed as graphs with
-the plain loop, through what the case does to it. Prints what differs, or "equal".
+`captures.py OPERATORS CASES DEVICES`: loads the operators, and for each case (``inference/threads/..``)
+compares a pipeline whose runs are replayed as graphs with the plain loop, through what the case does to it.
+Prints what differs, or "equal".
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from gpipe_fast._extension import ReplayReport
 class Both:
     """A pipeline and the plain loop, which do the same; what differs is noted."""
 
-    def __init__(self, layers: Sequence[nn.Module], devices: Sequence[str], checkpoint: str = "always") -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], devices: Sequence[str], checkpoint: str = "always"
+    ) -> None:
         self.devices = devices
         self.pipeline = GPipe(
             nn.Sequential(*copy.deepcopy(list(layers))),
@@ -212,9 +215,10 @@ def turned_off(both: Both) -> None:
 def settings(both: Both) -> None:
     """Under which it was captured: with others it is captured anew."""
     both.warm()
-    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = True
     for seed in range(4):
         both.step(seed)
+    torch.backends.cudnn.benchmark = False
     (report,) = both.reports()
     both.expect("it warms up again", report.replays == 4)
 
@@ -266,15 +270,17 @@ CASES = {
 
 
 def main() -> None:
-    operators, case, devices = sys.argv[1:]
+    operators, cases, devices = sys.argv[1:]
     torch.ops.load_library(operators)
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    layers = layers_of("mlp")
-    both = Both(layers, devices.split(","))
-    CASES[case](both)
-    print("; ".join(both.found) or "equal")
+    torch.use_deterministic_algorithms(True)  # else a product may be added unrounded to the sum before
+    for case in cases.split("/"):
+        torch.manual_seed(0)
+        ctypes.CDLL(None).fake_cuda_mark(b"plan")
+        both = Both(layers_of("mlp"), devices.split(","))
+        CASES[case](both)
+        print(f"{case}: {'; '.join(both.found) or 'equal'}")
 
 
 if __name__ == "__main__":

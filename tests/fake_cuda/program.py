@@ -1,10 +1,10 @@
 """Steps of pipelines on devices that are not there; run by test_fake_cuda.py with runtime.cpp preloaded.
 
-`program.py OPERATORS MODEL DEVICES WORD...`: loads the operators, trains a model of four stages on a device
-for each (``cuda:0,cpu,..``) in the checkpoint modes among the words, and compares all with the plain loop on
-the same devices. With ``captured`` runs are replayed as graphs, which must then come about; with ``aside`` the
-caller is on streams of its own; with ``disturbed`` workers are delayed, and steps that fail come between;
-``peer`` and ``pinned`` force a transport. Prints what differs, or "equal".
+`program.py OPERATORS MODELS DEVICES WORD...`: loads the operators, trains models (``mlp/skips/..``) of four
+stages on a device for each (``cuda:0,cpu,..``) in the checkpoint modes among the words, and compares all with
+the plain loop on the same devices. With ``captured`` runs are replayed as graphs, which must then come about;
+with ``aside`` the caller is on streams of its own; with ``disturbed`` workers are delayed, and steps that
+fail come between; ``peer`` and ``pinned`` force a transport. Prints what differs, or "equal".
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -25,6 +26,7 @@ from gpipe_fast.skip import pop, skippable, stash
 
 BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 5
 LONGEST_DELAY_US = 1000
+IN_PYTHON = {"python", "beside"}
 
 
 @skippable(stash=["skip"])
@@ -278,6 +280,8 @@ def unequal(
     for index, layer in enumerate(layers):
         if not isinstance(layer, Tied):
             layer.to(devices[index // 2])
+    # The host waits for what a stage on the CPU receives, and for what layers in Python ask.
+    begin = b"begin\tmay wait" if model in IN_PYTHON or "cpu" in devices else b"begin"
     x = batch_of(model).to(devices[0])
     ours, plain = Trained(pipeline, x), Trained(Moving(layers, devices), x)
     # Gradients of a shared parameter are added in another order.
@@ -291,7 +295,7 @@ def unequal(
                 parameter.grad = None
         torch.manual_seed(step)
         # Plans are made by the first steps.
-        mark(b"begin" if step > 1 else b"plan")
+        mark(begin if step > 1 else b"plan")
         ours.backward(pipeline(ours.x))
         mark(b"end")
         torch.manual_seed(step)
@@ -310,7 +314,7 @@ def unequal(
 
 
 def main() -> None:
-    operators, model, devices, *words = sys.argv[1:]
+    operators, models, devices, *words = sys.argv[1:]
     torch.ops.load_library(operators)
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
@@ -322,10 +326,10 @@ def main() -> None:
         if "aside" in words:
             for device in {device for device in devices.split(",") if device != "cpu"}:
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        for mode in modes:
+        for model, mode in itertools.product(models.split("/"), modes):
             torch.manual_seed(0)
             differs = unequal(model, devices.split(","), mode, "disturbed" in words, **keywords)
-            found += [f"{mode}: {what}" for what in differs]
+            found += [f"{model}, {mode}: {what}" for what in differs]
     print("; ".join(found) or "equal")
 
 
