@@ -241,9 +241,11 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
                                                 : tensors[i].chunk(num_parts);
                    });
                  }};
-  minibatch->begin_forward(of.cut(inputs));
+  const bool captured = replays_are_due() && replays_->has_forward(*plan);
+  minibatch->begin_forward(captured ? std::vector<Tensors>(num_parts) : of.cut(inputs));
   if (replays_are_due()) {
     if (const auto* parts = replays_->forward(minibatch, of, another)) return *parts;
+    if (captured) minibatch->begin_forward(of.cut(inputs));  // no longer
   }
   run(plan->forward, *minibatch);
   if (replays_) replays_->after_forward(plan);
@@ -273,7 +275,9 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
   {
     const Turn turn(*this);
     check_open();
-    minibatch.begin_backward(plan, of.cut(gradients), retain);
+    const bool captured = replays_are_due() && replays_->has_backward(*plan, minibatch);
+    minibatch.begin_backward(
+        plan, captured ? std::vector<Tensors>(plan->num_microbatches()) : of.cut(gradients), retain);
     AbandonOnError guard{minibatch};
     if (!replays_are_due() || !replays_->backward(plan, of)) {
       run(*plan->backward, minibatch);

@@ -177,6 +177,18 @@ const std::vector<Boundary>* Replays::forward(const std::shared_ptr<MiniBatch>& 
   return &entry.outputs;
 }
 
+bool Replays::has_forward(const Plan& plan) const {
+  return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
+    return entry.plan.get() == &plan && entry.forward && !entry.busy();
+  });
+}
+
+bool Replays::has_backward(const Plan& plan, const MiniBatch& minibatch) const {
+  return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
+    return entry.plan.get() == &plan && entry.backward && entry.user.lock().get() == &minibatch;
+  });
+}
+
 bool Replays::backward(const std::shared_ptr<const Plan>& plan, const RunOf& run) {
   const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) {
     return entry.plan == plan && entry.forward && entry.user.lock().get() == &run.minibatch;

@@ -58,6 +58,9 @@ class Replays {
   // micro-batch, which stay until the next replay; null if this one has to run as it is.
   const std::vector<Boundary>* forward(const std::shared_ptr<MiniBatch>& minibatch, const RunOf& run,
                                        const Make& another);
+  // Whether there is a graph for what comes, which then needs nothing by micro-batch.
+  bool has_forward(const Plan& plan) const;
+  bool has_backward(const Plan& plan, const MiniBatch& minibatch) const;
   // By a graph, after begin_backward; false if it has to run as it is.
   bool backward(const std::shared_ptr<const Plan>& plan, const RunOf& run);
 

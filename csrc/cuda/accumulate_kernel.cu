@@ -6,6 +6,7 @@
 
 #include "../check.h"
 #include "accumulate_kernel.h"
+#include "narrow.h"
 
 namespace gpipe_fast {
 namespace {
@@ -28,18 +29,6 @@ __device__ C widen(__half value) {
 template <typename C>
 __device__ C widen(__nv_bfloat16 value) {
   return static_cast<C>(__bfloat162float(value));
-}
-
-// As ATen converts: a double that becomes a half is rounded to float first.
-template <typename T, typename C>
-__device__ T narrow(C value) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(static_cast<float>(value));
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __float2bfloat16_rn(static_cast<float>(value));
-  } else {
-    return static_cast<T>(value);
-  }
 }
 
 template <typename A, typename G>

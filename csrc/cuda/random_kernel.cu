@@ -7,6 +7,7 @@
 
 #include "../check.h"
 #include "../random.h"
+#include "narrow.h"
 #include "random_kernel.h"
 
 namespace gpipe_fast {
@@ -20,18 +21,6 @@ __device__ PhiloxStream stream_of(const DrawTarget& target) {
   const int64_t layer = target.layer == kNoLayer ? kNoLayer : target.key[2] + target.layer;
   return {static_cast<uint64_t>(target.key[0]), static_cast<uint32_t>(target.key[1]),
           static_cast<uint32_t>(layer << 16 | target.ordinal)};
-}
-
-// As ATen converts, spelled out because torch's flags turn the halves' own conversions off.
-template <typename T, typename V>
-__device__ T narrow(V value) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(static_cast<float>(value));
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __float2bfloat16_rn(static_cast<float>(value));
-  } else {
-    return static_cast<T>(value);
-  }
 }
 
 // Elements of a block of words, which `loop` makes of it, in the type in which they are drawn.
