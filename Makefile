@@ -27,7 +27,7 @@ INSTALLED := $(VENV)/.installed-torch-$(TORCH)
 EXT_SUFFIX := $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
 # Directories change when a file comes or goes, so a deleted source is noticed too.
-SOURCES := setup.py csrc csrc/cuda $(wildcard csrc/*.cpp csrc/*.h csrc/cuda/*.cpp csrc/cuda/*.h csrc/cuda/*.cu)
+SOURCES := setup.py csrc $(wildcard csrc/* csrc/*/*)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 .PHONY: help build import test pytest lint format demo bench bench-ours soak smoke smoke-reference wheelhouse gpu clean
@@ -62,10 +62,12 @@ test: lint build import smoke-reference pytest  ## lint, build, import, smoke te
 pytest: build
 	$(PY) -m pytest -q -ra $(ARGS)
 
-lint: $(INSTALLED)  ## ruff, mypy --strict, clang-format; changes nothing
+lint: $(INSTALLED)  ## ruff, mypy --strict, directions of imports and includes, clang-format; changes nothing
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy --strict gpipe_fast
+	$(VENV)/bin/lint-imports --no-cache >/dev/null || $(VENV)/bin/lint-imports --no-cache
+	$(PY) .ci/check_includes.py
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: $(INSTALLED)  ## rewrite the sources as lint wants them
@@ -74,7 +76,7 @@ format: $(INSTALLED)  ## rewrite the sources as lint wants them
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
 demo: build  ## train the demo; pass it ARGS="..."
-	$(PY) -m gpipe_fast.demo $(ARGS)
+	$(PY) -m examples.gpt $(ARGS)
 
 bench: build  ## run the benchmarks; pass them ARGS="..."
 	$(PY) -m bench $(ARGS)

@@ -1,15 +1,19 @@
 """Builds gpipe_fast._C with or without CUDA: the toolkit and torch decide, never a visible GPU."""
 
+import contextlib
 import os
 import re
 import shutil
+import sys
 import sysconfig
+import threading
 from glob import glob
 from pathlib import Path
 
 from setuptools import setup
 
-DEFAULT_ARCH = "9.0"
+# The GPUs to compile for where torch does not say for which ones it was built itself.
+DEFAULT_ARCHS = "8.0;9.0+PTX"
 
 
 def find_toolkit():
@@ -43,13 +47,46 @@ def choose_cuda(request, torch_cuda, toolkit):
     return usable and request != "0", f"GPIPE_FAST_CUDA={request}, {found}" if request else found
 
 
-def choose_archs(requested, visible):
-    """Returns the GPU architectures to compile for, and why; `visible` are those of the GPUs here."""
+def choose_archs(requested, visible, torch_flags):
+    """Returns the GPU architectures to compile for, and why.
+
+    `visible` are the capabilities of the GPUs here; `torch_flags` are the architectures that torch was built
+    for, such as "sm_80 sm_90 compute_90". Built without a GPU, the extension runs on all of these, and by its
+    PTX on later ones.
+    """
     if requested:
         return requested, "TORCH_CUDA_ARCH_LIST"
     if visible:
         return ";".join(sorted({f"{major}.{minor}" for major, minor in visible})), "the GPUs here"
-    return DEFAULT_ARCH, "the default, no GPU here"
+    numbers = sorted({int(number) for number in re.findall(r"\bsm_([0-9]+)\b", torch_flags or "")})
+    if not numbers:
+        return DEFAULT_ARCHS, "the default, no GPU here"
+    return ";".join(f"{n // 10}.{n % 10}" for n in numbers) + "+PTX", "what torch was built for, no GPU here"
+
+
+@contextlib.contextmanager
+def progress():
+    """Shortens what ninja prints on each command, "[3/37] c++ ...", to the file that is compiled."""
+    sys.stdout.flush()
+    terminal, (read, write) = os.dup(1), os.pipe()
+
+    def copy():
+        with os.fdopen(read, errors="replace") as lines, os.fdopen(terminal, "w") as out:
+            for line in lines:
+                compiled = re.match(r"(\[[0-9]+/[0-9]+\]) .* -c (\S+\.(?:cpp|cu))\b", line)
+                out.write(f"{compiled[1]} {os.path.relpath(compiled[2])}\n" if compiled else line)
+                out.flush()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    os.dup2(write, 1)
+    os.close(write)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(terminal, 1)  # closes the pipe, whose other end closes the copy of the terminal
+        thread.join()
 
 
 def build_arguments():
@@ -69,15 +106,18 @@ def build_arguments():
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
     cuda, reason = choose_cuda(os.environ.get("GPIPE_FAST_CUDA", ""), torch.version.cuda, version)
-    sources, macros = sorted(glob("csrc/*.cpp")), []
+    cuda_sources = set(glob("csrc/cuda/*"))
+    sources, macros = sorted(set(glob("csrc/*/*.cpp")) - cuda_sources), []
     # Products and sums are not contracted: random draws have the bits of the CPU's.
     nvcc = ["-O3", "--fmad=false"]
-    flags = {"cxx": ["-O3", "-Wall", "-fvisibility=hidden", "-fopenmp"], "nvcc": nvcc}
+    flags = {"cxx": ["-O3", "-g0", "-Wall", "-fvisibility=hidden", "-fopenmp"], "nvcc": nvcc}
     if cuda:
         visible = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-        archs, choice = choose_archs(os.environ.get("TORCH_CUDA_ARCH_LIST"), visible)
+        archs, choice = choose_archs(
+            os.environ.get("TORCH_CUDA_ARCH_LIST"), visible, getattr(torch._C, "_cuda_getArchFlags", str)()
+        )
         os.environ["TORCH_CUDA_ARCH_LIST"] = archs
-        sources += sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu"))
+        sources += sorted(path for path in cuda_sources if path.endswith((".cpp", ".cu")))
         macros += [("GPIPE_FAST_CUDA", "1"), ("GPIPE_FAST_CUDA_ARCHS", archs)]
         # torch's wheels carry the headers of the math libraries; system includes yield to the toolkit's own.
         wheels = Path(torch.__file__).parents[1] / "nvidia" / f"cu{version.split('.')[0]}" / "include"
@@ -86,9 +126,20 @@ def build_arguments():
     print(f"gpipe_fast: building {f'with CUDA for {archs} ({choice})' if cuda else 'for the CPU'}; {reason}")
     headers = sorted(glob("csrc/**/*.h", recursive=True))
     extension = (CUDAExtension if cuda else CppExtension)(
-        "gpipe_fast._C", sources, define_macros=macros, extra_compile_args=flags, depends=headers
+        "gpipe_fast._C",
+        sources,
+        define_macros=macros,
+        extra_compile_args=flags,
+        depends=headers,
+        include_dirs=[str(Path("csrc").resolve())],
     )
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+
+    class Build(BuildExtension):
+        def build_extensions(self):
+            with progress():
+                super().build_extensions()
+
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": Build}}
 
 
 if __name__ == "__main__":

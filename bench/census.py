@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from bench.measure import Table, report
 from bench.sequences import as_sequence, construct, left_out, remark, shapes_of
 from gpipe_fast import GPipe, verify
-from gpipe_fast.compile import Compiler, Refusal
-from gpipe_fast.stage import Boundary, Spec, Stage
-from gpipe_fast.structure import flatten
-from gpipe_fast.verify import Report
+from gpipe_fast.inspect.verify import Report
+from gpipe_fast.layers.structure import flatten
+from gpipe_fast.runtime.compile import Compiler, Refusal
+from gpipe_fast.runtime.stage import Boundary, Spec, Stage
 
 NUM_STAGES, CHUNKS, BATCH = 3, 2, 4
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from bench.cuda_findings import Findings
 from gpipe_fast import GPipe
-
-if TYPE_CHECKING:
-    from bench.cuda_row import Findings
 
 NAME = "copies"
 TITLE = "Boundaries between two stages, against plain copies of the same bytes"

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import gc
-import json
-import os
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench import cuda_copies
+from bench.cuda_findings import Findings, settle
 from bench.cuda_subjects import LOOP, ROWS, Row, in_small
 from bench.idle import idle_share, intervals
 from bench.peers import Step, off_by
@@ -27,47 +24,6 @@ from gpipe_fast import GPipe, doctor
 # Before what is counted: plans are made, programs captured and replayed.
 WARM_UP = 4
 PROFILED_STEPS = 2
-
-
-class Findings:
-    """What is known so far, in a file.
-
-    Attributes:
-        candidates: by name; what is not known of one is not there.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.candidates: dict[str, dict[str, Any]] = {}
-        self.remarks: list[str] = []
-
-    def at(self, name: str | None) -> None:
-        """Says who is at work."""
-        text = json.dumps({"at": name, "candidates": self.candidates, "remarks": self.remarks})
-        beside = self._path.with_suffix(".new")
-        beside.write_text(text)
-        os.replace(beside, self._path)
-
-    def note(self, name: str, **found: Any) -> None:
-        self.candidates.setdefault(name, {}).update(found)
-
-    def fail(self, name: str, error: BaseException) -> None:
-        """Says why there is no more of a candidate.
-
-        Raises:
-            BaseException: the same, where the device is of no more use to others either.
-        """
-        self.note(name, failed=f"{type(error).__name__}: {str(error).strip()[:600]}")
-        self.at(None)
-        settle()
-
-
-def settle() -> None:
-    """Waits for the device, and gives back what nobody uses."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
 
 
 class Measurement:

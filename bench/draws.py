@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.measure import alternate, report
-from gpipe_fast.random import make_key
+from gpipe_fast.randomness.random import make_key
 
 aten, keyed = torch.ops.aten, torch.ops.gpipe_fast
 KEY = make_key(0x9E3779B97F4A7C15 - 2**64, 0)

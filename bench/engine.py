@@ -15,7 +15,12 @@ from pathlib import Path
 from bench.measure import report
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ["bench/cpp/engine.cpp", "csrc/engine.cpp", "csrc/actions.cpp", "csrc/cores.cpp"]
+SOURCES = [
+    "bench/cpp/engine.cpp",
+    "csrc/engine/engine.cpp",
+    "csrc/engine/actions.cpp",
+    "csrc/engine/cores.cpp",
+]
 ROUNDS, STEPS = 200, 20
 
 

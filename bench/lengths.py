@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from bench.measure import report
 from bench.peers import looped
+from examples.gpt.model import gpt
 from gpipe_fast import GPipe
-from gpipe_fast.demo_model import gpt
 
 STEPS, LONGEST, FEW = 300, 512, range(32, 513, 32)
 CHUNKS, BATCH, WIDTH, BLOCKS = 4, 8, 128, 4

@@ -60,7 +60,11 @@ def pytest(*arguments: str) -> list[str]:
 
 def parts() -> list[Part]:
     """In this order, and so many seconds for each."""
-    pipelines = ["tests/test_smoke.py", "tests/test_cuda.py", "tests/test_cuda_steps.py"]
+    pipelines = [
+        "tests/unit/test_smoke.py",
+        "tests/equivalence/test_cuda.py",
+        "tests/equivalence/test_cuda_steps.py",
+    ]
     others = [f"--ignore={path}" for path in pipelines]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     module = [sys.executable, "-m"]

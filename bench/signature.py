@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bench.measure import alternate, report
 from gpipe_fast import GPipe
-from gpipe_fast.structure import ONE_TENSOR, Structure
+from gpipe_fast.layers.structure import ONE_TENSOR, Structure
 
 SIZES = (10, 500)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_fast.skip import Key, Skippable, carrying, skips_of, stash, take
+from gpipe_fast.layers.skip import Key, Skippable, carrying, skips_of, stash, take
 
 
 class _Stage(nn.Module):

@@ -9,12 +9,12 @@ import torch
 
 from bench.measure import report
 from bench.models.gpt import blocks
-from gpipe_fast.compile import Compiler, Refusal, budget_of
-from gpipe_fast.lower import lower
-from gpipe_fast.refuse import Untraceable
-from gpipe_fast.split import FULL_RECOMPUTE, split
-from gpipe_fast.stage import Boundary, Spec, Stage
-from gpipe_fast.trace import trace
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.split import FULL_RECOMPUTE, split
+from gpipe_fast.runtime.compile import Compiler, Refusal, budget_of
+from gpipe_fast.runtime.stage import Boundary, Spec, Stage
+from gpipe_fast.trace.refuse import Untraceable
+from gpipe_fast.trace.trace import trace
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""What csrc/bindings.cpp offers."""
+"""The types of the C++ extension, which csrc/bindings/ defines."""
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
@@ -61,7 +61,6 @@ class Program:
     def run(
         self, inputs: Sequence[Tensor], accumulators: Sequence[Tensor | None], first: bool
     ) -> tuple[list[Tensor], list[Tensor | None]]: ...
-    def num_steps(self, first: bool) -> int: ...
     @property
     def arena_bytes(self) -> int: ...
 

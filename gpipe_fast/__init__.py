@@ -1,11 +1,16 @@
 """GPipe for PyTorch: pipeline parallelism with the micro-batch loop in C++."""
 
+# From the public modules of the same names: if such a module were first imported later on, it would replace
+# the function.
+from gpipe_fast import profile as profile
+from gpipe_fast import recording as recording
+from gpipe_fast import skip as skip
 from gpipe_fast._extension import build_info, built_with_cuda
-from gpipe_fast.diagnosis import doctor
+from gpipe_fast.doctor import doctor
 from gpipe_fast.gpipe import GPipe
-from gpipe_fast.phase import is_checkpointing, is_recomputing
-from gpipe_fast.random import keyed_rng
-from gpipe_fast.structure import replicate
+from gpipe_fast.layers.phase import is_checkpointing, is_recomputing
+from gpipe_fast.layers.structure import replicate
+from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.verify import verify
 
 __version__ = "0.1.0"

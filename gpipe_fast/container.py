@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import saved
-from gpipe_fast.arguments import elsewhere
+from gpipe_fast.compat import saved
+from gpipe_fast.devices import elsewhere
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,37 +13,36 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from gpipe_fast import arguments
+from gpipe_fast import devices as _devices
 from gpipe_fast._extension import Interpreted, Pipeline
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
-    Device,
     check_inputs,
     check_module,
     checked_balance,
     checked_chunks,
-    checked_devices,
     checked_grad_dtype,
     checked_mode,
     checked_transport,
 )
-from gpipe_fast.balance import balance_automatically
-from gpipe_fast.batchnorm import check_can_defer, defer
-from gpipe_fast.capacity import check_all_fit
-from gpipe_fast.compile import budget_of
+from gpipe_fast.balance.automatic import balance_automatically
+from gpipe_fast.balance.capacity import check_all_fit
+from gpipe_fast.balance.partition import balance_by_cost
 from gpipe_fast.container import Container
-from gpipe_fast.edges import described, edges_of
-from gpipe_fast.lifetime import open_pipeline
-from gpipe_fast.partition import balance_by_cost
-from gpipe_fast.plan import Plan
-from gpipe_fast.planner import Planner, Signature
-from gpipe_fast.random import MinibatchKey, minibatch_key
-from gpipe_fast.recording import Recording, record
+from gpipe_fast.devices import Device
+from gpipe_fast.layers.batchnorm import check_can_defer, defer
+from gpipe_fast.layers.skip import skips_of, verify_skippables
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, cut
+from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
+from gpipe_fast.runtime.compile import budget_of
+from gpipe_fast.runtime.edges import described, edges_of
+from gpipe_fast.runtime.lifetime import open_pipeline
+from gpipe_fast.runtime.plan import Plan
+from gpipe_fast.runtime.planner import Planner, Signature
+from gpipe_fast.runtime.recording import Recording, record
+from gpipe_fast.runtime.stage import TURN, Stage
+from gpipe_fast.runtime.state import State
 from gpipe_fast.schedule import bubble
-from gpipe_fast.skip import skips_of, verify_skippables
-from gpipe_fast.stage import TURN, Stage
-from gpipe_fast.state import State
-from gpipe_fast.structure import ONE_TENSOR, Inputs, cut
 
 # What a copy makes anew.
 _NOT_COPIED = frozenset({"_layers", "_stages", "_edges", "_state", "_planner", "_pipeline", "_interpreted"})
@@ -120,10 +119,10 @@ class GPipe(Container):
         self.chunks = chunks
         self.checkpoint = checkpoint
         check_module(module)
-        given = arguments.default_devices() if devices is None else devices
+        given = _devices.default_devices() if devices is None else devices
         wanted = None if given is None else [torch.device(device) for device in given]
         self.balance = _balance(list(module), balance, wanted)
-        self.devices = checked_devices(wanted, len(self.balance))
+        self.devices = _devices.checked_devices(wanted, len(self.balance))
         check_all_fit(_cut(module.named_children(), self.balance), self.devices)
         self._deferred = bool(deferred_batch_norm)
         if self._deferred:

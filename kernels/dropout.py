@@ -104,7 +104,7 @@ def dropout_add(
         residual: of h's shape and dtype, or None for dropout alone.
         p: probability of a zero.
         key: ``[minibatch_key, microbatch, first_layer]``, int64, on h's device; in range as in
-            csrc/random.cpp, which kernels cannot check.
+            csrc/random/random.cpp, which kernels cannot check.
         layer: counted from the key's first layer, or 0xFFFF outside of every layer.
         ordinal: which random op of the layer.
 

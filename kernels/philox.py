@@ -1,6 +1,6 @@
 """The random bits of gpipe_fast's keyed ops, drawn inside a kernel: Philox4x32-10.
 
-The words are those of csrc/philox.h and csrc/random.cpp (Salmon et al., "Parallel random numbers: as easy as
+The words are those of csrc/random/ (Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3", SC 2011). Element e, counted in contiguous order, takes word e % 4 of block e / 4::
 
     Philox key      = key[0], the mini-batch's key
@@ -40,7 +40,7 @@ class Draw(NamedTuple):
     Attributes:
         p: probability of a zero.
         key: ``[minibatch_key, microbatch, first_layer]``, int64, on the device where the draw is; in range as
-            in csrc/random.cpp, which kernels cannot check.
+            in csrc/random/random.cpp, which kernels cannot check.
         layer: counted from the key's first layer, or 0xFFFF outside of every layer.
         ordinal: which random op of the layer.
     """

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpipe_fast
-import gpipe_fast.arguments
+import gpipe_fast.devices
 
 
 def pytest_configure() -> None:
@@ -43,7 +43,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Where there are GPUs, only tests marked `cuda` use them by default, and so in processes they start."""
     with pytest.MonkeyPatch.context() as patch:
         if item.get_closest_marker("cuda") is None:
-            patch.setattr(gpipe_fast.arguments, "default_devices", lambda: None)
+            patch.setattr(gpipe_fast.devices, "default_devices", lambda: None)
             if missing_for_cuda() is None:  # so CUDA has read the variable, in this process
                 patch.setenv("CUDA_VISIBLE_DEVICES", "")
         return (yield)
@@ -72,6 +72,6 @@ def deterministic() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A CUDA runtime that is not there, and the operators for its devices."""
-    from fake_cuda.build import build
+    from tests.fake_cuda.build import build
 
     return build(tmp_path_factory.mktemp("fake_cuda"))

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Arena
-from gpipe_fast.arrival import Arrivals
-from gpipe_fast.lower import lower, lower_plainly
-from gpipe_fast.random import make_key
-from gpipe_fast.refuse import Untraceable
-from gpipe_fast.split import Split, StageGraph
-from gpipe_fast.trace import Joint, Port, Role, buffers_of, parameters_of, trace
+from gpipe_fast.lower.lower import lower, lower_plainly
+from gpipe_fast.lower.split import Split, StageGraph
+from gpipe_fast.randomness.random import make_key
+from gpipe_fast.trace.arrival import Arrivals
+from gpipe_fast.trace.refuse import Untraceable
+from gpipe_fast.trace.trace import Joint, Port, Role, buffers_of, parameters_of, trace
 
 CPU = torch.device("cpu")
 Values = dict[Port, Tensor]

@@ -4,7 +4,7 @@
 //
 // Every round prints a line for each size: stages, micro-batches, then microseconds of a step without
 // recording, of one with it, of one whose runs find the workers asleep, and of one hand-over.
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <chrono>
 #include <condition_variable>

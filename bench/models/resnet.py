@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from torch import Tensor, nn
 
 from bench.models.flat import flat
-from gpipe_fast.skip import Namespace, pop, skippable, stash
+from gpipe_fast.layers.skip import Namespace, pop, skippable, stash
 
 EXPANSION = 4
 

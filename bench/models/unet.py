@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.models.flat import flat
-from gpipe_fast.skip import Namespace, pop, skippable, stash
+from gpipe_fast.layers.skip import Namespace, pop, skippable, stash
 
 
 @skippable(stash=["skip"])

@@ -1,5 +1,5 @@
 // The CUDA kernel of gpipe_fast::accumulate_: gathers pairs of equal dtypes into tables and launches them.
-#include "../accumulate.h"
+#include "program/accumulate.h"
 
 #include <ATen/ops/add.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -10,8 +10,8 @@
 #include <optional>
 #include <vector>
 
-#include "../check.h"
-#include "accumulate_kernel.h"
+#include "check.h"
+#include "cuda/accumulate_kernel.h"
 
 namespace gpipe_fast {
 namespace {

@@ -4,9 +4,9 @@
 
 #include <type_traits>
 
-#include "../check.h"
-#include "accumulate_kernel.h"
-#include "narrow.h"
+#include "check.h"
+#include "cuda/accumulate_kernel.h"
+#include "cuda/narrow.h"
 
 namespace gpipe_fast {
 namespace {

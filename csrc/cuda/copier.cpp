@@ -1,5 +1,5 @@
 // Copies by CUDA's copy engines, and which devices reach each other's memory.
-#include "../copier.h"
+#include "device/copier.h"
 
 // Torch aligns to cache lines, of whichever processor the compiler thinks.
 #pragma GCC diagnostic push

@@ -3,7 +3,7 @@
 // The capture is relaxed: it begins on one stream and takes in all others, whichever threads put work on them, and other
 // threads may go on as they like. Allocations that are made on these streams come from a pool of PyTorch's allocator that
 // is the graphs' own, cuBLAS's workspaces included.
-#include "../graph.h"
+#include "device/graph.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAGraph.h>

@@ -4,9 +4,9 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include "../check.h"
-#include "../random_parameters.h"
-#include "random_kernel.h"
+#include "check.h"
+#include "cuda/random_kernel.h"
+#include "random/random_parameters.h"
 
 namespace gpipe_fast {
 namespace {

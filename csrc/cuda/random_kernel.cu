@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../check.h"
-#include "../random.h"
-#include "narrow.h"
-#include "random_kernel.h"
+#include "check.h"
+#include "cuda/narrow.h"
+#include "cuda/random_kernel.h"
+#include "random/random.h"
 
 namespace gpipe_fast {
 namespace {

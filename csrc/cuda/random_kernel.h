@@ -1,4 +1,5 @@
-// Keyed draws on a GPU: the bits of csrc/random.cpp, in double but for the last ones of normal and exponential draws.
+// Keyed draws on a GPU, with the bits of csrc/random/random.cpp; in double precision the last bits of normal and
+// exponential draws may differ.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,7 +1,7 @@
 // What the engine's tests run: a Work that passes numbers, with delays, failures and endless actions.
 #pragma once
 
-#include "engine.h"
+#include "engine/engine.h"
 #include "expect.h"
 #include "random_actions.h"
 

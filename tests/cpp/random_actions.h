@@ -1,7 +1,7 @@
 // Random schedules for the engine's tests: any order that could happen, with ranks that prove it.
 #pragma once
 
-#include "actions.h"
+#include "engine/actions.h"
 
 #include <algorithm>
 #include <array>

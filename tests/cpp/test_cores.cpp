@@ -1,6 +1,6 @@
 // Threads that share a core are moved apart, and may then run wherever they might before; without torch and under
 // sanitizers.
-#include "cores.h"
+#include "engine/cores.h"
 #include "expect.h"
 
 #include <cstdio>

@@ -1,10 +1,10 @@
 // The engine under random schedules, delays, failures and interruptions; without torch and under sanitizers.
 //
 //   test_engine [rounds] [seed]
-#include "engine.h"
+#include "engine/engine.h"
+#include "engine/waiter.h"
 #include "numbers.h"
 #include "random_actions.h"
-#include "waiter.h"
 
 #include <sys/wait.h>
 #include <unistd.h>

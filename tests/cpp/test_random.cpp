@@ -1,7 +1,7 @@
 // The loops behind keyed draws, without torch and under sanitizers: published vectors, equal instruction sets, and
 // no byte written beyond the end.
 #include "expect.h"
-#include "random.h"
+#include "random/random.h"
 
 #include <cmath>
 #include <cstdint>

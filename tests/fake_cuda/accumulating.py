@@ -1,4 +1,4 @@
-"""How gradients are added up on devices that are not there; run by test_fake_cuda_gradients.py.
+"""How gradients are added up on devices that are not there; run by test_gradients.py.
 
 `accumulating.py OPERATORS NAME...`: runs some of the functions below, and prints the name of each.
 """
@@ -8,21 +8,17 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from stages import joint_of
-
 from gpipe_fast import GPipe
 from gpipe_fast._extension import When
-from gpipe_fast.accumulation import LARGE, WAITING, Accumulation
-from gpipe_fast.lower import lower
-from gpipe_fast.program import Accumulate, AccumulateAll, Call, Program, Release
-from gpipe_fast.split import split
+from gpipe_fast.lower.accumulation import LARGE, WAITING, Accumulation
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.program import Accumulate, AccumulateAll, Call, Program, Release
+from gpipe_fast.lower.split import split
+from tests.stages import joint_of
 
 WIDTH, CHUNKS, BATCH = 12, 4, 16
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""What comes between replays; run by test_fake_cuda_graphs.py with runtime.cpp preloaded.
+"""What comes between replays; run by test_graphs.py with runtime.cpp preloaded.
 
 `captures.py OPERATORS CASES DEVICES`: loads the operators, and for each case (``inference/threads/..``)
 compares a pipeline whose runs are replayed as graphs with the plain loop, through what the case does to it.
@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
-from program import BATCH, CHUNKS, WIDTH, Moving, layers_of
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, doctor
 from gpipe_fast._extension import ReplayReport
+from tests.fake_cuda.program import BATCH, CHUNKS, WIDTH, Moving, layers_of
 
 
 class Both:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 
-from fake_cuda.check import Line
+from tests.fake_cuda.check import Line
 
 ON_STREAMS = ("record", "wait", "read", "write", "memset", "copy")
 

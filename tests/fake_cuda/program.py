@@ -1,4 +1,4 @@
-"""Steps of pipelines on devices that are not there; run by test_fake_cuda.py with runtime.cpp preloaded.
+"""Steps of pipelines on devices that are not there; run by test_pipelines.py with runtime.cpp preloaded.
 
 `program.py OPERATORS MODELS DEVICES WORD...`: loads the operators, trains models (``mlp/skips/..``) of four
 stages on a device for each (``cuda:0,cpu,..``) in the checkpoint modes among the words, and compares all with
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.arguments import TRANSPORTS
-from gpipe_fast.skip import pop, skippable, stash
+from gpipe_fast.layers.skip import pop, skippable, stash
 
 BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 5
 LONGEST_DELAY_US = 1000

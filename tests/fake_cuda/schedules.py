@@ -22,15 +22,15 @@ from unittest import mock
 
 import pytest
 import torch
-from program import BATCH, batch_of, layers_of
-from random_schedule import order_of, random_schedule
 from torch import Tensor, nn
 
-import gpipe_fast.plan
+import gpipe_fast.runtime.plan
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.layers.structure import Inputs
 from gpipe_fast.schedule import Kind, Schedule
-from gpipe_fast.structure import Inputs
+from tests.fake_cuda.program import BATCH, batch_of, layers_of
+from tests.fake_cuda.random_schedule import order_of, random_schedule
 
 MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python", "convolutions")
 MODELS += ("convolutions, channels last",)
@@ -231,7 +231,7 @@ def plan(setup: SetUp, x: Tensor, schedule: Schedule) -> None:
     planner = setup.pipeline._planner
     planner._plans.clear()
     planner._latest = None
-    with mock.patch.object(gpipe_fast.plan, "fill_drain", return_value=schedule):
+    with mock.patch.object(gpipe_fast.runtime.plan, "fill_drain", return_value=schedule):
         assert setup.pipeline._plan(Inputs.of((x,), {})).schedule is schedule
 
 

@@ -1,4 +1,4 @@
-"""What is told of a pipeline on devices that are not there; run by test_fake_cuda.py, runtime.cpp preloaded.
+"""What is told of a pipeline on devices that are not there; run by test_pipelines.py, runtime.cpp preloaded.
 
 `told.py OPERATORS DEVICES TRANSPORT`: prints what doctor() says before a step and after it, and "equal" if
 the step's gradients are the CPU's; or why there is no such pipeline. Nothing but the pipeline copies from
@@ -11,10 +11,10 @@ import copy
 import sys
 
 import torch
-from program import Down, Up
 from torch import nn
 
 from gpipe_fast import GPipe, doctor
+from tests.fake_cuda.program import Down, Up
 
 BATCH, CHUNKS, WIDTH = 8, 4, 6
 

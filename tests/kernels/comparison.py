@@ -1,7 +1,7 @@
 """Kernels against PyTorch's own operators, both measured by what float64 gives; where, and in which dtypes.
 
 Where: on the device that GPIPE_FAST_KERNELS_ON names: 'cuda', or 'cpu', in Triton's interpreter with
-TRITON_INTERPRET=1 and else by the references. Without it, which test_kernels_families.py sets, nothing is
+TRITON_INTERPRET=1 and else by the references. Without it, which operators/test_families.py sets, nothing is
 collected.
 """
 

@@ -1,4 +1,4 @@
-"""Kernels where comparison.py says, in processes of their own (test_kernels_families.py)."""
+"""Kernels where comparison.py says, in processes of their own (operators/test_families.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from comparison import DEVICE
+
+from tests.kernels.comparison import DEVICE
 
 collect_ignore_glob = [] if DEVICE else ["test_*.py"]
 

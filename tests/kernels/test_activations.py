@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import check, doubles, every_dtype, every_width, strided, with_gradients
 from torch import Tensor
 
 from gpipe_fast.kernels import bias_activation, bias_activation_backward
 from gpipe_fast.kernels.activations import ACTIVATIONS
+from tests.kernels.comparison import check, doubles, every_dtype, every_width, strided, with_gradients
 
 every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 

@@ -7,11 +7,19 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import check, doubles, every_dtype, every_width, needs_kernels, strided, with_gradients
 from torch import Tensor
 
 from gpipe_fast.kernels import cross_entropy
 from gpipe_fast.kernels.launch import Config
+from tests.kernels.comparison import (
+    check,
+    doubles,
+    every_dtype,
+    every_width,
+    needs_kernels,
+    strided,
+    with_gradients,
+)
 
 OPTIONS = (
     {},

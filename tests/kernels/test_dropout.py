@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import check, doubles, every_dtype, every_width, strided, with_gradients
 from torch import Tensor
 
 from gpipe_fast.kernels import dropout_add, reference
-from gpipe_fast.random import KeyedRandomMode, make_key
+from gpipe_fast.randomness.random import KeyedRandomMode, make_key
+from tests.kernels.comparison import check, doubles, every_dtype, every_width, strided, with_gradients
 
 LAYER, ORDINAL = 5, 1
 

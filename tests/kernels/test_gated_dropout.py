@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comparison import check, doubles, every_dtype, every_width, strided, with_gradients
-from test_gated import eager
 from torch import Tensor
 
 from gpipe_fast.kernels import Draw, gated_activation, gated_activation_backward, reference
 from gpipe_fast.kernels.activations import ACTIVATIONS
-from gpipe_fast.random import make_key
+from gpipe_fast.randomness.random import make_key
+from tests.kernels.comparison import check, doubles, every_dtype, every_width, strided, with_gradients
+from tests.kernels.test_gated import eager
 
 PLACE = (5, 1)
 

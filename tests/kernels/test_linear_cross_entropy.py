@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import check, doubles, every_dtype, needs_kernels, strided, with_gradients
 from torch import Tensor
 
 from gpipe_fast.kernels import linear_cross_entropy
+from tests.kernels.comparison import check, doubles, every_dtype, needs_kernels, strided, with_gradients
 
 OPTIONS = ({}, {"reduction": "sum", "label_smoothing": 0.1}, {"ignore_index": 0, "label_smoothing": 0.1})
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import check, needs_kernels, strided
 from torch import Tensor
 
 from gpipe_fast.kernels import accumulate_, accumulate_and_check_, addresses, multi_tensor, unscale_
+from tests.kernels.comparison import check, needs_kernels, strided
 
 DTYPES = (torch.float32, torch.float16)
 pairs = pytest.mark.parametrize(("a_dtype", "g_dtype"), list(itertools.product(DTYPES, DTYPES)))

@@ -9,10 +9,18 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import check, doubles, every_dtype, every_width, needs_kernels, strided, with_gradients
 from torch import Tensor
 
 from gpipe_fast.kernels import layer_norm, layer_norm_backward, norms, reference, rms_norm, rms_norm_backward
+from tests.kernels.comparison import (
+    check,
+    doubles,
+    every_dtype,
+    every_width,
+    needs_kernels,
+    strided,
+    with_gradients,
+)
 
 EPS = 1e-5
 every_kind = pytest.mark.parametrize("kind", norms.KINDS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comparison import check, doubles, every_dtype, every_width, needs_kernels, strided, with_gradients
-from test_norms import EPS, eager, every_kind
 from torch import Tensor
 
 from gpipe_fast.kernels import (
@@ -17,7 +15,17 @@ from gpipe_fast.kernels import (
     rms_norm,
     rms_norm_backward,
 )
-from gpipe_fast.random import make_key
+from gpipe_fast.randomness.random import make_key
+from tests.kernels.comparison import (
+    check,
+    doubles,
+    every_dtype,
+    every_width,
+    needs_kernels,
+    strided,
+    with_gradients,
+)
+from tests.kernels.test_norms import EPS, eager, every_kind
 
 PLACE = (5, 1)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from comparison import every_width, needs_kernels
 from torch import Tensor
 
 from gpipe_fast.kernels import philox
 from gpipe_fast.kernels.launch import cdiv
-from gpipe_fast.random import NO_LAYER, make_key
+from gpipe_fast.randomness.random import NO_LAYER, make_key
+from tests.kernels.comparison import every_width, needs_kernels
 
 pytestmark = needs_kernels
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comparison import check, doubles, every_dtype, strided, with_gradients
 from torch import Tensor
 
 from gpipe_fast.kernels import rotary, rotary_, rotary_backward_, rotary_tables
+from tests.kernels.comparison import check, doubles, every_dtype, strided, with_gradients
 
 both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -1,0 +1,133 @@
+// Python's way to build and run a Program.
+#include "bindings/bindings.h"
+
+#include "check.h"
+#include "program/program.h"
+
+#include <ATen/ScalarOps.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/extension.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace gpipe_fast {
+namespace {
+
+// A value's number, told apart from a constant integer.
+struct Value {
+  Slot slot;
+};
+
+bool is_tensor_list(const c10::TypePtr& type) {
+  auto list = type->cast<c10::ListType>();
+  if (!list) return false;
+  auto element = list->getElementType();
+  if (auto optional = element->cast<c10::OptionalType>()) element = optional->getElementType();
+  return element->kind() == c10::TypeKind::TensorType;
+}
+
+Argument to_argument(Program& program, py::handle object, const c10::TypePtr& type) {
+  if (py::isinstance<Value>(object)) return program.tensor(object.cast<Value>().slot);
+  if (is_tensor_list(type) && py::isinstance<py::sequence>(object)) {
+    std::vector<at::Tensor*> tensors;
+    for (py::handle element : object) {
+      tensors.push_back(element.is_none() ? nullptr : program.tensor(element.cast<Value>().slot));
+    }
+    return tensors;
+  }
+  const bool number =
+      py::isinstance<py::int_>(object) || py::isinstance<py::float_>(object) || PyComplex_Check(object.ptr());
+  if (type->kind() == c10::TypeKind::TensorType && number) {
+    // As eager does with `tensor + 1`: a number does not widen the result's dtype.
+    at::Tensor tensor = at::scalar_to_tensor(torch::jit::toIValue(object, c10::NumberType::get()).toScalar());
+    tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return c10::IValue(tensor);
+  }
+  return torch::jit::toIValue(object, type);
+}
+
+void add_operator(Program& program, const std::string& name, const std::string& overload,
+                  const py::list& arguments, const std::optional<std::vector<std::optional<Slot>>>& results,
+                  bool direct, When when) {
+  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  const auto& schema = op.schema().arguments();
+  GPIPE_CHECK_ARG(arguments.size() == schema.size(), name, ".", overload, " takes ", schema.size(),
+                  " arguments, got ", arguments.size());
+  std::vector<Argument> converted;
+  for (size_t i = 0; i < schema.size(); ++i)
+    converted.push_back(to_argument(program, arguments[i], schema[i].type()));
+  std::unique_ptr<Operator> call = direct ? make_direct(op, converted) : nullptr;
+  if (!call) call = make_boxed(op, std::move(converted), !results);
+  if (results) {
+    program.add_call_returning(std::move(call), *results, when);
+  } else {
+    program.add_call(std::move(call), when);
+  }
+}
+
+Layout layout(std::vector<int64_t> sizes, std::vector<int64_t> strides, at::ScalarType dtype) {
+  return Layout{std::move(sizes), std::move(strides), dtype};
+}
+
+using Accumulators = std::vector<std::optional<at::Tensor>>;
+
+std::pair<std::vector<at::Tensor>, Accumulators> run(Program& program, const std::vector<at::Tensor>& inputs,
+                                                     const Accumulators& accumulators, bool first) {
+  py::gil_scoped_release no_gil;
+  std::vector<at::Tensor> defined;
+  for (const auto& accumulator : accumulators) defined.push_back(accumulator.value_or(at::Tensor()));
+  auto outputs = program.run(inputs, defined, first);
+  Accumulators result;
+  for (auto& accumulator : defined) {
+    result.push_back(accumulator.defined() ? std::optional<at::Tensor>(std::move(accumulator))
+                                           : std::nullopt);
+  }
+  return {std::move(outputs), std::move(result)};
+}
+
+}  // namespace
+
+void bind_program(py::module_& m) {
+  py::enum_<When>(m, "When")
+      .value("ALWAYS", When::always)
+      .value("FIRST", When::first)
+      .value("LATER", When::later);
+  py::class_<Value>(m, "Value").def(py::init<Slot>()).def_readonly("slot", &Value::slot);
+  py::class_<Layout>(m, "Layout")
+      .def(py::init(&layout), py::arg("sizes"), py::arg("strides"), py::arg("dtype"));
+  py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
+      .def(py::init<>())
+      .def_property_readonly("bytes", &Arena::bytes)
+      .def_property_readonly("recycled_bytes", [](Arena& arena) { return arena.recycler().kept_bytes(); });
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
+      .def(py::init<std::shared_ptr<Arena>, at::Device>(), py::arg("arena"), py::arg("device"))
+      .def("add_input", &Program::add_input, py::arg("layout"), py::arg("any_dtype") = false)
+      .def("add_parameter", &Program::add_parameter)
+      .def("add_constant", &Program::add_constant)
+      .def("add_accumulator", &Program::add_accumulator)
+      .def("add_arena", &Program::add_arena)
+      .def("add_fresh", &Program::add_fresh)
+      .def("add_result", &Program::add_result)
+      .def("add_view", &Program::add_view)
+      .def("add_operator", &add_operator, py::arg("name"), py::arg("overload"), py::arg("arguments"),
+           py::arg("results"), py::arg("direct") = true, py::arg("when") = When::always)
+      .def("add_make", &Program::add_make)
+      .def("add_accumulate", &Program::add_accumulate)
+      .def("add_accumulate_all", &Program::add_accumulate_all)
+      .def("add_take", &Program::add_take)
+      .def("add_release", &Program::add_release)
+      .def("set_outputs", &Program::set_outputs)
+      .def("set_parts", &Program::set_parts)
+      .def("set_arena_bytes", &Program::set_arena_bytes)
+      .def("bind", &Program::bind, py::call_guard<py::gil_scoped_release>())
+      .def("run", &run, py::arg("inputs"), py::arg("accumulators"), py::arg("first"))
+      .def_property_readonly("arena_bytes", &Program::arena_bytes);
+}
+
+}  // namespace gpipe_fast

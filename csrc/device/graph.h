@@ -1,0 +1,41 @@
+// Graphs: work on the streams of several devices, captured once and then started as a whole, by one call.
+#pragma once
+
+#include "device/stream.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace gpipe_fast {
+
+class Graph {
+ public:
+  virtual ~Graph() = default;
+  // All of it comes after what is on the stream, and before what will be.
+  virtual void replay(const Stream& stream) = 0;
+  virtual int64_t num_nodes() const = 0;
+  // What its devices have less of since it is there.
+  virtual int64_t bytes() const = 0;
+};
+
+// Memory of their own for graphs of which never two run at once: what one has let go of another may use.
+class GraphMaker {
+ public:
+  virtual ~GraphMaker() = default;
+  // Captures what `body`, and threads that it waits for, put on streams, all of which are given; nothing of it is done.
+  // What they allocate there comes from the graphs' memory. Throws what `body` throws, and where something cannot be
+  // captured, and leaves no stream in a state of capture.
+  virtual std::unique_ptr<Graph> capture(const std::vector<Stream>& streams,
+                                         const std::function<void()>& body) = 0;
+};
+
+// Null where the extension was built without CUDA.
+std::unique_ptr<GraphMaker> make_graph_maker();
+// What the CUDA part brings.
+struct GraphMakerRegistration {
+  explicit GraphMakerRegistration(std::unique_ptr<GraphMaker> (*make)());
+};
+
+}  // namespace gpipe_fast

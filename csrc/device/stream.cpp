@@ -1,0 +1,121 @@
+#include "device/stream.h"
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace gpipe_fast {
+namespace {
+
+// Events that nobody waits for any more; an event belongs to the device of its first stream.
+class Pool {
+ public:
+  std::shared_ptr<c10::Event> take(at::Device device) {
+    std::unique_ptr<c10::Event> event;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      std::vector<std::unique_ptr<c10::Event>>& free = free_[device];
+      if (!free.empty()) {
+        event = std::move(free.back());
+        free.pop_back();
+      }
+    }
+    if (!event) event = std::make_unique<c10::Event>(device.type());
+    return {event.release(), [this, device](c10::Event* done) {
+              const std::lock_guard<std::mutex> lock(mutex_);
+              free_[device].emplace_back(done);
+            }};
+  }
+
+ private:
+  struct Less {
+    bool operator()(const at::Device& a, const at::Device& b) const {
+      return std::make_pair(a.type(), a.index()) < std::make_pair(b.type(), b.index());
+    }
+  };
+  std::mutex mutex_;
+  std::map<at::Device, std::vector<std::unique_ptr<c10::Event>>, Less> free_;
+};
+
+// Never destroyed: events must not outlive the driver's end.
+Pool& pool() {
+  static Pool* const made = new Pool;
+  return *made;
+}
+
+std::atomic<int> num_holding{0};
+std::mutex holding_mutex;  // of all that hold, and of what they do
+std::vector<Stream::Holding*>& all_holding() {
+  static auto* const made = new std::vector<Stream::Holding*>;
+  return *made;
+}
+
+}  // namespace
+
+Stream::Holding::Holding(std::vector<Stream> streams) : streams_(std::move(streams)) {
+  const std::lock_guard<std::mutex> lock(holding_mutex);
+  all_holding().push_back(this);
+  num_holding.store(static_cast<int>(all_holding().size()), std::memory_order_release);
+}
+
+Stream::Holding::~Holding() {
+  const std::lock_guard<std::mutex> lock(holding_mutex);
+  all_holding().erase(std::find(all_holding().begin(), all_holding().end(), this));
+  num_holding.store(static_cast<int>(all_holding().size()), std::memory_order_release);
+}
+
+Moment::Moment(const Stream& stream) {
+  if (stream.is_cpu()) return;
+  event_ = pool().take(stream.device());
+  event_->record(*stream.stream_);
+}
+
+void Moment::synchronize() const {
+  if (event_) event_->synchronize();
+}
+
+Stream Stream::of_thread(at::Device device) {
+  if (device.is_cpu()) return {device, std::nullopt};
+  return {device, c10::impl::VirtualGuardImpl(device.type()).getStream(device)};
+}
+
+Stream Stream::other(at::Device device) {
+  if (device.is_cpu()) return {device, std::nullopt};
+  return {device, c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)};
+}
+
+void Stream::wait(const Moment& moment) const {
+  if (stream_ && moment.event_) moment.event_->block(*stream_);
+}
+
+void Stream::uses(const at::Tensor& tensor) const {
+  if (!stream_ || tensor.device() != device_ || tensor.numel() == 0) return;
+  if (num_holding.load(std::memory_order_acquire) > 0) {
+    const std::lock_guard<std::mutex> lock(holding_mutex);
+    for (Holding* holding : all_holding()) {
+      const std::vector<Stream>& streams = holding->streams_;
+      if (std::find(streams.begin(), streams.end(), *this) == streams.end()) continue;
+      holding->held_.push_back(tensor);
+      return;
+    }
+  }
+  c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(tensor.storage().data_ptr(), *stream_);
+}
+
+Stream::Current::Current(const Stream& stream) {
+  if (stream.is_cpu()) return;
+  impl_.emplace(stream.device().type());
+  device_ = impl_->exchangeDevice(stream.device());
+  stream_ = impl_->exchangeStream(*stream.stream_);
+}
+
+Stream::Current::~Current() {
+  if (!impl_) return;
+  impl_->exchangeStream(*stream_);
+  impl_->setDevice(*device_);
+}
+
+}  // namespace gpipe_fast

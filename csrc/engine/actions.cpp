@@ -1,0 +1,64 @@
+#include "engine/actions.h"
+
+#include "check.h"
+
+#include <array>
+#include <set>
+#include <utility>
+
+namespace gpipe_fast {
+
+std::string Action::name() const {
+  static constexpr std::array<const char*, 9> kKinds = {"F",      "R",      "B",      "I",     "W",
+                                                        "SEND_F", "RECV_F", "SEND_B", "RECV_B"};
+  return std::to_string(stage) + kKinds.at(static_cast<size_t>(kind)) + std::to_string(microbatch);
+}
+
+Actions::Actions(std::vector<std::vector<Action>> stages, int64_t capacity)
+    : stages_(std::move(stages)), capacity_(capacity) {
+  GPIPE_CHECK_ARG(!stages_.empty(), "a pipeline has at least one stage");
+  GPIPE_CHECK_ARG(capacity > 0, "at least one boundary tensor must be able to wait, got room for ", capacity);
+  const int32_t last = num_stages() - 1;
+  std::set<int64_t> ranks;
+  for (int32_t stage = 0; stage <= last; ++stage) {
+    int64_t rank = -1;
+    for (const Action& action : stages_[stage]) {
+      GPIPE_CHECK_ARG(action.stage == stage, action.name(), " stands among the actions of stage ", stage);
+      GPIPE_CHECK_ARG(action.rank > rank, action.name(), " has rank ", action.rank, " after one of rank ",
+                      rank);
+      GPIPE_CHECK_ARG(ranks.insert(action.rank).second, action.name(), " shares its rank ", action.rank);
+      rank = action.rank;
+    }
+  }
+  for (int32_t stage = 0; stage <= last; ++stage) {
+    check_edge(stage, ActionKind::send_forward, stage + 1, ActionKind::recv_forward);
+    check_edge(stage, ActionKind::send_backward, stage - 1, ActionKind::recv_backward);
+  }
+  check_edge(-1, ActionKind::send_forward, 0, ActionKind::recv_forward);
+  check_edge(last + 1, ActionKind::send_backward, last, ActionKind::recv_backward);
+}
+
+void Actions::check_edge(int32_t sender, ActionKind send, int32_t receiver, ActionKind receive) const {
+  auto select = [&](int32_t stage, ActionKind kind) {
+    std::vector<Action> found;
+    if (stage < 0 || stage >= num_stages()) return found;
+    for (const Action& action : stages_[stage]) {
+      if (action.kind == kind) found.push_back(action);
+    }
+    return found;
+  };
+  const auto sends = select(sender, send), receives = select(receiver, receive);
+  GPIPE_CHECK_ARG(sends.size() == receives.size(), "stage ", sender, " sends ", sends.size(),
+                  " tensors to stage ", receiver, ", which receives ", receives.size());
+  for (size_t i = 0; i < sends.size(); ++i) {
+    GPIPE_CHECK_ARG(sends[i].microbatch == receives[i].microbatch, receives[i].name(), " meets ",
+                    sends[i].name(), ": an edge keeps its order");
+    GPIPE_CHECK_ARG(sends[i].rank < receives[i].rank, receives[i].name(), " ranks before ", sends[i].name());
+    const size_t slots = static_cast<size_t>(capacity_);
+    GPIPE_CHECK_ARG(i < slots || receives[i - slots].rank < sends[i].rank, sends[i].name(),
+                    " ranks before a slot is free: of ", capacity_, " one is freed by ",
+                    receives[i < slots ? 0 : i - slots].name());
+  }
+}
+
+}  // namespace gpipe_fast

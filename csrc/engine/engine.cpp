@@ -1,0 +1,259 @@
+#include "engine/engine.h"
+
+#include "check.h"
+#include "engine/cores.h"
+#include "engine/recorder.h"
+#include "engine/slots.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <utility>
+
+namespace gpipe_fast {
+namespace {
+
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace
+
+// The workers and all they share.
+struct Engine::Pool {
+  Pool(int32_t num_stages, int64_t recorded)
+      : process(getpid()),
+        cores(num_stages),
+        forward(num_stages),
+        backward(num_stages),
+        recorders(num_stages) {
+    for (Recorder& recorder : recorders) recorder.resize(recorded);
+    try {
+      for (int32_t stage = 0; stage < num_stages; ++stage) {
+        threads.emplace_back([this, stage] { serve(stage); });
+      }
+    } catch (...) {  // the system has no more threads
+      stop();
+      throw;
+    }
+  }
+  ~Pool() { stop(); }
+
+  void stop() {
+    stopping.store(true, std::memory_order_seq_cst);
+    start.wake();
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  void serve(int32_t stage) {
+    for (int64_t done = 0;; ++done) {
+      start.wait([&] { return generation.load(std::memory_order_seq_cst) > done || stopping.load(); });
+      if (generation.load(std::memory_order_seq_cst) <= done) return;
+      cores.enter(stage);
+      walk(stage);
+      cores.leave(stage);
+      if (running.fetch_sub(1, std::memory_order_seq_cst) == 1) finish.wake();
+    }
+  }
+
+  void walk(int32_t stage) {
+    const std::vector<Action>& list = actions->of(stage);
+    if (list.empty()) return;
+    const Action* current = &list.front();
+    try {
+      work->enter(stage, [&] {
+        for (const Action& action : list) {
+          current = &action;
+          if (cancellation.covers(action.rank) || !step(action)) return;
+        }
+      });
+    } catch (const Stopped&) {
+      // Thrown by something else, such as an engine within the action, it is a failure: nobody would be woken.
+      if (!cancellation.covers(current->rank)) fail(*current, std::current_exception());
+    } catch (...) {
+      fail(*current, std::current_exception());
+    }
+  }
+
+  // False if cancelled while it waited.
+  bool step(const Action& action) {
+    struct Cancelled final : Watch {
+      Cancelled(const Cancellation& cancellation, int64_t rank) : cancellation(cancellation), rank(rank) {}
+      void look() override {
+        if (cancellation.covers(rank)) throw Stopped();
+      }
+      const Cancellation& cancellation;
+      const int64_t rank;
+    } watch(cancellation, action.rank);
+
+    Recorder& recorder = recorders[action.stage];
+    Slots* const slots = slots_of(action);
+    const int64_t run = generation.load(std::memory_order_relaxed);
+    int64_t begin = recorder.on() ? now() : 0;
+    if (slots != nullptr) {
+      const bool ready = wait(*slots, action);
+      if (recorder.on()) {
+        const int64_t end = now();
+        recorder.add({action, run, true, begin, end});
+        begin = end;
+      }
+      if (!ready) return false;
+    }
+    work->run(action, watch);
+    if (recorder.on()) recorder.add({action, run, false, begin, now()});
+    if (slots != nullptr) sends(action) ? slots->send() : slots->receive();
+    return true;
+  }
+
+  // The slots at which an action meets a neighbour; null if it meets none.
+  Slots* slots_of(const Action& action) {
+    switch (action.kind) {
+      case ActionKind::send_forward:
+        return &forward[action.stage];
+      case ActionKind::recv_forward:
+        return &forward[action.stage - 1];
+      case ActionKind::send_backward:
+        return &backward[action.stage];
+      case ActionKind::recv_backward:
+        return &backward[action.stage + 1];
+      default:
+        return nullptr;
+    }
+  }
+  static bool sends(const Action& action) {
+    return action.kind == ActionKind::send_forward || action.kind == ActionKind::send_backward;
+  }
+
+  bool wait(Slots& slots, const Action& action) {
+    return sends(action) ? slots.wait_for_room(actions->capacity(), action.rank, cancellation)
+                         : slots.wait_for_tensor(action.rank, cancellation);
+  }
+
+  void fail(const Action& action, std::exception_ptr error) {
+    {
+      std::lock_guard<std::mutex> lock(failure_mutex);
+      if (!failure || action.rank < failure->action.rank) failure = Failure{std::move(error), action};
+    }
+    cancel_from(action.rank);
+  }
+
+  void cancel_from(int64_t rank) {
+    cancellation.cancel_from(rank);
+    for (Slots& slots : forward) slots.wake();
+    for (Slots& slots : backward) slots.wake();
+  }
+
+  void start_run(const Actions& new_actions, Work& new_work) {
+    actions = &new_actions;
+    work = &new_work;
+    for (Slots& slots : forward) slots.reset();
+    for (Slots& slots : backward) slots.reset();
+    running.store(static_cast<int32_t>(threads.size()), std::memory_order_relaxed);
+    generation.fetch_add(1, std::memory_order_seq_cst);
+    start.wake();
+  }
+
+  const pid_t process;
+  Cores cores;
+
+  // Of the run; written by the caller while no worker walks.
+  const Actions* actions = nullptr;
+  Work* work = nullptr;
+  Cancellation cancellation;
+  std::mutex failure_mutex;
+  std::optional<Failure> failure;
+
+  std::vector<Slots> forward;   // [stage]: from it to the next
+  std::vector<Slots> backward;  // [stage]: from it to the one before
+  std::vector<Recorder> recorders;
+
+  std::atomic<int64_t> generation{0};
+  std::atomic<int32_t> running{0};
+  std::atomic<bool> stopping{false};
+  Waiter start, finish;
+  std::vector<std::thread> threads;
+};
+
+Engine::Engine(int32_t num_stages) : num_stages_(num_stages) {
+  GPIPE_CHECK_ARG(num_stages > 0, "an engine has at least one stage, got ", num_stages);
+}
+
+Engine::~Engine() {
+  // The threads of a parent do not exist in the child that a fork made: what they share is left as it is.
+  if (pool_ && pool_->process != getpid()) (void)pool_.release();
+}
+
+std::optional<Failure> Engine::run(const Actions& actions, Work& work, const std::function<void()>& poll) {
+  GPIPE_CHECK_ARG(actions.num_stages() == num_stages_, "an engine of ", num_stages_,
+                  " stages got actions for ", actions.num_stages());
+  Pool& pool = begin();
+  pool.start_run(actions, work);
+  std::exception_ptr thrown;
+  const auto done = [&] { return pool.running.load(std::memory_order_seq_cst) == 0; };
+  while (!pool.finish.wait_for(done, kPollInterval)) {
+    if (!poll || thrown) continue;
+    try {
+      poll();
+    } catch (...) {
+      thrown = std::current_exception();
+      pool.cancel_from(Cancellation::kEverything);
+    }
+  }
+  const bool interrupted = end();
+  // Taken in every case: an exception must not stay alive in the pool.
+  std::optional<Failure> failure = std::exchange(pool.failure, std::nullopt);
+  if (thrown) std::rethrow_exception(thrown);
+  if (interrupted) throw Stopped();
+  return failure;
+}
+
+Engine::Pool& Engine::begin() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (pool_ && pool_->process != getpid()) (void)pool_.release();
+  if (!pool_) pool_ = std::make_unique<Pool>(num_stages_, recorded_);
+  pool_->cores.arrange();
+  running_ = true;
+  return *pool_;
+}
+
+bool Engine::end() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  running_ = false;
+  pool_->cancellation.reset();
+  return std::exchange(interrupted_, false);
+}
+
+void Engine::after_fork() {
+  new (&mutex_) std::mutex;  // a thread that is no more may have held it
+  running_ = interrupted_ = false;
+  (void)pool_.release();
+}
+
+void Engine::interrupt() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!running_) return;
+  interrupted_ = true;
+  pool_->cancel_from(Cancellation::kEverything);
+}
+
+void Engine::record(int64_t events_per_stage) {
+  GPIPE_CHECK_ARG(events_per_stage >= 0, "cannot keep ", events_per_stage, " events");
+  recorded_ = events_per_stage;
+  if (!pool_ || pool_->process != getpid()) return;
+  for (Recorder& recorder : pool_->recorders) recorder.resize(recorded_);
+}
+
+std::vector<std::vector<Event>> Engine::events() const {
+  std::vector<std::vector<Event>> result(num_stages_);
+  for (int32_t stage = 0; pool_ && stage < num_stages_; ++stage) {
+    result[stage] = pool_->recorders[stage].latest();
+  }
+  return result;
+}
+
+}  // namespace gpipe_fast

@@ -1,0 +1,141 @@
+#include "pipeline/autograd.h"
+
+#include "check.h"
+#include "pipeline/pipeline.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace gpipe_fast {
+namespace {
+
+using torch::autograd::variable_list;
+
+// What a tensor was when the forward read it. Not a SavedVariable: hooks on saved tensors are for tensors that are
+// saved, and these are only looked at.
+struct Noted {
+  explicit Noted(const at::Tensor& tensor)
+      : tensor(tensor.tensor_data()), version(tensor.is_inference() ? 0 : tensor._version()) {}
+  bool changed() const { return !tensor.is_inference() && tensor._version() != version; }
+
+  at::Tensor tensor;
+  int64_t version;
+};
+
+class GPipeBackward final : public torch::autograd::Node {
+ public:
+  GPipeBackward(const Tensors& inputs, const Tensors& parameters, std::shared_ptr<Pipeline> pipeline,
+                std::shared_ptr<MiniBatch> minibatch, Sizes sizes, std::vector<bool> differentiable)
+      : num_inputs_(inputs.size()),
+        differentiable_(std::move(differentiable)),
+        pipeline_(std::move(pipeline)),
+        sizes_(std::move(sizes)),
+        minibatch_(std::move(minibatch)) {
+    for (const at::Tensor& input : inputs) noted_.emplace_back(input);
+    for (const at::Tensor& parameter : parameters) noted_.emplace_back(parameter);
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "a pipeline's backward cannot be differentiated; pass create_graph=False");
+    const std::shared_ptr<MiniBatch> minibatch = checked();
+    variable_list result(num_outputs());
+    // PyTorch counts the outputs that can need a gradient alone.
+    Tensors of_outputs(sizes_.size());
+    bool any = false;
+    for (size_t i = 0, next = 0; i < of_outputs.size(); ++i) {
+      if (!differentiable_[i]) continue;
+      of_outputs[i] = std::move(gradients[next++]);
+      any = any || of_outputs[i].defined();
+    }
+    if (!any) return result;
+    const bool retain = torch::autograd::get_current_graph_task_keep_graph();
+    Pipeline::Gradients found = pipeline_->backward(*minibatch, of_outputs, sizes_, retain);
+    std::move(found.inputs.begin(), found.inputs.end(), result.begin());
+    std::move(found.parameters.begin(), found.parameters.end(), result.begin() + num_inputs_);
+    return result;
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(state_mutex_);
+    minibatch_.reset();
+    noted_.clear();
+  }
+
+  std::string name() const override { return "GPipeBackward"; }
+
+  int64_t kept_bytes() {
+    const std::lock_guard<std::mutex> lock(state_mutex_);
+    return minibatch_ ? minibatch_->kept_bytes() : 0;
+  }
+
+ private:
+  // The mini-batch, if it is still there and nothing it reads was changed.
+  std::shared_ptr<MiniBatch> checked() {
+    const std::lock_guard<std::mutex> lock(state_mutex_);
+    TORCH_CHECK(minibatch_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
+    for (size_t i = 0; i < noted_.size(); ++i) {
+      const Noted& noted = noted_[i];
+      TORCH_CHECK(
+          !noted.changed(),
+          "one of the variables needed for gradient computation has been modified by an inplace operation: ",
+          i < num_inputs_ ? "input " : "parameter ", i < num_inputs_ ? i : i - num_inputs_, " [",
+          noted.tensor.toString(), " ", noted.tensor.sizes(), "] is at version ", noted.tensor._version(),
+          "; expected version ", noted.version, " instead");
+    }
+    return minibatch_;
+  }
+
+  const size_t num_inputs_;
+  const std::vector<bool> differentiable_;  // which outputs can need a gradient
+  const std::shared_ptr<Pipeline> pipeline_;
+  const Sizes sizes_;
+  std::mutex state_mutex_;  // of the two below: backwards may come from several threads
+  std::shared_ptr<MiniBatch> minibatch_;
+  std::vector<Noted> noted_;
+};
+
+// What PyTorch refers to nodes by: std::shared_ptr, from 2.14 on an intrusive pointer.
+using NodePointer = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
+
+template <class Pointer, class... Arguments>
+Pointer make_node(Arguments&&... arguments) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::make_shared<GPipeBackward>(std::forward<Arguments>(arguments)...);
+  } else {
+    return c10::make_intrusive<GPipeBackward>(std::forward<Arguments>(arguments)...);
+  }
+}
+
+}  // namespace
+
+void tie(const Boundary& outputs, const Tensors& inputs, const Tensors& parameters,
+         std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch, Sizes sizes) {
+  const std::vector<bool>& differentiable = outputs.form->needs_gradient;
+  const bool any = std::find(differentiable.begin(), differentiable.end(), true) != differentiable.end();
+  if (!any || !torch::autograd::compute_requires_grad(inputs, parameters)) return;
+  auto node = make_node<NodePointer>(inputs, parameters, std::move(pipeline), std::move(minibatch),
+                                     std::move(sizes), differentiable);
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs, parameters));
+  for (size_t i = 0; i < differentiable.size(); ++i) {
+    if (differentiable[i]) torch::autograd::set_history(outputs.tensors[i], node);
+  }
+}
+
+int64_t kept_bytes(const at::Tensor& output) {
+  auto* node = dynamic_cast<GPipeBackward*>(output.grad_fn().get());
+  return node != nullptr ? node->kept_bytes() : 0;
+}
+
+}  // namespace gpipe_fast

@@ -1,0 +1,395 @@
+#include "pipeline/pipeline.h"
+
+#include "check.h"
+#include "pipeline/autograd.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace gpipe_fast {
+namespace {
+
+// The error as it was, naming the action. As c10::Error where there is one of the kind, since PyTorch's autograd makes a
+// RuntimeError of every other type.
+[[noreturn]] void raise(const Failure& failure, const MiniBatch& minibatch) {
+  const std::string where = "in action " + failure.action.name();
+  auto with = [&](const std::exception& error) { return std::string(error.what()) + " (" + where + ")"; };
+  try {
+    std::rethrow_exception(failure.error);
+  } catch (c10::OutOfMemoryError& error) {
+    error.add_context(where + ": " + minibatch.memory_of(failure.action.stage));
+    throw;
+  } catch (c10::Error& error) {
+    error.add_context(where);
+    throw;
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, with(error));
+  } catch (const std::out_of_range& error) {
+    TORCH_CHECK_INDEX(false, with(error));
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(with(error));
+  }
+  std::abort();  // unreachable: what has no place for a message comes out as it is
+}
+
+// All below autograd: a mini-batch is one node of the graph.
+//
+// Each tensor's parts, by micro-batch; undefined for an undefined tensor.
+template <class Split>
+std::vector<Tensors> cut(const Tensors& tensors, int64_t num_parts, const Split& split) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::vector<Tensors> microbatches(num_parts, Tensors(tensors.size()));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined()) continue;
+    const Tensors parts = split(i);
+    for (size_t m = 0; m < microbatches.size(); ++m) microbatches[m][i] = parts.at(m);
+  }
+  return microbatches;
+}
+
+// What each micro-batch has of a tensor; nothing where one has none.
+Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
+  Tensors parts;
+  for (const Tensors& microbatch : microbatches) {
+    if (index >= microbatch.size() || !microbatch[index].defined()) return {};
+    parts.push_back(microbatch[index]);
+  }
+  return parts;
+}
+
+// All parts' tensors, joined along the first dimension.
+Boundary join(const std::vector<Boundary>& parts) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto form = std::make_shared<Form>(*parts.front().form);
+  for (const Boundary& part : parts) {
+    for (size_t i = 0; i < form->needs_gradient.size(); ++i) {
+      form->needs_gradient[i] = form->needs_gradient[i] || part.form->needs_gradient.at(i);
+    }
+  }
+  Boundary joined{{}, std::move(form)};
+  for (size_t i = 0; i < parts.front().tensors.size(); ++i) {
+    Tensors tensors;
+    for (const Boundary& part : parts) tensors.push_back(part.tensors.at(i));
+    joined.tensors.push_back(at::cat(tensors));
+  }
+  return joined;
+}
+
+// Gradients of inputs: joined, or of replicated ones added up as autograd does, the last micro-batch first.
+Tensors join_gradients(const std::vector<Tensors>& microbatches, const std::vector<bool>& replicated) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Tensors joined(replicated.size());
+  for (size_t i = 0; i < replicated.size(); ++i) {
+    const Tensors parts = parts_of(microbatches, i);
+    if (parts.empty()) continue;
+    if (!replicated[i]) {
+      joined[i] = at::cat(parts);
+      continue;
+    }
+    joined[i] = parts.back();
+    for (size_t m = parts.size() - 1; m-- > 0;) joined[i] = at::add(joined[i], parts[m]);
+  }
+  return joined;
+}
+
+// Streams made the calling thread's.
+class On {
+ public:
+  explicit On(const std::vector<Stream>& streams) {
+    for (const Stream& stream : streams) current_.push_back(std::make_unique<Stream::Current>(stream));
+  }
+  ~On() {
+    while (!current_.empty()) current_.pop_back();
+  }
+  On(const On&) = delete;
+  On& operator=(const On&) = delete;
+
+ private:
+  std::vector<std::unique_ptr<Stream::Current>> current_;
+};
+
+// A thread of autograd's has the stream of the outputs' device alone from the forward's caller, and knows of work on no
+// other. So a backward is on the forward's streams, after what is on the thread's; and the outputs' comes after it.
+class OfForward {
+ public:
+  OfForward(std::vector<Stream> own, const std::vector<Stream>& forward)
+      : own_(std::move(own)), forward_(forward) {
+    for (size_t i = 0; i < own_.size(); ++i) follow(forward_[i], own_[i]);
+    on_.emplace(forward_);
+  }
+  ~OfForward() {
+    for (size_t i = 0; i < own_.size(); ++i) {
+      follow(own_[i], forward_[i]);
+      if (i + 1 < own_.size()) follow(own_.back(), forward_[i]);
+    }
+  }
+  OfForward(const OfForward&) = delete;
+  OfForward& operator=(const OfForward&) = delete;
+
+ private:
+  static void follow(const Stream& later, const Stream& stream) {
+    if (!(later == stream)) later.wait(Moment(stream));
+  }
+
+  const std::vector<Stream> own_;  // one for each stage, as are the others
+  const std::vector<Stream>& forward_;
+  std::optional<On> on_;
+};
+
+struct AbandonOnError {
+  ~AbandonOnError() {
+    if (!done) minibatch.abandon();
+  }
+  MiniBatch& minibatch;
+  bool done = false;
+};
+
+}  // namespace
+
+// One thread's turn at the engine. It may be interrupted while it waits. A signal handler that runs while its own thread
+// waits for a run must not ask for another.
+class Pipeline::Turn {
+ public:
+  explicit Turn(Pipeline& pipeline) : pipeline_(pipeline) {
+    GPIPE_CHECK(pipeline.running_in_.load() != std::this_thread::get_id(),
+                "a pipeline was called from within its own run, by a signal handler");
+    while (!pipeline.turn_.try_lock_for(kPollInterval)) pipeline.poll_();
+    pipeline.running_in_.store(std::this_thread::get_id());
+  }
+  ~Turn() {
+    pipeline_.running_in_.store(std::thread::id());
+    pipeline_.turn_.unlock();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  Pipeline& pipeline_;
+};
+
+Pipeline::Pipeline(int32_t num_stages, std::function<void()> poll, Choice transport)
+    : engine_(num_stages), choice_(transport), poll_(std::move(poll)) {}
+
+template <class Body>
+auto Pipeline::held_at_exit(const Body& body) {
+  try {
+    return body();
+  } catch (const Closed&) {
+  } catch (const Stopped&) {  // while it was captured
+  }
+  for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+}
+
+Boundary Pipeline::forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
+                           const Tensors& parameters, const Tensors& buffers,
+                           const std::function<int64_t()>& key) {
+  return held_at_exit([&] { return forward_once(plan, inputs, parameters, buffers, key); });
+}
+
+Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes,
+                                       bool retain) {
+  return held_at_exit([&] { return backward_once(minibatch, gradients, sizes, retain); });
+}
+
+Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
+                                const Tensors& parameters, const Tensors& buffers,
+                                const std::function<int64_t()>& key) {
+  set_up(*plan);
+  const auto make = [&] { return std::make_shared<MiniBatch>(plan, transport_, parameters, buffers, key); };
+  std::shared_ptr<MiniBatch> minibatch = make();
+  Boundary outputs;
+  Sizes sizes;
+  {
+    const Turn turn(*this);
+    check_open();
+    AbandonOnError guard{*minibatch};
+    const std::vector<Boundary> parts = run_forward(minibatch, inputs, make);
+    // First, as it may fail; then nothing can.
+    if (plan->check_outputs) plan->check_outputs(parts);
+    outputs = join(parts);
+    minibatch->end_forward();
+    guard.done = true;
+    if (replays_) replays_->after_use(minibatch->callers());
+    sizes.resize(outputs.tensors.size());
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      for (const Boundary& part : parts) sizes[i].push_back(part.tensors[i].size(0));
+    }
+  }
+  tie(outputs, inputs, parameters, shared_from_this(), std::move(minibatch), std::move(sizes));
+  return outputs;
+}
+
+std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& minibatch,
+                                            const Tensors& inputs, const Replays::Make& another) {
+  const std::shared_ptr<const Plan>& plan = minibatch->plan();
+  const int64_t num_parts = plan->num_microbatches();
+  const std::vector<Stream>& callers = minibatch->callers();
+  const RunOf of{*minibatch, inputs, 0, [&](const Tensors& tensors) {
+                   return cut(tensors, num_parts, [&](size_t i) {
+                     return plan->replicated[i] ? Tensors(num_parts, tensors[i])
+                                                : tensors[i].chunk(num_parts);
+                   });
+                 }};
+  const bool captured = replays_are_due() && replays_->has_forward(*plan);
+  minibatch->begin_forward(captured ? std::vector<Tensors>(num_parts) : of.cut(inputs));
+  if (replays_are_due()) {
+    if (const auto* parts = replays_->forward(minibatch, of, another)) return *parts;
+    if (captured) minibatch->begin_forward(of.cut(inputs));  // no longer
+  }
+  run(plan->forward, *minibatch);
+  if (replays_) replays_->after_forward(plan);
+  std::vector<Boundary> parts = minibatch->take_outputs();
+  for (const Boundary& part : parts) {
+    for (const at::Tensor& tensor : part.tensors) transport_->hand_over(tensor, callers);
+  }
+  return parts;
+}
+
+Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors& gradients,
+                                            const Sizes& sizes, bool retain) {
+  const OfForward streams(transport_->callers(), minibatch.callers());
+  std::shared_ptr<const Plan> plan = minibatch.plan();
+  std::vector<bool> defined;
+  for (const at::Tensor& gradient : gradients) defined.push_back(gradient.defined());
+  if (plan->expected && defined != *plan->expected) {
+    GPIPE_CHECK(plan->instead, "gradients of other outputs came than can come");
+    plan = plan->instead(defined);
+  }
+  const std::vector<Stream>& callers = minibatch.callers();
+  const RunOf of{minibatch, gradients, plan->stages.size() - 1, [&](const Tensors& tensors) {
+                   return cut(tensors, plan->num_microbatches(),
+                              [&](size_t i) { return tensors[i].split_with_sizes(sizes[i]); });
+                 }};
+  Gradients joined;
+  {
+    const Turn turn(*this);
+    check_open();
+    const bool captured = replays_are_due() && replays_->has_backward(*plan, minibatch);
+    minibatch.begin_backward(
+        plan, captured ? std::vector<Tensors>(plan->num_microbatches()) : of.cut(gradients), retain);
+    AbandonOnError guard{minibatch};
+    if (!replays_are_due() || !replays_->backward(plan, of)) {
+      run(*plan->backward, minibatch);
+      if (replays_) replays_->after_backward(*plan);
+    }
+    guard.done = true;
+    MiniBatch::Gradients found = minibatch.end_backward(callers);
+    for (const Tensors& tensors : found.inputs) {
+      for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, callers);
+    }
+    for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, callers);
+    joined = {join_gradients(found.inputs, plan->replicated), std::move(found.parameters)};
+    if (replays_) replays_->after_use(callers);
+  }
+  return joined;
+}
+
+void Pipeline::set_up(const Plan& plan) {
+  std::call_once(is_set_up_, [&] {
+    std::vector<at::Device> devices;
+    for (const StagePlan& stage : plan.stages) devices.push_back(stage.device);
+    transport_ = std::make_shared<Transport>(devices, choice_);
+    if (transport_->is_cpu()) return;
+    replays_ = std::make_unique<Replays>(transport_, [this](const Actions& actions, MiniBatch& minibatch) {
+      if (auto failure = engine_.run(actions, minibatch)) std::rethrow_exception(failure->error);
+    });
+  });
+}
+
+// What is disturbed or recorded runs as it is.
+bool Pipeline::replays_are_due() const {
+  return replays_ && capture_ && disturbance_.longest_delay_us == 0 && disturbance_.faults.empty() &&
+         engine_.recorded() == 0;
+}
+
+void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
+  const std::vector<Stream>& callers = minibatch.callers();
+  if (replays_) replays_->before_run();
+  transport_->enter(callers);
+  struct Leave {
+    ~Leave() { transport.leave(callers, failed); }
+    const Transport& transport;
+    const std::vector<Stream>& callers;
+    bool failed = true;
+  } leave{*transport_, callers};
+  if (&actions == &minibatch.plan()->forward) {
+    minibatch.draw();
+    minibatch.replicate();
+  }
+  Disturbed disturbed(minibatch, disturbance_);
+  const bool plain = disturbance_.longest_delay_us == 0 && disturbance_.faults.empty();
+  Work& work = plain ? static_cast<Work&>(minibatch) : disturbed;
+  try {
+    if (auto failure = engine_.run(actions, work, poll_)) raise(*failure, minibatch);
+  } catch (const Stopped&) {
+    throw Closed();
+  }
+  leave.failed = false;
+}
+
+void Pipeline::close() {
+  engine_.interrupt();
+  const Turn turn(*this);
+  closed_by_ = std::this_thread::get_id();
+}
+
+void Pipeline::check_open() const {
+  if (!closed_by_) return;
+  GPIPE_CHECK(closed_by_ != std::this_thread::get_id(), "a pipeline cannot run while the interpreter exits");
+  throw Closed();
+}
+
+void Pipeline::after_fork() {
+  new (&turn_) std::timed_mutex;  // a thread that is no more may have held it
+  running_in_.store(std::thread::id());
+  engine_.after_fork();
+}
+
+void Pipeline::record(int64_t events_per_stage) {
+  const Turn turn(*this);
+  engine_.record(events_per_stage);
+}
+
+int64_t Pipeline::recorded() {
+  const Turn turn(*this);
+  return engine_.recorded();
+}
+
+std::vector<std::vector<Event>> Pipeline::events() {
+  const Turn turn(*this);
+  return engine_.events();
+}
+
+void Pipeline::set_capture(bool capture) {
+  const Turn turn(*this);
+  capture_ = capture;
+  if (!capture && replays_) replays_->forget();
+}
+
+void Pipeline::forget_replays() {
+  const Turn turn(*this);
+  if (replays_) replays_->forget();
+}
+
+std::vector<ReplayReport> Pipeline::replays() {
+  const Turn turn(*this);
+  return replays_ ? replays_->reports() : std::vector<ReplayReport>{};
+}
+
+void Pipeline::disturb(Disturbance disturbance) {
+  const Turn turn(*this);
+  disturbance_ = std::move(disturbance);
+}
+
+}  // namespace gpipe_fast

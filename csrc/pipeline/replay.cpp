@@ -1,0 +1,322 @@
+#include "pipeline/replay.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <exception>
+#include <tuple>
+#include <utility>
+
+namespace gpipe_fast {
+namespace {
+
+// Mini-batches of a plan that run as they are before one is captured.
+constexpr int64_t kWarmUp = 2;
+// Plans that are captured, or may come to be: each has memory of its own.
+constexpr size_t kMostPlans = 8;
+
+// What keeps a plan from being captured, as far as it can be seen from outside; empty if nothing does.
+std::string obstacle_of(const Plan& plan) {
+  for (size_t i = 0; i < plan.stages.size(); ++i) {
+    const StagePlan& stage = plan.stages[i];
+    const std::string name = "stage " + std::to_string(i);
+    if (stage.device.is_cpu()) return name + " runs on the CPU";
+    const auto in_python = [](const Chain& chain) {
+      return std::any_of(chain.begin(), chain.end(), [](const auto& segment) { return segment->python; });
+    };
+    if (stage.find || std::any_of(stage.chains.begin(), stage.chains.end(), in_python))
+      return name + " has layers in Python before it or in it";
+  }
+  if (plan.check_outputs) return "its outputs are known only when they are there";
+  return {};
+}
+
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+// What was captured under other ones computes as those say.
+struct Settings {
+  bool deterministic = false, deterministic_cudnn = false, benchmark = false;
+  int matmul_precision = 0;
+  bool tf32_cudnn = false;
+
+  bool operator!=(const Settings& other) const {
+    const auto all = [](const Settings& s) {
+      return std::tie(s.deterministic, s.deterministic_cudnn, s.benchmark, s.matmul_precision, s.tf32_cudnn);
+    };
+    return all(*this) != all(other);
+  }
+};
+
+Settings settings_now() {
+  const at::Context& context = at::globalContext();
+  Settings settings{context.deterministicAlgorithms(), context.deterministicCuDNN(),
+                    context.benchmarkCuDNN()};
+  try {
+    settings.matmul_precision = static_cast<int>(context.float32MatmulPrecision());
+    settings.tf32_cudnn = context.allowTF32CuDNN();
+  } catch (const c10::Error&) {
+    settings.matmul_precision = -1;  // set in a way that cannot be asked for like this
+  }
+  return settings;
+}
+
+std::vector<Stream> distinct(const std::vector<Stream>& streams) {
+  std::vector<Stream> found;
+  for (const Stream& stream : streams) {
+    if (std::find(found.begin(), found.end(), stream) == found.end()) found.push_back(stream);
+  }
+  return found;
+}
+
+}  // namespace
+
+struct Replays::Entry {
+  std::shared_ptr<const Plan> plan;
+  ReplayReport report;
+  bool ran_backward = false;
+  Settings settings = settings_now();
+
+  // While it is captured; graphs are waited for before their memory goes.
+  Tensors inputs, gradients;
+  std::vector<Boundary> outputs;
+  std::vector<c10::Storage> arenas;
+  std::shared_ptr<MiniBatch> captured;
+  std::unique_ptr<Graph> forward, backward;
+  std::weak_ptr<MiniBatch> user;
+
+  bool busy() const {
+    const std::shared_ptr<MiniBatch> other = user.lock();
+    return other && other->kept();
+  }
+  void drop() {
+    backward.reset();
+    forward.reset();
+    captured.reset();
+    outputs.clear();
+    arenas.clear();
+    inputs.clear();
+    gradients.clear();
+    report.forward = report.backward = false;
+    report.num_nodes = report.bytes = 0;
+  }
+  void add(const Graph& graph) {
+    report.num_nodes += graph.num_nodes();
+    report.bytes += graph.bytes();
+  }
+};
+
+Replays::Replays(std::shared_ptr<const Transport> transport, Engine engine)
+    : transport_(std::move(transport)),
+      engine_(std::move(engine)),
+      streams_(transport_->streams()),
+      maker_(make_graph_maker()) {}
+
+Replays::~Replays() = default;
+
+Replays::Entry& Replays::entry_of(const std::shared_ptr<const Plan>& plan) {
+  const auto found =
+      std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.plan == plan; });
+  if (found != entries_.end()) {
+    entries_.splice(entries_.begin(), entries_, found);
+    return entries_.front();
+  }
+  if (entries_.size() == kMostPlans) entries_.pop_back();
+  Entry& entry = entries_.emplace_front();
+  entry.plan = plan;
+  entry.report.obstacle = maker_ ? obstacle_of(*plan) : "gpipe_fast was built without CUDA";
+  return entry;
+}
+
+template <class Body>
+void Replays::beside(size_t stage, const Body& body) {
+  const Stream& work = transport_->work(static_cast<int32_t>(stage));
+  const bool apart = work.device() != origin().device();
+  if (apart) work.wait(Moment(origin()));
+  {
+    const Stream::Current current(apart ? work : origin());
+    body();
+  }
+  if (apart) origin().wait(Moment(work));
+}
+
+const std::vector<Boundary>* Replays::forward(const std::shared_ptr<MiniBatch>& minibatch, const RunOf& run,
+                                              const Make& another) {
+  Entry& entry = entry_of(minibatch->plan());
+  if (entry.busy()) return nullptr;
+  if (entry.forward && !minibatch->same_memory(*entry.captured)) entry.drop();
+  if (const Settings settings = settings_now(); settings != entry.settings) {
+    entry.drop();
+    entry.report.as_they_are = 0;  // to warm up again
+    entry.settings = settings;
+  }
+  if (!entry.report.obstacle.empty()) {
+    entry.drop();
+    return nullptr;
+  }
+  if (!entry.forward) {
+    const bool warm =
+        entry.report.as_they_are >= kWarmUp && (entry.ran_backward || !minibatch->plan()->backward);
+    if (!warm) return nullptr;
+    capture_forward(entry, run, another);
+    if (!entry.forward) return nullptr;
+  }
+  begin(run, entry.inputs);
+  for (size_t i = 0; i < entry.plan->stages.size(); ++i) {
+    if (entry.captured->draws(i)) beside(i, [&] { minibatch->draw_for(*entry.captured, i); });
+  }
+  entry.forward->replay(origin());
+  minibatch->take_forward(*entry.captured);
+  end(run.minibatch);
+  entry.user = minibatch;
+  ++entry.report.replays;
+  return &entry.outputs;
+}
+
+bool Replays::has_forward(const Plan& plan) const {
+  return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
+    return entry.plan.get() == &plan && entry.forward && !entry.busy();
+  });
+}
+
+bool Replays::has_backward(const Plan& plan, const MiniBatch& minibatch) const {
+  return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
+    return entry.plan.get() == &plan && entry.backward && entry.user.lock().get() == &minibatch;
+  });
+}
+
+bool Replays::backward(const std::shared_ptr<const Plan>& plan, const RunOf& run) {
+  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) {
+    return entry.plan == plan && entry.forward && entry.user.lock().get() == &run.minibatch;
+  });
+  if (found == entries_.end() || !found->report.obstacle.empty()) return false;
+  if (!found->backward) capture_backward(*found, run);
+  if (!found->backward) return false;
+  begin(run, found->gradients);
+  found->backward->replay(origin());
+  for (size_t i = 0; i < plan->stages.size(); ++i) {
+    beside(i, [&] { run.minibatch.take_backward(*found->captured, i); });
+  }
+  end(run.minibatch);
+  return true;
+}
+
+// What cannot be captured runs as it is from now on.
+template <class Body>
+std::unique_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
+  mixed_ = true;
+  std::unique_ptr<Graph> graph;
+  const Stream::Holding holding(streams_);
+  try {
+    graph = maker_->capture(streams_, [&] {
+      transport_->free_blocks();
+      body();
+    });
+  } catch (const Stopped&) {
+    throw;
+  } catch (const std::exception& error) {
+    entry.report.obstacle = first_line(error);
+  }
+  transport_->free_blocks();
+  return graph;
+}
+
+void Replays::capture_forward(Entry& entry, const RunOf& run, const Make& another) {
+  entry.inputs = own_copies(run);
+  entry.captured = another();
+  MiniBatch& minibatch = *entry.captured;
+  minibatch.draw();
+  minibatch.begin_forward(run.cut(entry.inputs));
+  entry.forward = capture(entry, [&] {
+    minibatch.replicate();
+    engine_(entry.plan->forward, minibatch);
+  });
+  if (!entry.forward) return entry.drop();
+  entry.outputs = minibatch.take_outputs();
+  entry.arenas = minibatch.arenas();
+  minibatch.freeze();
+  entry.report.forward = true;
+  entry.add(*entry.forward);
+}
+
+void Replays::capture_backward(Entry& entry, const RunOf& run) {
+  entry.gradients = own_copies(run);
+  entry.captured->begin_backward(entry.plan, run.cut(entry.gradients), /*retain=*/true);
+  entry.backward = capture(entry, [&] { engine_(*entry.plan->backward, *entry.captured); });
+  if (!entry.backward)
+    return entry.captured->abandon();  // the forward stays for the mini-batch that it serves
+  entry.report.backward = true;
+  entry.add(*entry.backward);
+}
+
+// With the first elements that are to come, so that they are defined when it is captured.
+Tensors Replays::own_copies(const RunOf& run) {
+  before_run();
+  Tensors copies;
+  beside(run.stage, [&] {
+    for (const at::Tensor& tensor : run.tensors)
+      copies.push_back(tensor.defined() ? at::empty_like(tensor) : at::Tensor());
+  });
+  begin(run, copies);
+  mixed_ = true;
+  return copies;
+}
+
+void Replays::begin(const RunOf& run, const Tensors& into) {
+  for (const Stream& caller : distinct(run.minibatch.callers())) origin().wait(Moment(caller));
+  for (const auto& [caller, moment] : used_) origin().wait(moment);
+  used_.clear();
+  if (mixed_) {
+    for (const Stream& stream : streams_) origin().wait(Moment(stream));
+    mixed_ = false;
+  }
+  beside(run.stage, [&] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (size_t i = 0; i < into.size(); ++i) {
+      if (!into[i].defined()) continue;
+      at::Tensor(into[i]).copy_(run.tensors[i], /*non_blocking=*/true);
+      Stream::of_thread(into[i].device()).uses(run.tensors[i]);
+    }
+  });
+}
+
+void Replays::end(const MiniBatch& minibatch) {
+  replayed_.emplace(origin());
+  for (const Stream& caller : distinct(minibatch.callers())) caller.wait(*replayed_);
+}
+
+void Replays::before_run() {
+  mixed_ = true;
+  if (!replayed_) return;
+  for (const Stream& stream : streams_) stream.wait(*replayed_);
+  replayed_.reset();
+}
+
+void Replays::after_forward(const std::shared_ptr<const Plan>& plan) { ++entry_of(plan).report.as_they_are; }
+
+void Replays::after_backward(const Plan& plan) {
+  for (Entry& entry : entries_) entry.ran_backward = entry.ran_backward || entry.plan.get() == &plan;
+}
+
+void Replays::after_use(const std::vector<Stream>& callers) {
+  if (!replayed_) return;
+  for (const Stream& caller : distinct(callers)) {
+    const auto same = [&](const auto& used) { return used.first == caller; };
+    used_.erase(std::remove_if(used_.begin(), used_.end(), same), used_.end());
+    used_.emplace_back(caller, Moment(caller));
+  }
+}
+
+void Replays::forget() { entries_.clear(); }
+
+std::vector<ReplayReport> Replays::reports() const {
+  std::vector<ReplayReport> found;
+  for (const Entry& entry : entries_) found.push_back(entry.report);
+  return found;
+}
+
+}  // namespace gpipe_fast

@@ -1,0 +1,36 @@
+#include "pipeline/statistics.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/rsub.h>
+#include <ATen/ops/zeros_like.h>
+
+namespace gpipe_fast {
+
+std::vector<at::Tensor> Statistics::begin(std::vector<at::Tensor>& buffers) const {
+  std::vector<at::Tensor> before;
+  for (int64_t index : {mean, variance, count}) {
+    at::Tensor& buffer = buffers.at(index);
+    // Layers in Python write the module's own.
+    before.push_back(buffer.clone());
+    buffer = at::zeros_like(buffer);
+  }
+  return before;
+}
+
+// As PyTorch's batch norm (aten/src/ATen/native/Normalization.cpp): running = (1 - f) running + f new, where the variance
+// is n / (n - 1) that of the elements. On the device alone: nothing is read back.
+void Statistics::end(std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& before) const {
+  const at::Tensor n = buffers.at(count).to(at::kDouble);
+  const at::Tensor met = n.gt(0).to(at::kDouble);
+  const at::Tensor batches = before[2] + n.gt(0);
+  const at::Tensor factor = momentum ? met * *momentum : met / batches;
+  const at::Tensor sample = n / (n - 1);
+  const auto update = [&](const at::Tensor& running, const at::Tensor& found) {
+    return running * at::rsub(factor, 1) + found * factor;
+  };
+  buffers[mean] = update(before[0], buffers[mean]);
+  buffers[variance] = update(before[1], buffers[variance] * sample);
+  buffers[count] = batches;
+}
+
+}  // namespace gpipe_fast

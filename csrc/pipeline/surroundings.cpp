@@ -1,0 +1,50 @@
+#include "pipeline/surroundings.h"
+
+#include <ATen/Parallel.h>
+#include <omp.h>
+
+// MKL is inside of torch's own library, where torch has it.
+extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
+
+namespace gpipe_fast {
+namespace {
+
+void set_num_threads(int num_threads) {
+  // at::set_num_threads would set MKL's count for all threads. PyTorch itself does so when a thread first asks for its
+  // count; after that it leaves the thread alone.
+  (void)at::get_num_threads();
+  omp_set_num_threads(num_threads);
+  if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(num_threads);
+}
+
+class ObserversGuard {
+ public:
+  explicit ObserversGuard(const at::RecordFunctionTLS& observers) : before_(at::get_record_function_tls_()) {
+    at::set_record_function_tls_(observers);
+  }
+  ~ObserversGuard() { at::set_record_function_tls_(before_); }
+  ObserversGuard(const ObserversGuard&) = delete;
+  ObserversGuard& operator=(const ObserversGuard&) = delete;
+
+ private:
+  at::RecordFunctionTLS before_;
+};
+
+}  // namespace
+
+Surroundings::Surroundings(int num_threads)
+    : num_threads_(num_threads),
+      observers_(at::get_record_function_tls_()),
+      debug_info_(c10::ThreadLocalDebugInfo::current()) {
+  std::fegetenv(&floating_point_);
+}
+
+void Surroundings::run(const std::function<void()>& body) const {
+  set_num_threads(num_threads_);
+  std::fesetenv(&floating_point_);
+  const ObserversGuard observers(observers_);
+  const c10::DebugInfoGuard debug_info(debug_info_);
+  body();
+}
+
+}  // namespace gpipe_fast

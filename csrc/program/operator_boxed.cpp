@@ -1,0 +1,81 @@
+// Operators called through the boxed dispatcher.
+#include "program/operator.h"
+
+#include <ATen/core/stack.h>
+
+namespace gpipe_fast {
+namespace {
+
+class Boxed final : public Operator {
+ public:
+  Boxed(c10::OperatorHandle op, std::vector<Argument> arguments, bool is_out_variant)
+      : op_(std::move(op)), arguments_(std::move(arguments)), is_out_variant_(is_out_variant) {
+    for (const auto& argument : op_.schema().arguments())
+      optional_list_.push_back(is_optional_list(argument.type()));
+  }
+
+  void call(std::vector<at::Tensor>& results) override {
+    stack_.clear();
+    for (size_t i = 0; i < arguments_.size(); ++i) push(i);
+    try {
+      op_.callBoxed(stack_);
+    } catch (...) {
+      stack_.clear();
+      throw;
+    }
+    if (!is_out_variant_) {
+      for (auto& value : stack_) append(std::move(value), results);
+    }
+    stack_.clear();
+  }
+
+ private:
+  static bool is_optional_list(const c10::TypePtr& type) {
+    auto list = type->cast<c10::ListType>();
+    return list && list->getElementType()->kind() == c10::TypeKind::OptionalType;
+  }
+
+  void push(size_t i) {
+    const auto& argument = arguments_[i];
+    if (const auto* constant = std::get_if<c10::IValue>(&argument)) {
+      stack_.push_back(*constant);
+    } else if (const auto* tensor = std::get_if<at::Tensor*>(&argument)) {
+      stack_.emplace_back(**tensor);
+    } else if (optional_list_[i]) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const auto* tensor : std::get<std::vector<at::Tensor*>>(argument)) {
+        list.push_back(tensor == nullptr ? std::nullopt : std::optional<at::Tensor>(*tensor));
+      }
+      stack_.emplace_back(std::move(list));
+    } else {
+      c10::List<at::Tensor> list;
+      for (const auto* tensor : std::get<std::vector<at::Tensor*>>(argument)) list.push_back(*tensor);
+      stack_.emplace_back(std::move(list));
+    }
+  }
+
+  static void append(c10::IValue value, std::vector<at::Tensor>& results) {
+    if (value.isTensor()) {
+      results.push_back(std::move(value).toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) results.push_back(tensor);
+    } else {
+      results.emplace_back();  // a number that no graph reads, such as a seed
+    }
+  }
+
+  c10::OperatorHandle op_;
+  std::vector<Argument> arguments_;
+  bool is_out_variant_;
+  std::vector<bool> optional_list_;
+  torch::jit::Stack stack_;
+};
+
+}  // namespace
+
+std::unique_ptr<Operator> make_boxed(const c10::OperatorHandle& op, std::vector<Argument> arguments,
+                                     bool is_out_variant) {
+  return std::make_unique<Boxed>(op, std::move(arguments), is_out_variant);
+}
+
+}  // namespace gpipe_fast

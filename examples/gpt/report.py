@@ -1,0 +1,103 @@
+"""The demo's last words: its pipeline beside the plain loop, in figures, and one step as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from examples.gpt.train import cross_entropy
+from gpipe_fast import GPipe
+from gpipe_fast._extension import kept_bytes
+from gpipe_fast.inspect.picture import draw
+
+ROUNDS = 5
+KEPT = "kept: by all micro-batches when the forward ends; a recompute adds those of one in a stage"
+
+
+class PlainLoop(nn.Module):
+    """What one would write without `GPipe`: every micro-batch after the other, with PyTorch's checkpointing.
+
+    It recomputes in the same partitions, and of the same micro-batches, as the pipeline.
+    """
+
+    def __init__(self, model: GPipe, chunks: int, draws: bool) -> None:
+        super().__init__()
+        layers = iter(model)
+        self.partitions = nn.ModuleList(
+            nn.Sequential(*(next(layers) for _ in range(size))) for size in model.balance
+        )
+        self.chunks, self.checkpoint, self.draws = chunks, model.checkpoint, draws
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Cuts a mini-batch into micro-batches and runs them."""
+        parts = input.chunk(self.chunks)
+        recomputed = {"always": len(parts), "except_last": len(parts) - 1, "never": 0}[self.checkpoint]
+        return torch.cat([self._run(part, index < recomputed) for index, part in enumerate(parts)])
+
+    def _run(self, x: Tensor, recompute: bool) -> Tensor:
+        for partition in self.partitions:
+            if recompute:
+                x = checkpoint(partition, x, use_reentrant=False, preserve_rng_state=self.draws)
+            else:
+                x = partition(x)
+        return x
+
+
+def compare(model: GPipe, tokens: Tensor, targets: Tensor, args: argparse.Namespace) -> str:
+    """Times both, alternating so that a slow spell of the machine meets them alike; returns a table."""
+    plain = PlainLoop(model, args.chunks, args.dropout > 0)
+    candidates: dict[str, nn.Module] = {"plain loop with checkpointing": plain, "GPipe": model}
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    model.train()
+    for _ in range(1 + ROUNDS):
+        for name, candidate in candidates.items():
+            begin = time.perf_counter()
+            _step(candidate, tokens, targets)
+            times[name].append(time.perf_counter() - begin)
+    medians = [statistics.median(found[1:]) for found in times.values()]  # the first was for warming up
+    kept = [saved_bytes(plain, tokens), kept_bytes(model(tokens))]
+    rows = [
+        (name, seconds * 1e3, len(tokens) / seconds, count / 2**20, medians[0] / seconds)
+        for name, seconds, count in zip(candidates, medians, kept, strict=True)
+    ]
+    headers = ("", "step, ms", "samples/s", "activations kept, MiB", "times as fast")
+    table: str = tabulate(rows, headers, tablefmt="simple", floatfmt=("", ".1f", ".1f", ".2f", ".2f"))
+    return f"{table}\n{KEPT}"
+
+
+def _step(model: nn.Module, tokens: Tensor, targets: Tensor) -> None:
+    model.zero_grad()
+    cross_entropy(model(tokens), targets).backward()
+
+
+def saved_bytes(model: nn.Module, input: Tensor) -> int:
+    """What PyTorch's autograd keeps of a forward for its backward, without parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(input)
+    del output
+    return sum(storages.values())
+
+
+def draw_step(model: GPipe, tokens: Tensor, targets: Tensor, path: Path) -> None:
+    """Records a training step without its update, and draws it."""
+    model.train()
+    with model.recording() as recording:
+        _step(model, tokens, targets)
+    path.write_text(draw(recording, title="gpipe_fast.demo"), encoding="utf-8")

@@ -1,0 +1,176 @@
+"""The demo's training: an ordinary loop around a module that happens to be a `GPipe`, and what it learned."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from statistics import fmean
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from examples.gpt.text import spread, windows
+from gpipe_fast import GPipe
+from gpipe_fast.runtime.recording import Recording
+
+HELD_OUT_WINDOWS = 256
+RECORD_EVERY = 50  # steps
+TEMPERATURE = 0.8
+
+
+class Training:
+    """All that changes from step to step.
+
+    Attributes:
+        model: tokens (batch, length) to logits (batch, length, 256).
+        losses: of every finished step, in bits per byte.
+    """
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
+        self.model = model
+        self.losses: list[float] = []
+        self._args = args
+        self._generator = torch.Generator().manual_seed(args.seed)
+        self._optimizer, self._schedule = _optimizer(model, args)
+
+    def run(self, text: Tensor) -> None:
+        """Trains on random windows of ``text``, uint8, until done, or until a step ends after Ctrl-C."""
+        args, losses = self._args, self.losses
+        tokens_per_step = args.batch * args.length
+        idle = ""
+        self.model.train()
+        with CtrlC() as ctrl_c, _bar(len(losses) * tokens_per_step, args.steps * tokens_per_step) as bar:
+            while len(losses) < args.steps and not ctrl_c.pressed:
+                with self._recorded() as recording:
+                    losses.append(self._step(text))
+                if recording:
+                    idle = f", bubble {recording.bubble():.1%}"
+                bar.set_postfix_str(f"loss {fmean(losses[-20:]):.3f} bits per byte{idle}", refresh=False)
+                bar.update(tokens_per_step)
+
+    def _recorded(self) -> AbstractContextManager[Recording | None]:
+        """Measures a step now and then."""
+        if isinstance(self.model, GPipe) and len(self.losses) % RECORD_EVERY == 1:
+            return self.model.recording()
+        return nullcontext()
+
+    def _step(self, text: Tensor) -> float:
+        args = self._args
+        starts = torch.randint(len(text) - args.length, (args.batch,), generator=self._generator)
+        tokens, targets = windows(text, starts, args.length)
+        self._optimizer.zero_grad()
+        loss = cross_entropy(self.model(tokens), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._schedule.step()
+        return loss.item() / math.log(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, with the state of PyTorch's own generator, from which dropout draws."""
+        return {
+            "step": len(self.losses),
+            "losses": list(self.losses),
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "windows": self._generator.get_state(),
+            "random": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state_dict`` was called."""
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        self._generator.set_state(state["windows"])
+        torch.set_rng_state(state["random"])
+        self.losses = list(state["losses"])
+
+
+def _bar(tokens: int, all_tokens: int) -> Any:
+    # A terminal redraws the bar in place, a log keeps every update.
+    interval = 0.5 if sys.stderr.isatty() else 15.0
+    return tqdm(initial=tokens, total=all_tokens, unit=" tokens", unit_scale=True, mininterval=interval)
+
+
+class CtrlC:
+    """Inside its block a first Ctrl-C is only noted, so that no step is left half done; a second one counts.
+
+    Attributes:
+        pressed: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __enter__(self) -> CtrlC:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+        signal.signal(signal.SIGINT, self._before)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of a token, in nats: logits (batch, length, 256), targets (batch, length)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _optimizer(
+    model: nn.Module, args: argparse.Namespace
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """AdamW that decays matrices only, its rate warmed up linearly, then a cosine down to a twentieth."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98))
+    warm_up: int = max(1, min(50, args.steps // 10))
+
+    def factor(step: int) -> float:
+        done = max(0, step - warm_up) / max(1, args.steps - warm_up)
+        return min(1.0, (step + 1) / warm_up) * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, text: Tensor, args: argparse.Namespace) -> float:
+    """The mean loss, in bits per byte, over windows spread evenly over ``text``: always the same ones."""
+    model.eval()
+    starts = spread(text, HELD_OUT_WINDOWS, args.length)
+    total = 0.0
+    for part in starts.split(args.batch):
+        tokens, targets = windows(text, part, args.length)
+        total += cross_entropy(model(tokens), targets).item() * len(part)
+    return float(total / (len(starts) * math.log(2)))
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: bytes, count: int, length: int, seed: int) -> bytes:
+    """Lets the model continue ``prompt`` by ``count`` bytes and returns both.
+
+    Every call sees a window of ``length`` tokens, so that the pipeline is lowered once. What fills it up on
+    the right changes nothing: attention is causal, and the last written position is the one that is read.
+    """
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    written = list(prompt)
+    for _ in range(count):
+        seen = written[-length:]
+        tokens = torch.tensor([seen + [0] * (length - len(seen))])
+        logits = model(tokens)[0, len(seen) - 1]
+        chances = torch.softmax(logits / TEMPERATURE, dim=0)
+        written.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return bytes(written)

@@ -1,0 +1,47 @@
+"""Devices of stages: which ones a pipeline may use, and whether two of them are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Device = torch.device | int | str
+
+
+def default_devices() -> list[torch.device] | None:
+    """All visible GPUs; None if there are none, and stages run on the CPU."""
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or None
+
+
+def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int) -> list[torch.device]:
+    """One device for each partition.
+
+    Raises:
+        IndexError: there are fewer.
+        ValueError: there are others than the CPU.
+    """
+    if devices is None:
+        return [torch.device("cpu")] * num_partitions
+    if len(devices) < num_partitions:
+        raise IndexError(
+            "too few devices to hold given partitions "
+            f"(devices: {len(devices)}, partitions: {num_partitions})"
+        )
+    chosen = [_numbered(device) for device in devices[:num_partitions]]
+    others = sorted({str(device) for device in chosen if device.type not in ("cpu", "cuda")})
+    if others:
+        raise ValueError(
+            f"stages run on the CPU only so far, got devices {', '.join(others)}; pass devices=None"
+        )
+    return chosen
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """With its index, where there are several of a kind."""
+    return torch.device(device.type, 0) if device.type == "cuda" and device.index is None else device
+
+
+def elsewhere(device: torch.device, wanted: torch.device) -> bool:
+    """Whether two devices differ; one without an index is the first."""
+    return (device.type, device.index or 0) != (wanted.type, wanted.index or 0)

@@ -1,0 +1,210 @@
+"""A recorded step as an SVG drawing: a row for every stage, a block for every action but transfers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from xml.sax.saxutils import escape
+
+from gpipe_fast.runtime.recording import Event, Recording
+from gpipe_fast.schedule import BACKWARD, Kind, bubble
+
+# In pixels.
+_MARGIN, _LABELS, _ROW, _GAP, _LINE = 20, 62, 30, 6, 20
+_WIDTHS = (800, 1900)  # of the rows: as wide as most names need, within these
+_TITLE_SIZE, _TEXT_SIZE, _NAME_SIZE = 13, 11, 10
+_LETTER = 0.62  # times the font size: the width of a letter in any usual monospaced font
+_TICK_DISTANCE = 80  # at least
+
+_FILLS = {Kind.F: "#9ecae9", Kind.R: "#c7e9c0", Kind.B: "#f7a650", Kind.I: "#f9b97a", Kind.W: "#fcdcbb"}
+_MEANINGS = {
+    Kind.F: "forward",
+    Kind.R: "recompute",
+    Kind.B: "backward",
+    Kind.I: "backward to the boundary gradient",
+    Kind.W: "weight gradients",
+}
+_INK, _IDLE, _LINES = "#222222", "#eeeeee", "#aaaaaa"
+_HATCH = (
+    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    f'<rect width="6" height="6" fill="#ffffff"/><rect width="2" height="6" fill="{_LINES}"/></pattern>'
+)
+
+
+def draw(recording: Recording, *, title: str = "") -> str:
+    """Draws the latest step of a recording, or its latest forward if no backward followed.
+
+    Time is real and goes to the right: what is grey in a row is a wait, and what is hatched, between forward
+    and backward, the caller's loss. A block is named if its name fits, and tells its times when pointed at.
+    Transfers take microseconds and are not drawn.
+
+    Args:
+        recording: of a ``with model.recording() as recording`` that has ended.
+        title: a line to go before the figures.
+
+    Returns:
+        The text of an SVG file.
+
+    Raises:
+        ValueError: the recording holds no whole step.
+    """
+    if not recording.latest:
+        raise ValueError("the recording holds no step: call the model inside its block, and draw after it")
+    lines = [*([title] if title else []), _figures(recording)]
+    chart = _Chart(recording, top=_MARGIN + _LINE * (len(lines) + 2))
+    widest = max(_text_width(line, _TITLE_SIZE) for line in lines)
+    width, height = math.ceil(max(chart.right, _MARGIN + widest) + _MARGIN), chart.bottom + 2 * _LINE
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="DejaVu Sans Mono, monospace" fill="{_INK}">',
+        _HATCH,
+        _rectangle(0, 0, width, height, "#ffffff"),
+        *(_text(_MARGIN, _MARGIN + _LINE * (i + 0.5), line, _TITLE_SIZE) for i, line in enumerate(lines)),
+        *_legend(_MARGIN + _LINE * len(lines), [kind for kind in _FILLS if chart.has(kind)]),
+        *chart.rows(),
+        *chart.loss(),
+        *chart.axis(),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _figures(recording: Recording) -> str:
+    num_stages, num_microbatches = len(recording.stages), recording.phases()[0].num_microbatches
+    begin, end = _span(list(recording.latest.values()))
+    return (
+        f"K = {num_stages} stages, M = {num_microbatches} micro-batches: "
+        f"{'step' if len(recording.phases()) > 1 else 'forward'} {(end - begin) * 1e3:.1f} ms, "
+        f"bubble {recording.bubble():.1%}, (K-1)/(M+K-1) = {bubble(num_stages, num_microbatches):.1%}"
+    )
+
+
+class _Chart:
+    """Rows, loss and axis, placed.
+
+    Attributes:
+        right: where the rows end.
+        bottom: where the last row ends.
+    """
+
+    def __init__(self, recording: Recording, top: float) -> None:
+        self._events = recording.latest
+        self._num_stages = len(recording.stages)
+        self._begin, self._end = _span(list(self._events.values()))
+        self._top = top
+        self._left = _MARGIN + _LABELS
+        self._scale = self._pixels_per_second()
+        self.right = self._x(self._end)
+        self.bottom = top + self._num_stages * (_ROW + _GAP) - _GAP
+
+    def _pixels_per_second(self) -> float:
+        """So much that nine of ten names fit into their blocks, if the drawing gets not too wide."""
+        needed = sorted(
+            (_text_width(_name(event), _NAME_SIZE) + 3) / max(event.end - event.begin, 1e-9)
+            for event in self._blocks()
+        )
+        seconds = max(self._end - self._begin, 1e-9)
+        lowest, highest = (width / seconds for width in _WIDTHS)
+        return min(max(needed[len(needed) * 9 // 10], lowest), highest)
+
+    def _x(self, seconds: float) -> float:
+        return round(self._left + (seconds - self._begin) * self._scale, 2)
+
+    def _blocks(self, kinds: Collection[Kind] = tuple(_FILLS)) -> list[Event]:
+        return [event for action, event in self._events.items() if action.kind in kinds]
+
+    def has(self, kind: Kind) -> bool:
+        """Whether there are any such blocks."""
+        return bool(self._blocks([kind]))
+
+    def rows(self) -> Iterator[str]:
+        """Every stage's name, and its blocks on grey."""
+        for stage in range(self._num_stages):
+            top = self._top + stage * (_ROW + _GAP)
+            yield f'<g class="stage" id="stage{stage}">'
+            yield _text(_MARGIN, top + _ROW / 2, f"stage {stage}", _TEXT_SIZE)
+            yield _rectangle(self._left, top, self.right, top + _ROW, _IDLE)
+            for event in self._blocks():
+                if event.action.stage == stage:
+                    yield from self._block(event, top)
+            yield "</g>"
+
+    def _block(self, event: Event, top: float) -> Iterator[str]:
+        left, right = self._x(event.begin), self._x(event.end)
+        begin, taken = (event.begin - self._begin) * 1e3, (event.end - event.begin) * 1e3
+        tip = f"{event.action}: {taken:.3f} ms, from {begin:.3f} ms"
+        kind = event.action.kind
+        yield _rectangle(left, top, right, top + _ROW, _FILLS[kind], tip=tip, kind=kind.value)
+        if _text_width(_name(event), _NAME_SIZE) <= right - left:
+            yield _text((left + right) / 2, top + _ROW / 2, _name(event), _NAME_SIZE, "middle")
+
+    def loss(self) -> Iterator[str]:
+        """What lies between forward and backward."""
+        backward = self._blocks([kind for kind in _FILLS if kind in BACKWARD])
+        if not backward:
+            return
+        left = self._x(max(event.end for event in self._blocks([Kind.F])))
+        right = self._x(min(event.begin for event in backward))
+        yield _rectangle(
+            left, self._top - _GAP / 2, right, self.bottom + _GAP / 2, "url(#hatch)", kind="loss"
+        )
+        yield _text((left + right) / 2, self._top - _LINE / 2, "loss", _TEXT_SIZE, "middle")
+
+    def axis(self) -> Iterator[str]:
+        """Milliseconds since the first begin."""
+        y = self.bottom + _GAP
+        yield _line(self._left, y, self.right, y)
+        step = _round_up(_TICK_DISTANCE / self._scale * 1e3)
+        decimals = max(0, -math.floor(math.log10(step)))
+        for tick in range(math.floor((self._end - self._begin) * 1e3 / step) + 1):
+            x = self._x(self._begin + tick * step * 1e-3)
+            yield _line(x, y, x, y + 4)
+            number = f"{tick * step:.{decimals}f}" if tick else "0 ms"
+            if x + _text_width(number, _TEXT_SIZE) / 2 <= self.right + _MARGIN:
+                yield _text(x, y + 4 + _LINE / 2, number, _TEXT_SIZE, "middle")
+
+
+def _span(events: list[Event]) -> tuple[float, float]:
+    return min(event.begin for event in events), max(event.end for event in events)
+
+
+def _name(event: Event) -> str:
+    return f"{event.action.kind.value}{event.action.microbatch}"
+
+
+def _round_up(number: float) -> float:
+    """The next of 1, 2, 5, 10, 20 and so on, or of 0.1, 0.2, 0.5."""
+    power: float = 10.0 ** math.floor(math.log10(number))
+    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= number * (1 - 1e-9))
+
+
+def _legend(top: float, kinds: list[Kind]) -> Iterator[str]:
+    x, y = float(_MARGIN), top + _LINE / 2
+    for fill, meaning in [*((_FILLS[kind], _MEANINGS[kind]) for kind in kinds), (_IDLE, "waiting")]:
+        yield _rectangle(x, y - 5, x + 10, y + 5, fill)
+        yield _text(x + 15, y, meaning, _TEXT_SIZE)
+        x += 15 + _text_width(meaning, _TEXT_SIZE) + 20
+
+
+def _text_width(text: str, size: float) -> float:
+    return len(text) * size * _LETTER
+
+
+def _text(x: float, y: float, text: str, size: int, anchor: str = "start") -> str:
+    """Text whose middle is at the height ``y``."""
+    place = f'x="{x:.2f}" y="{y + 0.36 * size:.2f}" font-size="{size}" text-anchor="{anchor}"'
+    return f"<text {place}>{escape(text)}</text>"
+
+
+def _line(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}" stroke="{_LINES}"/>'
+
+
+def _rectangle(
+    left: float, top: float, right: float, bottom: float, fill: str, *, tip: str = "", kind: str = ""
+) -> str:
+    place = f'x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" height="{bottom - top:.2f}"'
+    name = f' class="{kind}"' if kind else ""
+    # A rim as white as the background parts a block from its neighbours.
+    rim = ' stroke="#ffffff" stroke-width="0.5"' if tip else ""
+    return f'<rect{name} {place} fill="{fill}"{rim}>{f"<title>{escape(tip)}</title>" if tip else ""}</rect>'

@@ -1,0 +1,234 @@
+"""Whether a `GPipe` does what the plain micro-batch loop does: one step of both, compared bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.arguments import check_inputs
+from gpipe_fast.gpipe import GPipe
+from gpipe_fast.layers.batchnorm import names_of_statistics
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, cut, flatten
+from gpipe_fast.randomness.random import keyed_rng
+
+# What one step leaves behind, by name.
+_Result = dict[str, Tensor]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of the step.
+
+    Attributes:
+        name: ``output``, ``loss``, ``gradient of 0.weight``, ``buffer 1.running_mean`` and the like.
+        equal: whether every bit is; all NaN count as the same.
+        difference: the largest absolute one; infinite where there is nothing to subtract.
+        relative: ``difference`` over the largest magnitude in the plain loop's tensor.
+        note: how they differ, if not in their elements alone.
+    """
+
+    name: str
+    equal: bool
+    difference: float = 0.0
+    relative: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found; true if everything is equal, and a table as a string.
+
+    Attributes:
+        rows: outputs, loss, gradients and buffers, in this order.
+        num_microbatches: into how many the mini-batch was cut.
+    """
+
+    rows: tuple[Row, ...]
+    num_microbatches: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is equal, bit for bit."""
+        return all(row.equal for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def headline(self) -> str:
+        """The result in one line."""
+        if self.ok:
+            return f"equal bit for bit to the plain loop: {len(self.rows)} tensors"
+        unequal = sum(not row.equal for row in self.rows)
+        return f"{unequal} of {len(self.rows)} tensors differ from the plain loop's"
+
+    def __str__(self) -> str:
+        """The result in one line, then a row for every tensor."""
+        # Here, so that the package does without it.
+        from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
+
+        cells = [(r.name, "yes" if r.equal else "NO", r.difference, r.relative, r.note) for r in self.rows]
+        headers = ("tensor", "equal", "largest difference", "relative", "note")
+        return f"{self.headline}\n\n{tabulate(cells, headers, tablefmt='simple', floatfmt='.3g')}"
+
+
+def verify(
+    model: GPipe, x: Any, loss_fn: Callable[[Any], Tensor], *, chunks: int | Literal["auto"] | None = None
+) -> Report:
+    """Compares one step of ``model`` with one of the plain micro-batch loop over the same layers.
+
+    Both start from the same parameters, buffers and random state, in the mode and under the autocast that
+    are in force, on as many intra-op threads as a stage has. Nothing of it remains: parameters, buffers,
+    gradients and the random state are afterwards what they were, also when an error comes out. Running
+    statistics of deferred batch norm are left out, since a loop has none of a whole mini-batch::
+
+        report = gpipe_fast.verify(model, x, lambda y: F.cross_entropy(y, labels))
+        assert report, report
+
+    Args:
+        model: as it is to be trained.
+        x: a mini-batch, as ``model`` takes it as its only argument; compared are gradients of its tensors too
+            if they require one.
+        loss_fn: from what ``model`` returns to a tensor of one element; it is called twice, under equal
+            random states.
+        chunks: micro-batches to cut ``x`` into, by default as ``model`` does.
+
+    Raises:
+        TypeError: ``model`` is no `GPipe`, ``x`` is nothing that it takes, or the loss is no tensor.
+        ValueError: ``x`` cannot be cut, or the loss has more than one element or needs no gradient.
+        RuntimeError: ``model`` cannot be traced, or has to run already.
+    """
+    if not isinstance(model, GPipe):
+        raise TypeError(f"verify compares a GPipe with its plain loop, got {type(model).__name__}")
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn must be a function from the output to the loss, got {type(loss_fn).__name__}"
+        )
+    inputs = Inputs.of((x,), {})
+    check_inputs(inputs, model.devices)
+    with contextlib.ExitStack() as stack:
+        num_microbatches = stack.enter_context(_settled(model, inputs.batch_size, chunks))
+        plain = nn.Sequential(OrderedDict(model.named_children()))
+        ours = _step(model, model, inputs, loss_fn)
+        expected = _step(model, _loop(plain, inputs, num_microbatches), inputs, loss_fn)
+    meant_to_differ = {f"buffer {name}" for name in names_of_statistics(model)} if model._deferred else set()
+    names = [name for name in {**expected, **ours} if name not in meant_to_differ]
+    rows = tuple(_row(name, ours.get(name), expected.get(name)) for name in names)
+    return Report(rows, num_microbatches)
+
+
+@contextlib.contextmanager
+def _settled(model: GPipe, batch: int, chunks: int | Literal["auto"] | None) -> Iterator[int]:
+    """Fixes for a block all that the bits depend on; yields the number of micro-batches."""
+    before = model.chunks, model.threads_per_stage, model._warned, torch.get_num_threads()
+    cached = torch.is_autocast_cache_enabled()
+    try:
+        model.chunks = model.chunks if chunks is None else chunks
+        model._warned = True  # this is no training
+        model.threads_per_stage = before[1] or max(1, before[3] // max(1, len(model.balance)))
+        torch.set_num_threads(model.threads_per_stage)
+        # A cached weight would collect the gradients of several micro-batches.
+        torch.set_autocast_cache_enabled(False)
+        with torch.inference_mode(False):  # which turns gradients on, too
+            yield len(torch.empty(batch).chunk(model._num_chunks(batch)))
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        model.chunks, model.threads_per_stage, model._warned, _ = before
+        torch.set_num_threads(before[3])
+
+
+def _loop(plain: nn.Sequential, inputs: Inputs, num_microbatches: int) -> Callable[[Any], Any]:
+    """The plain micro-batch loop, which draws as a pipeline does."""
+
+    def run(x: Any) -> Any:
+        tensors = Inputs.of((x,), {}).tensors
+        parts = cut(tensors, inputs.replicated, num_microbatches)
+        with keyed_rng(plain):
+            outputs = [flatten(plain(inputs.structure.build(part))) for part in parts]
+        columns = zip(*(tensors for tensors, _ in outputs), strict=True)
+        return outputs[0][1].build([torch.cat(column) for column in columns])
+
+    return run
+
+
+def _step(
+    model: GPipe, run: Callable[[Any], Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]
+) -> _Result:
+    """One step of ``run``, which has the layers of ``model``; everything is put back when it ends."""
+    with _restored(model, inputs.tensors), torch.random.fork_rng(devices=[]):
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs.tensors]
+        output = run(inputs.build(leaves))
+        loss = loss_fn(output)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise ValueError(f"the loss must have one element, got shape {list(loss.shape)}")
+        several = inputs.structure != ONE_TENSOR
+        sources = {_numbered("gradient of input", i, several): x for i, x in enumerate(leaves)}
+        sources |= {f"gradient of {name}": p for name, p in model.named_parameters()}
+        sources = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
+        if not loss.requires_grad or not sources:
+            raise ValueError("the loss needs no gradient, so there is no backward to compare")
+        # Not backward(): it would add to the gradients that are there, and run their hooks.
+        gradients = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
+        outputs, structure = flatten(output)
+        names = [_numbered("output", i, structure != ONE_TENSOR) for i in range(len(outputs))]
+        result: _Result = {name: o.detach().clone() for name, o in zip(names, outputs, strict=True)}
+        result["loss"] = loss.detach().clone()
+        result |= {name: g for name, g in zip(sources, gradients, strict=True) if g is not None}
+        return result | {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
+
+
+def _numbered(name: str, index: int, several: bool) -> str:
+    return f"{name} {index}" if several else name
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Puts parameters, buffers and inputs back when the block ends; what did not change is not written."""
+    tensors = [t.detach() for t in (*inputs, *model.parameters(), *model.buffers())]
+    copies = [t.clone() for t in tensors]
+    try:
+        yield
+    finally:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            if not _equal(tensor, copy):
+                tensor.copy_(copy)
+
+
+def _row(name: str, ours: Tensor | None, expected: Tensor | None) -> Row:
+    if ours is None or expected is None:
+        missing = "missing here" if ours is None else "missing in the plain loop"
+        return Row(name, False, math.inf, math.inf, missing)
+    for what in ("dtype", "shape"):
+        found, wanted = getattr(ours, what), getattr(expected, what)
+        if found != wanted:
+            return Row(name, False, math.inf, math.inf, f"{what} {found}, not {wanted}")
+    if _equal(ours, expected):
+        return Row(name, True)
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = ours.to(wide), expected.to(wide)
+    off = torch.where(_same_bits(ours, expected), 0.0, (a - b).abs()).nan_to_num(nan=math.inf)
+    difference, largest = float(off.max()), float(b.abs().max())
+    return Row(name, False, difference, difference / largest if largest else math.inf)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return bool(_same_bits(a, b).all())
+
+
+def _same_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors of one dtype and shape have the same bits, or both any NaN."""
+    if a.is_complex():
+        return _same_bits(*(torch.view_as_real(t.resolve_conj()) for t in (a, b))).all(-1)
+    integers = _INTEGERS[a.element_size()]
+    return (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())

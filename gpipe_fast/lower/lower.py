@@ -1,0 +1,347 @@
+"""A graph to a program: who lives where, what is called how, and what is not called at all.
+
+For ``backward_recompute`` of Linear, ReLU, Linear, 23 nodes become 9 calls a run::
+
+    graph                               program
+    t = t(w1)                           (a view: built once, no step)
+    addmm = addmm(b1, x, t)             addmm@0   = addmm(b1, x, w1')
+    relu = relu(addmm)                  relu@0    = clamp_min(addmm, 0)        in place of addmm
+    mm_1 = mm(t(g), relu)               grad w2   = mm(g', relu)               first micro-batch
+                                        grad w2   = addmm(grad w2, g', relu)   later ones
+    mm = mm(g, t(t(w2)))                mm@4096   = mm(g, w2)
+    ...
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gpipe_fast._extension import When
+from gpipe_fast.lower.accumulation import Accumulation, Waiting
+from gpipe_fast.lower.alias import Source, source_of
+from gpipe_fast.lower.gradients import Gradient, contributions, is_dense, only_leads_to
+from gpipe_fast.lower.operators import OperatorCall, returning, writing
+from gpipe_fast.lower.placement import parts, place
+from gpipe_fast.lower.program import Accumulate, Call, Home, Make, Program, Ref, Take, Value
+from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
+from gpipe_fast.trace.refuse import layer_of
+from gpipe_fast.trace.trace import Role
+
+aten = torch.ops.aten
+
+_PLAIN = Accumulation()
+
+
+def lower(graph: StageGraph, accumulation: Accumulation = _PLAIN) -> Program:
+    """Lowers one graph of a stage.
+
+    Args:
+        graph: the graph.
+        accumulation: how gradients of parameters are added up.
+
+    Returns:
+        A program that computes the graph's results with the graph's bits.
+    """
+    return _Lowering(graph, accumulation).run()
+
+
+def lower_plainly(graph: StageGraph) -> Program:
+    """Every operator of the graph, views too, as a call of its own: what ``lower`` is measured against."""
+    return _Lowering(graph, _PLAIN, plain=True).run()
+
+
+class _Lowering:
+    def __init__(self, graph: StageGraph, accumulation: Accumulation, plain: bool = False) -> None:
+        self.graph = graph
+        self.accumulation = accumulation
+        self.plain = plain
+        self.nodes: list[fx.Node] = list(graph.module.graph.nodes)
+        self.sources: dict[fx.Node, Source] = {n: Source(n, 0) if plain else source_of(n) for n in self.nodes}
+        self.program = Program(graph.name)
+        self.index: dict[fx.Node, int] = {}  # base -> value
+        self.views: dict[tuple[Any, ...], int] = {}
+        self.gradient_of: dict[fx.Node, Gradient] = {}  # base written straight into an accumulator -> which
+        self.lasting: set[fx.Node] = set()  # bases that leave the program
+        self.unread: set[fx.Node] = set()  # sums whose terms are taken in their place
+        self.waiting = Waiting()
+
+    def run(self) -> Program:
+        program = self.program
+        self._add_placeholders()
+        results = [n for n in self.graph.outputs if n.port.role is not Role.PARAMETER_GRADIENT]
+        gradients = self._gradients()
+        self.lasting = {self.sources[n.node].base for n in results}
+        self.unread -= self.lasting | {self.sources[part].base for g in gradients for part in g.parts}
+        for gradient in () if self.plain else gradients:
+            self._choose_written(gradient)
+        due = self._due(gradients)
+        for node in self.nodes:
+            if node.op == "call_function" and node.target is not operator.getitem:
+                self._add_call(node)
+            for gradient in due.get(node, ()):
+                self._finish_gradient(gradient)
+        program.steps += self.waiting.done()
+        program.gradients = tuple(g.index for g in gradients)
+        program.outputs = tuple(n.port for n in results)
+        program.results = [self._result(n.node, n.port.role) for n in results]
+        place(program)
+        program.parts = parts(program)
+        return program
+
+    # Values
+
+    def _add(self, name: str, home: Home, like: Tensor, **where: Any) -> int:
+        value = Value(name, home, tuple(like.shape), tuple(like.stride()), like.dtype, **where)
+        self.program.values.append(value)
+        return len(self.program.values) - 1
+
+    def _add_placeholders(self) -> None:
+        inputs = []
+        for port, node in self.graph.inputs:
+            if port.role is Role.PARAMETER:
+                self.index[node] = self._add(str(port), Home.PARAMETER, node.meta["val"], index=port.index)
+            else:
+                saved = int(port.role is Role.SAVED)
+                self.index[node] = self._add(str(port), Home.INPUT, node.meta["val"], index=saved)
+                inputs.append(port)
+        self.program.inputs = tuple(inputs)
+        for node in self.nodes:
+            if node.op == "get_attr":
+                constant = getattr(self.graph.module, str(node.target))
+                self.index[node] = self._add(node.name, Home.CONSTANT, constant, constant=constant)
+
+    def _view(self, name: str, base: int, offset: int, like: Tensor) -> int:
+        """The value ``base`` looked at as ``like`` is laid out."""
+        whole = self.program.values[base]
+        if offset == 0 and whole.sizes == tuple(like.shape) and whole.strides == tuple(like.stride()):
+            return base
+        key = (base, offset, tuple(like.shape), tuple(like.stride()))
+        if key not in self.views:
+            self.views[key] = self._add(name, Home.VIEW, like, index=base, offset=offset)
+        return self.views[key]
+
+    def _value(self, node: fx.Node) -> int:
+        base, offset = self.sources[node]
+        return self._view(node.name, self.index[base], offset, node.meta["val"])
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return Ref(self._value(argument))
+        if isinstance(argument, (list, tuple)):
+            return [self._argument(a) for a in argument]
+        return argument
+
+    # Calls
+
+    def _add_call(self, node: fx.Node) -> None:
+        if self.sources[node].base is not node or self._is_multiple_view(node) or node in self.unread:
+            return
+        gradient = self.gradient_of.get(node)
+        if gradient is not None:
+            self._add_written_gradient(node, gradient)
+            return
+        metas = node.meta["val"]
+        many = isinstance(metas, (list, tuple))
+        bases = self._results_of(node, len(metas)) if many else [node]
+        call = None if self.plain else writing(node)
+        if call is None:
+            call = returning(node)
+            slots = [None if b is None else self._add_base(b, Home.RESULT) for b in bases]
+            self._append(call, tuple(slots), node)
+            return
+        outs = []
+        for position, base in enumerate(bases):
+            if base is None:  # read by nobody, but the kernel writes it
+                outs.append(self._add(f"{node.name}_{position}", Home.ARENA, metas[position]))
+            else:
+                lasts = base in self.lasting
+                outs.append(self._add_base(base, Home.FRESH if lasts else Home.ARENA))
+                if lasts:
+                    self.program.steps.append(Make(outs[-1], When.ALWAYS))
+        self._append(call, outs, node)
+
+    def _is_multiple_view(self, node: fx.Node) -> bool:
+        # split, unbind: each getitem is a view of the argument, the call itself is nothing.
+        users = list(node.users)
+        return bool(users) and all(
+            u.target is operator.getitem and self.sources[u].base is not u for u in users
+        )
+
+    @staticmethod
+    def _results_of(node: fx.Node, count: int) -> list[fx.Node | None]:
+        found: list[fx.Node | None] = [None] * count
+        for user in node.users:
+            if user.target is operator.getitem and isinstance(user.args[1], int):
+                found[user.args[1]] = user
+        return found
+
+    def _add_base(self, base: fx.Node, home: Home) -> int:
+        value = base.meta.get("val")
+        like = value if isinstance(value, Tensor) else torch.empty(0, device="meta")
+        self.index[base] = self._add(base.name, home, like)
+        return self.index[base]
+
+    def _append(
+        self, call: OperatorCall, outs: Iterable[int | None], node: fx.Node, when: When = When.ALWAYS
+    ) -> None:
+        arguments = [self._argument(a) for a in call.arguments]
+        results = None
+        if call.writes is None:
+            results = tuple(outs)
+        else:
+            for position, out in zip(call.writes, outs, strict=True):
+                assert out is not None
+                arguments[position] = Ref(out)
+        self.program.steps.append(Call(call.op, tuple(arguments), results, when, layer_of(node)))
+
+    def _copied(self, name: str, value: int, like: Tensor) -> int:
+        """A tensor of its own with the value's elements."""
+        copy = self._add(name, Home.FRESH, like)
+        self.program.steps.append(Make(copy, When.ALWAYS))
+        self.program.steps.append(_copy(copy, value, When.ALWAYS))
+        return copy
+
+    def _result(self, node: fx.Node, role: Role) -> int:
+        base = self.sources[node].base
+        value = self._value(node)
+        source = self.program.values[self.index[base]]
+        # What a step or the user changes in place later must not be what was handed out before.
+        changes = source.home in (Home.PARAMETER, Home.CONSTANT) or _is_buffer(base, self.graph)
+        shared = source.home is Home.INPUT and role is Role.BUFFER
+        if (changes or shared) and not self.plain:
+            return self._copied(f"{node.name}_copy", value, node.meta["val"])
+        return value
+
+    # Gradients of parameters
+
+    def _gradients(self) -> list[Gradient]:
+        """One for each parameter; a tied one has a gradient under each name, and their terms join."""
+        found: dict[int, list[fx.Node]] = {}
+        for port, node in self.graph.outputs:
+            if port.role is Role.PARAMETER_GRADIENT:
+                found.setdefault(port.index, []).append(node)
+        return [self._gradient(index, nodes) for index, nodes in found.items()]
+
+    def _gradient(self, index: int, nodes: list[fx.Node]) -> Gradient:
+        gradient = Gradient(index, nodes[0])
+        for node in nodes:
+            as_it_is = self.plain or (len(nodes) == 1 and self.accumulation.is_higher(node.meta["val"]))
+            uses = 1 if as_it_is else self.graph.parameter_uses.get(index, 1)
+            parts, sums = contributions(node, uses)
+            gradient.parts += parts
+            self.unread.update(sums)
+        if len(nodes) > 1:
+            gradient.parts.sort(key=lambda n: n.meta.get(JOINT_POSITION, -1))
+        return gradient
+
+    def _choose_written(self, gradient: Gradient) -> None:
+        """Notes whether an operator can write the first contribution into the accumulator itself."""
+        part = gradient.parts[0]
+        base, offset = self.sources[part]
+        value, like = base.meta.get("val"), part.meta["val"]
+        if base.op != "call_function" or base.target is operator.getitem or not isinstance(value, Tensor):
+            return
+        whole = offset == 0 and value.numel() == like.numel() and value.dtype == like.dtype
+        whole = whole and not self.accumulation.is_higher(like)
+        alone = base not in self.lasting and base not in self.gradient_of and only_leads_to(base, part)
+        if whole and is_dense(value) and alone and writing(base) is not None:
+            self.gradient_of[base] = gradient
+
+    def _due(self, gradients: list[Gradient]) -> dict[fx.Node, list[Gradient]]:
+        """After which node the last contribution to each gradient has been made."""
+        order = {node: position for position, node in enumerate(self.nodes)}
+        due: dict[fx.Node, list[Gradient]] = {}
+        for gradient in gradients:
+            bases = [self.sources[part].base for part in gradient.parts]
+            made = [b.args[0] if b.target is operator.getitem else b for b in bases]
+            last = max((m for m in made if isinstance(m, fx.Node)), key=order.__getitem__)
+            due.setdefault(last, []).append(gradient)
+        return due
+
+    def _add_written_gradient(self, node: fx.Node, gradient: Gradient) -> None:
+        steps = self.program.steps
+        part, like = gradient.parts[0], node.meta["val"]
+        gradient.value = self._add(
+            f"grad_{gradient.index}", Home.ACCUMULATOR, part.meta["val"], index=gradient.index
+        )
+        target = self._view(f"grad_{gradient.index}", gradient.value, 0, like)
+        call = writing(node)
+        assert call is not None
+        steps.append(Make(gradient.value, When.FIRST))
+        self._append(call, [target], node, When.FIRST)
+        operands = [a.meta["val"] for a in call.arguments[:2]] if call.op is aten.mm.out else []
+        if operands and self.accumulation.in_product(*operands):
+            fused = OperatorCall(aten.addmm.out, (None, *call.arguments[:2], 1, 1, None), (0, 5))
+            self._append(fused, [target, target], node, When.LATER)
+        elif self.accumulation.in_cast(node):
+            uncast = node.args[0]
+            assert isinstance(uncast, fx.Node)
+            self._accumulate(gradient, target, self._value(uncast), uncast.meta["val"])
+        else:
+            self.index[node] = self._add(node.name, Home.ARENA, like)
+            self._append(call, [self.index[node]], node, When.LATER)
+            self._accumulate(gradient, target, self.index[node], like)
+        self.index.setdefault(node, target)
+
+    def _finish_gradient(self, gradient: Gradient) -> None:
+        """Adds what no operator has written: whole gradients, and further uses of tied parameters."""
+        steps, name = self.program.steps, f"grad_{gradient.index}"
+        part = gradient.parts[0]
+        like = part.meta["val"]
+        if self.accumulation.is_higher(like):
+            self._sum_parts(gradient)
+        if gradient.value is None:
+            value = self._value(part) if gradient.sum is None else gradient.sum
+            if self._is_takeable(part):
+                gradient.value = self._add(name, Home.ACCUMULATOR, like, index=gradient.index)
+                steps.append(Take(gradient.value, value))
+            else:
+                layout = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
+                dtype = self.accumulation.sum_dtype(like)
+                dense = torch.empty_strided(like.shape, layout, dtype=dtype, device="meta")
+                gradient.value = self._add(name, Home.ACCUMULATOR, dense, index=gradient.index)
+                steps.append(Make(gradient.value, When.FIRST))
+                steps.append(_copy(gradient.value, value, When.FIRST))
+            self._accumulate(gradient, gradient.value, value, like)
+        for part in gradient.parts[1:] if gradient.sum is None else ():
+            steps.append(Accumulate(gradient.value, self._value(part), When.ALWAYS))
+
+    def _is_takeable(self, part: fx.Node) -> bool:
+        """Whether a contribution can become the accumulator: nothing else reads its memory."""
+        base, like = self.sources[part].base, part.meta["val"]
+        whole = self.program.values[self.index[base]]
+        lone = only_leads_to(base, part) and base not in self.lasting
+        fits = is_dense(like) and math.prod(whole.sizes) == like.numel()
+        return whole.home is Home.RESULT and lone and fits and not self.accumulation.is_higher(like)
+
+    def _sum_parts(self, gradient: Gradient) -> None:
+        """Adds what a tied parameter's gradient consists of in its own dtype, as autograd does."""
+        gradient.sum = self._value(gradient.parts[0])
+        for part in gradient.parts[1:]:
+            like = part.meta["val"]
+            total = torch.empty(like.shape, dtype=like.dtype, device="meta")
+            into = self._add(f"{part.name}_sum", Home.ARENA, total)
+            arguments = (Ref(gradient.sum), Ref(self._value(part)), 1, Ref(into))
+            self.program.steps.append(Call(aten.add.out, arguments, None, When.ALWAYS, None))
+            gradient.sum = into
+
+    def _accumulate(self, gradient: Gradient, accumulator: int, value: int, like: Tensor) -> None:
+        """Adds to an accumulator in later runs; what one kernel adds together, at the end of the program."""
+        if len(gradient.parts) > 1 and gradient.sum is None:  # one after the other
+            self.program.steps.append(Accumulate(accumulator, value, When.LATER))
+        else:
+            self.program.steps += self.waiting.add(accumulator, value, like)
+
+
+def _copy(target: int, value: int, when: When) -> Call:
+    return Call(aten.copy_.default, (Ref(target), Ref(value), False), None, when, None)
+
+
+def _is_buffer(node: fx.Node, graph: StageGraph) -> bool:
+    return any(n.node is node and n.port.role is Role.BUFFER for n in graph.inputs)

@@ -1,0 +1,135 @@
+"""Where a program's values lie in memory, when they are dropped, and which steps wait for what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpipe_fast.lower.arena import Lifetime, lay_out
+from gpipe_fast.lower.operators import is_pointwise
+from gpipe_fast.lower.program import (
+    Accumulate,
+    AccumulateAll,
+    Call,
+    Home,
+    Make,
+    Program,
+    Ref,
+    Release,
+    Step,
+    Take,
+    Value,
+    is_written,
+)
+from gpipe_fast.trace.trace import Role
+
+
+def place(program: Program) -> None:
+    """Gives arena values their offsets and drops the others after their last use."""
+    values, steps = program.values, program.steps
+    base_of = _bases(values)
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, step in enumerate(steps):
+        for used in _used(step):
+            first.setdefault(base_of[used], position)
+            last[base_of[used]] = position
+    kept = {base_of[r] for r in program.results}
+
+    lifetimes = {
+        i: Lifetime(_bytes(v), first[i], last[i], _reusable(program, steps[first[i]], i, base_of))
+        for i, v in enumerate(values)
+        if v.home is Home.ARENA and i in first
+    }
+    offsets, program.arena_bytes = lay_out(lifetimes)
+    for i, offset in offsets.items():
+        values[i] = replace(values[i], index=offset)
+
+    ends: dict[int, list[int]] = {}
+    for i, v in enumerate(values):
+        if v.home in (Home.FRESH, Home.RESULT) and i in last and i not in kept:
+            ends.setdefault(last[i], []).append(i)
+    program.steps = [
+        s
+        for position, step in enumerate(steps)
+        for s in (step, *(Release(v) for v in ends.get(position, ())))
+    ]
+
+
+def parts(program: Program) -> tuple[int, int]:
+    """Where the second part of a program begins, and where the third (see ``Program.parts``)."""
+    values, steps = program.values, program.steps
+    base_of = _bases(values)
+    inputs = (i for i, v in enumerate(values) if v.home is Home.INPUT)
+    late = {i for i, port in zip(inputs, program.inputs, strict=True) if port.role is Role.TANGENT}
+    results = {base_of[r] for r in program.results}
+    early, made = len(steps), 0
+    for position, step in enumerate(steps):
+        if early == len(steps) and any(base_of[v] in late for v in _used(step)):
+            early = position
+        if any(base_of[v] in results for v in _written(step)):
+            made = position + 1
+    return early, max(early, made)
+
+
+def _bases(values: Sequence[Value]) -> list[int]:
+    """Of each value itself, or what it is a view of."""
+    return [v.index if v.home is Home.VIEW else i for i, v in enumerate(values)]
+
+
+def _written(step: Step) -> list[int]:
+    match step:
+        case Call(op, arguments, None):
+            schema = zip(arguments, op._schema.arguments, strict=True)
+            return [r for argument, s in schema if is_written(s) for r in _refs(argument)]
+        case Call(_, _, results):
+            return [r for r in results or () if r is not None]
+        case Make(value):
+            return [value]
+        case _:
+            return []
+
+
+def _used(step: Step) -> list[int]:
+    match step:
+        case Call(_, arguments, results):
+            return [*_refs(arguments), *(r for r in results or () if r is not None)]
+        case Make(value) | Release(value):
+            return [value]
+        case Accumulate(accumulator, value) | Take(accumulator, value):
+            return [accumulator, value]
+        case AccumulateAll(accumulators, values):
+            return [*accumulators, *values]
+
+
+def _refs(argument: Any) -> list[int]:
+    if isinstance(argument, Ref):
+        return [argument.value]
+    if isinstance(argument, (list, tuple)):
+        return [r for a in argument for r in _refs(a)]
+    return []
+
+
+def _reusable(program: Program, step: Step, value: int, base_of: list[int]) -> tuple[int, ...]:
+    """Arguments of an element-by-element call whose memory its result may take over."""
+    if not isinstance(step, Call) or step.results is not None or not is_pointwise(step.op):
+        return ()
+    refs = [r for r in _refs(step.arguments) if r != value]
+    own = program.values[value]
+    found = []
+    for ref in refs:
+        other = program.values[ref]
+        same = (other.sizes, other.strides, other.dtype) == (own.sizes, own.strides, own.dtype)
+        # Another view of the same memory might be read after it was overwritten.
+        if same and other.home is Home.ARENA and all(r == ref for r in refs if base_of[r] == ref):
+            found.append(ref)
+    return tuple(found)
+
+
+def _bytes(value: Value) -> int:
+    if not math.prod(value.sizes):
+        return 0
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.sizes, value.strides, strict=True))
+    return span * value.dtype.itemsize

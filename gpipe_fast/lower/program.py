@@ -1,0 +1,298 @@
+"""A program as data: its values, its steps, how it reads to a person, and how it becomes a C++ object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from gpipe_fast._extension import Arena, Layout, When
+from gpipe_fast._extension import Program as NativeProgram
+from gpipe_fast._extension import Value as NativeValue
+from gpipe_fast.trace.trace import Port
+
+
+class Home(str, Enum):
+    """Where a value's memory is (csrc/program/program.h has the picture)."""
+
+    INPUT = "input"
+    PARAMETER = "parameter"
+    CONSTANT = "constant"
+    ACCUMULATOR = "accumulator"
+    ARENA = "arena"
+    FRESH = "fresh"
+    RESULT = "result"
+    VIEW = "view"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of a program.
+
+    Attributes:
+        name: the graph's name for it.
+        home: where its memory is.
+        sizes: in elements.
+        strides: in elements.
+        dtype: of its elements.
+        index: of the parameter or accumulator; an arena value's offset in bytes; a view's base; of an input,
+            1 if another program's operator typed it.
+        offset: of a view, in elements from its base.
+        constant: the tensor, if it is one.
+    """
+
+    name: str
+    home: Home
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    index: int = 0
+    offset: int = 0
+    constant: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value as an argument of a call."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """Calls an operator; ``results`` is None if it writes into its arguments."""
+
+    op: OpOverload[Any, Any]
+    arguments: tuple[Any, ...]
+    results: tuple[int | None, ...] | None
+    when: When
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class Make:
+    """Makes a fresh value or an accumulator, uninitialised."""
+
+    value: int
+    when: When
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """accumulator += value."""
+
+    accumulator: int
+    value: int
+    when: When
+
+
+@dataclass(frozen=True)
+class AccumulateAll:
+    """accumulator += value for several, in no order."""
+
+    accumulators: tuple[int, ...]
+    values: tuple[int, ...]
+    when: When
+
+
+@dataclass(frozen=True)
+class Take:
+    """The accumulator becomes the value, in a mini-batch's first run."""
+
+    accumulator: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Drops a value and its views."""
+
+    value: int
+
+
+Step = Call | Make | Accumulate | AccumulateAll | Take | Release
+
+
+@dataclass
+class Program:
+    """A lowered graph.
+
+    Attributes:
+        name: of the graph it came from.
+        inputs: the ports its ``run`` takes, in order; parameters are bound apart.
+        outputs: the ports it returns, in order.
+        gradients: parameters whose gradients it accumulates.
+        values: its tensors.
+        steps: what it does, in order.
+        results: indices of the returned values.
+        arena_bytes: the scratch memory it needs.
+        parts: of all steps, how many read no boundary gradient and come before all that do; and how many it
+            takes until the results are there.
+    """
+
+    name: str
+    inputs: tuple[Port, ...] = ()
+    outputs: tuple[Port, ...] = ()
+    gradients: tuple[int, ...] = ()
+    values: list[Value] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)
+    arena_bytes: int = 0
+    parts: tuple[int, int] = (0, 0)
+
+    def build(
+        self,
+        arena: Arena,
+        device: torch.device,
+        *,
+        parameters: Sequence[int] | None = None,
+        direct: bool = True,
+    ) -> NativeProgram:
+        """Makes the C++ object. Not thread safe: of those that share an arena, one runs at a time.
+
+        Args:
+            arena: scratch memory, shared by the programs of one stage.
+            device: where all values are.
+            parameters: where its parameters and their gradients are among those it is run with; by default
+                they are all.
+            direct: call operators by their C++ function where known, not through the boxed dispatcher.
+        """
+        native = NativeProgram(arena, device)
+        for value in self.values:
+            at = value.index if parameters is None or value.home not in _INDEXED else parameters[value.index]
+            _add_value(native, value, at)
+        for step in self.steps:
+            match step:
+                case Call(op, arguments, results, when):
+                    native.add_operator(
+                        op._schema.name,
+                        op._schema.overload_name,
+                        [_native(a) for a in arguments],
+                        None if results is None else list(results),
+                        direct,
+                        when,
+                    )
+                case Make(value_index, when):
+                    native.add_make(value_index, when)
+                case Accumulate(accumulator, value_index, when):
+                    native.add_accumulate(accumulator, value_index, when)
+                case AccumulateAll(accumulators, value_indices, when):
+                    native.add_accumulate_all(accumulators, value_indices, when)
+                case Take(accumulator, value_index):
+                    native.add_take(accumulator, value_index)
+                case Release(value_index):
+                    native.add_release(value_index)
+        native.set_outputs(self.results)
+        native.set_arena_bytes(self.arena_bytes)
+        native.set_parts(*self.parts)
+        return native
+
+    def describe(self) -> str:
+        """The program as text: one line a step, with shapes, places and the layer each came from."""
+        calls = [s for s in self.steps if isinstance(s, Call)]
+        views = sum(v.home is Home.VIEW for v in self.values)
+        lines = [
+            f"{self.name}: {len(calls)} calls, {views} views, arena {self.arena_bytes} bytes",
+            *(f"  {p} = {self._place(self._value_of_input(i))}" for i, p in enumerate(self.inputs)),
+        ]
+        for index, step in enumerate(self.steps):
+            lines.append(f"{index:5d}  {self._line(step)}")
+        returned = ", ".join(
+            f"{p} = {self.values[v].name}" for p, v in zip(self.outputs, self.results, strict=True)
+        )
+        lines.append(f"  return {returned or 'nothing'}")
+        return "\n".join(lines)
+
+    def _value_of_input(self, index: int) -> int:
+        return [i for i, v in enumerate(self.values) if v.home is Home.INPUT][index]
+
+    def _line(self, step: Step) -> str:
+        match step:
+            case Call(op, arguments, results, when, layer):
+                written = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if is_written(s)]
+                read = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if not is_written(s)]
+                targets = [a.value for a in written] if results is None else results
+                left = ", ".join("_" if t is None else self._place(t) for t in targets)
+                right = ", ".join(map(self._text, read))
+                note = "" if layer is None else f"  # layer {layer}"
+                return f"{left} = {op._schema.name.removeprefix('aten::')}({right}){_when(when)}{note}"
+            case Make(value, when):
+                return f"make {self._place(value)}{_when(when)}"
+            case Accumulate(accumulator, value, when):
+                return f"{self.values[accumulator].name} += {self.values[value].name}{_when(when)}"
+            case AccumulateAll(accumulators, values, when):
+                pairs = zip(accumulators, values, strict=True)
+                sums = (f"{self.values[a].name} += {self.values[v].name}" for a, v in pairs)
+                return f"at once: {', '.join(sums)}{_when(when)}"
+            case Take(accumulator, value):
+                return (
+                    f"{self.values[accumulator].name} = {self.values[value].name}, taken{_when(When.FIRST)}"
+                )
+            case Release(value):
+                return f"release {self.values[value].name}"
+
+    def _place(self, index: int) -> str:
+        value = self.values[index]
+        shape = f"{value.name}:{str(value.dtype).removeprefix('torch.')}{list(value.sizes)}"
+        return f"{shape}@{value.index}" if value.home is Home.ARENA else shape
+
+    def _text(self, argument: Any) -> str:
+        if isinstance(argument, Ref):
+            return self._name(argument.value)
+        if isinstance(argument, (list, tuple)):
+            return "[" + ", ".join(map(self._text, argument)) + "]"
+        return str(argument)
+
+    def _name(self, index: int) -> str:
+        value = self.values[index]
+        if value.home is not Home.VIEW:
+            return value.name
+        offset = f"+{value.offset}" if value.offset else ""
+        return f"{self.values[value.index].name}{offset}<{list(value.sizes)} by {list(value.strides)}>"
+
+
+def is_written(argument: torch._C.Argument) -> bool:
+    """Whether an operator changes this argument, as its schema has it."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _when(when: When) -> str:
+    return {When.ALWAYS: "", When.FIRST: "  (first run)", When.LATER: "  (later runs)"}[when]
+
+
+def _native(argument: Any) -> Any:
+    if isinstance(argument, Ref):
+        return NativeValue(argument.value)
+    if isinstance(argument, (list, tuple)):
+        return [_native(a) for a in argument]
+    return argument
+
+
+_INDEXED = (Home.PARAMETER, Home.ACCUMULATOR)
+
+
+def _add_value(native: NativeProgram, value: Value, at: int) -> None:
+    layout = Layout(value.sizes, value.strides, value.dtype)
+    match value.home:
+        case Home.INPUT:
+            native.add_input(layout, bool(value.index))
+        case Home.PARAMETER:
+            native.add_parameter(at, layout)
+        case Home.CONSTANT:
+            assert value.constant is not None
+            native.add_constant(value.constant)
+        case Home.ACCUMULATOR:
+            native.add_accumulator(at, layout)
+        case Home.ARENA:
+            native.add_arena(value.index, layout)
+        case Home.FRESH:
+            native.add_fresh(layout)
+        case Home.RESULT:
+            native.add_result(layout)
+        case Home.VIEW:
+            native.add_view(value.index, value.offset, layout)

@@ -1,0 +1,322 @@
+"""Keyed randomness: a random op draws by its place in the model, never by when or where it runs.
+
+A draw is a function of four numbers: the mini-batch's key, the micro-batch, the layer, and the op's ordinal
+among the random ops of that layer. `KeyedRandomMode` replaces PyTorch's random ops with such draws, below
+autograd, so that every backward formula stays as it is::
+
+    layer 1 = Sequential(Linear, Dropout, GELU, Dropout), micro-batch 2
+                                 │              └── keyed_bernoulli(key, layer=1, ordinal=1, ...)
+                                 └───────────────── keyed_bernoulli(key, layer=1, ordinal=0, ...)
+    key = [minibatch_key, microbatch, first_layer] = [minibatch_key, 2, 0]
+
+A stage whose first layer is layer 1 passes ``first_layer = 1`` and ``layer=0``, and draws the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipe_fast.randomness.random_rules import RULES
+
+# The layer of a random op that runs outside of every layer; no stage's layers count this far.
+NO_LAYER = 0xFFFF
+
+
+class UnkeyedRandomOp(RuntimeError):
+    """A random op that cannot be drawn by key; the message names the op and the reason."""
+
+
+def minibatch_key() -> int:
+    """Draws a mini-batch's key from PyTorch's default CPU generator, so ``torch.manual_seed`` governs it."""
+    return int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))
+
+
+class MinibatchKey:
+    """A mini-batch's key: given, or drawn when it is first asked for, by whichever thread."""
+
+    def __init__(self, key: int | None = None) -> None:
+        self._lock = threading.Lock()
+        self._key = key
+
+    def __call__(self) -> int:
+        """The key."""
+        with self._lock:
+            if self._key is None:
+                self._key = minibatch_key()
+            return self._key
+
+
+def make_key(minibatch: int, microbatch: int, first_layer: int = 0) -> Tensor:
+    """Returns the key tensor of one stage and micro-batch: int64, shape (3,), on the CPU."""
+    return torch.tensor([minibatch, microbatch, first_layer], dtype=torch.int64, device="cpu")
+
+
+class GeneratorStates:
+    """The states of generators that layers bring themselves, as their random ops find them."""
+
+    def __init__(self, keep: bool) -> None:
+        """Begins with none; ``keep`` those that come, so that they can be drawn from again."""
+        self._keep = keep
+        self._kept: list[Tensor] = []
+        self._again: Iterator[Tensor] | None = None
+
+    def replayed(self) -> GeneratorStates:
+        """Those of a second run of the same ops."""
+        states = GeneratorStates(False)
+        states._again = iter(self._kept)
+        return states
+
+    @contextlib.contextmanager
+    def at(self, generator: torch.Generator) -> Iterator[None]:
+        """Around the next op: draws from the generator, or again from what it was, leaving it as it is."""
+        now = generator.get_state()
+        if self._again is None:
+            if self._keep:
+                self._kept.append(now)
+            yield
+            return
+        generator.set_state(next(self._again))
+        try:
+            yield
+        finally:
+            generator.set_state(now)
+
+
+class KeyedRandomMode(TorchDispatchMode):
+    """Replaces every random op by a draw from ``torch.ops.gpipe_fast``, in eager mode and under tracing.
+
+    Args:
+        key: ``[minibatch_key, microbatch, first_layer]``, int64, on the CPU; real, fake, or a trace's input;
+            or a function that returns it.
+        generators: in eager mode, for what has no keyed counterpart: such an op draws from a generator of its
+            own, seeded by what a keyed one draws by, or from the one that it brings.
+
+    Raises:
+        UnkeyedRandomOp: on any other random op.
+    """
+
+    def __init__(self, key: Tensor | Callable[[], Tensor], generators: GeneratorStates | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generators = generators
+        # Only CUDA has fused attention with dropout, and a function mode keeps Transformer layers in eval
+        # from their fast path.
+        self._attention = _UnfusedAttention() if torch.cuda.is_available() else None
+        self.set_key(key)
+
+    def set_key(self, key: Tensor | Callable[[], Tensor]) -> None:
+        """Goes on to another micro-batch, outside of every layer; a function is asked at the first draw."""
+        self._key = key
+        self._layer = NO_LAYER
+        self._ordinals = {NO_LAYER: 0}
+
+    def enter_layer(self, layer: int) -> None:
+        """Starts layer ``layer``, counted from the key's first layer: its random ops count from 0."""
+        self._layer = layer
+        self._ordinals[layer] = 0
+
+    def leave_layer(self) -> None:
+        """Ends the layer; what is drawn before the next one counts on as layer ``NO_LAYER``."""
+        self._layer = NO_LAYER
+
+    def __enter__(self) -> KeyedRandomMode:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        if self._attention is not None:
+            self._attention.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._attention is not None:
+            self._attention.__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: OpOverload[Any, Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        if rule is None and self._generators is not None and _is_composite(func):
+            # In inference mode such come whole, with what they draw inside. Not `decompose`: PyTorch's Python
+            # version of an LSTM leaves its dropout out.
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        if rule is None:
+            if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+                return self._draw_unkeyed(func, args, kwargs)
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            return self._draw_unkeyed(func, args, kwargs)
+        kwargs.pop("generator", None)
+        return rule(self, *args, **kwargs)
+
+    def _draw_unkeyed(self, func: OpOverload[Any, Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        generator = kwargs.get("generator")
+        if generator is None:
+            takes_one = any(argument.name == "generator" for argument in func._schema.arguments)
+            if self._generators is None or not takes_one:
+                raise UnkeyedRandomOp(f"{func} has no keyed counterpart")
+            return func(*args, **kwargs | {"generator": self._own_generator()})
+        if self._generators is None:
+            raise UnkeyedRandomOp(f"{func} brings its own generator, which a recompute would advance again")
+        with self._generators.at(generator):
+            return func(*args, **kwargs)
+
+    def _own_generator(self) -> torch.Generator:
+        key, ordinal = self._next()
+        minibatch, microbatch, first_layer = key.tolist()
+        place = (minibatch, microbatch, first_layer + self._layer, ordinal)
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+
+    def draw(
+        self, op: Any, size: Sequence[int], *parameters: float, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Draws the layer's next random tensor with one of the ``keyed_*`` ops."""
+        if dtype.is_complex:
+            raise UnkeyedRandomOp(f"a random tensor of {dtype} has no keyed counterpart")
+        key, ordinal = self._next()
+        drawn: Tensor = op(key, self._layer, ordinal, size, *parameters, dtype=dtype, device=device)
+        return drawn
+
+    def _next(self) -> tuple[Tensor, int]:
+        """The key, and the ordinal of the layer's next draw."""
+        if _inside_checkpoint():
+            raise UnkeyedRandomOp(
+                "a random op inside torch.utils.checkpoint would not draw the same when recomputed"
+            )
+        if not isinstance(self._key, Tensor):
+            self._key = self._key()
+        ordinal = self._ordinals[self._layer]
+        self._ordinals[self._layer] = ordinal + 1
+        return self._key, ordinal
+
+    def draw_like(
+        self, op: Any, like: Tensor, *parameters: float, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Draws as many elements as ``like`` has, in its dtype and on its device unless told otherwise."""
+        return self.draw(op, like.shape, *parameters, dtype=dtype or like.dtype, device=like.device)
+
+
+@functools.cache
+def _is_composite(func: OpOverload[Any, Any]) -> bool:
+    """Whether it is made of other operators."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+class _UnfusedAttention(TorchFunctionMode):
+    """Sends attention with dropout down the unfused path: fused kernels draw for themselves."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            dropout_p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            if dropout_p > 0.0:
+                with sdpa_kernel(SDPBackend.MATH):
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _inside_checkpoint() -> bool:
+    # Non-reentrant checkpointing is a pair of saved-tensor hooks; PyTorch offers no other way to ask.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _draws(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a random op draws at all: attention without dropout, for one, does not."""
+    if func is torch.ops.aten._fused_sdp_choice.default:
+        return False
+    arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    names = [a.name for a in func._schema.arguments if a.name in ("dropout_p", "dropout")]
+    return not names or bool(arguments.get(names[0], 0.0) and arguments.get("train", True))
+
+
+@contextlib.contextmanager
+def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRandomMode]:
+    """Lets a plain micro-batch loop draw the same random bits as `GPipe`.
+
+    One context is one mini-batch. Inside it every call of ``module`` is the next micro-batch, and every
+    random op draws by its layer and its place in the layer. What runs outside of the layers draws by key
+    too, but `GPipe` has no such place to agree with::
+
+        torch.manual_seed(0)
+        with gpipe_fast.keyed_rng(model):
+            y = torch.cat([model(c) for c in x.chunk(8)])
+        loss(y).backward()
+
+    Guaranteed: after equal ``torch.manual_seed`` calls, the bits are those of ``GPipe(model, chunks=8)(x)``,
+    for any balance, checkpoint policy and number of threads.
+
+    Args:
+        module: the unpartitioned model, called through ``module(...)``.
+        key: the mini-batch's key, a signed 64-bit integer; None draws one as `GPipe` does.
+
+    Yields:
+        The active `KeyedRandomMode`.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Sequential``.
+        UnkeyedRandomOp: a random op that cannot be drawn by key.
+        RuntimeError: ``module`` calls its children in another order than their own.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be an nn.Sequential, but is {type(module).__name__}")
+    # Drawn when first needed: what draws nothing leaves PyTorch's generator as it was, here and in GPipe.
+    minibatch = MinibatchKey(key)
+    mode = KeyedRandomMode(lambda: make_key(minibatch(), 0), GeneratorStates(False))
+    progress = _Progress(mode, module, minibatch)
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(module.register_forward_pre_hook(progress.begin_microbatch, prepend=True).remove)
+        for child in module.children():  # each object once, also where it stands in several places
+            hooks.callback(child.register_forward_pre_hook(progress.begin_layer, prepend=True).remove)
+            hooks.callback(child.register_forward_hook(progress.end_layer, always_call=True).remove)
+        with mode:
+            yield mode
+
+
+class _Progress:
+    """Tells a mode, from the calls of a Sequential and its children, which micro-batch and layer run."""
+
+    def __init__(self, mode: KeyedRandomMode, module: nn.Sequential, minibatch: Callable[[], int]) -> None:
+        self._mode = mode
+        self._layers = list(module)
+        self._minibatch = minibatch
+        self._microbatch = 0
+        self._next_layer = 0
+        self._depth = 0  # above 1, a layer calls a child of the Sequential by itself
+
+    def begin_microbatch(self, module: nn.Module, args: Any) -> None:
+        microbatch = self._microbatch
+        self._mode.set_key(lambda: make_key(self._minibatch(), microbatch))
+        self._microbatch += 1
+        self._next_layer = self._depth = 0
+
+    def begin_layer(self, child: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        layer = self._next_layer
+        if layer >= len(self._layers) or self._layers[layer] is not child:
+            raise RuntimeError(
+                f"call {layer} of a child must be that of layer {layer}, but the Sequential called its "
+                f"{type(child).__name__} out of order"
+            )
+        self._next_layer += 1
+        self._mode.enter_layer(layer)
+
+    def end_layer(self, child: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._mode.leave_layer()

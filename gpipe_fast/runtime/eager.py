@@ -1,0 +1,440 @@
+"""Layers that run as they are, in Python: what cannot be traced, and all under ``backend='eager'``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import Node
+
+from gpipe_fast.layers import phase
+from gpipe_fast.layers.batchnorm import deferring
+from gpipe_fast.layers.skip import carrying, take
+from gpipe_fast.layers.structure import Structure, call, flatten, shared
+from gpipe_fast.lower.accumulation import sum_dtype
+from gpipe_fast.randomness.random import GeneratorStates, KeyedRandomMode, make_key
+from gpipe_fast.runtime.stage import Modes, Stage, under
+from gpipe_fast.trace.trace import parameters_of
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A micro-batch at the first of the layers.
+
+    Attributes:
+        tensors: detached; those of skip connections last.
+        structure: how the others are nested.
+        needs_gradient: which of the others do.
+        skips: of skip connections, which do; nothing for those that are None.
+        key: draws the mini-batch's key.
+        microbatch: its number.
+    """
+
+    tensors: Sequence[Tensor]
+    structure: Structure
+    needs_gradient: Sequence[bool]
+    skips: Sequence[bool | None]
+    key: Callable[[], int]
+    microbatch: int
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors, each the root of an autograd graph of its own where it needs a gradient."""
+        needs = (*self.needs_gradient, *(skip for skip in self.skips if skip is not None))
+        return [t.detach().requires_grad_(need) for t, need in zip(self.tensors, needs, strict=True)]
+
+
+class _Noted(NamedTuple):
+    """A buffer at some time, or a parameter that the forward writes."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    copy: Tensor
+
+    def is_changed(self) -> bool:
+        # Batch norm writes its statistics without telling their version counters.
+        replaced = getattr(self.module, self.name, None) is not self.buffer
+        return replaced or not torch.equal(self.buffer, self.copy)
+
+    def put_back(self) -> None:
+        if getattr(self.module, self.name, None) is not self.buffer:
+            setattr(self.module, self.name, self.buffer)
+        with torch.no_grad():
+            self.buffer.copy_(self.copy)
+
+
+@dataclass
+class _Run:
+    """One run of the layers: the leaves and the roots of its autograd graph."""
+
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+    structure: Structure
+    stashed: list[Tensor | None]
+    writes_inputs: bool
+
+    def roots(self) -> list[Tensor]:
+        """All that leaves."""
+        return [*self.outputs, *(tensor for tensor in self.stashed if tensor is not None)]
+
+
+@dataclass
+class _Kept:
+    """What a forward keeps for its backward.
+
+    Attributes:
+        run: with its graph; None if it is to be recomputed.
+        every: parameter.
+        parameters: that need gradients.
+    The rest is for a recompute:
+        arrived: what came in.
+        buffers: those that the forward wrote or replaced, as it found them.
+        generators: as the forward found those that the layers bring themselves.
+        data: where the parameters' elements were.
+    """
+
+    run: _Run | None
+    every: list[nn.Parameter]
+    parameters: list[nn.Parameter]
+    arrived: _Arrived
+    buffers: list[_Noted]
+    generators: GeneratorStates
+    data: list[int]
+
+
+class EagerLayers:
+    """A run of layers in Python, called by the worker of their stage for every micro-batch.
+
+    Inputs are cloned, since a layer may write them; the numbers are those of the plain loop, also of sums of
+    several contributions to one gradient.
+    """
+
+    def __init__(
+        self,
+        part: Stage,
+        name: str,
+        modes: Modes,
+        recompute: bool,
+        busy: threading.RLock,
+        on_tangents: Callable[[Sequence[Tensor | None]], None] | None = None,
+    ) -> None:
+        """Makes one.
+
+        Args:
+            part: whose layers to call one after the other.
+            name: what errors call them.
+            modes: PyTorch's global modes to run them under.
+            recompute: keep only what comes in, and run them again in the backward.
+            busy: held while the layers run.
+            on_tangents: is told the gradients that come to the outputs.
+        """
+        self._part = part
+        self._layers = part.layers
+        self._name = name
+        self._modes = modes
+        self._recompute = recompute and modes.grad
+        self._busy = busy
+        self._on_tangents = on_tangents
+        self._checked = False
+        self._reentrant = False
+
+    def note(self) -> list[_Noted]:
+        """The buffers as they are, and what embeddings with ``max_norm`` shorten in their forward."""
+        return [
+            _Noted(module, name, tensor, tensor.detach().clone())
+            for layer in self._layers
+            for module in layer.modules()
+            for name, tensor in (*module._buffers.items(), *_shortened(module).items())
+            if tensor is not None
+        ]
+
+    def restore(self, noted: Sequence[_Noted]) -> None:
+        """Puts buffers back, after a failure."""
+        for buffer in noted:
+            if buffer.is_changed():
+                buffer.put_back()
+
+    def forward(
+        self,
+        tensors: Sequence[Tensor],
+        structure: Structure,
+        needs_gradient: Sequence[bool],
+        skips: Sequence[bool | None],
+        key: Callable[[], int],
+        microbatch: int,
+        action: str,
+    ) -> tuple[list[Tensor], Structure, list[bool], _Kept | None, list[bool | None], bool]:
+        """Runs one micro-batch.
+
+        Returns:
+            The outputs detached, those that are stashed last; how the others are nested and which of them
+            need gradients; what `backward` needs; which that are stashed need gradients, nothing for None;
+            whether inputs were changed in place.
+        """
+        arrived = _Arrived(tensors, structure, needs_gradient, skips, key, microbatch)
+        with self._busy, self._blamed(action), phase.entered(checkpointing=self._recompute):
+            before = self.note() if self._recompute else []
+            generators = GeneratorStates(self._recompute)
+            run = self._run(arrived, generators)
+            roots = run.roots()
+            kept: _Kept | None = None
+            if any(root.requires_grad for root in roots):
+                every = parameters_of(self._layers)
+                parameters = [p for p in every if p.requires_grad]
+                self._check_graph(run, parameters)
+                kept = _Kept(
+                    None if self._recompute else run,
+                    every,
+                    parameters,
+                    arrived,
+                    [buffer for buffer in before if buffer.is_changed()],
+                    generators,
+                    [p.data_ptr() for p in parameters],
+                )
+            return (
+                [root.detach() for root in roots],
+                shared(run.structure),
+                [output.requires_grad for output in run.outputs],
+                kept,
+                [None if tensor is None else tensor.requires_grad for tensor in run.stashed],
+                run.writes_inputs,
+            )
+
+    def backward(
+        self,
+        kept: _Kept | None,
+        tangents: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        retain: bool,
+        action: str,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Goes back through one micro-batch.
+
+        Args:
+            kept: by its forward.
+            tangents: gradients of its outputs.
+            gradients: of the layers' parameters so far, in the order of `parameters_of`.
+            retain: whether there may be another backward.
+            action: what the engine calls it.
+
+        Returns:
+            Gradients of the inputs, and those of the parameters with this micro-batch's added.
+        """
+        if self._on_tangents is not None:
+            self._on_tangents(tangents)
+        if kept is None or all(tangent is None for tangent in tangents):
+            return [], list(gradients)
+        with self._busy, self._blamed(action):
+            if kept.run is not None:
+                return self._differentiate(kept, kept.run, tangents, gradients, retain)
+            if [p.data_ptr() for p in kept.parameters] != kept.data:
+                raise RuntimeError(
+                    f"a parameter of {self._name} was given other data between forward and backward, which "
+                    "runs the forward again"
+                )
+            with phase.entered(recomputing=True), _as_it_was(kept.buffers):
+                run = self._run(kept.arrived, kept.generators.replayed())
+                return self._differentiate(kept, run, tangents, gradients, False)
+
+    def _run(self, arrived: _Arrived, generators: GeneratorStates) -> _Run:
+        mode = KeyedRandomMode(lambda: self._key(arrived), generators)
+        with torch.set_grad_enabled(self._modes.grad), under(self._modes.autocast):
+            leaves = arrived.leaves()
+            copied = [_copied(leaf) for leaf in leaves]
+            versions = [copy._version for copy in copied]
+            copies = iter(copied)
+            value = arrived.structure.build([next(copies) for _ in arrived.needs_gradient])
+            popped = [None if needs is None else next(copies) for needs in arrived.skips]
+            with (
+                carrying(dict(zip(self._part.keys(self._part.pops), popped, strict=True))) as carried,
+                mode,
+                deferring(self._part.deferred),
+            ):
+                for index, layer in enumerate(self._layers):
+                    mode.enter_layer(index)
+                    value = call(layer, value)
+                stashed = take(carried, self._part.keys(self._part.stashes))
+            try:
+                outputs, structure = flatten(value, once=True)
+            except TypeError as error:
+                raise TypeError(f"{self._name} returns what cannot be passed on: {error}") from None
+        writes_inputs = versions != [copy._version for copy in copied]
+        return _Run(leaves, outputs, structure, stashed, writes_inputs)
+
+    def _key(self, arrived: _Arrived) -> Tensor:
+        """Of the micro-batch's draws, where the layers are."""
+        key = make_key(arrived.key(), arrived.microbatch, self._part.first_layer)
+        device = self._part.device
+        return key if device.type == "cpu" else key.pin_memory().to(device, non_blocking=True)
+
+    def _differentiate(
+        self,
+        kept: _Kept,
+        run: _Run,
+        tangents: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        retain: bool,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        so_far = {id(p): g for p, g in zip(kept.every, gradients, strict=True)}
+        higher = [p for p in kept.parameters if sum_dtype(p.dtype, self._part.grad_dtype) != p.dtype]
+        sums = {id(p): so_far.pop(id(p)) for p in higher}
+        # A parameter as a root takes in what there is, before its uses add theirs one by one, as autograd
+        # does for all micro-batches of a loop. What is added up in more precision is no gradient of its.
+        roots = [
+            (root, gradient)
+            for root, gradient in (
+                *zip(run.roots(), tangents, strict=False),
+                *((p, so_far.get(id(p))) for p in kept.parameters),
+            )
+            if gradient is not None and root.requires_grad
+        ]
+        inputs = [leaf for leaf in run.leaves if leaf.requires_grad]
+        sources = [*inputs, *kept.parameters]
+        differentiate = _backward if self._reentrant else _grad
+        with _without_hooks(kept.parameters), _in_this_thread(roots):
+            found = differentiate([r for r, _ in roots], [g for _, g in roots], sources, retain)
+        of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
+        of_inputs = [of.get(id(leaf)) for leaf in run.leaves]
+        of |= {p: _added(total, of[p], self._part.grad_dtype) for p, total in sums.items()}
+        return of_inputs, [of.get(id(p), so_far.get(id(p))) for p in kept.every]
+
+    def _check_graph(self, run: _Run, parameters: Iterable[Tensor]) -> None:
+        """Refuses tensors whose gradients would be lost, and looks for checkpoints; once."""
+        if self._checked:
+            return
+        self._checked = True
+        known = {id(tensor) for tensor in (*run.leaves, *parameters)}
+        pending: list[Node] = [root.grad_fn for root in run.roots() if root.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            self._reentrant = self._reentrant or node.name() == "CheckpointFunctionBackward"
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor) and id(leaf) not in known:
+                raise RuntimeError(
+                    f"{self._name} uses a tensor of shape {list(leaf.shape)} that needs a gradient and is "
+                    "not one of its parameters; make it one, or pass it through the layers"
+                )
+            following = {n for n, _ in node.next_functions if n is not None} - seen
+            seen |= following
+            pending.extend(following)
+
+    @contextlib.contextmanager
+    def _blamed(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(f"in action {action} of the pipeline ({self._name})")
+            raise
+
+
+def _added(total: Tensor | None, gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """A sum in another dtype, with one more gradient."""
+    if gradient is None:
+        return total
+    return gradient.to(dtype) if total is None else total + gradient.to(dtype)
+
+
+def _shortened(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return module._parameters if is_table and module.max_norm is not None else {}
+
+
+# To which PyTorch aligns memory, in bytes; matrix products may round otherwise where it is not.
+_ALIGNMENT = 64
+
+
+class _Copied(torch.autograd.Function):
+    """A copy whose memory is laid out and aligned as the original's, overlaps and gaps included."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        span = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        memory = tensor.new_empty(span + _ALIGNMENT)
+        beyond = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNMENT
+        begin = beyond // tensor.element_size()
+        memory[begin : begin + span].copy_(tensor.as_strided((span,), (1,)))
+        # Not a view of it, which a layer may not write.
+        storage = memory.untyped_storage()
+        return tensor.new_empty(0).set_(storage, begin, tensor.shape, tensor.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy that layers may write, and from which they compute the same bits."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
+        return tensor.clone()
+    if tensor.data_ptr() % _ALIGNMENT == 0:
+        copy = tensor.clone()
+        if copy.stride() == tensor.stride():
+            return copy
+    copied: Tensor = _Copied.apply(tensor)
+    return copied
+
+
+def _in_this_thread(roots: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
+    """Autograd gives what is on a GPU to that GPU's thread, where the pipeline's backward may be waiting."""
+    of_host = all(root.device.type == "cpu" for root, _ in roots)
+    return torch.autograd.set_multithreading_enabled(of_host and torch._C._is_multithreading_enabled())
+
+
+Found = Sequence[Tensor | None]
+
+
+def _grad(roots: list[Tensor], gradients: list[Tensor], sources: list[Tensor], retain: bool) -> Found:
+    return torch.autograd.grad(roots, sources, gradients, retain_graph=retain, allow_unused=True)
+
+
+def _backward(roots: list[Tensor], gradients: list[Tensor], sources: list[Tensor], retain: bool) -> Found:
+    """What reentrant checkpoints want instead: they add to ``grad`` themselves."""
+    before = [source.grad for source in sources]
+    try:
+        for source in sources:
+            source.grad = None
+        torch.autograd.backward(roots, gradients, retain_graph=retain)
+        return [source.grad for source in sources]
+    finally:
+        for source, gradient in zip(sources, before, strict=True):
+            source.grad = gradient
+
+
+@contextlib.contextmanager
+def _as_it_was(buffers: Sequence[_Noted]) -> Iterator[None]:
+    """Lets buffers be for a block what a forward found, unnoticed by autograd."""
+    names = [(noted.module, noted.name) for noted in buffers]
+    now = [_Noted(m, n, b, b.detach().clone()) for m, n in names if (b := getattr(m, n)) is not None]
+    tensors = {id(noted.buffer): noted.buffer for noted in (*buffers, *now)}
+    with _unsafe_preserve_version_counter(tuple(tensors.values())):
+        try:
+            for noted in buffers:
+                noted.put_back()
+            yield
+        finally:
+            for noted in now:
+                noted.put_back()
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Hooks on parameters see the whole mini-batch's gradient, not each micro-batch's."""
+    hooked = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    try:
+        for parameter, _ in hooked:
+            parameter._backward_hooks = None
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks

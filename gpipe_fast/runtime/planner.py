@@ -1,0 +1,339 @@
+"""From a call to its plan: made when such a call is first seen, and again only after a change."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gpipe_fast import _extension
+from gpipe_fast.layers.structure import Inputs, Structure, cut
+from gpipe_fast.lower.split import FULL_RECOMPUTE
+from gpipe_fast.runtime.compile import TRACES, CompiledStage, Compiler, Refusal, TooManyTraces
+from gpipe_fast.runtime.late import LateStage, Remarks, Search
+from gpipe_fast.runtime.plan import Plan, check_placed, make_late_plan, make_plan
+from gpipe_fast.runtime.stage import TURN, Boundary, Modes, Spec, Stage, intra_op_threads, under
+from gpipe_fast.runtime.state import State
+from gpipe_fast.trace.refuse import refuse_uninitialised
+from gpipe_fast.trace.trace import parameters_of
+
+# Signatures whose programs a module remembers.
+_SIGNATURES = 32
+
+Mask = tuple[bool, ...]  # by output
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that the programs of a mini-batch depend on.
+
+    Attributes:
+        inputs: what the module is called with.
+        replicated: which of its tensors every micro-batch gets as a whole.
+        chunks: into how many micro-batches it is cut, at most.
+        threads: intra-op threads of each stage.
+        modes: PyTorch's global modes.
+        layers: the layers' fingerprint.
+    """
+
+    inputs: Boundary
+    replicated: tuple[bool, ...]
+    chunks: int
+    threads: int
+    modes: Modes
+    layers: Hashable
+
+    @classmethod
+    def of(cls, inputs: Inputs, chunks: int, threads: int, state: State) -> Signature:
+        """The signature of a call under the present modes."""
+        boundary = _boundary(inputs.tensors, inputs.tensors, inputs.structure)
+        return cls(boundary, inputs.replicated, chunks, threads, Modes.now(), state.fingerprint)
+
+
+class Planner:
+    """Plans for the calls of one module.
+
+    Attributes:
+        remarks: what runs in Python, and why.
+    """
+
+    def __init__(self, stages: Sequence[Stage], backend: str, interpreted: _extension.Interpreted) -> None:
+        self.remarks = Remarks()
+        self._backend = backend
+        self._programs = _Programs(stages, None if backend == "aten" else TRACES)
+        self._found = threading.Event()
+        self._late = [
+            LateStage(
+                stage,
+                f"stage {i}",
+                self._programs.compiler,
+                interpreted,
+                self._found,
+                functools.partial(self.remarks.add, i, stage),
+                lock,
+            )
+            for i, (stage, lock) in enumerate(zip(stages, _locks(stages), strict=True))
+        ]
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._expected = _Expected()
+        # The latest call and its plan: comparing is cheaper than hashing.
+        self._latest: tuple[Signature, tuple[float, float], int, Plan] | None = None
+
+    @property
+    def latest(self) -> Plan | None:
+        """The plan of the latest call; None before the first."""
+        return None if self._latest is None else self._latest[3]
+
+    def plan(self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float]) -> Plan:
+        """The plan for such a call.
+
+        Args:
+            signature: of the call.
+            inputs: what the module is called with; only described.
+            budgets: the share of activations saved, of all micro-batches but the last and of the last.
+
+        Raises:
+            RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
+                the reason.
+        """
+        if self._found.is_set():
+            self._found.clear()
+            for late in self._late:
+                late.lower_wanted()
+        if self._latest is not None and self._latest[:3] == (signature, budgets, self._expected.changes):
+            return self._latest[3]
+        key = (signature, budgets, self._expected.get(signature))
+        found = self._plans.get(key)
+        if found is None:
+            with contextlib.ExitStack() as held:
+                idle = all(late.hold(held) for late in self._late)
+                found = self._make(signature, inputs, budgets, idle)
+            if not idle:
+                return found
+            _remember(self._plans, key, found)
+        self._plans.move_to_end(key)
+        self._latest = (signature, budgets, self._expected.changes, found)
+        return found
+
+    def _make(
+        self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float], idle: bool
+    ) -> Plan:
+        """Makes a plan, for this time only if another thread runs layers in Python: none is traced then."""
+        check_placed(self._programs.stages)
+        microbatches = [
+            _boundary(tensors, inputs, signature.inputs.structure)
+            for tensors in cut([x.detach() for x in inputs], signature.replicated, signature.chunks)
+        ]
+        late = functools.partial(self._make_late, signature, microbatches, budgets)
+        if self._backend == "eager":
+            return late(eager=True)
+        if self.remarks.in_python or not idle:
+            return late(eager=False)
+        with intra_op_threads(signature.threads):
+            pipelines = self._programs.compile(signature, microbatches)
+            if isinstance(pipelines, Refusal):
+                self._refuse(pipelines)
+                return late(eager=isinstance(pipelines.untraceable, TooManyTraces))
+            differentiable = tuple(spec.requires_grad for spec in pipelines[0][-1].outputs.tensors)
+            expected = self._expected.get(signature, differentiable)
+            if expected != differentiable:
+                pipelines = self._programs.compile(signature, microbatches, expected)
+                if isinstance(pipelines, Refusal):
+                    raise RuntimeError(_explain(pipelines, self._programs.stages))
+            return make_plan(
+                pipelines,
+                [budgets[0]] * (len(microbatches) - 1) + [budgets[1]],
+                signature.threads,
+                signature.replicated,
+                expected,
+                # One output either gets its gradient, or there is no backward.
+                _Instead(self._programs, self._expected, signature, microbatches)
+                if sum(differentiable) > 1
+                else None,
+            )
+
+    def _make_late(
+        self,
+        signature: Signature,
+        microbatches: Sequence[Boundary],
+        budgets: tuple[float, float],
+        *,
+        eager: bool,
+    ) -> Plan:
+        for index, stage in enumerate(self._programs.stages):
+            untraceable = refuse_uninitialised(stage.layers)
+            if untraceable is not None:
+                raise RuntimeError(_explain(Refusal(index, untraceable), self._programs.stages))
+        each = [budgets[0]] * (len(microbatches) - 1) + [budgets[1]]
+        # Programs are lowered by workers, which have the stages' thread count.
+        modes = signature.modes._replace(num_threads=signature.threads)
+        return make_late_plan(
+            self._programs.stages,
+            [Search(late, modes, each, eager) for late in self._late],
+            microbatches[0],
+            each,
+            signature.threads,
+            signature.replicated,
+            _check_arrived,
+        )
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Lets a layer run in Python, if it may."""
+        stages, reason = self._programs.stages, refusal.untraceable
+        if self._backend == "aten" or reason.final:
+            raise RuntimeError(_explain(refusal, stages))
+        if isinstance(reason, TooManyTraces):
+            return self.remarks.add(0, None, None, reason.reason)
+        assert reason.layer is not None
+        self._late[refusal.stage_index].blame(reason.layer, reason.reason)
+
+
+class _Expected(dict[Signature, Mask]):
+    """To which outputs gradients came last, and how often that changed."""
+
+    changes = 0
+
+    def note(self, signature: Signature, mask: Mask) -> None:
+        self[signature] = mask
+        self.changes += 1
+
+
+class _Programs:
+    """Compiled stages, by signature."""
+
+    def __init__(self, stages: Sequence[Stage], most_traces: int | None) -> None:
+        self.stages = stages
+        self.compiler = Compiler(most=most_traces)
+        self._compiled: OrderedDict[Hashable, list[list[CompiledStage]]] = OrderedDict()
+
+    def compile(
+        self, signature: Signature, microbatches: Sequence[Boundary], defined: Mask | None = None
+    ) -> list[list[CompiledStage]] | Refusal:
+        """The compiled stages of each micro-batch, given to which outputs gradients come."""
+        key = (signature, defined)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            # Only the last micro-batch can differ from the others.
+            distinct = list(dict.fromkeys((microbatches[0], microbatches[-1])))
+            indices = None if defined is None else [i for i, d in enumerate(defined) if d]
+            found = self.compiler.compile(self.stages, distinct, indices)
+            if isinstance(found, Refusal):
+                return found
+            _check_outputs(
+                [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in found]
+            )
+            compiled = found
+            _remember(self._compiled, key, compiled)
+        return [compiled[0]] * (len(microbatches) - 1) + [compiled[-1]]
+
+
+class _Instead:
+    """Makes plans for backwards to which the gradients of fewer outputs come than their forward expected.
+
+    They recompute everything, since what the forward saved is for the gradients that it expected. The next
+    forward expects what came. Refers to no plan: plans refer to it, from where no cycle would be found.
+    """
+
+    def __init__(
+        self,
+        programs: _Programs,
+        expected: _Expected,
+        signature: Signature,
+        microbatches: Sequence[Boundary],
+    ) -> None:
+        self._programs = programs
+        self._expected = expected
+        self._signature = signature
+        self._microbatches = microbatches
+        self._plans: dict[Mask, _extension.Plan] = {}
+
+    def __call__(self, defined: Sequence[bool]) -> _extension.Plan:
+        mask = tuple(defined)
+        with TURN:
+            self._expected.note(self._signature, mask)
+            if mask not in self._plans:
+                self._plans[mask] = self._make(mask)
+            return self._plans[mask]
+
+    def _make(self, mask: Mask) -> _extension.Plan:
+        self._check_unchanged()
+        signature = self._signature
+        with torch.enable_grad(), under(signature.modes.autocast), intra_op_threads(signature.threads):
+            pipelines = self._programs.compile(signature, self._microbatches, mask)
+            if isinstance(pipelines, Refusal):
+                raise RuntimeError(_explain(pipelines, self._programs.stages))
+            budgets = [FULL_RECOMPUTE] * len(self._microbatches)
+            plan = make_plan(pipelines, budgets, signature.threads, signature.replicated, mask)
+        return plan.native
+
+    def _check_unchanged(self) -> None:
+        state = State()
+        state.look([layer for stage in self._programs.stages for layer in stage.layers])
+        if state.fingerprint != self._signature.layers:
+            raise RuntimeError(
+                "the module was changed between forward and backward, and gradients came to other outputs "
+                "than before; call the module again"
+            )
+
+
+def _boundary(tensors: Sequence[Tensor], wholes: Sequence[Tensor], structure: Structure) -> Boundary:
+    """Describes one micro-batch, or all; detached parts need gradients if what they are cut from does."""
+    grad = torch.is_grad_enabled()
+    specs = tuple(Spec.of(t, grad and w.requires_grad) for t, w in zip(tensors, wholes, strict=True))
+    return Boundary(specs, structure)
+
+
+def _check_arrived(microbatches: Sequence[_extension.Boundary]) -> None:
+    _check_outputs([(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches])
+
+
+def _check_outputs(microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]]) -> None:
+    """Refuses structures and shapes that cannot be joined."""
+    structure, shapes = microbatches[0]
+    for other, _ in microbatches:
+        if other != structure:
+            raise RuntimeError(
+                "the last layer returns what differs between micro-batches beside its tensors: "
+                f"{structure} and {other}"
+            )
+    if not shapes:
+        raise RuntimeError("the last layer returns no tensor, so there is nothing to concatenate")
+    for index, shape in enumerate(shapes):
+        if not len(shape):
+            raise RuntimeError(
+                f"output {index} of the last layer is 0-dimensional, so those of the micro-batches cannot be "
+                "concatenated; return a tensor whose first dimension is the batch"
+            )
+
+
+def _explain(refusal: Refusal, stages: Sequence[Stage]) -> str:
+    stage, untraceable = stages[refusal.stage_index], refusal.untraceable
+    where = f"stage {refusal.stage_index}"
+    if untraceable.layer is not None:
+        layer = stage.layers[untraceable.layer]
+        where += f", layer {stage.first_layer + untraceable.layer} ({type(layer).__name__})"
+    return f"{where} cannot be traced faithfully: {untraceable.reason}"
+
+
+def _locks(stages: Sequence[Stage]) -> list[threading.RLock]:
+    """One each, or the same for all where stages share parameters."""
+    parameters = [id(p) for stage in stages for p in parameters_of(stage.layers)]
+    if len(set(parameters)) == len(parameters):
+        return [threading.RLock() for _ in stages]
+    return [threading.RLock()] * len(stages)
+
+
+_Cached = TypeVar("_Cached")
+
+
+def _remember(cache: OrderedDict[Hashable, _Cached], key: Hashable, value: _Cached) -> None:
+    cache[key] = value
+    while len(cache) > _SIGNATURES:
+        cache.popitem(last=False)

@@ -1,0 +1,57 @@
+"""What a call needs to know of the layers, found again only after a change."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Set
+
+from torch import Tensor, nn
+
+from gpipe_fast._extension import Snapshot
+from gpipe_fast.trace.fingerprint import fingerprint
+from gpipe_fast.trace.trace import buffers_of, parameters_of
+
+
+class _Hashed:
+    """A value whose hash is computed once, and that is first compared by identity."""
+
+    def __init__(self, value: Hashable) -> None:
+        self._value = value
+        self._hash = hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Hashed) and other._value == self._value)
+
+
+class State:
+    """Fingerprint, parameters and buffers of layers.
+
+    Attributes:
+        layers: the layers, as seen last.
+        fingerprint: what their programs depend on (see `fingerprint`).
+        parameters: of all layers, tied ones once.
+        buffers: likewise.
+    """
+
+    def __init__(self, in_python: Set[int] = frozenset()) -> None:
+        """Knows nothing; ``in_python`` says which layers run in Python, and may grow."""
+        self._in_python = in_python
+        self.layers: list[nn.Module] = []
+        self.fingerprint: Hashable = None
+        self.parameters: list[nn.Parameter] = []
+        self.buffers: list[Tensor] = []
+        self._snapshot: Snapshot | None = None
+
+    def look(self, layers: Collection[nn.Module]) -> bool:
+        """Brings everything up to date; returns whether anything was changed."""
+        if self._snapshot is not None and self._snapshot.unchanged(layers):
+            return False
+        # First, so that a change by another thread meanwhile is seen by the next look.
+        self._snapshot = Snapshot(layers)
+        self.layers = list(layers)
+        self.fingerprint = _Hashed(fingerprint(layers, self._in_python))
+        self.parameters = parameters_of(layers)
+        self.buffers = buffers_of(layers)
+        return True

@@ -1,0 +1,11 @@
+"""Which stage does what, and in which order.
+
+The numbers of stages and micro-batches come in; a `Schedule`, the validated actions of every stage, goes
+out. Plain Python on integers: it imports nothing of gpipe_fast and no torch, and anything may import it.
+"""
+
+from gpipe_fast.schedule.actions import BACKWARD, TRANSFERS, Action, Kind
+from gpipe_fast.schedule.fill_drain import bubble, fill_drain
+from gpipe_fast.schedule.schedule import Schedule
+
+__all__ = ["BACKWARD", "TRANSFERS", "Action", "Kind", "Schedule", "bubble", "fill_drain"]

@@ -1,0 +1,67 @@
+"""Actions: what one stage does with one micro-batch, in the notation of the field."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """What an action does; torch.distributed.pipelining has the same names, but for R."""
+
+    F = "F"
+    R = "R"  # recompute: all of a backward that needs no boundary gradient
+    B = "B"  # backward: what R left of it, or all
+    I = "I"  # noqa: E741 the field's name: of that, up to the boundary gradient that is sent
+    W = "W"  # what I left: gradients of weights
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+
+TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+BACKWARD = (Kind.R, Kind.RECV_B, Kind.B, Kind.I, Kind.SEND_B, Kind.W)
+_ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|[FRBIW])([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of one stage; ``str`` gives ``2F0``: stage 2, forward, micro-batch 0."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads ``2F0``, ``1SEND_F3`` and the like.
+
+        Raises:
+            ValueError: the text is no action.
+        """
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is no action; actions read like 2F0, 2B0, 1SEND_F3 or 2RECV_F3")
+        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+def tick(action: Action) -> float:
+    """Durations to think in: 1 for a forward, a backward or a part of one, nothing for a transfer."""
+    return 0.0 if action.kind in TRANSFERS else 1.0
+
+
+def forward_steps(stage: int, num_stages: int) -> list[Kind]:
+    """What a stage does with one micro-batch in its forward, in order."""
+    return [Kind.RECV_F] * (stage > 0) + [Kind.F] + [Kind.SEND_F] * (stage < num_stages - 1)
+
+
+def backward_steps(stage: int, num_stages: int, *, recompute: bool, split: bool) -> list[Kind]:
+    """The same of its backward."""
+    before = [Kind.R] * recompute + [Kind.RECV_B] * (stage < num_stages - 1)
+    send = [Kind.SEND_B] * (stage > 0)
+    return [*before, Kind.I, *send, Kind.W] if split else [*before, Kind.B, *send]

@@ -1,0 +1,62 @@
+"""Fill-drain, GPipe's schedule: all forwards, then all backwards, the last micro-batch first.
+
+K = 3 stages, M = 4 micro-batches. A column is one tick, the time of a forward or a backward; transfers, not
+drawn, take none::
+
+    stage 0  0F0 0F1 0F2 0F3  .   .   .   .  0B3 0B2 0B1 0B0
+    stage 1   .  1F0 1F1 1F2 1F3  .   .  1B3 1B2 1B1 1B0
+    stage 2   .   .  2F0 2F1 2F2 2F3 2B3 2B2 2B1 2B0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from gpipe_fast.schedule.actions import Action, backward_steps, forward_steps
+from gpipe_fast.schedule.schedule import Schedule
+
+
+def fill_drain(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    slots: int | None = None,
+    backward: bool = True,
+    recomputed: Collection[int] | None = None,
+) -> Schedule:
+    """GPipe's schedule: all forwards, then all backwards, the last micro-batch first.
+
+    Args:
+        num_stages: K.
+        num_microbatches: M.
+        slots: boundary tensors that may wait on one edge in one direction; if None M, so that no SEND waits.
+        backward: False for inference.
+        recomputed: which micro-batches recompute. If given, backwards are in parts, so that nobody waits for
+            what it does not need: a stage recomputes before the boundary gradient arrives, and sends its own
+            on before it makes the gradients of its weights. With all recomputed, and F, R, I and W equally
+            long, all backwards take 3 M + K - 1 ticks; whole ones, if None, 3 (M + K - 1).
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+    stages = []
+    for stage in range(num_stages):
+        actions = [
+            Action(stage, kind, m)
+            for m in range(num_microbatches)
+            for kind in forward_steps(stage, num_stages)
+        ]
+        for m in reversed(range(num_microbatches)) if backward else ():
+            split = stage > 0 and recomputed is not None
+            kinds = backward_steps(stage, num_stages, recompute=m in (recomputed or ()), split=split)
+            actions += [Action(stage, kind, m) for kind in kinds]
+        stages.append(tuple(actions))
+    return Schedule(tuple(stages), num_microbatches, num_microbatches if slots is None else slots)
+
+
+def bubble(num_stages: int, num_microbatches: int) -> float:
+    """The share of fill-drain in which a stage is idle, if all take equally long and transfers no time.
+
+    (K - 1) / (M + K - 1), from arXiv 1811.06965, section 2.3. Backwards in parts leave less.
+    """
+    return (num_stages - 1) / (num_microbatches + num_stages - 1)

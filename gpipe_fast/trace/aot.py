@@ -1,0 +1,252 @@
+"""The one place that calls PyTorch's private ahead-of-time tracer and its min-cut partitioner."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import sympy  # type: ignore[import-untyped, unused-ignore]
+import torch
+import torch._functorch.config as functorch_config
+from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.traceback import annotate, preserve_node_meta
+
+from gpipe_fast.trace.fake import RealLayouts
+
+__all__ = [
+    "BufferAOTInput",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "Symbols",
+    "TangentAOTInput",
+    "annotate",
+    "export_joint",
+    "export_symbolic",
+    "graph_module",
+    "min_cut_saved",
+]
+
+_PYTHON_KERNELS = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+# Batch norm's Python kernel computes nothing: it names the functional operator, whose new running
+# statistics the trace must see as results.
+_KEPT = ("native_batch_norm", "cudnn_batch_norm")
+
+
+@contextlib.contextmanager
+def without_python_decompositions() -> Iterator[None]:
+    """Takes PyTorch's Python re-implementations of composite operators away.
+
+    While tracing they would stand in for the C++ ones (upsampling, dropout, recurrent layers) and round
+    differently; eager mode never uses them.
+    """
+    taken: list[tuple[OpOverload[Any, Any], dict[Any, Any]]] = []
+    for packet in list(vars(torch.ops.aten).values()):
+        if not isinstance(packet, OpOverloadPacket) or packet.__name__ in _KEPT:
+            continue
+        for overload in list(vars(packet).values()):
+            if isinstance(overload, OpOverload):
+                kernels = {k: overload.py_kernels[k] for k in _PYTHON_KERNELS if k in overload.py_kernels}
+                if kernels:
+                    taken.append((overload, kernels))
+    try:
+        for overload, kernels in taken:
+            for key in kernels:
+                del overload.py_kernels[key]
+            overload._dispatch_cache.clear()
+        yield
+    finally:
+        for overload, kernels in taken:
+            overload.py_kernels.update(kernels)
+            overload._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _fast_attention() -> Iterator[None]:
+    # In inference nn.MultiheadAttention calls one fused operator, unless it notices that it is traced.
+    module = torch.nn.modules.activation
+    noticing = module._is_make_fx_tracing
+    module._is_make_fx_tracing = lambda: False
+    try:
+        yield
+    finally:
+        module._is_make_fx_tracing = noticing
+
+
+@contextlib.contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    # A cached cast of a weight is shared by every use within one autocast region, and so would be its
+    # gradient: a loop without the cache, which is what a pipeline computes, gives other numbers.
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """The symbols of a trace.
+
+    Attributes:
+        sizes: of each input, in order: a symbol, or a number.
+        strides: likewise; None where it follows from sizes.
+        guards: what must hold of them, for the graph to be what any tracing would find.
+        ranges: the smallest and the largest value of each.
+    """
+
+    sizes: tuple[tuple[sympy.Symbol | int | None, ...], ...]
+    strides: tuple[tuple[sympy.Symbol | int | None, ...], ...]
+    guards: tuple[sympy.Basic, ...]
+    ranges: dict[sympy.Symbol, tuple[int, float]]
+
+    def solve(
+        self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]
+    ) -> dict[sympy.Symbol, int] | None:
+        """The symbols' values for inputs of these shapes and strides; None if they do not fit."""
+        values: dict[sympy.Symbol, int] = {}
+        own = chain(chain.from_iterable(self.sizes), chain.from_iterable(self.strides))
+        given = chain(chain.from_iterable(shapes), chain.from_iterable(strides))
+        for symbol, value in zip(own, given, strict=True):
+            known = symbol if isinstance(symbol, int) else value
+            if isinstance(symbol, sympy.Symbol):
+                known = values.setdefault(symbol, value)
+            if known != value:
+                return None
+        for symbol, (least, most) in self.ranges.items():
+            if symbol not in values or not least <= values[symbol] <= most:
+                return None
+        replaced = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+        holds = all(guard.xreplace(replaced) == sympy.true for guard in self.guards)
+        return values if holds else None
+
+
+class _Dynamic:
+    """Inputs some of whose sizes are symbols."""
+
+    def __init__(self, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]) -> None:
+        self._env = ShapeEnv()
+        self.mode = RealLayouts(self._env)
+        self.inputs = tuple(
+            self.mode.from_tensor(
+                tensor,
+                static_shapes=False,
+                source=ConstantSource(f"input_{index}"),
+                symbolic_context=StatelessSymbolicContext(
+                    [DimDynamic.DUCK if varies else DimDynamic.STATIC for varies in dims]
+                ),
+            )
+            for index, (tensor, dims) in enumerate(zip(inputs, varying, strict=True))
+        )
+        self._sizes = tuple(tuple(map(_symbol, fake.shape)) for fake in self.inputs)
+        self._strides = tuple(tuple(map(_symbol, fake.stride())) for fake in self.inputs)
+
+    def symbols(self) -> Symbols | None:
+        """What the trace found out about them; None if a size depends on data."""
+        env = self._env
+        known = set(chain.from_iterable(self._sizes + self._strides))
+        if env.deferred_runtime_asserts or not set(env.var_to_range) <= known:
+            return None
+        ranges = {s: (int(r.lower), float(r.upper)) for s, r in env.var_to_range.items()}
+        return Symbols(self._sizes, self._strides, tuple(guard.expr for guard in env.guards), ranges)
+
+
+def _symbol(size: int | torch.SymInt) -> sympy.Symbol | int | None:
+    if isinstance(size, torch.SymInt):
+        return size.node.expr if isinstance(size.node.expr, sympy.Symbol) else None
+    return size
+
+
+def export_symbolic(
+    module: nn.Module, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]
+) -> tuple[fx.GraphModule, Symbols | None]:
+    """As `export_joint`, with symbols for sizes.
+
+    Args:
+        module: as there.
+        inputs: as there.
+        varying: of each input, which sizes are symbols.
+
+    Returns:
+        The graph, and its symbols; none if it depends on data.
+    """
+    dynamic = _Dynamic(inputs, varying)
+    graph = export_joint(module, dynamic.inputs, dynamic.mode)
+    return graph, dynamic.symbols()
+
+
+def export_joint(
+    module: nn.Module, inputs: tuple[Tensor, ...], mode: FakeTensorMode | None = None
+) -> fx.GraphModule:
+    """Traces ``module(*inputs)`` and, where gradients are enabled and asked for, its backward.
+
+    Args:
+        module: called once, on fake tensors of the shapes, dtypes and strides of ``inputs``.
+        inputs: real tensors; they are only described, never read. Or fake ones of ``mode``.
+        mode: makes fake tensors.
+
+    Returns:
+        A flat functional ATen graph whose placeholders and results carry ``meta['desc']``.
+    """
+    context = TracingContext(mode or RealLayouts())
+    with (
+        contextlib.ExitStack() as stack,
+        preserve_node_meta(),
+        tracing(context),
+        without_python_decompositions(),
+        _fast_attention(),
+        _uncached_autocast(),
+        # loss.backward() runs outside the autocast region of the forward.
+        functorch_config.patch(backward_pass_autocast="off"),
+    ):
+        # A function mode, which would only note names, keeps nn.MultiheadAttention from its fused operator.
+        joint = aot_export_joint_with_descriptors(stack, module, inputs, _disable_torch_fn_metadata_mode=True)
+        graph_module: fx.GraphModule = joint.graph_module
+    return graph_module
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph and what it refers to, without code, which is written when it is called first."""
+    with _use_lazy_graph_module(True):
+        made: fx.GraphModule = _make_graph_module(root, graph)
+    return made
+
+
+def min_cut_saved(joint: fx.GraphModule, num_forward_outputs: int, budget: float) -> set[str]:
+    """Names of the forward nodes that a min-cut at the given activation memory budget saves.
+
+    Args:
+        joint: placeholders named ``primals_*`` and ``tangents_*``.
+        num_forward_outputs: results of the joint graph that belong to the forward.
+        budget: 0 saves only inputs, 1 whatever saves most time (``activation_memory_budget``).
+    """
+    clone = copy.deepcopy(joint)
+    with functorch_config.patch(activation_memory_budget=budget):
+        forward, _ = min_cut_rematerialization_partition(clone, (), num_fwd_outputs=num_forward_outputs)
+    (results,) = next(iter(reversed(forward.graph.nodes))).args
+    assert isinstance(results, (list, tuple))
+    return {node.name for node in results[num_forward_outputs:] if isinstance(node, fx.Node)}

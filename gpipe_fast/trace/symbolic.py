@@ -1,0 +1,202 @@
+"""One trace for many shapes: sizes that vary are symbols, and a graph for given sizes is written out from it.
+
+Tracing a stage takes a tenth of a second and more, writing a graph out from a template much less. A template
+proves itself: written out for shapes that were traced as they are, it must be the same graph, operator by
+operator. For all others its guards are checked, by which PyTorch notes on what the trace turned::
+
+    shapes seen     (4, 17, 64)  (4, 23, 64)       (4, 9, 64)        (4, 31, 64), ...
+    traced          as it is     as it is          (4, s0, 64)       -
+    written out     -            -                 for s0 = 17: equal to the first? for s0 = 9, 31, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy  # type: ignore[import-untyped, unused-ignore]
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+
+from gpipe_fast.trace.aot import Symbols, graph_module
+from gpipe_fast.trace.arrival import Arrivals
+from gpipe_fast.trace.trace import Joint, Node, Role
+
+_Symbolic = (torch.SymInt, torch.SymBool, torch.SymFloat)
+
+
+class _DoesNotFit(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A trace of one shape, and what it is of.
+
+    Attributes:
+        shapes: of each input.
+        strides: of each input.
+        arrivals: as it was traced for.
+        joint: the graph.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    arrivals: Arrivals
+    joint: Joint
+
+
+@dataclass(frozen=True)
+class Template:
+    """A graph whose sizes are expressions.
+
+    Attributes:
+        joint: the graph.
+        symbols: what they are in its inputs, and what must hold of them.
+    """
+
+    joint: Joint
+    symbols: Symbols
+
+    def write_out(
+        self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], arrivals: Arrivals
+    ) -> Joint | None:
+        """The graph for inputs of given sizes and strides; None if it would be another one.
+
+        Args:
+            shapes: of each input.
+            strides: of each input.
+            arrivals: as the graph was traced for, at these sizes.
+        """
+        values = self.symbols.solve([(3,), *shapes], [(1,), *strides])  # a key comes first
+        if values is None:
+            return None
+        try:
+            joint = _Writer(values).write(self.joint)
+        except _DoesNotFit:
+            return None
+        inputs, tangents = joint.of(Role.INPUT), joint.of(Role.TANGENT)
+        if any(node.meta["val"].stride() != tuple(strides[i]) for i, node in inputs.items()):
+            return None
+        for index, wanted in arrivals:
+            if wanted is not None and tangents[index].meta["val"].stride() != tuple(wanted):
+                return None
+        return joint
+
+
+class _Writer:
+    """Writes a graph out for given values of its symbols."""
+
+    def __init__(self, values: dict[sympy.Symbol, int]) -> None:
+        self._values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+        self._known: dict[Any, int] = {}
+        self._mode = FakeTensorMode()
+
+    def write(self, joint: Joint) -> Joint:
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        numbers: dict[fx.Node, Any] = {}
+
+        def argument(node: fx.Node) -> Any:
+            return numbers[node] if node in numbers else copies[node]
+
+        for node in joint.module.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, _Symbolic) or (node.op == "call_function" and isinstance(value, int)):
+                numbers[node] = self._number(value)
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
+            copy = graph.create_node(node.op, node.target, self._plain(args), self._plain(kwargs), node.name)
+            copy.meta = {**node.meta, "val": self._concrete(value)} if "val" in node.meta else dict(node.meta)
+            copies[node] = copy
+        module = graph_module(joint.module, graph)
+        return replace(
+            joint,
+            module=module,
+            inputs=tuple(Node(port, copies[node]) for port, node in joint.inputs),
+            outputs=tuple(Node(port, copies[node]) for port, node in joint.outputs),
+        )
+
+    def _plain(self, argument: Any) -> Any:
+        """An argument with numbers instead of symbols."""
+        if isinstance(argument, _Symbolic):
+            return self._number(argument)
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(map(self._plain, argument))
+        if isinstance(argument, dict):
+            return {k: self._plain(v) for k, v in argument.items()}
+        return argument
+
+    def _number(self, value: Any) -> Any:
+        if not isinstance(value, _Symbolic):
+            return value
+        if isinstance(value, torch.SymFloat):
+            raise _DoesNotFit  # exact arithmetic would round otherwise than Python's
+        expression = value.node.expr
+        if expression not in self._known:
+            number = expression.xreplace(self._values)
+            if number.free_symbols:
+                raise _DoesNotFit
+            self._known[expression] = bool(number) if isinstance(value, torch.SymBool) else int(number)
+        return self._known[expression]
+
+    def _concrete(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._concrete, value))
+        if not isinstance(value, Tensor):
+            return self._number(value)
+        sizes, strides = [self._number(s) for s in value.shape], [self._number(s) for s in value.stride()]
+        offset = self._number(value.storage_offset())
+        meta = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+        if offset:
+            span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+            memory = torch.empty(offset + max(span, 0), dtype=value.dtype, device="meta")
+            meta = memory.as_strided(sizes, strides, offset)
+        return self._mode.fake_tensor_converter.from_meta_and_device(self._mode, meta, value.device)
+
+
+def equal(a: Joint, b: Joint) -> bool:
+    """Whether two graphs are the same, operator by operator, shape by shape."""
+    if len(a.module.graph.nodes) != len(b.module.graph.nodes):
+        return False
+    same: dict[fx.Node, fx.Node] = {}
+    for node, other in zip(a.module.graph.nodes, b.module.graph.nodes, strict=True):
+        if (node.op, _what(a, node)) != (other.op, _what(b, other)):
+            return False
+        mapped = fx.map_arg((node.args, node.kwargs), lambda argument: same[argument])
+        if not _same_arguments(mapped, (other.args, other.kwargs)):
+            return False
+        if _described(node.meta.get("val")) != _described(other.meta.get("val")):
+            return False
+        same[node] = other
+
+    def ports(joint: Joint, of: dict[fx.Node, fx.Node] | None) -> list[tuple[Any, fx.Node]]:
+        return [(n.port, n.node if of is None else of[n.node]) for n in (*joint.inputs, *joint.outputs)]
+
+    return ports(a, same) == ports(b, None) and (a.structure, a.stashed) == (b.structure, b.stashed)
+
+
+def _what(joint: Joint, node: fx.Node) -> Any:
+    """What a node calls, or holds."""
+    if node.op != "get_attr":
+        return node.target if node.op == "call_function" else None
+    held = getattr(joint.module, str(node.target))
+    return (tuple(held.shape), held.dtype) if isinstance(held, Tensor) else None
+
+
+def _same_arguments(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same_arguments, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same_arguments(a[k], b[k]) for k in a)
+    return a is b or (type(a) is type(b) and repr(a) == repr(b))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
+    return value

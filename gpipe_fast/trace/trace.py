@@ -1,0 +1,355 @@
+"""A stage and a signature to one joint forward-and-backward graph, or the reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from gpipe_fast.layers import phase
+from gpipe_fast.layers.batchnorm import deferring
+from gpipe_fast.layers.skip import Key, carrying, take
+from gpipe_fast.layers.structure import ONE_TENSOR, Structure, call, flatten, tuple_of
+from gpipe_fast.randomness.random import KeyedRandomMode, UnkeyedRandomOp
+from gpipe_fast.trace import aot
+from gpipe_fast.trace.arrival import Arrivals, finish, take_out
+from gpipe_fast.trace.fingerprint import snapshot
+from gpipe_fast.trace.refuse import Untraceable, refuse_graph, refuse_layers
+
+
+class Role(str, Enum):
+    """What a tensor that enters or leaves a stage's graph is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    KEY = "key"
+    INPUT = "input"
+    OUTPUT = "output"
+    SAVED = "saved"
+    TANGENT = "tangent"
+    PARAMETER_GRADIENT = "parameter_gradient"
+    INPUT_GRADIENT = "input_gradient"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One placeholder or result of a graph: its role, and its index among those of that role."""
+
+    role: Role
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.role.value}[{self.index}]"
+
+
+class Node(NamedTuple):
+    """A port and the graph node behind it."""
+
+    port: Port
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The traced forward and backward of one stage.
+
+    Attributes:
+        module: the graph, functional, and the constants it refers to.
+        inputs: every placeholder, in graph order. Parameters and buffers that are tied count once.
+        outputs: forward results, new values of written buffers, gradients; absent gradients are left out.
+        num_layers: how many layers were traced; ``node.meta['custom']['layer']`` counts from 0.
+        structure: how the last layer's outputs are nested.
+        stashed: which of the stashes are tensors, outputs too, behind the last layer's; the others are None.
+        writes_inputs: whether layers change inputs in place; copies of them, here.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    num_layers: int
+    structure: Structure = ONE_TENSOR
+    stashed: tuple[bool, ...] = ()
+    writes_inputs: bool = False
+
+    def of(self, role: Role) -> dict[int, fx.Node]:
+        """Nodes of the results (else the placeholders) with this role, by index."""
+        found = {n.port.index: n.node for n in self.outputs if n.port.role is role}
+        return found or {n.port.index: n.node for n in self.inputs if n.port.role is role}
+
+    def differentiable_outputs(self) -> frozenset[int]:
+        """Which outputs take a gradient."""
+        return frozenset(n.port.index for n in self.inputs if n.port.role is Role.TANGENT)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What surrounds the layers of a stage: skip connections into it and out of it, and batch norm's ways.
+
+    Attributes:
+        pops: what its layers take from layers before, in their order.
+        popped: which of these are tensors, inputs too, behind the others; the rest are None.
+        stashes: what they leave to layers after.
+        deferred: whether batch norm's running statistics wait for the whole mini-batch.
+        device: where the layers run, with copies of parameters that are elsewhere; None for where these are.
+    """
+
+    pops: Sequence[Key] = ()
+    popped: Sequence[bool] = ()
+    stashes: Sequence[Key] = ()
+    deferred: bool = False
+    device: torch.device | None = None
+
+
+class _Stage(nn.Module):
+    """The layers as one function of (key, inputs) whose results alias nothing."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        takes: Structure,
+        arrivals: Arrivals,
+        setting: Setting,
+        copy_inputs: bool = False,
+    ) -> None:
+        super().__init__()
+        self.takes = takes
+        self.returns = ONE_TENSOR
+        self.setting = setting
+        self.stashed: tuple[bool, ...] = ()
+        self.copy_inputs = copy_inputs
+        self.layers = nn.ModuleList(layers)
+        self.arrivals = arrivals
+        self.layer: int | None = None
+
+    def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        arrived = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
+        setting = self.setting
+        num_plain = len(arrived) - sum(setting.popped)
+        of_skips = iter(arrived[num_plain:])
+        popped = [next(of_skips) if is_tensor else None for is_tensor in setting.popped]
+        with carrying(dict(zip(setting.pops, popped, strict=True))) as carried, deferring(setting.deferred):
+            value = self._run(key, self.takes.build(arrived[:num_plain]))
+            stashed = take(carried, setting.stashes)
+        self.layer = None
+        try:
+            outputs, self.returns = flatten(value, once=True)
+        except TypeError as error:
+            raise _Refused(f"the stage returns what cannot be passed on: {error}") from None
+        self.stashed = tuple(tensor is not None for tensor in stashed)
+        return finish([*outputs, *(tensor for tensor in stashed if tensor is not None)], self.arrivals)
+
+    def _run(self, key: Tensor, value: Any) -> Any:
+        mode = KeyedRandomMode(key)
+        for index, layer in enumerate(self.layers):
+            self.layer = index
+            mode.enter_layer(index)
+            held = _tensors(layer)
+            with mode, aot.annotate({"layer": index}):
+                value = call(layer, value)
+            for name, tensor in _tensors(layer).items():
+                if held.get(name) is not tensor:
+                    raise _Refused(f"its forward replaces the buffer or parameter {name}, a side effect")
+        return value
+
+
+class _Refused(Exception):
+    pass
+
+
+class _ChangesInput(Exception):
+    pass
+
+
+def _tensors(layer: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        f"{prefix}.{key}": tensor
+        for prefix, module in layer.named_modules()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+    }
+
+
+def parameters_of(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of a stage, tied ones once, in the order of their ports."""
+    return list({id(p): p for layer in layers for p in layer.parameters()}.values())
+
+
+def buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
+    """The buffers of a stage, tied ones once, in the order of their ports."""
+    return list({id(b): b for layer in layers for b in layer.buffers()}.values())
+
+
+def trace(
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    arrivals: Arrivals = (),
+    takes: Structure | None = None,
+    setting: Setting = Setting(),
+) -> Joint | Untraceable:
+    """Traces one stage for inputs of the given shapes, dtypes, strides and need of gradients.
+
+    With gradients enabled the graph holds forward and backward; under ``no_grad``, the forward alone, traced
+    by itself because some layers then take another path.
+
+    Args:
+        layers: the stage's layers. They are left as they were.
+        inputs: one micro-batch of the stage's input; only described, never read.
+        arrivals: outputs whose gradient arrives in another layout than their own, or never.
+        takes: how the inputs are nested in what the first layer is called with; by default it is a tensor, or
+            a tuple of several.
+        setting: what surrounds the layers.
+    """
+    if takes is None:
+        takes = ONE_TENSOR if len(inputs) == 1 else tuple_of(len(inputs))
+    refusal = refuse_layers(layers)
+    if refusal is not None:
+        return refusal
+    return _trace(layers, inputs, arrivals, takes, setting, None)[0]
+
+
+def trace_symbolic(
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    arrivals: Arrivals,
+    takes: Structure,
+    setting: Setting,
+    varying: Sequence[Sequence[bool]],
+) -> tuple[Joint, aot.Symbols] | None:
+    """As `trace`, with symbols for the sizes that ``varying`` names; None if that cannot be done."""
+    joint, symbols = _trace(layers, inputs, arrivals, takes, setting, [(False,), *varying])
+    return None if isinstance(joint, Untraceable) or symbols is None else (joint, symbols)
+
+
+def _trace(
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    arrivals: Arrivals,
+    takes: Structure,
+    setting: Setting,
+    varying: Sequence[Sequence[bool]] | None,
+) -> tuple[Joint | Untraceable, aot.Symbols | None]:
+    try:
+        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, setting), varying)
+    except _ChangesInput:
+        # As the first layers of a model change its caller's tensor; a pipeline's input stays as it was.
+        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, setting, copy_inputs=True), varying)
+
+
+def _attempt(
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    stage: _Stage,
+    varying: Sequence[Sequence[bool]] | None,
+) -> tuple[Joint | Untraceable, aot.Symbols | None]:
+    key = torch.zeros(3, dtype=torch.int64)
+    example = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
+    symbols: aot.Symbols | None = None
+    restore = snapshot(layers)
+    failure: Untraceable | None = None
+    try:
+        _bring(layers, stage.setting.device)
+        with phase.entered(tracing=True):
+            if varying is None:
+                module = aot.export_joint(stage, (key, *example))
+            else:
+                module, symbols = aot.export_symbolic(stage, (key, *example), varying)
+    except (_Refused, UnkeyedRandomOp, phase.AskedWhileTracing) as error:
+        failure = Untraceable(stage.layer, str(error))
+    except Exception as error:
+        if "in-place operation" in str(error) and not stage.copy_inputs:
+            raise _ChangesInput from error
+        failure = Untraceable(stage.layer, f"tracing raised {type(error).__name__}: {_first_line(error)}")
+    finally:
+        changed = restore()
+    if failure is not None:
+        return failure, None
+    if changed:
+        layer, _, attribute = changed[0].partition(".")
+        return Untraceable(int(layer), f"its forward sets {attribute}, a side effect"), None
+    try:
+        return refuse_graph(module) or _read(module, layers, stage), symbols
+    except _Refused as refused:
+        return Untraceable(None, str(refused)), None
+
+
+def _bring(layers: Sequence[nn.Module], device: torch.device | None) -> None:
+    """Gives layers parameters on a device, whose elements nobody reads, in place of those elsewhere."""
+    instead: dict[Tensor, nn.Parameter] = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and device is not None and parameter.device != device:
+                if parameter not in instead:
+                    there = torch.empty_like(parameter, device=device)
+                    instead[parameter] = nn.Parameter(there, parameter.requires_grad)
+                module._parameters[name] = instead[parameter]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: _Stage) -> Joint:
+    """Translates PyTorch's descriptors into ports."""
+    names = nn.Module()
+    names.layers = nn.ModuleList(layers)
+    parameter_index = {id(p): i for i, p in enumerate(parameters_of(layers))}
+    buffer_index = {id(b): i for i, b in enumerate(buffers_of(layers))}
+    parameters = {n: parameter_index[id(p)] for n, p in names.named_parameters(remove_duplicate=False)}
+    buffers = {n: buffer_index[id(b)] for n, b in names.named_buffers(remove_duplicate=False)}
+
+    def port(desc: object) -> Port:
+        match desc:
+            case aot.ParamAOTInput():
+                return Port(Role.PARAMETER, parameters[desc.target])
+            case aot.BufferAOTInput():
+                return Port(Role.BUFFER, buffers[desc.target])
+            case aot.PlainAOTInput():
+                return Port(Role.INPUT, desc.idx - 1) if desc.idx else Port(Role.KEY, 0)
+            case aot.TangentAOTInput(output=aot.PlainAOTOutput() as output):
+                return Port(Role.TANGENT, output.idx)
+            case (
+                aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput())
+                | aot.TangentAOTInput(output=aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput()))
+            ):
+                raise _ChangesInput
+            case aot.PlainAOTOutput():
+                return Port(Role.OUTPUT, desc.idx)
+            case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput() as buffer):
+                return Port(Role.BUFFER, buffers[buffer.target])
+            case aot.GradAOTOutput(grad_of=aot.ParamAOTInput() as parameter):
+                return Port(Role.PARAMETER_GRADIENT, parameters[parameter.target])
+            case aot.GradAOTOutput(grad_of=aot.PlainAOTInput() as plain):
+                return Port(Role.INPUT_GRADIENT, plain.idx - 1)
+        raise _Refused(
+            f"the trace has {desc}, which is neither a parameter, a buffer, an input nor their gradient"
+        )
+
+    for tangent in module.graph.find_nodes(op="placeholder"):
+        take_out(tangent)
+    *_, result = module.graph.nodes
+    (results,) = result.args
+    assert isinstance(results, (list, tuple))
+    descriptors = result.meta["desc"]
+    inputs = [Node(port(n.meta["desc"]), n) for n in module.graph.find_nodes(op="placeholder")]
+    outputs = [Node(port(d), n) for n, d in zip(results, descriptors, strict=True) if isinstance(n, fx.Node)]
+    return Joint(
+        module,
+        tuple(inputs),
+        tuple(_unclone(n) for n in outputs),
+        len(layers),
+        stage.returns,
+        stage.stashed,
+        stage.copy_inputs,
+    )
+
+
+def _unclone(output: Node) -> Node:
+    """An output before ``_Stage`` cloned it, and so with its own strides."""
+    if output.port.role is not Role.OUTPUT or output.node.target is not torch.ops.aten.clone.default:
+        return output
+    original = output.node.args[0]
+    assert isinstance(original, fx.Node)
+    return Node(output.port, original)

@@ -1,0 +1,337 @@
+"""What benchmarks know of kernels, without a GPU: registrations, tables, tuning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import bench.__main__
+from bench import accuracy, gpu, kernels, liger, measure, traffic, tune
+from bench.case import DTYPES, Case, Judge, Shape, Tuning
+from bench.families import all_cases, all_tunings
+from gpipe_fast.kernels import launch as launching
+from gpipe_fast.kernels.launch import TUNED, Config, forced, tuned
+from gpipe_fast.kernels.variants import all_variants
+
+every_case = pytest.mark.parametrize("name", all_cases())
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def doubled(rows: int = 4) -> Case:
+    """A function that is no kernel's: 2 x, whose gradient is 2 g."""
+
+    def inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+        return [torch.randn(rows, elements // rows, dtype=dtype, device=device)]
+
+    def ours(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x, 2 * g
+
+    return Case("doubled", inputs, (0,), lambda x: x + x, ours, ours)
+
+
+# Registrations.
+
+
+def test_every_family_is_registered() -> None:
+    assert {name.split()[0] for name in all_cases()} == {name.split()[0] for name in all_variants()}
+    assert {tuning.case.name.split()[0] for tuning in all_tunings().values()} <= {
+        name.split()[0] for name in all_variants()
+    }
+
+
+@every_case
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_case_computes_what_pytorch_does(name: str, dtype: str) -> None:
+    case = all_cases()[name]
+    inputs = case.inputs(1 << 14, DTYPES[dtype], "cpu")
+    gradients = case.gradients(inputs)
+    judge = Judge.of(case, inputs, gradients)
+    assert judge.excess(gpu.ours(case, inputs, gradients).run()) <= 1
+    assert traffic.fused_bytes(case, 1 << 14, DTYPES[dtype]) > 0
+    if case.exact is None:
+        compiled = kernels.candidates(case, inputs, gradients, backend="aot_eager")[kernels.INDUCTOR]
+        assert kernels.judged(compiled, judge, peer=True) <= 1
+
+
+@every_case
+def test_fused_moves_less(name: str) -> None:
+    case = all_cases()[name]
+    if case.memory_bound:
+        assert all(str(traffic.row(case, dtype)[-1])[0] != "-" for dtype in DTYPES)
+
+
+class Asked(dict[str, Config]):
+    """In place of what is forced: nothing is, but it is known what was asked for."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __contains__(self, name: object) -> bool:
+        self.names.append(str(name))
+        return False
+
+
+@pytest.mark.parametrize("kernel", all_tunings())
+def test_launchers_ask_for_the_shape_classes_that_are_tuned(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = all_tunings()[kernel]
+    for name, shape in tuning.shapes.items():
+        asked = Asked()
+        monkeypatch.setattr(launching, "_forced", asked)
+        inputs = shape.inputs(torch.float32, "meta")
+        with traffic.Traffic().counting_launches():
+            tuning.case.launched(*inputs, *tuning.case.gradients(inputs))
+        assert f"{kernel} {name}" in asked.names
+        assert len({str(config) for config in shape.candidates}) == len(shape.candidates) > 1
+
+
+@pytest.mark.skipif(not TUNED.exists(), reason="nothing has been tuned")
+def test_what_was_tuned_is_a_candidate() -> None:
+    known = {
+        f"{kernel} {name}": [str(config) for config in shape.candidates]
+        for kernel, tuning in all_tunings().items()
+        for name, shape in tuning.shapes.items()
+    }
+    for kept in json.loads(TUNED.read_text()).values():
+        for name, config in kept.items():
+            assert str(Config(**config)) in known[name]
+
+
+# Tables.
+
+
+def measured(**changed: object) -> kernels.Measured:
+    case = all_cases()["bias_activation gelu"]
+    excess = {kernels.OURS: 0.5, kernels.EAGER: 0.0, kernels.INDUCTOR: 0.7, kernels.LIGER: 9.0}
+    times = {kernels.OURS: 100.0, kernels.EAGER: 250.0, kernels.INDUCTOR: 150.0, kernels.LIGER: 50.0}
+    samples = {name: [time] * 5 for name, time in {**times, kernels.COPY: 90.0}.items()}
+    return replace(kernels.Measured(case, "fp32", 16, excess, samples), **changed)
+
+
+def test_a_row_of_measurements() -> None:
+    row = dict(zip(kernels.HEADERS, measured().row(), strict=True))
+    rate = traffic.fused_bytes(all_cases()["bias_activation gelu"], 1 << 24, torch.float32) / 100e-6 / 1e9
+    assert row["ours, µs"] == "100.0 [100.0, 100.0]"
+    assert row["GB/s"] == f"{rate:.0f}"
+    assert row["of copy"] == "90%"
+    assert row["eager / ours"] == "2.500 [2.500, 2.500]"
+    assert row["Inductor / ours"] == "1.500 [1.500, 1.500]"
+    assert row["Liger-Kernel / ours"] == "another function"
+    assert row["error"] == "0.50"
+    assert measured(times={k: [1.0, 2.0] for k in (kernels.OURS, kernels.COPY)}).row()[6:9] == ["-"] * 3
+
+
+@pytest.mark.parametrize("off", [1.01, float("inf"), float("nan")])
+def test_what_is_wrong_gets_no_times(off: float) -> None:
+    row = measured(excess={kernels.OURS: off}).row()
+    assert row[:3] == ["bias_activation gelu", "fp32", 16]
+    assert set(row[3:-1]) == {"-"}
+    assert str(row[-1]).startswith("WRONG")
+    assert len(row) == len(kernels.HEADERS)
+    assert measured(fault="out of memory").row()[-1] == "out of memory"
+
+
+def test_what_was_measured_is_kept_if_time_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = iter(range(3))
+
+    def attempt(case: Case, dtype: str, millions: int) -> kernels.Measured:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return measured(case=case, dtype=dtype, millions=millions)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(measure, "machine", lambda: "A machine")
+    monkeypatch.setattr(kernels, "attempt", attempt)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.main(["rms_norm"])
+    lines = (tmp_path / "kernels_rms_norm.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines if line.startswith("| rms")]
+    # The largest first, in the order of functions.
+    expected = [["rms_norm", dtype] for dtype in DTYPES] + [["rms_norm with residual", "fp32"]]
+    assert cells == [[*row, "256"] for row in expected]
+    assert "rms_norm | fp32 | 256" in capsys.readouterr().out
+
+
+def a_microsecond_each(candidates: Mapping[str, gpu.Candidate], rounds: int) -> dict[str, list[float]]:
+    for candidate in candidates.values():
+        candidate.reset()
+        candidate.run()
+    return {name: [1.0] * rounds for name in candidates}
+
+
+def test_what_is_right_is_timed_beside_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = all_cases()["bias_activation relu"]
+    inputs = case.inputs
+    case = replace(
+        case,
+        inputs=lambda elements, dtype, device: inputs(1 << 14, dtype, device),
+        liger=lambda z, bias: torch.relu(z + bias).mul(1.01),
+    )
+    monkeypatch.setattr(liger, "available", lambda: True)
+    arguments = {"device": "cpu", "backend": "aot_eager", "sample": a_microsecond_each}
+    found = kernels.measure(case, "bf16", 1, **arguments)
+    assert found.excess[kernels.OURS] <= 1
+    assert set(found.times) == {kernels.OURS, *kernels.PEERS, kernels.COPY}
+    assert [str(cell)[:5] for cell in found.row()[5:9]] == ["100%", "1.000", "1.000", "1.000"]
+    wrong = replace(case, ours=lambda z, bias, g: case.ours(z, bias * 1.1, g))
+    assert kernels.measure(wrong, "bf16", 1, **arguments).times == {}
+
+    def raises(*tensors: Tensor) -> Tensor:
+        raise RuntimeError("too many columns")
+
+    without = kernels.measure(replace(case, liger=raises), "bf16", 1, **arguments)
+    assert kernels.LIGER not in without.times
+
+
+def test_a_wrong_candidate_is_noticed() -> None:
+    case = doubled()
+    inputs = case.inputs(64, torch.float32, "cpu")
+    gradients = case.gradients(inputs)
+    judge = Judge.of(case, inputs, gradients)
+    assert judge.excess(case.fused(inputs, gradients)) == 0
+    for wrong in (
+        lambda x, g: (2 * x, 2 * g * (1 + 1e-6)),
+        lambda x, g: (2 * x,),
+        lambda x, g: (2 * x, (2 * g)[0]),
+        lambda x, g: (2 * x, 2 * g.half()),
+        lambda x, g: (2 * x, torch.full_like(g, float("nan"))),
+    ):
+        assert judge.excess(replace(case, ours=wrong).fused(inputs, gradients)) > 1
+
+
+def test_candidates_in_place_start_anew() -> None:
+    case = replace(doubled(), ours=lambda x, g: (x.mul_(2), g.mul_(2)), overwritten=(0, 1))
+    inputs = case.inputs(64, torch.float32, "cpu")
+    gradients = case.gradients(inputs)
+    judge, candidate = Judge.of(case, inputs, gradients), gpu.ours(case, inputs, gradients)
+    for _ in range(2):
+        assert kernels.judged(candidate, judge, peer=False) == 0
+    assert judge.excess(candidate.run()) > 1
+    assert torch.equal(case.unfused(inputs, gradients)[0], judge.eager[0])
+
+
+def test_errors_are_shares_of_those_allowed() -> None:
+    truth = [torch.tensor([1.0, 2.0], dtype=torch.float64)]
+    exact, off = [truth[0].float()], [torch.tensor([1.0, 2.5])]
+    assert accuracy.excess(exact, exact, truth) == [0.0]
+    assert accuracy.excess(off, off, truth) == [0.5]
+    assert accuracy.excess([truth[0].float() + 2.0], off, truth) == [2.0]
+    zeros = [torch.zeros(2, dtype=torch.float64)]
+    assert accuracy.excess([torch.ones(2)], [torch.zeros(2)], zeros) == [float("inf")]
+    accuracy.check(off, off, truth)
+    with pytest.raises(AssertionError, match="2"):
+        accuracy.check([truth[0].float() + 2.0], off, truth)
+
+
+@without_gpu
+def test_without_a_gpu_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    kernels.main()
+    assert "needs a GPU" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit, match=r"no family is called nobody; there are .*bias_activation"):
+        kernels.main(["nobody"])
+    assert {"kernels", "traffic"} < set(bench.__main__.BENCHMARKS)
+
+
+def test_wheels_are_pinned() -> None:
+    root = Path(__file__).parents[2]
+    pinned = {line.partition("==")[0] for line in (root / "requirements.txt").read_text().splitlines()}
+    for line in (root / "bench" / "wheelhouse.txt").read_text().splitlines():
+        assert line.startswith("#") or "==" in line or line in pinned, line
+
+
+# Tuning.
+
+
+def tuning_of(takes: Mapping[str, float], wrong: str = "", fails: str = "") -> tuple[Tuning, gpu.Sample]:
+    """A kernel without a GPU whose configurations take so long; and a clock that knows it."""
+    launched: list[str] = []
+    default = Config({"BLOCK": 1})
+
+    def ours(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        config = str(tuned("doubled", "all", default))
+        launched.append(config)
+        if config == fails:
+            raise RuntimeError("out of resource: registers")
+        return (3 if config == wrong else 2) * x, 2 * g
+
+    def sample(candidates: Mapping[str, gpu.Candidate], rounds: int) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        for name, candidate in candidates.items():
+            candidate.run()
+            found[name] = [takes[launched[-1]]] * rounds
+        return found
+
+    configs = [Config({"BLOCK": size}) for size in (1, 2, 4)]
+    case = replace(doubled(), ours=ours, launched=ours)
+    shape = Shape(lambda dtype, device: case.inputs(64, dtype, device), configs)
+    return Tuning("doubled", case, {"all": shape}), sample
+
+
+def test_the_fastest_right_configuration_is_found() -> None:
+    one, two, four = (str(Config({"BLOCK": size})) for size in (1, 2, 4))
+    takes = {one: 9.0, two: 6.0, four: 3.0}
+    tuning, sample = tuning_of(takes)
+    assert tune.search(tuning, "all", "cpu", sample) == tune.Outcome(Config({"BLOCK": 4}), 3.0, 0)
+    for broken in ({"wrong": four}, {"fails": four}):
+        tuning, sample = tuning_of(takes, **broken)
+        assert tune.search(tuning, "all", "cpu", sample) == tune.Outcome(Config({"BLOCK": 2}), 1.5, 1)
+    tuning, sample = tuning_of({one: 9.0, two: 8.9, four: 8.9})  # within the margin
+    assert tune.search(tuning, "all", "cpu", sample).config is None
+    tuning, sample = tuning_of(takes, wrong=one)
+    with pytest.raises(AssertionError, match="wrong"):
+        tune.search(tuning, "all", "cpu", sample)
+
+
+def test_what_was_tuned_is_chosen_on_that_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    default, best = Config({"ROWS": 1}), Config({"ROWS": 2}, num_warps=8)
+    monkeypatch.setattr(launching, "TUNED", tmp_path / "tuned.json")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "tuned")
+    try:
+        launching.keep("another", "kernel", "wide", default)
+        launching.keep("tuned", "kernel", "wide", best)
+        assert tuned("kernel", "wide", default) is default  # no GPU is in use
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert tuned("kernel", "wide", default) == best
+        assert tuned("kernel", "narrow", default) is default
+        launching.keep("tuned", "kernel", "narrow", best)
+        assert tuned("kernel", "narrow", default) == best
+        assert set(json.loads(launching.TUNED.read_text())) == {"another", "tuned"}
+    finally:
+        launching._read.cache_clear()
+        launching._tuned_for.cache_clear()
+
+
+def test_a_forced_configuration_is_launched_until_it_is_not() -> None:
+    default, other = Config({"ROWS": 1}), Config({"ROWS": 2})
+    with forced("kernel", "class", other):
+        assert tuned("kernel", "class", default) is other
+        assert tuned("kernel", "another", default) is default
+    assert tuned("kernel", "class", default) is default
+
+
+@without_gpu
+def test_tuning_refuses_to_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (([], "needs a GPU"), (["nobody"], "no kernel is called nobody")):
+        with pytest.raises(SystemExit):
+            tune.main(arguments)
+        assert message in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""Builds the C++ tests of what needs no torch, with sanitizers, and runs them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Icsrc", "-I.", "-pthread"]
+SANITIZERS = {
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "thread": ["-fsanitize=thread"],
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a program of tests/cpp is linked with, from csrc, and the sanitizers it runs under."""
+
+    sources: tuple[str, ...] = ()
+    sanitizers: tuple[str, ...] = ("address",)
+
+
+PROGRAMS = {
+    "test_cores": Program(("engine/cores.cpp",)),
+    "test_engine": Program(
+        ("engine/engine.cpp", "engine/actions.cpp", "engine/cores.cpp"), ("address", "thread")
+    ),
+    "test_random": Program(),
+}
+Build = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """``build(name, sanitizer)``: the binary of a program; each is built once."""
+
+    @functools.cache
+    def built(name: str, sanitizer: str) -> Path:
+        compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+        binary = tmp_path_factory.mktemp("cpp") / name
+        sources = [f"tests/cpp/{name}.cpp", *(f"csrc/{source}" for source in PROGRAMS[name].sources)]
+        command = [compiler, *FLAGS, *SANITIZERS[sanitizer], *sources, "-o", str(binary)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        return binary
+
+    return built
+
+
+@functools.cache
+def fixed_addresses() -> tuple[str, ...]:
+    """What to put before a command: some kernels' random addresses lie outside ThreadSanitizer's map."""
+    prefix = ("setarch", "-R")
+    if shutil.which("setarch") is None:
+        return ()
+    refused = subprocess.run([*prefix, "true"], capture_output=True).returncode  # some containers do
+    return () if refused else prefix
+
+
+def run(binary: Path, *arguments: str, timeout: float) -> None:
+    command = [*fixed_addresses(), str(binary), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    assert "0 failed" in done.stdout
+
+
+def test_every_program_is_run() -> None:
+    assert {path.stem for path in (ROOT / "tests" / "cpp").glob("test_*.cpp")} == PROGRAMS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "sanitizer"), [(name, s) for name, program in PROGRAMS.items() for s in program.sanitizers]
+)
+def test_under_sanitizer(build: Build, name: str, sanitizer: str) -> None:
+    run(build(name, sanitizer), timeout=300)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sanitizer", PROGRAMS["test_engine"].sanitizers)
+def test_engine_on_many_schedules(build: Build, sanitizer: str) -> None:
+    run(build("test_engine", sanitizer), "10000", "1", timeout=1800)

@@ -1,0 +1,253 @@
+"""Gradients of bfloat16 and float16 parameters, added up over micro-batches in float32, rounded once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe_fast
+from gpipe_fast import GPipe
+from tests.reference import SEED, gradient_like, restored
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, CHUNKS, BATCH = 8, 6, 24
+LOWER = [torch.bfloat16, torch.float16]
+Gradients = dict[str, Tensor | None]
+
+
+class Twice(nn.Module):
+    """Uses a weight twice, once as a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh() @ self.weight + self.weight[0]
+
+
+class Branching(nn.Module):
+    """Cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() if x.sum() > -1e6 else x
+
+
+class Sometimes(nn.Module):
+    """Uses its weight for some micro-batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if x.flatten()[0] > 0 else x
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def plain() -> list[nn.Module]:
+    return [linear(), nn.GELU(), nn.LayerNorm(WIDTH), linear()]
+
+
+def convolution() -> list[nn.Module]:
+    return [nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(6, WIDTH)]
+
+
+def tied() -> list[nn.Module]:
+    """In one stage: two names of one weight."""
+    layers = [linear(), nn.Tanh(), linear(), nn.Tanh(), linear(), nn.Tanh()]
+    layers[2].weight = layers[0].weight
+    return layers
+
+
+def expanded() -> list[nn.Module]:
+    return [Twice(), Twice()]
+
+
+def python() -> list[nn.Module]:
+    """The lowered layers beside it too."""
+    return [linear(), Branching(), nn.LayerNorm(WIDTH), linear()]
+
+
+def sometimes() -> list[nn.Module]:
+    return [linear(), Sometimes(), linear(), nn.Tanh()]
+
+
+def mixed() -> list[nn.Module]:
+    """A parameter in float32 among others."""
+    return [linear(), nn.Tanh(), Cast(torch.float32), linear().float()]
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+MODELS: dict[str, tuple[Callable[[], list[nn.Module]], list[int]]] = {
+    "plain": (plain, [2, 2]),
+    "convolution": (convolution, [2, 2]),
+    "tied": (tied, [4, 2]),
+    "used twice": (expanded, [1, 1]),
+    "python": (python, [2, 2]),
+    "sometimes": (sometimes, [3, 1]),
+    "mixed": (mixed, [2, 2]),
+}
+
+
+def made(name: str, dtype: torch.dtype) -> tuple[nn.Sequential, list[int], Tensor]:
+    torch.manual_seed(SEED)
+    make, balance = MODELS[name]
+    layers = [layer if name == "mixed" and i == 3 else layer.to(dtype) for i, layer in enumerate(make())]
+    return nn.Sequential(*layers), balance, torch.randn(BATCH, WIDTH).to(dtype)
+
+
+def summed(model: nn.Sequential, x: Tensor, rounded: bool = True) -> Gradients:
+    """A plain loop that adds up each parameter's gradients in float32, and rounds the sums."""
+    named = dict(model.named_parameters())
+    torch.manual_seed(SEED)
+    with gpipe_fast.keyed_rng(model):
+        parts = [model(part) for part in x.chunk(CHUNKS)]
+    gradients = gradient_like(torch.cat(parts)).split([len(part) for part in parts])
+    sums: dict[str, Tensor] = {}
+    for part, gradient in reversed(list(zip(parts, gradients, strict=True))):
+        found = torch.autograd.grad([part], list(named.values()), [gradient], allow_unused=True)
+        for name, one in zip(named, found, strict=True):
+            if one is not None:
+                sums[name] = sums[name] + one.float() if name in sums else one.float()
+    return {
+        name: sums[name].to(p.dtype if rounded else torch.float32) if name in sums else None
+        for name, p in named.items()
+    }
+
+
+def gradients_of(pipe: GPipe, x: Tensor) -> Gradients:
+    with restored(pipe):
+        torch.manual_seed(SEED)
+        output = pipe(x)
+        output.backward(gradient_like(output))
+        return {n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()}
+
+
+def unequal(ours: Gradients, expected: Gradients) -> list[str]:
+    assert ours.keys() == expected.keys()
+
+    def equal(a: Tensor | None, b: Tensor | None) -> bool:
+        if a is None or b is None:
+            return a is b
+        return a.dtype == b.dtype and torch.equal(a, b)
+
+    return [name for name in expected if not equal(ours[name], expected[name])]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("dtype", LOWER, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:stage .* runs in Python")
+@pytest.mark.filterwarnings("ignore:.*micro-batches on")
+def test_the_bits_of_a_loop_that_adds_in_float32(name: str, dtype: torch.dtype, checkpoint: str) -> None:
+    model, balance, x = made(name, dtype)
+    expected = summed(model, x)
+    for cut in (balance, [len(model)]):
+        pipe = GPipe(model, cut, chunks=CHUNKS, checkpoint=checkpoint, grad_dtype=torch.float32)
+        for call in range(3):  # what is lowered late is the second time
+            assert unequal(gradients_of(pipe, x), expected) == [], f"call {call} of {cut}"
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batches on")
+def test_backends_agree() -> None:
+    model, balance, x = made("plain", torch.bfloat16)
+    expected = summed(model, x)
+    pipe = GPipe(model, balance, chunks=CHUNKS, backend="eager", grad_dtype=torch.float32)
+    assert unequal(gradients_of(pipe, x), expected) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batches on")
+def test_it_is_another_sum_than_without() -> None:
+    """Else the tests above would show nothing."""
+    model, balance, x = made("plain", torch.bfloat16)
+    pipe = GPipe(model, balance, chunks=CHUNKS)
+    assert unequal(gradients_of(pipe, x), summed(model, x)) == list(dict(model.named_parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batches on")
+def test_tied_across_stages_is_rounded_once() -> None:
+    """What the stages have is added in float32 too."""
+    torch.manual_seed(SEED)
+    layers = [linear(), nn.Tanh(), linear(), nn.Tanh()]
+    apart, x = nn.Sequential(*layers).bfloat16(), torch.randn(BATCH, WIDTH).bfloat16()
+    with torch.no_grad():
+        layers[2].weight.copy_(layers[0].weight)
+    exact = summed(apart, x, rounded=False)
+    first, second = exact["0.weight"], exact["2.weight"]
+    layers[2].weight = layers[0].weight
+    pipe = GPipe(nn.Sequential(*layers), [2, 2], chunks=CHUNKS, grad_dtype=torch.float32)
+    assert first is not None
+    assert second is not None
+    ours = gradients_of(pipe, x)["0.weight"]
+    assert ours is not None
+    assert ours.dtype is torch.bfloat16
+    assert torch.equal(ours, (first + second).bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batches on")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_other_parameters_are_not_affected(dtype: torch.dtype) -> None:
+    model, balance, x = made("plain", dtype)
+    without = gradients_of(GPipe(model, balance, chunks=CHUNKS), x)
+    pipe = GPipe(model, balance, chunks=CHUNKS, grad_dtype=torch.float32)
+    assert unequal(gradients_of(pipe, x), without) == []
+    assert all(gradient is not None and gradient.dtype is dtype for gradient in without.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batches on")
+def test_a_second_backward_and_gradients_that_are_there() -> None:
+    model, balance, x = made("plain", torch.bfloat16)
+    expected = summed(model, x)
+    pipe = GPipe(model, balance, chunks=CHUNKS, grad_dtype=torch.float32)
+    output = pipe(x)
+    for _ in range(2):
+        output.backward(gradient_like(output), retain_graph=True)
+    twice = {name: None if g is None else g + g for name, g in expected.items()}
+    assert unequal({name: p.grad for name, p in pipe.named_parameters()}, twice) == []
+
+
+def test_sparse_gradients_in_python() -> None:
+    torch.manual_seed(SEED)
+    table = nn.Embedding(5, 4, sparse=True).bfloat16()
+    pipe = GPipe(nn.Sequential(table), [1], chunks=2, backend="eager", grad_dtype=torch.float32)
+    pipe(torch.tensor([[0, 1], [1, 4]])).sum().backward()
+    gradient = table.weight.grad
+    assert gradient is not None
+    assert gradient.is_sparse
+    assert gradient.dtype is torch.bfloat16
+    assert gradient.to_dense().sum(1).tolist() == [4, 8, 0, 0, 4]
+
+
+@pytest.mark.parametrize("wanted", [torch.float64, torch.bfloat16, "float32", True], ids=str)
+def test_refused(wanted: object) -> None:
+    with pytest.raises(ValueError, match=r"grad_dtype is either None or torch\.float32, got "):
+        GPipe(nn.Sequential(nn.Linear(2, 2)), [1], grad_dtype=wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batches on")
+def test_copies_keep_it() -> None:
+    model, balance, x = made("plain", torch.bfloat16)
+    pipe = copy.deepcopy(GPipe(model, balance, chunks=CHUNKS, grad_dtype=torch.float32))
+    assert pipe.grad_dtype is torch.float32
+    assert unequal(gradients_of(pipe, x), summed(model, x)) == []

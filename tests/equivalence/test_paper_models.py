@@ -1,0 +1,205 @@
+"""The papers' models: as large as the papers say, and small ones in pipelines, bit for bit the plain loop."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.models.amoebanet import amoebanet_d
+from bench.models.flat import flat
+from bench.models.gpt import gpt
+from bench.models.resnet import resnet, resnet101
+from bench.models.unet import unet
+from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.layers.skip import skips_of, verify_skippables
+from tests.reference import Result, loop_step, pipeline_step, unequal
+
+CHUNKS, BATCH = 4, 8
+
+
+def num_parameters(make: Callable[[], nn.Module]) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in make().parameters())
+
+
+# Table 1 of the GPipe paper says 82, 318, 542, 1050 and 1800 million; torchgpipe's benchmarks as below.
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [((18, 208), 81.5), ((18, 416), 319.0), ((18, 544), 542.7), ((36, 544), 1055.8), ((72, 512), 1844.9)],
+    ids=str,
+)
+def test_parameters_of_amoebanet_d(size: tuple[int, int], millions: float) -> None:
+    assert round(num_parameters(partial(amoebanet_d, *size)) / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [((6, 72), 362.2), ((11, 128), 2213.8), ((24, 128), 4993.9), ((24, 160), 7802.9), ((48, 160), 15822.2)],
+    ids=str,
+)
+def test_parameters_of_unet(size: tuple[int, int], millions: float) -> None:
+    assert round(num_parameters(partial(unet, *size)) / 1e6, 1) == millions
+
+
+def test_parameters_of_resnet101() -> None:
+    assert num_parameters(resnet101) == 44_549_160
+
+
+def test_parameters_of_gpt() -> None:
+    assert num_parameters(partial(gpt, 12, 768, 12)) == 163_037_184
+    assert num_parameters(partial(gpt, 12, 768, 12, tied=True)) == 124_439_808
+    for layers, width, vocab, context in [(1, 8, 11, 5), (3, 16, 7, 9)]:
+        expected = layers * (12 * width**2 + 13 * width) + (2 * vocab + context + 2) * width
+        assert num_parameters(partial(gpt, layers, width, 2, vocab, context)) == expected
+
+
+# As many layers as torchgpipe's benchmarks cut.
+@pytest.mark.parametrize(
+    ("make", "shape", "output", "num_layers"),
+    [
+        (partial(amoebanet_d, 18, 208), (2, 3, 224, 224), (2, 1000), 24),
+        (partial(unet, 6, 72), (2, 3, 192, 192), (2, 1, 192, 192), 285),
+        (partial(unet, 5, 64), (2, 3, 192, 192), (2, 1, 192, 192), 241),
+        (resnet101, (2, 3, 224, 224), (2, 1000), 370),
+        (partial(gpt, 12, 768, 12), (2, 1024), (2, 1024, 50257), 15),
+    ],
+    ids=["AmoebaNet-D (18, 208)", "U-Net (6, 72)", "U-Net (5, 64)", "ResNet-101", "GPT-2 small"],
+)
+def test_shapes_in_full_size(
+    make: Callable[[], nn.Sequential], shape: tuple[int, ...], output: tuple[int, ...], num_layers: int
+) -> None:
+    with torch.device("meta"):
+        model = make()
+        x = torch.zeros(shape, dtype=torch.long if len(shape) == 2 else torch.float)
+        assert (model(x).shape, len(model)) == (output, num_layers)
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(1))
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 11, (BATCH, 6), generator=torch.Generator().manual_seed(1))
+
+
+SMALL: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], Tensor]]] = {
+    "AmoebaNet-D": (partial(amoebanet_d, 3, 16, 5), partial(noise, 3, 64, 64)),
+    "U-Net": (partial(unet, 2, 4, depth=2), partial(noise, 3, 16, 16)),
+    "ResNet": (partial(resnet, (1, 2), 5, 4), partial(noise, 3, 32, 32)),
+    "GPT": (partial(gpt, 2, 16, 2, 11, 8), tokens),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A small model, a mini-batch, and what a step of the plain loop leaves behind."""
+
+    model: nn.Sequential
+    x: Tensor
+    expected: Result
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    make, batch = SMALL[request.param]
+    torch.manual_seed(0)
+    model, x = make(), batch()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as `one_thread`, which is for one test only
+    yield Case(model, x, loop_step(model, x, CHUNKS))
+    torch.set_num_threads(before)
+
+
+def even_cuts(num_layers: int, num_stages: int) -> list[int]:
+    cuts = [num_layers * i // num_stages for i in range(num_stages + 1)]
+    return [end - begin for begin, end in itertools.pairwise(cuts)]
+
+
+def test_no_gradient_is_dead(case: Case) -> None:
+    for name, tensor in case.expected.items():
+        if name.startswith("gradient"):
+            assert tensor is not None, name
+            assert tensor.isfinite().all(), name
+            assert tensor.any(), name
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def pipe(request: pytest.FixtureRequest, case: Case) -> GPipe:
+    balance = even_cuts(len(case.model), request.param)
+    return GPipe(case.model, balance, chunks=CHUNKS, backend="aten")
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_pipelines_have_the_bits_of_the_plain_loop(case: Case, pipe: GPipe, checkpoint: str) -> None:
+    pipe.checkpoint = checkpoint
+    assert unequal(pipeline_step(pipe, case.x), case.expected) == []
+
+
+@pytest.mark.parametrize("name", ["U-Net", "ResNet"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_cuts_part_skips(name: str, num_stages: int) -> None:
+    model = SMALL[name][0]()
+    verify_skippables(model)
+    for cut in itertools.accumulate(even_cuts(len(model), num_stages)[:-1]):
+        assert any(skip.source < cut <= skip.target for skip in skips_of(model))
+
+
+def test_cells_take_what_the_two_before_them_return() -> None:
+    model, x = amoebanet_d(3, 16, 5), noise(3, 64, 64)
+    outputs = [x]
+    for layer in model[:-1]:
+        outputs.append(layer(outputs[-1]))
+    assert [type(output) for output in outputs[:3]] == [Tensor, Tensor, tuple]
+    assert outputs[2][1] is outputs[1]
+    for before, after in itertools.pairwise(outputs[2:]):
+        assert after[1] is before[0]
+    sizes = [32, 16, 8, 8, 4, 4, 2, 2]
+    channels = [4, 24, 48, 64, 96, 128, 192, 256]
+    firsts = [outputs[1], *(first for first, _ in outputs[2:])]
+    assert [first.shape for first in firsts] == [
+        (BATCH, c, size, size) for c, size in zip(channels, sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [(4, 16), (3, 20)])
+def test_sizes_that_amoebanet_d_cannot_have(size: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=f"got {size[0]} layers and {size[1]} filters"):
+        amoebanet_d(*size)
+
+
+def test_resnet_is_torchvisions() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    blocks = (1, 2, 1, 1)
+    torch.manual_seed(0)
+    ours = resnet(blocks, 5)
+    theirs = torchvision.models.ResNet(torchvision.models.resnet.Bottleneck, blocks, 5)
+    state = zip(ours.state_dict(), theirs.state_dict().values(), strict=True)
+    ours.load_state_dict(copy.deepcopy(dict(state)))
+    for training in (True, False):
+        ours.train(training)
+        theirs.train(training)
+        assert torch.equal(ours(noise(3, 64, 64)), theirs(noise(3, 64, 64)))
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    model = gpt(1, 8, 2, 11, 5, tied=True)
+    assert model.head.weight is model.embedding.token.weight
+    torch.manual_seed(0)
+    untied = gpt(1, 8, 2, 11, 5)
+    untied.load_state_dict(model.state_dict())
+    x = tokens()[:, :5]
+    assert torch.equal(model(x), untied(x))
+
+
+def test_flat_keeps_the_order_and_joins_names() -> None:
+    a, b, c = nn.ReLU(), nn.Tanh(), nn.GELU()
+    model = flat(nn.Sequential(nn.Sequential(nn.Sequential(a), b), c))
+    assert dict(model.named_children()) == {"0_0_0": a, "0_1": b, "1": c}

@@ -1,0 +1,163 @@
+"""Layers in Python that raise, and what is refused or remarked on: an exception comes out as it is."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from tests.reference import (
+    gradient_like,
+    pipeline_step,
+    unequal,
+)
+from tests.untraceable import (
+    WIDTH,
+    M,
+    Of,
+    Recurrent,
+    branch,
+    chains,
+    features,
+    model,
+    quiet,
+    reentrant,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_one_warning_names_stage_layer_and_reason() -> None:
+    pipe = GPipe(model(Of(branch), Recurrent(nn.GRU)), [3, 8], chunks=8)
+    pipe.eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in (8, 8, 16):
+            pipe(features(batch))
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 2, messages
+    assert any("stage 0, layer 2 (Of) runs in Python: " in m and "DataDependent" in m for m in messages)
+    assert any("stage 1, layer 6 (Recurrent) runs in Python: GRU inner: recurrent" in m for m in messages)
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_aten_refuses_instead() -> None:
+    pipe = GPipe(model(Recurrent(nn.GRU)), [2, 5], chunks=2, backend="aten")
+    with pytest.raises(RuntimeError, match=r"stage 1, layer 2 \(Recurrent\) cannot be traced faithfully"):
+        pipe(features())
+
+
+class Failing(nn.Module):
+    """Raises in its given call, counted from 0; or in that of its backward."""
+
+    def __init__(self, error: BaseException, forward: int = -1, backward: int = -1) -> None:
+        super().__init__()
+        self.linear, self.error = nn.Linear(WIDTH, WIDTH), error
+        self.at = {"forward": forward, "backward": backward}
+        self.calls: Counter[str] = Counter()
+        self.register_buffer("count", torch.zeros(()))
+
+    def _called(self, what: str) -> None:
+        self.calls[what] += 1
+        if self.calls[what] == self.at[what] + 1:
+            raise self.error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self._called("forward")
+        y: Tensor = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self._called("backward"))
+        return y
+
+
+class OwnError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize(
+    "error",
+    [OwnError("planted"), SystemExit(3), KeyboardInterrupt(), StopIteration("s"), GeneratorExit()],
+    ids=repr,
+)
+@pytest.mark.parametrize("when", ["forward", "recompute", "backward"])
+def test_an_exception_comes_out_as_it_is(when: str, error: BaseException, backend: str) -> None:
+    failing = Failing(error)
+    layers = model(failing)
+    pipe = GPipe(layers, [2, 2, 3], chunks=M, checkpoint="always", backend=backend)
+    with quiet():
+        expected = pipeline_step(pipe, features())
+        failing.calls.clear()
+        failing.at = {
+            "forward": {"forward": 2, "recompute": M + 1, "backward": -1}[when],
+            "backward": 1 if when == "backward" else -1,
+        }
+        state = {name: value.clone() for name, value in layers.state_dict().items()}
+        if when == "forward":
+            with pytest.raises(type(error)) as raised:
+                pipe(features())
+            assert all(torch.equal(value, state[name]) for name, value in layers.state_dict().items())
+        else:
+            output = pipe(features())
+            with pytest.raises(type(error)) as raised:
+                output.backward(gradient_like(output))
+            pipe.load_state_dict(state)
+        assert raised.value is error
+        assert all(p.grad is None for p in layers.parameters())
+        assert unequal(pipeline_step(pipe, features()), expected) == []
+
+
+def test_the_action_is_noted() -> None:
+    error = OwnError("planted")
+    failing = Failing(error, forward=2)
+    with quiet(), pytest.raises(OwnError):
+        GPipe(model(failing), [2, 5], chunks=M, backend="eager")(features())
+    if hasattr(error, "__notes__"):
+        assert error.__notes__ == ["in action 1F2 of the pipeline (stage 1, layers 2 to 6)"]
+
+
+def test_a_tensor_whose_gradient_would_be_lost_is_refused() -> None:
+    outside = torch.ones(WIDTH, requires_grad=True)
+
+    def scaled(f: nn.Module, x: Tensor) -> Tensor:
+        float(x.sum())
+        return f(x) * outside
+
+    with (
+        quiet(),
+        pytest.raises(RuntimeError, match=r"layer 2 \(Of\) uses a tensor of shape \[8\] that needs"),
+    ):
+        GPipe(model(Of(scaled)), [2, 5], chunks=M)(features())
+
+
+def test_a_parameter_given_other_data_before_its_recompute_is_refused() -> None:
+    layers = model(Of(branch))
+    pipe = GPipe(layers, [2, 5], chunks=M, checkpoint="always")
+    with quiet():
+        output = pipe(features())
+        layers[2].held.weight.data = layers[2].held.weight.data.clone()
+        with pytest.raises(RuntimeError, match="was given other data between forward and backward"):
+            output.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "aten"])
+def test_layers_without_parameters_yet_are_refused(backend: str) -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(3)), [1, 1], backend=backend)
+    with pytest.raises(RuntimeError, match=r"layer 1 \(LazyLinear\).*run one batch through the module first"):
+        pipe(features())
+
+
+def test_a_failure_that_belongs_to_no_layer_is_found_by_trying() -> None:
+    pipe = GPipe(model(Of(reentrant), nn.Identity()), [11], chunks=M)
+    pipe.eval()
+    with pytest.warns(UserWarning, match=r"layer 2 \(Of\) runs in Python: .*use_reentrant"):
+        pipeline_step(pipe, features())
+    for _ in range(2):
+        pipeline_step(pipe, features())
+    assert chains(pipe) == [[(0, 2, True), (2, 3, False), (3, 11, True)]]

@@ -1,0 +1,239 @@
+"""Layers in Python from call to call: what is kept, what changes, and what is dropped."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from tests.reference import (
+    collect,
+    gradient_like,
+    leaf,
+    loop_step,
+    pipeline,
+    pipeline_step,
+    plain_loop,
+    restored,
+    unequal,
+)
+from tests.untraceable import (
+    WIDTH,
+    Counting,
+    M,
+    Of,
+    branch,
+    features,
+    model,
+    quiet,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_hooks_on_parameters_see_the_whole_gradient_once() -> None:
+    layers = model(Of(branch))
+    weight, seen = layers[2].held.weight, []
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
+    with quiet():
+        ours = pipeline_step(GPipe(layers, [2, 5], chunks=M), features())
+    assert len(seen) == 1
+    assert unequal(ours, loop_step(layers, features(), M)) == []
+
+
+def test_own_generators_are_drawn_from_once_and_again_in_the_recompute() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.generator = nn.Linear(WIDTH, WIDTH), torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x * torch.randn(x.shape, generator=self.generator))
+
+    noisy = Noisy()
+    layers = model(noisy)
+
+    def step(run: Callable[[], dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
+        noisy.generator.manual_seed(5)
+        result = run()
+        return {**result, "next": torch.randn(3, generator=noisy.generator)}
+
+    expected = step(lambda: loop_step(layers, features(), M))
+    for checkpoint in CHECKPOINT_MODES:
+        pipe = GPipe(layers, [2, 5], chunks=M, checkpoint=checkpoint)
+        with quiet():
+            assert unequal(step(lambda pipe=pipe: pipeline_step(pipe, features())), expected) == []  # type: ignore[misc]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_second_backward(checkpoint: str) -> None:
+    layers = model(Of(branch), Counting())
+    pipe = GPipe(layers, [2, 4, 5], chunks=M, checkpoint=checkpoint)
+    with quiet(), restored(layers):
+        x = leaf(features())
+        output = pipeline(pipe, x)
+        output.backward(gradient_like(output), retain_graph=True)
+        first = {n: p.grad.clone() for n, p in layers.named_parameters() if p.grad is not None}
+        buffers = [b.clone() for b in layers.buffers()]
+        layers.zero_grad()
+        output.backward(gradient_like(output))
+        for name, parameter in layers.named_parameters():
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, first[name])
+        assert all(map(torch.equal, layers.buffers(), buffers))
+
+
+def test_interleaved_mini_batches_keep_to_their_own() -> None:
+    with_norm = model(Of(branch)).eval()
+    layers = nn.Sequential(*(layer for layer in with_norm if not isinstance(layer, nn.BatchNorm1d)))
+    inputs = [features(8), features(6, 3), features(8) * 2]
+
+    def grads(run: Callable[[Tensor], Tensor], interleaved: bool) -> list[Tensor]:
+        layers.zero_grad()
+        torch.manual_seed(0)
+        leaves = [leaf(x) for x in inputs]
+        if interleaved:
+            outputs = [run(x) for x in leaves]
+            for output in outputs:
+                output.backward(gradient_like(output))
+        else:
+            for x in leaves:
+                output = run(x)
+                output.backward(gradient_like(output))
+        return [x.grad for x in leaves if x.grad is not None]
+
+    with quiet():
+        for checkpoint in ("always", "never"):
+            pipe = GPipe(layers, [2, 4], chunks=2, checkpoint=checkpoint)
+            assert all(map(torch.equal, grads(pipe, True), grads(pipe, False)))
+
+
+def test_attributes_that_change_in_every_call_do_not_trace_again() -> None:
+    counting = Counting()
+    pipe = GPipe(model(counting), [2, 5], chunks=M)
+    with quiet():
+        for _ in range(3):
+            pipe(features())
+        compiler, plans = pipe._planner._programs.compiler, len(pipe._planner._plans)
+        traces = compiler.num_traces
+        for _ in range(5):
+            pipe(features())
+    assert counting.calls == 8 * M
+    assert (compiler.num_traces, len(pipe._planner._plans)) == (traces, plans)
+
+
+def test_a_changed_lowered_layer_is_noticed_beside_one_in_python() -> None:
+    layers = model(Of(branch))
+    pipe = GPipe(layers, [2, 5], chunks=M)
+    with quiet():
+        pipeline_step(pipe, features())
+        pipeline_step(pipe, features())
+        layers[5].p = 0.7
+        assert unequal(pipeline_step(pipe, features()), loop_step(layers, features(), M)) == []
+        layers[2].held.weight.requires_grad_(False)
+        assert unequal(pipeline_step(pipe, features()), loop_step(layers, features(), M)) == []
+
+
+def test_threads_take_turns() -> None:
+    layers = model(Of(branch)).eval()
+    pipe = GPipe(layers, [2, 5], chunks=M)
+    expected = plain_loop(layers, features(), M)
+    results: list[Tensor] = []
+
+    def call() -> None:
+        for _ in range(5):
+            results.append(pipe(features()))
+
+    with quiet():
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(results) == 20
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_constants_that_never_repeat_end_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that a layer in Python returns is one that the next layers are traced for."""
+
+    class Clock(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.time = 0
+
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            self.time += 1
+            return x, self.time
+
+    def faded(f: nn.Module, value: Any) -> Tensor:
+        x, time = value
+        return f(x) / time
+
+    monkeypatch.setattr("gpipe_fast.runtime.planner.TRACES", 8)
+    layers = nn.Sequential(Clock(), Of(faded))
+    pipe = GPipe(layers, [1, 1], chunks=2, checkpoint="always")
+    with quiet():
+        for step in range(12):
+            layers[0].time = 2 * step
+            expected = loop_step(layers, features(4), 2)
+            layers[0].time = 2 * step
+            with restored(pipe):
+                x = leaf(features(4))
+                assert unequal(collect(pipe, x, pipe(x)), expected) == []
+    assert 8 <= pipe._planner._programs.compiler.num_traces <= 8 + 4
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "aten"])
+def test_nothing_stays_of_a_pipeline_that_is_gone(backend: str) -> None:
+    """Segments in C++ refer to layers in Python: a cycle through them would never be found."""
+    layers = model(nn.Identity() if backend == "aten" else Of(branch))
+    gc.collect()
+    gc.disable()
+    try:
+        pipe = GPipe(layers, [2, 5], chunks=M, backend=backend)
+        with quiet():
+            for _ in range(3):
+                pipeline_step(pipe, features())
+        planner = pipe._planner
+        left = [weakref.ref(thing) for thing in (pipe, planner, *planner._late, *pipe._stages)]
+        del pipe, planner
+        assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()
+
+
+def test_of_many_shapes_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpipe_fast.runtime.late._REMEMBERED", 4)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(branch), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    pipe = GPipe(layers, [1, 3], chunks=2, checkpoint="always")
+    with quiet():
+        held = [(x := leaf(features(4, length)), pipe(x)) for length in range(2, 9)]
+        for x, output in held:  # whose segments are forgotten
+            output.backward(gradient_like(output))
+            expected = leaf(x)
+            reference = plain_loop(layers, expected, 2)
+            reference.backward(gradient_like(reference))
+            assert torch.equal(output, reference)
+            assert x.grad is not None
+            assert expected.grad is not None
+            assert torch.equal(x.grad, expected.grad)
+        layers.zero_grad()
+        for _ in range(3):
+            for length in range(2, 9):
+                x = features(4, length)
+                assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+    for late in pipe._planner._late:
+        assert 0 < len(late._interpreted) <= 4
+        assert len(late._lowered) <= 4
+        assert len(late._gradients) <= 4

@@ -1,0 +1,44 @@
+"""Tests that need a GPU, on GPUs that are not there: that they can pass, and are kept in order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda.build import can_build
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "test_cuda_steps or (test_training and except_last) or (test_forced and pinned and mlp)",
+        pytest.param("test_cuda", marks=pytest.mark.soak),
+    ],
+    ids=["sample", "all"],
+)
+def test_what_needs_a_gpu_can_pass(chosen: str, libraries: tuple[Path, Path]) -> None:
+    runtime, operators = libraries
+    variables = {
+        "LD_PRELOAD": str(runtime),
+        "FAKE_CUDA_LOG": os.devnull,
+        "FAKE_CUDA_OPERATORS": str(operators),
+        "PYTHONPATH": str(ROOT),
+    }
+    options = ["-q", "--tb=short", "-p", "tests.fake_cuda.plugin", "-p", "no:cacheprovider", "-m", "cuda"]
+    command = [sys.executable, "-m", "pytest", *options, "-k", chosen]
+    command += ["tests/equivalence/test_cuda.py", "tests/equivalence/test_cuda_steps.py"]
+    done = subprocess.run(
+        command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout

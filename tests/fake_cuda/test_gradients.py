@@ -1,0 +1,27 @@
+"""How gradients are added up on GPUs that are not there: by how many kernels, and with which bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda import accumulating
+from tests.fake_cuda.build import can_build
+from tests.fake_cuda.check import check, read
+from tests.fake_cuda.process import run
+
+pytestmark = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+
+@pytest.mark.parametrize("functions", [accumulating.PROGRAMS, accumulating.BITS], ids=["programs", "bits"])
+def test_gradients(
+    functions: Sequence[Callable[[], None]], libraries: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Whatever was computed, in an order that a GPU is bound to."""
+    names, log = [function.__name__ for function in functions], tmp_path / "log"
+    assert run("accumulating.py", libraries, *names, log=log, late=1) == names
+    assert check(read(log), may_wait=True) == []

@@ -1,0 +1,25 @@
+"""Stages on GPUs that are not there: which, what fits on them, and what happens when memory runs out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda import placing
+from tests.fake_cuda.build import can_build
+from tests.fake_cuda.process import run
+
+pytestmark = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+
+def test_places(libraries: tuple[Path, Path]) -> None:
+    names = [function.__name__ for function in placing.PLACES]
+    assert run("placing.py", libraries, *names) == names
+
+
+@pytest.mark.parametrize("name", [function.__name__ for function in placing.SHORT])
+def test_short_of_memory(name: str, libraries: tuple[Path, Path]) -> None:
+    assert run("placing.py", libraries, name, memory=placing.MEMORY) == [name]

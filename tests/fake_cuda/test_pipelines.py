@@ -1,0 +1,250 @@
+"""Pipelines on GPUs that are not there: their bits, and that a GPU is bound to the order of their accesses.
+
+What is preloaded in place of the CUDA runtime is tests/fake_cuda/runtime.cpp; operators are the CPU's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda import process
+from tests.fake_cuda.build import can_build
+from tests.fake_cuda.check import Line, check, read
+
+pytestmark = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python")
+MODELS += ("convolutions", "convolutions, channels last")
+FOUR, ONE, MIXED = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:1,cuda:1,cuda:1,cuda:1", "cuda:0,cpu,cuda:0,cuda:1"
+
+Runs = Callable[..., list[Line]]
+
+
+@pytest.fixture
+def trained(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
+    """Trains, looks at the bits, and returns the log."""
+
+    def run(models: str, devices: str, *words: str, late: int = 0, **more: str) -> list[Line]:
+        log = tmp_path / "log"
+        found = process.run("program.py", libraries, models, devices, *words, late=late, log=log, **more)
+        assert found == ["equal"]
+        return read(log)
+
+    return run
+
+
+@pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
+def test_bits_and_order(devices: str, trained: Runs) -> None:
+    assert check(trained("/".join(MODELS), devices, "never", "except_last", "always", late=1)) == []
+
+
+@pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
+def test_callers_on_streams_of_their_own(devices: str, trained: Runs) -> None:
+    """Also in a backward, whose thread has but one of them; what the forward left there comes before it."""
+    assert check(trained("mlp/batch norm", devices, "aside", "never", "except_last", late=1)) == []
+
+
+@pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
+def test_delays_and_steps_that_fail(devices: str, trained: Runs) -> None:
+    assert check(trained("skips", devices, "disturbed", "except_last", late=1)) == []
+
+
+def within_steps(lines: Sequence[Line]) -> list[int]:
+    """The places of lines that belong to a step whose plan was there."""
+    places, inside = [], False
+    for place, line in enumerate(lines):
+        if line.kind == "mark":
+            inside = line.words[0] == "begin"
+        elif inside:
+            places.append(place)
+    return places
+
+
+def copies(lines: Sequence[Line]) -> list[int]:
+    """The places of copies from device to device in steps."""
+    return [p for p in within_steps(lines) if lines[p].kind == "copy" and lines[p].words[1] == "d2d"]
+
+
+def test_a_dropped_wait_is_noticed(trained: Runs) -> None:
+    """Of each stream that waits within steps all waits."""
+    lines = trained("mlp", FOUR, "except_last", late=1)
+    inside = set(within_steps(lines))
+    waits = {lines[p].words[0] for p in inside if lines[p].kind == "wait"}
+    copying = {lines[p].words[0] for p in copies(lines)}
+    computing = {lines[p].words[0] for p in inside if lines[p].kind in ("read", "write")}
+    assert len(waits & copying) >= 3, "copy streams wait for what they copy"
+    assert len(waits & computing) >= 4, "stages wait for what comes in"
+    for stream in waits & (copying | computing):
+        left = [
+            line
+            for place, line in enumerate(lines)
+            if not (place in inside and line.kind == "wait" and line.words[0] == stream)
+        ]
+        assert check(left), f"stream {stream} needs no wait"
+
+
+def test_memory_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
+    """As if the allocator did not ask whether other streams have finished with it."""
+    lines = trained("mlp", FOUR, "except_last", late=1)
+    assert any(line.kind == "finished event" for line in lines)
+    assert check([line for line in lines if line.kind != "finished event"])
+
+
+def test_a_copy_on_a_stream_that_computes_is_noticed(trained: Runs) -> None:
+    lines = trained("mlp", FOUR, "never", late=1)
+    place = random.Random(0).choice(copies(lines))
+    moved = lines[place]
+    computing = next(lines[p].words[0] for p in within_steps(lines) if lines[p].kind == "write")
+    lines[place] = Line(moved.number, moved.thread, moved.kind, (computing, *moved.words[1:]))
+    assert any("copies between devices" in fault for fault in check(lines))
+
+
+def test_a_step_that_waits_for_a_device_is_noticed(trained: Runs) -> None:
+    lines = trained("mlp", ONE, "never")
+    place = within_steps(lines)[5]
+    waiting = Line(0, 0, "synchronize device", ("1",))
+    assert any("the host waits" in fault for fault in check([*lines[:place], waiting, *lines[place:]]))
+
+
+def kinds(lines: Sequence[Line]) -> set[str]:
+    """Of copies in steps: from device (d), pinned (p) or other memory (h), to which."""
+    return {lines[p].words[1] for p in within_steps(lines) if lines[p].kind == "copy"}
+
+
+def between(lines: Sequence[Line]) -> set[tuple[int, int]]:
+    """Of copies in steps, from which device to which."""
+    blocks = [
+        (int(line.words[1], 16), int(line.words[2]), int(line.words[0]))
+        for line in lines
+        if line.kind == "malloc"
+    ]
+
+    def device(pointer: str) -> int:
+        return next(
+            where for begin, size, where in reversed(blocks) if begin <= int(pointer, 16) < begin + size
+        )
+
+    return {(device(lines[p].words[3]), device(lines[p].words[2])) for p in copies(lines)}
+
+
+FORCED = {
+    "four": (FOUR, "skips/small/tied/python/beside"),
+    "one": (ONE, "skips/small"),
+    "mixed": (MIXED, "small"),
+}
+
+
+@pytest.mark.parametrize("transport", ["peer", "pinned"])
+@pytest.mark.parametrize("where", FORCED)
+def test_forced_transports(where: str, transport: str, trained: Runs) -> None:
+    devices, models = FORCED[where]
+    lines = trained(models, devices, transport, "except_last", late=1)
+    assert check(lines) == []
+    by_host = {"d2p", "p2d"} <= kinds(lines)
+    assert by_host == (transport == "pinned" or where == "mixed")
+    assert bool(copying(lines)) == (transport == "peer"), "on streams of their own, also on one device"
+
+
+def copying(lines: Sequence[Line]) -> set[str]:
+    """Streams that copy from device to device in steps, and do not compute."""
+    return {lines[p].words[0] for p in copies(lines)} - {
+        lines[p].words[0] for p in within_steps(lines) if lines[p].kind in ("read", "write")
+    }
+
+
+def test_small_tensors_go_as_one(trained: Runs) -> None:
+    """Six cross at two edges, one of them empty, and the gradients of four of them."""
+    lines = trained("small", FOUR, "peer", "except_last")
+    steps = sum(line.kind == "mark" and line.words[0] == "begin" for line in lines)
+    edges_and_ways, microbatches = 6, 8
+    crossing = [p for p in copies(lines) if lines[p].words[0] in copying(lines)]
+    assert len(crossing) == edges_and_ways * microbatches * steps
+
+
+@pytest.mark.parametrize(
+    ("peers", "reached"),
+    [
+        ("0", set()),
+        ("0-1,1-0,1-2,3-2", {(0, 1), (1, 0)}),
+    ],
+)
+def test_devices_that_do_not_reach_each_other(
+    peers: str, reached: set[tuple[int, int]], trained: Runs
+) -> None:
+    """What goes between them goes through memory of the host."""
+    lines = trained("skips", FOUR, "except_last", late=1, peers=peers)
+    assert check(lines) == []
+    assert {"d2p", "p2d"} <= kinds(lines)
+    assert {pair for pair in between(lines) if pair[0] != pair[1]} == reached
+
+
+def test_a_block_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
+    """Without the waits of the streams that fill blocks, or of those that empty them."""
+    lines = trained("large", FOUR, "pinned", "never", late=1)
+    assert check(lines) == []
+    inside = set(within_steps(lines))
+    for kind, others in (("d2p", "p2d"), ("p2d", "d2p")):
+        ring = {lines[p].words[0] for p in inside if lines[p].kind == "copy" and lines[p].words[1] == kind}
+        left = [
+            line
+            for place, line in enumerate(lines)
+            if not (place in inside and line.kind == "wait" and line.words[0] in ring)
+        ]
+        faults = check(left)
+        assert any(kind in fault and others in fault for fault in faults), kind
+
+
+def test_blocks_are_free_when_a_run_begins(trained: Runs) -> None:
+    """Also after steps that failed with blocks in use."""
+    lines = trained("large", ONE, "pinned", "disturbed", "never", late=1)
+    assert check(lines) == []
+
+
+@pytest.fixture
+def told(libraries: tuple[Path, Path]) -> Callable[..., list[str]]:
+    """What told.py prints, by lines."""
+
+    def run(devices: str, transport: str, **more: str) -> list[str]:
+        return process.run("told.py", libraries, devices, transport, **more)
+
+    return run
+
+
+def test_what_is_told_of_transports(told: Callable[..., list[str]]) -> None:
+    """Before a step, and after it with what lies there: a micro-batch has 2 x 6 floats, of 4 bytes each."""
+    lines = told("cuda:0,cuda:0,cuda:1,cpu", "auto", peers="0")
+    ways = {
+        "stage 0 (cuda:0) -> stage 1 (cuda:0)": "hand-over",
+        "stage 1 (cuda:0) -> stage 2 (cuda:1)": "pinned",
+        "stage 2 (cuda:1) -> stage 3 (cpu)": "copy",
+        "stage 0 (cuda:0) -> stage 3 (cpu), skip connection": "copy",
+    }
+    lying = "; at most 4 x 48 bytes there, 4 x 48 bytes back"
+    for edge, way in ways.items():
+        found = [line.strip() for line in lines if line.strip().startswith(edge + ":")]
+        assert found == [f"{edge}: {way}", *[f"{edge}: {way}{lying}"] * 2], edge
+    assert "equal" in lines
+    assert "  cuda:0 and cuda:1 do not reach each other's memory" in lines
+    assert any(line.startswith("  cuda:3: Fake GPU, 1024.0 GiB") for line in lines)
+
+
+def test_a_peer_path_that_is_unplugged(told: Callable[..., list[str]]) -> None:
+    """Devices say that they reach each other, and then they do not."""
+    lines = told("cuda:0,cuda:1,cuda:2,cuda:3", "auto", peers="unplugged")
+    assert "equal" in lines
+    assert "  stage 0 (cuda:0) -> stage 1 (cuda:1): pinned" in lines
+
+
+@pytest.mark.parametrize("peers", ["0", "unplugged", "0-1"])
+def test_peers_that_are_asked_for_and_not_there(peers: str, told: Callable[..., list[str]]) -> None:
+    lines = told("cuda:0,cuda:1,cuda:1,cuda:0", "peer", peers=peers)
+    assert lines == [
+        "transport='peer', but cuda:0 and cuda:1, of stages 0 and 1, do not reach each other's memory; "
+        "'auto' goes through memory of the host there"
+    ]

@@ -1,0 +1,204 @@
+"""Random schedules on GPUs that are not there, and faults planted in them, each of which must be noticed.
+
+Which case it was is said; fake_cuda/schedules.py says how it is run alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from gpipe_fast.schedule import Kind
+from tests.fake_cuda.build import SOURCES, can_build
+from tests.fake_cuda.chains import Chains
+from tests.fake_cuda.check import Checker, Line, check, parse
+from tests.fake_cuda.random_schedule import order_of, random_schedule
+
+ROOT = Path(__file__).parents[2]
+ALL, AT_ONCE = 10_000, 500
+LIMIT = 600  # seconds
+SET_UPS = 9  # one of each model
+CASES = 50  # of a set-up
+FAULTS = ("dropped", "hosted", "stale", "misplaced", "early")
+
+needs_runtime = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+Runs = Callable[..., Iterator[Line]]
+
+
+@pytest.fixture
+def run(libraries: tuple[Path, Path]) -> Runs:
+    """Runs cases, looks at the bits, and returns the log's lines as they come: it is kept nowhere."""
+    runtime, operators = libraries
+
+    def lines(first: int, count: int, *words: str) -> Iterator[Line]:
+        out, into = os.pipe()
+        variables = {
+            "LD_PRELOAD": str(runtime),
+            "FAKE_CUDA_LOG": f"/dev/fd/{into}",
+            "FAKE_CUDA_LATE": str(first),
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, "-W", "ignore", str(SOURCES / "schedules.py")]
+        command += [str(operators), str(first), str(count), *words]
+        with (
+            os.fdopen(out) as log,
+            subprocess.Popen(
+                command,
+                env=os.environ | variables,
+                pass_fds=(into,),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as process,
+        ):
+            os.close(into)
+            watch = threading.Timer(LIMIT, process.kill)
+            watch.start()
+            try:
+                yield from parse(log)
+                stdout, stderr = process.communicate()
+            finally:
+                watch.cancel()
+                process.kill()
+        assert stdout == "equal\n", stdout[-3000:] + stderr[-3000:]
+
+    return lines
+
+
+def faults_by_case(lines: Iterator[Line], seen: Counter[str]) -> list[str]:
+    """What is wrong, and in which case; counts what was there."""
+    checker, case, found = Checker(may_wait=False), "", 0
+    faults = []
+    for line in lines:
+        checker.take(line)
+        mark = line.words[0].split(" ")[0] if line.kind == "mark" else ""
+        seen[mark or line.kind] += 1
+        faults += [f"{case}: {fault}" for fault in checker.faults[found:]]
+        found = len(checker.faults)
+        if mark == "case":
+            case = line.words[0]
+    return faults + checker.check(())[found:]
+
+
+def check_cases(run: Runs, first: int, count: int) -> None:
+    seen: Counter[str] = Counter()
+    assert faults_by_case(run(first, count), seen)[:10] == []
+    assert seen["case"] == seen["begin"] == seen["end"] == count
+    assert seen["copy"] > 3 * count, "between devices, and from and to the host"
+    assert seen["wait"] > 10 * count
+    assert seen["finished event"] > count, "the allocator asks whether memory can be reused"
+
+
+@needs_runtime
+def test_random_schedules(run: Runs) -> None:
+    """A sample."""
+    check_cases(run, 0, SET_UPS * CASES)
+
+
+@needs_runtime
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, ALL, AT_ONCE))
+def test_many_random_schedules(run: Runs, first: int) -> None:
+    check_cases(run, first, AT_ONCE)
+
+
+def test_schedules_are_of_every_kind() -> None:
+    """Valid by construction, which `Schedule` looks at; backwards whole and in parts, in any order."""
+    kinds: Counter[Kind] = Counter()
+    orders, slots = set(), set()
+    for seed in range(200):
+        schedule = random_schedule(random.Random(seed), 3, 3)
+        kinds.update(action.kind for row in schedule.stages for action in row)
+        orders |= {
+            (stage, kind, *order_of(schedule, stage, kind)) for stage in range(3) for kind in (Kind.F, Kind.B)
+        }
+        slots.add(schedule.slots)
+        assert str(schedule) == str(random_schedule(random.Random(seed), 3, 3))
+    assert min(kinds[kind] for kind in Kind) > 200
+    assert {order for order in orders if len(order) == 5} == {
+        (stage, kind, *order)
+        for stage in range(3)
+        for kind in (Kind.F, Kind.B)
+        for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
+    }
+    assert slots == {1, 2, 3}
+
+
+def within(lines: Sequence[Line], *kinds: str) -> list[int]:
+    """The places of lines of some kinds in the second step of a log."""
+    begin, end = (
+        [i for i, line in enumerate(lines) if line.words[:1] == (word,)][1] for word in ("begin", "end")
+    )
+    return [i for i in range(begin, end) if lines[i].kind in kinds]
+
+
+# Three cases of a model each; in the second one faults are planted.
+FIRST = 4 * CASES * SET_UPS
+logs = pytest.mark.parametrize(
+    "first",
+    [
+        FIRST + CASES * model
+        if model in (3, 7)
+        else pytest.param(FIRST + CASES * model, marks=pytest.mark.soak)
+        for model in range(SET_UPS)
+    ],
+)
+
+
+@needs_runtime
+@logs
+def test_every_wait_is_needed_or_it_is_known_why_not(run: Runs, first: int) -> None:
+    """Each is dropped; the checker notices just those without which a search finds something unordered."""
+    lines = list(run(first, 3))
+    chains = Chains(lines)
+    assert check(lines) == []
+    assert chains.unordered(chains.before()) == []
+    for wait in within(lines, "wait"):
+        noticed = check([*lines[:wait], *lines[wait + 1 :]]) != []
+        assert noticed == (chains.why_needless(wait) == ""), lines[wait]
+
+
+def words_of(lines: Sequence[Line], mark: str) -> dict[int, str]:
+    """By their places, the marks that begin with a word, without it."""
+    texts = {i: line.words[0] for i, line in enumerate(lines) if line.kind == "mark"}
+    return {i: text.removeprefix(f"{mark} ") for i, text in texts.items() if text.split(" ")[0] == mark}
+
+
+# Cases of set-ups with several GPUs and no stage on the CPU, where the host must not wait.
+SEVERAL_GPUS = [4050, *(pytest.param(first, marks=pytest.mark.soak) for first in (2601, 3651))]
+
+
+@needs_runtime
+@pytest.mark.parametrize("first", SEVERAL_GPUS)
+def test_what_the_runtime_does_wrong_is_noticed(run: Runs, first: int) -> None:
+    """Where no order is lost, because of what else is waited for, a search says so too."""
+    lines = list(run(first, 3 * len(FAULTS), "faulty"))
+    unordered = Chains(lines).unordered(Chains(lines).before())
+    planted = words_of(lines, "planted")
+    assert set(planted.values()) == set(FAULTS)
+    triples = pairwise([0, *list(words_of(lines, "case"))[3::3], len(lines)])
+    checker, known = Checker(may_wait=False), 0
+    noticed = {}
+    for begin, end in triples:
+        (kind,) = {kind for place, kind in planted.items() if begin <= place < end}
+        for line in lines[begin:end]:
+            checker.take(line)
+        checker.check_roles()
+        faults, known = checker.faults[known:], len(checker.faults)
+        noticed[kind] = any("nothing makes" in fault for fault in faults)
+        assert noticed[kind] == any(begin <= i < end for i in unordered), kind
+        assert (kind == "hosted") == any("the host waits" in fault for fault in faults)
+        assert (kind == "misplaced") == any("copies between devices" in fault for fault in faults)
+    assert any(noticed[kind] for kind in ("dropped", "stale", "early"))

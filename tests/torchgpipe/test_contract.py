@@ -1,0 +1,228 @@
+"""What users of torchgpipe rely on in names, attributes and moves, shown of both libraries."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe_fast
+from tests.reference import plain_loop
+from tests.torchgpipe.libraries import Library, Noting, both, in_python, numbered
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MOVING_DENIED = "denied to move parameters and buffers, because GPipe should manage device placement"
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    named = OrderedDict(a=nn.Linear(6, 6), norm=nn.LayerNorm(6), act=nn.Tanh(), b=nn.Linear(6, 6))
+    return nn.Sequential(named)
+
+
+@both
+def test_names(library: Library) -> None:
+    for name in ("GPipe", "is_checkpointing", "is_recomputing"):
+        assert name in library.package.__all__
+        assert callable(getattr(library.package, name))
+    for name in ("skippable", "stash", "pop", "verify_skippables", "Namespace"):
+        assert name in library.skip.__all__
+        assert callable(getattr(library.skip, name))
+
+
+def test_what_torchgpipe_refuses_and_we_do_not() -> None:
+    """No balance, no devices where there is no GPU, and parameters that layers share."""
+    pipe = gpipe_fast.GPipe(layers(), chunks=2)
+    assert sum(pipe.balance) == 4
+    assert pipe.devices == [torch.device("cpu")] * len(pipe.balance)
+    tied = layers()
+    tied.b.weight = tied.a.weight
+    x = numbered()
+    for balance in ([4], [1, 3]):
+        assert torch.equal(gpipe_fast.GPipe(tied, balance, chunks=2)(x), plain_loop(tied, x, 2))
+
+
+@both
+def test_arguments_are_converted(library: Library) -> None:
+    class Mode:
+        def __str__(self) -> str:
+            return "never"
+
+    pipe = library.make(layers(), iter((1, 3)), chunks="3", checkpoint=Mode(), devices=iter(["cpu"] * 3))
+    assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([1, 3], 3, "never")
+    assert pipe.devices == [torch.device("cpu")] * 2
+    assert library.make(layers(), [4], chunks=2.9).chunks == 2
+    for balance in (torch.tensor([1, 3]), [1.0, 3.0]):
+        assert (pipe := library.make(layers(), balance, chunks=2)).balance == [1, 3]
+        assert pipe(numbered()).shape == (8, 6)
+
+
+@both
+def test_defaults(library: Library) -> None:
+    pipe = library.make(layers(), [2, 2])
+    assert (pipe.chunks, pipe.checkpoint) == (1, "except_last")
+
+
+@both
+def test_attributes(library: Library) -> None:
+    module = layers()
+    pipe = library.make(module, (1, 3), devices=["cpu", torch.device("cpu", 0), "cpu"], chunks=4)
+    assert type(pipe.balance) is type(pipe.devices) is list
+    assert pipe.balance == [1, 3]
+    assert pipe.devices == [torch.device("cpu"), torch.device("cpu", 0)]
+    for device in ("cpu", "cpu:0"):
+        output = library.make(module, [2, 2], devices=[device] * 2)(numbered())
+        torch.testing.assert_close(output, module(numbered()))
+
+
+@both
+def test_partitions(library: Library) -> None:
+    """The user's own layers, under their own names."""
+    module = layers()
+    pipe = library.make(module, [1, 3])
+    assert type(pipe.partitions) is nn.ModuleList
+    assert [type(partition) for partition in pipe.partitions] == [nn.Sequential] * 2
+    named = [list(partition.named_children()) for partition in pipe.partitions]
+    assert named == [[("a", module.a)], [("norm", module.norm), ("act", module.act), ("b", module.b)]]
+    before = pipe.state_dict()
+    pipe.partitions[1].eval()
+    assert [layer.training for layer in pipe] == [True, False, False, False]
+    assert pipe.state_dict().keys() == before.keys()
+
+
+def test_partitions_are_a_view() -> None:
+    """Nothing of a pipeline shows twice, and nothing can be put in their place."""
+    module = layers()
+    pipe = gpipe_fast.GPipe(module, [1, 3]).eval()
+    assert [name for name, _ in pipe.named_modules()] == [name for name, _ in module.named_modules()]
+    assert list(pipe.state_dict()) == list(module.state_dict())
+    assert len(list(pipe.parameters())) == len(list(module.parameters()))
+    assert [part.training for part in pipe.partitions] == [False, False]
+    with pytest.raises(AttributeError, match="partitions cannot be set"):
+        pipe.partitions = nn.ModuleList()
+    assert len(pipe) == 4
+    pipe.a = nn.Linear(6, 6)
+    assert pipe.partitions[0][0] is pipe.a
+    assert list(copy.deepcopy(pipe).partitions[1].state_dict()) == list(pipe.partitions[1].state_dict())
+
+
+@pytest.mark.parametrize("name", ["partitions", "chunks", "balance", "recording"])
+def test_a_layer_named_as_an_attribute_is_refused(name: str) -> None:
+    module = nn.Sequential(OrderedDict([("first", nn.Linear(6, 6)), (name, nn.Linear(6, 6))]))
+    with pytest.raises(ValueError, match=f"a layer named '{name}' would hide GPipe's own attribute"):
+        gpipe_fast.GPipe(module, [1, 1])
+
+
+@both
+def test_is_a_sequence_of_layers(library: Library) -> None:
+    module = layers()
+    pipe = library.make(module, [1, 3])
+    assert len(pipe) == 4
+    assert list(pipe) == list(module)
+    assert [pipe[i] for i in range(-4, 4)] == 2 * list(module)
+    assert pipe[torch.tensor(1)] is module.norm
+    for wrong in (slice(0, 2), "a", None):
+        with pytest.raises(TypeError):
+            pipe[wrong]
+    for outside in (4, -5):
+        with pytest.raises(IndexError):
+            pipe[outside]
+
+
+@both
+def test_layers_keep_the_modes_they_have(library: Library) -> None:
+    module = layers()
+    module.norm.eval()
+    library.make(module, [2, 2])
+    assert [layer.training for layer in module] == [True, False, True, True]
+
+
+@both
+def test_layers_are_moved_to_the_device_of_their_stage(library: Library) -> None:
+    """From another one; without a GPU the only other is meta, from which there is no way.
+
+    Torchgpipe finds that out as it moves them, we before.
+    """
+    with pytest.raises((NotImplementedError, ValueError), match=r"meta tensor|is on the meta device"):
+        library.make(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), [1, 1])
+
+
+@both
+@in_python
+def test_chunks_and_checkpoint_may_be_set_between_calls(library: Library) -> None:
+    noting = Noting(library)
+    pipe = library.make(nn.Sequential(noting, nn.Linear(6, 6)), [1, 1], chunks=4, checkpoint="never")
+    pipe(numbered())
+    pipe.chunks, pipe.checkpoint = 2, "always"
+    pipe(numbered()).sum().backward()
+    assert noting.sizes == [2, 2, 2, 2, 4, 4]
+    assert noting.phases == "FFFF" + "CCRR"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("chunks", 0), ("chunks", None), ("chunks", float("inf")), ("checkpoint", "no")]
+)
+def test_what_is_not_right_is_refused_when_it_is_set(name: str, value: Any) -> None:
+    pipe = gpipe_fast.GPipe(layers(), [2, 2], chunks=3, checkpoint="always")
+    with pytest.raises(ValueError, match=r"number of chunks must be|checkpoint is not one of"):
+        setattr(pipe, name, value)
+    assert (pipe.chunks, pipe.checkpoint) == (3, "always")
+
+
+MOVES: dict[str, Callable[[Any], object]] = {
+    "cuda()": lambda pipe: pipe.cuda(),
+    "cuda(0)": lambda pipe: pipe.cuda(0),
+    "cpu()": lambda pipe: pipe.cpu(),
+    "to('cpu')": lambda pipe: pipe.to("cpu"),
+    "to(0)": lambda pipe: pipe.to(0),
+    "to(device)": lambda pipe: pipe.to(torch.device("cpu")),
+    "to(tensor)": lambda pipe: pipe.to(torch.ones(1)),
+    "to(device, dtype)": lambda pipe: pipe.to("cpu", torch.float64),
+    "to(device=)": lambda pipe: pipe.to(device="cpu"),
+    "to(tensor=)": lambda pipe: pipe.to(tensor=torch.ones(1)),
+    "to(dtype, device=)": lambda pipe: pipe.to(dtype=torch.float64, device="cpu"),
+}
+
+
+@both
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
+def test_moving_is_denied(move: Callable[[Any], object], library: Library) -> None:
+    pipe = library.make(layers(), [2, 2])
+    with pytest.raises(TypeError) as raised:
+        move(pipe)
+    assert str(raised.value).startswith(MOVING_DENIED)
+    assert {p.dtype for p in pipe.parameters()} == {torch.float32}
+
+
+CASTS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
+    "half": (torch.float16, lambda pipe: pipe.half()),
+    "double": (torch.float64, lambda pipe: pipe.double()),
+    "float": (torch.float32, lambda pipe: pipe.double().float()),
+    "bfloat16": (torch.bfloat16, lambda pipe: pipe.bfloat16()),
+    "to(dtype)": (torch.float64, lambda pipe: pipe.to(torch.float64)),
+    "to(dtype=)": (torch.float64, lambda pipe: pipe.to(dtype=torch.float64)),
+    "to(dtype, non_blocking)": (torch.float64, lambda pipe: pipe.to(torch.float64, True)),
+}
+
+
+@both
+@pytest.mark.parametrize(("dtype", "cast"), CASTS.values(), ids=CASTS.keys())
+def test_casting_works(dtype: torch.dtype, cast: Callable[[Any], Any], library: Library) -> None:
+    """Also of a pipeline that ran before."""
+    module, x = layers(), numbered()
+    pipe = library.make(module, [2, 2], chunks=2)
+    pipe(x).sum().backward()
+    pipe.zero_grad()
+    assert cast(pipe) is pipe
+    expected = plain_loop(copy.deepcopy(module), x.to(dtype), 2)
+    output = pipe(x.to(dtype))
+    assert output.dtype == dtype
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    assert {p.grad.dtype for p in pipe.parameters()} == {dtype}

@@ -1,0 +1,68 @@
+"""Layers whose costs are known, and the clock that they move; no test of a balance depends on real time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe_fast.balance.profile
+import gpipe_fast.balance.visit
+
+
+class Clock:
+    """Stands still but for what `Takes` layers take, and a microsecond a look.
+
+    Args:
+        slow: factor of each further run of a layer, in order; 1 when they are used up.
+    """
+
+    def __init__(self, *slow: float) -> None:
+        self.now = 0.0
+        self.slow = list(slow)
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def __deepcopy__(self, memo: object) -> Clock:
+        return self  # the copy of a layer moves the same
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
+        monkeypatch.setattr(gpipe_fast.balance.profile, "perf_counter", self)
+        monkeypatch.setattr(gpipe_fast.balance.visit, "perf_counter", self)
+        return self
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.clock.now += ctx.seconds
+        return gradients[0], None, None
+
+
+class Takes(nn.Module):
+    """Multiplies by a weight, and takes so many seconds by the clock."""
+
+    def __init__(self, clock: Clock, forward: float, backward: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.clock, self.seconds = clock, (forward, backward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.clock.slow.pop(0) if self.clock.slow else 1.0
+        self.clock.now += self.seconds[0] * factor
+        result: Tensor = _Backward.apply(x * self.weight, self.clock, self.seconds[1])
+        return result
+
+
+def sequence(clock: Clock, *seconds: float) -> nn.Sequential:
+    """Layers that take so long forward, and twice as long backward."""
+    return nn.Sequential(*(Takes(clock, each, 2 * each) for each in seconds))

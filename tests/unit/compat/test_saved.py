@@ -1,0 +1,153 @@
+"""State dicts: keyed as the plain Sequential's, and those of torchgpipe are read."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from tests.torchgpipe.libraries import OURS, TORCHGPIPE
+
+BALANCES = [[5], [1, 4], [2, 2, 1], [1, 1, 1, 1, 1]]
+
+
+def layers(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    inner = nn.Sequential(OrderedDict(partitions=nn.Linear(6, 6), norm=nn.BatchNorm1d(6)))
+    first = [("stem", nn.Linear(6, 6)), ("norm", nn.BatchNorm1d(6)), ("act", nn.ReLU())]
+    return nn.Sequential(OrderedDict([*first, ("block", inner), ("0", nn.Linear(6, 2))]))
+
+
+def of_torchgpipe(balance: list[int], **options: Any) -> tuple[nn.Sequential, dict[str, Tensor]]:
+    """A model in torchgpipe, and its checkpoint as it comes from a file."""
+    module = layers(1)
+    plain = list(module.state_dict())
+    pipe = TORCHGPIPE.make(module, balance, chunks=2, **options)
+    file = io.BytesIO()
+    torch.save(pipe.state_dict(), file)
+    file.seek(0)
+    assert not set(plain) & set(pipe.state_dict())
+    return module, torch.load(file)
+
+
+def same(a: nn.Module, b: dict[str, Tensor]) -> bool:
+    state = a.state_dict()
+    return all(torch.equal(value, b[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("balance", BALANCES, ids=str)
+def test_keys_are_the_sequentials(balance: list[int]) -> None:
+    module = layers(0)
+    names = list(module.state_dict())
+    pipe = GPipe(module, balance)
+    assert list(pipe.state_dict()) == names
+    assert [name for name, _ in pipe.named_parameters()] == [n for n, _ in module.named_parameters()]
+    other = layers(1)
+    pipe.load_state_dict(other.state_dict())
+    assert same(pipe, other.state_dict())
+    module.load_state_dict(pipe.state_dict())
+
+
+@pytest.mark.parametrize("balance", BALANCES, ids=str)
+@pytest.mark.parametrize("theirs", BALANCES, ids=str)
+def test_torchgpipes_checkpoints_are_read(theirs: list[int], balance: list[int]) -> None:
+    """Whatever the balance, here and there; the dictionary stays as it is."""
+    module, checkpoint = of_torchgpipe(theirs)
+    before = list(checkpoint)
+    assert all(name.startswith("partitions.") for name in before)
+    pipe = GPipe(layers(0), balance)
+    assert str(pipe.load_state_dict(checkpoint)) == "<All keys matched successfully>"
+    assert same(pipe, module.state_dict())
+    assert list(checkpoint) == before
+
+
+def test_of_deferred_batch_norm() -> None:
+    """Its sums are dropped, also where the module itself was saved, whose layers torchgpipe replaces."""
+    module, checkpoint = of_torchgpipe([2, 3], deferred_batch_norm=True)
+    for state in (checkpoint, module.state_dict()):
+        assert sum(name.endswith(("norm.sum", "norm.sum_squares")) for name in state) == 4
+        pipe = GPipe(layers(0), [3, 2])
+        pipe.load_state_dict(state)
+        assert same(pipe, module.state_dict())
+
+
+class Sums(nn.Module):
+    """Has a buffer of the same name, and is no batch norm."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("sum", torch.tensor(value))
+
+
+def test_other_buffers_of_that_name_are_read() -> None:
+    pipe = GPipe(nn.Sequential(Sums(0.0)), [1])
+    pipe.load_state_dict(TORCHGPIPE.make(nn.Sequential(Sums(3.0)), [1]).state_dict())
+    assert pipe[0].sum == 3.0
+
+
+def test_sums_that_are_nobodys_are_unexpected() -> None:
+    state = layers(1).state_dict() | {"partitions.0.stem.sum": torch.ones(6)}
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "stem.sum"'):
+        GPipe(layers(0), [2, 3]).load_state_dict(state)
+
+
+class Around(nn.Module):
+    """A pipeline among other modules, one of which has partitions of its own."""
+
+    def __init__(self, pipe: nn.Module) -> None:
+        super().__init__()
+        self.pipe, self.head = pipe, nn.Linear(2, 2)
+        self.other = nn.ModuleDict({"partitions": nn.ModuleList([nn.Linear(1, 1)])})
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_within_another_module(deferred: bool) -> None:
+    theirs = Around(TORCHGPIPE.make(layers(1), [2, 3], deferred_batch_norm=deferred))
+    ours = Around(OURS.make(layers(0), [4, 1]))
+    state = theirs.state_dict()
+    before = list(state)
+    ours.load_state_dict(state)
+    assert same(
+        ours.pipe, dict(theirs.pipe.partitions[0].state_dict() | theirs.pipe.partitions[1].state_dict())
+    )
+    assert torch.equal(ours.head.weight, theirs.head.weight)
+    assert torch.equal(ours.other["partitions"][0].weight, theirs.other["partitions"][0].weight)
+    assert list(state) == before
+
+
+@pytest.mark.parametrize("prefix", ["", "partitions.0."])
+def test_errors_list_the_users_own_names(prefix: str) -> None:
+    state = {f"{prefix}{name}": value for name, value in layers(1).state_dict().items()}
+    del state[f"{prefix}stem.weight"]
+    state[f"{prefix}tail.weight"] = torch.ones(1)
+    state[f"{prefix}stem.bias"] = torch.ones(7)
+    pipe = GPipe(layers(0), [2, 3])
+    with pytest.raises(RuntimeError) as raised:
+        pipe.load_state_dict(state)
+    message = str(raised.value)
+    assert 'Missing key(s) in state_dict: "stem.weight". ' in message
+    assert 'Unexpected key(s) in state_dict: "tail.weight". ' in message
+    assert "size mismatch for stem.bias" in message
+    assert "partitions.0" not in message
+    del state[f"{prefix}stem.bias"]
+    assert str(pipe.load_state_dict(state, strict=False)).count("stem.") == 2
+
+
+def test_both_names_of_one_tensor_are_an_error() -> None:
+    state = layers(1).state_dict()
+    state["partitions.0.stem.weight"] = torch.ones(6, 6)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "partitions.0.stem.weight"'):
+        GPipe(layers(0), [2, 3]).load_state_dict(state)
+
+
+def test_tensors_are_assigned_where_that_is_asked_for() -> None:
+    _, checkpoint = of_torchgpipe([2, 3])
+    pipe = GPipe(layers(0), [1, 4])
+    pipe.load_state_dict(checkpoint, assign=True)
+    assert pipe[0].weight.data_ptr() == checkpoint["partitions.0.stem.weight"].data_ptr()
+    assert pipe(torch.randn(8, 6)).shape == (8, 2)

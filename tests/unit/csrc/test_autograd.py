@@ -1,0 +1,215 @@
+"""The autograd node of a mini-batch: what it gives, to whom, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from tests.reference import leaf, plain_loop, restored
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def features(batch: int = 8) -> Tensor:
+    return torch.randn(batch, 6, generator=torch.Generator().manual_seed(1))
+
+
+def test_two_mini_batches_add_up() -> None:
+    model, xs = mlp(), (features(8), features(8) * 2)
+    pipe = GPipe(model, [2, 3], chunks=4)
+    for forward in (lambda x: plain_loop(model, x, 4), pipe):
+        for x in xs:
+            forward(x).square().sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        if forward is not pipe:
+            expected, _ = gradients, model.zero_grad()
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_two_mini_batches_may_be_under_way(checkpoint: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+    pipe = GPipe(model, [1, 2], chunks=2, checkpoint=checkpoint)
+
+    def step(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        with restored(model):
+            first, second = forward(features()), forward(features() * 2)
+            first.sum().backward()
+            second.square().sum().backward()
+            return [p.grad for p in model.parameters()] + [b.clone() for b in model.buffers()]
+
+    for ours, expected in zip(step(pipe), step(lambda x: plain_loop(model, x, 2)), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_second_backward_needs_retain_graph(checkpoint: str) -> None:
+    pipe = GPipe(mlp(), [2, 3], chunks=4, checkpoint=checkpoint)
+    loss = pipe(features()).sum()
+    first = torch.autograd.grad(loss, list(pipe.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(pipe.parameters()))
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_autograd_grad_of_parameters_and_input() -> None:
+    model, x = mlp(), leaf(features())
+    pipe = GPipe(model, [2, 3], chunks=4)
+    wanted = [x, model[2].weight]
+    ours = torch.autograd.grad(pipe(x).sum(), wanted)
+    expected = torch.autograd.grad(plain_loop(model, x, 4).sum(), wanted)
+    assert all(map(torch.equal, ours, expected))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("changed", ["parameter", "input"])
+def test_an_in_place_change_before_the_backward_raises(changed: str) -> None:
+    pipe, x = GPipe(mlp(), [2, 3], chunks=2), features()
+    loss = pipe(x).sum()
+    with torch.no_grad():
+        (x if changed == "input" else pipe[0].weight).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_the_backward_cannot_be_differentiated() -> None:
+    """A gradient penalty would otherwise silently be left out."""
+    pipe, x = GPipe(mlp(), [2, 3], chunks=2), leaf(features())
+    loss = pipe(x).sum()
+    with pytest.raises(RuntimeError, match="backward cannot be differentiated"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("changed", ["parameter", "input"])
+def test_new_data_before_the_backward_does_not_reach_it(changed: str) -> None:
+    """As in eager, which has saved the old storage; a recompute must not read the new one."""
+    model = mlp()
+
+    def step(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        with restored(model):
+            x = leaf(features())
+            data = [t.data for t in (x, model[0].weight)]
+            loss = forward(x).square().sum()
+            tensor = x if changed == "input" else model[0].weight
+            tensor.data = torch.full_like(tensor, 3.0)
+            found = list(torch.autograd.grad(loss, [x, *model.parameters()]))
+            x.data, model[0].weight.data = data
+            return found
+
+    pipe = GPipe(model, [2, 3], chunks=4, checkpoint="always")
+    assert all(map(torch.equal, step(pipe), step(lambda x: plain_loop(model, x, 4))))
+
+
+def test_hooks_on_parameters_run_once_a_backward() -> None:
+    model = mlp()
+    pipe, seen = GPipe(model, [2, 3], chunks=4), []
+    model[0].weight.register_hook(lambda g: seen.append(g.clone()) or 2 * g)
+    model[2].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    results = []
+    for forward in (pipe, lambda x: plain_loop(model, x, 4)):
+        model.zero_grad()
+        seen.clear()
+        forward(features()).square().sum().backward()
+        results.append([*seen, *(p.grad for p in model.parameters())])
+    # The plain loop calls a tensor hook with the summed gradient too.
+    assert len(results[0]) == 2 + len(list(model.parameters()))
+    for ours, expected in zip(
+        *(sorted(r, key=lambda t: (tuple(t.shape), float(t.sum()))) for r in results), strict=True
+    ):
+        assert torch.equal(ours, expected)
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def test_an_undefined_output_gradient_gives_none() -> None:
+    for forward in (GPipe(mlp(), [2, 3], chunks=4), mlp()):
+        x = leaf(features())
+        (NoGradient.apply(forward(x)).sum() + x.sum()).backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.ones_like(x))
+        assert all(p.grad is None for p in forward.parameters())
+
+
+def test_an_input_inside_a_larger_graph() -> None:
+    model, before, after = mlp(), nn.Linear(6, 6), nn.Linear(4, 1)
+    results = []
+    for forward in (GPipe(model, [2, 3], chunks=4), lambda x: plain_loop(model, x, 4)):
+        parameters = [*before.parameters(), *model.parameters(), *after.parameters()]
+        loss = after(forward(before(features()).tanh()).relu_()).square().mean()
+        results.append(torch.autograd.grad(loss, parameters))
+    assert all(map(torch.equal, *results))
+
+
+def test_only_what_is_trainable_has_a_node() -> None:
+    model = mlp().requires_grad_(False)
+    pipe = GPipe(model, [2, 3], chunks=4)
+    assert not pipe(features()).requires_grad
+    assert pipe(leaf(features())).grad_fn.name() == "GPipeBackward"
+    model[4].requires_grad_(True)
+    with torch.no_grad():
+        assert not pipe(features()).requires_grad
+    x = leaf(features())
+    pipe(x).sum().backward()
+    assert x.grad is not None
+    assert [p.grad is None for p in model.parameters()] == [True] * 4 + [False] * 2
+
+
+def test_integer_outputs_take_no_gradient() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(6, 6), ArgMax()), [1, 1], chunks=4)
+    output = pipe(features())
+    assert output.dtype == torch.int64
+    assert not output.requires_grad
+
+
+class ArgMax(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(1)
+
+
+def test_hooks_on_saved_tensors_do_not_see_a_pipeline() -> None:
+    pipe, packed = GPipe(mlp(), [2, 3], chunks=4), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        output = pipe(features())
+    assert packed == []
+    output.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode_and_dead_outputs() -> None:
+    pipe = GPipe(mlp(), [2, 3], chunks=4)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        pipe(features())  # dropped without a backward
+        pipe(features()).sum().backward()
+    assert all(p.grad is not None for p in pipe.parameters())
+
+
+def test_the_graph_outlives_the_module() -> None:
+    model, x = mlp(), features()
+    output = GPipe(model, [2, 3], chunks=4)(x)
+    output.sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    plain_loop(model, x, 4).sum().backward()
+    assert all(torch.equal(f, p.grad) for f, p in zip(found, model.parameters(), strict=True))

@@ -1,0 +1,222 @@
+"""Programs keep nothing alive, survive errors, share an arena, and follow their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast._extension import Arena
+from gpipe_fast._extension import Program as NativeProgram
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.split import StageGraph, split
+from gpipe_fast.trace.trace import Port, Role
+from tests.stages import CPU, Runner, given, joint_of, run_graph, run_graphs, saved, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INPUT, OUTPUT = Port(Role.INPUT, 0), Port(Role.OUTPUT, 0)
+
+
+def mlp() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
+
+
+def backward_of(layers: list[nn.Module], x: Tensor, budget: float = 0.0) -> StageGraph:
+    graph = split(joint_of(layers, x), budget).backward
+    assert graph is not None
+    return graph
+
+
+def owners(tensor: Tensor) -> int:
+    """How many tensors and programs refer to the tensor's memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def test_outputs_are_not_overwritten_by_the_next_run() -> None:
+    layers, x = mlp(), torch.randn(4, 6, requires_grad=True)
+    joint = joint_of(layers, x)
+    parts = split(joint, 1.0)
+    runner = Runner(parts.forward_saving, layers)
+    first = runner(given(layers, joint, torch.ones(4, 6)))
+    kept = {port: value.clone() for port, value in first.items()}
+    runner(given(layers, joint, torch.zeros(4, 6)))
+    assert unequal(first, kept) == []
+
+
+def test_gradients_are_not_overwritten_by_the_next_mini_batch() -> None:
+    layers, x = mlp(), torch.randn(4, 6, requires_grad=True)
+    joint = joint_of(layers, x)
+    runner = Runner(backward_of(layers, x), layers)
+    first = runner(given(layers, joint, x, seed=0))
+    kept = {port: value.clone() for port, value in first.items()}
+    runner(given(layers, joint, x, seed=1))
+    assert unequal(first, kept) == []
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_a_run_keeps_no_input_alive(budget: float) -> None:
+    layers = [*mlp(), nn.Flatten(0), nn.Unflatten(0, (4, 4))]
+    x = torch.randn(4, 6, requires_grad=True)
+    joint = joint_of(layers, x)
+    parts = split(joint, budget)
+    assert parts.backward is not None
+    forward, backward = Runner(parts.forward_saving, layers), Runner(parts.backward, layers)
+    values = given(layers, joint, x)
+    values |= saved(forward(values))
+    watched = [v for p, v in values.items() if p.role in (Role.INPUT, Role.SAVED, Role.TANGENT, Role.KEY)]
+    before = [owners(v) for v in watched]
+    results = backward(values)
+    del results
+    assert [owners(v) for v in watched] == before
+
+
+def test_an_error_of_an_operator_leaves_nothing_behind() -> None:
+    layers = [nn.Embedding(4, 8), nn.Linear(8, 8), nn.Embedding.from_pretrained(torch.ones(4, 8))]
+    joint = joint_of(layers[:2], torch.zeros(3, dtype=torch.int64))
+    parts = split(joint, 0.0)
+    runner = Runner(parts.forward, layers[:2])
+    good, bad = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 4])
+    values = given(layers[:2], joint, bad)
+    before = owners(values[INPUT])
+    with pytest.raises(IndexError, match="index out of range"):
+        runner(values)
+    assert owners(values[INPUT]) == before
+    values = given(layers[:2], joint, good)
+    assert unequal(runner(values), run_graph(parts.forward, values)) == []
+
+
+@pytest.mark.parametrize("transposed", [INPUT, Port(Role.TANGENT, 0)], ids=str)
+def test_other_strides_are_as_right(transposed: Port) -> None:
+    layers, x = [m.double() for m in mlp()], torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    joint = joint_of(layers, x)
+    graph = backward_of(layers, x)
+    values = given(layers, joint, x)
+    runner = Runner(graph, layers)
+    expected = runner(values)
+    values[transposed] = values[transposed].t().contiguous().t()
+    for port, value in runner(values).items():
+        torch.testing.assert_close(value, expected[port], rtol=1e-13, atol=1e-13)
+    values[Port(Role.TANGENT, 0)] = torch.ones((), dtype=torch.float64).expand(4, 4)
+    runner(values)
+
+
+def test_refuses_other_shapes_and_dtypes() -> None:
+    layers, x = mlp(), torch.randn(4, 6)
+    graph = split(joint_of(layers, x), 0.0).forward
+    native = lower(graph).build(Arena(), CPU)
+    native.bind([p.detach() for p in nn.Sequential(*layers).parameters()])
+    with pytest.raises(RuntimeError, match=r"was lowered as Float\[4, 6\], got Float\[5, 6\]"):
+        native.run([torch.randn(5, 6)], [], True)
+    with pytest.raises(RuntimeError, match=r"was lowered as Float\[4, 6\], got Double\[4, 6\]"):
+        native.run([torch.randn(4, 6).double()], [], True)
+    with pytest.raises(RuntimeError, match="a program of 1 inputs got 2"):
+        native.run([x, x], [], True)
+    with pytest.raises(RuntimeError, match=r"parameter 0 was lowered as Float\[8, 6\], got"):
+        native.bind([torch.ones(3, 3)] * 6)
+
+
+def test_refuses_to_add_to_a_gradient_that_was_not_made() -> None:
+    layers, x = mlp(), torch.randn(4, 6)
+    joint = joint_of(layers, x)
+    runner = Runner(backward_of(layers, x), layers)
+    with pytest.raises(RuntimeError, match="first backward made no gradient of parameter"):
+        runner(given(layers, joint, x), first=False)
+
+
+def test_refuses_a_call_with_missing_arguments() -> None:
+    native = NativeProgram(Arena(), CPU)
+    with pytest.raises(ValueError, match=r"aten::relu\. takes 1 arguments, got 0"):
+        native.add_operator("aten::relu", "", [], None)
+
+
+def test_programs_share_an_arena() -> None:
+    """A larger program makes the block grow under a smaller one."""
+    small, large = mlp(), mlp()
+    x, y = torch.randn(4, 6, requires_grad=True), torch.randn(256, 6, requires_grad=True)
+    arena = Arena()
+    runners = [Runner(backward_of(layers, z), layers, arena=arena) for layers, z in ((small, x), (large, y))]
+    assert runners[0].program.arena_bytes < runners[1].program.arena_bytes
+    values = [given(layers, joint_of(layers, z), z) for layers, z in ((small, x), (large, y))]
+    expected = [
+        Runner(backward_of(layers, z), layers)(v)
+        for layers, z, v in zip((small, large), (x, y), values, strict=True)
+    ]
+    for turn in (0, 1, 0, 1):
+        assert unequal(runners[turn](values[turn]), expected[turn]) == []
+    assert arena.bytes == runners[1].program.arena_bytes
+
+
+def test_parameters_are_followed() -> None:
+    """An optimizer's step shows at once; a replaced tensor, once it is bound."""
+    layers, x = mlp(), torch.randn(4, 6)
+    joint = joint_of(layers, x)
+    graph = split(joint, 0.0).forward
+    runner = Runner(graph, layers)
+    parameters = list(nn.Sequential(*layers).parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(parameters, lr=0.1).step()
+    model = nn.Sequential(*layers)
+    assert torch.equal(runner(given(layers, joint, x))[OUTPUT], model(x))
+    old = parameters[0].data
+    parameters[0].data = torch.randn(8, 6)
+    runner.native.bind([p.detach() for p in parameters])
+    assert torch.equal(runner(given(layers, joint, x))[OUTPUT], model(x))
+    assert owners(old) == owners(torch.ones(1))  # the program has let go of it
+
+
+def test_direct_and_boxed_calls_have_the_same_bits() -> None:
+    layers, x = [*mlp(), nn.Softmax(1), nn.LayerNorm(4), nn.GELU()], torch.randn(4, 6, requires_grad=True)
+    joint = joint_of(layers, x)
+    program, values = lower(backward_of(layers, x)), given(layers, joint, x)
+    parameters = [values[Port(Role.PARAMETER, i)] for i in range(8)]
+    results = []
+    for direct in (False, True):
+        native = program.build(Arena(), CPU, direct=direct)
+        native.bind(parameters)
+        outputs, gradients = native.run([values[p] for p in program.inputs], [None] * 8, True)
+        results.append([*outputs, *gradients])
+    for boxed, straight in zip(*results, strict=True):
+        assert boxed is not None
+        assert torch.equal(boxed, straight)
+
+
+class Constants(nn.Module):
+    """Numbers where an operator takes a tensor, of every kind that Python has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.where(x > 0, x * 2 + 1, x.pow(2) - 0.5)
+        return y + (torch.complex(x, y) * 2j).imag
+
+
+def test_numbers_as_tensors() -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    layers = [Constants()]
+    joint = joint_of(layers, x)
+    parts = split(joint, 0.0)
+    values = given(layers, joint, x)
+    assert unequal(Runner(parts.forward, layers)(values), run_graph(parts.forward, values)) == []
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_two_intra_op_threads() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256)]
+    x = torch.randn(256, 256, requires_grad=True)
+    joint = joint_of(layers, x)
+    parts = split(joint, 0.0)
+    values = given(layers, joint, x)
+    assert torch.equal(Runner(parts.forward, layers)(values)[OUTPUT], nn.Sequential(*layers)(x))
+    assert unequal(Runner(backward_of(layers, x), layers)(values), run_graphs(parts, values)[1]) == []

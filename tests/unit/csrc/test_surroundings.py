@@ -1,0 +1,330 @@
+"""What workers take over from the thread that calls, what they do not, and that they leave it as it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipe_fast import GPipe
+from gpipe_fast.lower.exactness import accumulates_exactly
+from gpipe_fast.schedule import fill_drain
+from tests.models import convolutions, features, images, mlp
+from tests.reference import (
+    Result,
+    collect,
+    leaf,
+    loop_step,
+    pipeline,
+    pipeline_step,
+    plain_loop,
+    restored,
+    unequal,
+)
+
+
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Sets the calling thread's count for the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Energy(nn.Module):
+    """Scales by the mean square, which MKL sums."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten()
+        return x * (flat.dot(flat) / flat.numel())
+
+
+def sums() -> nn.Sequential:
+    """A step's bits depend on the threads of MKL, in the forward, and of OpenMP, in the backward."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(64), Energy(), nn.LayerNorm(64))
+
+
+def vectors() -> Tensor:
+    return torch.randn(2000, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def by_threads() -> dict[int, Result]:
+    """The plain loop's step on two micro-batches by thread count: all different, or no test here can fail."""
+    found = {}
+    for number in (1, 2, 3, 4):
+        with intra_op_threads(number):
+            found[number] = loop_step(sums(), vectors(), 2)
+    assert "output" in unequal(found[1], found[2])
+    for number, result in found.items():
+        for other in set(found) - {number}:
+            assert {"gradient of 0.weight", "gradient of 2.weight"} <= set(unequal(result, found[other]))
+    return found
+
+
+def threads_of(result: Result, by_threads: dict[int, Result]) -> list[int]:
+    """The thread counts that the plain loop has these bits with."""
+    return [number for number, expected in by_threads.items() if unequal(result, expected) == []]
+
+
+def counts() -> dict[str, int]:
+    """All thread counts of the calling thread: ATen's, OpenMP's and MKL's."""
+    found = re.findall(r"(\w+)\(\) : ([0-9]+)", torch.__config__.parallel_info())
+    return {name: int(number) for name, number in found if "hardware" not in name}
+
+
+def test_counts_are_what_pytorch_uses() -> None:
+    with intra_op_threads(3):
+        three = counts()
+    names = {name for name, number in three.items() if number == 3}
+    assert names >= {"get_num_threads", "omp_get_max_threads"}
+    assert ("mkl_get_max_threads" in three) == torch.backends.mkl.is_available()
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "callers", "threads"),
+    [(1, 1, 1), (1, 3, 3), (2, 4, 2), (2, 3, 1), (2, 1, 1), (3, 4, 1), (3, 2, 1)],
+)
+def test_stages_share_the_callers_threads(
+    by_threads: dict[int, Result], num_stages: int, callers: int, threads: int
+) -> None:
+    pipe = GPipe(sums(), [1] * (num_stages - 1) + [4 - num_stages], chunks=2)
+    with intra_op_threads(callers):
+        assert threads_of(pipeline_step(pipe, vectors()), by_threads) == [threads]
+
+
+@pytest.mark.parametrize("callers", [1, 2, 4])
+def test_threads_per_stage_may_be_set(by_threads: dict[int, Result], callers: int) -> None:
+    """Whatever the caller's own count, which stays."""
+    pipe = GPipe(sums(), [1, 2], chunks=2)
+    assert pipe.threads_per_stage is None
+    with intra_op_threads(callers):
+        before = counts()
+        for pipe.threads_per_stage in (2, 1, 3, 2):
+            assert threads_of(pipeline_step(pipe, vectors()), by_threads) == [pipe.threads_per_stage]
+            assert counts() == before
+        pipe.threads_per_stage = None
+        assert threads_of(pipeline_step(pipe, vectors()), by_threads) == [max(1, callers // 2)]
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_refuses_a_number_of_threads_below_one(threads: int) -> None:
+    pipe = GPipe(mlp(), [2, 3])
+    with pytest.raises(
+        ValueError, match=f"^threads_per_stage must be a positive integer or None, got {threads}$"
+    ):
+        pipe.threads_per_stage = threads
+    assert pipe.threads_per_stage is None
+
+
+def test_a_later_count_of_the_caller_changes_what_follows_from_it(by_threads: dict[int, Result]) -> None:
+    by_rule, fixed = GPipe(sums(), [1, 2], chunks=2), GPipe(sums(), [1, 2], chunks=2)
+    fixed.threads_per_stage = 2
+    for callers in (4, 2, 4):
+        with intra_op_threads(callers):
+            assert threads_of(pipeline_step(by_rule, vectors()), by_threads) == [callers // 2]
+            assert threads_of(pipeline_step(fixed, vectors()), by_threads) == [2]
+
+
+def test_a_count_set_before_the_backward_does_not_reach_it(by_threads: dict[int, Result]) -> None:
+    """Its programs were made for the count that the forward had."""
+    pipe = GPipe(sums(), [1, 2], chunks=2)
+    with restored(pipe), intra_op_threads(4):
+        x = leaf(vectors())
+        y = pipeline(pipe, x)
+        with intra_op_threads(1):
+            result = collect(pipe, x, y)
+    assert threads_of(result, by_threads) == [2]
+
+
+def test_stages_are_lowered_for_the_threads_they_run_with() -> None:
+    """On some machines, a product that may add to its result in place with 1 thread may not with 3."""
+    weights_gradient = torch.randn(16, 33).t(), torch.randn(16, 17)
+    exact = {}
+    for number in (1, 3):
+        with intra_op_threads(number):
+            exact[number] = accumulates_exactly(*weights_gradient)
+    if exact[1] == exact[3]:
+        pytest.skip("products of this shape do not depend on the threads here")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 17)), torch.randn(64, 17)
+    for callers, threads in ((1, 3), (3, 1)):
+        with intra_op_threads(threads):
+            expected = loop_step(model, x, 4)
+        pipe = GPipe(model, [1, 2], chunks=4)
+        pipe.threads_per_stage = threads
+        with intra_op_threads(callers):
+            assert unequal(pipeline_step(pipe, x), expected) == [], f"{threads} threads"
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def counts_of_a_new_thread() -> dict[str, int]:
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(counts).result()
+
+
+def test_a_step_or_a_failure_leaves_the_callers_counts() -> None:
+    """And those that threads begin with."""
+    pipe = GPipe(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), [1, 1], chunks=2)
+    untraceable = GPipe(nn.Sequential(nn.Linear(6, 6), Branch()), [1, 1], backend="aten")
+    pipe.threads_per_stage = untraceable.threads_per_stage = 1
+    with intra_op_threads(3):
+        before = counts(), counts_of_a_new_thread()
+        with pytest.raises(RuntimeError, match="cannot be traced"):
+            untraceable(features())
+        assert (counts(), counts_of_a_new_thread()) == before
+        output = pipe(features())
+        assert (counts(), counts_of_a_new_thread()) == before
+        for action, run in (("1F1", lambda: pipe(features())), ("0B0", output.sum().backward)):
+            pipe._pipeline.disturb(faults=[(action, 0, "ValueError")])
+            with pytest.raises(ValueError, match="planted"):
+                run()
+            assert (counts(), counts_of_a_new_thread()) == before
+        pipe._pipeline.disturb()
+        pipe(features()).sum().backward()
+        assert (counts(), counts_of_a_new_thread()) == before
+
+
+class Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def tiny() -> nn.Sequential:
+    """Denormal numbers after layer 2 of the forward, and after layers 1 and 0 of a backward of 1e-20."""
+    torch.manual_seed(0)
+    return nn.Sequential(Scale(1e-20), nn.Linear(6, 6, bias=False), Scale(1e-20), Scale(1e20))
+
+
+@contextmanager
+def flushing(on: bool) -> Iterator[None]:
+    """Denormal numbers to zero, in the calling thread, for the block."""
+    if not torch.set_flush_denormal(on):
+        pytest.skip("this processor cannot flush denormal numbers")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_denormal_numbers(one_thread: None) -> None:
+    """Flushed to zero as in the thread that calls the forward, and the one that calls the backward."""
+    model, x = tiny(), features()
+    pipe = GPipe(model, [1, 2, 1], chunks=4)
+
+    def step(forward: Any, flush: tuple[bool, bool]) -> Result:
+        with restored(model):
+            inputs = leaf(x)
+            with flushing(flush[0]):
+                output = forward(inputs)
+            with flushing(flush[1]):
+                return collect(model, inputs, output, torch.full_like(output, 1e-20))
+
+    ways = [(False, False), (True, True), (True, False), (False, True), (False, False)]
+    expected = {flush: step(lambda x: plain_loop(model, x, 4), flush) for flush in ways}
+    for flush, result in expected.items():
+        for other in set(expected) - {flush}:
+            assert unequal(result, expected[other]) != [], "the test does not depend on denormal numbers"
+    for flush in ways:
+        assert unequal(step(pipe, flush), expected[flush]) == [], flush
+
+
+def test_inference_mode(one_thread: None) -> None:
+    """Made and run in it; then run in it and trained outside."""
+    with torch.inference_mode():
+        model, x = convolutions(), images()
+        with restored(model):
+            y = plain_loop(model, x, 4)
+            expected = {"output": y, **{n: b.clone() for n, b in model.named_buffers()}}
+        for num_stages in (1, 3):
+            with restored(model):
+                y = pipeline(GPipe(model, [6] if num_stages == 1 else [2, 2, 2], chunks=4), x)
+                assert unequal({"output": y, **dict(model.named_buffers())}, expected) == []
+                assert y.is_inference()
+    model, x = convolutions(), images()
+    pipe = GPipe(model, [2, 2, 2], chunks=4)
+    with restored(model), torch.inference_mode():
+        assert pipe(x).is_inference()
+        assert not any(b.is_inference() for b in model.buffers())
+    assert unequal(pipeline_step(pipe, x), loop_step(model, x, 4)) == []
+
+
+Ranges = list[tuple[str, int]]
+
+
+def ranges(profiler: profile) -> Ranges:
+    """Names and threads of the pipeline's ranges."""
+    return [(e.name, e.thread) for e in profiler.events() or [] if e.name.startswith("PP:")]
+
+
+def test_the_profiler_sees_every_action_once() -> None:
+    """By its name, in the thread of its stage, and operators inside."""
+    pipe, x = GPipe(mlp(), [1, 1, 3], chunks=4, checkpoint="never"), features()
+    pipe(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        pipe(x).sum().backward()
+    schedule = fill_drain(3, 4, recomputed=())
+    assert sorted(name for name, _ in ranges(profiler)) == sorted(f"PP:{a}" for a in schedule.order())
+    threads = {(int(name[3]), thread) for name, thread in ranges(profiler)}
+    assert len(threads) == len({thread for _, thread in threads}) == 3
+    events = profiler.events() or []
+    assert not {e.thread for e in events if e.name == "GPipeBackward"} & {thread for _, thread in threads}
+    outer = [e.cpu_parent.name for e in events if e.name == "aten::tanh"]
+    assert sorted(outer) == [f"PP:2F{m}" for m in range(4)]
+
+
+def test_the_profiler_sees_only_what_its_thread_runs() -> None:
+    pipe, x = GPipe(mlp(), [2, 3], chunks=2), features()
+    pipe(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        pipe(x)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(lambda: pipe(x).sum().backward()).result()
+    pipe(x)
+    assert sorted(name for name, _ in ranges(profiler)) == sorted(
+        f"PP:{a}" for a in fill_drain(2, 2, backward=False).order()
+    )
+
+
+class Seen(TorchDispatchMode):
+    """Notes every operator that PyTorch dispatches in its thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_does_not_reach_the_workers(one_thread: None) -> None:
+    model, x = mlp(), features()
+    pipe = GPipe(model, [2, 3], chunks=2)
+    expected = loop_step(model, x, 2)
+    for seen in (Seen(), Seen()):  # the first call traces
+        with seen:
+            result = pipeline_step(pipe, x)
+        assert unequal(result, expected) == []
+    assert "cat" in seen.names
+    assert not {"addmm", "mm", "tanh", "tanh_backward"} & set(seen.names)

@@ -1,0 +1,136 @@
+"""The report on the machine and on models on the CPU; tests/fake_cuda/test_pipelines.py has those on GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe_fast
+from gpipe_fast import GPipe, doctor
+from gpipe_fast.layers.skip import pop, skippable, stash
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def section(report: str, title: str) -> list[str]:
+    """Its lines."""
+    found = [part.splitlines() for part in report.split("\n\n") if part.splitlines()[0] == title]
+    assert len(found) == 1, report
+    return [line.strip() for line in found[0][1:]]
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if x.sum() > 0 else x.sigmoid()
+
+
+def step(model: GPipe) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(torch.ones(8, 4, requires_grad=True)).sum().backward()
+
+
+def test_the_machine() -> None:
+    versions, devices = section(doctor(), "versions"), section(doctor(), "devices")
+    assert versions[0].startswith(f"torch {torch.__version__}, ")
+    assert gpipe_fast.build_info()["torch"] in versions[1]
+    assert ("no GPU found" in versions[0]) == (not torch.cuda.is_available())
+    assert devices[0].startswith("cpu: ")
+    assert sum("GiB" in line for line in devices) == torch.cuda.device_count()
+
+
+def test_from_the_command_line() -> None:
+    command = [sys.executable, "-m", "gpipe_fast.doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert section(done.stdout, "versions") == section(doctor(), "versions")
+    assert "Warning" not in done.stderr
+
+
+def test_a_model_before_and_after_its_first_call() -> None:
+    model = GPipe(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), [2, 1], chunks=4)
+    before = doctor(model)
+    assert section(before, "stages") == ["stage 0 (cpu): 0 Linear, 1 ReLU", "stage 1 (cpu): 2 Linear"]
+    assert section(before, "transport") == [
+        "stage 0 (cpu) -> stage 1 (cpu): hand-over",
+        "how much lies there at once is known after the first call",
+    ]
+    assert section(before, "layers in Python") == ["not known before the first call"]
+    step(model)
+    after = doctor(model)
+    # A micro-batch of two samples, six floats each.
+    assert section(after, "transport") == [
+        "stage 0 (cpu) -> stage 1 (cpu): hand-over; at most 4 x 48 bytes there, 4 x 48 bytes back"
+    ]
+    assert section(after, "layers in Python") == ["none"]
+    with torch.no_grad():
+        model(torch.ones(8, 4))
+    assert "at most 4 x 48 bytes there, nothing back" in section(doctor(model), "transport")[0]
+
+
+def test_layers_in_python_are_told_with_the_reason_also_once_warned_of() -> None:
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), Branching()), [1, 1], chunks=2)
+    for _ in range(2):
+        step(model)
+        (line,) = section(doctor(model), "layers in Python")
+        assert line.startswith("stage 1, layer 1 (Branching) runs in Python: ")
+    assert section(doctor(model), "transport") == [
+        "stage 0 (cpu) -> stage 1 (cpu): hand-over; sizes show only as it runs"
+    ]
+
+
+def test_eager_models() -> None:
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), [1, 1], chunks=2, backend="eager")
+    assert section(doctor(model), "layers in Python") == ["all: backend='eager' was asked for"]
+
+
+def test_several_tensors_and_skip_connections() -> None:
+    @skippable(stash=["skip"])
+    class Down(nn.Module):
+        def forward(self, x: Tensor) -> Iterator[object]:
+            yield stash("skip", x.double())
+            return x, x > 0
+
+    class Middle(nn.Module):
+        def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
+            return values[0] * values[1]
+
+    @skippable(pop=["skip"])
+    class Up(nn.Module):
+        def forward(self, x: Tensor) -> Iterator[object]:
+            skip = yield pop("skip")
+            return x + skip.float()
+
+    model = GPipe(nn.Sequential(Down(), Middle(), Up()), [1, 1, 1], chunks=4)
+    step(model)
+    assert section(doctor(model), "transport") == [
+        "stage 0 (cpu) -> stage 1 (cpu): hand-over; at most 4 x 2 tensors, 40 bytes there, 4 x 32 bytes back",
+        "stage 1 (cpu) -> stage 2 (cpu): hand-over; at most 4 x 32 bytes there, 4 x 32 bytes back",
+        "stage 0 (cpu) -> stage 2 (cpu), skip connection: hand-over; at most 4 x 64 bytes there, "
+        "4 x 64 bytes back",
+    ]
+
+
+def test_on_the_cpu_a_model_prints_as_its_layers() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    before = repr(layers)
+    model = GPipe(layers, [1, 1], chunks=2)
+    step(model)
+    assert repr(model) == before.replace("Sequential(", "GPipe(")
+
+
+@pytest.mark.parametrize("transport", ["Peer", "", None, "nccl"])
+def test_other_transports_are_refused(transport: object) -> None:
+    with pytest.raises(ValueError, match="transport is not one of 'auto', 'peer', 'pinned', got"):
+        GPipe(nn.Sequential(nn.ReLU()), [1], transport=transport)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", ["auto", "peer", "pinned"])
+def test_stages_on_the_cpu_hand_over_whatever_is_asked_for(transport: str) -> None:
+    model = GPipe(nn.Sequential(nn.ReLU(), nn.Tanh()), [1, 1], chunks=2, transport=transport)
+    assert section(doctor(model), "transport")[0] == "stage 0 (cpu) -> stage 1 (cpu): hand-over"

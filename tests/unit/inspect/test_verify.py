@@ -1,0 +1,413 @@
+"""`verify`: that it says yes to a right pipeline and no to a wrong one, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe_fast
+from gpipe_fast import GPipe
+from gpipe_fast.inspect.verify import Report, Row, verify
+from tests.equivalence.test_tuples import MODELS as TUPLES
+from tests.models import cut, every_model, features, mlp, noisy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Change = Callable[[GPipe, Tensor], Tensor]
+Loss = Callable[[Tensor], object]
+
+
+def squares(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    outputs = output if isinstance(output, tuple) else (output,)
+    return torch.stack([o.abs().float().square().mean() for o in outputs]).sum()
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 4))
+
+
+def names(report: Report) -> list[str]:
+    return [row.name for row in report.rows]
+
+
+def differing(report: Report) -> dict[str, Row]:
+    return {row.name: row for row in report.rows if not row.equal}
+
+
+@contextmanager
+def wrong(change: Change) -> Iterator[None]:
+    """A `GPipe` whose forwards end with ``change``."""
+    forward = GPipe.forward
+    with mock.patch.object(GPipe, "forward", lambda self, x: change(self, forward(self, x))):
+        yield
+
+
+class Alternating:
+    """Two losses in turn: for the pipeline, and for the plain loop."""
+
+    def __init__(self, *losses: Loss) -> None:
+        self.losses = list(losses)
+
+    def __call__(self, output: Tensor) -> Tensor:
+        loss = self.losses.pop(0)(output)
+        return loss  # type: ignore[return-value]
+
+
+@pytest.mark.smoke
+@every_model
+def test_yes_to_every_model(make: Callable[[], nn.Sequential], batch: Callable[[int], Tensor]) -> None:
+    model = make()
+    report = verify(GPipe(model, cut(len(model), 2), chunks=4), batch(7), squares)
+    assert report, report
+    assert report.ok
+    gradients = [f"gradient of {name}" for name, _ in model.named_parameters()]
+    buffers = [f"buffer {name}" for name, _ in model.named_buffers()]
+    assert names(report) == ["output", "loss", *gradients, *buffers]
+    assert all(row.difference == row.relative == 0 for row in report.rows)
+
+
+@pytest.mark.parametrize("name", TUPLES)
+def test_yes_to_tuples(name: str) -> None:
+    make, balance, arity = TUPLES[name]
+    inputs = tuple(features().requires_grad_() for _ in range(abs(arity)))
+    x = inputs[0] if arity == 1 else inputs
+    pipe = GPipe(nn.Sequential(*make()), balance, chunks=3)
+    report = verify(pipe, x, squares)
+    assert report, report
+    output = pipe(x)
+    of_input = ["gradient of input"] if arity == 1 else [f"gradient of input {i}" for i in range(len(inputs))]
+    of_output = [f"output {i}" for i in range(len(output))] if isinstance(output, tuple) else ["output"]
+    assert names(report)[: len(of_output) + 1 + len(of_input)] == [*of_output, "loss", *of_input]
+
+
+def test_yes_in_eval_mode_and_without_grad_mode() -> None:
+    pipe = GPipe(normed(), [2, 3], chunks=4).eval()
+    with torch.no_grad():
+        report = verify(pipe, features(), squares)
+        assert not torch.is_grad_enabled()
+    assert report, report
+    assert "gradient of 0.weight" in names(report)
+
+
+def test_yes_under_autocast_whose_weight_cache_is_on() -> None:
+    """The cache would add up the gradients of several micro-batches in bfloat16."""
+    pipe = GPipe(mlp(), [2, 3], chunks=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = verify(pipe, features(16), squares)
+        assert torch.is_autocast_cache_enabled()
+    assert report, report
+
+
+class Complex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_complex_numbers(dtype: torch.dtype) -> None:
+    pipe, x = GPipe(mlp().append(Complex()).to(dtype), [2, 4], chunks=2), features().to(dtype)
+    report = verify(pipe, x, squares)
+    assert report, report
+    with wrong(lambda pipe, y: torch.complex(y.real, y.imag + 2**-10)):
+        assert differing(verify(pipe, x, squares))["output"].difference == pytest.approx(2**-10, rel=1e-3)
+
+
+def test_what_is_not_a_number_on_both_sides_is_equal() -> None:
+    x = features()
+    x[0, 0], x[1, 0] = math.nan, math.inf
+    report = verify(GPipe(mlp(), [2, 3], chunks=2), x, squares)
+    assert report, report
+    with wrong(lambda pipe, y: torch.where(y.isnan(), -y, y)):  # other bits, and still no number
+        assert "output" not in differing(verify(GPipe(mlp(), [2, 3], chunks=2), x, squares))
+    with wrong(lambda pipe, y: y.index_fill(0, torch.tensor([5]), math.nan)):
+        assert differing(verify(GPipe(mlp(), [2, 3], chunks=2), x, squares))["output"].difference == math.inf
+
+
+def test_no_to_an_output_that_is_off_by_one_bit() -> None:
+    def change(pipe: GPipe, y: Tensor) -> Tensor:
+        bump = torch.zeros_like(y)
+        bump[7, 3] = (torch.nextafter(y[7, 3], torch.tensor(9.0)) - y[7, 3]).detach()
+        return y + bump
+
+    with wrong(change):
+        report = verify(GPipe(mlp(), [2, 3], chunks=4), features(), squares)
+    assert not report
+    row = differing(report)["output"]
+    assert 0 < row.difference < 1e-7
+    assert row.relative == pytest.approx(row.difference / mlp()(features()).abs().max().item(), rel=1e-3)
+
+
+def test_no_to_the_sign_of_a_zero() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+    with wrong(lambda pipe, y: torch.where(y == 0, -0.0, y)):
+        rows = differing(verify(GPipe(model, [1, 1], chunks=2), features(), squares))
+    assert rows["output"] == Row("output", False, 0.0, 0.0)
+
+
+def test_no_to_gradients_that_are_off() -> None:
+    def change(pipe: GPipe, y: Tensor) -> Tensor:
+        y.register_hook(lambda gradient: gradient * 1.5)
+        return y
+
+    with wrong(change):
+        report = verify(GPipe(mlp(), [2, 3], chunks=4), features(), squares)
+    assert set(names(report)) - set(differing(report)) == {"output", "loss"}
+    assert differing(report)["gradient of 2.weight"].relative == pytest.approx(0.5, rel=1e-5)
+
+
+def test_no_to_buffers_that_are_off() -> None:
+    def change(pipe: GPipe, y: Tensor) -> Tensor:
+        pipe[1].running_mean.add_(2.0)  # type: ignore[union-attr, operator]
+        return y
+
+    with wrong(change):
+        rows = differing(verify(GPipe(normed(), [2, 3], chunks=4), features(), squares))
+    assert rows.keys() == {"buffer 1.running_mean"}
+    assert rows["buffer 1.running_mean"].difference == pytest.approx(2.0)
+
+
+def test_no_to_other_draws() -> None:
+    def change(pipe: GPipe, y: Tensor) -> Tensor:
+        return y + torch.rand_like(y)
+
+    with wrong(change):
+        assert "output" in differing(verify(GPipe(mlp(), [2, 3], chunks=4), features(), squares))
+
+
+@pytest.mark.parametrize(
+    ("losses", "name", "note"),
+    [
+        ((torch.mean, lambda y: y.double().mean()), "loss", "dtype torch.float32, not torch.float64"),
+        (
+            (lambda y: y.mean()[None], torch.mean),
+            "loss",
+            r"shape torch.Size\(\[1\]\), not torch.Size\(\[\]\)",
+        ),
+    ],
+)
+def test_no_to_another_dtype_or_shape(losses: tuple[Loss, Loss], name: str, note: str) -> None:
+    row = differing(verify(GPipe(mlp(), [2, 3], chunks=4), features(), Alternating(*losses)))[name]
+    assert row.difference == row.relative == math.inf
+    with pytest.raises(AssertionError, match=note):
+        raise AssertionError(row.note)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+def test_gradients_that_do_not_come() -> None:
+    def one(output: tuple[Tensor, ...]) -> Tensor:
+        return output[0].sum()
+
+    def both(output: tuple[Tensor, ...]) -> Tensor:
+        return one(output) + output[1].sum()
+
+    pipe = GPipe(mlp()[:1].append(Heads()), [1, 1], chunks=2)
+    unread = "gradient of 1.b.weight"
+    assert unread not in names(verify(pipe, features(), one))
+    for losses, note in (((one, both), "missing here"), ((both, one), "missing in the plain loop")):
+        report = verify(pipe, features(), Alternating(*losses))  # type: ignore[arg-type]
+        assert differing(report)[unread] == Row(unread, False, math.inf, math.inf, note)
+
+
+def test_frozen_parameters_have_no_row() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    report = verify(GPipe(model, [2, 3], chunks=2), features(), squares)
+    assert report, report
+    assert "gradient of 0.weight" not in names(report)
+    assert "gradient of 2.weight" in names(report)
+
+
+class Surroundings:
+    """All that `verify` may not change."""
+
+    def __init__(self, pipe: GPipe, x: Tensor) -> None:
+        tensors = [x, *pipe.parameters(), *pipe.buffers()]
+        self.identities = [(id(t), id(t.grad)) for t in tensors]
+        self.values = [(t.detach().clone(), None if t.grad is None else t.grad.clone()) for t in tensors]
+        self.modes = [module.training for module in pipe.modules()]
+        self.random = torch.get_rng_state()
+        self.settings = (
+            (pipe.chunks, pipe.threads_per_stage, pipe.checkpoint, pipe.balance),
+            (torch.get_num_threads(), torch.is_grad_enabled(), torch.is_autocast_cache_enabled()),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Surroundings)
+        pairs = zip(self.values, other.values, strict=True)
+        assert self.identities == other.identities
+        assert all(torch.equal(a, b) for (a, _), (b, _) in pairs)
+        assert all(a is b or torch.equal(a, b) for (_, a), (_, b) in pairs)  # type: ignore[arg-type]
+        assert self.modes == other.modes
+        assert torch.equal(self.random, other.random)
+        assert self.settings == other.settings
+        return True
+
+
+def failing(output: Tensor) -> Tensor:
+    raise ZeroDivisionError("the loss")
+
+
+@pytest.mark.parametrize(
+    "loss", [(squares, squares), (failing,), (squares, failing)], ids=["none", "first", "second"]
+)
+@pytest.mark.parametrize("gradients", [False, True], ids=["no gradients", "gradients"])
+def test_leaves_everything_as_it_was(loss: tuple[Loss, ...], gradients: bool) -> None:
+    pipe, x = GPipe(normed(), [2, 3], chunks="auto"), features(16)
+    pipe[2].eval()  # a mode of its own
+    if gradients:
+        pipe(x).sum().backward()
+    torch.rand(3)
+    torch.set_num_threads(2)
+    before = Surroundings(pipe, x)
+    if failing in loss:
+        with pytest.raises(ZeroDivisionError, match="the loss"):
+            verify(pipe, x, Alternating(*loss), chunks=3)
+    else:
+        report = verify(pipe, x, Alternating(*loss), chunks=3)
+        assert report, report
+    assert Surroundings(pipe, x) == before
+
+
+def test_an_input_that_is_written_comes_back() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 4).requires_grad_(False), nn.PReLU())
+    x = features()
+    before = x.clone()
+    report = verify(GPipe(model, [2, 1], chunks=2), x, squares)
+    assert report, report
+    assert torch.equal(x, before)
+
+
+def test_a_backward_may_be_pending() -> None:
+    pipe = GPipe(noisy(), [2, 4], chunks=4)
+    x = features()
+    output = pipe(x)
+    assert verify(pipe, x, squares)
+    output.sum().backward()
+    assert pipe[1].weight.grad is not None
+
+
+def test_runs_no_hook_of_a_gradient_that_arrives() -> None:
+    """An optimizer may live in one."""
+    pipe, arrived = GPipe(mlp(), [2, 3], chunks=2), []
+    for parameter in pipe.parameters():
+        parameter.register_post_accumulate_grad_hook(arrived.append)
+    assert verify(pipe, features(), squares)
+    assert arrived == []
+    squares(pipe(features())).backward()
+    assert len(arrived) == 6
+
+
+@pytest.mark.parametrize(("threads_per_stage", "expected"), [(None, 2), (1, 1), (3, 3)])
+def test_runs_at_the_threads_of_a_stage(threads_per_stage: int | None, expected: int) -> None:
+    seen = []
+
+    def loss(output: Tensor) -> Tensor:
+        seen.append((torch.get_num_threads(), pipe.threads_per_stage))
+        return squares(output)
+
+    pipe = GPipe(mlp(), [2, 3], chunks=2)
+    pipe.threads_per_stage = threads_per_stage
+    torch.set_num_threads(4)
+    assert verify(pipe, features(), loss)
+    assert seen == [(expected, expected)] * 2
+
+
+def test_a_loss_may_draw() -> None:
+    torch.manual_seed(3)
+    report = verify(GPipe(noisy(), [2, 4], chunks=4), features(), lambda y: (y * torch.rand_like(y)).sum())
+    assert report, report
+
+
+@pytest.mark.parametrize(
+    ("own", "chunks", "expected"),
+    [(3, None, 3), (3, 5, 4), (3, "auto", 7), ("auto", None, 7), ("auto", 2, 2)],
+)
+def test_into_how_many_micro_batches(own: int, chunks: int | None, expected: int) -> None:
+    pipe = GPipe(mlp(), [2, 3], chunks=own)
+    report = verify(pipe, features(7), squares, chunks=chunks)
+    assert report, report
+    assert report.num_microbatches == expected
+    assert pipe.chunks == own
+
+
+def test_does_not_warn_of_few_micro_batches_and_leaves_it_to_training() -> None:
+    pipe = GPipe(mlp(), [2, 3], chunks=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        verify(pipe, features(), squares)
+    with pytest.warns(UserWarning, match="2 micro-batches on 2 stages"):
+        pipe(features())
+
+
+def test_the_package_exports_it() -> None:
+    assert gpipe_fast.verify is verify
+
+
+def test_a_table_for_a_reader() -> None:
+    pipe = GPipe(mlp(), [2, 3], chunks=2)
+    first, empty, headers, _, *rows = str(verify(pipe, features(), squares)).splitlines()
+    assert first == "equal bit for bit to the plain loop: 8 tensors"
+    assert empty == ""
+    assert headers.split() == ["tensor", "equal", "largest", "difference", "relative", "note"]
+    assert [row.split()[-3:] for row in rows] == [["yes", "0", "0"]] * 8
+    with wrong(lambda pipe, y: y * 2):
+        wrong_rows = str(verify(pipe, features(), torch.sum)).splitlines()
+    assert wrong_rows[0] == "8 of 8 tensors differ from the plain loop's"
+    assert wrong_rows[4].split()[:2] == ["output", "NO"]
+    assert wrong_rows[4].split()[3] == "1"
+
+
+PIPE_ERRORS: dict[str, tuple[type[Exception], str, object, object, object]] = {
+    "a plain model": (TypeError, "verify compares a GPipe .*, got Sequential", mlp(), features(), squares),
+    "no tensor": (TypeError, "expected Tensor, but got list", None, [1.0], squares),
+    "no batch": (ValueError, "no dimension to cut", None, torch.zeros(()), squares),
+    "batch sizes": (ValueError, "same batch size", None, (features(8), features(3)), squares),
+    "no function": (TypeError, "loss_fn must be a function .*, got Tensor", None, features(), torch.ones(2)),
+    "loss without tensor": (TypeError, "must return a tensor, got float", None, features(), lambda y: 1.0),
+    "loss of many": (ValueError, r"must have one element, got shape \[8, 4\]", None, features(), lambda y: y),
+    "loss without gradient": (
+        ValueError,
+        "the loss needs no gradient",
+        None,
+        features(),
+        lambda y: y.detach().sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "model", "x", "loss"), PIPE_ERRORS.values(), ids=PIPE_ERRORS.keys()
+)
+def test_errors(kind: type[Exception], message: str, model: object, x: object, loss: object) -> None:
+    with pytest.raises(kind, match=message):
+        verify(model or GPipe(mlp(), [2, 3], chunks=2), x, loss)  # type: ignore[arg-type]
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    model = mlp().requires_grad_(False)
+    weight = torch.ones((), requires_grad=True)
+    with pytest.raises(ValueError, match="the loss needs no gradient"):
+        verify(GPipe(model, [2, 3], chunks=2), features(), lambda y: (y * weight).sum())
+
+
+def test_chunks_are_checked_as_ever() -> None:
+    pipe = GPipe(mlp(), [2, 3], chunks=2)
+    with pytest.raises(ValueError, match="number of chunks must be positive integer or 'auto', got 0"):
+        verify(pipe, features(), squares, chunks=0)
+    assert pipe.chunks == 2

@@ -1,0 +1,114 @@
+"""Views are followed to the memory they look at, and no further."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from gpipe_fast.lower.alias import count_reads, is_view, source_of
+
+aten = torch.ops.aten
+
+
+def result_of(function: Callable[[Tensor], Tensor], *shape: int) -> tuple[fx.Node, fx.Node]:
+    """The placeholder and the result of a function traced to a graph."""
+    module = make_fx(function, tracing_mode="fake")(torch.zeros(*shape))
+    *_, output = module.graph.nodes
+    (placeholder,) = module.graph.find_nodes(op="placeholder")
+    (result,) = output.all_input_nodes
+    return placeholder, result
+
+
+VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "view": (lambda x: x.view(24), 0),
+    "transpose": (lambda x: x.t(), 0),
+    "permute, unsqueeze, squeeze": (lambda x: x.permute(1, 0).unsqueeze(0).squeeze(0), 0),
+    "expand": (lambda x: x.unsqueeze(1).expand(4, 3, 6), 0),
+    "detach": (lambda x: x.detach(), 0),
+    "select": (lambda x: x[2], 12),
+    "select of select": (lambda x: x[2][3], 15),
+    "narrow": (lambda x: x.narrow(1, 2, 3), 2),
+    "slice with a step": (lambda x: x[1::2, 1::3], 7),
+    "split": (lambda x: x.split(2, 1)[2], 4),
+    "chunk": (lambda x: x.chunk(2)[1], 12),
+    "unbind": (lambda x: x.unbind(1)[5], 5),
+    "split of transposed": (lambda x: x.t().split(2)[1].t(), 2),
+    "diagonal": (lambda x: x.diagonal(1), 1),
+    "as_strided": (lambda x: x.as_strided([2, 2], [1, 6], 7), 7),
+    "clone of the same strides": (lambda x: x[1:].clone(), 6),
+    "chain": (lambda x: x.view(2, 2, 6)[1].t().clone().narrow(0, 1, 2).detach(), 13),
+}
+
+
+@pytest.mark.parametrize(("function", "offset"), VIEWS.values(), ids=VIEWS.keys())
+def test_views_lead_to_their_base(function: Callable[[Tensor], Tensor], offset: int) -> None:
+    placeholder, result = result_of(function, 4, 6)
+    source = source_of(result)
+    assert source.base is placeholder
+    assert source.offset == offset
+    # The elements are where it says.
+    x = torch.arange(24.0).view(4, 6)
+    like = result.meta["val"]
+    assert torch.equal(x.as_strided(like.shape, like.stride(), source.offset), function(x))
+
+
+OWNERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "computed": lambda x: x + 0,
+    "clone in other strides": lambda x: x.t().clone(memory_format=torch.contiguous_format),
+    "clone of expanded": lambda x: x[:1].expand(4, 6).clone(),
+    "another dtype": lambda x: x.to(torch.float64),
+    "bits as another dtype": lambda x: x.view(torch.int32),
+    "complex": lambda x: torch.view_as_complex(x.view(4, 3, 2)),
+    "real part": lambda x: torch.complex(x, x).real,
+    "new tensor like": lambda x: torch.zeros_like(x),
+    "index": lambda x: x[torch.tensor([0, 1])],
+    "cat": lambda x: torch.cat([x]),
+}
+
+
+@pytest.mark.parametrize("function", OWNERS.values(), ids=OWNERS.keys())
+def test_other_values_own_their_memory(function: Callable[[Tensor], Tensor]) -> None:
+    placeholder, result = result_of(function, 4, 6)
+    assert source_of(result).base is not placeholder
+
+
+def test_a_result_of_several_is_its_own_base() -> None:
+    _, result = result_of(lambda x: aten.native_layer_norm.default(x, [6], None, None, 1e-5)[1], 4, 6)
+    assert source_of(result) == (result, 0)
+
+
+def test_conjugation_is_not_looked_through() -> None:
+    """A conjugate shares memory, but its elements are others."""
+    module = make_fx(lambda x: torch.view_as_complex(x).conj(), tracing_mode="fake")(torch.zeros(3, 2))
+    (conjugate,) = module.graph.find_nodes(op="call_function", target=aten._conj.default)
+    assert source_of(conjugate).base is conjugate
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (aten.t.default, True),
+        (aten.split.Tensor, True),
+        (aten.unbind.int, True),
+        (aten.expand.default, True),
+        (aten.clone.default, False),
+        (aten.mm.default, False),
+        (aten.relu_.default, False),
+        (aten.copy_.default, False),
+    ],
+    ids=str,
+)
+def test_is_view(op: object, expected: bool) -> None:
+    assert is_view(op) is expected  # type: ignore[arg-type]
+
+
+def test_count_reads_looks_into_lists_and_keywords() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    user = graph.call_function(aten.cat.default, ([x, y, x],), {"dim": 0})
+    keyword = graph.call_function(aten.add.Tensor, (x,), {"other": x})
+    assert [count_reads(user, x), count_reads(user, y), count_reads(keyword, x)] == [2, 1, 2]

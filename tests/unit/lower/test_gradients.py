@@ -1,0 +1,111 @@
+"""Gradients of parameters used more than once: each use is a term of one running sum, in autograd's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.split import split
+from gpipe_fast.trace.trace import Port, Role
+from tests.reference import check_step
+from tests.stages import Runner, given, joint_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH = 8
+
+
+class Weight(nn.Module):
+    """One matrix, used as the function says."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+class Biases(nn.Module):
+    """Two parameters with the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.first + self.second
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "once": lambda x, w: x @ w,
+    "twice": lambda x, w: (x @ w).tanh() @ w,
+    "three times": lambda x, w: ((x @ w).tanh() @ w).tanh() @ w,
+    "five times, transposed": lambda x, w: (((x @ w).tanh() @ w.t()).tanh() @ w).tanh() @ w.t() @ w,
+    "as a whole and in part": lambda x, w: (x @ w).tanh() @ w + x * w[0] + w.sum(),
+    "expanded": lambda x, w: x + w[0].expand(x.shape),
+    "sliced": lambda x, w: torch.cat([x[:, :4] @ w[:4, :4], x[:, 4:] @ w[4:, 4:]], 1),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_terms_are_summed_in_autograds_order(use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    check_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Weight(use), nn.Tanh()), torch.randn(64, WIDTH), 4)
+
+
+def test_sums_that_are_taken_apart_are_not_computed() -> None:
+    layers, x = [Weight(lambda x, w: (x @ w).tanh() @ w)], torch.randn(4, WIDTH)
+    backward = split(joint_of(layers, x), 0.0).backward
+    assert backward is not None
+    text = lower(backward).describe()
+    assert "grad_0 += " in text
+    assert " = add(" not in text, text
+
+
+class Shifted(nn.Module):
+    """The sum of one parameter's gradients is the gradient of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.twice = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.once
+        return (x + self.twice).tanh() + (x + self.twice).sigmoid()
+
+
+def test_a_sum_that_is_taken_apart_for_one_of_two() -> None:
+    torch.manual_seed(0)
+    check_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Shifted()), torch.randn(64, WIDTH), 4)
+
+
+def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
+    """Each has its own memory: what is added to one must not reach the other."""
+    torch.manual_seed(0)
+    layers, x = [Biases()], torch.randn(4, WIDTH)
+    joint = joint_of(layers, x)
+    backward = split(joint, 0.0).backward
+    assert backward is not None
+    runner = Runner(backward, layers)
+    first, second = runner(given(layers, joint, x)).values()
+    assert first.data_ptr() != second.data_ptr()
+    check_step(nn.Sequential(*layers, nn.Linear(WIDTH, 2)), torch.randn(64, WIDTH), 4)
+
+
+def test_a_boundary_gradient_is_no_accumulator() -> None:
+    """The gradient of an input can be that of a parameter too."""
+    layers = [Weight(lambda x, w: (x + w).tanh())]
+    x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    joint = joint_of(layers, x)
+    backward = split(joint, 0.0).backward
+    assert backward is not None
+    results = Runner(backward, layers)(given(layers, joint, x))
+    of_input, of_weight = results[Port(Role.INPUT_GRADIENT, 0)], results[Port(Role.PARAMETER_GRADIENT, 0)]
+    assert torch.equal(of_input, of_weight)
+    assert of_input.data_ptr() != of_weight.data_ptr()

@@ -1,0 +1,207 @@
+"""Programs have the bits of the graphs they were lowered from, and read as they should."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from textwrap import dedent
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.models.gpt import Block
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.split import split
+from gpipe_fast.trace.trace import Port, Role
+from tests.stages import Runner, Values, given, joint_of, run_graphs, saved, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BUDGETS = (0.0, 0.5, 1.0)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * b.sigmoid(), b], -1)
+
+
+class Rotate(nn.Module):
+    """A rotary embedding: views as another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+        turned = pairs * torch.polar(torch.ones(4), torch.arange(4.0))
+        return torch.view_as_real(turned).flatten(-2)
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.t()[1:].t()
+
+
+class Join(nn.Module):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(x, 1) @ torch.cat(x, 1).t()
+
+
+def tied() -> list[nn.Module]:
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
+    layers[2].weight = layers[0].weight
+    return layers
+
+
+def features() -> Tensor:
+    return torch.randn(4, 8, requires_grad=True)
+
+
+def image() -> Tensor:
+    return torch.randn(2, 3, 6, 6, requires_grad=True)
+
+
+STAGES: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Tensor]]] = {
+    "mlp": (lambda: [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], features),
+    "block": (lambda: [Block(8, 2)], lambda: torch.randn(2, 5, 8, requires_grad=True)),
+    "convolution": (lambda: [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)], image),
+    "embedding": (lambda: [nn.Embedding(9, 8), nn.LayerNorm(8)], lambda: torch.arange(8).view(2, 4)),
+    "dropout": (lambda: [nn.Linear(8, 8), nn.Dropout(0.4), nn.GELU(), nn.Dropout(0.2)], features),
+    "complex": (lambda: [nn.Linear(8, 8), Rotate(), nn.Linear(8, 8), nn.Tanh(), Rotate()], features),
+    "views of one value": (lambda: [nn.Linear(8, 8), Two()], features),
+    "views across layers": (lambda: [Two(), Join(), nn.Softmax(1)], features),
+    "in-place layers": (lambda: [nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True)], features),
+    "identity": (lambda: [nn.Identity()], features),
+    "one value twice": (lambda: [nn.Linear(8, 8, bias=False), Residual(Residual())], features),
+}
+
+
+def check_stage(layers: Sequence[nn.Module], x: Tensor, plain: bool = False) -> None:
+    """Two micro-batches at every budget, the second added to the first."""
+    joint = joint_of(layers, x)
+    values = [given(layers, joint, x, seed=seed) for seed in (0, 1)]
+    for budget in BUDGETS:
+        parts = split(joint, budget)
+        assert parts.backward is not None
+        forward = Runner(parts.forward_saving, layers, plain)
+        backward = Runner(parts.backward, layers, plain)
+        expected: Values = {}
+        for number, ports in enumerate(values):
+            in_python = run_graphs(parts, ports)
+            outputs = forward(ports)
+            assert unequal(outputs, in_python[0]) == [], f"forward, budget {budget}"
+            expected = add(expected, in_python[1])
+            gradients = backward(ports | saved(outputs), first=number == 0)
+            assert unequal(gradients, expected) == [], f"backward {number}, budget {budget}"
+
+
+def add(sums: Values, new: Values) -> Values:
+    """Gradients of parameters are summed, those of inputs are new in each run."""
+    is_sum = Role.PARAMETER_GRADIENT
+    return {p: sums[p] + v if p.role is is_sum and p in sums else v for p, v in new.items()}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("layers", "x"), STAGES.values(), ids=STAGES.keys())
+def test_programs_equal_their_graphs(layers: Callable[[], list[nn.Module]], x: Callable[[], Tensor]) -> None:
+    torch.manual_seed(0)
+    check_stage(layers(), x())
+
+
+@pytest.mark.parametrize("name", ["mlp", "block", "convolution", "dropout"])
+def test_plain_programs_equal_their_graphs(name: str) -> None:
+    """What lower is measured against must compute the same."""
+    torch.manual_seed(0)
+    layers, x = STAGES[name]
+    check_stage(layers(), x(), plain=True)
+
+
+def random_layer(generator: random.Random) -> nn.Module:
+    make = generator.choice(
+        [
+            *[lambda: nn.Linear(8, 8)] * 3,
+            *(nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU, nn.Sigmoid, Gate, Rotate, nn.Identity),
+            lambda: nn.Softmax(-1),
+            lambda: nn.LayerNorm(8),
+            lambda: nn.Dropout(0.3),
+            lambda: nn.BatchNorm1d(8),
+            lambda: Residual(nn.Linear(8, 8), nn.Tanh()),
+        ]
+    )
+    return make()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("seed", range(12))
+def test_random_stages(seed: int) -> None:
+    torch.manual_seed(seed)
+    generator = random.Random(seed)
+    layers = [random_layer(generator) for _ in range(generator.randrange(2, 7))]
+    x = torch.randn(4, 8, requires_grad=generator.random() < 0.7)
+    if not any(p.requires_grad for layer in layers for p in layer.parameters()):
+        x.requires_grad_()
+    check_stage(layers, x)
+
+
+def gradients_apart(layers: list[nn.Module], x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    """The gradients of both uses of a tied weight, the later layer's first, as autograd gets them."""
+    apart = [layers[0], layers[1], nn.Linear(8, 8)]
+    apart[2].load_state_dict(layers[2].state_dict())
+    (tangent,) = (v for p, v in values.items() if p.role is Role.TANGENT)
+    last, first = torch.autograd.grad(nn.Sequential(*apart)(x), [apart[2].weight, apart[0].weight], tangent)
+    return last, first
+
+
+def test_uses_of_a_tied_parameter_are_summed_one_by_one() -> None:
+    """Autograd adds each use to one running sum over all micro-batches."""
+    torch.manual_seed(0)
+    layers, x = tied(), torch.randn(64, 8)
+    joint = joint_of(layers, x)
+    parts = split(joint, 0.0)
+    assert parts.backward is not None
+    runner = Runner(parts.backward, layers)
+    values = [given(layers, joint, x, seed=seed) for seed in (0, 1)]
+    runner(values[0])
+    weight = runner(values[1], first=False)[Port(Role.PARAMETER_GRADIENT, 0)]
+    (a0, b0), (a1, b1) = (gradients_apart(layers, x, v) for v in values)
+    assert torch.equal(weight, ((a0 + b0) + a1) + b1)
+    assert not torch.equal(weight, (a0 + b0) + (a1 + b1))  # the order shows
+
+
+@pytest.mark.smoke
+def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program as a person reads it: a weight is looked at transposed, relu works in place."""
+    monkeypatch.setattr("gpipe_fast.lower.exactness._tried", lambda *layout: True)
+    parts = split(joint_of([nn.Linear(3, 5), nn.ReLU()], torch.randn(4, 3)), 0.0)
+    assert parts.backward is not None
+    text = lower(parts.backward).describe()
+    assert text == dedent(
+        """\
+        backward_recompute: 7 calls, 3 views, arena 256 bytes
+          input[0] = input[0]:float32[4, 3]
+          tangent[0] = tangent[0]:float32[4, 5]
+            0  addmm:float32[4, 5]@0 = addmm(parameter[1], input[0], parameter[0]<[3, 5] by [1, 3]>, 1, 1)  # layer 0
+            1  relu:float32[4, 5]@0 = clamp_min(addmm, 0)  # layer 1
+            2  threshold_backward:float32[4, 5]@128 = threshold_backward(tangent[0], relu, 0)  # layer 1
+            3  make grad_0:float32[5, 3]  (first run)
+            4  grad_0:float32[5, 3] = mm(threshold_backward<[5, 4] by [1, 5]>, input[0])  (first run)  # layer 0
+            5  grad_0:float32[5, 3] = addmm(grad_0, threshold_backward<[5, 4] by [1, 5]>, input[0], 1, 1)  (later runs)  # layer 0
+            6  make grad_1:float32[5]  (first run)
+            7  grad_1:float32[1, 5] = sum(threshold_backward, [0], True, None)  (first run)  # layer 0
+            8  sum_1:float32[1, 5]@0 = sum(threshold_backward, [0], True, None)  (later runs)  # layer 0
+            9  grad_1 += sum_1  (later runs)
+          return nothing"""  # noqa: E501
+    )
+
+
+def test_products_are_added_in_place_only_if_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = split(joint_of([nn.Linear(3, 5)], torch.randn(4, 3)), 0.0)
+    assert parts.backward is not None
+    monkeypatch.setattr("gpipe_fast.lower.exactness._tried", lambda *layout: True)
+    assert "addmm(" in lower(parts.backward).describe()
+    monkeypatch.setattr("gpipe_fast.lower.exactness._tried", lambda *layout: False)
+    assert "addmm(" not in lower(parts.backward).describe()

@@ -1,0 +1,183 @@
+"""Where values of a program go: memory is taken over only when nothing reads it any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.program import Accumulate, Call, Home, Make, Program, Ref, Release, Step, Take
+from gpipe_fast.lower.split import split
+from gpipe_fast.trace.trace import Role
+from tests.stages import Runner, given, joint_of, run_graph, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def transposed(x: Tensor) -> Tensor:
+    h = x.tanh()
+    return (h * h.t()).exp()
+
+
+def shifted(x: Tensor) -> Tensor:
+    h = x.tanh().flatten()
+    return (h[:32] * h[32:] + h[16:48]).exp()
+
+
+def read_later(x: Tensor) -> Tensor:
+    h = x.tanh()
+    return (h.exp() + 1).sin() * h
+
+
+def broadcast(x: Tensor) -> Tensor:
+    h = x.tanh()
+    return (h + h[0]).exp()
+
+
+@pytest.mark.parametrize("function", [transposed, shifted, read_later, broadcast])
+def test_nothing_is_overwritten_while_it_is_read(function: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    layers, x = [Function(function)], torch.randn(8, 8)
+    joint = joint_of(layers, x)
+    graph = split(joint, 0.0).forward
+    values = given(layers, joint, x)
+    assert unequal(Runner(graph, layers)(values), run_graph(graph, values)) == []
+
+
+def test_a_chain_of_pointwise_calls_takes_one_place() -> None:
+    layers = [nn.Linear(8, 8), *(nn.Tanh() for _ in range(10)), nn.Linear(8, 8)]
+    program = lower(split(joint_of(layers, torch.randn(4, 8)), 0.0).forward)
+    assert program.arena_bytes == 4 * 8 * 4
+
+
+def test_values_of_their_own_are_released_after_their_last_use() -> None:
+    """Layer norm returns its results: each goes as soon as nothing reads it."""
+    layers = [m for _ in range(3) for m in (nn.Linear(8, 8), nn.LayerNorm(8))]
+    program = lower(split(joint_of(layers, torch.randn(4, 8)), 0.0).forward)
+    made = {i for i, v in enumerate(program.values) if v.home is Home.RESULT}
+    released = [step.value for step in program.steps if isinstance(step, Release)]
+    assert len(released) == len(set(released))
+    assert made - set(released) == {program.results[0]}
+
+
+def test_what_leaves_holds_no_more_memory_than_itself() -> None:
+    layers, x = [nn.Linear(8, 8), Function(lambda h: h[:, :2].contiguous())], torch.randn(64, 8)
+    joint = joint_of(layers, x)
+    (output,) = Runner(split(joint, 0.0).forward, layers)(given(layers, joint, x)).values()
+    assert output.untyped_storage().nbytes() == output.nbytes
+
+
+class Table(nn.Module):
+    """Returns what it owns, as position embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("scale", torch.ones(4))
+        self.plain = torch.ones(3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x + 1, self.weight.t(), self.scale, self.plain
+
+
+def test_what_leaves_is_no_memory_of_the_module() -> None:
+    """An optimizer's step must not change what was handed out before."""
+    layer, x = Table(), torch.randn(4, 4)
+    joint = joint_of([layer], x)
+    values = given([layer], joint, x)
+    results = Runner(split(joint, 0.0).forward, [layer])(values)
+    kept = {port: value.clone() for port, value in results.items()}
+    with torch.no_grad():
+        for owned in (layer.weight, layer.scale, layer.plain, *values.values()):
+            owned.zero_()
+    assert unequal(results, kept) == []
+
+
+MODELS: dict[str, list[nn.Module]] = {
+    "mlp": [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)],
+    "normalised": [nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)],
+    "without parameters": [nn.Tanh(), nn.Softmax(1)],
+    "nothing": [nn.Identity()],
+}
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_wait_for_no_more_than_they_need(name: str, budget: float) -> None:
+    layers, x = MODELS[name], torch.randn(4, 8, requires_grad=True)
+    graph = split(joint_of(layers, x), budget).backward
+    assert graph is not None
+    program = lower(graph)
+    early, made = program.parts
+    reached = {i for i, p in zip(inputs_of(program), program.inputs, strict=True) if p.role is Role.TANGENT}
+    for position, step in enumerate(program.steps):
+        waits = not reached.isdisjoint(bases(program, step))
+        reached |= set(bases(program, step)) if waits else set()
+        assert waits or position < early or isinstance(step, (Make, Release))
+        assert not waits or position >= early
+        accumulates = any(program.values[v].home is Home.ACCUMULATOR for v in bases(program, step))
+        # One operator makes all gradients of a layer norm.
+        assert not accumulates or position >= made or name == "normalised"
+    written = [position for position, step in enumerate(program.steps) if writes_result(program, step)]
+    assert max(written, default=early - 1) + 1 == made
+    parameters = sum(1 for layer in layers for _ in layer.parameters())
+    assert (made < len(program.steps)) == (parameters > 0)
+
+
+def test_without_a_boundary_gradient_nothing_is_made_first() -> None:
+    """The first stage of a model whose input needs none: autograd's order, as it was."""
+    graph = split(joint_of(MODELS["mlp"], torch.randn(4, 8)), 0.0).backward
+    assert graph is not None
+    program = lower(graph)
+    assert program.outputs == ()
+    assert 0 < program.parts[0] == program.parts[1] < len(program.steps)
+
+
+def inputs_of(program: Program) -> list[int]:
+    return [i for i, value in enumerate(program.values) if value.home is Home.INPUT]
+
+
+def bases(program: Program, step: Step) -> list[int]:
+    values = program.values
+    return [values[v].index if values[v].home is Home.VIEW else v for v in values_of(step)]
+
+
+def values_of(step: Step) -> list[int]:
+    match step:
+        case Call(_, arguments, results):
+            return [*refs(arguments), *(r for r in results or () if r is not None)]
+        case Accumulate(accumulator, value) | Take(accumulator, value):
+            return [accumulator, value]
+        case Make(value) | Release(value):
+            return [value]
+
+
+def refs(argument: object) -> list[int]:
+    if isinstance(argument, (list, tuple)):
+        return [r for a in argument for r in refs(a)]
+    return [argument.value] if isinstance(argument, Ref) else []
+
+
+def writes_result(program: Program, step: Step) -> bool:
+    """Whether a step makes what the program returns."""
+    results = {program.values[r].index if program.values[r].home is Home.VIEW else r for r in program.results}
+    match step:
+        case Call(op, arguments, None):
+            outs = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if s.is_out]
+            return any(v in results for v in refs(outs))
+        case Call(_, _, made):
+            return any(r in results for r in made or ())
+        case _:
+            return False

@@ -1,0 +1,185 @@
+"""The keyed ops: their bits, their distributions, what they refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpipe_fast.randomness.random import make_key
+from tests.unit.randomness.keyed_draws import (
+    DRAWS,
+    KEY,
+    N,
+    assert_distributed,
+    assert_uncorrelated,
+    draw,
+    keyed,
+)
+
+
+def word_pairs(n: int, **place: Any) -> Tensor:
+    """The draw's words, two in each number: over the whole range, an integer is smallest + its bits."""
+    return draw("integer", [n], -(2**63), 2**63 - 1, **place) ^ -(2**63)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def uniform_cdf(x: Tensor) -> Tensor:
+    return x.clamp(0, 1)
+
+
+def normal_cdf(x: Tensor) -> Tensor:
+    return torch.special.ndtr(x)
+
+
+def exponential_cdf(x: Tensor) -> Tensor:
+    return -torch.expm1(-x)
+
+
+# The known answers that Random123 publishes.
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
+    low, high = (int(word, 16) for word in key.split())
+    signed = (high << 32 | low) - (1 << 64 if high >> 31 else 0)
+    words = keyed.philox_block(signed, [int(word, 16) for word in counter.split()])
+    assert " ".join(f"{word:08x}" for word in words.tolist()) == expected
+
+
+def test_element_draws_from_its_block() -> None:
+    minibatch, microbatch, first_layer = KEY.tolist()
+    drawn = word_pairs(2**12, layer=5, ordinal=9)
+    for block in (0, 1, 7, 8, 255, 256, 2047):
+        words = keyed.philox_block(minibatch, [block, 0, microbatch, (first_layer + 5) << 16 | 9]).tolist()
+        for half in (0, 1):
+            assert drawn[2 * block + half].item() % 2**64 == words[2 * half] | words[2 * half + 1] << 32
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("n", [0, 1, 3, 1023, 1025, 2**20 + 7])
+def test_bits_depend_on_the_index_alone(name: str, n: int) -> None:
+    dtypes = [torch.int64] if name == "integer" else [torch.float32, torch.float64, torch.bfloat16]
+    for dtype in dtypes:
+        with threads(1):
+            one = draw(name, [n], dtype=dtype)
+        with threads(2):
+            assert torch.equal(one, draw(name, [n], dtype=dtype))
+        assert one.is_contiguous()
+        assert one.dtype == dtype
+        m = n // 2
+        assert torch.equal(one[:m], draw(name, [m], dtype=dtype))
+        assert torch.equal(one, draw(name, [1, n, 1], dtype=dtype).flatten())
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_coordinate_of_the_key_counts(name: str) -> None:
+    base = draw(name, [N])
+    minibatch, microbatch, first_layer = KEY.tolist()
+    others = [
+        draw(name, [N], key=make_key(minibatch + 1, microbatch, first_layer)),
+        draw(name, [N], key=make_key(minibatch ^ (1 << 40), microbatch, first_layer)),
+        draw(name, [N], key=make_key(minibatch, microbatch + 1, first_layer)),
+        draw(name, [N], layer=2),
+        draw(name, [N], ordinal=1),
+        torch.cat([base[1:], base[:1]]),
+    ]
+    for other in others:
+        assert_uncorrelated(base, other)
+    # A layer is counted from the start of the model, whichever stage it is in.
+    assert torch.equal(base, draw(name, [N], key=make_key(minibatch, microbatch, 0), layer=first_layer + 1))
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.9, 1.0])
+def test_bernoulli_rate(p: float) -> None:
+    mask = draw("bernoulli", [N], p, dtype=torch.bool)
+    assert abs(mask.double().mean().item() - p) <= 4 * math.sqrt(p * (1 - p) / N)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int64):
+        assert torch.equal(draw("bernoulli", [N], p, dtype=dtype), mask.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_continuous_distributions(dtype: torch.dtype) -> None:
+    uniform = draw("uniform", [N], 0.0, 1.0, dtype=dtype)
+    normal = draw("normal", [N], 0.0, 1.0, dtype=dtype)
+    exponential = draw("exponential", [N], 1.0, dtype=dtype)
+    assert_distributed(uniform, uniform_cdf)
+    assert_distributed(normal, normal_cdf)
+    assert_distributed(exponential, exponential_cdf)
+    assert uniform.min() >= 0
+    assert uniform.max() < 1
+    assert exponential.min() > 0
+    for moment, expected in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
+        spread = math.sqrt(math.prod(range(1, 2 * moment, 2)) - expected**2)
+        assert abs((normal.double() ** moment).mean().item() - expected) < 4 * spread / math.sqrt(N)
+    assert_uncorrelated(normal[::2], normal[1::2])  # a Box-Muller pair
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_draws(dtype: torch.dtype) -> None:
+    uniform = draw("uniform", [N], 0.0, 1.0, dtype=dtype)
+    assert uniform.max() < 1  # not rounded up to the open end
+    assert draw("uniform", [N], 1.0, 1.01, dtype=dtype).double().max() < 1.01
+    assert abs(uniform.double().mean().item() - 0.5) < 0.01
+    assert torch.equal(draw("normal", [N], dtype=dtype), draw("normal", [N]).to(dtype))
+    assert torch.equal(draw("exponential", [N], dtype=dtype), draw("exponential", [N]).to(dtype))
+
+
+def test_normal_and_exponential_are_exact_to_float32() -> None:
+    """Both are computed again in float64, from the words they used."""
+    words = word_pairs(N // 2)
+    u = ((words & 0xFFFFFFFF).float() * 2.0**-32 + 2.0**-33).double()
+    turn = ((words >> 32) & 0xFFFFFFFF).double() * (2 * math.pi * 2.0**-32)
+    radius = torch.sqrt(-2 * torch.log(u))
+    expected = torch.stack([radius * turn.cos(), radius * turn.sin()], 1).flatten()
+    torch.testing.assert_close(draw("normal", [N], 0.0, 1.0).double(), expected, rtol=1e-6, atol=5e-7)
+    # 2^-24, a float's resolution below 1, is the coarsest step of the uniform draw.
+    waits = draw("exponential", [N], 1.0)[::2].double()
+    torch.testing.assert_close(waits, -torch.log(u), rtol=5e-7, atol=2.0**-24)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: draw("bernoulli", [4], 1.5), "p must be in"),
+        (lambda: draw("uniform", [4], 1.0, 0.0), "low must not be above high"),
+        (lambda: draw("normal", [4], 0.0, -1.0), "std must not be negative"),
+        (lambda: draw("exponential", [4], 0.0), "rate must be positive"),
+        (lambda: draw("integer", [4], 1, 0), "smallest must not be above largest"),
+        (lambda: draw("uniform", [4], key=torch.zeros(2, dtype=torch.int64)), "key must be"),
+        (lambda: draw("uniform", [4], layer=70_000), "layer must fit 16 bits"),
+        (lambda: draw("uniform", [4], ordinal=65_536), "65536 random ops"),
+    ],
+)
+def test_bad_arguments(call: Callable[[], Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_opcheck(name: str) -> None:
+    dtype = torch.int64 if name == "integer" else torch.float32
+    torch.library.opcheck(
+        getattr(keyed, f"keyed_{name}").default,
+        (KEY, 1, 0, [3, 5], *DRAWS[name]),
+        {"dtype": dtype, "device": torch.device("cpu")},
+    )

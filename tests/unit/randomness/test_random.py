@@ -1,0 +1,174 @@
+"""KeyedRandomMode in eager mode and under tracing, and keyed_rng around a plain micro-batch loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_fast.randomness.random import KeyedRandomMode, UnkeyedRandomOp, keyed_rng, make_key, minibatch_key
+from tests.unit.randomness.keyed_draws import KEY, assert_uncorrelated, draw, keyed_mode
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: torch.poisson(torch.ones(3)), "aten.poisson.default has no keyed counterpart"),
+        (lambda: torch.rand(3, generator=torch.Generator()), "its own generator"),
+        (lambda: torch.empty(3).normal_(generator=torch.Generator()), "its own generator"),
+        (lambda: torch.randn(3, dtype=torch.complex64), "complex64"),
+        (lambda: checkpoint(F.dropout, torch.ones(3, requires_grad=True), use_reentrant=False), "checkpoint"),
+    ],
+)
+def test_unkeyed_random_op_raises(call: Callable[[], Tensor], message: str) -> None:
+    with keyed_mode(), pytest.raises(UnkeyedRandomOp, match=message):
+        call()
+
+
+def test_attention_dropout_is_keyed() -> None:
+    q, k, v = torch.randn(3, 2, 4, 16, 8)
+    attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+    for call in (
+        lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3),
+        lambda: attention(q[0], k[0], v[0])[0],
+        lambda: attention(q[0], k[0], v[0], need_weights=False)[0],
+    ):
+        with keyed_mode():
+            first, second = call(), call()
+        with keyed_mode():
+            assert torch.equal(first, call())
+        assert not torch.equal(first, second)
+
+
+def test_trace_takes_the_key_as_an_input() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU(), nn.Dropout(0.2))
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, key: Tensor, x: Tensor) -> Tensor:
+            with KeyedRandomMode(key) as mode:
+                for index, layer in enumerate(self.layers):
+                    mode.enter_layer(index)
+                    x = layer(x)
+            return x
+
+    x = torch.randn(16, 8)
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, Stage(), (KEY, x)).graph_module
+    calls = [node for node in joint.graph.nodes if node.op == "call_function"]
+    draws = [node for node in calls if str(node.target).startswith("gpipe_fast.keyed_")]
+    assert [node.args[1:3] for node in draws] == [(1, 0), (3, 0)]
+    assert {node.args[0].op for node in draws} == {"placeholder"}
+    assert len({node.args[0] for node in draws}) == 1
+    assert not [node for node in calls if torch.Tag.nondeterministic_seeded in node.target.tags]
+
+    parameters = [parameter.detach() for parameter in layers.parameters()]
+    (output,), gradients = joint([*parameters, KEY, x], [torch.ones(16, 8)])
+    expected = Stage()(KEY, x)
+    expected.sum().backward()
+    assert torch.equal(output, expected)
+    for gradient, parameter in zip(gradients, layers.parameters(), strict=False):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+class TwoDropouts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.masks += [self.first(torch.ones_like(x)), self.second(torch.ones_like(x))]
+        return x
+
+
+def test_keyed_rng_draws_are_independent() -> None:
+    layers = [TwoDropouts(), TwoDropouts()]
+    model = nn.Sequential(*layers)
+    for _ in range(2):
+        with keyed_rng(model):
+            for microbatch in torch.zeros(2 * 64, 128).chunk(2):
+                model(microbatch)
+    masks = layers[0].masks + layers[1].masks
+    assert len(masks) == 2 * 2 * 2 * 2
+    for i, mask in enumerate(masks):
+        for other in masks[:i]:
+            assert_uncorrelated(mask, other)
+
+
+def test_keyed_rng_counts_microbatches_and_layers() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)))
+    x = torch.ones(8, 64)
+    with keyed_rng(model, key=5):
+        outputs = [model(c) for c in x.chunk(4)]
+    for microbatch, output in enumerate(outputs):
+        expected = x[:2]
+        for layer, ordinal in ((1, 0), (2, 0), (2, 1)):
+            mask = draw("bernoulli", [2, 64], 0.5, key=make_key(5, microbatch), layer=layer, ordinal=ordinal)
+            expected = expected * mask.div(0.5)
+        assert torch.equal(output, expected)
+
+
+def test_keyed_rng_tells_a_shared_layer_by_its_position() -> None:
+    shared = nn.Dropout(0.5)
+
+    class CallsShared(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return shared(x)
+
+    model = nn.Sequential(shared, CallsShared(), shared)
+    with keyed_rng(model, key=5):
+        output = model(torch.ones(2, 64))
+    masks = [draw("bernoulli", [2, 64], 0.5, key=make_key(5, 0), layer=layer) for layer in range(3)]
+    assert torch.equal(output, masks[0] * masks[1] * masks[2] * 8)
+
+
+def test_manual_seed_governs_keyed_rng() -> None:
+    model = nn.Sequential(nn.Dropout(0.5))
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        with keyed_rng(model):
+            outputs.append(model(torch.ones(64)))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    keys = [minibatch_key() for _ in range(64)]
+    assert len(set(keys)) == 64
+    assert min(keys) < -(2**60)
+    assert max(keys) > 2**60
+
+
+def test_keyed_rng_leaves_no_hooks_behind() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Bilinear(1, 1, 1))
+    with pytest.raises(TypeError, match="forward"), keyed_rng(model):
+        model(torch.ones(3))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_keyed_rng_refuses_what_it_cannot_count() -> None:
+    with (
+        pytest.raises(TypeError, match=r"must be an nn\.Sequential, but is Linear"),
+        keyed_rng(nn.Linear(1, 1)),
+    ):
+        pass
+
+    class Backwards(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](self[1](x))
+
+    model = Backwards(nn.Dropout(0.5), nn.ReLU())
+    with pytest.raises(RuntimeError, match="out of order"), keyed_rng(model):
+        model(torch.ones(3))

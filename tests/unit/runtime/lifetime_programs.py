@@ -1,0 +1,234 @@
+"""Programs that test_lifetime.py runs in processes of their own; their names and arguments are below."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from gpipe_fast import GPipe
+from tests.reference import collect, leaf, loop_step, pipeline, pipeline_step, unequal
+
+K, M = 3, 4
+# Longer than anything here takes, and than PyTorch may wait for threads of its own at exit.
+DEADLINE_SECONDS = 20.0
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)),
+        *(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)),
+    )
+
+
+def num_threads() -> int:
+    """Of this process."""
+    return len(os.listdir("/proc/self/task"))
+
+
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore", message=".* micro-batches on .* stages leave the stages idle")
+model = layers()
+pipe = GPipe(model, [2, 2, 2], chunks=M)
+x = torch.randn(8, 6)
+outputs: list[Tensor] = []
+
+
+def leave_everything_behind(how: str) -> None:
+    """Ends with a pipeline, a loss that waits for its backward, and a half-used graph, all global."""
+    pipe(x).sum().backward()
+    outputs.append(pipe(x))
+    outputs.append(pipe(x).sum())
+    outputs[-1].backward(retain_graph=True)
+    if how == "exception":
+        raise LookupError("as planned")
+    if how == "exit":
+        sys.exit(3)
+
+
+def report(children: Iterable[tuple[str, str]]) -> None:
+    """Prints what ended otherwise than with 0 and without a word."""
+    number = 0
+    for number, (kind, said) in enumerate(children, start=1):
+        if said:
+            print(f"{kind}, child {number}: {said}")
+    print(f"{number} children")
+    sys.stdout.flush()
+
+
+def in_child(body: Callable[[], object]) -> str:
+    """Runs this in a child that then exits as every program does; what there is to say about its end."""
+    with tempfile.TemporaryFile("w+") as stderr:
+        child = os.fork()
+        if child == 0:
+            os.dup2(stderr.fileno(), 2)
+            body()
+            sys.exit(0)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                stderr.seek(0)
+                said = stderr.read().strip()
+                last = said.rpartition("\n")[2]
+                return f"status {os.waitstatus_to_exitcode(status)}: {last}" if status or said else ""
+            time.sleep(0.01)
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        return "hangs"
+
+
+def daemon(hows: str, count: str) -> None:
+    """Children that end while a daemon thread of theirs trains."""
+    pipe(x).sum().backward()
+    large = torch.zeros(1 << 20, requires_grad=True)
+
+    def step(how: str) -> None:
+        # Most of the time the backward has left the pipeline, and not yet come back to Python.
+        pipe(x + large.sin()[0] if how == "leaving" else x).sum().backward()
+
+    step("leaving")  # traces
+
+    def steps(how: str) -> None:
+        while True:
+            with suppress(RuntimeError if how == "catches" else ()):
+                step(how)
+
+    def child(how: str, seconds: float) -> None:
+        pipe._pipeline.disturb(0, 5000 if how == "slow" else 0)
+        for _ in range(3 if how == "several" else 1):
+            threading.Thread(target=steps, args=(how,), daemon=True).start()
+        time.sleep(0.05 + seconds)
+
+    report(
+        (how, in_child(partial(child, how, 0.0007 * number)))
+        for how in hows.split("+")
+        for number in range(int(count))
+    )
+
+
+start = {name: value.clone() for name, value in model.state_dict().items()}
+expected = loop_step(model, x, M)
+
+
+def check_step(pipe: GPipe) -> None:
+    """From the buffers that the first step met."""
+    model.load_state_dict(start)
+    wrong = unequal(pipeline_step(pipe, x), expected)
+    assert not wrong, wrong
+
+
+def check_backward(output: Tensor) -> None:
+    result = collect(pipe, leaf(x), output)
+    names = [name for name in expected if name.startswith("gradient of")]
+    assert not unequal({n: result[n] for n in names}, {n: expected[n] for n in names})
+
+
+def keep_busy(how: str) -> None:
+    """Has another thread compute, be delayed in, or trace one step after the other from now on."""
+    pipe._pipeline.disturb(0, 2000 if how == "delayed" else 0)
+
+    def steps() -> None:
+        while True:
+            (GPipe(layers(), [2, 2, 2], chunks=M) if how == "tracing" else pipe)(x)
+
+    threading.Thread(target=steps, daemon=True).start()
+    time.sleep(0.1)
+
+
+def forks(states: str, count: str) -> None:
+    """Children that train, of a parent with a new or used pipeline, a half-way step, or a busy thread."""
+
+    def child(state: str) -> None:
+        before = num_threads()
+        pipe._pipeline.disturb()
+        if state == "half":
+            check_backward(outputs[0])
+        else:
+            check_step(pipe)
+            check_step(pipe)
+        assert num_threads() == before + K, (num_threads(), before)
+        if state == "used":
+            check_step(GPipe(model, [4, 2], chunks=M))
+
+    def children() -> Iterator[tuple[str, str]]:
+        for state in states.split("+"):
+            if state == "half":
+                outputs.append(pipeline(pipe, x))
+            if state in ("computing", "delayed", "tracing"):
+                keep_busy(state)
+            for number in range(int(count)):
+                time.sleep(0.0003 * number)
+                yield state, in_child(partial(child, state))
+            if state in ("new", "used", "half"):
+                check_step(pipe)  # the parent goes on
+
+    report(children())
+    os._exit(0)  # busy as it may be
+
+
+def forks_to_end(how: str, count: str) -> None:
+    """Children that only end, of a parent whose thread is busy."""
+    pipe(x)
+    keep_busy(how)
+    report((how, in_child(lambda: None)) for _ in range(int(count)))
+    os._exit(0)
+
+
+class Features(Dataset[Tensor]):
+    """Mini-batches that go through a pipeline where they are loaded."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        with torch.no_grad():
+            return extractor(torch.randn(8, 6, generator=generator))
+
+
+extractor = GPipe(layers()[:2].eval(), [1, 1], chunks=2)
+
+
+def data_loader() -> None:
+    """Trains on what forked workers load; then without them, which must give the same parameters."""
+    extractor(x)
+    results = []
+    for num_workers in (2, 0):
+        torch.manual_seed(0)
+        trained = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), [2, 1], chunks=M)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        context = "fork" if num_workers else None
+        loader = DataLoader(
+            Features(), batch_size=None, num_workers=num_workers, multiprocessing_context=context
+        )
+        for batch in chain(loader, loader):
+            optimizer.zero_grad()
+            trained(batch).square().mean().backward()
+            optimizer.step()
+        results.append(list(trained.parameters()))
+    print(all(map(torch.equal, *results)))
+
+
+PROGRAMS = {
+    "leave": leave_everything_behind,
+    "daemon": daemon,
+    "forks": forks,
+    "forks_to_end": forks_to_end,
+    "data_loader": data_loader,
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

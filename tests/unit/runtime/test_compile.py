@@ -1,0 +1,180 @@
+"""Compiling pipelines: equal stages share a trace, and each change that matters makes a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.layers.structure import tuple_of
+from gpipe_fast.runtime.compile import CompiledStage, Compiler, Refusal, budget_of
+from gpipe_fast.runtime.stage import Boundary, Spec, Stage
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+
+
+def block(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1))
+
+
+def stages_of(*layers: nn.Module) -> list[Stage]:
+    return [Stage([layer], i, CPU) for i, layer in enumerate(layers)]
+
+
+def spec(*shape: int, requires_grad: bool = True) -> Spec:
+    return Spec.of(torch.empty(shape), requires_grad)
+
+
+def compiled(compiler: Compiler, stages: list[Stage], first: Spec | None = None) -> list[CompiledStage]:
+    result = compiler.compile(stages, [Boundary((first or spec(8, 4),))])
+    assert not isinstance(result, Refusal), result
+    return result[0]
+
+
+def test_equal_stages_are_traced_once() -> None:
+    compiler = Compiler()
+    result = compiled(compiler, stages_of(*(block() for _ in range(4))))
+    assert compiler.num_traces == 1
+    assert len({id(stage.traced) for stage in result}) == 1
+    assert [stage.stage.first_layer for stage in result] == [0, 1, 2, 3]
+    # Programs are shared as data; as objects, each stage has its own.
+    assert len({id(stage.segment(0.0)) for stage in result}) == 4
+    assert result[0].segment(0.0) is result[0].segment(0.0)
+
+
+def test_a_first_stage_without_input_gradient_is_another() -> None:
+    compiler = Compiler()
+    compiled(compiler, stages_of(*(block() for _ in range(3))), spec(8, 4, requires_grad=False))
+    assert compiler.num_traces == 2
+
+
+def test_compiling_again_traces_nothing() -> None:
+    compiler, stages = Compiler(), stages_of(block(), block())
+    for _ in range(3):
+        compiled(compiler, stages)
+    assert compiler.num_traces == 1
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "eval": lambda m: m.eval(),
+    "dropout.p": lambda m: setattr(m[3], "p", 0.5),
+    "frozen": lambda m: m[0].weight.requires_grad_(False),
+    "dtype": lambda m: m.double(),
+    "momentum": lambda m: setattr(m[1], "momentum", 0.2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_is_traced_anew(change: Callable[[nn.Module], object]) -> None:
+    compiler, layer = Compiler(), block()
+    stages = stages_of(layer)
+    before = compiled(compiler, stages)
+    change(layer)
+    dtype = layer[0].weight.dtype
+    first = Spec.of(torch.empty(8, 4, dtype=dtype), True)
+    after = compiled(compiler, stages, first)
+    assert compiler.num_traces == 2
+    assert after[0].traced is not before[0].traced
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        spec(7, 4),
+        spec(8, 4, requires_grad=False),
+        Spec.of(torch.empty(4, 8).t(), True),
+    ],
+    ids=["shape", "requires_grad", "strides"],
+)
+def test_another_input_is_traced_anew(other: Spec) -> None:
+    compiler, stages = Compiler(), stages_of(block())
+    compiled(compiler, stages)
+    compiled(compiler, stages, other)
+    assert compiler.num_traces == 2
+
+
+def test_modes_are_part_of_the_signature() -> None:
+    compiler, stages = Compiler(), stages_of(nn.Linear(4, 4))
+    compiled(compiler, stages)
+    with torch.no_grad():
+        assert compiled(compiler, stages, spec(8, 4, requires_grad=False))[0].segment(0.0) is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (stage,) = compiled(compiler, stages)
+    assert stage.outputs.tensors[0].dtype is torch.bfloat16
+    assert compiler.num_traces == 3
+
+
+def test_boundaries_are_described() -> None:
+    (first, second) = compiled(Compiler(), stages_of(nn.Linear(4, 6), nn.Linear(6, 2)))
+    assert first.outputs == second.inputs == Boundary((spec(8, 6),))
+    assert second.outputs == Boundary((spec(8, 2),))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.dropped = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kept(x), self.dropped(x)
+
+
+class First(nn.Module):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return x[0] + 1
+
+
+def test_an_output_that_nobody_reads_has_no_gradient() -> None:
+    """Zeros in place of no gradient would give its parameters a gradient, or NaN."""
+    first, _ = compiled(Compiler(), stages_of(Two(), First()))
+    assert len(first.outputs.tensors) == 2
+    assert first.outputs.structure == tuple_of(2)
+    assert first.traced.joint.differentiable_outputs() == {0}
+    backward = first.traced.lower(0.0).backward
+    assert backward is not None
+    assert sorted(backward.gradients) == [0, 1]
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_refusal_carries_stage_layer_and_reason() -> None:
+    stages = [Stage([nn.Linear(4, 4)], 0, CPU), Stage([nn.ReLU(), Branch()], 1, CPU)]
+    refusal = Compiler().compile(stages, [Boundary((spec(8, 4),))])
+    assert isinstance(refusal, Refusal)
+    assert refusal.stage_index == 1
+    assert refusal.untraceable.layer == 1
+    assert "DataDependent" in refusal.untraceable.reason
+
+
+def test_refusals_are_remembered() -> None:
+    compiler, stages = Compiler(), stages_of(Branch())
+    for _ in range(2):
+        assert isinstance(compiler.compile(stages, [Boundary((spec(8, 4),))]), Refusal)
+    assert compiler.num_traces == 1
+
+
+def test_the_cache_is_bounded_and_drops_the_oldest() -> None:
+    compiler, stages = Compiler(limit=2), stages_of(nn.Linear(4, 4))
+    kinds = [spec(4), spec(2, 4), spec(1, 2, 4)]
+    for index in (0, 1, 0, 2):  # 1 was used longest ago
+        compiled(compiler, stages, kinds[index])
+    assert compiler.num_traces == 3
+    compiled(compiler, stages, kinds[0])
+    assert compiler.num_traces == 3
+    compiled(compiler, stages, kinds[1])
+    assert compiler.num_traces == 4
+
+
+def test_budgets_are_lowered_once() -> None:
+    (stage,) = compiled(Compiler(), stages_of(block()))
+    recompute, save = budget_of(True), budget_of(False)
+    assert stage.traced.lower(recompute) is stage.traced.lower(recompute)
+    assert stage.traced.lower(recompute).split.saved == ()
+    assert stage.traced.lower(save).split.saved != ()

@@ -1,0 +1,379 @@
+"""Recordings: that every action is there once and in order, what waits mean, and the figures made of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, pairwise
+from operator import add
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.runtime.recording import CAPACITY, Event, Recording
+from gpipe_fast.schedule import BACKWARD as IN_BACKWARD
+from gpipe_fast.schedule import Action, Kind, Schedule, fill_drain
+from tests.models import cut, features, mlp
+from tests.reference import loop_step, pipeline_step, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SEND_OF = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
+TRANSFERS = {*SEND_OF, *(send for send, _ in SEND_OF.values())}
+
+# Times are differences of numbers of some 1e5 s.
+ROUNDING = 1e-9
+
+
+def schedule_of_a_step(num_stages: int, num_microbatches: int) -> Schedule:
+    """All but the last micro-batch recompute, as by default."""
+    return fill_drain(num_stages, num_microbatches, recomputed=range(num_microbatches - 1))
+
+
+def step(pipe: GPipe, num_samples: int = 8) -> None:
+    pipe(features(num_samples)).sum().backward()
+
+
+@functools.cache
+def warm_pipe(num_stages: int, chunks: int) -> GPipe:
+    """One that has run a step, so that another one compiles nothing."""
+    pipe = GPipe(mlp(), cut(5, num_stages), chunks=chunks)
+    step(pipe)
+    return pipe
+
+
+def infer(pipe: GPipe, num_samples: int = 8) -> None:
+    with torch.no_grad():
+        pipe(features(num_samples))
+
+
+def names(stage: tuple[Event, ...]) -> list[tuple[str, bool]]:
+    return [(str(e.action), e.is_wait) for e in stage]
+
+
+def expected_names(schedule: Schedule, stage: int) -> list[tuple[str, bool]]:
+    """Every action, each transfer after the wait for it."""
+    return [
+        (str(a), is_wait)
+        for a in schedule.stages[stage]
+        for is_wait in ((True, False) if a.kind in TRANSFERS else (False,))
+    ]
+
+
+def check_events(recording: Recording, schedule: Schedule) -> None:
+    """Asserts that these are the events of one run, and that time goes the way causes do."""
+    for stage, events in enumerate(recording.stages):
+        assert names(events) == expected_names(schedule, stage)
+        assert all(e.begin <= e.end for e in events)
+        assert all(before.end <= after.begin for before, after in pairwise(events))
+    latest, waits = (
+        recording.latest,
+        {e.action: e for events in recording.stages for e in events if e.is_wait},
+    )
+    for action in filter(lambda a: a.kind in SEND_OF, latest):
+        kind, step_to_sender = SEND_OF[action.kind]
+        send = latest[Action(action.stage + step_to_sender, kind, action.microbatch)]
+        assert send.end <= waits[action].end, action
+
+
+def test_off_by_default() -> None:
+    pipe = GPipe(mlp(), cut(5, 3), chunks=4)
+    assert pipe._pipeline.events() == [[], [], []]
+    step(pipe)
+    assert pipe._pipeline.events() == [[], [], []]
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["workers made inside", "workers there"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_every_action_of_a_step(num_stages: int, warm: bool) -> None:
+    pipe = warm_pipe(num_stages, 4) if warm else GPipe(mlp(), cut(5, num_stages), chunks=4)
+    with pipe.recording() as recording:
+        assert recording.stages == ()
+        step(pipe)
+    schedule = schedule_of_a_step(num_stages, 4)
+    check_events(recording, schedule)
+    assert recording.phases() == [schedule.forward_part(), schedule.backward_part()]
+    step(pipe)
+    assert not any(pipe._pipeline.events())
+
+
+def test_every_action_of_a_step_under_delays() -> None:
+    pipe = warm_pipe(4, 8)
+    for seed in range(10):
+        pipe._pipeline.disturb(seed, 300)
+        with pipe.recording() as recording:
+            step(pipe)
+        pipe._pipeline.disturb()
+        check_events(recording, schedule_of_a_step(4, 8))
+        assert recording.span() >= recording.critical_path() - ROUNDING
+
+
+def test_inference() -> None:
+    pipe = GPipe(mlp(), cut(5, 3), chunks=8)
+    with pipe.recording() as recording:
+        infer(pipe)
+    check_events(recording, fill_drain(3, 8, backward=False))
+    assert recording.phases() == [fill_drain(3, 8, backward=False)]
+    assert recording.span() >= recording.critical_path() - ROUNDING
+
+
+def test_changes_no_bit() -> None:
+    model = mlp()
+    pipe = GPipe(model, cut(5, 3), chunks=4)
+    expected = loop_step(model, features(), 4)
+    with pipe.recording():
+        assert unequal(pipeline_step(pipe, features()), expected) == []
+
+
+def test_the_latest_of_several_steps_counts() -> None:
+    pipe = warm_pipe(2, 2)
+    with pipe.recording() as recording:
+        step(pipe)
+        between = time.monotonic()
+        step(pipe)
+    for stage, events in enumerate(recording.stages):
+        assert names(events) == 2 * expected_names(schedule_of_a_step(2, 2), stage)
+    assert all(e.begin >= between for e in recording.latest.values())
+    assert min(e.begin for stage in recording.stages for e in stage) < between
+    assert list(recording.latest) == list(chain(*schedule_of_a_step(2, 2).stages))
+
+
+def test_times_are_those_of_the_monotonic_clock() -> None:
+    pipe = warm_pipe(3, 4)
+    with pipe.recording() as recording:
+        begin = time.monotonic()
+        step(pipe)
+        end = time.monotonic()
+    times = [t for stage in recording.stages for e in stage for t in (e.begin, e.end)]
+    assert begin <= min(times) <= max(times) <= end
+    assert recording.span() <= end - begin
+
+
+def test_a_block_that_raises_ends_its_recording() -> None:
+    pipe = warm_pipe(2, 2)
+    with pytest.raises(KeyError), pipe.recording() as recording:
+        step(pipe)
+        raise KeyError
+    check_events(recording, schedule_of_a_step(2, 2))
+    step(pipe)
+    assert not any(pipe._pipeline.events())
+
+
+@pytest.mark.parametrize("kept", [1, 4, 7, 1000])
+def test_keeps_the_latest_events(kept: int) -> None:
+    pipe = warm_pipe(3, 4)
+    pipe._pipeline.record(kept)
+    step(pipe)
+    step(pipe)
+    for stage, events in enumerate(pipe._pipeline.events()):
+        every = expected_names(schedule_of_a_step(3, 4), stage) * 2
+        assert [(name, is_wait) for name, is_wait, *_ in events] == every[-kept:]
+        assert [begin for _, _, begin, *_ in events] == sorted(begin for _, _, begin, *_ in events)
+    pipe._pipeline.record(0)
+    assert not any(pipe._pipeline.events())
+    with pytest.raises(ValueError, match="cannot keep -1 events"):
+        pipe._pipeline.record(-1)
+
+
+def test_capacity_is_enough_for_5400_micro_batches() -> None:
+    assert max(len(expected_names(schedule_of_a_step(3, 54), s)) for s in range(3)) * 100 <= CAPACITY
+
+
+def slow(num_layers: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(num_layers)))
+
+
+def test_a_slow_stage_shows_as_waits_of_those_after_it() -> None:
+    """Stage 1 of 3: stage 2 waits for activations, stage 0 for gradients, and nobody waits elsewhere."""
+    torch.manual_seed(0)
+    pipe = GPipe(nn.Sequential(nn.Tanh(), slow(4), nn.Tanh()), [1, 1, 1], chunks=4)
+    x = torch.randn(512, 512, requires_grad=True)
+    pipe(x).sum().backward()
+    with pipe.recording() as recording:
+        pipe(x).sum().backward()
+
+    def waited(stage: int, kind: Kind) -> float:
+        events = (e for e in recording.stages[stage] if e.is_wait and e.action.kind is kind)
+        return sum(e.end - e.begin for e in events)
+
+    seconds = recording.seconds()
+    worked = {
+        backward: sum(s for a, s in seconds.items() if a.stage == 1 and (a.kind in IN_BACKWARD) == backward)
+        for backward in (False, True)
+    }
+    assert waited(2, Kind.RECV_F) > 0.6 * worked[False]
+    assert waited(0, Kind.RECV_B) > 0.6 * worked[True]
+    for stage, kind in ((0, Kind.SEND_F), (1, Kind.SEND_F), (1, Kind.SEND_B), (2, Kind.SEND_B)):
+        assert waited(stage, kind) < 0.2 * worked[kind in IN_BACKWARD], (stage, kind)
+
+
+def test_a_slow_stage_shows_as_waits_of_the_one_before_if_slots_are_few() -> None:
+    """Inference, 4 slots: stage 0 sends its fifth tensor when stage 1 has received the first."""
+    torch.manual_seed(0)
+    pipe = GPipe(nn.Sequential(nn.Tanh(), slow(4)), [1, 1], chunks=10)
+    x = torch.randn(640, 512)
+    with torch.no_grad():
+        pipe(x)
+        with pipe.recording() as recording:
+            pipe(x)
+    check_events(recording, fill_drain(2, 10, backward=False))
+    waits = {e.action.microbatch: e for e in recording.stages[0] if e.is_wait}
+    received = {m: recording.latest[Action(1, Kind.RECV_F, m)] for m in range(10)}
+    assert all(received[m - 4].end <= waits[m].end for m in range(4, 10))
+    # All but one of the six must wait while stage 1 works, the first maybe not.
+    seconds = [recording.seconds()[Action(1, Kind.F, m)] for m in range(10)]
+    assert sum(e.end - e.begin for e in waits.values()) > 0.5 * sum(seconds[:5])
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_one_micro_batch_leaves_all_stages_but_one_idle(num_stages: int) -> None:
+    """Whatever the timing: one after the other. In a backward stages make gradients of weights at once."""
+    pipe = warm_pipe(num_stages, 1)
+    infer(pipe)
+    with pipe.recording() as recording:
+        infer(pipe)
+    assert 1 - 1 / num_stages - 1e-6 <= recording.bubble() < 1
+
+
+def synthetic(text: str) -> Recording:
+    """A row per stage, of actions with begin and end; a wait has a ~ before it."""
+
+    def events(row: str) -> Iterator[Event]:
+        for cell in row.split(","):
+            name, begin, end = cell.split()
+            yield Event(Action.parse(name.lstrip("~")), name.startswith("~"), float(begin), float(end))
+
+    recording = Recording()
+    recording.stages = tuple(tuple(events(row)) for row in text.splitlines())
+    return recording
+
+
+# 13 s are needed, as 0F0 0SEND_F0 1RECV_F0 1F0 1RECV_F1 1F1 take 2 + 1 + 1 + 4 + 1 + 4; 1 s is lost.
+FORWARD = (
+    "0F0 0.5 2.5, ~0SEND_F0 2.5 2.5, 0SEND_F0 2.5 3.5, 0F1 3.5 4.5, ~0SEND_F1 4.5 4.5, 0SEND_F1 4.5 5.5",
+    "~1RECV_F0 0 4.5, 1RECV_F0 4.5 5.5, 1F0 5.5 9.5, ~1RECV_F1 9.5 9.5, 1RECV_F1 9.5 10.5, 1F1 10.5 14.5",
+)
+# 11 s are needed, as 1B1 1SEND_B1 1B0 1SEND_B0 0RECV_B0 0B0 take 3 + 1 + 3 + 1 + 1 + 2; 1 s is lost.
+BACKWARD = (
+    "~0RECV_B1 100 104, 0RECV_B1 104 105, 0B1 105 106, ~0RECV_B0 106 109, 0RECV_B0 109 110, 0B0 110 112",
+    "1B1 100 103, ~1SEND_B1 103 103, 1SEND_B1 103 104, 1B0 104 107, ~1SEND_B0 107 107, 1SEND_B0 107 108",
+)
+STEP = tuple(", ".join(rows) for rows in zip(FORWARD, BACKWARD, strict=True))
+
+
+def test_figures_of_a_forward() -> None:
+    recording = synthetic("\n".join(FORWARD))
+    assert recording.phases() == [fill_drain(2, 2, backward=False)]
+    assert recording.span() == 14
+    assert recording.critical_path() == 13
+    assert recording.bubble() == pytest.approx(1 - (5 + 10) / (2 * 14))
+    assert {str(a): s for a, s in recording.seconds().items()} == {
+        "0F0": 2,
+        "0SEND_F0": 1,
+        "0F1": 1,
+        "0SEND_F1": 1,
+        "1RECV_F0": 1,
+        "1F0": 4,
+        "1RECV_F1": 1,
+        "1F1": 4,
+    }
+
+
+def test_figures_of_a_step() -> None:
+    """Without the time between forward and backward."""
+    recording = synthetic("\n".join(STEP))
+    assert recording.phases() == [fill_drain(2, 2).forward_part(), fill_drain(2, 2).backward_part()]
+    assert recording.span() == 14 + 12
+    assert recording.critical_path() == 13 + 11
+    assert recording.bubble() == pytest.approx(1 - (5 + 10 + 5 + 8) / (2 * 26))
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        ("0F0 -90 -50, 0SEND_F0 -50 -49, 0F1 -49 -48, 0SEND_F1 -48 -47", "1RECV_F0 -49 -48, 1F0 -48 -3"),
+        ("0B0 -60 -50", "1B0 -90 -70, 1SEND_B0 -70 -61"),
+    ],
+    ids=["its begin", "its end"],
+)
+def test_figures_of_the_latest_step(earlier: tuple[str, str]) -> None:
+    """What is left of an earlier one does not count."""
+    once, both = synthetic("\n".join(STEP)), Recording()
+    before = (tuple(replace(e, run=-1) for e in stage) for stage in synthetic("\n".join(earlier)).stages)
+    both.stages = tuple(map(add, before, once.stages))
+    assert (both.span(), both.critical_path(), both.bubble()) == (26, 24, once.bubble())
+    assert list(both.latest.items()) == list(once.latest.items())
+
+
+def test_an_inference_after_a_step_counts_alone() -> None:
+    pipe = warm_pipe(2, 4)
+    with pipe.recording() as recording:
+        step(pipe)
+        time.sleep(0.05)
+        infer(pipe, 2)
+    assert recording.phases() == [fill_drain(2, 2, backward=False)]
+    assert recording.span() < 0.05
+
+
+def test_recordings_cannot_be_nested() -> None:
+    pipe = warm_pipe(2, 2)
+    with pipe.recording() as recording:
+        with pytest.raises(RuntimeError, match="being recorded already"), pipe.recording():
+            pass
+        step(pipe)
+    check_events(recording, schedule_of_a_step(2, 2))
+
+
+def test_goes_on_when_a_layer_is_replaced() -> None:
+    pipe = warm_pipe(2, 2)
+    with pipe.recording() as recording:
+        setattr(pipe, "1", copy.deepcopy(pipe[1]))
+        step(pipe)
+    check_events(recording, schedule_of_a_step(2, 2))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join(BACKWARD),
+        FORWARD[0],
+        "\n".join((FORWARD[0], FORWARD[1].rpartition(",")[0])),
+        "\n".join((FORWARD[0].rpartition(",")[0], FORWARD[1])),
+        "\n".join((STEP[0], FORWARD[1])),
+        "\n".join((STEP[0].partition(",")[2], STEP[1])),
+    ],
+    ids=[
+        "backward only",
+        "one stage of two",
+        "last forward missing",
+        "last send only waited for",
+        "backward of one stage",
+        "first lost",
+    ],
+)
+def test_a_part_of_a_step_has_no_figures(text: str) -> None:
+    recording = synthetic(text)
+    for figure in (recording.phases, recording.span, recording.bubble, recording.critical_path):
+        with pytest.raises(ValueError):
+            figure()
+
+
+def test_recordings_without_a_whole_step_have_no_figures() -> None:
+    pipe = warm_pipe(3, 2)
+    with pipe.recording() as nothing:
+        pass
+    assert nothing.stages == ((), (), ())
+    pipe._pipeline.disturb(faults=[("1F1", 0, "ValueError")])
+    with pipe.recording() as failed, pytest.raises(ValueError, match="planted"):
+        step(pipe)
+    pipe._pipeline.disturb()
+    assert "1F1" not in map(str, failed.latest)
+    for recording in (nothing, failed):
+        for figure in (recording.phases, recording.span, recording.bubble, recording.critical_path):
+            with pytest.raises(ValueError):
+                figure()

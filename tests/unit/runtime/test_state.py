@@ -1,0 +1,163 @@
+"""What a call knows of the layers: every change is seen, nothing is asked twice without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from gpipe_fast._extension import Snapshot
+from gpipe_fast.runtime import state as state_module
+from gpipe_fast.runtime.state import State
+from gpipe_fast.trace.fingerprint import fingerprint
+
+
+@dataclasses.dataclass
+class Config:
+    size: int = 3
+    names: list[str] = dataclasses.field(default_factory=lambda: ["a"])
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    size: int = 3
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.children_too = nn.ModuleList([nn.ReLU(), nn.Linear(2, 2)])
+        self.config = Config()
+        self.scale = 0.1
+        self.sizes = [1, 2, {"deep": (3, [4])}]
+        self.tags = {"x"}
+        self.held = torch.ones(2)
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Plus(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+CHANGES: dict[str, Callable[[Layer], object]] = {
+    "attribute": lambda m: setattr(m, "scale", 0.2),
+    "new attribute": lambda m: setattr(m, "other", None),
+    "attribute gone": lambda m: delattr(m, "scale"),
+    "item of a list": lambda m: m.sizes.append(5),
+    "deep in containers": lambda m: m.sizes[2]["deep"][1].append(5),
+    "item of a set": lambda m: m.tags.add("y"),
+    "field of a dataclass": lambda m: setattr(m.config, "size", 4),
+    "list in a dataclass": lambda m: m.config.names.append("b"),
+    "parameter replaced": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 4))),
+    "parameter gone": lambda m: setattr(m.linear, "bias", None),
+    "shape in place": lambda m: setattr(m.linear.weight, "data", torch.ones(5, 4)),
+    "strides in place": lambda m: setattr(m.linear.weight, "data", torch.ones(4, 4).t()),
+    "dtype in place": lambda m: setattr(m.linear.weight, "data", torch.ones(4, 4).double()),
+    "frozen": lambda m: m.linear.weight.requires_grad_(False),
+    "buffer replaced": lambda m: setattr(m, "mask", torch.zeros(4)),
+    "eval": lambda m: m.norm.eval(),
+    "child replaced": lambda m: setattr(m, "linear", nn.Linear(4, 4)),
+    "child of a list": lambda m: m.children_too.append(nn.ReLU()),
+    "hook": lambda m: m.linear.register_forward_hook(lambda *_: None),
+    "class": lambda m: setattr(m.children_too[0], "__class__", nn.Tanh),
+    "parametrization": lambda m: parametrize.register_parametrization(m.linear, "weight", Plus()),
+    "dtype": lambda m: m.half(),
+}
+
+
+# The old programs serve the new tensor or layer, which is like the old one.
+SAME_PROGRAMS = {"parameter replaced", "buffer replaced", "child replaced"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_is_seen(name: str) -> None:
+    layers = [nn.ReLU(), Layer()]
+    snapshot, before = Snapshot(layers), fingerprint(layers)
+    assert snapshot.unchanged(layers)
+    CHANGES[name](layers[1])  # type: ignore[arg-type]
+    assert not snapshot.unchanged(layers)
+    assert (fingerprint(layers) == before) == (name in SAME_PROGRAMS)
+    assert Snapshot(layers).unchanged(layers)
+
+
+def test_other_layers_are_a_change() -> None:
+    layers = [nn.ReLU(), nn.Linear(2, 2)]
+    snapshot = Snapshot(layers)
+    assert snapshot.unchanged(tuple(layers))
+    for others in (layers[:1], [*layers, nn.ReLU()], layers[::-1], [layers[0], nn.Linear(2, 2)], []):
+        assert not snapshot.unchanged(others)
+
+
+def test_what_training_does_is_no_change() -> None:
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()]
+    model, snapshot = nn.Sequential(*layers), Snapshot(layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    model.load_state_dict(model.state_dict())
+    optimizer.zero_grad()
+    assert snapshot.unchanged(layers)
+
+
+def test_what_cannot_be_followed_is_always_a_change() -> None:
+    layer = nn.ReLU()
+    layer.slotted = Slotted()
+    assert not Snapshot([layer]).unchanged([layer])
+    lazy = nn.LazyLinear(3)
+    snapshot = Snapshot([lazy])
+    lazy(torch.ones(1, 2))
+    assert not snapshot.unchanged([lazy])
+
+
+def test_the_fingerprint_is_taken_again_only_after_a_change() -> None:
+    layers = [Layer()]
+    with mock.patch.object(state_module, "fingerprint", side_effect=fingerprint) as taken:
+        state = State()
+        for _ in range(3):
+            state.look(layers)
+        assert taken.call_count == 1
+        assert [id(p) for p in state.parameters] == [id(p) for p in layers[0].parameters()]
+        assert [id(b) for b in state.buffers] == [id(b) for b in layers[0].buffers()]
+        before = state.fingerprint
+        layers[0].linear.weight = nn.Parameter(torch.zeros(4, 4))
+        state.look(layers)
+        assert taken.call_count == 2
+        # Programs of the old one serve the new one, but it must be found.
+        assert state.fingerprint == before
+        assert hash(state.fingerprint) == hash(before)
+        assert state.parameters[0] is layers[0].linear.weight
+
+
+def test_a_cycle_through_a_snapshot_is_collected() -> None:
+    layer = nn.ReLU()
+    layer.back = [Snapshot([layer])]
+    layer.back.append(Snapshot([layer]))
+    gone = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert gone() is None
+
+
+def test_objects_seen_stay_alive() -> None:
+    """A new float at the old one's address must not pass for it."""
+    layer = nn.ReLU()
+    for i in range(100):
+        layer.slope = 0.5 + i
+        snapshot = Snapshot([layer])
+        layer.slope = None
+        layer.slope = 0.25 + i
+        assert not snapshot.unchanged([layer])

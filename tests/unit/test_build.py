@@ -1,0 +1,126 @@
+"""The build's decisions, and what the extension says about itself."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpipe_fast
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def setup_py():
+    spec = importlib.util.spec_from_file_location("gpipe_fast_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("request_", "torch_cuda", "toolkit", "cuda"),
+    [
+        ("", "13.0", "13.0", True),
+        ("", "13.0", "13.2", True),
+        ("", "13.0", "12.8", False),
+        ("", "13.0", None, False),
+        ("", None, "13.0", False),
+        ("", None, None, False),
+        ("0", "13.0", "13.0", False),
+        ("0", None, None, False),
+        ("1", "13.0", "13.0", True),
+    ],
+)
+def test_toolkit_and_torch_decide(setup_py, request_, torch_cuda, toolkit, cuda):
+    chosen, reason = setup_py.choose_cuda(request_, torch_cuda, toolkit)
+    assert chosen is cuda
+    assert (torch_cuda or "no") in reason
+    assert (toolkit or "not found") in reason
+
+
+@pytest.mark.parametrize(("torch_cuda", "toolkit"), [("13.0", None), (None, "13.0"), ("13.0", "12.8")])
+def test_forcing_cuda_without_it_says_what_was_found(setup_py, torch_cuda, toolkit):
+    found = f"torch built with CUDA: {torch_cuda or 'no'}, CUDA toolkit: {toolkit or 'not found'}"
+    with pytest.raises(SystemExit, match=found):
+        setup_py.choose_cuda("1", torch_cuda, toolkit)
+
+
+def test_an_unknown_request_is_refused(setup_py):
+    with pytest.raises(SystemExit, match="must be 0 or 1, but is 'yes'"):
+        setup_py.choose_cuda("yes", "13.0", "13.0")
+
+
+def test_architectures(setup_py):
+    flags = "sm_75 sm_80 sm_90 sm_100 compute_120"
+    assert setup_py.choose_archs("8.0;9.0", [(9, 0)], flags) == ("8.0;9.0", "TORCH_CUDA_ARCH_LIST")
+    assert setup_py.choose_archs(None, [(9, 0), (8, 6), (9, 0)], flags) == ("8.6;9.0", "the GPUs here")
+    assert setup_py.choose_archs("", [], flags)[0] == "7.5;8.0;9.0;10.0+PTX"
+    assert setup_py.choose_archs("", [], "")[0] == setup_py.DEFAULT_ARCHS
+    assert setup_py.choose_archs("", [], None)[0] == setup_py.DEFAULT_ARCHS
+
+
+def make_toolkit(root, *, headers):
+    (root / "bin").mkdir(parents=True)
+    (root / "bin" / "nvcc").touch(mode=0o755)
+    if headers:
+        (root / "include").mkdir()
+        (root / "include" / "cuda.h").write_text("#define CUDA_VERSION 13010\n")
+    return root
+
+
+def test_the_toolkit_is_the_one_with_headers(setup_py, tmp_path, monkeypatch):
+    whole, wrapper = make_toolkit(tmp_path / "a", headers=True), make_toolkit(tmp_path / "b", headers=False)
+    monkeypatch.setenv("CUDA_HOME", str(wrapper))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", str(whole / "bin"))
+    assert setup_py.find_toolkit() == (str(whole), "13.1")
+
+
+@pytest.mark.smoke
+def test_the_extension_says_how_it_was_built():
+    info = gpipe_fast.build_info()
+    assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert gpipe_fast.built_with_cuda() is (info["cuda"] != "none") is (info["cuda_archs"] != "none")
+    if gpipe_fast.built_with_cuda():
+        assert info["cuda"].split(".")[0] == torch.version.cuda.split(".")[0]
+
+
+def import_in(folder, **files):
+    """Imports the package without its extension, but with `files`, in a new process."""
+    package = folder / "gpipe_fast"
+    shutil.copytree(
+        ROOT / "gpipe_fast", package, ignore=shutil.ignore_patterns("*.so", "__pycache__", "kernels")
+    )
+    for name, text in files.items():
+        (package / f"{name}.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", "import gpipe_fast"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_without_an_extension_the_import_says_what_to_run(tmp_path):
+    result = import_in(tmp_path)
+    assert result.returncode != 0
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: gpipe_fast's C++ extension does not load")
+    assert "No module named 'gpipe_fast._C'" in last
+    assert "run `make` in the source tree, or `pip install --no-build-isolation .`" in last
+
+
+def test_an_extension_of_another_torch_is_refused(tmp_path):
+    stale = "def build_info(): return {'torch': '1.0.0'}\ndef built_with_cuda(): return False\n"
+    result = import_in(tmp_path, _C=stale)
+    assert f"built against torch 1.0.0, but this is torch {torch.__version__}" in result.stderr
+
+
+@pytest.mark.smoke
+def test_imports_from_any_folder(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "import gpipe_fast.kernels"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)

@@ -1,0 +1,187 @@
+"""Stages to joint graphs: every port is named, and what cannot be traced faithfully is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_fast.trace.fingerprint import fingerprint
+from gpipe_fast.trace.refuse import Untraceable, layer_of
+from gpipe_fast.trace.trace import Port, Role, trace
+from tests.stages import joint_of
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Error detected in"),  # PyTorch's own note on a backward that fails
+]
+
+X = torch.linspace(-1, 1, 16).view(4, 4)
+
+
+class Apply(nn.Module):
+    """A layer that calls a function of itself and its input."""
+
+    def __init__(self, function: Callable[[Any, Any], Any], **attributes: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4)
+        self.__dict__.update(attributes)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+def test_ports() -> None:
+    joint = joint_of([nn.Linear(4, 4), nn.BatchNorm1d(4)], X.clone().requires_grad_())
+    inputs = [str(port) for port, _ in joint.inputs]
+    assert sorted(inputs) == [
+        *("buffer[0]", "buffer[1]", "buffer[2]", "input[0]", "key[0]"),
+        *("parameter[0]", "parameter[1]", "parameter[2]", "parameter[3]", "tangent[0]"),
+    ]
+    outputs = [str(port) for port, _ in joint.outputs]
+    assert sorted(outputs) == [
+        *("buffer[0]", "buffer[1]", "buffer[2]", "input_gradient[0]", "output[0]"),
+        *(f"parameter_gradient[{i}]" for i in range(4)),
+    ]
+    assert joint.differentiable_outputs() == {0}
+    assert joint.of(Role.INPUT_GRADIENT).keys() == {0}
+
+
+def test_nodes_remember_their_layer() -> None:
+    joint = joint_of([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], X.clone().requires_grad_())
+    layers = {str(n.target): layer_of(n) for n in joint.module.graph.nodes if n.op == "call_function"}
+    assert layers["aten.relu.default"] == 1
+    assert layers["aten.threshold_backward.default"] == 1
+    assert layers["aten.addmm.default"] == 2  # the last of them
+
+
+def test_no_input_gradient_unless_asked_for() -> None:
+    assert not joint_of([nn.Linear(4, 4)], X).of(Role.INPUT_GRADIENT)
+
+
+def test_tied_parameters_share_a_port() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    joint = joint_of([first, second], X)
+    gradients = [port.index for port, _ in joint.outputs if port.role is Role.PARAMETER_GRADIENT]
+    assert gradients == [0, 1, 0, 2]  # a gradient under each name
+
+
+def test_several_inputs_and_outputs() -> None:
+    layer = Apply(lambda self, x: (self.linear(x[0]) + x[1], x[1].argmax(1), x[0]))
+    joint = joint_of([layer], X.clone().requires_grad_(), X)
+    assert sorted(joint.of(Role.OUTPUT)) == [0, 1, 2]
+    assert joint.differentiable_outputs() == {0, 2}  # not the integers
+    assert joint.of(Role.INPUT_GRADIENT).keys() == {0}
+
+
+def test_an_undefined_gradient_has_no_tangent() -> None:
+    layer = Apply(lambda self, x: (self.linear(x), x.sin()))
+    x = X.clone().requires_grad_()
+    assert joint_of([layer], x, arrivals=((1, None),)).differentiable_outputs() == {0}
+    # Nothing is computed from a gradient that never comes.
+    joint = joint_of([layer], x, arrivals=((0, None),))
+    assert Port(Role.PARAMETER_GRADIENT, 0) not in [port for port, _ in joint.outputs]
+
+
+def test_inference_has_no_tangents() -> None:
+    with torch.no_grad():
+        joint = joint_of([nn.Linear(4, 4)], X)
+    assert joint.of(Role.TANGENT) == {}
+    assert [port for port, _ in joint.outputs] == [Port(Role.OUTPUT, 0)]
+
+
+def data_dependent(self: Any, x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def keep(self: Any, x: Tensor) -> Tensor:
+    self.last = x
+    return x
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda module, args, output: None)
+    return layer
+
+
+LINEAR = nn.Linear(4, 4)
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "data-dependent": (lambda: Apply(data_dependent), "tracing raised DataDependentOutputException"),
+    "boolean index": (lambda: Apply(lambda self, x: x[x > 0]), "tracing raised"),
+    "side effect": (lambda: Apply(keep), "its forward sets last, a side effect"),
+    "list": (lambda: Apply(lambda self, x: self.log.append(1) or x, log=[]), "its forward sets log"),
+    "recurrent": (lambda: nn.LSTM(4, 4), "LSTM: recurrent layers"),
+    "nested recurrent": (lambda: nn.Sequential(nn.GRU(4, 4)), "GRU 0: recurrent layers"),
+    "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), "max_norm changes a parameter"),
+    "sparse": (lambda: nn.Embedding(4, 4, sparse=True), "sparse gradients"),
+    "hook": (hooked, "the hook <lambda> would run once"),
+    "lazy": (lambda: nn.LazyLinear(4), "weight is not initialised yet"),
+    "script": (lambda: torch.jit.script(nn.ReLU()), "a TorchScript module is opaque"),
+    "parameter of others": (
+        lambda: Apply(lambda self, x: F.linear(x, self.others[0].weight), others=[LINEAR]),
+        "needs a gradient and is not one of its parameters",
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+@pytest.mark.parametrize(("layer", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses_and_names_layer_and_reason(layer: Callable[[], nn.Module], reason: str) -> None:
+    layers = [nn.Tanh(), layer()]
+    before = fingerprint(layers)
+    result = trace(layers, [X.clone().requires_grad_()])
+    assert isinstance(result, Untraceable)
+    assert result.layer == 1
+    assert reason in result.reason
+    assert not result.reason.endswith(".") or "tracing raised" in result.reason
+    assert fingerprint(layers) == before
+
+
+def test_refuses_a_reentrant_checkpoint() -> None:
+    """It fails in the backward, where no layer is to blame."""
+    layer = Apply(lambda self, x: checkpoint(self.linear, x, use_reentrant=True))
+    result = trace([layer], [X.clone().requires_grad_()])
+    assert isinstance(result, Untraceable)
+    assert result.reason.startswith("tracing raised RuntimeError")
+
+
+def test_refuses_what_is_no_tensor() -> None:
+    result = trace([Apply(lambda self, x: {x})], [X])
+    assert isinstance(result, Untraceable)
+    assert result.reason.startswith(
+        "the stage returns what cannot be passed on: expected Tensor, but got set"
+    )
+
+
+def test_leaves_no_tracing_tensor_behind() -> None:
+    """A container inside a container is changed by the forward too."""
+
+    def keep_nested(self: Any, x: Tensor) -> Tensor:
+        self.cache["k"].append(x)
+        return x * 2
+
+    layer = Apply(keep_nested, cache={"k": []})
+    result = trace([layer], [X])
+    assert isinstance(result, Untraceable)
+    assert layer.cache == {"k": []}
+
+
+def test_tracing_changes_nothing() -> None:
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)]
+    state = {k: v.clone() for k, v in nn.Sequential(*layers).state_dict().items()}
+    random_state = torch.get_rng_state()
+    before = fingerprint(layers)
+    joint_of(layers, X.clone().requires_grad_())
+    assert fingerprint(layers) == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for name, value in nn.Sequential(*layers).state_dict().items():
+        assert torch.equal(value, state[name])

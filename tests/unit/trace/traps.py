@@ -1,0 +1,57 @@
+"""What the trap tests share: tracing without a module around it, and models in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.trace import trace
+from gpipe_fast.trace.arrival import Arrivals
+from gpipe_fast.trace.refuse import Untraceable
+from gpipe_fast.trace.trace import Joint, Role, buffers_of, parameters_of
+from tests.reference import loop_step, pipeline_step, unequal
+
+
+def differences(model: nn.Sequential, x: Tensor, budget: float = 0.0, balance: Any = None) -> list[str]:
+    """What a pipeline of four micro-batches gets wrong."""
+    pipe = GPipe(model, balance or [len(model)], chunks=4)
+    return unequal(pipeline_step(pipe, x, budget), loop_step(model, x, 4))
+
+
+def traced(*layers: nn.Module, x: Tensor, arrivals: Arrivals = ()) -> Joint:
+    joint = trace.trace(list(layers), [x], arrivals)
+    assert isinstance(joint, Joint), joint
+    return joint
+
+
+def refused(*layers: nn.Module, x: Tensor) -> str:
+    joint = trace.trace(list(layers), [x])
+    assert isinstance(joint, Untraceable), "the layers were traced"
+    return joint.reason
+
+
+def run_joint(joint: Joint, layers: list[nn.Module], x: Tensor, *tangents: Tensor) -> dict[Any, Tensor]:
+    """Every result of a joint graph by port, run eagerly as traced: no strides checked, none coerced."""
+    given = {
+        Role.PARAMETER: parameters_of(layers),
+        Role.BUFFER: buffers_of(layers),
+        Role.KEY: [torch.zeros(3, dtype=torch.int64)],
+        Role.INPUT: [x],
+        Role.TANGENT: tangents,
+    }
+    interpreter = fx.Interpreter(joint.module, garbage_collect_values=False)
+    with torch.no_grad():
+        interpreter.run(*(given[p.role][p.index].detach() for p, _ in joint.inputs))
+    return {(port.role, port.index): interpreter.env[node] for port, node in joint.outputs}
+
+
+def linear(seed: int = 0, width: int = 6) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(width, width)
+
+
+def batch(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(8, *(shape or (6,)), generator=torch.Generator().manual_seed(seed))
