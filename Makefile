@@ -10,6 +10,8 @@ ARGS ?=
 # The second environment: the Python and torch of the reference GPU machine.
 REFERENCE_PYTHON ?= 3.12
 REFERENCE_TORCH ?= 2.11.0
+# The versions between that one and the newest: each commit is tried with one of them, by turns.
+BETWEEN ?= $(word $(shell expr 1 + $$(git rev-list --count HEAD 2>/dev/null || echo 0) % 2),2.12.0 2.13.0)
 # What `make wheelhouse` may gather: 64 MiB.
 WHEELHOUSE_BYTES := 67108864
 
@@ -18,10 +20,12 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := build
-# `test` ends with the tests, whose summary is the last thing to read; ninja is parallel by itself.
+# The tests come last, so that their summary is the last thing to read; ninja and pytest are parallel by themselves.
 .NOTPARALLEL:
 
 PY := $(VENV)/bin/python
+# One worker for each core; idle OpenMP threads sleep, so that workers do not keep each other from computing.
+PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(MAX_JOBS) --dist loadgroup
 INSTALLED := $(VENV)/.installed-torch-$(TORCH)
 # The file's name carries the Python version, so environments of different Pythons share the tree.
 EXT_SUFFIX := $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
@@ -30,7 +34,8 @@ EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
 SOURCES := setup.py csrc $(wildcard csrc/* csrc/*/*)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build import test pytest lint format demo bench bench-ours soak smoke smoke-reference wheelhouse gpu clean
+.PHONY: help build import check test test-all lint format demo bench bench-ours soak smoke smoke-reference \
+  smoke-between wheelhouse gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -57,10 +62,14 @@ $(EXTENSION): $(INSTALLED) $(SOURCES)
 import: build
 	cd / && $(abspath $(PY)) -c 'import gpipe_fast, gpipe_fast.kernels; print(gpipe_fast.build_info())'
 
-test: lint build import smoke-reference pytest  ## lint, build, import, smoke test in the second environment, fast tests
+check: lint build  ## before every commit: lint, types, unit tests (under 3 minutes)
+	$(PYTEST) tests/unit $(ARGS)
 
-pytest: build
-	$(PY) -m pytest -q -ra $(ARGS)
+test: lint build import  ## install, lint, build, import, test (12 minutes on two cores); says what it left out
+	$(PYTEST) $(ARGS)
+
+test-all: test smoke-reference smoke-between  ## `make test`, then the rest, and other versions of torch
+	$(PYTEST) --tier=rest $(ARGS)
 
 lint: $(INSTALLED)  ## ruff, mypy --strict, directions of imports and includes, clang-format; changes nothing
 	$(VENV)/bin/ruff check
@@ -85,7 +94,7 @@ bench-ours: build  ## headline steps of ours alone under pytest-benchmark; pass 
 	$(PY) -m pytest -q bench --benchmark-only $(ARGS)
 
 soak: build  ## every test, the long ones too
-	GPIPE_FAST_SOAK=1 $(PY) -m pytest -q -ra -m 'soak or not soak' $(ARGS)
+	$(PYTEST) --tier=soak $(ARGS)
 
 smoke: build
 	$(PY) -m pytest -q -m smoke
@@ -98,6 +107,12 @@ smoke-reference:  ## build and smoke test with Python 3.12 and torch 2.11.0 in .
 	done; \
 	echo 'SKIPPED smoke-reference: no Python $(REFERENCE_PYTHON) that can make environments, on PATH or in ~/.pyenv/versions'; \
 	[ "$${GPIPE_FAST_REQUIRE_REFERENCE:-0}" != 1 ]
+
+# In a copy of the tree, since the file of an extension is named after the version of Python, not of torch.
+smoke-between:  ## build and smoke test with torch 2.12 or 2.13, by turns (BETWEEN=2.13.0)
+	@rm -rf build/between && mkdir -p build/between
+	@git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory=build/between
+	@$(MAKE) -C build/between smoke TORCH=$(BETWEEN) VENV=$(CURDIR)/.venv-between
 
 # What travels to the GPU machine with the tree; its platform names are pip's, each matched exactly.
 wheelhouse:  ## download wheels of peers for a GPU machine without network into ./wheelhouse

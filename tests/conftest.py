@@ -1,16 +1,22 @@
 """What every test shares: which tests run here, and a fixture that fixes the thread count."""
 
 import functools
-import os
 import signal
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import gpipe_fast
 import gpipe_fast.devices
+from tests.sampling import sample, seed
+
+# The markers of tests that run, by tier; "" stands for neither of them.
+TIERS = {"test": {""}, "rest": {"extended"}, "all": {"", "extended"}, "soak": {"", "extended", "soak"}}
+LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
 def pytest_configure() -> None:
@@ -28,14 +34,70 @@ def missing_for_cuda() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skips = {"cuda": missing_for_cuda()}
-    if os.environ.get("GPIPE_FAST_SOAK") != "1":
-        skips["soak"] = "runs with GPIPE_FAST_SOAK=1 (make soak)"
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier",
+        choices=TIERS,
+        default="test",
+        help="test, the default: what `make test` runs; rest: what it leaves out and `make test-all` runs; "
+        "all: both; soak: both and the long runs of `make soak`",
+    )
+
+
+def pytest_report_header() -> str:
+    return f"sampled tests: seed {seed()} (set GPIPE_FAST_SEED for another sample)"
+
+
+def _marker(item: pytest.Item) -> str:
+    """'soak', 'extended' or '': what keeps a test out of `make test`."""
+    return next((name for name in ("soak", "extended") if item.get_closest_marker(name)), "")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        for name, reason in skips.items():
-            if reason and item.get_closest_marker(name):
-                item.add_marker(pytest.mark.skip(reason=f"{name}: {reason}"))
+        if missing_for_cuda() and item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason=f"cuda: {missing_for_cuda()}"))
+        elif item.get_closest_marker("sampled"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, group in groups.items():
+        mark = group[0].get_closest_marker("sampled")
+        assert mark is not None
+        drawn = {item.nodeid for item in sample(group, *mark.args, salt=name)}
+        for item in group:
+            if item.nodeid not in drawn:
+                item.add_marker(pytest.mark.extended)
+    wanted = TIERS[config.getoption("--tier")]
+    if config.args_source is pytest.Config.ArgsSource.ARGS and any("::" in arg for arg in config.args):
+        return  # whoever names a test wants it
+    left_out = [item for item in items if _marker(item) not in wanted]
+    items[:] = [item for item in items if _marker(item) in wanted]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = Counter(map(_marker, left_out))
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = dict(config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes what a worker of pytest-xdist has left out; all of them leave out the same."""
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    left_out = config.stash.get(LEFT_OUT, Counter())
+    skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
+    needs_gpu = sum("cuda: " in reason for reason in skipped)
+    told = {
+        "extended": "tests that `make test-all` runs",
+        "": "tests that `make test` runs",
+        "soak": "long runs of `make soak`",
+    }
+    lines = [f"{left_out[name]} {what}" for name, what in told.items() if left_out[name]]
+    lines += [f"{needs_gpu} tests that need a GPU ({missing_for_cuda()})"] if needs_gpu else []
+    if lines:
+        terminalreporter.write_line("left out: " + "; ".join(lines))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,8 +132,8 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def libraries() -> tuple[Path, Path]:
     """A CUDA runtime that is not there, and the operators for its devices."""
     from tests.fake_cuda.build import build
 
-    return build(tmp_path_factory.mktemp("fake_cuda"))
+    return build()

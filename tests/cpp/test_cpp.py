@@ -6,14 +6,14 @@ import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Icsrc", "-I.", "-pthread"]
+from tests.built import ROOT, built
+
+FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Icsrc", "-pthread"]
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "thread": ["-fsanitize=thread"],
@@ -35,23 +35,19 @@ PROGRAMS = {
     ),
     "test_random": Program(),
 }
-Build = Callable[[str, str], Path]
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """``build(name, sanitizer)``: the binary of a program; each is built once."""
+def build(name: str, sanitizer: str) -> Path:
+    """The binary of a program."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+    sources = [f"tests/cpp/{name}.cpp", *(f"csrc/{source}" for source in PROGRAMS[name].sources)]
+    command = [compiler, *FLAGS, *SANITIZERS[sanitizer], *sources]
+    read = [ROOT / "tests" / "cpp", *(ROOT / "csrc" / folder for folder in ("engine", "random", "check.h"))]
 
-    @functools.cache
-    def built(name: str, sanitizer: str) -> Path:
-        compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
-        binary = tmp_path_factory.mktemp("cpp") / name
-        sources = [f"tests/cpp/{name}.cpp", *(f"csrc/{source}" for source in PROGRAMS[name].sources)]
-        command = [compiler, *FLAGS, *SANITIZERS[sanitizer], *sources, "-o", str(binary)]
-        subprocess.run(command, cwd=ROOT, check=True)
-        return binary
+    def compile_into(folder: Path) -> None:
+        subprocess.run([*command, "-o", str(folder / name)], cwd=ROOT, check=True)
 
-    return built
+    return built(f"{name}-{sanitizer}", read, command, compile_into) / name
 
 
 @functools.cache
@@ -78,11 +74,11 @@ def test_every_program_is_run() -> None:
 @pytest.mark.parametrize(
     ("name", "sanitizer"), [(name, s) for name, program in PROGRAMS.items() for s in program.sanitizers]
 )
-def test_under_sanitizer(build: Build, name: str, sanitizer: str) -> None:
+def test_under_sanitizer(name: str, sanitizer: str) -> None:
     run(build(name, sanitizer), timeout=300)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sanitizer", PROGRAMS["test_engine"].sanitizers)
-def test_engine_on_many_schedules(build: Build, sanitizer: str) -> None:
+def test_engine_on_many_schedules(sanitizer: str) -> None:
     run(build("test_engine", sanitizer), "10000", "1", timeout=1800)

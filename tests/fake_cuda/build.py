@@ -11,8 +11,10 @@ from torch.utils import cpp_extension
 
 import gpipe_fast
 from setup import find_toolkit
+from tests.built import built
 
 SOURCES = Path(__file__).parent
+RUNTIME, OPERATORS = "libcuda.so.1", "operators.so"
 TOOLKIT = Path(find_toolkit()[0] or "/nowhere") / "include"
 
 
@@ -21,24 +23,19 @@ def can_build() -> bool:
     return gpipe_fast.built_with_cuda() and (TOOLKIT / "cuda_runtime_api.h").exists()
 
 
-def build(folder: Path) -> tuple[Path, Path]:
+def build() -> tuple[Path, Path]:
     """The runtime, which has the driver's name too, and the operators."""
-    runtime, operators = folder / "libcuda.so.1", folder / "operators.so"
     compiler = [os.environ.get("CXX", "g++"), "-O1", "-fPIC", "-shared", f"-I{TOOLKIT}"]
-    own = ["-std=c++17", f"-Wl,-soname,{runtime.name}", str(SOURCES / "runtime.cpp"), "-o", str(runtime)]
-    subprocess.run([*compiler, *own], check=True)
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     wheels = Path(torch.__file__).parents[1] / "nvidia" / f"cu{torch.version.cuda.split('.')[0]}" / "include"
     linked = [f"-L{path}" for path in cpp_extension.library_paths()]
     linked += ["-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
-    own = [
-        "-std=c++20",
-        *includes,
-        f"-I{wheels}",
-        str(SOURCES / "operators.cpp"),
-        *linked,
-        "-o",
-        str(operators),
-    ]
-    subprocess.run([*compiler, *own], check=True)
-    return runtime, operators
+    runtime = [*compiler, "-std=c++17", f"-Wl,-soname,{RUNTIME}", str(SOURCES / "runtime.cpp")]
+    operators = [*compiler, "-std=c++20", *includes, f"-I{wheels}", str(SOURCES / "operators.cpp"), *linked]
+
+    def compile_into(folder: Path) -> None:
+        subprocess.run([*runtime, "-o", str(folder / RUNTIME)], check=True)
+        subprocess.run([*operators, "-o", str(folder / OPERATORS)], check=True)
+
+    folder = built("fake_cuda", [SOURCES], [*runtime, *operators, torch.__version__], compile_into)
+    return folder / RUNTIME, folder / OPERATORS

@@ -1,0 +1,56 @@
+"""The wheel: what it holds, how large it is, and that it works where only its dependencies are installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+# With debug information the library alone had 72 MB.
+LARGEST_WHEEL = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the objects of `make build`, so that nothing is compiled again."""
+    folder = tmp_path_factory.mktemp("wheel")
+    objects = f"build/{Path(sys.prefix).name}-torch-{torch.__version__.partition('+')[0]}"
+    for old in (ROOT / "build").glob("lib.*"):
+        shutil.rmtree(old)
+    # In two processes: in one, the command lines of the second build would differ from those of the first.
+    for command in (["build", "--build-temp", objects], ["bdist_wheel", "--skip-build", "-d", str(folder)]):
+        whole = [sys.executable, "setup.py", "--quiet", *command]
+        done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.mark.extended
+@pytest.mark.xdist_group("wheel")
+def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "gpipe_fast").rglob("*.py")}
+    modules |= {f"gpipe_fast/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"gpipe_fast"}
+    assert {"gpipe_fast/py.typed", "gpipe_fast/_C.pyi"} <= set(names)
+    assert wheel.stat().st_size <= LARGEST_WHEEL
+
+
+@pytest.mark.extended
+@pytest.mark.xdist_group("wheel")
+def test_every_public_function_works_with_declared_dependencies_alone(wheel: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*command, str(tmp_path / "site"), str(wheel)], check=True)
+    program = Path(__file__).with_name("installed_program.py")
+    command = [sys.executable, "-I", "-W", "ignore", str(program), str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
