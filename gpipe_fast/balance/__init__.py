@@ -1,8 +1,8 @@
-"""How many layers each stage takes.
+"""Balances: how many layers each stage takes.
 
-Layers, or what each of them costs, come in; a balance, the number of layers of each partition, goes out.
-`partition` imports nothing of gpipe_fast; the rest measures layers by themselves, so it may import `layers`
-and `devices`, and nothing that traces or runs a pipeline.
+Layers, or the cost of each layer, come in; a balance, which is the number of layers of each partition, goes
+out. The cut itself (`partition`) imports nothing of gpipe_fast; the files that measure layers import `layers`
+and `devices`, and nothing that traces or runs a pipeline. Only `gpipe` and the public `profile` import it.
 """
 
 from gpipe_fast.balance.automatic import balance_by_size, balance_by_time

@@ -1,5 +1,5 @@
-"""What other libraries saved.
+"""Checkpoints of other libraries.
 
-A state dict of torchgpipe comes in; one with the plain Sequential's keys goes out. It imports nothing of
-gpipe_fast; only the container of the layers imports it.
+A state dict that torchgpipe saved comes in; one with the keys of the plain Sequential goes out. The package
+imports nothing of gpipe_fast, and only `container` imports it.
 """

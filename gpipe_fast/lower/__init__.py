@@ -1,5 +1,6 @@
 """A graph to programs.
 
-A joint graph and the share of activations to keep come in; `Program`s, the lists of operators, memory
-offsets and accumulations that C++ runs, go out. It imports `trace` and the extension; `runtime` imports it.
+A stage's joint graph and the share of activations to save come in; `Program`s go out, which are the lists of
+operators, memory offsets and accumulations that C++ runs. The package imports `trace` and the extension; only
+`runtime` imports it.
 """

@@ -1,7 +1,8 @@
-"""Which stage does what, and in which order.
+"""Schedules: which stage does what, and in which order.
 
-The numbers of stages and micro-batches come in; a `Schedule`, the validated actions of every stage, goes
-out. Plain Python on integers: it imports nothing of gpipe_fast and no torch, and anything may import it.
+The numbers of stages and micro-batches come in; a `Schedule`, the validated actions of every stage, goes out.
+The package is plain Python on integers: it imports neither torch nor anything of gpipe_fast, and any other
+package may import it.
 """
 
 from gpipe_fast.schedule.actions import BACKWARD, TRANSFERS, Action, Kind
