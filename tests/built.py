@@ -22,7 +22,7 @@ def built(
         name: of the folder, without what tells versions apart.
         sources: files, or folders of files, whose bytes the result depends on.
         options: what else it depends on: commands, versions.
-        build: fills the folder that it is given; a folder that it failed to fill is removed.
+        build: fills the folder that it is given; one that it failed to fill is filled anew.
     """
     digest = hashlib.sha256("\0".join(options).encode())
     for source in sources:
@@ -33,11 +33,11 @@ def built(
     FOLDER.mkdir(parents=True, exist_ok=True)
     with FileLock(FOLDER / f"{name}.lock"):
         if not folder.exists():
-            unfinished = folder.with_suffix(".unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            build(unfinished)
-            for old in FOLDER.glob(f"{name}-*[0-9a-f]"):
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            build(partial)
+            for old in FOLDER.glob(f"{name}-*[0-9a-f]"):  # no partial one
                 shutil.rmtree(old)
-            unfinished.rename(folder)
+            partial.rename(folder)
     return folder

@@ -28,7 +28,7 @@ from bench import (
 from bench.models.gpt import blocks
 from bench.models.mlp import mlp
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("one_thread")]
 
 
 def test_candidates_take_turns() -> None:

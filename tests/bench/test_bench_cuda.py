@@ -16,7 +16,7 @@ from bench.cuda_subjects import COMPILED, LOOP, OURS, ROWS, TORCHGPIPE, UNCAPTUR
 from bench.idle import idle_share, intervals
 from bench.peers import Step
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from gpipe_fast.kernels import launch as launching
 from gpipe_fast.kernels.launch import TUNED, Config, forced, tuned
 from gpipe_fast.kernels.variants import all_variants
 
+pytestmark = pytest.mark.extended
+
 every_case = pytest.mark.parametrize("name", all_cases())
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

@@ -13,6 +13,8 @@ from bench.case import DTYPES
 from bench.families import all_cases
 from gpipe_fast.kernels.launch import Config, launch
 
+pytestmark = pytest.mark.extended
+
 ROWS, COLS = 4096, 4096
 SIZES = {"fp32": 4, "bf16": 2}
 

@@ -42,6 +42,7 @@ def _check(name: str, thorough: bool) -> None:
         assert verdict.rounded == set(), f"{verdict.worst} times eager's own error"
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", RECIPES)
 def test_layer(name: str) -> None:
     _check(name, thorough=False)
@@ -240,24 +241,28 @@ def _model(name: str) -> tuple[nn.Sequential, Tensor]:
     return make(), _input(shape)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name: str) -> None:
     model, x = _model(name)
     check_step(model, x)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_model_whose_input_takes_no_gradient(name: str) -> None:
     model, x = _model(name)
     check_step(model, x, input_gradient=False, budgets=(0.0,))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "tied parameters"])
 def test_model_in_several_stages(name: str) -> None:
     model, x = _model(name)
     check_step(model, x, balance=[1] * len(model), budgets=(0.0, 1.0))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_model_in_inference(name: str) -> None:
     model, x = _model(name)

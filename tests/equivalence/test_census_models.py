@@ -35,6 +35,7 @@ def _equal(verdict: census.Verdict, num_layers: int) -> None:
     assert verdict.row()[3:5] == ["100%", "equal"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_every_layer_is_native_and_every_gradient_equal(name: str) -> None:
     _equal(census.examine(name), SAMPLE[name])
@@ -78,6 +79,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SMALL)
 def test_small_members_of_large_families(name: str) -> None:
     make, shape, num_layers = SMALL[name]
@@ -86,6 +88,7 @@ def test_small_members_of_large_families(name: str) -> None:
     _equal(census.compare(model, torch.randn(4, *shape), shape[-2:]), num_layers)
 
 
+@pytest.mark.extended
 def test_every_constructor_is_a_sequence_or_left_out_with_a_reason() -> None:
     for name in list_models():
         if sequences.left_out(name) is not None or fnmatch(name, "regnet_*_*gf"):

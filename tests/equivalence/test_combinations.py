@@ -217,6 +217,7 @@ def both(c: Combination) -> tuple[Result, Result]:
     return train(pipe, c), train(plain, c)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "seed", [s if s < SAMPLE else pytest.param(s, marks=pytest.mark.soak) for s in range(ALL)]
 )
@@ -228,6 +229,7 @@ def test_combination(seed: int) -> None:
     assert all(bool(v.isfinite().all()) for v in outputs), f"there is nothing to compare: {c}"
 
 
+@pytest.mark.extended
 def test_a_flipped_bit_is_noticed() -> None:
     ours, expected = both(draw(0))
     name, gradient = next((n, g) for n, g in ours.items() if g is not None and "gradient of" in n)

@@ -137,6 +137,7 @@ def pipe(request: pytest.FixtureRequest, case: Case) -> GPipe:
     return GPipe(case.model, balance, chunks=CHUNKS, backend="aten")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_pipelines_have_the_bits_of_the_plain_loop(case: Case, pipe: GPipe, checkpoint: str) -> None:
     pipe.checkpoint = checkpoint

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "chosen",
     [

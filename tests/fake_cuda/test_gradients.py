@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("functions", [accumulating.PROGRAMS, accumulating.BITS], ids=["programs", "bits"])
 def test_gradients(
     functions: Sequence[Callable[[], None]], libraries: tuple[Path, Path], tmp_path: Path

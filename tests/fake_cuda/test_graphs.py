@@ -35,6 +35,7 @@ CASES = (
 Libraries = tuple[Path, Path]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [FOUR, ONE], ids=["four", "one"])
 def test_bits_and_order(devices: str, libraries: Libraries, tmp_path: Path) -> None:
     words = ("/".join(MODELS), devices, "captured", "never", "except_last", "always")
@@ -42,6 +43,7 @@ def test_bits_and_order(devices: str, libraries: Libraries, tmp_path: Path) -> N
     assert check(read(tmp_path / "log")) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("word", ["aside", "pinned", "peer"])
 @pytest.mark.parametrize("devices", [FOUR, ONE], ids=["four", "one"])
 def test_streams_and_transports(devices: str, word: str, libraries: Libraries, tmp_path: Path) -> None:
@@ -50,12 +52,14 @@ def test_streams_and_transports(devices: str, word: str, libraries: Libraries, t
     assert check(read(tmp_path / "log")) == []
 
 
+@pytest.mark.extended
 def test_between_replays(libraries: Libraries, tmp_path: Path) -> None:
     found = run("captures.py", libraries, "/".join(CASES), FOUR, late=1, log=tmp_path / "log")
     assert found == [f"{case}: equal" for case in CASES]
     assert check(read(tmp_path / "log"), may_wait=True) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("case", "operator"),
     [
@@ -71,6 +75,7 @@ def test_what_waits_for_its_device_runs_as_it_is(
     assert check(read(tmp_path / "log"), may_wait=True) == []
 
 
+@pytest.mark.extended
 def test_a_wait_that_a_graph_lacks_is_noticed(libraries: Libraries, tmp_path: Path) -> None:
     """Of each stream of a launch all waits."""
     words = ("mlp", FOUR, "captured", "except_last")

@@ -15,11 +15,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.extended
 def test_places(libraries: tuple[Path, Path]) -> None:
     names = [function.__name__ for function in placing.PLACES]
     assert run("placing.py", libraries, *names) == names
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [function.__name__ for function in placing.SHORT])
 def test_short_of_memory(name: str, libraries: tuple[Path, Path]) -> None:
     assert run("placing.py", libraries, name, memory=placing.MEMORY) == [name]

@@ -39,17 +39,20 @@ def trained(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
     return run
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
 def test_bits_and_order(devices: str, trained: Runs) -> None:
     assert check(trained("/".join(MODELS), devices, "never", "except_last", "always", late=1)) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
 def test_callers_on_streams_of_their_own(devices: str, trained: Runs) -> None:
     """Also in a backward, whose thread has but one of them; what the forward left there comes before it."""
     assert check(trained("mlp/batch norm", devices, "aside", "never", "except_last", late=1)) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
 def test_delays_and_steps_that_fail(devices: str, trained: Runs) -> None:
     assert check(trained("skips", devices, "disturbed", "except_last", late=1)) == []
@@ -89,6 +92,7 @@ def test_a_dropped_wait_is_noticed(trained: Runs) -> None:
         assert check(left), f"stream {stream} needs no wait"
 
 
+@pytest.mark.extended
 def test_memory_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
     """As if the allocator did not ask whether other streams have finished with it."""
     lines = trained("mlp", FOUR, "except_last", late=1)
@@ -96,6 +100,7 @@ def test_memory_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
     assert check([line for line in lines if line.kind != "finished event"])
 
 
+@pytest.mark.extended
 def test_a_copy_on_a_stream_that_computes_is_noticed(trained: Runs) -> None:
     lines = trained("mlp", FOUR, "never", late=1)
     place = random.Random(0).choice(copies(lines))
@@ -105,6 +110,7 @@ def test_a_copy_on_a_stream_that_computes_is_noticed(trained: Runs) -> None:
     assert any("copies between devices" in fault for fault in check(lines))
 
 
+@pytest.mark.extended
 def test_a_step_that_waits_for_a_device_is_noticed(trained: Runs) -> None:
     lines = trained("mlp", ONE, "never")
     place = within_steps(lines)[5]
@@ -140,6 +146,7 @@ FORCED = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("transport", ["peer", "pinned"])
 @pytest.mark.parametrize("where", FORCED)
 def test_forced_transports(where: str, transport: str, trained: Runs) -> None:
@@ -158,6 +165,7 @@ def copying(lines: Sequence[Line]) -> set[str]:
     }
 
 
+@pytest.mark.extended
 def test_small_tensors_go_as_one(trained: Runs) -> None:
     """Six cross at two edges, one of them empty, and the gradients of four of them."""
     lines = trained("small", FOUR, "peer", "except_last")
@@ -167,6 +175,7 @@ def test_small_tensors_go_as_one(trained: Runs) -> None:
     assert len(crossing) == edges_and_ways * microbatches * steps
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("peers", "reached"),
     [
@@ -184,6 +193,7 @@ def test_devices_that_do_not_reach_each_other(
     assert {pair for pair in between(lines) if pair[0] != pair[1]} == reached
 
 
+@pytest.mark.extended
 def test_a_block_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
     """Without the waits of the streams that fill blocks, or of those that empty them."""
     lines = trained("large", FOUR, "pinned", "never", late=1)
@@ -200,6 +210,7 @@ def test_a_block_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
         assert any(kind in fault and others in fault for fault in faults), kind
 
 
+@pytest.mark.extended
 def test_blocks_are_free_when_a_run_begins(trained: Runs) -> None:
     """Also after steps that failed with blocks in use."""
     lines = trained("large", ONE, "pinned", "disturbed", "never", late=1)
@@ -241,6 +252,7 @@ def test_a_peer_path_that_is_unplugged(told: Callable[..., list[str]]) -> None:
     assert "  stage 0 (cuda:0) -> stage 1 (cuda:1): pinned" in lines
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("peers", ["0", "unplugged", "0-1"])
 def test_peers_that_are_asked_for_and_not_there(peers: str, told: Callable[..., list[str]]) -> None:
     lines = told("cuda:0,cuda:1,cuda:1,cuda:0", "peer", peers=peers)

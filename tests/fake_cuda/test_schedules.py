@@ -101,6 +101,7 @@ def check_cases(run: Runs, first: int, count: int) -> None:
     assert seen["finished event"] > count, "the allocator asks whether memory can be reused"
 
 
+@pytest.mark.extended
 @needs_runtime
 def test_random_schedules(run: Runs) -> None:
     """A sample."""
@@ -157,6 +158,7 @@ logs = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(1)
 @needs_runtime
 @logs
 def test_every_wait_is_needed_or_it_is_known_why_not(run: Runs, first: int) -> None:
@@ -180,6 +182,7 @@ def words_of(lines: Sequence[Line], mark: str) -> dict[int, str]:
 SEVERAL_GPUS = [4050, *(pytest.param(first, marks=pytest.mark.soak) for first in (2601, 3651))]
 
 
+@pytest.mark.extended
 @needs_runtime
 @pytest.mark.parametrize("first", SEVERAL_GPUS)
 def test_what_the_runtime_does_wrong_is_noticed(run: Runs, first: int) -> None:
