@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
+from tabulate import tabulate
 from torch import nn
 
 from gpipe_fast import devices as _devices
@@ -144,9 +145,6 @@ def profile(
 
 def table(profiles: Iterable[LayerProfile]) -> str:
     """A row for each layer."""
-    # Here, so that the package does without it.
-    from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
-
     headers = ["layer", "class", "forward ms", "backward ms", "MFLOP"]
     headers += [f"{what} MiB" for what in ("parameters", "activations", "boundary")]
     rows: list[list[object]] = []

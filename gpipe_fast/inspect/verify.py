@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from tabulate import tabulate
 from torch import Tensor, nn
 
 from gpipe_fast.arguments import check_inputs
@@ -73,9 +74,6 @@ class Report:
 
     def __str__(self) -> str:
         """The result in one line, then a row for every tensor."""
-        # Here, so that the package does without it.
-        from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
-
         cells = [(r.name, "yes" if r.equal else "NO", r.difference, r.relative, r.note) for r in self.rows]
         headers = ("tensor", "equal", "largest difference", "relative", "note")
         return f"{self.headline}\n\n{tabulate(cells, headers, tablefmt='simple', floatfmt='.3g')}"

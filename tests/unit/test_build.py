@@ -1,7 +1,9 @@
 """The build's decisions, and what the extension says about itself."""
 
+import ast
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,11 @@ import pytest
 import torch
 
 import gpipe_fast
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # which pytest brings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,3 +131,33 @@ def test_imports_from_any_folder(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", "import gpipe_fast.kernels"]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+
+
+def imported_packages(path):
+    """Top-level names that a file imports when it runs, but not those of Python or of this package."""
+    names, pending = set(), [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            pending += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.split(".")[0])
+        pending += ast.iter_child_nodes(node)
+    return names - sys.stdlib_module_names - {"gpipe_fast"}
+
+
+def test_every_import_is_a_declared_dependency():
+    """Triton comes with torch; without tqdm there is no progress bar."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}
+    imports = {path: imported_packages(path) for path in (ROOT / "gpipe_fast").rglob("*.py")}
+    imports |= {path: imported_packages(path) - {"triton"} for path in (ROOT / "kernels").glob("*.py")}
+    undeclared = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path, names in imports.items()
+        for name in names - declared - {"tqdm"}
+    }
+    assert undeclared == set()
