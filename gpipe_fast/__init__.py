@@ -1,7 +1,8 @@
 """GPipe for PyTorch: pipeline parallelism with the micro-batch loop in C++."""
 
-# From the public modules of the same names: if such a module were first imported later on, it would replace
-# the function.
+# Functions that share their name with a public module are imported from that module: if it were first
+# imported later, it would replace the function.
+from gpipe_fast import picture as picture
 from gpipe_fast import profile as profile
 from gpipe_fast import recording as recording
 from gpipe_fast import skip as skip

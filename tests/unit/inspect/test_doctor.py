@@ -46,7 +46,7 @@ def test_the_machine() -> None:
 
 
 def test_from_the_command_line() -> None:
-    command = [sys.executable, "-m", "gpipe_fast.doctor"]
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "gpipe_fast.doctor"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert section(done.stdout, "versions") == section(doctor(), "versions")
     assert "Warning" not in done.stderr

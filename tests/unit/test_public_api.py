@@ -1,0 +1,255 @@
+"""The public API, literally: every name and its signature; a change of it has to change this table."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from types import FunctionType
+
+from torch import nn
+
+from gpipe_fast import GPipe
+
+API = """
+gpipe_fast
+  class GPipe(module: nn.Sequential, balance: Iterable[int] | None = None, *,
+      devices: Iterable[Device] | None = None, chunks: int | Literal['auto'] = 1,
+      checkpoint: str = 'except_last', deferred_batch_norm: bool = False,
+      grad_dtype: torch.dtype | None = None, backend: str = 'auto', capture: bool = True,
+      transport: str = 'auto') -> None
+    capture: property, may be set
+    checkpoint: property, may be set
+    chunks: property, may be set
+    cpu(self) -> NoReturn
+    cuda(self, device: int | torch.device | None = None) -> NoReturn
+    extra_repr(self) -> str
+    forward(self, *args: Any, **kwargs: Any) -> Any
+    partitions: property
+    recording(self) -> AbstractContextManager[Recording]
+    threads_per_stage: property, may be set
+    to(self, *args: Any, **kwargs: Any) -> Self
+  build_info(...)
+  built_with_cuda(...)
+  doctor(model: GPipe | None = None) -> str
+  is_checkpointing() -> bool
+  is_recomputing() -> bool
+  keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRandomMode]
+  replicate(value: object) -> Any
+  verify(model: GPipe, x: Any, loss_fn: Callable[[Any], Tensor], *,
+      chunks: int | Literal['auto'] | None = None) -> Report
+gpipe_fast.skip
+  class Namespace() -> None
+  class pop(name: str) -> None
+  skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]],
+      type[Skippable]]
+  class stash(name: str, tensor: Tensor | None) -> None
+  verify_skippables(module: nn.Module) -> None
+gpipe_fast.balance
+  class LayerProfile(index: int, name: str, kind: str, forward_seconds: float,
+      backward_seconds: float, flops: int, parameter_bytes: int, activation_bytes: int,
+      boundary_bytes: int) -> None
+  balance_by_cost(partitions: int, costs: Iterable[float],
+      objective: Literal['max', 'variance'] = 'max') -> list[int]
+  balance_by_size(partitions: int, module: nn.Sequential, input: Any, *, chunks: int = 1,
+      param_scale: float = 2.0, device: Device | None = None) -> list[int]
+  balance_by_time(partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0,
+      device: Device | None = None) -> list[int]
+  profile_layers(module: nn.Sequential, sample: Any, *, device: Device | None = None,
+      timeout: float | None = 1.0, chunks: int = 1,
+      progress: bool | None = None) -> list[LayerProfile]
+  table(profiles: Iterable[LayerProfile]) -> str
+gpipe_fast.profile
+  LayerProfile, as in gpipe_fast.balance
+  profile_layers, as in gpipe_fast.balance
+  table, as in gpipe_fast.balance
+gpipe_fast.picture
+  draw(recording: Recording, *, title: str = '') -> str
+gpipe_fast.recording
+  class Event(action: Action, is_wait: bool, begin: float, end: float, run: int = 0) -> None
+  class Recording() -> None
+    bubble(self) -> float
+    critical_path(self) -> float
+    latest: property
+    phases(self) -> list[Schedule]
+    seconds(self) -> dict[Action, float]
+    span(self) -> float
+gpipe_fast.schedule
+  class Action(stage: int, kind: Kind, microbatch: int) -> None
+    parse(text: str) -> Action
+  BACKWARD: tuple
+  enum Kind: F, R, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B
+  class Schedule(stages: tuple[tuple[Action, ...], ...], num_microbatches: int,
+      slots: int) -> None
+    backward_part(self) -> Schedule
+    critical_path(self, seconds: Callable[[Action], float] = tick) -> float
+    csv(self) -> str
+    forward_part(self) -> Schedule
+    num_stages: property
+    order(self) -> tuple[Action, ...]
+    parse(text: str, *, slots: int | None = None) -> Schedule
+    slots_needed(self, seconds: Callable[[Action], float] = tick) -> int
+    times(self, seconds: Callable[[Action], float] = tick) -> dict[Action, float]
+  TRANSFERS: tuple
+  bubble(num_stages: int, num_microbatches: int) -> float
+  fill_drain(num_stages: int, num_microbatches: int, *, slots: int | None = None,
+      backward: bool = True, recomputed: Collection[int] | None = None) -> Schedule
+gpipe_fast.verify
+  class Report(rows: tuple[Row, ...], num_microbatches: int) -> None
+    headline: property
+    ok: property
+  class Row(name: str, equal: bool, difference: float = 0.0, relative: float = 0.0,
+      note: str = '') -> None
+  verify, as in gpipe_fast
+gpipe_fast.doctor
+  doctor, as in gpipe_fast
+gpipe_fast.kernels
+  class Draw(p: float, key: Tensor, layer: int, ordinal: int)
+    check(self, like: Tensor) -> None
+    numbers(self) -> tuple[int, int, int, float]
+  accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
+  accumulate_and_check_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor],
+      inverse_scale: Tensor, found_inf: Tensor | None = None) -> Tensor
+  bias_activation(z: Tensor, bias: Tensor | None = None, activation: str = 'gelu',
+      dropout: Draw | None = None) -> Tensor
+  bias_activation_backward(z: Tensor, bias: Tensor | None, g: Tensor, activation: str,
+      dropout: Draw | None = None) -> tuple[Tensor, Tensor, Tensor | None]
+  cross_entropy(logits: Tensor, target: Tensor, *, ignore_index: int = -100,
+      label_smoothing: float = 0.0, reduction: str = 'mean', inplace: bool = False) -> Tensor
+  dropout_add(h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int,
+      ordinal: int) -> Tensor
+  gated_activation(z: Tensor, up: Tensor | None = None, activation: str = 'silu',
+      dropout: Draw | None = None) -> Tensor
+  gated_activation_backward(z: Tensor, up: Tensor | None, g: Tensor, activation: str,
+      dropout: Draw | None = None) -> tuple[Tensor, Tensor, Tensor | None]
+  layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+      eps: float = 1e-05, residual: Tensor | None = None,
+      dropout: Draw | None = None) -> Tensor | tuple[Tensor, Tensor]
+  layer_norm_backward(x: Tensor, weight: Tensor | None, bias: Tensor | None, g: Tensor,
+      eps: float = 1e-05, residual: Tensor | None = None, g_sum: Tensor | None = None,
+      dropout: Draw | None = None) -> Gradients
+  linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
+      ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = 'mean',
+      chunk_rows: int | None = None) -> Tensor
+  rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-06,
+      residual: Tensor | None = None, dropout: Draw | None = None) -> Tensor | tuple[Tensor, Tensor]
+  rms_norm_backward(x: Tensor, weight: Tensor | None, g: Tensor, eps: float = 1e-06,
+      residual: Tensor | None = None, g_sum: Tensor | None = None,
+      dropout: Draw | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+  rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *,
+      interleaved: bool = False) -> tuple[Tensor, Tensor]
+  rotary_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *,
+      interleaved: bool = False) -> tuple[Tensor, Tensor]
+  rotary_backward_(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, *,
+      interleaved: bool = False) -> tuple[Tensor, Tensor]
+  rotary_tables(positions: Tensor, rotary_dim: int, *,
+      base: float = 10000.0) -> tuple[Tensor, Tensor]
+  unscale_(gradients: Sequence[Tensor], inverse_scale: Tensor,
+      found_inf: Tensor | None = None) -> Tensor
+"""
+
+MODULES = [
+    "gpipe_fast",
+    "gpipe_fast.skip",
+    "gpipe_fast.balance",
+    "gpipe_fast.profile",
+    "gpipe_fast.picture",
+    "gpipe_fast.recording",
+    "gpipe_fast.schedule",
+    "gpipe_fast.verify",
+    "gpipe_fast.doctor",
+    "gpipe_fast.kernels",
+]
+
+
+def signature(function: object) -> str:
+    """As it is written, without the quotes of annotations that are not evaluated."""
+    try:
+        text = str(inspect.signature(function))  # type: ignore[arg-type]
+    except ValueError:  # the extension's functions have none
+        return "(...)"
+    text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", text)
+    text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", text)
+    return re.sub(r"""(: |-> )(['"])(.*?)\2""", r"\1\3", text)
+
+
+def members(cls: type) -> Iterator[str]:
+    """Public methods and properties, also those inherited from classes of this package."""
+    own = [base for base in cls.__mro__ if base.__module__.startswith("gpipe_fast")]
+    for name in sorted({name for base in own for name in vars(base) if not name.startswith("_")}):
+        member = inspect.getattr_static(cls, name)
+        if isinstance(member, property):
+            yield f"{name}: property{', may be set' if member.fset else ''}"
+        elif isinstance(member, (classmethod, staticmethod, FunctionType)):
+            yield f"{name}{signature(getattr(cls, name))}"
+
+
+def described(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, enum.EnumMeta):
+        yield f"enum {name}: {', '.join(value.__members__)}"
+    elif isinstance(value, type):
+        yield f"class {name}{signature(value)}"
+        yield from (f"  {line}" for line in members(value))
+    elif callable(value):
+        yield f"{name}{signature(value)}"
+    else:
+        yield f"{name}: {type(value).__name__}"
+
+
+def wrapped(line: str) -> list[str]:
+    """Its parts of at most 100 characters, broken between parameters; all but the first indented further."""
+    indent = line[: len(line) - len(line.lstrip())]
+    bracketed = r"\[(?:[^\[\]]|\[[^\]]*\])*\]"
+    unbroken = re.sub(bracketed, lambda found: found[0].replace(" ", "\0"), line.lstrip())
+    unbroken = re.sub(r"(?<!,) ", "\0", unbroken)
+    parts = textwrap.wrap(unbroken, 96 - len(indent), break_long_words=False, break_on_hyphens=False)
+    text = ("\n    " + indent).join(parts).replace("\0", " ")
+    return (indent + text).splitlines()
+
+
+def public_api() -> list[str]:
+    lines, seen = [], {}
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        lines.append(module_name)
+        for name in sorted(module.__all__):
+            value = getattr(module, name)
+            if id(value) in seen:
+                lines.append(f"  {name}, as in {seen[id(value)]}")
+                continue
+            seen[id(value)] = module_name
+            for line in described(name, value):
+                lines += wrapped(f"  {line}")
+    return lines
+
+
+def test_the_public_api_is_as_written() -> None:
+    assert public_api() == API.strip().splitlines()
+
+
+def test_attributes_of_a_pipeline() -> None:
+    """Beside its properties and methods, which stand above."""
+    own = vars(GPipe(nn.Sequential(nn.ReLU()), [1])).keys() - vars(nn.Module()).keys()
+    names = {"backend", "balance", "devices", "grad_dtype", "transport"}
+    assert {name for name in own if not name.startswith("_")} == names
+
+
+def test_functions_stay_functions_after_imports_of_modules_of_their_names() -> None:
+    """In a process of its own, where nothing was imported before."""
+    program = """
+import gpipe_fast.doctor
+import gpipe_fast.verify
+assert gpipe_fast.doctor().startswith("versions"), gpipe_fast.doctor
+assert callable(gpipe_fast.verify), gpipe_fast.verify
+from gpipe_fast.doctor import doctor
+from gpipe_fast.verify import verify
+assert (doctor, verify) == (gpipe_fast.doctor, gpipe_fast.verify)
+gpipe_fast.balance, gpipe_fast.picture.draw, gpipe_fast.profile.table, gpipe_fast.recording, gpipe_fast.skip
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
