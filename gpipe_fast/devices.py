@@ -19,7 +19,7 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
 
     Raises:
         IndexError: there are fewer.
-        ValueError: there are others than the CPU.
+        ValueError: one is neither a CPU nor a CUDA device.
     """
     if devices is None:
         return [torch.device("cpu")] * num_partitions
@@ -32,7 +32,8 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
     others = sorted({str(device) for device in chosen if device.type not in ("cpu", "cuda")})
     if others:
         raise ValueError(
-            f"stages run on the CPU only so far, got devices {', '.join(others)}; pass devices=None"
+            f"stages run on CPU and CUDA devices, got {', '.join(others)}; pass devices such as ['cuda:0', "
+            "'cuda:1'] or ['cpu', 'cpu'], or devices=None for all visible GPUs, or the CPU if there are none"
         )
     return chosen
 

@@ -5,6 +5,7 @@ What needs one is in tests/fake_cuda/test_memory.py.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,16 @@ def test_too_few_devices(visible: Visible) -> None:
 def test_devices_that_are_given_count_alone(visible: Visible) -> None:
     visible(1)
     assert GPipe(layers(4), devices=["cpu"] * 2).balance == [2, 2]
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "xpu:1"])
+def test_other_devices_than_cpu_and_cuda_are_refused(device: str) -> None:
+    message = (
+        f"stages run on CPU and CUDA devices, got {device}; pass devices such as ['cuda:0', 'cuda:1'] or "
+        "['cpu', 'cpu'], or devices=None for all visible GPUs, or the CPU if there are none"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        GPipe(layers(4), devices=["cpu", device])
 
 
 def test_without_gpus_stages_are_on_the_cpu(visible: Visible, monkeypatch: pytest.MonkeyPatch) -> None:
