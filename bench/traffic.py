@@ -22,6 +22,7 @@ from bench.case import DTYPES, Case
 from bench.families import all_cases
 from bench.measure import report
 from gpipe_fast.kernels import launch
+from gpipe_fast.strides import span
 
 ELEMENTS = 1 << 24
 
@@ -133,10 +134,10 @@ def _span(views: Sequence[Tensor]) -> int:
     """Bytes of one storage between the first and last element of any view."""
     length = end = 0
     for view in sorted(views, key=lambda view: view.storage_offset() * view.itemsize):
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
         begin = view.storage_offset() * view.itemsize
-        length += max(0, begin + extent * view.itemsize - max(begin, end))
-        end = max(end, begin + extent * view.itemsize)
+        behind = begin + span(view.shape, view.stride()) * view.itemsize
+        length += max(0, behind - max(begin, end))
+        end = max(end, behind)
     return length
 
 

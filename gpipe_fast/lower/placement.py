@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from gpipe_fast.lower.program import (
     Value,
     is_written,
 )
+from gpipe_fast.strides import span
 from gpipe_fast.trace.trace import Role
 
 
@@ -129,7 +129,4 @@ def _reusable(program: Program, step: Step, value: int, base_of: list[int]) -> t
 
 
 def _bytes(value: Value) -> int:
-    if not math.prod(value.sizes):
-        return 0
-    span = 1 + sum((size - 1) * stride for size, stride in zip(value.sizes, value.strides, strict=True))
-    return span * value.dtype.itemsize
+    return span(value.sizes, value.strides) * value.dtype.itemsize

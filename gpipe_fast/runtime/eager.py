@@ -21,6 +21,7 @@ from gpipe_fast.layers.structure import Structure, call, flatten, shared
 from gpipe_fast.lower.accumulation import sum_dtype
 from gpipe_fast.randomness.random import GeneratorStates, KeyedRandomMode, make_key
 from gpipe_fast.runtime.stage import Modes, Stage, under
+from gpipe_fast.strides import span
 from gpipe_fast.trace.trace import parameters_of
 
 
@@ -357,13 +358,11 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        span = 1 + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        memory = tensor.new_empty(span + _ALIGNMENT)
+        length = span(tensor.shape, tensor.stride())
+        memory = tensor.new_empty(length + _ALIGNMENT)
         beyond = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNMENT
         begin = beyond // tensor.element_size()
-        memory[begin : begin + span].copy_(tensor.as_strided((span,), (1,)))
+        memory[begin : begin + length].copy_(tensor.as_strided((length,), (1,)))
         # Not a view of it, which a layer may not write.
         storage = memory.untyped_storage()
         return tensor.new_empty(0).set_(storage, begin, tensor.shape, tensor.stride())

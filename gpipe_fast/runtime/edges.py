@@ -13,6 +13,7 @@ from gpipe_fast.layers.skip import Skip
 from gpipe_fast.runtime.plan import Handed, Plan
 from gpipe_fast.runtime.stage import Spec
 from gpipe_fast.schedule.slots import most_at_once
+from gpipe_fast.strides import span
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,4 @@ def _crossing(edge: Edge, handed: Handed) -> list[Spec]:
 
 def _bytes(spec: Spec) -> int:
     """From the first element to the last."""
-    if 0 in spec.shape:
-        return 0
-    span = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.strides, strict=True))
-    return span * spec.dtype.itemsize
+    return span(spec.shape, spec.strides) * spec.dtype.itemsize

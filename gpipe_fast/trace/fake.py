@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from gpipe_fast.strides import span
 
 # Their fake kernels are right, and the real ones expensive.
 _TRUSTED = frozenset({torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
@@ -87,8 +88,7 @@ def _stand_in(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return hint(value)
     shape, strides = tuple(map(hint, value.shape)), tuple(map(hint, value.stride()))
-    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    zeros = torch.zeros(span if math.prod(shape) else 0, dtype=value.dtype, device=value.device)
+    zeros = torch.zeros(span(shape, strides), dtype=value.dtype, device=value.device)
     return zeros.as_strided(shape, strides)
 
 

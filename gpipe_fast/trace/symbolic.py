@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
+from gpipe_fast.strides import span
 from gpipe_fast.trace.aot import Symbols, graph_module
 from gpipe_fast.trace.arrival import Arrivals
 from gpipe_fast.trace.trace import Joint, Node, Role
@@ -151,8 +152,7 @@ class _Writer:
         offset = self._number(value.storage_offset())
         meta = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
         if offset:
-            span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-            memory = torch.empty(offset + max(span, 0), dtype=value.dtype, device="meta")
+            memory = torch.empty(offset + span(sizes, strides), dtype=value.dtype, device="meta")
             meta = memory.as_strided(sizes, strides, offset)
         return self._mode.fake_tensor_converter.from_meta_and_device(self._mode, meta, value.device)
 
