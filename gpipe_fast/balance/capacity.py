@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from gpipe_fast.layers.title import title
+
 
 def capacity(device: torch.device) -> int:
     """Bytes of memory that a device has."""
@@ -33,15 +35,16 @@ def check_fits(layers: Iterable[tuple[str, nn.Module]], device: torch.device) ->
         ValueError: there is one; the message names it.
     """
     for name, layer in layers:
-        title = f"layer {name!r} ({type(layer).__name__})"
         needed, there = least_bytes(layer), capacity(device)
         if needed > there:
             raise ValueError(
-                f"{title} needs {_gib(needed)} for parameters, their gradients and buffers alone, and "
-                f"{device} has {_gib(there)}; make it several layers, or give it a larger device"
+                f"{title(name, layer)} needs {_gib(needed)} for parameters, their gradients and buffers "
+                f"alone, and {device} has {_gib(there)}; make it several layers, or give it a larger device"
             )
         if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
-            raise ValueError(f"{title} is on the meta device; give it memory by to_empty(device=...)")
+            raise ValueError(
+                f"{title(name, layer)} is on the meta device; give it memory by to_empty(device=...)"
+            )
 
 
 def check_all_fit(

@@ -19,6 +19,7 @@ from gpipe_fast import devices as _devices
 from gpipe_fast.balance.capacity import check_fits
 from gpipe_fast.balance.visit import Handed, Seconds, Visit, first_microbatch
 from gpipe_fast.devices import Device
+from gpipe_fast.layers.title import title
 
 # Rounds over all layers: at least so many are timed, and so many fit into the timeout if no layer is slow.
 LEAST_ROUNDS, USUAL_ROUNDS = 3, 10
@@ -109,8 +110,7 @@ def check_layers(module: nn.Module) -> None:
         raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
     for name, layer in _layers(module):
         if any(map(nn.parameter.is_lazy, chain(layer.parameters(), layer.buffers()))):
-            title = f"layer {name!r} ({type(layer).__name__})"
-            raise ValueError(f"{title} has lazy parameters; run the module once on a sample")
+            raise ValueError(f"{title(name, layer)} has lazy parameters; run the module once on a sample")
 
 
 def profile(
@@ -232,9 +232,7 @@ class _Rounds:
                 visited = Visit(layer, arrived, self._device)
                 found.append(visit(visited))
             except Exception as error:
-                raise RuntimeError(
-                    f"layer {name!r} ({type(layer).__name__}) cannot be profiled: {error}"
-                ) from error
+                raise RuntimeError(f"{title(name, layer)} cannot be profiled: {error}") from error
             arrived = visited.handed
             self._advance(self._expected * len(self._layers))
         return found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpipe_fast._extension import ReplayReport, build_info
+from gpipe_fast.layers.title import title
 from gpipe_fast.runtime.edges import described
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _stages(model: GPipe) -> list[str]:
     lines, layers = [], list(model.named_children())
     begin = 0
     for index, (size, device) in enumerate(zip(model.balance, model.devices, strict=True)):
-        names = ", ".join(f"{name} {type(layer).__name__}" for name, layer in layers[begin : begin + size])
+        names = ", ".join(title(name, layer) for name, layer in layers[begin : begin + size])
         lines.append(f"stage {index} ({device}): {names}")
         begin += size
     return lines

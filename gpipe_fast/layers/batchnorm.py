@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gpipe_fast.layers.title import title
+
 # Where a stage's buffers have mean, variance and number of mini-batches; and the momentum.
 Statistics = tuple[int, int, int, float | None]
 
@@ -106,13 +108,13 @@ def check_can_defer(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
-                    f"layer {name} is a SyncBatchNorm, whose statistics are those of several processes for "
-                    "each micro-batch; deferred_batch_norm=True goes with BatchNorm1d, 2d and 3d"
+                    f"{title(name, module)} takes its statistics from several processes for each "
+                    "micro-batch; deferred_batch_norm=True goes with BatchNorm1d, 2d and 3d"
                 )
             own = isinstance(module, _BatchNorm) and not isinstance(module, _Deferred)
             if own and module.track_running_stats and type(module) not in _KINDS:
                 raise ValueError(
-                    f"layer {name} is a {type(module).__name__}: what it computes is not known, so its "
+                    f"{title(name, module)} is a class of its own: what it computes is not known, so its "
                     "statistics cannot be deferred; those of BatchNorm1d, 2d and 3d can"
                 )
 

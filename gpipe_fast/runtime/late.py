@@ -25,6 +25,7 @@ from torch import Tensor
 
 from gpipe_fast import _extension
 from gpipe_fast._extension import Interpreted, Segment
+from gpipe_fast.layers.title import title
 from gpipe_fast.lower.split import FULL_RECOMPUTE, NO_RECOMPUTE
 from gpipe_fast.runtime.compile import CompiledStage, Compiler, Gradients, TooManyTraces, arrivals_of
 from gpipe_fast.runtime.eager import EagerLayers
@@ -98,7 +99,7 @@ class Remarks:
             )
         else:
             self.in_python.add(stage.first_layer + layer)
-            where = f"stage {index}, layer {stage.first_layer + layer} ({type(stage.layers[layer]).__name__})"
+            where = f"stage {index}, {title(stage.first_layer + layer, stage.layers[layer])}"
             text = f"{where} runs in Python: {reason}; other layers do not"
         self.texts.append(text)
         self.all.append(text)
@@ -288,7 +289,7 @@ class LateStage:
     def _named(self, part: Stage) -> str:
         first, last = part.first_layer, part.first_layer + len(part.layers) - 1
         if first == last:
-            return f"{self.name}, layer {first} ({type(part.layers[0]).__name__})"
+            return f"{self.name}, {title(first, part.layers[0])}"
         return f"{self.name}, layers {first} to {last}"
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpipe_fast import _extension
 from gpipe_fast.devices import elsewhere
 from gpipe_fast.layers.batchnorm import Statistics, statistics_of
+from gpipe_fast.layers.title import title
 from gpipe_fast.lower.split import NO_RECOMPUTE
 from gpipe_fast.runtime.compile import CompiledStage
 from gpipe_fast.runtime.stage import Boundary, Spec, Stage, form_of
@@ -225,7 +226,7 @@ def check_placed(stages: Sequence[Stage]) -> None:
             for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
                 if id(tensor) not in at_home and not tensor.is_meta:
                     raise ValueError(
-                        f"layer {number} ({type(layer).__name__}) has {name!r} on {tensor.device}, but runs "
+                        f"{title(number, layer)} has {name!r} on {tensor.device}, but runs "
                         f"in stage {index} on {stage.device}; move it there, all of it"
                     )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpipe_fast import _extension
 from gpipe_fast.layers.structure import Inputs, Structure, cut
+from gpipe_fast.layers.title import title
 from gpipe_fast.lower.split import FULL_RECOMPUTE
 from gpipe_fast.runtime.compile import TRACES, CompiledStage, Compiler, Refusal, TooManyTraces
 from gpipe_fast.runtime.late import LateStage, Remarks, Search
@@ -317,8 +318,7 @@ def _explain(refusal: Refusal, stages: Sequence[Stage]) -> str:
     stage, untraceable = stages[refusal.stage_index], refusal.untraceable
     where = f"stage {refusal.stage_index}"
     if untraceable.layer is not None:
-        layer = stage.layers[untraceable.layer]
-        where += f", layer {stage.first_layer + untraceable.layer} ({type(layer).__name__})"
+        where += f", {title(stage.first_layer + untraceable.layer, stage.layers[untraceable.layer])}"
     return f"{where} cannot be traced faithfully: {untraceable.reason}"
 
 

@@ -55,7 +55,10 @@ def test_from_the_command_line() -> None:
 def test_a_model_before_and_after_its_first_call() -> None:
     model = GPipe(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), [2, 1], chunks=4)
     before = doctor(model)
-    assert section(before, "stages") == ["stage 0 (cpu): 0 Linear, 1 ReLU", "stage 1 (cpu): 2 Linear"]
+    assert section(before, "stages") == [
+        "stage 0 (cpu): layer '0' (Linear), layer '1' (ReLU)",
+        "stage 1 (cpu): layer '2' (Linear)",
+    ]
     assert section(before, "transport") == [
         "stage 0 (cpu) -> stage 1 (cpu): hand-over",
         "how much lies there at once is known after the first call",

@@ -1,0 +1,10 @@
+"""What messages call a layer."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def title(place: int | str, layer: nn.Module) -> str:
+    """``layer 3 (Linear)`` for a layer's position, ``layer 'head' (Linear)`` for its name."""
+    return f"layer {place!r} ({type(layer).__name__})"
