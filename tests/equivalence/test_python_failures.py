@@ -39,6 +39,8 @@ def test_one_warning_names_stage_layer_and_reason() -> None:
         warnings.simplefilter("always")
         for batch in (8, 8, 16):
             pipe(features(batch))
+    # PyTorch warns once per process that a branch reads a tensor which requires a gradient.
+    caught = [warning for warning in caught if "to a scalar may" not in str(warning.message)]
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 2, messages
     assert any("stage 0, layer 2 (Of) runs in Python: " in m and "DataDependent" in m for m in messages)
