@@ -103,6 +103,16 @@ def checked_balance(balance: Iterable[int], num_layers: int) -> list[int]:
     return [int(size) for size in sizes]
 
 
+def check_holds_tensor(inputs: Inputs) -> None:
+    """Refuses inputs without a tensor.
+
+    Raises:
+        TypeError: there is none.
+    """
+    if not inputs.tensors:
+        raise TypeError(f"expected Tensor, but got {type(inputs.structure.build([])).__name__}")
+
+
 def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
     """Refuses what cannot be cut into micro-batches, or is elsewhere than the first stage.
 
@@ -110,6 +120,7 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
         TypeError: there is no tensor.
         ValueError: the tensors do not fit.
     """
+    check_holds_tensor(inputs)
     for tensor, whole in zip(inputs.tensors, inputs.replicated, strict=True):
         if tensor.dim() == 0 and not whole:
             raise ValueError(
@@ -120,8 +131,6 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
             raise ValueError(
                 f"the input must be on the first stage's device {devices[0]}, got {tensor.device}"
             )
-    if not inputs.tensors:
-        raise TypeError(f"expected Tensor, but got {type(inputs.structure.build([])).__name__}")
     parts = [x for x, whole in zip(inputs.tensors, inputs.replicated, strict=True) if not whole]
     if not parts:
         raise ValueError("there is nothing to cut into micro-batches: all tensors are replicated")

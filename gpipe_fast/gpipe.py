@@ -17,6 +17,7 @@ from gpipe_fast import devices as _devices
 from gpipe_fast._extension import Interpreted, Pipeline
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
+    check_holds_tensor,
     check_inputs,
     check_module,
     checked_balance,
@@ -231,10 +232,11 @@ class GPipe(Container):
 
         Returns:
             What the last layer returns for each micro-batch, nested likewise, each tensor concatenated along
-            the first dimension.
+            the first dimension; without layers, the argument itself, whatever its dimensions.
 
         Raises:
-            TypeError: there is something in the input that is neither a tensor nor such a constant.
+            TypeError: there is something in the input that is neither a tensor nor such a constant, or no
+                tensor.
             ValueError: the tensors have no first dimension, or not the same, or are not on the first stage's
                 device.
             RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
@@ -243,9 +245,9 @@ class GPipe(Container):
         if not args and kwargs.keys() == {"input"}:
             args, kwargs = (kwargs["input"],), {}
         inputs = Inputs.of(args, kwargs)
-        check_inputs(inputs, self.devices)
         if not len(self):
-            return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+            return _returned_by_no_layer(args, kwargs, inputs)
+        check_inputs(inputs, self.devices)
         with TURN:
             plan = self._plan(inputs)
             parameters, buffers = self._state.parameters, self._state.buffers
@@ -357,6 +359,17 @@ def _balance(
         costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         return balance_by_cost(max(1, min(wanted, len(layers))), costs)
     return checked_balance(balance, len(layers))
+
+
+def _returned_by_no_layer(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs) -> Any:
+    """The argument as it is: nothing cuts it, so it needs no batch dimension."""
+    if len(args) != 1 or kwargs:
+        raise TypeError(
+            f"a GPipe without layers takes one argument and returns it, got {len(args) + len(kwargs)} "
+            f"({len(kwargs)} of them by keyword)"
+        )
+    check_holds_tensor(inputs)
+    return inputs.structure.build(inputs.tensors) if any(inputs.replicated) else args[0]
 
 
 _Layer = TypeVar("_Layer")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe, keyed_rng
+from gpipe_fast import GPipe, keyed_rng, replicate
 from gpipe_fast.lower.split import FULL_RECOMPUTE, NO_RECOMPUTE
 from gpipe_fast.runtime.plan import make_plan
 from tests.models import (
@@ -128,8 +128,36 @@ def test_is_a_container_of_the_users_layers() -> None:
         pipe[0:2]  # type: ignore[index]
     with pytest.raises(IndexError):
         pipe[5]
-    x = features()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        features(),
+        torch.tensor(1.0),
+        torch.ones(0),
+        (torch.ones(2), torch.ones(3)),
+        {"a": torch.ones(2), "b": 1},
+    ],
+    ids=["batch", "no dimension", "empty batch", "unequal batches", "nested"],
+)
+def test_an_empty_sequential_returns_its_input(x: Any) -> None:
+    """Nothing is cut, so nothing needs a batch; there is no stage, so there is no device to be on."""
     assert GPipe(nn.Sequential())(x) is x
+
+
+def test_what_an_empty_sequential_takes() -> None:
+    pipe, x, mask = GPipe(nn.Sequential()), features(), torch.ones(1)
+    returned = pipe((x, replicate(mask)))
+    assert returned[0] is x
+    assert returned[1] is mask
+    assert pipe(input=x) is x
+    for nothing in (3, (), None):
+        with pytest.raises(TypeError, match=f"expected Tensor, but got {type(nothing).__name__}"):
+            pipe(nothing)
+    message = r"a GPipe without layers takes one argument and returns it, got 2 \(1 of them by keyword\)"
+    with pytest.raises(TypeError, match=message):
+        pipe(x, mask=mask)
 
 
 @pytest.mark.parametrize(
