@@ -235,8 +235,8 @@ class GPipe(Container):
             the first dimension; without layers, the argument itself, whatever its dimensions.
 
         Raises:
-            TypeError: there is something in the input that is neither a tensor nor such a constant, or no
-                tensor.
+            TypeError: there is something in the input, or in what a stage returns, that is neither a tensor
+                nor such a constant; or there is no tensor in the input, or in what the last layer returns.
             ValueError: the tensors have no first dimension, or not the same, or are not on the first stage's
                 device.
             RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import reprlib
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -101,6 +102,8 @@ class Planner:
             budgets: the share of activations saved, of all micro-batches but the last and of the last.
 
         Raises:
+            TypeError: the last layer returns no tensor, or a stage, under ``backend='aten'``, something that
+                cannot be passed on.
             RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
                 the reason.
         """
@@ -189,7 +192,7 @@ class Planner:
         """Lets a layer run in Python, if it may."""
         stages, reason = self._programs.stages, refusal.untraceable
         if self._backend == "aten" or reason.final:
-            raise RuntimeError(_explain(refusal, stages))
+            raise reason.error(_explain(refusal, stages))
         if isinstance(reason, TooManyTraces):
             return self.remarks.add(0, None, None, reason.reason)
         assert reason.layer is not None
@@ -305,7 +308,12 @@ def _check_outputs(microbatches: Sequence[tuple[Structure, Sequence[Sequence[int
                 f"{structure} and {other}"
             )
     if not shapes:
-        raise RuntimeError("the last layer returns no tensor, so there is nothing to concatenate")
+        value = structure.build([])
+        raise TypeError(
+            f"expected Tensor, but the last layer returned {reprlib.repr(value)} of type "
+            f"{type(value).__name__}, in which there is none to concatenate; return a tensor for each "
+            "micro-batch, or several in tuples, lists and dicts, beside None, bools, numbers and strings"
+        )
     for index, shape in enumerate(shapes):
         if not len(shape):
             raise RuntimeError(

@@ -19,11 +19,13 @@ class Untraceable:
         layer: index of the layer within the stage, or None when no single layer is to blame.
         reason: what stands in the way, one sentence without a full stop.
         final: whether the layer cannot run in a pipeline at all.
+        error: what to raise where the layer does not run in Python instead.
     """
 
     layer: int | None
     reason: str
     final: bool = False
+    error: type[Exception] = RuntimeError
 
 
 def refuse_uninitialised(layers: Sequence[nn.Module]) -> Untraceable | None:

@@ -138,7 +138,7 @@ class _Stage(nn.Module):
         try:
             outputs, self.returns = flatten(value, once=True)
         except TypeError as error:
-            raise _Refused(f"the stage returns what cannot be passed on: {error}") from None
+            raise _NotPassedOn(f"the stage returns what cannot be passed on: {error}") from None
         self.stashed = tuple(tensor is not None for tensor in stashed)
         return finish([*outputs, *(tensor for tensor in stashed if tensor is not None)], self.arrivals)
 
@@ -158,6 +158,10 @@ class _Stage(nn.Module):
 
 class _Refused(Exception):
     pass
+
+
+class _NotPassedOn(_Refused):
+    """A stage returns something else than tensors and constants."""
 
 
 class _ChangesInput(Exception):
@@ -257,7 +261,8 @@ def _attempt(
             else:
                 module, symbols = aot.export_symbolic(stage, (key, *example), varying)
     except (_Refused, UnkeyedRandomOp, phase.AskedWhileTracing) as error:
-        failure = Untraceable(stage.layer, str(error))
+        kind = TypeError if isinstance(error, _NotPassedOn) else RuntimeError
+        failure = Untraceable(stage.layer, str(error), error=kind)
     except Exception as error:
         if "in-place operation" in str(error) and not stage.copy_inputs:
             raise _ChangesInput from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -256,7 +258,27 @@ def test_a_layer_that_returns_what_cannot_be_passed_on_is_named() -> None:
             return {x}
 
     message = r"stage 0.*returns what cannot be passed on.*but got set"
-    with pytest.raises(RuntimeError, match=message):
-        GPipe(nn.Sequential(Set(), nn.Identity()), [1, 1], chunks=2, backend="aten")(features())
+    for backend in ("aten", "eager"):
+        with pytest.raises(TypeError, match=message):
+            GPipe(nn.Sequential(Set(), nn.Identity()), [1, 1], chunks=2, backend=backend)(features())
     with pytest.raises(TypeError, match=message), pytest.warns(UserWarning, match=message):
         GPipe(nn.Sequential(Set(), nn.Identity()), [1, 1], chunks=2)(features())
+
+
+@pytest.mark.parametrize("backend", ["auto", "aten", "eager"])
+@pytest.mark.parametrize(
+    "value", [None, True, 3, 2.5, "text", (), [], {"a": None, "b": [1]}, "x" * 1000], ids=reprlib.repr
+)
+def test_an_output_without_a_tensor_is_refused(value: object, backend: str) -> None:
+    """Between stages it may cross; of the model's output there is nothing to concatenate."""
+    returning, ignoring = Of(lambda f, x: value), Of(lambda f, _: torch.ones(4, 6))
+    pipe = GPipe(nn.Sequential(returning, ignoring), [1, 1], chunks=2, backend=backend)
+    assert pipe(features()).shape == (8, 6)
+    pipe = GPipe(nn.Sequential(nn.Identity(), returning), [1, 1], chunks=2, backend=backend)
+    message = (
+        f"expected Tensor, but the last layer returned {reprlib.repr(value)} of type {type(value).__name__}, "
+        "in which there is none to concatenate; return a tensor for each micro-batch, or several in tuples, "
+        "lists and dicts, beside None, bools, numbers and strings"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        pipe(features())
