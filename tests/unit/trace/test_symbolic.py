@@ -204,12 +204,18 @@ def test_many_shapes_without_a_template_end_in_python_after_one_warning(
     assert 8 <= compiler_of(pipe).num_traces <= 8 + 6
 
 
-def test_under_aten_there_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_aten_every_shape_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are: no layer may run in Python instead."""
     monkeypatch.setattr("gpipe_fast.runtime.planner.TRACES", 2)
-    pipe = GPipe(nn.Sequential(Of(unrolled)), [1], backend="aten")
+    layers = nn.Sequential(Of(unrolled))
+    pipe = GPipe(layers, [1], backend="aten")
     with torch.no_grad():
         for length in range(2, 10):
-            pipe(features(1, length))
+            x = features(1, length)
+            assert torch.equal(pipe(x), layers(x)), length
+    # A trace of each length, and attempts at a template.
+    assert compiler_of(pipe).num_traces >= len(range(2, 10))
+    assert compiler_of(pipe).num_written == 0
 
 
 def joint_of(layers: nn.Sequential, x: Tensor) -> Joint:
