@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast.randomness.random import KeyedRandomMode, UnkeyedRandomOp, keyed_rng, make_key, minibatch_key
@@ -44,6 +46,31 @@ def test_attention_dropout_is_keyed() -> None:
         with keyed_mode():
             assert torch.equal(first, call())
         assert not torch.equal(first, second)
+
+
+class Kernels(TorchFunctionMode):
+    """Notes whether attention may take a fused kernel, which would draw its dropout by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused_allowed: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            cuda = torch.backends.cuda
+            fused = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled)
+            self.fused_allowed.append(any(enabled() for enabled in fused))
+        return func(*args, **kwargs or {})
+
+
+def test_where_there_are_gpus_attention_with_dropout_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    q, k, v = torch.randn(3, 2, 4, 16, 8)
+    with Kernels() as kernels, keyed_mode():
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+        F.scaled_dot_product_attention(q, k, v, None, 0.3)
+        F.scaled_dot_product_attention(q, k, v)
+    assert kernels.fused_allowed == [False, False, True]
 
 
 def test_trace_takes_the_key_as_an_input() -> None:
