@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 import gpipe_fast.runtime.plan
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.runtime.stage import Stage
 from tests.reference import error, loop_step, pipeline_step, unequal
 from tests.untraceable import Of
 
@@ -116,19 +119,25 @@ def test_hooks_see_the_whole_gradient_once() -> None:
         assert torch.equal(seen[0], model[0].weight.grad)
 
 
-@pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the last stage be on another device, as far as parameters go that the first one has too."""
-    monkeypatch.setattr(
-        gpipe_fast.runtime.plan, "is_elsewhere", lambda p, s: s.first_layer > 0 and p.shape[0] == 11
-    )
+def tied_across_devices(monkeypatch: pytest.MonkeyPatch) -> nn.Sequential:
+    """A model whose head counts as on another device than the embedding, though both are on the CPU.
 
-
-@pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize("balance", [[2, 3], [1, 2, 2]], ids=str)
-def test_replicas_on_other_devices(balance: list[int]) -> None:
-    """Gradients go to the one parameter; updates, of whatever sort, reach the copies."""
+    All stages but the first then compute with a copy of the parameter that is the weight of both.
+    """
     model = language_model()
+    shared = model[0].weight
+
+    def is_elsewhere(tensor: Tensor, stage: Stage) -> bool:
+        return tensor is shared and stage.first_layer > 0
+
+    monkeypatch.setattr(gpipe_fast.runtime.plan, "is_elsewhere", is_elsewhere)
+    return model
+
+
+@pytest.mark.parametrize("balance", [[2, 3], [1, 2, 2]], ids=str)
+def test_replicas_on_other_devices(balance: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients go to the one parameter; updates, of whatever sort, reach the copies."""
+    model = tied_across_devices(monkeypatch)
     pipe = GPipe(model, balance, chunks=M, backend="aten")
     for mode in CHECKPOINT_MODES:
         pipe.checkpoint = mode
@@ -142,20 +151,31 @@ def test_replicas_on_other_devices(balance: list[int]) -> None:
         check(model, pipe, {"0.weight"})
 
 
-@pytest.mark.usefixtures("apart")
-def test_replicas_are_of_their_forward() -> None:
-    """Other data given to a parameter between forward and backward does not reach the backward."""
-    pipe = GPipe(language_model(), [2, 3], chunks=M, checkpoint="always", backend="aten")
+def give_other_data(parameter: Tensor) -> None:
+    parameter.data = torch.zeros(VOCABULARY, WIDTH)
+
+
+def write_in_place(parameter: Tensor) -> None:
+    parameter.data.zero_()
+
+
+@pytest.mark.parametrize("change", [give_other_data, write_in_place])
+@pytest.mark.parametrize("balance", [[1, 4], [1, 2, 2]], ids=str)
+def test_replicas_are_of_their_forward(
+    balance: list[int], change: Callable[[Tensor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a parameter becomes between forward and backward does not reach the copies."""
+    pipe = GPipe(tied_across_devices(monkeypatch), balance, chunks=M, checkpoint="always", backend="aten")
     pipe(tokens()).square().mean().backward()
     expected = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
     pipe.zero_grad()
     loss = pipe(tokens()).square().mean()
-    pipe[0].weight.data = torch.zeros(VOCABULARY, WIDTH)
+    change(pipe[0].weight)
     loss.backward()
     assert all(torch.equal(p.grad, e) for p, e in zip(pipe.parameters(), expected, strict=True))
 
 
-@pytest.mark.usefixtures("apart")
-def test_layers_in_python_have_no_replicas() -> None:
+def test_layers_in_python_have_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tied_across_devices(monkeypatch)
     with pytest.raises(RuntimeError, match="layers 2 to 4 share a parameter with layers on another device"):
-        GPipe(language_model(), [2, 3], chunks=M, backend="eager")(tokens())
+        GPipe(model, [2, 3], chunks=M, backend="eager")(tokens())
