@@ -1,0 +1,136 @@
+"""What tests see and change inside a `GPipe`; the one file of theirs that knows its private attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+from torch import Tensor
+
+import gpipe_fast.runtime.plan
+from gpipe_fast import GPipe
+from gpipe_fast._extension import Pipeline
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
+from gpipe_fast.runtime import late
+from gpipe_fast.runtime.compile import Compiler
+from gpipe_fast.runtime.plan import Plan
+from gpipe_fast.schedule import Schedule
+from gpipe_fast.trace import aot, trace
+from gpipe_fast.trace.symbolic import Template
+
+# Failures
+
+
+def delay(model: GPipe, seed: int, longest_us: int) -> None:
+    """Delays every action of the steps to come by up to this long, before and after it."""
+    pipeline_of(model).disturb(seed, longest_us)
+
+
+def plant_failure(
+    model: GPipe,
+    action: object,
+    error: str = "ValueError",
+    *,
+    after: int = 0,
+    seed: int = 0,
+    longest_us: int = 0,
+) -> None:
+    """Lets an action raise in the steps to come, after so many operators of its program, beside delays."""
+    plant_failures(model, [(str(action), after, error)], seed, longest_us)
+
+
+def plant_failures(
+    model: GPipe, failures: Sequence[tuple[str, int, str]], seed: int = 0, longest_us: int = 0
+) -> None:
+    """Lets several actions raise: each by name, after so many operators, this error."""
+    pipeline_of(model).disturb(seed, longest_us, failures)
+
+
+def disturb_no_more(model: GPipe) -> None:
+    """Takes delays and failures back."""
+    pipeline_of(model).disturb()
+
+
+# What a pipeline has made
+
+
+def pipeline_of(model: GPipe) -> Pipeline:
+    """The C++ pipeline."""
+    return model._pipeline
+
+
+def compiler_of(model: GPipe) -> Compiler:
+    """Traces the stages, and counts how often."""
+    return model._planner._programs.compiler
+
+
+def plan_of(model: GPipe, x: Tensor) -> Plan:
+    """The plan of a call, which is traced for it but not run."""
+    return model._plan(Inputs.of((x,), {}))
+
+
+def latest_plan(model: GPipe) -> Plan:
+    """The one made last."""
+    return list(model._planner._plans.values())[-1]
+
+
+def num_plans(model: GPipe) -> int:
+    """How many signatures have one."""
+    return len(model._planner._plans)
+
+
+def plan_by(model: GPipe, x: Tensor, schedule: Schedule) -> None:
+    """Makes the next call with such an input take place in this schedule."""
+    model._planner._plans.clear()
+    model._planner._latest = None
+    with mock.patch.object(gpipe_fast.runtime.plan, "fill_drain", return_value=schedule):
+        assert plan_of(model, x).schedule is schedule
+
+
+def parts_of(model: GPipe) -> list[object]:
+    """The Python objects that a pipeline owns, but for its layers."""
+    return [model._planner, *model._planner._late, *model._stages]
+
+
+def remembered(model: GPipe) -> list[tuple[int, int, int]]:
+    """By stage, how many segments in Python, lowered ones and gradients' layouts are remembered."""
+    return [(len(s._interpreted), len(s._lowered), len(s._gradients)) for s in model._planner._late]
+
+
+def template_of(compiler: Compiler) -> Template | None:
+    """The one of a compiler that has traced a single kind of input."""
+    (kind,) = compiler._kinds.values()
+    return kind.template
+
+
+def native_call(model: GPipe, x: Tensor) -> mock._Call:
+    """The arguments with which a call reaches the C++ pipeline, which does not run."""
+    with mock.patch.object(model, "_pipeline") as stand_in:
+        stand_in.forward.return_value = ([x], ONE_TENSOR)
+        model(x)
+    return stand_in.forward.call_args
+
+
+@contextmanager
+def remembering(count: int) -> Iterator[None]:
+    """Lets a stage that searches while it runs remember so many segments, and no more."""
+    with mock.patch.object(late, "_REMEMBERED", count):
+        yield
+
+
+# Rules taken away
+
+
+@contextmanager
+def without_watching_buffers() -> Iterator[None]:
+    """Lets tracing overlook that a forward replaces buffers."""
+    with mock.patch.object(trace, "_tensors", return_value={}):
+        yield
+
+
+@contextmanager
+def with_autocast_cache() -> Iterator[None]:
+    """Lets tracing keep autocast's cache of weights."""
+    with mock.patch.object(aot, "_uncached_autocast", nullcontext):
+        yield
