@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, is_checkpointing, is_recomputing
+from tests.inside import latest_plan
 
 WIDTH, LENGTH, BATCH, M = 8, 5, 8, 4
 
@@ -178,7 +179,7 @@ def quiet() -> Iterator[None]:
 
 def chains(pipe: GPipe, microbatch: int = 0) -> list[list[tuple[int, int, bool]]]:
     """Of every stage, from which layer to which its segments go, and whether they are lowered."""
-    plan = list(pipe._planner._plans.values())[-1].native
+    plan = latest_plan(pipe).native
     return [plan.segments(stage, microbatch) for stage in range(len(pipe.balance))]
 
 

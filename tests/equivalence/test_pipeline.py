@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from tests.inside import delay, disturb_no_more
 from tests.models import Batch, Model, convolutions, cut, every_model, features, images, mlp
 from tests.reference import (
     SEED,
@@ -38,12 +39,12 @@ BATCHES = [(8, 1), (8, 2), (8, 4), (8, 8), (7, 4)]
 def delays(*pipes: GPipe, seed: int, longest_us: int = 300) -> Iterator[None]:
     """Plants a random delay before and after every action, so before a slot is given on too."""
     for pipe in pipes:
-        pipe._pipeline.disturb(seed, longest_us)
+        delay(pipe, seed, longest_us)
     try:
         yield
     finally:
         for pipe in pipes:
-            pipe._pipeline.disturb()
+            disturb_no_more(pipe)
 
 
 def check(make: Model, batch: Batch, num_stages: int, repetitions: int) -> None:

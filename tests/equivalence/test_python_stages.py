@@ -18,6 +18,7 @@ from gpipe_fast import GPipe, verify
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.runtime.eager import EagerLayers
 from gpipe_fast.runtime.late import Search
+from tests.inside import compiler_of
 from tests.reference import (
     loop_step,
     pipeline,
@@ -89,9 +90,9 @@ def test_the_stages_around_one_in_python_are_lowered() -> None:
         mock.patch.object(EagerLayers, "forward", counted("forward", EagerLayers.forward)),
         mock.patch.object(EagerLayers, "backward", counted("backward", EagerLayers.backward)),
     ):
-        traces = pipe._planner._programs.compiler.num_traces
+        traces = compiler_of(pipe).num_traces
         pipeline_step(pipe, features())
-    assert pipe._planner._programs.compiler.num_traces == traces
+    assert compiler_of(pipe).num_traces == traces
     assert entered == {"forward": 2 * M, "backward": 2 * M}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from tests.inside import compiler_of, num_plans, parts_of, remembered, remembering
 from tests.reference import (
     collect,
     gradient_like,
@@ -124,12 +125,11 @@ def test_attributes_that_change_in_every_call_do_not_trace_again() -> None:
     with quiet():
         for _ in range(3):
             pipe(features())
-        compiler, plans = pipe._planner._programs.compiler, len(pipe._planner._plans)
-        traces = compiler.num_traces
+        traces, plans = compiler_of(pipe).num_traces, num_plans(pipe)
         for _ in range(5):
             pipe(features())
     assert counting.calls == 8 * M
-    assert (compiler.num_traces, len(pipe._planner._plans)) == (traces, plans)
+    assert (compiler_of(pipe).num_traces, num_plans(pipe)) == (traces, plans)
 
 
 def test_a_changed_lowered_layer_is_noticed_beside_one_in_python() -> None:
@@ -191,7 +191,7 @@ def test_constants_that_never_repeat_end_in_python(monkeypatch: pytest.MonkeyPat
             with restored(pipe):
                 x = leaf(features(4))
                 assert unequal(collect(pipe, x, pipe(x)), expected) == []
-    assert 8 <= pipe._planner._programs.compiler.num_traces <= 8 + 4
+    assert 8 <= compiler_of(pipe).num_traces <= 8 + 4
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "aten"])
@@ -205,19 +205,17 @@ def test_nothing_stays_of_a_pipeline_that_is_gone(backend: str) -> None:
         with quiet():
             for _ in range(3):
                 pipeline_step(pipe, features())
-        planner = pipe._planner
-        left = [weakref.ref(thing) for thing in (pipe, planner, *planner._late, *pipe._stages)]
-        del pipe, planner
+        left = [weakref.ref(thing) for thing in (pipe, *parts_of(pipe))]
+        del pipe
         assert [ref() for ref in left] == [None] * len(left)
     finally:
         gc.enable()
 
 
-def test_of_many_shapes_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpipe_fast.runtime.late._REMEMBERED", 4)
+def test_of_many_shapes_the_latest_are_remembered() -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(branch), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     pipe = GPipe(layers, [1, 3], chunks=2, checkpoint="always")
-    with quiet():
+    with quiet(), remembering(4):
         held = [(x := leaf(features(4, length)), pipe(x)) for length in range(2, 9)]
         for x, output in held:  # whose segments are forgotten
             output.backward(gradient_like(output))
@@ -233,7 +231,7 @@ def test_of_many_shapes_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatc
             for length in range(2, 9):
                 x = features(4, length)
                 assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
-    for late in pipe._planner._late:
-        assert 0 < len(late._interpreted) <= 4
-        assert len(late._lowered) <= 4
-        assert len(late._gradients) <= 4
+    for interpreted, lowered, gradients in remembered(pipe):
+        assert 0 < interpreted <= 4
+        assert lowered <= 4
+        assert gradients <= 4

@@ -14,6 +14,7 @@ from gpipe_fast import GPipe
 from gpipe_fast._extension import kept_bytes
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.skip import Namespace, pop, skippable, stash
+from tests.inside import compiler_of
 from tests.reference import loop_step, pipeline_step, restored, unequal
 from tests.untraceable import Of
 
@@ -312,4 +313,4 @@ def test_equal_stages_share_one_trace() -> None:
     pipe = GPipe(nn.Sequential(*layers), [3, 3, 3], chunks=M, backend="aten")
     with torch.no_grad():
         pipe(features())
-    assert pipe._planner._programs.compiler.num_traces == 1
+    assert compiler_of(pipe).num_traces == 1

@@ -12,6 +12,7 @@ import gpipe_fast.runtime.plan
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.runtime.stage import Stage
+from tests.inside import delay
 from tests.reference import error, loop_step, pipeline_step, unequal
 from tests.untraceable import Of
 
@@ -74,7 +75,7 @@ def test_a_step_is_the_same_from_run_to_run() -> None:
     pipe = GPipe(language_model(), [1, 2, 2], chunks=M, backend="aten")
     first = pipeline_step(pipe, tokens())
     for seed in range(5):
-        pipe._pipeline.disturb(seed=seed + 1, longest_delay_us=300)
+        delay(pipe, seed + 1, longest_us=300)
         assert unequal(pipeline_step(pipe, tokens()), first) == []
 
 

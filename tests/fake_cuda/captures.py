@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe, doctor
 from gpipe_fast._extension import ReplayReport
 from tests.fake_cuda.program import BATCH, CHUNKS, WIDTH, Moving, layers_of
+from tests.inside import pipeline_of
 
 
 class Both:
@@ -89,7 +90,7 @@ class Both:
             self.step(seed)
 
     def reports(self) -> list[ReplayReport]:
-        return [r for r in self.pipeline._pipeline.replays() if r.as_they_are + r.replays > 2]
+        return [r for r in pipeline_of(self.pipeline).replays() if r.as_they_are + r.replays > 2]
 
     def expect(self, what: str, holds: bool) -> None:
         if not holds:

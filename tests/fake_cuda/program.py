@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.arguments import TRANSPORTS
 from gpipe_fast.layers.skip import pop, skippable, stash
+from tests.inside import delay, pipeline_of, plant_failure
 
 BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 5
 LONGEST_DELAY_US = 1000
@@ -247,15 +248,15 @@ class Trained:
 
 def fail(pipeline: GPipe, x: Tensor, action: str, seed: int) -> None:
     """A step in which an action fails; what was made is dropped at once, whatever is still under way."""
-    pipeline._pipeline.disturb(seed, LONGEST_DELAY_US, [(action, 1, "ValueError")])
+    plant_failure(pipeline, action, after=1, seed=seed, longest_us=LONGEST_DELAY_US)
     with pytest.raises(ValueError, match=rf"\(in action {action}\)"):
         pipeline(x.detach().requires_grad_()).sum().backward()
-    pipeline._pipeline.disturb(seed, LONGEST_DELAY_US)
+    delay(pipeline, seed, LONGEST_DELAY_US)
 
 
 def not_replayed(pipeline: GPipe) -> list[str]:
     """What is amiss with the graphs of a pipeline that has trained."""
-    reports = [report for report in pipeline._pipeline.replays() if report.as_they_are > 1]
+    reports = [report for report in pipeline_of(pipeline).replays() if report.as_they_are > 1]
     if len(reports) != 1 or reports[0].obstacle or not (reports[0].forward and reports[0].backward):
         return [f"not captured: {[(r.obstacle, r.forward, r.backward, r.as_they_are) for r in reports]}"]
     return [] if reports[0].replays == STEPS - 2 else [f"replayed {reports[0].replays} times"]

@@ -18,19 +18,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import gpipe_fast.runtime.plan
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.layers.structure import Inputs
 from gpipe_fast.schedule import Kind, Schedule
 from tests.fake_cuda.program import BATCH, batch_of, layers_of
 from tests.fake_cuda.random_schedule import order_of, random_schedule
+from tests.inside import delay, disturb_no_more, plan_by, plant_failure
 
 MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python", "convolutions")
 MODELS += ("convolutions, channels last",)
@@ -226,23 +224,15 @@ def _equal(a: Tensor, b: Tensor, exact: bool) -> bool:
     return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def plan(setup: SetUp, x: Tensor, schedule: Schedule) -> None:
-    """Makes the next step take place in a schedule of ours."""
-    planner = setup.pipeline._planner
-    planner._plans.clear()
-    planner._latest = None
-    with mock.patch.object(gpipe_fast.runtime.plan, "fill_drain", return_value=schedule):
-        assert setup.pipeline._plan(Inputs.of((x,), {})).schedule is schedule
-
-
 def fail(setup: SetUp, x: Tensor, seed: int, generator: random.Random, schedule: Schedule) -> None:
     """A step in which an action fails; what was made is dropped at once, whatever is still under way."""
-    native = setup.pipeline._pipeline
     action = str(generator.choice(schedule.order()))
-    native.disturb(seed, LONGEST_DELAY_US, [(action, generator.randint(0, 2), "ValueError")])
+    plant_failure(
+        setup.pipeline, action, after=generator.randint(0, 2), seed=seed, longest_us=LONGEST_DELAY_US
+    )
     with pytest.raises(ValueError, match=rf"\(in action {action}\)"):
         setup.pipeline(x.detach().requires_grad_()).sum().backward()
-    native.disturb()
+    disturb_no_more(setup.pipeline)
 
 
 def step(setup: SetUp, number: int, generator: random.Random) -> Left:
@@ -256,13 +246,13 @@ def step(setup: SetUp, number: int, generator: random.Random) -> Left:
     mark(f"case {number}: {setup}; {pipeline.checkpoint}; {schedule.slots} slots; delays {delays}")
     setup.write(which)
     x = setup.x[: m * SAMPLES].detach().requires_grad_()
-    plan(setup, x, schedule)
+    plan_by(pipeline, x, schedule)
     if generator.random() < 0.1:
         fail(setup, x, number, generator, schedule)
         setup.write(which)
     for parameter in pipeline.parameters():
         parameter.grad = None
-    pipeline._pipeline.disturb(number, delays)
+    delay(pipeline, number, delays)
     torch.manual_seed(values.seed)
     mark("begin\tmay wait" if setup.may_wait else "begin")
     y = pipeline(x)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe, devices
-from gpipe_fast.balance import capacity
 from gpipe_fast.balance.capacity import check_all_fit
+from tests.inside import disturb_no_more, plant_failure
 
 Visible = Callable[[int], None]
 
@@ -92,8 +92,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Lets a GPU have so many bytes, of which so many are free."""
 
     def set_memory(total: int, free: int) -> None:
-        monkeypatch.setattr(capacity, "capacity", lambda device: total)
-        monkeypatch.setattr(capacity, "_free", lambda device: free)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
 
     return set_memory
 
@@ -136,22 +135,22 @@ def test_a_planted_lack_of_memory_says_who_holds_what() -> None:
     x = torch.randn(8, 4)
     pipe(x).sum().backward()
     for action, step in (("1F2", lambda: pipe(x)), ("0B1", lambda: pipe(x).sum().backward())):
-        pipe._pipeline.disturb(faults=[(action, 1, "OutOfMemoryError")])
+        plant_failure(pipe, action, "OutOfMemoryError", after=1)
         message = (
             rf"planted OutOfMemoryError \(in action {action}: stage {action[0]} on cpu has 160 bytes of "
             r"parameters, .* 32 bytes of boundary tensors for each of 4 micro-batches \(128 bytes in all\)"
         )
         with pytest.raises(torch.OutOfMemoryError, match=message):
             step()
-        pipe._pipeline.disturb()
+        disturb_no_more(pipe)
         pipe(x).sum().backward()
 
 
 @pytest.mark.parametrize("action", ["1F2", "0B1"])
 def test_an_error_of_a_gpu_stays_one(action: str) -> None:
     pipe = GPipe(layers(4), [2, 2], devices=["cpu"] * 2, chunks=4)
-    pipe._pipeline.disturb(faults=[(action, 1, "AcceleratorError")])
+    plant_failure(pipe, action, "AcceleratorError", after=1)
     with pytest.raises(torch.AcceleratorError, match=rf"planted AcceleratorError \(in action {action}\)"):
         pipe(torch.randn(8, 4)).sum().backward()
-    pipe._pipeline.disturb()
+    disturb_no_more(pipe)
     pipe(torch.randn(8, 4)).sum().backward()

@@ -229,9 +229,13 @@ def test_layers_that_cannot_be_measured_are_cut_evenly() -> None:
 
 
 def test_an_empty_batch_measures_nothing() -> None:
-    pipe = GPipe(nn.Sequential(*(Repeated(1) for _ in range(4))), devices=["cpu"] * 2, chunks=8)
+    """The next one does."""
+    model = nn.Sequential(Repeated(200), *(Repeated(1) for _ in range(3)))
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=8)
     assert pipe(torch.randn(0, 32)).shape == (0, 32)
-    assert pipe._to_balance
+    assert pipe.balance == [2, 2]
+    pipe(torch.randn(8, 32))
+    assert pipe.balance == [1, 3]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast._extension import kept_bytes
+from tests.inside import delay, disturb_no_more, pipeline_of
 from tests.reference import Result, collect, gradient_like, leaf, loop_step, pipeline, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -230,7 +231,7 @@ def test_a_handler_cannot_call_the_same_pipeline(long: Long, half: str) -> None:
     calls = {
         "forward": lambda: long.pipe(long.x),
         "backward": lambda: other.backward(torch.ones_like(other)),
-        "record": lambda: long.pipe._pipeline.record(0),
+        "record": lambda: pipeline_of(long.pipe).record(0),
     }
 
     def handler() -> None:
@@ -305,7 +306,7 @@ def another_thread_steps(long: Long, x: Tensor) -> Iterator[threading.Event]:
     """A thread whose forward is under way, for most of a second, when the block begins; set at its end."""
     long.start_again()
     long.pipe(x)
-    long.pipe._pipeline.disturb(0, 2_000)
+    delay(long.pipe, seed=0, longest_us=2_000)
     ended = threading.Event()
 
     def step() -> None:
@@ -318,7 +319,7 @@ def another_thread_steps(long: Long, x: Tensor) -> Iterator[threading.Event]:
         yield ended
     finally:
         ended.wait(60)
-        long.pipe._pipeline.disturb()
+        disturb_no_more(long.pipe)
 
 
 def test_ends_the_wait_for_another_threads_step(long: Long) -> None:

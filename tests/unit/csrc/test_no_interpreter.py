@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.layers.structure import ONE_TENSOR
 from gpipe_fast.runtime.recording import Recording
 from gpipe_fast.schedule import fill_drain
+from tests.inside import native_call, pipeline_of
 from tests.reference import gradient_like
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,10 +67,7 @@ def tokens(num_microbatches: int) -> Tensor:
 
 def calls(pipe: GPipe, x: Tensor) -> tuple[Callable[[], Tensor], Callable[[Tensor], Callable[[], object]]]:
     """Forward and backward without the Python around them: first of all they give the GIL away."""
-    with mock.patch.object(pipe, "_pipeline") as stand_in:
-        stand_in.forward.return_value = ([x], ONE_TENSOR)
-        pipe(x)
-    arguments, native = stand_in.forward.call_args, pipe._pipeline
+    arguments, native = native_call(pipe, x), pipeline_of(pipe)
 
     def forward() -> Tensor:
         (output,), _ = native.forward(*arguments.args, **arguments.kwargs)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpipe_fast import GPipe
 from gpipe_fast.lower.exactness import accumulates_exactly
 from gpipe_fast.schedule import fill_drain
+from tests.inside import disturb_no_more, plant_failure
 from tests.models import convolutions, features, images, mlp
 from tests.reference import (
     Result,
@@ -192,11 +193,11 @@ def test_a_step_or_a_failure_leaves_the_callers_counts() -> None:
         output = pipe(features())
         assert (counts(), counts_of_a_new_thread()) == before
         for action, run in (("1F1", lambda: pipe(features())), ("0B0", output.sum().backward)):
-            pipe._pipeline.disturb(faults=[(action, 0, "ValueError")])
+            plant_failure(pipe, action)
             with pytest.raises(ValueError, match="planted"):
                 run()
             assert (counts(), counts_of_a_new_thread()) == before
-        pipe._pipeline.disturb()
+        disturb_no_more(pipe)
         pipe(features()).sum().backward()
         assert (counts(), counts_of_a_new_thread()) == before
 

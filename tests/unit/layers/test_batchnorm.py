@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe, verify
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from tests.inside import disturb_no_more, plant_failure
 from tests.reference import loop_step, pipeline_step, unequal
 from tests.untraceable import Of
 
@@ -185,10 +186,10 @@ def test_a_failure_leaves_them_as_they_were() -> None:
         pipe = GPipe(convolutional(), [2, 3], chunks=M, deferred_batch_norm=True, backend=backend)
         pipe(images())
         before = {name: b.clone() for name, b in pipe.named_buffers()}
-        pipe._pipeline.disturb(faults=[("1F3", 0, "RuntimeError")])
+        plant_failure(pipe, "1F3", "RuntimeError")
         with pytest.raises(RuntimeError, match="planted"):
             pipe(images(seed=2))
-        pipe._pipeline.disturb()
+        disturb_no_more(pipe)
         assert all(torch.equal(b, before[name]) for name, b in pipe.named_buffers())
 
 

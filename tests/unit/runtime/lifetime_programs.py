@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from gpipe_fast import GPipe
+from tests.inside import delay, disturb_no_more
 from tests.reference import collect, leaf, loop_step, pipeline, pipeline_step, unequal
 
 K, M = 3, 4
@@ -107,7 +108,7 @@ def daemon(hows: str, count: str) -> None:
                 step(how)
 
     def child(how: str, seconds: float) -> None:
-        pipe._pipeline.disturb(0, 5000 if how == "slow" else 0)
+        delay(pipe, 0, 5000 if how == "slow" else 0)
         for _ in range(3 if how == "several" else 1):
             threading.Thread(target=steps, args=(how,), daemon=True).start()
         time.sleep(0.05 + seconds)
@@ -138,7 +139,7 @@ def check_backward(output: Tensor) -> None:
 
 def keep_busy(how: str) -> None:
     """Has another thread compute, be delayed in, or trace one step after the other from now on."""
-    pipe._pipeline.disturb(0, 2000 if how == "delayed" else 0)
+    delay(pipe, 0, 2000 if how == "delayed" else 0)
 
     def steps() -> None:
         while True:
@@ -153,7 +154,7 @@ def forks(states: str, count: str) -> None:
 
     def child(state: str) -> None:
         before = num_threads()
-        pipe._pipeline.disturb()
+        disturb_no_more(pipe)
         if state == "half":
             check_backward(outputs[0])
         else:

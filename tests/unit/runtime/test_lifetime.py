@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from tests.inside import plant_failure
 from tests.reference import collect, leaf, loop_step, pipeline, pipeline_step, unequal
 from tests.unit.runtime.lifetime_programs import layers, num_threads
 
@@ -51,7 +52,7 @@ def use(number: int, model: nn.Sequential, x: Tensor) -> None:
     if number % 10 == 9:
         return
     if number % 10 == 8:
-        pipe._pipeline.disturb(0, 0, [("1F1", 0, "ValueError")])
+        plant_failure(pipe, "1F1")
         with pytest.raises(ValueError, match="planted"):
             pipe(x)
         return

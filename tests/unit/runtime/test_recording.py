@@ -18,6 +18,7 @@ from gpipe_fast import GPipe
 from gpipe_fast.runtime.recording import CAPACITY, Event, Recording
 from gpipe_fast.schedule import BACKWARD as IN_BACKWARD
 from gpipe_fast.schedule import Action, Kind, Schedule, fill_drain
+from tests.inside import delay, disturb_no_more, pipeline_of, plant_failure
 from tests.models import cut, features, mlp
 from tests.reference import loop_step, pipeline_step, unequal
 
@@ -83,9 +84,9 @@ def check_events(recording: Recording, schedule: Schedule) -> None:
 
 def test_off_by_default() -> None:
     pipe = GPipe(mlp(), cut(5, 3), chunks=4)
-    assert pipe._pipeline.events() == [[], [], []]
+    assert pipeline_of(pipe).events() == [[], [], []]
     step(pipe)
-    assert pipe._pipeline.events() == [[], [], []]
+    assert pipeline_of(pipe).events() == [[], [], []]
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["workers made inside", "workers there"])
@@ -99,16 +100,16 @@ def test_every_action_of_a_step(num_stages: int, warm: bool) -> None:
     check_events(recording, schedule)
     assert recording.phases() == [schedule.forward_part(), schedule.backward_part()]
     step(pipe)
-    assert not any(pipe._pipeline.events())
+    assert not any(pipeline_of(pipe).events())
 
 
 def test_every_action_of_a_step_under_delays() -> None:
     pipe = warm_pipe(4, 8)
     for seed in range(10):
-        pipe._pipeline.disturb(seed, 300)
+        delay(pipe, seed, 300)
         with pipe.recording() as recording:
             step(pipe)
-        pipe._pipeline.disturb()
+        disturb_no_more(pipe)
         check_events(recording, schedule_of_a_step(4, 8))
         assert recording.span() >= recording.critical_path() - ROUNDING
 
@@ -161,23 +162,23 @@ def test_a_block_that_raises_ends_its_recording() -> None:
         raise KeyError
     check_events(recording, schedule_of_a_step(2, 2))
     step(pipe)
-    assert not any(pipe._pipeline.events())
+    assert not any(pipeline_of(pipe).events())
 
 
 @pytest.mark.parametrize("kept", [1, 4, 7, 1000])
 def test_keeps_the_latest_events(kept: int) -> None:
     pipe = warm_pipe(3, 4)
-    pipe._pipeline.record(kept)
+    pipeline_of(pipe).record(kept)
     step(pipe)
     step(pipe)
-    for stage, events in enumerate(pipe._pipeline.events()):
+    for stage, events in enumerate(pipeline_of(pipe).events()):
         every = expected_names(schedule_of_a_step(3, 4), stage) * 2
         assert [(name, is_wait) for name, is_wait, *_ in events] == every[-kept:]
         assert [begin for _, _, begin, *_ in events] == sorted(begin for _, _, begin, *_ in events)
-    pipe._pipeline.record(0)
-    assert not any(pipe._pipeline.events())
+    pipeline_of(pipe).record(0)
+    assert not any(pipeline_of(pipe).events())
     with pytest.raises(ValueError, match="cannot keep -1 events"):
-        pipe._pipeline.record(-1)
+        pipeline_of(pipe).record(-1)
 
 
 def test_capacity_is_enough_for_5400_micro_batches() -> None:
@@ -368,10 +369,10 @@ def test_recordings_without_a_whole_step_have_no_figures() -> None:
     with pipe.recording() as nothing:
         pass
     assert nothing.stages == ((), (), ())
-    pipe._pipeline.disturb(faults=[("1F1", 0, "ValueError")])
+    plant_failure(pipe, "1F1")
     with pipe.recording() as failed, pytest.raises(ValueError, match="planted"):
         step(pipe)
-    pipe._pipeline.disturb()
+    disturb_no_more(pipe)
     assert "1F1" not in map(str, failed.latest)
     for recording in (nothing, failed):
         for figure in (recording.phases, recording.span, recording.bubble, recording.critical_path):

@@ -18,6 +18,7 @@ from gpipe_fast.runtime.stage import Boundary, Spec, Stage
 from gpipe_fast.trace.aot import Symbols
 from gpipe_fast.trace.symbolic import Template, equal
 from gpipe_fast.trace.trace import Joint, Role, trace
+from tests.inside import compiler_of, template_of
 from tests.reference import loop_step, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,10 +92,6 @@ def conv() -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(4, 3),
     )
-
-
-def compiler_of(pipe: GPipe) -> Compiler:
-    return pipe._planner._programs.compiler
 
 
 @pytest.mark.smoke
@@ -224,20 +221,20 @@ def joint_of(layers: nn.Sequential, x: Tensor) -> Joint:
     return joint
 
 
-def template_of(layers: nn.Sequential, *lengths: int) -> Template:
+def template_after(layers: nn.Sequential, *lengths: int) -> Template:
     """The one that a compiler makes when it meets these lengths."""
     compiler, stage = Compiler(), Stage(list(layers), 0, CPU)
     for length in lengths:
         x = features(4, length).requires_grad_()
         assert isinstance(compiler.trace(stage, Boundary((Spec.of(x, True),)), ()), Traced)
-    (kind,) = compiler._kinds.values()
-    assert kind.template is not None
-    return kind.template
+    template = template_of(compiler)
+    assert template is not None
+    return template
 
 
 def test_a_template_is_the_trace() -> None:
     layers = nn.Sequential(Block(), Block())
-    template = template_of(layers, 5, 7, 9)
+    template = template_after(layers, 5, 7, 9)
     for length in (2, 3, 10, 33):
         x = features(4, length)
         written = template.write_out([tuple(x.shape)], [x.stride()], ())
@@ -247,7 +244,7 @@ def test_a_template_is_the_trace() -> None:
 
 
 def test_a_template_refuses_what_it_was_not_made_for() -> None:
-    template = template_of(nn.Sequential(Of(by_size)), 3, 4, 5)
+    template = template_after(nn.Sequential(Of(by_size)), 3, 4, 5)
 
     def written(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         return template.write_out([shape], [strides], ()) is not None
@@ -261,7 +258,7 @@ def test_a_template_refuses_what_it_was_not_made_for() -> None:
 
 def test_without_rule_guards_are_not_looked_at_and_the_graph_is_wrong() -> None:
     layers = nn.Sequential(Of(by_size))
-    template = template_of(layers, 3, 4, 5)
+    template = template_after(layers, 3, 4, 5)
     ranges = {symbol: (2, float("inf")) for symbol in template.symbols.ranges}
     symbols = replace(template.symbols, guards=(), ranges=ranges)
     x = features(4, 9)
@@ -322,7 +319,7 @@ def test_equal_notices_every_difference() -> None:
 
 
 def test_symbols_solve_only_what_fits() -> None:
-    template = template_of(nn.Sequential(Block()), 5, 7, 9)
+    template = template_after(nn.Sequential(Block()), 5, 7, 9)
     symbols: Symbols = template.symbols
     strides = [(1,), (6 * WIDTH, WIDTH, 1)]
     assert symbols.solve([(3,), (4, 6, WIDTH)], strides) is not None

@@ -15,9 +15,10 @@ from torch import Tensor, fx, nn
 import gpipe_fast.runtime.compile
 from gpipe_fast import GPipe
 from gpipe_fast.lower import operators
-from gpipe_fast.trace import aot, refuse, trace
+from gpipe_fast.trace import aot, trace
 from gpipe_fast.trace.refuse import Untraceable
 from gpipe_fast.trace.trace import Joint, Role
+from tests.inside import with_autocast_cache
 from tests.reference import check_step, loop_step, pipeline_step, unequal
 from tests.unit.trace.traps import batch, differences, linear, run_joint, traced
 
@@ -78,7 +79,7 @@ def test_recomputed_random_operations_without_rule_are_wrong() -> None:
     pipe = GPipe(nn.Sequential(nn.Dropout(0.5)), [1])
     with (
         mock.patch.object(trace, "KeyedRandomMode", Unkeyed),
-        mock.patch.object(refuse, "_draws", return_value=False),
+        mock.patch.object(trace, "refuse_graph", return_value=None),
     ):
         step = pipeline_step(pipe, batch(64), 0.0)
     assert step["output"] is not None
@@ -220,7 +221,7 @@ def test_autocast_without_rule_is_wrong() -> None:
     with uncached():
         expected = loop_step(nn.Sequential(Twice()), batch(), 4)
     assert "gradient of 0.linear.weight" in unequal(cached, expected)
-    with mock.patch.object(aot, "_uncached_autocast", contextlib.nullcontext):
+    with with_autocast_cache():
         assert differences(nn.Sequential(Twice()), batch()) != []
         ours = pipeline_step(GPipe(nn.Sequential(Twice()), [1], chunks=4), batch(), 0.0)
     assert unequal(ours, expected) == []

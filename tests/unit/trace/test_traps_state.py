@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import gpipe_fast.runtime.compile
 import gpipe_fast.runtime.state
 from gpipe_fast import GPipe
-from gpipe_fast.trace import aot, refuse, trace
+from gpipe_fast.trace import aot, trace
 from gpipe_fast.trace.trace import Role, buffers_of
+from tests.inside import without_watching_buffers
 from tests.reference import check_step, leaf, loop_step, pipeline_step, unequal
 from tests.unit.trace.traps import batch, differences, linear, refused, run_joint, traced
 
@@ -92,7 +93,7 @@ def test_a_replaced_buffer_is_refused() -> None:
 
 def test_a_replaced_buffer_without_rule_is_never_updated() -> None:
     layer = Replacing()
-    with mock.patch.object(trace, "_tensors", return_value={}):
+    with without_watching_buffers():
         joint = traced(layer, x=batch())
     assert Role.BUFFER not in {port.role for port, _ in joint.outputs}
 
@@ -209,7 +210,7 @@ def test_hooks_without_rule_run_while_tracing_alone() -> None:
     calls: list[object] = []
     layer = linear()
     layer.register_forward_hook(lambda *args: calls.append(None))
-    with mock.patch.object(refuse, "_hooks", return_value=[]):
+    with mock.patch.object(trace, "refuse_layers", return_value=None):
         pipe = GPipe(nn.Sequential(layer), [1])
         pipe(batch())
         traces = len(calls)
