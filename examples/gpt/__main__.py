@@ -111,7 +111,7 @@ def _check_writable(path: Path) -> None:
 
 def _settle(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Text, dict[str, Any] | None]:
     """The settings, with those that are left to the machine; the text; the checkpoint to go on from."""
-    parser = _parser()
+    parser = command_line()
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -159,7 +159,7 @@ def _positive_or_auto(word: str) -> int | Literal["auto"]:
     return "auto" if word == "auto" else _positive(word)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
     """The command line; its defaults take a few minutes on two cores."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.gpt",

@@ -1,0 +1,120 @@
+"""The command: it trains, resumes exactly after Ctrl-C, and refuses bad arguments before it starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.gpt import __main__ as demo
+from examples.gpt import text as demo_text
+from examples.gpt.checkpoint import load_checkpoint, save_checkpoint, settings_of
+from examples.gpt.train import Training
+from tests.examples.gpt.tiny import TINY, piped, press_ctrl_c, tiny, trained
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def run(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "examples.gpt", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+
+
+def test_the_command_from_beginning_to_end(folder: Path, tmp_path: Path) -> None:
+    process = run([*TINY, "--steps", "8", "--text", str(folder), "--chunks", "9"], tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    first, last = re.findall(r"^(?:first|last) held-out loss: ([0-9.]+) bits per byte$", out, re.M)
+    assert float(last) < float(first)
+    assert "equal bit for bit to the plain loop" in out
+    folder_of_results = tmp_path / "build" / "demo"
+    assert len(torch.load(folder_of_results / "checkpoint.pt")["losses"]) == 8
+    assert "M = 6 micro-batches" in (folder_of_results / "step.svg").read_text(encoding="utf-8")
+
+
+def test_ctrl_c_and_resume_of_the_command(folder: Path, tmp_path: Path) -> None:
+    """However far it came, it has the losses of a run without a break, and so have the next two steps."""
+    arguments = [*TINY, "--steps", "1000000", "--text", str(folder), "--dropout", "0.1", "--save", "model.pt"]
+    process = run(arguments, tmp_path)
+    assert process.stderr is not None
+    while (letter := process.stderr.read(1)) != "%":  # the bar is there
+        assert letter, "it ended before it trained"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    args, text = tiny(*arguments), demo_text.load(folder)
+    (steps,) = map(int, re.findall("interrupted after ([0-9]+) of 1000000 steps; --resume goes on", out))
+    model = piped(args)
+    press_ctrl_c(model, steps + 2)
+    losses = trained(model, args, text).losses
+    goes_on = Training(piped(args), args)
+    goes_on.load_state_dict(load_checkpoint(tmp_path / "model.pt", settings_of(args, text)))
+    assert goes_on.losses == losses[:steps]
+    press_ctrl_c(goes_on.model, 2)
+    goes_on.run(text.training)
+    assert goes_on.losses == losses
+
+
+def test_the_command_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [*TINY, "--steps", "5", "--text", str(folder)]
+    demo.main(arguments)
+    whole = torch.load("build/demo/checkpoint.pt")
+    args, text = tiny(*arguments, "--stages", "2"), demo_text.load(folder)
+    torch.manual_seed(args.seed)
+    training = Training(piped(args), args)
+    press_ctrl_c(training.model, 2)
+    training.run(text.training)
+    save_checkpoint(Path("part.pt"), training, settings_of(args, text))
+    demo.main([*arguments, "--save", "part.pt", "--resume"])
+    resumed = torch.load("part.pt")
+    assert resumed["losses"] == whole["losses"]
+    for name, value in whole["model"].items():
+        assert torch.equal(resumed["model"][name], value), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--stages 5", "cannot cut 4 layers (the embedding, 2 blocks, the head) into 5 stages"),
+        ("--heads 3", "the width must be a multiple of the heads, got 16 and 3"),
+        ("--dropout 1", "dropout must be at least 0 and below 1, got 1.0"),
+        ("--steps 0", "argument --steps: must be at least 1, got 0"),
+        ("--lr 0", "the learning rate must be positive, got 0.0"),
+        ("--text missing", "there is no file or folder missing"),
+        ("--text short", "the text is too short: its held-out part has 5 bytes, and a window takes 17"),
+        ("--text nothing", "the text is too short: its training part has 0 bytes"),
+        ("--save missing/model.pt", "there is no folder missing to save to"),
+        ("--save nothing", "cannot save to the folder nothing"),
+        ("--resume --save model.pt", "there is no checkpoint model.pt to go on from"),
+    ],
+)
+def test_bad_arguments_are_refused_before_work_starts(
+    arguments: str,
+    message: str,
+    tmp_path: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "short").write_text("x" * 100)
+    (tmp_path / "nothing").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "Training", None)
+    with pytest.raises(SystemExit) as refused:
+        demo.main([*TINY, "--text", str(folder), *arguments.split()])
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
