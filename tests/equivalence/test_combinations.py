@@ -23,22 +23,16 @@ from tests.equivalence.combinations import (
     CHANGES,
     DTYPES,
     HOOKS,
-    INPUTS,
     LAYOUTS,
     LOSSES,
-    MENU,
     OPTIMIZERS,
-    OUTPUTS,
-    PYTHON,
-    TOKENS,
-    WIDTH,
     Combination,
-    Of,
     draw,
-    itself,
     tensor,
 )
+from tests.equivalence.menu import INPUTS, MENU, OUTPUTS, PYTHON, TOKENS, itself
 from tests.reference import gradient_like
+from tests.untraceable import WIDTH, Of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
