@@ -284,6 +284,7 @@ SHORT_OF_MEMORY = """
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory is used from /proc")
 def test_short_of_memory() -> None:
     """Too little for the workers' stacks, for a forward, for a backward; then enough again."""

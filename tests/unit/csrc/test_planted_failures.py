@@ -148,6 +148,7 @@ def run_cases(opened: Pipe, planted: list[Case]) -> None:
             raise AssertionError(f"after {case}") from error
 
 
+@pytest.mark.sampled(2)
 def test_planted_failures(opened: Pipe) -> None:
     """Type, message, nothing changed, nothing stuck, the next step right: a sample of the soak."""
     planted = cases(150)

@@ -113,6 +113,7 @@ def in_own_process(measure: str, count: int) -> tuple[int, float]:
     return int(threads), float(bytes_each)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.soak)])
 def test_pipelines_come_and_go(count: int) -> None:
     threads, bytes_each = in_own_process("cycles", count)
@@ -120,6 +121,7 @@ def test_pipelines_come_and_go(count: int) -> None:
     assert bytes_each < MOST_BYTES
 
 
+@pytest.mark.extended
 def test_the_count_of_what_stays_can_fail() -> None:
     threads, bytes_each = in_own_process("stays", 10)
     assert threads == 20
@@ -200,6 +202,7 @@ def run(*arguments: object, timeout: float = 300) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("how", "status"), [("end", 0), ("exit", 3), ("exception", 1)])
 def test_the_interpreter_exits(how: str, status: int) -> None:
     """With a pipeline and graphs of it as globals: at the program's end, by sys.exit, by an exception."""
@@ -226,6 +229,7 @@ def check_children(kinds: list[str], program: str, of_each: int) -> None:
 DAEMONS = ["stops", "slow", "several", "catches", "leaving"]
 
 
+@pytest.mark.extended
 def test_the_interpreter_exits_while_a_daemon_thread_trains() -> None:
     check_children(DAEMONS, "daemon", of_each=2)
 
@@ -240,6 +244,7 @@ def test_the_interpreter_exits_a_hundred_times_while_a_daemon_thread_trains() ->
 FORKS = ["new", "used", "half", "computing", "delayed"]
 
 
+@pytest.mark.extended
 def test_children_of_forks_train() -> None:
     """Bits equal to the parent's, by workers of their own; and the parent goes on."""
     check_children(FORKS, "forks", of_each=1)
@@ -255,10 +260,12 @@ def test_the_child_of_a_fork_trains_though_another_thread_was_tracing() -> None:
     check_children(["tracing"], "forks", of_each=3)
 
 
+@pytest.mark.extended
 def test_children_of_forks_end_though_the_parent_was_in_a_step() -> None:
     check_children(["delayed"], "forks_to_end", of_each=2)
 
 
+@pytest.mark.extended
 def test_a_data_loader_forks() -> None:
     """Workers that run a pipeline themselves, while the parent trains another on what they load."""
     done = run("data_loader")

@@ -94,6 +94,7 @@ def conv() -> nn.Sequential:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_lengths_and_batch_sizes_of_a_gpt_share_two_templates(checkpoint: str) -> None:
@@ -174,6 +175,7 @@ def unrolled(f: nn.Module, x: Tensor) -> Tensor:
     return state
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.smoke
 @pytest.mark.parametrize("function", [by_size, parity, scaled, unrolled])
 def test_what_depends_on_sizes_otherwise_is_right(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
@@ -232,6 +234,7 @@ def template_after(layers: nn.Sequential, *lengths: int) -> Template:
     return template
 
 
+@pytest.mark.extended
 def test_a_template_is_the_trace() -> None:
     layers = nn.Sequential(Block(), Block())
     template = template_after(layers, 5, 7, 9)
