@@ -3,4 +3,4 @@
 import warnings
 
 # Some pipelines here are short on purpose.
-warnings.filterwarnings("ignore", message=".* micro-batches on .* stages leave the stages idle")
+warnings.filterwarnings("ignore", message=".* micro-batch(es)? on .* stages leaves? the stages idle")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections import OrderedDict
@@ -311,18 +312,13 @@ class GPipe(Container):
             self._look()
 
     def _num_chunks(self, batch: int) -> int:
-        """Into how many micro-batches to cut a mini-batch; says once what too few of them cost."""
+        """Into how many micro-batches to cut a mini-batch; a note says what too few of them cost."""
         num_stages = len(self._stages)
         enough = 4 * num_stages
         chunks = max(1, min(enough, batch)) if self.chunks == "auto" else self.chunks
         if num_stages > 1 and chunks < enough and self.training and not self._warned:
             self._warned = True
-            idle, less = bubble(num_stages, chunks), bubble(num_stages, enough)
-            warnings.warn(
-                f"{chunks} micro-batches on {num_stages} stages leave the stages idle for up to {idle:.0%} "
-                f"of a step; {enough} for {less:.0%} (chunks={enough}, or chunks='auto')",
-                stacklevel=6,
-            )
+            note_idle_stages(num_stages, chunks, enough)
         return chunks
 
     def extra_repr(self) -> str:
@@ -347,6 +343,22 @@ class GPipe(Container):
         training = self.training and torch.is_grad_enabled()
         recompute = (self.checkpoint != "never", self.checkpoint == "always")
         return budget_of(training and recompute[0]), budget_of(training and recompute[1])
+
+
+@functools.cache
+def note_idle_stages(num_stages: int, chunks: int, enough: int) -> None:
+    """Warns of too few micro-batches: once in a process for the same numbers, whatever the models.
+
+    The filters of `warnings` alone would show it again whenever they are changed, as PyTorch does.
+    """
+    stages = f"{num_stages} stages"
+    few = f"1 micro-batch on {stages} leaves" if chunks == 1 else f"{chunks} micro-batches on {stages} leave"
+    idle, less = bubble(num_stages, chunks), bubble(num_stages, enough)
+    warnings.warn(
+        f"{few} the stages idle for up to {idle:.0%} of a step; {enough} for {less:.0%} (chunks={enough}, or "
+        "chunks='auto')",
+        stacklevel=7,
+    )
 
 
 def _balance(

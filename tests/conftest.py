@@ -12,6 +12,7 @@ import torch
 
 import gpipe_fast
 import gpipe_fast.devices
+from gpipe_fast.gpipe import note_idle_stages
 from tests.sampling import sample, seed
 
 # The markers of tests that run, by tier; "" stands for neither of them.
@@ -109,6 +110,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             if missing_for_cuda() is None:  # so CUDA has read the variable, in this process
                 patch.setenv("CUDA_VISIBLE_DEVICES", "")
         return (yield)
+
+
+@pytest.fixture
+def nothing_noted() -> Iterator[None]:
+    """The note on too few micro-batches comes as in a new process, in this test and after it."""
+    note_idle_stages.cache_clear()
+    yield
+    note_idle_stages.cache_clear()
 
 
 @pytest.fixture

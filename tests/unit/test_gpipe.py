@@ -252,8 +252,10 @@ def test_layers_without_room_are_refused_by_name(device: str) -> None:
         GPipe(module, [1])
 
 
+@pytest.mark.usefixtures("nothing_noted")
 def test_too_few_micro_batches_are_noted_once() -> None:
-    message = "3 micro-batches on 2 stages leave the stages idle for up to 25% of a step; 8 for 11%"
+    """In a process for the same numbers, and once for a model."""
+    message = "^3 micro-batches on 2 stages leave the stages idle for up to 25% of a step; 8 for 11% "
     pipe, x = GPipe(mlp(), [2, 3], chunks=3), features()
     with pytest.warns(UserWarning, match=message) as noted:
         pipe(x)
@@ -262,11 +264,39 @@ def test_too_few_micro_batches_are_noted_once() -> None:
         warnings.simplefilter("error")
         for quiet in (
             pipe,
+            GPipe(mlp(), [2, 3], chunks=3),
+            GPipe(mlp(), [3, 2], chunks=3),
             GPipe(mlp(), [2, 3], chunks=8),
             GPipe(mlp(), [5], chunks=1),
-            GPipe(mlp(), [2, 3], chunks=3).eval(),
+            GPipe(mlp(), [2, 3], chunks=4).eval(),
         ):
             quiet(x)
+        pipe.chunks = 4
+        pipe(x)
+
+
+@pytest.mark.usefixtures("nothing_noted")
+def test_other_numbers_are_noted_again() -> None:
+    x = features()
+    for chunks, balance, message in (
+        (3, [2, 3], "^3 micro-batches on 2 stages leave the stages idle for up to 25% "),
+        (1, [2, 3], "^1 micro-batch on 2 stages leaves the stages idle for up to 50% "),
+        (3, [2, 2, 1], "^3 micro-batches on 3 stages leave the stages idle for up to 40% "),
+    ):
+        with pytest.warns(UserWarning, match=message):
+            GPipe(mlp(), balance, chunks=chunks)(x)
+
+
+@pytest.mark.usefixtures("nothing_noted")
+def test_tests_do_not_see_the_note(pytestconfig: pytest.Config) -> None:
+    """The filter in pyproject.toml matches it, for one micro-batch and for several."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for line in pytestconfig.getini("filterwarnings"):
+            action, message = line.split(":", 1)
+            warnings.filterwarnings(action, message)
+        for chunks in (1, 2):
+            GPipe(mlp(), [2, 3], chunks=chunks)(features())
 
 
 TIED = nn.Linear(4, 4), nn.Linear(4, 4)

@@ -346,6 +346,7 @@ def test_into_how_many_micro_batches(own: int, chunks: int | None, expected: int
     assert pipe.chunks == own
 
 
+@pytest.mark.usefixtures("nothing_noted")
 def test_does_not_warn_of_few_micro_batches_and_leaves_it_to_training() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=2)
     with warnings.catch_warnings():
