@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpipe_fast._extension import ReplayReport, build_info
+from gpipe_fast.inspect.architectures import code_for
 from gpipe_fast.layers.title import title
 from gpipe_fast.runtime.edges import described
 
@@ -21,8 +22,9 @@ def doctor(model: GPipe | None = None) -> str:
     """Says what there is to run on, and how a model runs there; plain text, for people to read.
 
     Of the machine: versions of torch, CUDA and the driver, for which GPUs the extension was built, the
-    devices and their memory, and which reach each other's. Of a model: where its stages are, which layers run
-    in Python and why, how tensors get from stage to stage, and, once it was called, how many bytes lie there.
+    devices and their memory, whether the extension has code for them, and which reach each other's
+    memory. Of a model: where its stages are, which layers run in Python and why, how tensors get from stage
+    to stage, and, once it was called, how many bytes lie there.
 
     Args:
         model: may be left out.
@@ -89,6 +91,7 @@ def _devices() -> list[str]:
             f"cuda:{index}: {found.name}, {found.total_memory / 2**30:.1f} GiB, "
             f"compute capability {found.major}.{found.minor}"
         )
+        lines.append(f"cuda:{index}: {code_for((found.major, found.minor), build_info()['cuda_archs'])}")
     return lines + [_reach(a, b) for a, b in combinations(range(count), 2)]
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gpipe_fast import build_info
+from gpipe_fast.inspect.architectures import code_for
 from tests.fake_cuda import process
 from tests.fake_cuda.build import can_build
 from tests.fake_cuda.check import Line, check, read
@@ -243,6 +245,7 @@ def test_what_is_told_of_transports(told: Callable[..., list[str]]) -> None:
     assert "equal" in lines
     assert "  cuda:0 and cuda:1 do not reach each other's memory" in lines
     assert any(line.startswith("  cuda:3: Fake GPU, 1024.0 GiB") for line in lines)
+    assert f"  cuda:3: {code_for((9, 0), build_info()['cuda_archs'])}" in lines
 
 
 def test_a_peer_path_that_is_unplugged(told: Callable[..., list[str]]) -> None:

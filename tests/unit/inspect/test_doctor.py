@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +44,25 @@ def test_the_machine() -> None:
     assert ("no GPU found" in versions[0]) == (not torch.cuda.is_available())
     assert devices[0].startswith("cpu: ")
     assert sum("GiB" in line for line in devices) == torch.cuda.device_count()
+
+
+def test_gpus_for_which_the_extension_has_code_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were two GPUs, one of them newer than all that the extension was built for."""
+    gpus = [SimpleNamespace(name=f"GPU {m}", total_memory=2**30, major=m, minor=0) for m in (9, 11)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    built = gpipe_fast.build_info() | {"cuda_archs": "8.0;9.0"}
+    monkeypatch.setattr("gpipe_fast.inspect.doctor.build_info", lambda: built)
+    assert section(doctor(), "devices")[1:] == [
+        "cuda:0: GPU 9, 1.0 GiB, compute capability 9.0",
+        "cuda:0: the extension has code for it, built for 9.0",
+        "cuda:1: GPU 11, 1.0 GiB, compute capability 11.0",
+        "cuda:1: the extension has no code for 11.0, only for 8.0;9.0; rebuild it with "
+        "TORCH_CUDA_ARCH_LIST=11.0",
+        "cuda:0 and cuda:1 reach each other's memory",
+    ]
 
 
 def test_from_the_command_line() -> None:

@@ -1,0 +1,69 @@
+"""Which GPUs an extension runs on, by what it was built for."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpipe_fast.inspect.architectures import Capability, code_for
+
+WHEEL = "7.5;8.0;9.0;12.0+PTX"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "archs", "expected"),
+    [
+        ((9, 0), WHEEL, "the extension has code for it, built for 9.0"),
+        ((8, 9), WHEEL, "the extension has code for it, built for 8.0"),
+        ((8, 9), "8.0 8.6+PTX", "the extension has code for it, built for 8.6"),
+        ((12, 1), WHEEL, "the extension has code for it, built for 12.0"),
+        ((10, 3), "10.0f", "the extension has code for it, built for 10.0"),
+        ((9, 0), "9.0a", "the extension has code for it, built for 9.0"),
+        (
+            (13, 0),
+            WHEEL,
+            "the extension has PTX for it, of 12.0, which the driver compiles when it is loaded; rebuilding "
+            "with TORCH_CUDA_ARCH_LIST=13.0 saves that",
+        ),
+        (
+            (8, 0),
+            "7.0+PTX;8.6",
+            "the extension has PTX for it, of 7.0, which the driver compiles when it is loaded; rebuilding "
+            "with TORCH_CUDA_ARCH_LIST=8.0 saves that",
+        ),
+    ],
+)
+def test_code_that_runs(gpu: Capability, archs: str, expected: str) -> None:
+    assert code_for(gpu, archs) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu", "archs"),
+    [
+        ((8, 0), "8.6"),
+        ((8, 0), "8.6+PTX"),
+        ((11, 0), WHEEL),
+        ((7, 0), WHEEL),
+        ((10, 0), "8.0;9.0"),
+        ((10, 0), "9.0a+PTX"),
+        ((9, 1), "9.0a"),
+        ((12, 0), "10.0f+PTX"),
+    ],
+)
+def test_code_that_does_not_run(gpu: Capability, archs: str) -> None:
+    version = f"{gpu[0]}.{gpu[1]}"
+    assert code_for(gpu, archs) == (
+        f"the extension has no code for {version}, only for {archs}; rebuild it with "
+        f"TORCH_CUDA_ARCH_LIST={version}"
+    )
+
+
+def test_an_extension_without_cuda() -> None:
+    assert code_for((9, 0), "none") == (
+        "the extension was built without CUDA; rebuild it with a CUDA toolkit for TORCH_CUDA_ARCH_LIST=9.0"
+    )
+
+
+def test_names_of_architectures_are_not_known() -> None:
+    assert code_for((9, 0), "8.0;Hopper") == (
+        "not known whether the extension has code for it: it was built for 8.0;Hopper, which names 'Hopper'"
+    )
