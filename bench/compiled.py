@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
+import struct
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -13,7 +16,7 @@ from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from gpipe_fast.kernels.launch import Variant
 from gpipe_fast.kernels.variants import all_variants
@@ -21,6 +24,11 @@ from gpipe_fast.kernels.variants import all_variants
 CAPABILITIES = (80, 90)
 TABLE = Path(__file__).parents[1] / "kernels" / "compiled.md"
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# As nvdisasm names what Triton compiles for.
+_ARCHITECTURES = {80: "SM80", 90: "SM90a"}
+_INSTRUCTION_BYTES = 16
+# Variants that one process compiles and then disassembles together.
+_CHUNK = 26
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Compiled:
     wide_accesses: int
 
 
-def compile_variant(variant: Variant, capability: int) -> Compiled:
+def compile_variant(variant: Variant, capability: int) -> CompiledKernel:
     """Compiles a kernel for GPUs of a compute capability, 90 for 9.0."""
     constants = {**variant.constants, **variant.config.blocks}
     # In the order of the kernel's own arguments, by which attributes are found.
@@ -50,44 +58,84 @@ def compile_variant(variant: Variant, capability: int) -> Compiled:
     signature = {n: variant.signature.get(n, "constexpr") for n in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
     source = ASTSource(variant.kernel, signature, constants, attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=variant.config.options())
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage, assembly = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
-    accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.[\w.]*", assembly)
-    return Compiled(
-        int(re.findall(r"REG:(\d+)", usage)[-1]),
-        made.metadata.shared,
-        sum(int(found) for found in re.findall(r"(?:STACK|LOCAL):(\d+)", usage)),
-        len(accesses),
-        sum(".128" in access for access in accesses),
-    )
-
-
-def _cuobjdump(option: str, path: str) -> str:
-    done = subprocess.run([_TOOLS / "cuobjdump", option, path], capture_output=True, text=True, check=True)
-    return done.stdout
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=variant.config.options())
 
 
 def rows(names: Iterable[str]) -> list[str]:
-    """A table's rows, for some variants; every processor compiles its share."""
-    tasks = [(name, capability) for name in names for capability in CAPABILITIES]
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_row, tasks, chunksize=4))
+    """A table's rows, for some variants."""
+    names = list(names)
+    found = {capability: _measure(names, capability) for capability in CAPABILITIES}
+    return [_row(name, capability, found[capability][name]) for name in names for capability in CAPABILITIES]
 
 
-def _row(task: tuple[str, int]) -> str:
-    name, capability = task
-    c = compile_variant(all_variants()[name], capability)
+def _row(name: str, capability: int, c: Compiled) -> str:
     return (
         f"| {name} | sm_{capability} | {c.registers} | {c.shared_bytes} | {c.spilled_bytes} "
         f"| {c.wide_accesses} of {c.accesses} |"
     )
 
 
+def _measure(names: Sequence[str], capability: int) -> dict[str, Compiled]:
+    made = [compile_variant(all_variants()[name], capability) for name in names]
+    cubins = [kernel.asm["cubin"] for kernel in made]
+    found = {}
+    for name, kernel, cubin, assembly in zip(
+        names, made, cubins, _disassemble(cubins, capability), strict=True
+    ):
+        usage = _resource_usage(cubin)
+        accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.[\w.]*", assembly)
+        found[name] = Compiled(
+            int(re.findall(r"REG:(\d+)", usage)[-1]),
+            kernel.metadata.shared,
+            sum(int(spilled) for spilled in re.findall(r"(?:STACK|LOCAL):(\d+)", usage)),
+            len(accesses),
+            sum(".128" in access for access in accesses),
+        )
+    return found
+
+
+def _resource_usage(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return _output("cuobjdump", "-res-usage", file.name)
+
+
+def _disassemble(cubins: Sequence[bytes], capability: int) -> list[str]:
+    """The instructions of each cubin, by one run for all of them: to start takes it half a second."""
+    codes = [_code(cubin) for cubin in cubins]
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
+        file.flush()
+        listing = _output("nvdisasm", "--binary", _ARCHITECTURES[capability], file.name)
+    ends = list(itertools.accumulate(map(len, codes)))
+    lines: list[list[str]] = [[] for _ in codes]
+    for line in listing.splitlines():
+        if address := re.match(r"\s*/\*([0-9a-f]{4,})\*/", line):
+            lines[bisect.bisect(ends, int(address[1], 16))].append(line)
+    assert all(len(own) == len(code) // _INSTRUCTION_BYTES for own, code in zip(lines, codes, strict=True))
+    return ["\n".join(own) for own in lines]
+
+
+def _code(cubin: bytes) -> bytes:
+    """The section .text of the only kernel of a cubin, an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_index = struct.unpack_from("<HHH", cubin, 58)
+    # Name, type, flags, address, offset and length of each section.
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(count)]
+    names = sections[names_index][4]
+    found = [s for s in sections if cubin.startswith(b".text.", names + s[0])]
+    assert len(found) == 1, f"a cubin has {len(found)} kernels, not one"
+    *_, offset, length = found[0]
+    return cubin[offset : offset + length]
+
+
+def _output(tool: str, *arguments: str) -> str:
+    return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
 def table() -> str:
-    """Of all variants."""
+    """All variants; every processor compiles its share."""
     head = (
         "# Kernels as compiled\n\n"
         f"By Triton {triton.__version__}, without a GPU: `make bench ARGS=compiled`. Registers and spilled "
@@ -96,7 +144,11 @@ def table() -> str:
         "| kernel, dtype, configuration | for | registers | shared bytes | spilled bytes "
         "| 16-byte accesses |\n|---|---|---|---|---|---|\n"
     )
-    return head + "\n".join(rows(all_variants())) + "\n"
+    names = list(all_variants())
+    chunks = [names[start : start + _CHUNK] for start in range(0, len(names), _CHUNK)]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        found = itertools.chain.from_iterable(pool.map(rows, chunks))
+        return head + "\n".join(found) + "\n"
 
 
 def main() -> None:
