@@ -4,7 +4,7 @@ A family plugs in with a file of its own here: `CASES`, a `Case` for each functi
 table, whose name begins with the family's word as its variants' names do, and `TUNINGS`, what can be tuned;
 and with its name in `FAMILIES`. `bench.traffic` then counts its bytes, `bench.kernels` measures it on a GPU,
 `bench.tune` tunes it, tests/bench/test_bench_kernels.py compares what was registered with PyTorch on the CPU,
-and tests/kernels/operators/test_cuda.py with PyTorch on a GPU.
+and tests/kernels/test_cuda.py with PyTorch on a GPU.
 """
 
 from __future__ import annotations

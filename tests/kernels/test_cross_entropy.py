@@ -1,205 +1,264 @@
-"""Softmax cross-entropy, its gradient made by the forward."""
+"""Softmax cross-entropy outside the interpreter: operators, references, errors, autograd, compiled."""
 
 from __future__ import annotations
 
-import importlib
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpipe_fast.kernels import cross_entropy
-from gpipe_fast.kernels.launch import Config
-from tests.kernels.comparison import (
-    check,
-    doubles,
-    every_dtype,
-    every_width,
-    needs_kernels,
-    strided,
-    with_gradients,
-)
+from gpipe_fast.kernels import cross_entropy, linear_cross_entropy
+from gpipe_fast.kernels.linear_cross_entropy import MIN_CHUNK_ROWS, choose_chunk_rows, in_chunks
 
 OPTIONS = (
     {},
     {"reduction": "sum", "label_smoothing": 0.1},
-    {"reduction": "none", "ignore_index": 0},
-    {"reduction": "mean", "label_smoothing": 1.0, "ignore_index": 0},
+    {"reduction": "none", "ignore_index": 3},
 )
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
+both_places = pytest.mark.parametrize("inplace", [False, True], ids=["beside", "in place"])
 
 
-def in_fp32(logits: Tensor, target: Tensor, **options) -> Tensor:
-    """PyTorch's own, of logits in fp32 at least; its gradient is rounded to the dtype of the logits."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    flat = F.cross_entropy(wide.reshape(-1, logits.shape[-1]), target.reshape(-1), **options)
-    return flat.view(target.shape) if options.get("reduction") == "none" else flat
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
 
 
-def compare(logits: Tensor, target: Tensor, *, by: float | None = None, **options) -> None:
-    """Beside the logits and in place; the incoming gradient is random, or what is given."""
-    shape = target.shape if options.get("reduction") == "none" else ()
-    g = torch.randn(shape) if by is None else torch.full(shape, by)
-    eager = with_gradients(lambda x: in_fp32(x, target, **options), [logits], [g])
-    truth = with_gradients(lambda x: in_fp32(x, target, **options), doubles([logits]), [g])
-    ours = with_gradients(lambda x: cross_entropy(x, target, **options), [logits], [g])
-    check(ours, eager, truth)
-    logits_made = []
-
-    def in_place(leaf: Tensor) -> Tensor:
-        logits_made.append(_Strided.apply(leaf, logits.stride()))
-        return cross_entropy(logits_made[0], target, inplace=True, **options)
-
-    again = with_gradients(in_place, [logits], [g])
-    torch.testing.assert_close(again, ours, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(logits_made[0], again[1])
+def some(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Input of a layer that makes logits, and targets."""
+    x, target = torch.randn(9, 5, dtype=dtype, requires_grad=True), torch.randint(7, (9,))
+    target[2] = -100
+    return x, target
 
 
-class _Strided(torch.autograd.Function):
-    """A copy with strides of its own, gaps among them: what a layer would compute."""
-
-    @staticmethod
-    def forward(ctx, values, strides):
-        return torch.empty_strided(values.shape, strides, dtype=values.dtype).copy_(values)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.clone(), None
-
-
-def some(cols: int, dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
-    return 4 * torch.randn(*shape, cols, dtype=dtype), torch.randint(cols, shape)
-
-
-@every_dtype
-@every_width
+@pytest.mark.parametrize("g", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@both_places
 @every_option
-def test_sizes(options: dict[str, object], cols: int, dtype: torch.dtype) -> None:
-    logits, target = some(cols, dtype, 3, 3)
-    target[0, :2] = options.get("ignore_index", -100)
-    compare(logits, target, **options)
+def test_the_reference_is_pytorchs(options: dict, inplace: bool, dtype: torch.dtype, g: float) -> None:
+    x, target = some(dtype)
+    target[target == -100] = options.get("ignore_index", -100)
+    weight = torch.randn(7, 5, dtype=dtype, requires_grad=True)
+    own = cross_entropy(F.linear(x, weight), target, inplace=inplace, **options)
+    other = F.cross_entropy(F.linear(x, weight).float(), target, **options)
+    assert own.dtype == torch.float32
+    torch.testing.assert_close(own, other)
+    found, expected = (torch.autograd.grad(loss.sum() * g, [x, weight]) for loss in (own, other))
+    # Beside the largest of each, a few roundings of what is added up.
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= 4 * torch.finfo(dtype).eps * b.abs().max()
 
 
-@every_dtype
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_an_incoming_gradient_of_one(reduction: str, dtype: torch.dtype) -> None:
-    compare(*some(100, dtype, 3, 7), by=1.0, reduction=reduction)
+def test_operators_keep_their_promises() -> None:
+    logits, target = torch.randn(9, 7, requires_grad=True), torch.randint(7, (9,))
+    ops, options = torch.ops.gpipe_fast, (-100, 0.1)
+    for reduction in ("mean", "sum", "none"):
+        torch.library.opcheck(ops.cross_entropy.default, (logits, target, *options, reduction, True))
+        plain = logits.detach()
+        torch.library.opcheck(ops.cross_entropy_.default, (plain.clone(), target, *options, reduction))
+    torch.library.opcheck(ops.cross_entropy_.default, (torch.randn(7, 9).t(), target, *options, "sum"))
+    for g in (torch.tensor(2.0), torch.randn(9)):
+        torch.library.opcheck(ops.scale_made_gradient_.default, (plain.clone(), g))
+    torch.library.opcheck(ops.with_made_gradient.default, (logits, torch.randn(())))
+    x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((9, 5), (7, 5), (7,)))
+    for arguments in ((x, weight, target, bias), (x, weight, target, None)):
+        needs = [True, True, arguments[3] is not None]
+        torch.library.opcheck(ops.linear_cross_entropy.default, (*arguments, *options, "mean", 4, needs))
 
 
-@every_dtype
-@every_option
-@pytest.mark.parametrize("cols", [1, 63, 128, 129, 1000])
-def test_rows_longer_than_a_block(
-    cols: int, options: dict[str, object], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = importlib.import_module("gpipe_fast.kernels.cross_entropy")
-    monkeypatch.setattr(family, "CONFIGS", {1 << 62: Config({"COLS": 128})})
-    logits, target = some(cols, dtype, 5)
-    target[3] = options.get("ignore_index", -100)
-    logits[2] += torch.linspace(-100, 100, cols)
-    compare(logits, target, **options)
-    compare(logits.flip(-1), target, **options)
+# Of x, weight and target.
+KINDS: dict[str, Callable[..., Tensor]] = {
+    "linear": lambda x, weight, target: linear_cross_entropy(x, weight, target, chunk_rows=4),
+    "beside": lambda x, weight, target: cross_entropy(F.linear(x, weight), target),
+    "in place": lambda x, weight, target: cross_entropy(F.linear(x, weight), target, inplace=True),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@every_dtype
-@pytest.mark.parametrize("cols", [32768, 32769])
-def test_the_widest_rows(cols: int, dtype: torch.dtype) -> None:
-    logits, target = some(cols, dtype, 2)
-    compare(logits, target, label_smoothing=0.1)
+@every_kind
+def test_compiled(kind: str) -> None:
+    (x, target), weight = some(), torch.randn(7, 5, requires_grad=True)
+
+    def twice(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return 2 * KINDS[kind](x.sin(), weight, target)
+
+    expected = twice(x, weight, target)
+    found = torch.compile(twice, backend="aot_eager", fullgraph=True)(x, weight, target)
+    assert torch.equal(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found, [x, weight]), torch.autograd.grad(expected, [x, weight]), strict=True
+    ):
+        assert torch.equal(a, b)
 
 
-@every_dtype
-def test_layouts(dtype: torch.dtype) -> None:
-    logits, target = some(100, dtype, 4, 5)
-    compare(strided(logits), target)
-    compare(logits.transpose(0, 1), target.t())
-    compare(logits[:1, :1].expand(4, 5, 100).contiguous(), target[::2].repeat(2, 1), reduction="none")
-    compare(logits[0, 0], target[0, 0])
-    padded = torch.full((4, 5, 112), float("nan"), dtype=dtype)
-    padded[..., :100] = logits
-    compare(padded[..., :100], target, reduction="sum")
+@every_kind
+def test_a_graph_that_is_kept_can_be_gone_through_again(kind: str) -> None:
+    (x, target), weight = some(), torch.randn(7, 5, requires_grad=True)
+    loss = KINDS[kind](x, weight, target)
+    once = torch.autograd.grad(loss, [x, weight], retain_graph=True)
+    thrice = torch.autograd.grad(loss, [x, weight], torch.tensor(3.0), retain_graph=True)
+    again = torch.autograd.grad(loss, [x, weight])
+    for a, b, c in zip(once, thrice, again, strict=True):
+        assert torch.equal(a, c)
+        torch.testing.assert_close(b, 3 * a)
 
 
-@pytest.mark.parametrize("config", [Config({"ROWS": 4, "COLS": 128}), Config({"COLS": 32})], ids=str)
-def test_padding_is_left_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = importlib.import_module("gpipe_fast.kernels.cross_entropy")
-    monkeypatch.setattr(family, "CONFIGS", {1 << 62: config})
-    leaf = torch.randn(4, 5, 112, requires_grad=True)
-    padded = leaf.clone()
-    for g in (1.0, 2.0):
-        cross_entropy(padded[..., :100], torch.randint(100, (4, 5)), inplace=True).backward(torch.tensor(g))
-        assert torch.equal(padded[..., :100], leaf.grad[..., :100])
-        assert torch.equal(padded[..., 100:], leaf[..., 100:])
-        leaf.grad, padded = None, leaf.clone()
+@pytest.mark.parametrize("retain", [True, False])
+def test_gradients_add_up_and_belong_to_nobody_else(retain: bool) -> None:
+    logits, target = torch.randn(9, 7, requires_grad=True), torch.randint(7, (9,))
+    expected = torch.autograd.grad(F.cross_entropy(logits, target), logits)[0]
+    losses = (
+        [cross_entropy(logits, target)] * 3 if retain else [cross_entropy(logits, target) for _ in range(3)]
+    )
+    for loss in losses:
+        loss.backward(retain_graph=retain)
+    torch.testing.assert_close(logits.grad, 3 * expected)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("shape", [(0, 7), (0, 0), (3, 0, 5)])
-def test_nothing(shape: tuple[int, ...], reduction: str) -> None:
-    logits, target = torch.randn(shape, requires_grad=True), torch.zeros(shape[:-1], dtype=torch.int64)
-    loss = cross_entropy(logits, target, reduction=reduction)
-    expected = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction=reduction).view(loss.shape)
-    torch.testing.assert_close(loss, expected, rtol=0, atol=0, equal_nan=True)
-    loss.sum().backward()
-    assert logits.grad.shape == logits.shape
+@every_kind
+def test_a_second_derivative_is_refused(kind: str) -> None:
+    (x, target), weight = some(), torch.randn(7, 5, requires_grad=True)
+    loss = KINDS[kind](x, weight, target)
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_all_ignored(smoothing: float) -> None:
-    logits, target = torch.randn(5, 7, requires_grad=True), torch.full((5,), -100)
-    loss = cross_entropy(logits, target, label_smoothing=smoothing)
-    loss.backward()
-    assert loss.isnan()
-    assert torch.equal(logits.grad, torch.zeros(5, 7))
+def test_only_what_requires_a_gradient_gets_one() -> None:
+    (x, target), weight, bias = some(), torch.randn(7, 5), torch.randn(7, requires_grad=True)
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(x, weight, bias), target), [x, bias])
+    found = torch.autograd.grad(linear_cross_entropy(x, weight, target, bias), [x, bias])
+    torch.testing.assert_close(found, expected)
+    assert not linear_cross_entropy(x.detach(), weight, target).requires_grad
 
 
-@needs_kernels
-@pytest.mark.parametrize("config", [Config({"ROWS": 4, "COLS": 16}), Config({"COLS": 4})], ids=str)
-def test_a_target_out_of_range_makes_its_row_nan(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = importlib.import_module("gpipe_fast.kernels.cross_entropy")
-    monkeypatch.setattr(family, "CONFIGS", {1 << 62: config})
-    logits, target = torch.randn(6, 7, requires_grad=True), torch.tensor([0, 7, 6, -1, -100, 1 << 40])
-    losses = cross_entropy(logits, target, reduction="none")
-    losses.sum().backward()
-    wrong = torch.tensor([False, True, False, True, False, True])
-    assert torch.equal(losses.isnan(), wrong)
-    assert torch.equal(logits.grad.isnan(), wrong[:, None].expand(6, 7))
-    assert cross_entropy(logits, target).isnan()
-
-
-@pytest.mark.parametrize("config", [Config({"ROWS": 4, "COLS": 16}), Config({"COLS": 4})], ids=str)
-def test_large_and_infinite_logits(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = importlib.import_module("gpipe_fast.kernels.cross_entropy")
-    monkeypatch.setattr(family, "CONFIGS", {1 << 62: config})
-    logits = torch.tensor([[1e4, -1e4, 0.0, 1e30, -1e30], [-1e4, -1e4, -1e4, -1e4, -1e4]])
-    for smoothing in (0.0, 0.1):
-        for target in range(5):
-            compare(logits, torch.full((2,), target), label_smoothing=smoothing, reduction="none")
-    # Classes that are masked out, by which whole blocks are, too.
-    logits = torch.full((5, 7), -float("inf"))
-    logits[torch.arange(5), torch.arange(5)] = 1.0
-    logits[:, 5] = 0.5
-    compare(logits, torch.arange(5), reduction="sum")
-    for row in (torch.full((1, 7), -float("inf")), torch.tensor([[0.0, float("nan"), 0, 0, 0, 0, 0]])):
-        leaf = row.requires_grad_()
-        loss = cross_entropy(leaf, torch.tensor([0]))
-        loss.backward()
-        assert loss.isnan()
-        assert leaf.grad.isnan().all()
-
-
-def test_rows_of_few_columns_are_scaled_each_by_its_own() -> None:
-    logits, target = some(3, torch.float32, 2060)
-    compare(logits, target, reduction="none")
-
-
-def test_what_needs_no_gradient_makes_none_and_destroys_nothing() -> None:
-    logits, target = some(100, torch.float16, 5)
-    kept = logits.clone()
+def test_who_saved_logits_that_were_destroyed_is_told() -> None:
+    x, target = some()
+    logits = F.linear(x, torch.randn(7, 5)).exp()
     loss = cross_entropy(logits, target, inplace=True)
-    with torch.no_grad():
-        again = cross_entropy(logits.requires_grad_(), target, inplace=True)
-    assert torch.equal(logits, kept)
-    assert torch.equal(loss, again)
-    assert torch.equal(loss, cross_entropy(logits, target).detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_logits_in_place_may_be_a_view() -> None:
+    (x, target), weight = some(), torch.randn(8, 5)
+    target[2] = 0
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(x, weight)[:, :7], target), x)[0]
+    logits = F.linear(x.view(3, 3, 5), weight).view(9, 8)[:, :7]
+    torch.testing.assert_close(
+        torch.autograd.grad(cross_entropy(logits, target, inplace=True), x)[0], expected
+    )
+
+
+@pytest.mark.parametrize("bad", [7, -1])
+def test_a_target_out_of_range_is_an_error_on_the_cpu(bad: int) -> None:
+    (x, target), weight = some(), torch.randn(7, 5)
+    target[3] = bad
+    for loss in KINDS.values():
+        with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
+            loss(x, weight, target)
+
+
+LOGITS, TARGET = torch.randn(3, 7), torch.zeros(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((LOGITS, TARGET[:2]), {}, r"targets must have all but the last dimension of \[3, 7\], got \[2\]"),
+        ((torch.tensor(1.0), TARGET), {}, r"all but the last dimension of \[\], got \[3\]"),
+        ((LOGITS, TARGET.int()), {}, "targets must be class indices in int64, got torch.int32"),
+        ((LOGITS.double(), TARGET), {}, "only fp32, fp16 and bf16 are taken, got torch.float64"),
+        ((LOGITS, TARGET.to("meta")), {}, "targets must be on cpu, got meta"),
+        ((LOGITS, TARGET), {"label_smoothing": 1.5}, "label smoothing must be from 0 to 1, got 1.5"),
+        ((LOGITS, TARGET), {"reduction": "max"}, "reduction is not one of mean, sum, none, got 'max'"),
+        ((LOGITS.clone().requires_grad_(), TARGET), {"inplace": True}, "logits that are a leaf"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit(arguments: tuple, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(*arguments, **options)
+
+
+X, WEIGHT = torch.randn(3, 5), torch.randn(7, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((X, WEIGHT.t(), TARGET), {}, r"the last dimension of \[3, 5\], got \[5, 7\]"),
+        ((X, WEIGHT, TARGET[:2]), {}, r"all but the last dimension of \[3, 7\], got \[2\]"),
+        ((X, WEIGHT, TARGET, torch.zeros(5)), {}, r"the bias must be of shape \[7\], got \[5\]"),
+        (
+            (X, WEIGHT.half(), TARGET),
+            {},
+            "the weight must be torch.float32 on cpu as x is, got torch.float16 on cpu",
+        ),
+        ((X, WEIGHT, TARGET), {"reduction": "none"}, "reduction is not one of mean, sum, got 'none'"),
+        ((X, WEIGHT, TARGET), {"chunk_rows": 0}, "a chunk has at least one row, got 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_a_linear_layer(arguments: tuple, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(*arguments, **options)
+
+
+class Memory(TorchDispatchMode):
+    """Bytes that are alive of what operators made, the most there were, and the most of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = self.largest = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        given = {
+            t.untyped_storage()._cdata for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)
+        }
+        for result in results if isinstance(results, tuple) else (results,):
+            if isinstance(result, Tensor) and result.untyped_storage()._cdata not in given | self._seen:
+                self._count(result.untyped_storage())
+        return results
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._seen.add(key)
+        self.alive += size
+        self.peak, self.largest = max(self.peak, self.alive), max(self.largest, size)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.alive -= size
+
+
+@pytest.mark.parametrize(("dtype", "twice"), [(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
+def test_the_full_logits_never_exist(dtype: torch.dtype, twice: int) -> None:
+    rows, features, classes, chunk_rows = 512, 16, 256, 32
+    x, weight = torch.randn(rows, features, dtype=dtype), torch.randn(classes, features, dtype=dtype)
+    target, bias = torch.randint(classes, (rows,)), torch.randn(classes, dtype=dtype)
+    needs = [True, True, True]
+    with Memory() as memory:
+        results = in_chunks(x, weight, target, bias, -100, 0.1, "mean", chunk_rows, needs)
+    assert memory.alive >= sum(t.nbytes for t in results), "the measure misses what is returned"
+    # On the CPU the reference, and the factors of the weight's gradient, are copies in fp32: a few chunks.
+    beside = memory.peak - sum(t.nbytes for t in results) - twice * 4 * classes * (features + 1)
+    assert beside <= 8 * 4 * chunk_rows * classes < 4 * rows * classes // 2 + 1
+    assert memory.largest <= 4 * max(chunk_rows * classes, rows * features)
+    with Memory() as memory:
+        in_chunks(x, weight, target, bias, -100, 0.1, "mean", rows, needs)
+    assert memory.largest >= x.itemsize * rows * classes, "the measure misses full logits"
+
+
+def test_chunks_are_chosen_by_shape() -> None:
+    assert choose_chunk_rows(100, 50257, 768) == 100
+    assert choose_chunk_rows(16384, 128256, 4096) == MIN_CHUNK_ROWS
+    assert choose_chunk_rows(65536, 32000, 4096) == 16384  # 8389 rows take what x takes
+    assert choose_chunk_rows(4096, 100, 4096) == 4096
+    assert choose_chunk_rows(0, 0, 0) == 1

@@ -1,93 +1,200 @@
-"""Dropout and residual."""
+"""Dropout of kernels/ on the CPU: the reference, the operators, errors, torch.compile."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpipe_fast.kernels import dropout_add, reference
+from gpipe_fast.kernels import (
+    Draw,
+    bias_activation,
+    bias_activation_backward,
+    dropout_add,
+    gated_activation,
+    gated_activation_backward,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 from gpipe_fast.randomness.random import KeyedRandomMode, make_key
-from tests.kernels.comparison import check, doubles, every_dtype, every_width, strided, with_gradients
 
-LAYER, ORDINAL = 5, 1
+KEY = make_key(3, 1, 2)
+DRAW = Draw(0.3, KEY, 4, 0)
 
 
-def eager(h: Tensor, residual: Tensor | None, p: float, key: Tensor) -> Tensor:
-    """PyTorch's own dropout, with gpipe_fast's randomness: the second random op of the layer."""
-    mode = KeyedRandomMode(key)
-    mode.enter_layer(LAYER)
+def eager(h: Tensor, residual: Tensor) -> Tensor:
+    """PyTorch's own dropout, as keyed by gpipe_fast."""
+    mode = KeyedRandomMode(KEY)
+    mode.enter_layer(4)
     with mode:
-        torch.rand(1)
-        # Draws are in h's dtype on purpose: float64 has the same bits.
-        y = F.dropout(h, p)
-    return y if residual is None else residual + y
+        return residual + F.dropout(h, 0.3)
 
 
-def compare(h: Tensor, residual: Tensor | None, g: Tensor, p: float, key: Tensor) -> None:
-    inputs = [h] if residual is None else [h, residual]
-    ours = with_gradients(lambda h, r=None: dropout_add(h, r, p, key, LAYER, ORDINAL), inputs, [g])
-    other = with_gradients(lambda h, r=None: eager(h, r, p, key), inputs, [g])
-    wide = doubles([*inputs, g])
-    truth = with_gradients(lambda h, r=None: eager(h, r, p, key), wide[:-1], [wide[-1]])
-    check(ours, other, truth)
-    if h.dtype == torch.float32:
-        # One rounding of each product and sum, as there.
-        assert all(torch.equal(a, b) for a, b in zip(ours, other, strict=True))
+def activated(z: Tensor, bias: Tensor) -> Tensor:
+    """The same behind PyTorch's bias and activation."""
+    return eager(F.gelu(z + bias), torch.zeros_like(z))
 
 
-@every_dtype
-@every_width
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_sizes(p: float, cols: int, dtype: torch.dtype) -> None:
-    h, residual, g = torch.randn(3, 7, cols, dtype=dtype)
-    compare(h, residual, g, p, make_key(11, 3, 2))
-    compare(h, None, g, p, make_key(11, 3, 2))
+def grads(function: Any, *inputs: Tensor) -> list[Tensor]:
+    """What comes out, and the gradients of all inputs."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
 
 
-@every_width
-def test_the_mask_is_that_of_the_keyed_op(cols: int) -> None:
-    for key in (make_key(0, 0), make_key(-5, 2**32 - 1, 9)):
-        ones, p = torch.ones(5, cols), 1 / 3
-        kept = reference.keep((5, cols), p, key, LAYER, ORDINAL)
-        assert torch.equal(dropout_add(ones, None, p, key, LAYER, ORDINAL), kept / (1 - p))
+def test_dropout_behind_an_activation_is_that_of_a_keyed_layer() -> None:
+    z, bias = torch.randn(5, 37), torch.randn(37)
+    ours = grads(lambda z, b: bias_activation(z, b, "gelu", DRAW), z, bias)
+    torch.testing.assert_close(ours, grads(activated, z, bias))
+    g = 2 * ours[0]
+    torch.testing.assert_close(bias_activation_backward(z, bias, g, "gelu", DRAW), tuple(ours))
 
 
-@every_dtype
-def test_layouts(dtype: torch.dtype) -> None:
-    h, residual, g = torch.randn(3, 4, 5, 100, dtype=dtype)
-    key = make_key(1, 1)
-    compare(strided(h), strided(residual), strided(g), 0.3, key)
-    compare(h.transpose(0, 1), residual.transpose(0, 1), g.transpose(0, 1), 0.3, key)
-    compare(h, residual[:1, :1].expand_as(h), g[:1, :1, :1].expand_as(h), 0.3, key)
+def test_dropout_behind_a_gated_pair_is_that_of_a_keyed_layer() -> None:
+    gate, up = torch.randn(2, 5, 37)
+    ours = grads(lambda x, u: gated_activation(x, u, "silu", DRAW), gate, up)
+    torch.testing.assert_close(ours, grads(lambda x, u: eager(F.silu(x) * u, torch.zeros(5, 37)), gate, up))
+    g = 2 * ours[0]
+    torch.testing.assert_close(gated_activation_backward(gate, up, g, "silu", DRAW), tuple(ours))
+    packed = gated_activation(torch.cat([gate, up], -1), None, "silu", DRAW)
+    torch.testing.assert_close(packed, ours[0])
 
 
-@pytest.mark.parametrize("p", [0.0, 1.0, 2.0**-33, 1 - 2.0**-40])
-def test_ends_of_the_probability(p: float) -> None:
-    h, residual, g = torch.randn(3, 4, 63)
-    compare(h, residual, g, p, make_key(1, 1))
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_dropout_before_a_residual_and_a_norm_is_that_of_a_keyed_layer(kind: str) -> None:
+    h, residual, g_sum = torch.randn(3, 5, 37, dtype=torch.float64)
+    parameters = torch.randn(2 if kind == "layer" else 1, 37, dtype=torch.float64).unbind()
+    norm = layer_norm if kind == "layer" else rms_norm
+    plain = F.layer_norm if kind == "layer" else F.rms_norm
+
+    def ours(h: Tensor, residual: Tensor, *parameters: Tensor) -> Tensor:
+        y, total = norm(h, *parameters, eps=1e-5, residual=residual, dropout=DRAW)
+        return torch.stack([y, total])
+
+    def theirs(h: Tensor, residual: Tensor, *parameters: Tensor) -> Tensor:
+        total = eager(h, residual)
+        return torch.stack([plain(total, (37,), *parameters, eps=1e-5), total])
+
+    found = grads(ours, h, residual, *parameters)
+    torch.testing.assert_close(found, grads(theirs, h, residual, *parameters))
+    # The fused backward, given the gradients of both results.
+    backward = layer_norm_backward if kind == "layer" else rms_norm_backward
+    g, g_sum = 2 * found[0]
+    fused = backward(h, *parameters, g, 1e-5, residual, g_sum, DRAW)
+    torch.testing.assert_close(fused, (found[0][0], *found[1:]))
+    # Of the sum alone.
+    leaf = h.clone().requires_grad_()
+    _, total = norm(leaf, residual=residual, dropout=DRAW)
+    assert torch.equal(torch.autograd.grad(total, leaf, g_sum)[0], dropout_add(g_sum, None, *DRAW))
 
 
-def test_what_is_not_finite_stays_so() -> None:
-    h, key = torch.tensor([float("inf"), float("nan"), -1.0]).repeat(40), make_key(1, 1)
-    ours, other = dropout_add(h, None, 0.5, key, LAYER, ORDINAL), eager(h, None, 0.5, key)
-    torch.testing.assert_close(ours, other, rtol=0, atol=0, equal_nan=True)
-    assert ours.isnan().sum() > 40
+def test_gradients_of_gradients() -> None:
+    h, residual = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda h, r: dropout_add(h, r, *DRAW), (h, residual))
+    assert torch.autograd.gradgradcheck(lambda h, r: dropout_add(h, r, *DRAW).square(), (h, residual))
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 7), (7, 0), (3, 0, 5)])
-def test_nothing(shape: tuple[int, ...]) -> None:
-    h = torch.randn(shape)
-    assert dropout_add(h, h, 0.5, make_key(1, 1), 0, 0).shape == h.shape
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_dropout_add_is_a_sound_operator(has_residual: bool) -> None:
+    h = torch.randn(5, 37, requires_grad=True)
+    residual = torch.randn(5, 37, requires_grad=True) if has_residual else None
+    torch.library.opcheck(torch.ops.gpipe_fast.dropout_add.default, (h, residual, *DRAW))
 
 
-def test_no_dimension() -> None:
-    compare(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(1.0), 0.5, make_key(1, 1))
+def test_activations_with_dropout_are_sound_operators() -> None:
+    z, bias = torch.randn(5, 37, requires_grad=True), torch.randn(37, requires_grad=True)
+    torch.library.opcheck(torch.ops.gpipe_fast.bias_activation.default, (z, bias, "gelu", *DRAW))
+    inputs = (z.detach(), bias.detach(), torch.randn(5, 37), "gelu", True, *DRAW)
+    torch.library.opcheck(torch.ops.gpipe_fast.bias_activation_backward.default, inputs)
 
 
-def test_the_key_is_read_when_the_kernel_runs() -> None:
-    h, key = torch.ones(1000), make_key(1, 1)
-    first = dropout_add(h, None, 0.5, key, 0, 0)
-    key.copy_(make_key(2, 1))
-    assert not torch.equal(first, dropout_add(h, None, 0.5, key, 0, 0))
+def test_gated_pairs_and_norms_with_dropout_are_sound_operators() -> None:
+    h, residual = torch.randn(2, 5, 37).unbind()
+    weight = torch.randn(37)
+    ops, opcheck = torch.ops.gpipe_fast, torch.library.opcheck
+    opcheck(ops.gated_activation_backward.default, (h, residual, h, "gelu", True, *DRAW))
+    for g_sum in (h, None):
+        opcheck(
+            ops.norm_backward.default,
+            (h, residual, weight, None, h, g_sum, 1e-5, "rms", True, *DRAW),
+        )
+        opcheck(ops.norm_backward.default, (h, None, weight, None, h, g_sum, 1e-5, "rms", False, *DRAW))
+    leaves = [t.clone().requires_grad_() for t in (h, residual, weight)]
+    opcheck(ops.gated_activation.default, (*leaves[:2], "gelu", *DRAW))
+    opcheck(ops.add_norm.default, (*leaves, None, 1e-5, "rms", *DRAW))
+
+
+def test_under_torch_compile() -> None:
+    def both(h: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
+        gated = gated_activation(bias_activation(h, bias, "silu", DRAW), h, "gelu", DRAW)
+        return layer_norm(dropout_add(gated, residual, *DRAW), residual=residual, dropout=DRAW)[0]
+
+    inputs = (*torch.randn(2, 5, 37), torch.randn(37))
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    assert all(torch.equal(a, b) for a, b in zip(grads(compiled, *inputs), grads(both, *inputs), strict=True))
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    h, residual = torch.randn(2, 5, 37)
+    residual.requires_grad_()
+    dropout_add(h, residual, *DRAW).sum().backward()
+    assert torch.equal(residual.grad, torch.ones(5, 37))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"p": -0.1}, r"p must be in \[0, 1\], but got -0.1"),
+        ({"p": float("nan")}, "but got nan"),
+        ({"key": KEY.int()}, r"but got torch.int32 of shape \[3\]"),
+        ({"key": KEY[:2]}, r"but got torch.int64 of shape \[2\]"),
+        ({"key": KEY.repeat(2)[::2]}, "key must be a contiguous int64 tensor"),
+        ({"key": KEY.to("meta")}, "key must be on cpu, but is on meta"),
+        ({"layer": -1}, "layer must fit 16 bits, but got -1"),
+        ({"layer": 1 << 16}, "layer must fit 16 bits, but got 65536"),
+        ({"ordinal": 1 << 16}, "at most 65536 random ops, but got ordinal 65536"),
+    ],
+)
+def test_what_cannot_be_drawn(changed: dict[str, Any], message: str) -> None:
+    draw, h = DRAW._replace(**changed), torch.randn(4, 5)
+    with pytest.raises(ValueError, match=message):
+        dropout_add(h, h, *draw)
+    with pytest.raises(ValueError, match=message):
+        bias_activation(h, None, "gelu", draw)
+    with pytest.raises(ValueError, match=message):
+        bias_activation_backward(h, None, h, "gelu", draw)
+    with pytest.raises(ValueError, match=message):
+        gated_activation(h, h, "gelu", draw)
+    with pytest.raises(ValueError, match=message):
+        layer_norm(h, residual=h, dropout=draw)
+
+
+def test_dropout_is_of_what_is_added_to_a_residual() -> None:
+    h = torch.randn(4, 5)
+    with pytest.raises(ValueError, match="dropout is of what is added to a residual, and there is none"):
+        rms_norm(h, dropout=DRAW)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="and there is none"):
+        layer_norm_backward(h, None, None, h, dropout=DRAW)
+
+
+@pytest.mark.parametrize("residual", [torch.randn(5, 4), torch.randn(5), torch.randn(4, 5).double()])
+def test_a_residual_that_does_not_fit(residual: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"must be torch.float32 of shape \[4, 5\], got"):
+        dropout_add(torch.randn(4, 5), residual, *DRAW)
+
+
+def test_a_gradient_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"the gradient must be of shape \[4, 5\], got \[4, 1\]"):
+        bias_activation_backward(torch.randn(4, 5), None, torch.randn(4, 1), "gelu", DRAW)
+
+
+def test_without_the_extension_a_mask_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, op = torch.randn(4, 5), torch.ops.gpipe_fast.dropout_add
+    monkeypatch.setattr(torch.ops, "gpipe_fast", torch.ops.nothing_of_this_name)
+    with pytest.raises(RuntimeError, match="import gpipe_fast first"):
+        op(h, None, *DRAW)

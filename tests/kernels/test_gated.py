@@ -1,81 +1,68 @@
-"""Gated pairs."""
+"""Gated pairs of kernels/ on the CPU: the operators, errors, torch.compile."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpipe_fast.kernels import gated_activation, gated_activation_backward
-from gpipe_fast.kernels.activations import ACTIVATIONS
-from tests.kernels.comparison import check, doubles, every_dtype, every_width, strided, with_gradients
 
-every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+every_form = pytest.mark.parametrize("packed", [True, False], ids=["packed", "two"])
 
 
-def eager(z: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """PyTorch's own operators."""
-    gate, through = z.chunk(2, -1) if up is None else (z, up)
-    if activation.startswith("gelu"):
-        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * through
-    return (F.relu(gate) if activation == "relu" else F.silu(gate)) * through
+def inputs_of(packed: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """A packed product, or gate and up; 37 columns of an activation."""
+    if packed:
+        return (torch.randn(3, 5, 74, dtype=dtype),)
+    return torch.randn(3, 5, 37, dtype=dtype), torch.randn(3, 5, 37, dtype=dtype)
 
 
-def unfused(z: Tensor, up: Tensor | None, g: Tensor, activation: str) -> list[Tensor | None]:
-    """What the fused backward returns, by autograd."""
-    inputs = [z] if up is None else [z, up]
-    found = with_gradients(lambda z, u=None: eager(z, u, activation), inputs, [g])
-    return [*found, None] if up is None else found
+def grads(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], g: Tensor) -> list[Tensor]:
+    """What comes out, and the gradients of all inputs."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, g)]
 
 
-def compare(z: Tensor, up: Tensor | None, g: Tensor, activation: str) -> None:
-    ours = gated_activation_backward(z, up, g, activation)
-    wide = doubles([z, up, g])
-    check(ours, unfused(z, up, g, activation), unfused(*wide, activation))
-    again = with_gradients(
-        lambda z, u=None: gated_activation(z, u, activation), [z] if up is None else [z, up], [g]
-    )
-    assert all(torch.equal(a, b) for a, b in zip(again, ours, strict=False) if b is not None)
+@every_form
+def test_gradients_of_doubles(packed: bool) -> None:
+    inputs = tuple(t[:1, :2].clone().requires_grad_() for t in inputs_of(packed, torch.float64))
+    assert torch.autograd.gradcheck(gated_activation, inputs)
 
 
-@every_dtype
-@every_width
-@every_activation
-def test_sizes(activation: str, cols: int, dtype: torch.dtype) -> None:
-    z, g = 3 * torch.randn(3, 3, 2 * cols, dtype=dtype), torch.randn(3, 3, cols, dtype=dtype)
-    compare(z, None, g, activation)
-    compare(*(half.contiguous() for half in z.chunk(2, -1)), g, activation)
+@every_form
+def test_operators_are_sound(packed: bool) -> None:
+    z, up = (*inputs_of(packed), None)[:2]
+    g = torch.randn(3, 5, 37)
+    for with_a in (True, False):
+        arguments = (z, up, g, "silu", with_a)
+        torch.library.opcheck(torch.ops.gpipe_fast.gated_activation_backward.default, arguments)
+    z.requires_grad_()
+    torch.library.opcheck(torch.ops.gpipe_fast.gated_activation.default, (z, up, "silu"))
 
 
-@every_dtype
-def test_layouts(dtype: torch.dtype) -> None:
-    z, up, g = torch.randn(3, 4, 5, 100, dtype=dtype)
-    compare(strided(z), strided(up), strided(g), "silu")
-    compare(strided(z), None, strided(g)[..., :50], "silu")
-    compare(z.transpose(0, 1), up.transpose(0, 1), g.transpose(0, 1), "silu")
-    compare(z, up, g[:1, :1, :1].expand(4, 5, 100), "gelu")
-    # Halves of one tensor, as two.
-    compare(*z.chunk(2, -1), g[..., 50:], "gelu")
+@every_form
+def test_under_torch_compile(packed: bool) -> None:
+    inputs, g = inputs_of(packed), torch.randn(3, 5, 37)
+    compiled = torch.compile(gated_activation, backend="aot_eager", fullgraph=True)
+    found, expected = grads(compiled, inputs, g), grads(gated_activation, inputs, g)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_one_row_of_one_dimension() -> None:
-    z, up, g = torch.randn(3, 100)
-    compare(z, up, g, "silu")
-    compare(z, None, g[:50], "silu")
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (7, 0), (0, 0), (3, 0, 6)])
-def test_nothing(shape: tuple[int, ...]) -> None:
-    z = torch.randn(shape)
-    a, dz, dup = gated_activation_backward(z, z, z, "silu")
-    assert a.shape == dz.shape == dup.shape == z.shape
-    half = torch.randn(*shape[:-1], shape[-1] // 2)
-    a, dz, dup = gated_activation_backward(z, None, half, "silu")
-    assert (a.shape, dz.shape, dup) == (half.shape, z.shape, None)
-
-
-def test_large_values_stay_finite() -> None:
-    z = torch.tensor([[-1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 100.0, 1e4]])
-    for activation in ACTIVATIONS:
-        compare(z, z.flip(1), torch.ones_like(z), activation)
+def test_what_does_not_fit() -> None:
+    z = torch.randn(4, 6)
+    with pytest.raises(ValueError, match="activation is not one of relu, silu, gelu, gelu_tanh, got 'tanh'"):
+        gated_activation(z, None, "tanh")
+    with pytest.raises(ValueError, match=r"an even number, got \[4, 5\]"):
+        gated_activation(z[:, :5])
+    with pytest.raises(ValueError, match="an even number"):
+        gated_activation(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"up must be of the gate's torch.float32, shape \[4, 6\], got"):
+        gated_activation(z, z[:, :5])
+    with pytest.raises(ValueError, match=r"got torch\.float64"):
+        gated_activation(z, z.double())
+    with pytest.raises(ValueError, match=r"the gradient must be of shape \[4, 3\], got \[4, 6\]"):
+        gated_activation_backward(z, None, z, "silu")

@@ -1,122 +1,21 @@
-"""Random bits inside a kernel: those of gpipe_fast's keyed ops."""
+"""Thresholds by which kernels keep random words."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-import triton
-import triton.language as tl
-from torch import Tensor
 
-from gpipe_fast.kernels import philox
-from gpipe_fast.kernels.launch import cdiv
-from gpipe_fast.randomness.random import NO_LAYER, make_key
-from tests.kernels.comparison import every_width, needs_kernels
-
-pytestmark = needs_kernels
-
-keyed = torch.ops.gpipe_fast
-KEYS = [(0, 0, 0), (-(2**63), 2**32 - 1, 0), (0x0123456789ABCDEF, 7, 12), (-1, 1, 65000)]
-PLACES = [(0, 0), (1, 1), (5, 9), (535, 0xFFFF), (NO_LAYER, 3)]
-ROWS, COLS = 4, 64
+from gpipe_fast.kernels.philox import threshold
 
 
-@triton.jit
-def _words(p_words, p_key, first, layer, ordinal, SIZE: tl.constexpr, BY_FOUR: tl.constexpr):
-    first = first.to(tl.int64)
-    if BY_FOUR:
-        words = philox.words_of_blocks((first >> 2) + tl.arange(0, SIZE // 4), p_key, layer, ordinal)
-    else:
-        words = philox.words_of_elements(first + tl.arange(0, SIZE), p_key, layer, ordinal)
-    tl.store(p_words + tl.arange(0, SIZE), words.to(tl.int64))
+@pytest.mark.parametrize(
+    ("p", "last", "scale"),
+    [(0.0, -1, 1.0), (0.5, 2**31 - 1, 2.0), (0.25, 3 * 2**30 - 1 - 2**32, 4 / 3), (1.0, 0, 0.0)],
+)
+def test_what_kernels_take(p: float, last: int, scale: float) -> None:
+    assert threshold(p) == (last, scale)
 
 
-@triton.jit
-def _keep(
-    p_kept, p_key, num_rows, num_cols, layer, ordinal, last,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr,
-):  # fmt: skip
-    o_rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    first_col = tl.program_id(0) * COLS
-    kept = philox.keep_rows(o_rows, first_col, num_cols, p_key, layer, ordinal, last, COLS, BY_FOUR)
-    o_cols = first_col + tl.arange(0, COLS)
-    mask = (o_rows < num_rows)[:, None] & (o_cols < num_cols)[None, :]
-    tl.store(p_kept + o_rows[:, None] * num_cols + o_cols[None, :], kept.to(tl.int8), mask=mask)
-
-
-def kept(num_rows: int, num_cols: int, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
-    """By the kernel; two ways of drawing must agree where both can be."""
-    last, _ = philox.threshold(p)
-    found = []
-    for by_four in (False, True)[: 1 + (num_cols % 4 == 0)]:
-        out = torch.full((num_rows, num_cols), -1, dtype=torch.int8)
-        grid = (cdiv(num_cols, COLS), cdiv(num_rows, ROWS))
-        _keep[grid](out, key, num_rows, num_cols, layer, ordinal, last, ROWS, COLS, by_four)
-        found.append(out)
-    assert torch.equal(found[0], found[-1])
-    return found[0]
-
-
-def drawn(num_rows: int, num_cols: int, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
-    size = (num_rows, num_cols)
-    device = torch.device("cpu")
-    return keyed.keyed_bernoulli(key, layer, ordinal, size, 1.0 - p, dtype=torch.int8, device=device)
-
-
-@every_width
-@pytest.mark.parametrize("num_rows", [1, 7])
-def test_masks_are_those_of_the_keyed_op(num_rows: int, cols: int) -> None:
-    for at, (key, place) in enumerate(zip((make_key(*k) for k in KEYS), PLACES, strict=False)):
-        arguments = (num_rows, cols, (0.1, 0.5, 0.9, 1 / 3)[at], key, *place)
-        assert torch.equal(kept(*arguments), drawn(*arguments))
-
-
-@pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("place", PLACES)
-def test_every_key_and_place_has_its_own_mask(key: tuple[int, int, int], place: tuple[int, int]) -> None:
-    arguments = (3, 100, 0.5, make_key(*key), *place)
-    ours = kept(*arguments)
-    assert torch.equal(ours, drawn(*arguments))
-    layer, ordinal = place
-    others = [(make_key(key[0] ^ 1, *key[1:]), layer, ordinal), (arguments[3], layer, ordinal ^ 1)]
-    assert all(not torch.equal(ours, kept(3, 100, 0.5, *other)) for other in others)
-
-
-def test_outside_of_every_layer_the_first_layer_does_not_count() -> None:
-    masks = [kept(2, 100, 0.5, make_key(1, 2, first), NO_LAYER, 0) for first in (0, 9)]
-    assert torch.equal(*masks)
-    assert not torch.equal(masks[0], kept(2, 100, 0.5, make_key(1, 2, 0), 0, 0))
-
-
-@pytest.mark.parametrize("p", [0.0, 2.0**-33, 2.0**-32, 0.25, 0.5, 1 - 2.0**-31, 1 - 2.0**-32])
-def test_every_probability_is_rounded_as_the_keyed_op_does(p: float) -> None:
-    key = make_key(42, 0)
-    assert torch.equal(kept(1, 1000, p, key, 0, 0), drawn(1, 1000, p, key, 0, 0))
-
-
-def test_the_last_word_that_is_kept() -> None:
-    key, words = make_key(42, 0), keyed.philox_block(42, [0, 0, 0, 0]).tolist()
-    for index, word in enumerate(words):
-        for ones, expected in ((word + 1, 1), (word, 0)):
-            arguments = (1, 4, 1 - ones * 2.0**-32, key, 0, 0)
-            assert kept(*arguments)[0, index] == expected
-            assert torch.equal(kept(*arguments), drawn(*arguments))
-
-
-@pytest.mark.parametrize("first", [0, 4, 2**31 - 64, 2**33 - 32, 2**34, 2**34 + 1000, 2**61])
-@pytest.mark.parametrize("by_four", [True, False])
-def test_words_of_far_elements(first: int, by_four: bool) -> None:
-    key, size = make_key(-3, 5, 2), 128
-    out = torch.empty(size, dtype=torch.int64)
-    _words[(1,)](out, key, first, 4, 6, size, by_four)
-    blocks = range(first // 4, (first + size) // 4)
-    words = [keyed.philox_block(-3, [b & 0xFFFFFFFF, b >> 32, 5, (2 + 4) << 16 | 6]) for b in blocks]
-    assert torch.equal(out, torch.cat(words))
-
-
-def test_words_of_elements_between_blocks() -> None:
-    key, first = make_key(8, 1), 2**34 + 3
-    out = torch.empty(128, dtype=torch.int64)
-    _words[(1,)](out, key, first, 0, 0, 128, False)
-    blocks = [keyed.philox_block(8, [first // 4 + i & 0xFFFFFFFF, first // 4 >> 32, 1, 0]) for i in range(33)]
-    assert torch.equal(out, torch.cat(blocks)[3 : 3 + 128])
+def test_the_fewest_words_that_are_kept() -> None:
+    assert threshold(1 - 2.0**-32) == (0, 2.0**32)
+    assert threshold(1 - 2.0**-33) == (0, 2.0**33)
+    assert threshold(1 - 2.0**-34) == (0, 0.0)

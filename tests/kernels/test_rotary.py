@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Rotary position embedding outside the interpreter: as an operator of PyTorch's, and on the CPU."""
 
 from __future__ import annotations
 
@@ -7,159 +7,133 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.kernels import rotary, rotary_, rotary_backward_, rotary_tables
-from tests.kernels.comparison import check, doubles, every_dtype, strided, with_gradients
 
 both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-Arguments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """PyTorch's own operators, as models write them: x cos + rotated(x) sin."""
-    d = 2 * cos.shape[-1]
-    x, rest = x[..., :d], x[..., d:]
-    if interleaved:
-        cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
-        rotated = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-    else:
-        cos, sin = (torch.cat([table, table], -1) for table in (cos, sin))
-        rotated = torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1)
-    cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in (cos, sin))
-    return torch.cat([x * cos + rotated * sin, rest], -1)
+def make(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k = torch.randn(2, 7, 4, 24, dtype=dtype), torch.randn(2, 7, 2, 24, dtype=dtype)
+    cos, sin = rotary_tables(torch.arange(7), 16)
+    return q, k, cos, sin
 
 
-def make(
-    batch: int, length: int, heads: tuple[int, int], head_dim: int, rotary_dim: int, dtype: torch.dtype
-) -> tuple[Arguments, tuple[Tensor, Tensor]]:
-    """Arguments, and gradients of both results."""
-    q, dq = torch.randn(2, batch, length, heads[0], head_dim, dtype=dtype)
-    k, dk = torch.randn(2, batch, length, heads[1], head_dim, dtype=dtype)
-    return (q, k, *rotary_tables(torch.arange(length), rotary_dim)), (dq, dk)
+def complex_numbers(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Each pair as a complex number, multiplied by another: in fp64."""
+    half = cos.shape[-1]
+    turned, rest = x.double().split([2 * half, x.shape[-1] - 2 * half], -1)
+    pairs = turned.unflatten(-1, (half, 2)) if interleaved else turned.unflatten(-1, (2, half)).mT
+    angles = torch.complex(cos.double(), sin.double()).unsqueeze(-2)
+    product = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angles)
+    return torch.cat([(product if interleaved else product.mT).flatten(-2), rest], -1)
 
 
-def compare(arguments: Arguments, gradients: tuple[Tensor, Tensor], interleaved: bool) -> None:
-    q, k, cos, sin = arguments
-
-    def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
-        return [turn(x, cos, sin, interleaved) for x in (q, k)]
-
-    def everything(tables: tuple[Tensor, Tensor], q: Tensor, k: Tensor, *g: Tensor) -> list[Tensor | None]:
-        return with_gradients(lambda q, k: eager(q, k, *tables), [q, k], g)
-
-    ours = with_gradients(
-        lambda q, k: rotary(q, k, cos, sin, interleaved=interleaved), [q, k], list(gradients)
-    )
-    wide = (cos.double(), sin.double())
-    check(ours, everything((cos, sin), q, k, *gradients), everything(wide, *doubles([q, k, *gradients])))
-
-    own = [x.contiguous().clone() for x in (q, k, *gradients)]
-    for function, pair in ((rotary_, own[:2]), (rotary_backward_, own[2:])):
-        returned = function(*pair, cos, sin, interleaved=interleaved)
-        assert all(a is b for a, b in zip(returned, pair, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(own, ours, strict=True))
-
-
-@every_dtype
-@both_pairings
-@pytest.mark.parametrize("length", [1, 63, 100])
-def test_lengths(length: int, interleaved: bool, dtype: torch.dtype) -> None:
-    compare(*make(1, length, (2, 1), 32, 32, dtype), interleaved)
-
-
-@pytest.mark.parametrize(("length", "interleaved"), [(1000, True), (4097, False)])
-def test_long_sequences(length: int, interleaved: bool) -> None:
-    (q, k, cos, sin), _ = make(1, length, (2, 1), 16, 16, torch.float32)
-    ours = rotary(q, k, cos, sin, interleaved=interleaved)
-    eager, truth = (
-        [turn(x, *tables, interleaved) for x in pair]
-        for pair, tables in (((q, k), (cos, sin)), ((q.double(), k.double()), (cos.double(), sin.double())))
-    )
-    check(ours, eager, truth)
-
-
-@every_dtype
-@both_pairings
-@pytest.mark.parametrize(
-    ("head_dim", "rotary_dim"),
-    [
-        (2, 2),
-        (63, 62),
-        (64, 64),
-        (100, 100),
-        (80, 32),
-        (128, 128),
-        (128, 2),
-        (129, 126),
-        (1000, 1000),
-        (4097, 4096),
-    ],
-)
-def test_dimensions(head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype) -> None:
-    compare(*make(2, 5, (3, 2), head_dim, rotary_dim, dtype), interleaved)
+@pytest.mark.parametrize(("interleaved", "opposite"), [(False, True), (True, False)])
+def test_opcheck(interleaved: bool, opposite: bool) -> None:
+    q, k, cos, sin = make()
+    arguments = (q.requires_grad_(), k.requires_grad_(), cos, sin, interleaved, opposite)
+    torch.library.opcheck(torch.ops.gpipe_fast.rotary.default, arguments)
+    q, k, cos, sin = make()
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.library.opcheck(torch.ops.gpipe_fast.rotary_.default, (q, k, cos, sin, interleaved, opposite))
 
 
 @both_pairings
-@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (32, 4), (1, 9), (63, 1), (100, 10)])
-def test_heads(heads: tuple[int, int], interleaved: bool) -> None:
-    compare(*make(2, 3, heads, 16, 12, torch.float32), interleaved)
-
-
-@every_dtype
-@both_pairings
-def test_layouts(interleaved: bool, dtype: torch.dtype) -> None:
-    (q, k, cos, sin), (dq, dk) = make(2, 5, (3, 3), 24, 16, dtype)
-    compare((strided(q), strided(k), strided(cos), strided(sin)), (strided(dq), strided(dk)), interleaved)
-    # (batch, heads, length, head_dim) in memory, and the last dimension outside.
-    inner, outer = (x.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) for x in (q, dq))
-    compare((inner, k.transpose(0, 3).contiguous().transpose(0, 3), cos, sin), (outer, dk), interleaved)
-    # Parts of one product, and gradients that are the same everywhere.
-    product = torch.randn(2, 5, 9, 24, dtype=dtype)
-    everywhere = dq[:1, :1, :1].expand_as(dq)
-    compare((product[:, :, :3], product[:, :, 3:6], cos, sin), (everywhere, dk), interleaved)
-    one = dq[..., :1].expand_as(dq)
-    compare((one, k[:, :, :1].expand_as(k), cos, sin), (one, dk), interleaved)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_rotates_by_the_angle(interleaved: bool, dtype: torch.dtype) -> None:
+    q, k, cos, sin = make(dtype)
+    for ours, x in zip(rotary(q, k, cos, sin, interleaved=interleaved), (q, k), strict=True):
+        assert ours.dtype == dtype
+        exact = complex_numbers(x, cos, sin, interleaved)
+        assert (ours.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
 
 
 @both_pairings
-def test_in_place_where_it_is_not_contiguous(interleaved: bool) -> None:
-    (q, k, cos, sin), _ = make(2, 5, (3, 2), 24, 16, torch.float32)
-    expected = rotary(q, k, cos, sin, interleaved=interleaved)
-    product = torch.full((2, 5, 7, 24), 7.0)
-    product[:, :, 1:4], product[:, :, 4:6] = q, k
-    rotary_(product[:, :, 1:4], product[:, :, 4:6], cos, sin, interleaved=interleaved)
-    assert torch.equal(product[:, :, 1:4], expected[0])
-    assert torch.equal(product[:, :, 4:6], expected[1])
-    assert (product[:, :, [0, 6]] == 7).all()
-    around = torch.stack([q, torch.full_like(q, 7.0)], -1)
-    rotary_(around[..., 0], k, cos, sin, interleaved=interleaved)
-    assert torch.equal(around[..., 0], expected[0])
-    assert (around[..., 1] == 7).all()
+def test_gradients(interleaved: bool) -> None:
+    cos, sin = (table.double() for table in rotary_tables(torch.arange(2), 4))
+    inputs = [torch.randn(1, 2, heads, 6, dtype=torch.float64, requires_grad=True) for heads in (2, 1)]
+
+    def function(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(q, k, cos, sin, interleaved=interleaved)
+
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_a_gradient_that_others_read_is_left_alone() -> None:
+    q, k, cos, sin = make()
+    other = torch.zeros_like(q, requires_grad=True)
+    (rotary(q.requires_grad_(), k, cos, sin)[0] + other).backward(torch.ones_like(q))
+    assert q.grad is not None
+    assert other.grad is not None
+    assert other.grad.eq(1).all()
+    assert not q.grad.eq(1).all()
 
 
 @both_pairings
-def test_positions_of_each_sequence_its_own(interleaved: bool) -> None:
-    (q, k, _, _), gradients = make(3, 5, (3, 2), 24, 16, torch.float32)
-    positions = torch.stack([torch.arange(5), torch.arange(5) + 100_000, torch.tensor([0, 1, 0, 1, 2])])
-    compare((q, k, *rotary_tables(positions, 16)), gradients, interleaved)
-    compare((q, k, *rotary_tables(positions[1:2], 16)), gradients, interleaved)
-    compare((q, k, *(t.half() for t in rotary_tables(positions, 16))), gradients, interleaved)
+def test_compiled(interleaved: bool) -> None:
+    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = rotary(q * 2, k, cos, sin, interleaved=interleaved)
+        return (q[..., :2, :] * k).square().sum()
+
+    arguments = make()
+    found = []
+    for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        q, k = (x.clone().requires_grad_() for x in arguments[:2])
+        value = run(q, k, *arguments[2:])
+        found.append((value, *torch.autograd.grad(value, (q, k))))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("batch", "length", "heads"), [(0, 3, (2, 1)), (2, 0, (2, 1)), (2, 3, (0, 0)), (2, 3, (2, 0))]
-)
-def test_nothing(batch: int, length: int, heads: tuple[int, int]) -> None:
-    compare(*make(batch, length, heads, 8, 8, torch.float32), False)
+def test_compiled_in_place() -> None:
+    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q = q + 1
+        rotary_(q, k, cos, sin)
+        return q * 2
+
+    q, k, cos, sin = make()
+    own = k.clone()
+    expected = function(q, k, cos, sin)
+    found = torch.compile(function, backend="aot_eager", fullgraph=True)(q, own, cos, sin)
+    assert torch.equal(found, expected)
+    assert torch.equal(own, k)
 
 
-def test_the_backward_can_be_differentiated() -> None:
-    (q, k, cos, sin), (dq, _) = make(1, 3, (2, 1), 8, 6, torch.float32)
-    weights = torch.randn_like(q)
-    g = dq.requires_grad_()
-    (back,) = torch.autograd.grad(rotary(q.requires_grad_(), k, cos, sin)[0], q, g, create_graph=True)
-    (again,) = torch.autograd.grad(back, g, weights)
-    torch.testing.assert_close(again, rotary(weights, k, cos, sin)[0])
+def test_tables() -> None:
+    positions = torch.tensor([[0, 1, 1_000_000], [3, 4, 5]])
+    cos, sin = rotary_tables(positions, 8, base=500.0)
+    assert cos.shape == sin.shape == (2, 3, 4)
+    assert cos.dtype == sin.dtype == torch.float32
+    for i in range(4):
+        angle = positions.double() / 500.0 ** (2 * i / 8)
+        torch.testing.assert_close(cos[..., i].double(), angle.cos(), rtol=0, atol=1e-7)
+        torch.testing.assert_close(sin[..., i].double(), angle.sin(), rtol=0, atol=1e-7)
+    for dim in (0, -2, 7):
+        with pytest.raises(ValueError, match=f"even and positive, got {dim}"):
+            rotary_tables(positions, dim)
 
 
-def test_fp64_is_computed_in_fp64() -> None:
-    (q, k, cos, sin), _ = make(1, 3, (2, 1), 8, 6, torch.float64)
-    torch.testing.assert_close(rotary(q, k, cos, sin)[0], turn(q, cos, sin, False), rtol=1e-14, atol=1e-14)
+def test_bad_input() -> None:
+    q, k, cos, sin = make()
+    for arguments, words in [
+        ((q[0], k, cos, sin), "q and k must be"),
+        ((q, k[:, :6], cos, sin), "q and k must be"),
+        ((q, k[..., :20], cos, sin), "q and k must be"),
+        ((q, k, cos[:6], sin[:6]), "tables must be"),
+        ((q, k, cos, sin[..., :4]), "tables must be"),
+        ((q, k, cos.expand(3, 7, 8), sin.expand(3, 7, 8)), "tables must be"),
+        ((q, k, cos[:, :0], sin[:, :0]), "rotary_dim must be"),
+        ((q[..., :14], k[..., :14], cos, sin), "rotary_dim must be"),
+        ((q.int(), k, cos, sin), "dtypes must be of floating point, got torch.int32"),
+        ((q, k, cos.to("meta"), sin), "devices differ"),
+    ]:
+        for function in (rotary, rotary_, rotary_backward_):
+            with pytest.raises(ValueError, match=words):
+                function(*arguments)
+    with pytest.raises(ValueError, match="the tables get no gradient"):
+        rotary(q, k, cos.clone().requires_grad_(), sin)
+    with pytest.raises(ValueError, match="must not require a gradient"):
+        rotary_(q.clone().requires_grad_(), k, cos, sin)
+    with pytest.raises(ValueError, match="elements share memory"):
+        rotary_(q[:, :, :1].expand(2, 7, 3, 24), k, cos, sin)
+    with torch.no_grad():
+        rotary_(q.clone().requires_grad_(), k, cos, sin)

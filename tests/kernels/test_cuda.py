@@ -1,4 +1,4 @@
-"""What only a GPU can show of kernels, beside operators/test_families.py."""
+"""What only a GPU can show of kernels, beside test_numerics.py."""
 
 from __future__ import annotations
 

@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpipe_fast.kernels import linear_cross_entropy
-from tests.kernels.comparison import check, doubles, every_dtype, needs_kernels, strided, with_gradients
+from tests.kernels.numerics.comparison import (
+    check,
+    doubles,
+    every_dtype,
+    needs_kernels,
+    strided,
+    with_gradients,
+)
 
 OPTIONS = ({}, {"reduction": "sum", "label_smoothing": 0.1}, {"ignore_index": 0, "label_smoothing": 0.1})
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -1,0 +1,172 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpipe_fast.kernels import rotary, rotary_, rotary_backward_, rotary_tables
+from gpipe_fast.kernels.launch import INTERPRETED, Config
+from tests.kernels.numerics.comparison import check, doubles, every_dtype, strided, with_gradients
+
+# The module, in whose place the package has the function.
+kernels = importlib.import_module("gpipe_fast.kernels.rotary")
+both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """PyTorch's own operators, as models write them: x cos + rotated(x) sin."""
+    d = 2 * cos.shape[-1]
+    x, rest = x[..., :d], x[..., d:]
+    if interleaved:
+        cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
+        rotated = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    else:
+        cos, sin = (torch.cat([table, table], -1) for table in (cos, sin))
+        rotated = torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1)
+    cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in (cos, sin))
+    return torch.cat([x * cos + rotated * sin, rest], -1)
+
+
+def make(
+    batch: int, length: int, heads: tuple[int, int], head_dim: int, rotary_dim: int, dtype: torch.dtype
+) -> tuple[Arguments, tuple[Tensor, Tensor]]:
+    """Arguments, and gradients of both results."""
+    q, dq = torch.randn(2, batch, length, heads[0], head_dim, dtype=dtype)
+    k, dk = torch.randn(2, batch, length, heads[1], head_dim, dtype=dtype)
+    return (q, k, *rotary_tables(torch.arange(length), rotary_dim)), (dq, dk)
+
+
+def compare(arguments: Arguments, gradients: tuple[Tensor, Tensor], interleaved: bool) -> None:
+    q, k, cos, sin = arguments
+
+    def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+        return [turn(x, cos, sin, interleaved) for x in (q, k)]
+
+    def everything(tables: tuple[Tensor, Tensor], q: Tensor, k: Tensor, *g: Tensor) -> list[Tensor | None]:
+        return with_gradients(lambda q, k: eager(q, k, *tables), [q, k], g)
+
+    ours = with_gradients(
+        lambda q, k: rotary(q, k, cos, sin, interleaved=interleaved), [q, k], list(gradients)
+    )
+    wide = (cos.double(), sin.double())
+    check(ours, everything((cos, sin), q, k, *gradients), everything(wide, *doubles([q, k, *gradients])))
+
+    own = [x.contiguous().clone() for x in (q, k, *gradients)]
+    for function, pair in ((rotary_, own[:2]), (rotary_backward_, own[2:])):
+        returned = function(*pair, cos, sin, interleaved=interleaved)
+        assert all(a is b for a, b in zip(returned, pair, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(own, ours, strict=True))
+
+
+@every_dtype
+@both_pairings
+@pytest.mark.parametrize("length", [1, 63, 100])
+def test_lengths(length: int, interleaved: bool, dtype: torch.dtype) -> None:
+    compare(*make(1, length, (2, 1), 32, 32, dtype), interleaved)
+
+
+@pytest.mark.parametrize(("length", "interleaved"), [(1000, True), (4097, False)])
+def test_long_sequences(length: int, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:  # its time depends on the number of blocks
+        monkeypatch.setattr(kernels, "CONFIGS", {1 << 62: Config({"POSITIONS": 128, "HEADS": 8})})
+    (q, k, cos, sin), _ = make(1, length, (2, 1), 16, 16, torch.float32)
+    ours = rotary(q, k, cos, sin, interleaved=interleaved)
+    eager, truth = (
+        [turn(x, *tables, interleaved) for x in pair]
+        for pair, tables in (((q, k), (cos, sin)), ((q.double(), k.double()), (cos.double(), sin.double())))
+    )
+    check(ours, eager, truth)
+
+
+@every_dtype
+@both_pairings
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"),
+    [
+        (2, 2),
+        (63, 62),
+        (64, 64),
+        (100, 100),
+        (80, 32),
+        (128, 128),
+        (128, 2),
+        (129, 126),
+        (1000, 1000),
+        (4097, 4096),
+    ],
+)
+def test_dimensions(head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype) -> None:
+    compare(*make(2, 5, (3, 2), head_dim, rotary_dim, dtype), interleaved)
+
+
+@both_pairings
+@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (32, 4), (1, 9), (63, 1), (100, 10)])
+def test_heads(heads: tuple[int, int], interleaved: bool) -> None:
+    compare(*make(2, 3, heads, 16, 12, torch.float32), interleaved)
+
+
+@every_dtype
+@both_pairings
+def test_layouts(interleaved: bool, dtype: torch.dtype) -> None:
+    (q, k, cos, sin), (dq, dk) = make(2, 5, (3, 3), 24, 16, dtype)
+    compare((strided(q), strided(k), strided(cos), strided(sin)), (strided(dq), strided(dk)), interleaved)
+    # (batch, heads, length, head_dim) in memory, and the last dimension outside.
+    inner, outer = (x.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) for x in (q, dq))
+    compare((inner, k.transpose(0, 3).contiguous().transpose(0, 3), cos, sin), (outer, dk), interleaved)
+    # Parts of one product, and gradients that are the same everywhere.
+    product = torch.randn(2, 5, 9, 24, dtype=dtype)
+    everywhere = dq[:1, :1, :1].expand_as(dq)
+    compare((product[:, :, :3], product[:, :, 3:6], cos, sin), (everywhere, dk), interleaved)
+    one = dq[..., :1].expand_as(dq)
+    compare((one, k[:, :, :1].expand_as(k), cos, sin), (one, dk), interleaved)
+
+
+@both_pairings
+def test_in_place_where_it_is_not_contiguous(interleaved: bool) -> None:
+    (q, k, cos, sin), _ = make(2, 5, (3, 2), 24, 16, torch.float32)
+    expected = rotary(q, k, cos, sin, interleaved=interleaved)
+    product = torch.full((2, 5, 7, 24), 7.0)
+    product[:, :, 1:4], product[:, :, 4:6] = q, k
+    rotary_(product[:, :, 1:4], product[:, :, 4:6], cos, sin, interleaved=interleaved)
+    assert torch.equal(product[:, :, 1:4], expected[0])
+    assert torch.equal(product[:, :, 4:6], expected[1])
+    assert (product[:, :, [0, 6]] == 7).all()
+    around = torch.stack([q, torch.full_like(q, 7.0)], -1)
+    rotary_(around[..., 0], k, cos, sin, interleaved=interleaved)
+    assert torch.equal(around[..., 0], expected[0])
+    assert (around[..., 1] == 7).all()
+
+
+@both_pairings
+def test_positions_of_each_sequence_its_own(interleaved: bool) -> None:
+    (q, k, _, _), gradients = make(3, 5, (3, 2), 24, 16, torch.float32)
+    positions = torch.stack([torch.arange(5), torch.arange(5) + 100_000, torch.tensor([0, 1, 0, 1, 2])])
+    compare((q, k, *rotary_tables(positions, 16)), gradients, interleaved)
+    compare((q, k, *rotary_tables(positions[1:2], 16)), gradients, interleaved)
+    compare((q, k, *(t.half() for t in rotary_tables(positions, 16))), gradients, interleaved)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads"), [(0, 3, (2, 1)), (2, 0, (2, 1)), (2, 3, (0, 0)), (2, 3, (2, 0))]
+)
+def test_nothing(batch: int, length: int, heads: tuple[int, int]) -> None:
+    compare(*make(batch, length, heads, 8, 8, torch.float32), False)
+
+
+def test_the_backward_can_be_differentiated() -> None:
+    (q, k, cos, sin), (dq, _) = make(1, 3, (2, 1), 8, 6, torch.float32)
+    weights = torch.randn_like(q)
+    g = dq.requires_grad_()
+    (back,) = torch.autograd.grad(rotary(q.requires_grad_(), k, cos, sin)[0], q, g, create_graph=True)
+    (again,) = torch.autograd.grad(back, g, weights)
+    torch.testing.assert_close(again, rotary(weights, k, cos, sin)[0])
+
+
+def test_fp64_is_computed_in_fp64() -> None:
+    (q, k, cos, sin), _ = make(1, 3, (2, 1), 8, 6, torch.float64)
+    torch.testing.assert_close(rotary(q, k, cos, sin)[0], turn(q, cos, sin, False), rtol=1e-14, atol=1e-14)
