@@ -75,9 +75,9 @@ lint: $(INSTALLED)  ## ruff, mypy --strict, directions of imports and includes, 
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy --strict gpipe_fast
-	$(VENV)/bin/lint-imports --no-cache >/dev/null || $(VENV)/bin/lint-imports --no-cache
+	@$(VENV)/bin/lint-imports --no-cache >/dev/null || $(VENV)/bin/lint-imports --no-cache
 	$(PY) .ci/check_includes.py
-	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	@$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: $(INSTALLED)  ## rewrite the sources as lint wants them
 	$(VENV)/bin/ruff check --fix

@@ -247,7 +247,7 @@ class GPipe(Container):
             args, kwargs = (kwargs["input"],), {}
         inputs = Inputs.of(args, kwargs)
         if not len(self):
-            return _returned_by_no_layer(args, kwargs, inputs)
+            return _pass_through(args, kwargs, inputs)
         check_inputs(inputs, self.devices)
         with TURN:
             plan = self._plan(inputs)
@@ -373,7 +373,7 @@ def _balance(
     return checked_balance(balance, len(layers))
 
 
-def _returned_by_no_layer(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs) -> Any:
+def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs) -> Any:
     """The argument as it is: nothing cuts it, so it needs no batch dimension."""
     if len(args) != 1 or kwargs:
         raise TypeError(

@@ -42,7 +42,7 @@ def _check(name: str, thorough: bool) -> None:
         assert verdict.rounded == set(), f"{verdict.worst} times eager's own error"
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", RECIPES)
 def test_layer(name: str) -> None:
     _check(name, thorough=False)
@@ -241,7 +241,7 @@ def _model(name: str) -> tuple[nn.Sequential, Tensor]:
     return make(), _input(shape)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name: str) -> None:
     model, x = _model(name)

@@ -211,7 +211,7 @@ def both(c: Combination) -> tuple[Result, Result]:
     return train(pipe, c), train(plain, c)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "seed", [s if s < SAMPLE else pytest.param(s, marks=pytest.mark.soak) for s in range(ALL)]
 )

@@ -62,6 +62,7 @@ def check(make: Model, batch: Batch, num_stages: int, repetitions: int) -> None:
                     assert unequal(pipeline_step(pipe, x), expected) == [], f"{where}, seed {seed}"
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @every_model
 def test_equals_the_plain_loop(make: Model, batch: Batch, num_stages: int) -> None:

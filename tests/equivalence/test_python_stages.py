@@ -47,6 +47,7 @@ from tests.untraceable import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("kind", UNTRACEABLE)

@@ -371,6 +371,7 @@ def _without_batch_statistics() -> list[nn.Module]:
     return [layer for layer in layers() if not isinstance(layer, (nn.Dropout, nn.BatchNorm1d))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_distributed_data_parallel(
     checkpoint: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

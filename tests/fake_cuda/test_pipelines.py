@@ -248,6 +248,7 @@ def test_what_is_told_of_transports(told: Callable[..., list[str]]) -> None:
     assert f"  cuda:3: {code_for((9, 0), build_info()['cuda_archs'])}" in lines
 
 
+@pytest.mark.extended
 def test_a_peer_path_that_is_unplugged(told: Callable[..., list[str]]) -> None:
     """Devices say that they reach each other, and then they do not."""
     lines = told("cuda:0,cuda:1,cuda:2,cuda:3", "auto", peers="unplugged")

@@ -45,6 +45,7 @@ def test_the_command_from_beginning_to_end(folder: Path, tmp_path: Path) -> None
     assert "M = 6 micro-batches" in (folder_of_results / "step.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.extended
 def test_ctrl_c_and_resume_of_the_command(folder: Path, tmp_path: Path) -> None:
     """However far it came, it has the losses of a run without a break, and so have the next two steps."""
     arguments = [*TINY, "--steps", "1000000", "--text", str(folder), "--dropout", "0.1", "--save", "model.pt"]
@@ -68,6 +69,7 @@ def test_ctrl_c_and_resume_of_the_command(folder: Path, tmp_path: Path) -> None:
     assert goes_on.losses == losses
 
 
+@pytest.mark.extended
 def test_the_command_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = [*TINY, "--steps", "5", "--text", str(folder)]
