@@ -3,11 +3,12 @@
 `python installed_program.py FOLDER`: takes gpipe_fast from FOLDER, and says where it came from.
 """
 
-import importlib
 import importlib.metadata
+import importlib.util
 import re
 import sys
 import tempfile
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 FOLDER = sys.argv[1]
@@ -35,21 +36,21 @@ def allowed() -> set[str]:
     }
 
 
-class Refuse:
-    """Finds nothing; refuses what nobody declared, as if it were not installed."""
+class Declared(PathFinder):
+    """Finds what sys.path has, but for what nobody declared, as if that were not installed."""
 
-    def __init__(self) -> None:
-        self.installed = set(importlib.metadata.packages_distributions())
-        self.allowed = allowed()
+    installed = frozenset(importlib.metadata.packages_distributions())
+    allowed = allowed()
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        top = name.partition(".")[0]
-        if top in self.installed - self.allowed:
-            raise ModuleNotFoundError(f"{name} is no declared dependency", name=name)
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        if fullname.partition(".")[0] in cls.installed - cls.allowed:
+            return None
+        return super().find_spec(fullname, path, target)
 
 
 # ruff: noqa: E402 what is imported from here on is looked for with this finder
-sys.meta_path.insert(0, Refuse())
+sys.meta_path[sys.meta_path.index(PathFinder)] = Declared
 
 import torch
 from torch import nn
