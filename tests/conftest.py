@@ -45,10 +45,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_report_header() -> str:
-    return f"sampled tests: seed {seed()} (set GPIPE_FAST_SEED for another sample)"
-
-
 def _marker(item: pytest.Item) -> str:
     """'soak', 'extended' or '': what keeps a test out of `make test`."""
     return next((name for name in ("soak", "extended") if item.get_closest_marker(name)), "")
@@ -98,7 +94,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     lines = [f"{left_out[name]} {what}" for name, what in told.items() if left_out[name]]
     lines += [f"{needs_gpu} tests that need a GPU ({missing_for_cuda()})"] if needs_gpu else []
     if lines:
-        terminalreporter.write_line("left out: " + "; ".join(lines))
+        terminalreporter.write_line(
+            f"left out: {'; '.join(lines)}. Samples are drawn by GPIPE_FAST_SEED={seed()}"
+        )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,59 @@
+"""The check of includes in csrc/: it passes on the tree, and finds every kind of include not allowed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def check_includes() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_includes", ROOT / ".ci" / "check_includes.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tree_has_no_errors(check_includes: ModuleType) -> None:
+    assert check_includes.find_errors(ROOT / "csrc") == []
+    assert check_includes.BELOW.keys() == {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
+
+
+def test_folders_form_no_circle(check_includes: ModuleType) -> None:
+    left = {folder: set(below) for folder, below in check_includes.BELOW.items()}
+    while left:
+        lowest = {folder for folder, below in left.items() if not below & left.keys()}
+        assert lowest, f"these include each other: {sorted(left)}"
+        left = {folder: below for folder, below in left.items() if folder not in lowest}
+
+
+@pytest.mark.parametrize(
+    ("folder", "line", "message"),
+    [
+        ("engine", '#include "pipeline/plan.h"', "must not include pipeline/"),
+        ("engine", "#include <torch/extension.h>", "must do without PyTorch"),
+        ("program", '#include "bindings/bindings.h"', "must not include bindings/"),
+        ("elsewhere", '#include "check.h"', "does not know"),
+    ],
+)
+def test_an_include_that_is_not_allowed(
+    check_includes: ModuleType, tmp_path: Path, folder: str, line: str, message: str
+) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "file.cpp").write_text(f'#include "check.h"\n{line}\n')
+    errors = check_includes.find_errors(tmp_path)
+    assert message in errors[-1]
+
+
+def test_includes_that_are_allowed(check_includes: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "program").mkdir()
+    text = '#include "program/program.h"\n#include "engine/watch.h"\n#include <ATen/core/Tensor.h>\n'
+    (tmp_path / "program" / "file.cpp").write_text(text)
+    assert check_includes.find_errors(tmp_path) == []
