@@ -1,6 +1,7 @@
 """What every test shares: which tests run here, and a fixture that fixes the thread count."""
 
 import functools
+import importlib.util
 import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -18,6 +19,9 @@ from tests.sampling import sample, seed
 # The markers of tests that run, by tier; "" stands for neither of them.
 TIERS = {"test": {""}, "rest": {"extended"}, "all": {"", "extended"}, "soak": {"", "extended", "soak"}}
 LEFT_OUT = pytest.StashKey[Counter[str]]()
+# Builds of torch for the CPU alone come without Triton.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+collect_ignore = [] if HAS_TRITON else ["bench", "kernels"]
 
 
 def pytest_configure() -> None:
@@ -93,6 +97,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     }
     lines = [f"{left_out[name]} {what}" for name, what in told.items() if left_out[name]]
     lines += [f"{needs_gpu} tests that need a GPU ({missing_for_cuda()})"] if needs_gpu else []
+    lines += [] if HAS_TRITON else ["tests/kernels and tests/bench, which need Triton"]
     if lines:
         terminalreporter.write_line(
             f"left out: {'; '.join(lines)}. Samples are drawn by GPIPE_FAST_SEED={seed()}"
