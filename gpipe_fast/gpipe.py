@@ -374,7 +374,7 @@ def _balance(
 
 
 def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs) -> Any:
-    """The argument as it is: nothing cuts it, so it needs no batch dimension."""
+    """Returns the only argument unchanged; nothing cuts it, so it needs no batch dimension."""
     if len(args) != 1 or kwargs:
         raise TypeError(
             f"a GPipe without layers takes one argument and returns it, got {len(args) + len(kwargs)} "

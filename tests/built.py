@@ -1,4 +1,4 @@
-"""What tests compile: built once for all workers and runs, and again when a source changes."""
+"""Compiles C++ for tests: once for all workers and runs, and again when a source changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def built(
         name: of the folder, without what tells versions apart.
         sources: files, or folders of files, whose bytes the result depends on.
         options: what else it depends on: commands, versions.
-        build: fills the folder that it is given; one that it failed to fill is filled anew.
+        build: fills the folder that it is given; after a failure the next call starts with an empty one.
     """
     digest = hashlib.sha256("\0".join(options).encode())
     for source in sources:

@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.extended)
     wanted = TIERS[config.getoption("--tier")]
     if config.args_source is pytest.Config.ArgsSource.ARGS and any("::" in arg for arg in config.args):
-        return  # whoever names a test wants it
+        return  # a test that the command line names always runs
     left_out = [item for item in items if _marker(item) not in wanted]
     items[:] = [item for item in items if _marker(item) in wanted]
     config.hook.pytest_deselected(items=left_out)
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes what a worker of pytest-xdist has left out; all of them leave out the same."""
+    """Takes the counts of a pytest-xdist worker; every worker leaves out the same tests."""
     node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 

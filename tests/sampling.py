@@ -1,4 +1,4 @@
-"""Samples of large sets of tests, another one for each commit; `make test-all` runs all of them."""
+"""Draws samples from large sets of tests, a new one for each commit; `make test-all` runs the whole sets."""
 
 from __future__ import annotations
 

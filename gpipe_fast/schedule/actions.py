@@ -61,7 +61,7 @@ def forward_steps(stage: int, num_stages: int) -> list[Kind]:
 
 
 def backward_steps(stage: int, num_stages: int, *, recompute: bool, split: bool) -> list[Kind]:
-    """The same of its backward."""
+    """What a stage does with one micro-batch in its backward, in order."""
     before = [Kind.R] * recompute + [Kind.RECV_B] * (stage < num_stages - 1)
     send = [Kind.SEND_B] * (stage > 0)
     return [*before, Kind.I, *send, Kind.W] if split else [*before, Kind.B, *send]

@@ -37,7 +37,7 @@ def allowed() -> set[str]:
 
 
 class Declared(PathFinder):
-    """Finds what sys.path has, but for what nobody declared, as if that were not installed."""
+    """Finds modules on sys.path; an undeclared package looks as if it were not installed."""
 
     installed = frozenset(importlib.metadata.packages_distributions())
     allowed = allowed()
@@ -49,7 +49,7 @@ class Declared(PathFinder):
         return super().find_spec(fullname, path, target)
 
 
-# ruff: noqa: E402 what is imported from here on is looked for with this finder
+# ruff: noqa: E402 the imports below use this finder
 sys.meta_path[sys.meta_path.index(PathFinder)] = Declared
 
 import torch
