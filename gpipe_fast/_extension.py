@@ -25,6 +25,7 @@ Boundary = _C.Boundary
 Form = _C.Form
 Interpreted = _C.Interpreted
 Layout = _C.Layout
+Observer = _C.Observer
 Pass = _C.Pass
 Pipeline = _C.Pipeline
 Plan = _C.Plan

@@ -276,7 +276,11 @@ class GPipe(Container):
             self._balance_by_time(inputs, chunks)
         threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
         signature = Signature.of(inputs, chunks, threads, self._state)
-        return self._planner.plan(signature, inputs.tensors, self._budgets())
+        plan = self._planner.plan(signature, inputs.tensors, self._budgets())
+        if self._state.look(cast(Collection[nn.Module], self._modules.values())):
+            # Traces showed more of what the layers read.
+            self._planner.rename(signature, Signature.of(inputs, chunks, threads, self._state))
+        return plan
 
     def _look(self) -> None:
         """Notices what was changed since the last call."""

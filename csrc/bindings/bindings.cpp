@@ -49,6 +49,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_program(m);
   bind_pipeline(m);
   bind_snapshot(m);
+  bind_observer(m);
 }
 
 }  // namespace gpipe_fast

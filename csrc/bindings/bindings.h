@@ -8,5 +8,6 @@ namespace gpipe_fast {
 void bind_program(pybind11::module_& m);
 void bind_pipeline(pybind11::module_& m);
 void bind_snapshot(pybind11::module_& m);
+void bind_observer(pybind11::module_& m);
 
 }  // namespace gpipe_fast

@@ -1,9 +1,11 @@
-// Whether a tree of modules is as it was, found without asking Python: by the identity of every object in it.
+// Guards on Python state: whether anything that programs were made from has changed since it was recorded.
 #include "bindings/bindings.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
+#include <cstring>
+#include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -13,44 +15,110 @@ namespace py = pybind11;
 namespace gpipe_fast {
 namespace {
 
-// Everything that gpipe_fast.trace.fingerprint compares by value is followed; all else is one object and counts as changed
-// when it is another one. Refers to all it has seen, so that no address comes to mean something else.
+// gpipe_fast.trace.fingerprint records what it is about to read, object by object; everything is then compared by
+// identity, arrays by content. Refers to all it has seen, so that no address comes to mean something else.
 class Snapshot {
  public:
-  explicit Snapshot(const py::iterable& modules) {
-    for (py::handle module : modules) roots_.push_back(module.ptr());
-    for (PyObject* module : roots_) {
-      hold(module);
-      follow(module);
-    }
-    seen_.clear();
-  }
+  Snapshot() = default;
   ~Snapshot() { clear(); }
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
 
-  // Whether `modules` are the ones seen, and nothing about them has changed. Microseconds.
+  // The modules themselves, in order.
+  void set_roots(const py::iterable& modules) {
+    for (py::handle module : modules) {
+      roots_.push_back(module.ptr());
+      hold(module.ptr());
+    }
+  }
+  // An object's class and its `__dict__`; with everything in it, if wanted.
+  void add_attributes(py::handle object, bool items) {
+    if (!is_new(object)) return;
+    types_.push_back({object.ptr(), Py_TYPE(object.ptr())});
+    PyObject* dict = PyObject_GenericGetDict(object.ptr(), nullptr);
+    if (dict == nullptr) throw py::error_already_set();
+    held_.push_back(dict);
+    attributes_.push_back({object.ptr(), dict});
+    if (items) add_container(dict);
+  }
+  // All items of a dict, list, set or deque.
+  void add_container(py::handle object) {
+    if (!is_new(object)) return;
+    Container container{object.ptr(), {}};
+    visit_items(object.ptr(), [&](PyObject* item) {
+      container.items.push_back(item);
+      hold(item);
+      return true;
+    });
+    containers_.push_back(std::move(container));
+  }
+  // Some items of a dict, which may be absent, and how many there are if that counts.
+  void add_items(const py::dict& dict, const py::iterable& keys, bool count) {
+    hold(dict.ptr());
+    Items items{dict.ptr(), count ? PyDict_Size(dict.ptr()) : -1, {}};
+    for (py::handle key : keys) {
+      hold(key.ptr());
+      PyObject* value = item_of(dict.ptr(), key.ptr());
+      if (value != nullptr) hold(value);
+      items.found.emplace_back(key.ptr(), value);
+    }
+    items_.push_back(std::move(items));
+  }
+  // What a variable of an enclosing function refers to.
+  void add_cell(py::handle cell) {
+    if (!is_new(cell)) return;
+    PyObject* content = PyCell_GET(cell.ptr());
+    if (content != nullptr) hold(content);
+    cells_.push_back({cell.ptr(), content});
+  }
+  // The attributes of a class itself, not of its bases.
+  void add_class(const py::type& type) {
+    if (!is_new(type)) return;
+    auto* object = reinterpret_cast<PyTypeObject*>(type.ptr());
+    const py::object dict = dict_of(object);
+    Class recorded{object, 0, {type.ptr(), {}}};
+    visit_items(dict.ptr(), [&](PyObject* item) {
+      recorded.dict.items.push_back(item);
+      hold(item);
+      return true;
+    });
+    recorded.version = version_of(object);
+    classes_.push_back(std::move(recorded));
+  }
+  // Class, shape, strides, dtype, device and need of a gradient.
+  void add_tensor(py::handle object) {
+    if (!is_new(object)) return;
+    types_.push_back({object.ptr(), Py_TYPE(object.ptr())});
+    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+    if (tensor.layout() != at::kStrided || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+      complete_ = false;  // lazy parameters are among these
+      return;
+    }
+    tensors_.push_back({object.ptr(), tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(),
+                        tensor.device(), tensor.requires_grad()});
+  }
+  // The bytes of an array.
+  void add_buffer(py::handle object) {
+    if (!is_new(object)) return;
+    buffers_.push_back({object.ptr(), bytes_of(object.ptr())});
+  }
+  // An attribute that lies in a slot of its object.
+  void add_slot(py::handle object, const py::str& name) {
+    hold(object.ptr());
+    hold(name.ptr());
+    Slot slot{object.ptr(), name.ptr(), slot_of(object.ptr(), name.ptr()).release().ptr()};
+    if (slot.value != nullptr) held_.push_back(slot.value);
+    slots_.push_back(slot);
+  }
+
+  // Whether `modules` are the roots, and nothing recorded has changed. Microseconds.
   bool unchanged(const py::iterable& modules) const {
     size_t count = 0;
     for (py::handle module : modules) {
       if (count >= roots_.size() || roots_[count++] != module.ptr()) return false;
     }
-    if (count != roots_.size() || !complete_) return false;
-    for (const Typed& typed : types_) {
-      if (Py_TYPE(typed.object) != typed.type) return false;
-    }
-    for (const Attributes& attributes : attributes_) {
-      const py::object found =
-          py::reinterpret_steal<py::object>(PyObject_GenericGetDict(attributes.object, nullptr));
-      if (found.ptr() != attributes.dict) return false;
-    }
-    for (const Container& container : containers_) {
-      if (!same(container)) return false;
-    }
-    for (const Described& tensor : tensors_) {
-      if (!same(tensor)) return false;
-    }
-    return true;
+    return count == roots_.size() && complete_ && all(types_) && all(attributes_) && all(containers_) &&
+           all(tensors_) && all(items_) && all(cells_) && all(classes_) && all(buffers_) && all(slots_);
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -66,92 +134,135 @@ class Snapshot {
   struct Typed {
     PyObject* object;
     PyTypeObject* type;
+    bool same() const { return Py_TYPE(object) == type; }
   };
   struct Attributes {
     PyObject* object;
     PyObject* dict;
+    bool same() const {
+      const auto found = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
+      return found.ptr() == dict;
+    }
   };
   struct Container {
     PyObject* object;
     std::vector<PyObject*> items;  // of a dict, keys and values in turn
+    bool same() const { return holds(object); }
+    bool holds(PyObject* container) const {
+      size_t index = 0;
+      const bool equal = visit_items(
+          container, [&](PyObject* item) { return index < items.size() && items[index++] == item; });
+      return equal && index == items.size();
+    }
   };
-  struct Described {
+  struct Tensor {
     PyObject* object;
     std::vector<int64_t> sizes, strides;
     at::ScalarType dtype;
     at::Device device;
     bool requires_grad;
+    bool same() const {
+      const at::Tensor& tensor = THPVariable_Unpack(object);
+      return tensor.sizes() == sizes && tensor.strides() == strides && tensor.scalar_type() == dtype &&
+             tensor.device() == device && tensor.requires_grad() == requires_grad;
+    }
   };
+  struct Items {
+    PyObject* dict;
+    Py_ssize_t size;                                     // -1 if it does not count
+    std::vector<std::pair<PyObject*, PyObject*>> found;  // null: absent
+    bool same() const {
+      if (size >= 0 && PyDict_Size(dict) != size) return false;
+      for (const auto& [key, value] : found) {
+        if (item_of(dict, key) != value) return false;
+      }
+      return true;
+    }
+  };
+  struct Cell {
+    PyObject* cell;
+    PyObject* content;
+    bool same() const { return PyCell_GET(cell) == content; }
+  };
+  struct Class {
+    PyTypeObject* type;
+    mutable unsigned int
+        version;  // Python gives a class another one when it or a base is changed; 0 for none
+    Container dict;
+    bool same() const {
+      if (version != 0 && type->tp_version_tag == version) return true;
+      if (!dict.holds(dict_of(type).ptr())) return false;
+      version = version_of(type);
+      return true;
+    }
+  };
+  struct Buffer {
+    PyObject* object;
+    std::string bytes;
+    bool same() const { return bytes_of(object) == bytes; }
+  };
+  struct Slot {
+    PyObject* object;
+    PyObject* name;
+    PyObject* value;
+    bool same() const { return slot_of(object, name).ptr() == value; }
+  };
+
+  template <class Recorded>
+  static bool all(const std::vector<Recorded>& recorded) {
+    for (const Recorded& one : recorded) {
+      if (!one.same()) return false;
+    }
+    return true;
+  }
 
   void hold(PyObject* object) {
     Py_INCREF(object);
     held_.push_back(object);
   }
-
-  void follow(PyObject* object) {
-    if (!seen_.insert(object).second) return;
-    if (THPVariable_Check(object)) {
-      describe(object);
-    } else if (PyDict_Check(object) || PyList_Check(object) || PyAnySet_Check(object) ||
-               PyTuple_Check(object)) {
-      Container container{object, items_of(object)};
-      for (PyObject* item : container.items) {
-        hold(item);
-        follow(item);
-      }
-      // A tuple cannot change, but what is in it can.
-      if (!PyTuple_Check(object)) containers_.push_back(std::move(container));
-    } else if (py::isinstance(object, module_type_) || is_dataclass(object)) {
-      types_.push_back({object, Py_TYPE(object)});
-      PyObject* dict = PyObject_GenericGetDict(object, nullptr);
-      if (dict == nullptr) {  // a dataclass with slots
-        PyErr_Clear();
-        complete_ = false;
-        return;
-      }
-      held_.push_back(dict);
-      attributes_.push_back({object, dict});
-      follow(dict);
-    }
+  bool is_new(py::handle object) {
+    if (!seen_.insert(object.ptr()).second) return false;
+    hold(object.ptr());
+    return true;
   }
 
-  void describe(PyObject* object) {
-    types_.push_back({object, Py_TYPE(object)});
-    const at::Tensor& tensor = THPVariable_Unpack(object);
-    if (tensor.layout() != at::kStrided || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
-      complete_ = false;  // lazy parameters are among these
-      return;
-    }
-    tensors_.push_back({object, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(),
-                        tensor.device(), tensor.requires_grad()});
+  // Borrowed.
+  static PyObject* item_of(PyObject* dict, PyObject* key) {
+    PyObject* value = PyDict_GetItemWithError(dict, key);
+    if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
+    return value;
   }
 
-  static bool is_dataclass(PyObject* object) {
-    return PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__dataclass_fields__") == 1;
+  static py::object slot_of(PyObject* object, PyObject* name) {
+    auto value = py::reinterpret_steal<py::object>(PyObject_GenericGetAttr(object, name));
+    if (!value) PyErr_Clear();
+    return value;
   }
 
-  static std::vector<PyObject*> items_of(PyObject* object) {
-    std::vector<PyObject*> items;
-    visit_items(object, [&](PyObject* item) {
-      items.push_back(item);
-      return true;
-    });
-    return items;
+  static py::object dict_of(PyTypeObject* type) {
+#if PY_VERSION_HEX >= 0x030C0000
+    return py::reinterpret_steal<py::object>(PyType_GetDict(type));
+#else
+    return py::reinterpret_borrow<py::object>(type->tp_dict);
+#endif
   }
 
-  static bool same(const Container& container) {
-    size_t index = 0;
-    const bool equal = visit_items(container.object, [&](PyObject* item) {
-      return index < container.items.size() && container.items[index++] == item;
-    });
-    return equal && index == container.items.size();
+  // A look at an attribute lets Python give the class a version if it has none.
+  static unsigned int version_of(PyTypeObject* type) {
+    const auto name = py::reinterpret_steal<py::object>(
+        PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__init__"));
+    if (!name) PyErr_Clear();
+    return type->tp_version_tag;
   }
 
-  static bool same(const Described& seen) {
-    const at::Tensor& tensor = THPVariable_Unpack(seen.object);
-    return tensor.sizes() == seen.sizes && tensor.strides() == seen.strides &&
-           tensor.scalar_type() == seen.dtype && tensor.device() == seen.device &&
-           tensor.requires_grad() == seen.requires_grad;
+  static std::string bytes_of(PyObject* object) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_FULL_RO) != 0) throw py::error_already_set();
+    std::string bytes(static_cast<size_t>(view.len), '\0');
+    const int failed = PyBuffer_ToContiguous(bytes.data(), &view, view.len, 'C');
+    PyBuffer_Release(&view);
+    if (failed != 0) throw py::error_already_set();
+    return bytes;
   }
 
   // Until `visit` returns false; then false.
@@ -165,7 +276,7 @@ class Snapshot {
       }
       return true;
     }
-    if (PyAnySet_Check(object)) {
+    if (!PyList_Check(object) && !PyTuple_Check(object)) {
       for (py::handle item : py::reinterpret_borrow<py::iterable>(object)) {
         if (!visit(item.ptr())) return false;
       }
@@ -178,13 +289,17 @@ class Snapshot {
     return true;
   }
 
-  py::object module_type_ = py::module_::import("torch.nn").attr("Module");
   std::vector<PyObject*> roots_;
   std::vector<PyObject*> held_;
   std::vector<Typed> types_;
   std::vector<Attributes> attributes_;
   std::vector<Container> containers_;
-  std::vector<Described> tensors_;
+  std::vector<Tensor> tensors_;
+  std::vector<Items> items_;
+  std::vector<Cell> cells_;
+  std::vector<Class> classes_;
+  std::vector<Buffer> buffers_;
+  std::vector<Slot> slots_;
   std::unordered_set<PyObject*> seen_;
   bool complete_ = true;
 };
@@ -208,7 +323,16 @@ void collect(PyHeapTypeObject* heap_type) {
 
 void bind_snapshot(py::module_& m) {
   py::class_<Snapshot>(m, "Snapshot", py::custom_type_setup(&collect))
-      .def(py::init<const py::iterable&>(), py::arg("modules"))
+      .def(py::init<>())
+      .def("set_roots", &Snapshot::set_roots, py::arg("modules"))
+      .def("add_attributes", &Snapshot::add_attributes, py::arg("object"), py::arg("items"))
+      .def("add_container", &Snapshot::add_container, py::arg("container"))
+      .def("add_items", &Snapshot::add_items, py::arg("dict"), py::arg("keys"), py::arg("count"))
+      .def("add_cell", &Snapshot::add_cell, py::arg("cell"))
+      .def("add_class", &Snapshot::add_class, py::arg("type"))
+      .def("add_tensor", &Snapshot::add_tensor, py::arg("tensor"))
+      .def("add_buffer", &Snapshot::add_buffer, py::arg("array"))
+      .def("add_slot", &Snapshot::add_slot, py::arg("object"), py::arg("name"))
       .def("unchanged", &Snapshot::unchanged, py::arg("modules"));
 }
 

@@ -18,8 +18,10 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import Program
 from gpipe_fast.lower.split import FULL_RECOMPUTE, NO_RECOMPUTE, Split, split
 from gpipe_fast.runtime.stage import Boundary, Modes, Spec, Stage, form_of
+from gpipe_fast.trace import reads
 from gpipe_fast.trace.arrival import Arrivals, layout_of
 from gpipe_fast.trace.fingerprint import fingerprint
+from gpipe_fast.trace.reads import Reads
 from gpipe_fast.trace.refuse import Untraceable
 from gpipe_fast.trace.symbolic import Sample, Template, equal
 from gpipe_fast.trace.trace import Joint, Port, Role, Setting, buffers_of, trace, trace_symbolic
@@ -197,9 +199,11 @@ class Compiler:
         self.num_traces = self.num_written = 0
         self._limit = limit
         self._most = most
-        self._times: Counter[Hashable] = Counter()
+        self._times: Counter[tuple[Hashable, Modes]] = Counter()
+        # What layers of a fingerprint were seen to read when they were traced first.
+        self._reads: OrderedDict[Hashable, list[Reads]] = OrderedDict()
         self._traces: OrderedDict[Hashable, Traced | Untraceable] = OrderedDict()
-        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._kinds: OrderedDict[tuple[Hashable, Hashable, Modes], _Kind] = OrderedDict()
 
     def compile(
         self,
@@ -281,7 +285,7 @@ class Compiler:
             inputs: what reaches it.
             arrivals: which gradients come otherwise than their outputs are laid out, or not at all.
         """
-        layers, modes = fingerprint(stage.layers), Modes.now()
+        layers, modes = self._fingerprint(stage), Modes.now()
         key = (layers, inputs, arrivals, modes, stage.grad_dtype)
         if key in self._traces:
             self._traces.move_to_end(key)
@@ -293,12 +297,30 @@ class Compiler:
                 return TooManyTraces(None, f"it was traced {self._most} times for what it met")
             self._times[layers, modes] += 1
             joint = self._trace_as_it_is(kind, stage, inputs, arrivals)
+            key = (self._after_trace(stage, layers), *key[1:])
         accumulation = Accumulation(stage.grad_dtype, modes.deterministic)
         self._traces[key] = joint if isinstance(joint, Untraceable) else Traced(joint, accumulation)
-        for cache in (self._traces, self._kinds):
+        for cache in (self._traces, self._kinds, self._reads):
             while len(cache) > self._limit:
                 cache.popitem(last=False)
         return self._traces[key]
+
+    def _fingerprint(self, stage: Stage) -> Hashable:
+        """The fingerprint of a stage's layers, of which as much is known as of equal ones traced before."""
+        layers = fingerprint(stage.layers)
+        known = self._reads.get(layers)
+        return fingerprint(stage.layers) if known is not None and reads.note(stage.layers, known) else layers
+
+    def _after_trace(self, stage: Stage, before: Hashable) -> Hashable:
+        """The fingerprint with what the trace showed that forward reads."""
+        layers = fingerprint(stage.layers)
+        if layers != before:
+            self._reads[before] = [r for layer in stage.layers if (r := reads.reads_of(layer)) is not None]
+            for key in [key for key in self._kinds if key[0] == before]:
+                self._kinds[(layers, *key[1:])] = self._kinds.pop(key)
+            for modes in [key[1] for key in self._times if key[0] == before]:
+                self._times[layers, modes] += self._times.pop((before, modes))
+        return layers
 
     def _trace_as_it_is(
         self, kind: _Kind, stage: Stage, inputs: Boundary, arrivals: Arrivals

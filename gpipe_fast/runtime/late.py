@@ -17,7 +17,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -208,6 +208,8 @@ class LateStage:
             assert found.layer is not None
             self.blame(place.begin + found.layer, found.reason)
         else:
+            # The trace may have shown that forward reads more than was known.
+            place = replace(place, layers=fingerprint(part.layers))
             self._lowered[place, budget] = self._segment(part, place, budget, found)
 
     def _compile(self, part: Stage, place: _Place) -> CompiledStage | Untraceable:

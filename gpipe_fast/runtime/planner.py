@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Planner:
             )
             for i, (stage, lock) in enumerate(zip(stages, _locks(stages), strict=True))
         ]
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._expected = _Expected()
         # The latest call and its plan: comparing is cheaper than hashing.
         self._latest: tuple[Signature, tuple[float, float], int, Plan] | None = None
@@ -125,6 +125,16 @@ class Planner:
         self._plans.move_to_end(key)
         self._latest = (signature, budgets, self._expected.changes, found)
         return found
+
+    def rename(self, before: Signature, now: Signature) -> None:
+        """Lets a call's plan be that of the same call, of whose layers more is known by now."""
+        caches: list[OrderedDict[Any, Any]] = [self._plans, self._programs._compiled]
+        for cache in caches:
+            for key in [key for key in cache if key[0] == before]:
+                cache[(now, *key[1:])] = cache.pop(key)
+        if before in self._expected:
+            self._expected[now] = self._expected.pop(before)
+        self._latest = None
 
     def _make(
         self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float], idle: bool
@@ -215,7 +225,7 @@ class _Programs:
     def __init__(self, stages: Sequence[Stage], most_traces: int | None) -> None:
         self.stages = stages
         self.compiler = Compiler(most=most_traces)
-        self._compiled: OrderedDict[Hashable, list[list[CompiledStage]]] = OrderedDict()
+        self._compiled: OrderedDict[Any, list[list[CompiledStage]]] = OrderedDict()
 
     def compile(
         self, signature: Signature, microbatches: Sequence[Boundary], defined: Mask | None = None

@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Set
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
+from gpipe_fast.trace import reads
 from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.trace import buffers_of, parameters_of
 
@@ -43,15 +44,17 @@ class State:
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[Tensor] = []
         self._snapshot: Snapshot | None = None
+        self._known = -1  # of what layers read
 
     def look(self, layers: Collection[nn.Module]) -> bool:
         """Brings everything up to date; returns whether anything was changed."""
-        if self._snapshot is not None and self._snapshot.unchanged(layers):
+        known = reads.version()
+        if self._snapshot is not None and self._known == known and self._snapshot.unchanged(layers):
             return False
-        # First, so that a change by another thread meanwhile is seen by the next look.
-        self._snapshot = Snapshot(layers)
+        self._known = known
+        self._snapshot = Snapshot()
         self.layers = list(layers)
-        self.fingerprint = _Hashed(fingerprint(layers, self._in_python))
+        self.fingerprint = _Hashed(fingerprint(layers, self._in_python, self._snapshot))
         self.parameters = parameters_of(layers)
         self.buffers = buffers_of(layers)
         return True

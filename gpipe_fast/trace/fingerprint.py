@@ -1,33 +1,31 @@
-"""What of a module a lowered program depends on, as a value that can be compared and hashed."""
+"""What of Python a lowered program depends on, as a value that can be compared and hashed.
+
+One walk reads modules, their attributes, what these refer to, and what forward was seen to read beside them
+(`reads`). Given a `Snapshot`, it records every object there before reading it, so that C++ can tell later, in
+microseconds, whether anything has changed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast._extension import Snapshot
 from gpipe_fast.layers.skip import Namespace
+from gpipe_fast.trace import kinds
+from gpipe_fast.trace.kinds import Kind, kind_of
+from gpipe_fast.trace.reads import Entry, Reads, reads_of
 
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    enum.Enum,
-    type,
-)
-_OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
+OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
+# Arrays of more bytes are not compared with every call.
+LARGEST_ARRAY = 1 << 16
+# Items of containers and objects that one layer may have compared with every call.
+MOST_ITEMS = 20_000
+_MISSING = ("missing",)
 
 
 class _Identity:
@@ -45,21 +43,45 @@ class _Identity:
         return id(self.value)
 
 
+class _Unrecorded:
+    """Stands for a snapshot where none is wanted."""
+
+    def ignore(self, *arguments: object) -> None:
+        """Does nothing."""
+
+    set_roots = add_attributes = add_container = add_items = add_cell = ignore
+    add_class = add_tensor = add_buffer = add_slot = ignore
+
+
 class _Walk:
     """One fingerprint in the making; tensors are numbered by first appearance, so that ties show.
 
     So are namespaces of skip connections: which layers share one is all that counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reads: Iterable[Reads | None], snapshot: Snapshot | None) -> None:
+        known = [r for r in reads if r is not None]
+        self.snapshot: Any = _Unrecorded() if snapshot is None else snapshot
+        self.entries: dict[tuple[int, Any], Entry] = {}
+        for read in known:
+            self.entries |= read.entries
+        # Before the first trace nobody knows which attributes are read.
+        self.names = frozenset[str]().union(*(r.attributes for r in known)) if known else None
+        self.any_attribute = any(r.any_attribute for r in known)
+        self.numbers: dict[int, int] = {}  # of modules, objects and functions
         self.tensors: dict[int, int] = {}
-        self.modules: dict[int, int] = {}
         self.namespaces: dict[Namespace, int] = {}
+        self.classes: dict[type, Hashable] = {}
+        self.inside: set[int] = set()  # containers around the present value
+        self.held: list[object] = []  # keeps numbered objects from being replaced by others
         self.attributes = True  # whether they count
+        self.num_items = 0
+        self.problem: str | None = None
 
     def tensor(self, tensor: Tensor | None) -> Hashable:
         if tensor is None:
             return None
+        self.snapshot.add_tensor(tensor)
         number = self.tensors.setdefault(id(tensor), len(self.tensors))
         if nn.parameter.is_lazy(tensor):
             return (number, type(tensor))
@@ -74,129 +96,225 @@ class _Walk:
             tensor.requires_grad,
         )
 
-    def attribute(self, value: object) -> Hashable:
-        if isinstance(value, _PLAIN):
+    def attribute(self, value: Any, label: str = "") -> Hashable:
+        kind = kind_of(value)
+        if kind is Kind.PLAIN:
             # 1, 1.0 and True are equal and trace differently.
             return (type(value), value)
-        if isinstance(value, (list, tuple)):
-            return (type(value), *map(self.attribute, value))
-        if isinstance(value, dict):
-            return (dict, *((self.attribute(k), self.attribute(v)) for k, v in value.items()))
-        if isinstance(value, (set, frozenset)):
-            return (type(value), frozenset(map(self.attribute, value)))
-        if isinstance(value, nn.Module):
+        if kind is Kind.MODULE:
             return self.module(value)
-        if isinstance(value, Namespace):
+        if kind is Kind.TUPLE or kind is Kind.CONTAINER:
+            return self._container(value, kind, label)
+        if kind is Kind.OBJECT:
+            return self._object(value)
+        if kind is Kind.FUNCTION:
+            return self._function(value)
+        if kind is Kind.PARTS:
+            return (type(value), *map(self.attribute, kinds.parts_of(value)))
+        if kind is Kind.CLASS:
+            self._class(value)
+        elif kind is Kind.ARRAY:
+            return self._array(value, label)
+        elif kind is Kind.UNGUARDABLE and (self.names is None or label in self.names or " " in label):
+            self.problem = self.problem or state_is_hidden(label, value)
+        elif isinstance(value, Namespace):
             return (Namespace, self.namespaces.setdefault(value, len(self.namespaces)))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-            return (type(value), self.attribute(fields))
         return _Identity(value)
 
     def module(self, module: nn.Module | None) -> Hashable:
         if module is None:
             return None
-        number = self.modules.setdefault(id(module), len(self.modules))
-        if number != len(self.modules) - 1:
+        number, is_new = self._number(module)
+        if not is_new:
             return number
+        if self.attributes:
+            self.snapshot.add_attributes(module, True)
+            self._class(type(module))
+        else:
+            self.snapshot.add_attributes(module, False)
         state = vars(module)
+        for name in ("_parameters", "_buffers", "_modules"):
+            if isinstance(state[name], dict):  # a TorchScript module has something else
+                self.snapshot.add_container(state[name])
+        if not self.attributes:
+            self.snapshot.add_items(state, ["training", "momentum"], False)
         return (
             type(module),
             module.training,
             tuple((k, self.tensor(v)) for k, v in module._parameters.items()),
             tuple((k, self.tensor(v)) for k, v in module._buffers.items()),
-            tuple(
-                (k, self.attribute(v))
-                for k, v in state.items()
-                if k not in _OWN
-                and not _is_empty(v)
-                # Plans have the momentum of deferred batch norms.
-                and (self.attributes or k.endswith("_hooks") or k == "momentum")
-            ),
+            tuple((k, v) for k in state if k not in OWN and (v := self._of_module(k, state[k])) is not None),
             tuple((k, self.module(v)) for k, v in module._modules.items()),
         )
 
+    def entry(self, entry: Entry) -> Hashable:
+        """The value of a global variable, or another item of a namespace."""
+        value = entry.namespace.get(entry.key, _MISSING)
+        return (str(entry.key), _MISSING if value is _MISSING else self.attribute(value, entry.label))
 
-def _is_empty(value: Any) -> bool:
-    # The hook tables of a plain module, nearly all of its attributes.
-    return isinstance(value, (dict, set)) and not value
+    def _of_module(self, key: str, value: Any) -> Hashable:
+        # Plans have the momentum of deferred batch norms.
+        if not self.attributes and not key.endswith("_hooks") and key != "momentum":
+            return None
+        if isinstance(value, (dict, set)) and not value:  # the hook tables of a plain module
+            self.snapshot.add_container(value)
+            return None
+        return self.attribute(value, key)
+
+    def _number(self, value: object) -> tuple[int, bool]:
+        """An object's number, and whether it is met for the first time."""
+        number = self.numbers.get(id(value))
+        if number is not None:
+            return number, False
+        self.held.append(value)
+        self.numbers[id(value)] = len(self.numbers)
+        return len(self.numbers) - 1, True
+
+    def _container(self, value: Any, kind: Kind, label: str) -> Hashable:
+        if id(value) in self.inside:
+            return ("within itself",)
+        self.inside.add(id(value))
+        if kind is Kind.CONTAINER:
+            self.snapshot.add_container(value)
+        self.num_items += len(value)
+        found: Hashable
+        if isinstance(value, dict):
+            found = (type(value), *((self.attribute(k), self.attribute(v, label)) for k, v in value.items()))
+        elif isinstance(value, (set, frozenset)):
+            found = (type(value), frozenset(map(self.attribute, value)))
+        else:
+            found = (type(value), *(self.attribute(item, label) for item in value))
+        self.inside.discard(id(value))
+        return found
+
+    def _object(self, value: Any) -> Hashable:
+        cls: Any = type(value)
+        number, is_new = self._number(value)
+        if not is_new:
+            return (cls, number)
+        if self.names is None and not dataclasses.is_dataclass(value):
+            return (cls, number)  # not known to be read
+        self._class(cls)
+        every = self.names is None or self.any_attribute or kinds.computes_attributes(cls)
+        state = kinds.attributes_of(value)
+        found: list[Hashable] = []
+        if state is not None:
+            self.snapshot.add_attributes(value, every)
+            keys = [k for k in state if every or k in self.names]  # type: ignore[operator]
+            if not every:
+                inherited = [k for k in self.names or () if k not in state and hasattr(cls, k)]
+                self.snapshot.add_items(state, [*keys, *inherited], False)
+            self.num_items += len(keys)
+            found += [(k, self.attribute(state[k], k)) for k in keys]
+        for slot in kinds.slots_of(value):
+            if every or slot.name in self.names:  # type: ignore[operator]
+                self.snapshot.add_slot(value, slot.name)
+                found.append((slot.name, self.attribute(slot.value, slot.name)))
+        return (cls, number, *found)
+
+    def _function(self, function: Any) -> Hashable:
+        if kinds.is_fixed(function.__module__):
+            return _Identity(function)
+        number, is_new = self._number(function)
+        if not is_new:
+            return number
+        found: list[Hashable] = [_Identity(function.__code__)]
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.snapshot.add_cell(cell)
+            try:
+                found.append(self.attribute(cell.cell_contents, f"the variable {name}"))
+            except ValueError:  # not set yet
+                found.append(_MISSING)
+        for value in (function.__defaults__, function.__kwdefaults__, function.__dict__ or None):
+            if value is not None:
+                found.append(self.attribute(value, f"the function {function.__name__}"))
+        return tuple(found)
+
+    def _class(self, cls: type) -> None:
+        """Takes in the attributes of a class and its bases, once."""
+        for base in cls.__mro__:
+            if base in self.classes or not kinds.is_heap_type(base):
+                continue
+            self.classes[base] = None
+            self.snapshot.add_class(base)
+            fixed = kinds.is_fixed(base.__module__)
+            found = [
+                (name, _Identity(value) if fixed else self.attribute(value, name))
+                for name, value in list(vars(base).items())
+                if kind_of(value) in (Kind.FUNCTION, Kind.PARTS) or (not fixed and self._is_read(name))
+            ]
+            self.classes[base] = tuple(found)
+
+    def _is_read(self, name: str) -> bool:
+        return self.names is not None and not name.startswith("__") and name in self.names
+
+    def _array(self, value: Any, label: str) -> Hashable:
+        view = memoryview(value)
+        if view.nbytes > LARGEST_ARRAY:
+            if self.names is None or label in self.names or " " in label:
+                self.problem = self.problem or (
+                    f"it reads {label}, an array of {view.nbytes:,} bytes, more than is compared with every "
+                    "call; a buffer of the module has no such limit"
+                )
+            return _Identity(value)
+        self.snapshot.add_buffer(value)
+        return (type(value), view.format, view.shape, view.tobytes())
 
 
-def fingerprint(layers: Iterable[nn.Module], in_python: Container[int] = ()) -> Hashable:
+def fingerprint(
+    layers: Iterable[nn.Module], in_python: Container[int] = (), snapshot: Snapshot | None = None
+) -> Hashable:
     """A value that differs whenever a trace of ``layers`` would.
 
-    It covers classes, train or eval, attributes (plain values, containers and dataclasses by value, all
-    else by identity), hooks, and of parameters and buffers shape, strides, dtype, device, whether they
-    need gradients and which are tied; not their contents. Equal layers have equal fingerprints.
+    It covers classes, train or eval, attributes (plain values, containers, objects and functions by value,
+    all else by identity), hooks, and of parameters and buffers shape, strides, dtype, device, whether they
+    need gradients and which are tied; not their contents. Of global variables, environment variables and the
+    attributes of objects and classes it covers those that the layers were seen to read while they were
+    traced. Equal layers have equal fingerprints.
 
     Args:
         layers: the layers.
         in_python: which of them are not traced, so that their attributes may change as they run: only
             hooks, of those, count.
+        snapshot: records everything that is read.
     """
-    walk = _Walk()
+    layers = list(layers)
+    if snapshot is not None:
+        snapshot.set_roots(layers)
+    traced = [layer for index, layer in enumerate(layers) if index not in in_python]
+    walk = _Walk(map(reads_of, traced), snapshot)
     found: list[Hashable] = []
     for index, layer in enumerate(layers):
         walk.attributes = index not in in_python
         found.append(walk.module(layer))
-    return tuple(found)
+    _record(walk)
+    entries = tuple(walk.entry(entry) for entry in walk.entries.values())
+    return (tuple(found), entries, tuple(walk.classes.items()))
 
 
-def snapshot(layers: Iterable[nn.Module]) -> Callable[[], list[str]]:
-    """Notes the attributes of all modules; the function returned puts them back and names what changed.
-
-    Parameters and buffers are put back without being named: tracing swaps them, and ties confuse it.
-    """
-    noted = [
-        (name, module, {k: (v, _copies(v, {})) for k, v in vars(module).items()})
-        for index, layer in enumerate(layers)
-        for name, module in layer.named_modules(prefix=str(index))
-    ]
-
-    def restore() -> list[str]:
-        changed: list[str] = []
-        for name, module, before in noted:
-            state = vars(module)
-            for key in [k for k in state if k not in before]:
-                del state[key]
-                changed.append(f"{name}.{key}")
-            for key, (value, copies) in before.items():
-                mutated = [(c, copied) for c, copied in copies.values() if not _same(c, copied)]
-                for container, copied in mutated:
-                    _put_back(container, copied)
-                if mutated or state.get(key, restore) is not value:
-                    state[key] = value
-                    if key not in _OWN:
-                        changed.append(f"{name}.{key}")
-        return changed
-
-    return restore
+def _record(walk: _Walk) -> None:
+    by_namespace: dict[int, list[Entry]] = {}
+    for entry in walk.entries.values():
+        by_namespace.setdefault(id(entry.namespace), []).append(entry)
+    for entries in by_namespace.values():
+        walk.snapshot.add_items(entries[0].namespace, [entry.key for entry in entries], False)
 
 
-def _copies(value: Any, found: dict[int, tuple[Any, Any]]) -> dict[int, tuple[Any, Any]]:
-    """Every container within ``value``, itself included, beside a copy, by identity."""
-    if isinstance(value, (list, dict, set)) and id(value) not in found:
-        found[id(value)] = (value, value.copy())
-    elif not isinstance(value, tuple):
-        return found
-    for item in value.values() if isinstance(value, dict) else value:
-        _copies(item, found)
-    return found
+def state_is_hidden(label: str, value: object) -> str:
+    """Why a value that can neither be copied nor compared cannot be guarded."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"it reads {label} ({kind}), whose state cannot be compared"
 
 
-def _same(value: Any, copied: Any) -> bool:
-    if isinstance(value, list):
-        return len(value) == len(copied) and all(a is b for a, b in zip(value, copied, strict=True))
-    if isinstance(value, dict):
-        return value.keys() == copied.keys() and all(value[k] is copied[k] for k in value)
-    if isinstance(value, set):
-        return bool(value == copied)
-    return True
-
-
-def _put_back(value: Any, copied: Any) -> None:
-    if isinstance(value, list):
-        value[:] = copied
-    elif isinstance(value, (dict, set)):
-        value.clear()
-        value.update(copied)
+def unguardable(layer: nn.Module) -> str | None:
+    """Why not all that a layer was seen to read can be compared with every call; None if it can be."""
+    walk = _Walk([reads_of(layer)], None)
+    walk.module(layer)
+    for entry in walk.entries.values():
+        walk.entry(entry)
+    if walk.problem is None and walk.num_items > MOST_ITEMS:
+        return (
+            f"it reads Python state of {walk.num_items:,} items, more than the {MOST_ITEMS:,} that are "
+            "compared with every call"
+        )
+    return walk.problem

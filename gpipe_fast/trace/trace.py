@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -15,9 +17,11 @@ from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.skip import Key, carrying, take
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, call, flatten, tuple_of
 from gpipe_fast.randomness.random import KeyedRandomMode, UnkeyedRandomOp
-from gpipe_fast.trace import aot
+from gpipe_fast.trace import aot, reads
 from gpipe_fast.trace.arrival import Arrivals, finish, take_out
-from gpipe_fast.trace.fingerprint import snapshot
+from gpipe_fast.trace.before import GENERATOR, Change
+from gpipe_fast.trace.fingerprint import unguardable
+from gpipe_fast.trace.observe import Observation, Unrepeatable, line_of
 from gpipe_fast.trace.refuse import Untraceable, refuse_graph, refuse_layers
 
 
@@ -113,9 +117,11 @@ class _Stage(nn.Module):
         takes: Structure,
         arrivals: Arrivals,
         setting: Setting,
+        observation: Observation,
         copy_inputs: bool = False,
     ) -> None:
         super().__init__()
+        self.observation = observation
         self.takes = takes
         self.returns = ONE_TENSOR
         self.setting = setting
@@ -123,7 +129,6 @@ class _Stage(nn.Module):
         self.copy_inputs = copy_inputs
         self.layers = nn.ModuleList(layers)
         self.arrivals = arrivals
-        self.layer: int | None = None
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         arrived = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
@@ -134,7 +139,7 @@ class _Stage(nn.Module):
         with carrying(dict(zip(setting.pops, popped, strict=True))) as carried, deferring(setting.deferred):
             value = self._run(key, self.takes.build(arrived[:num_plain]))
             stashed = take(carried, setting.stashes)
-        self.layer = None
+        self.observation.layer = None
         try:
             outputs, self.returns = flatten(value, once=True)
         except TypeError as error:
@@ -145,11 +150,12 @@ class _Stage(nn.Module):
     def _run(self, key: Tensor, value: Any) -> Any:
         mode = KeyedRandomMode(key)
         for index, layer in enumerate(self.layers):
-            self.layer = index
+            self.observation.layer = index
             mode.enter_layer(index)
             held = _tensors(layer)
             with mode, aot.annotate({"layer": index}):
                 value = call(layer, value)
+            self.observation.leave_layer()
             for name, tensor in _tensors(layer).items():
                 if held.get(name) is not tensor:
                     raise _Refused(f"its forward replaces the buffer or parameter {name}, a side effect")
@@ -235,11 +241,27 @@ def _trace(
     setting: Setting,
     varying: Sequence[Sequence[bool]] | None,
 ) -> tuple[Joint | Untraceable, aot.Symbols | None]:
+    def attempt(copy_inputs: bool) -> tuple[Joint | Untraceable, aot.Symbols | None]:
+        observation = Observation(layers)
+        stage = _Stage(layers, takes, arrivals, setting, observation, copy_inputs)
+        try:
+            return _attempt(layers, inputs, stage, varying)
+        finally:
+            reads.note(layers, observation.reads)
+
     try:
-        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, setting), varying)
+        found, symbols = attempt(copy_inputs=False)
     except _ChangesInput:
         # As the first layers of a model change its caller's tensor; a pipeline's input stays as it was.
-        return _attempt(layers, inputs, _Stage(layers, takes, arrivals, setting, copy_inputs=True), varying)
+        found, symbols = attempt(copy_inputs=True)
+    if isinstance(found, Untraceable):
+        return found, None
+    for index, layer in enumerate(layers):
+        reason = unguardable(layer)
+        if reason is not None:
+            reads.cannot_repeat(layer)
+            return Untraceable(index, reason), None
+    return found, symbols
 
 
 def _attempt(
@@ -251,33 +273,56 @@ def _attempt(
     key = torch.zeros(3, dtype=torch.int64)
     example = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
     symbols: aot.Symbols | None = None
-    restore = snapshot(layers)
+    observation = stage.observation
     failure: Untraceable | None = None
     try:
         _bring(layers, stage.setting.device)
-        with phase.entered(tracing=True):
+        with phase.entered(tracing=True), observation.watching(), _unlogged():
             if varying is None:
                 module = aot.export_joint(stage, (key, *example))
             else:
                 module, symbols = aot.export_symbolic(stage, (key, *example), varying)
-    except (_Refused, UnkeyedRandomOp, phase.AskedWhileTracing) as error:
+    except (_Refused, UnkeyedRandomOp, Unrepeatable, phase.AskedWhileTracing) as error:
         kind = TypeError if isinstance(error, _NotPassedOn) else RuntimeError
-        failure = Untraceable(stage.layer, str(error), error=kind)
+        failure = Untraceable(observation.layer, str(error), error=kind)
     except Exception as error:
-        if "in-place operation" in str(error) and not stage.copy_inputs:
+        if "in-place operation" in str(error) and not stage.copy_inputs and observation.refusal is None:
             raise _ChangesInput from error
-        failure = Untraceable(stage.layer, f"tracing raised {type(error).__name__}: {_first_line(error)}")
+        reason = f"tracing raised {type(error).__name__}: {_first_line(error)}{line_of(error)}"
+        failure = Untraceable(observation.layer, reason)
     finally:
-        changed = restore()
+        changed = observation.put_back()
+    if observation.refusal is not None:  # which the layer itself may have caught
+        return observation.refusal, None
     if failure is not None:
         return failure, None
     if changed:
-        layer, _, attribute = changed[0].partition(".")
-        return Untraceable(int(layer), f"its forward sets {attribute}, a side effect"), None
+        if not changed[0].what.startswith(GENERATOR):
+            observation.cannot_repeat(changed[0].layer)
+        return _side_effect(changed[0]), None
     try:
         return refuse_graph(module) or _read(module, layers, stage), symbols
     except _Refused as refused:
         return Untraceable(None, str(refused)), None
+
+
+def _side_effect(change: Change) -> Untraceable:
+    if change.what.startswith(GENERATOR):
+        return Untraceable(change.layer, f"it draws from {change.what}")
+    verb = "changes" if " " in change.what else "sets"
+    return Untraceable(change.layer, f"its forward {verb} {change.what}, a side effect")
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keeps PyTorch from logging a trace that fails, since the layer then runs in Python."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _bring(layers: Sequence[nn.Module], device: torch.device | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from unittest import mock
 
 import pytest
@@ -37,6 +37,7 @@ class Layer(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.children_too = nn.ModuleList([nn.ReLU(), nn.Linear(2, 2)])
         self.config = Config()
+        self.slotted = Slotted()
         self.scale = 0.1
         self.sizes = [1, 2, {"deep": (3, [4])}]
         self.tags = {"x"}
@@ -50,6 +51,13 @@ class Layer(nn.Module):
 class Plus(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1
+
+
+def recorded(layers: Iterable[nn.Module]) -> Snapshot:
+    """A snapshot of layers as they are."""
+    snapshot = Snapshot()
+    fingerprint(layers, snapshot=snapshot)
+    return snapshot
 
 
 CHANGES: dict[str, Callable[[Layer], object]] = {
@@ -85,17 +93,17 @@ SAME_PROGRAMS = {"parameter replaced", "buffer replaced", "child replaced"}
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_change_is_seen(name: str) -> None:
     layers = [nn.ReLU(), Layer()]
-    snapshot, before = Snapshot(layers), fingerprint(layers)
+    snapshot, before = recorded(layers), fingerprint(layers)
     assert snapshot.unchanged(layers)
     CHANGES[name](layers[1])  # type: ignore[arg-type]
     assert not snapshot.unchanged(layers)
     assert (fingerprint(layers) == before) == (name in SAME_PROGRAMS)
-    assert Snapshot(layers).unchanged(layers)
+    assert recorded(layers).unchanged(layers)
 
 
 def test_other_layers_are_a_change() -> None:
     layers = [nn.ReLU(), nn.Linear(2, 2)]
-    snapshot = Snapshot(layers)
+    snapshot = recorded(layers)
     assert snapshot.unchanged(tuple(layers))
     for others in (layers[:1], [*layers, nn.ReLU()], layers[::-1], [layers[0], nn.Linear(2, 2)], []):
         assert not snapshot.unchanged(others)
@@ -103,7 +111,7 @@ def test_other_layers_are_a_change() -> None:
 
 def test_what_training_does_is_no_change() -> None:
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()]
-    model, snapshot = nn.Sequential(*layers), Snapshot(layers)
+    model, snapshot = nn.Sequential(*layers), recorded(layers)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         model(torch.randn(3, 4)).sum().backward()
@@ -114,11 +122,8 @@ def test_what_training_does_is_no_change() -> None:
 
 
 def test_what_cannot_be_followed_is_always_a_change() -> None:
-    layer = nn.ReLU()
-    layer.slotted = Slotted()
-    assert not Snapshot([layer]).unchanged([layer])
     lazy = nn.LazyLinear(3)
-    snapshot = Snapshot([lazy])
+    snapshot = recorded([lazy])
     lazy(torch.ones(1, 2))
     assert not snapshot.unchanged([lazy])
 
@@ -144,8 +149,8 @@ def test_the_fingerprint_is_taken_again_only_after_a_change() -> None:
 
 def test_a_cycle_through_a_snapshot_is_collected() -> None:
     layer = nn.ReLU()
-    layer.back = [Snapshot([layer])]
-    layer.back.append(Snapshot([layer]))
+    layer.back = [recorded([layer])]
+    layer.back.append(recorded([layer]))
     gone = weakref.ref(layer)
     del layer
     gc.collect()
@@ -157,7 +162,7 @@ def test_objects_seen_stay_alive() -> None:
     layer = nn.ReLU()
     for i in range(100):
         layer.slope = 0.5 + i
-        snapshot = Snapshot([layer])
+        snapshot = recorded([layer])
         layer.slope = None
         layer.slope = 0.25 + i
         assert not snapshot.unchanged([layer])

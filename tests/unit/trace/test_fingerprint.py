@@ -1,4 +1,4 @@
-"""Fingerprints tell apart what would trace differently, and nothing else; snapshots undo side effects."""
+"""Fingerprints tell apart what would trace differently, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from gpipe_fast.trace.fingerprint import fingerprint, snapshot
+from gpipe_fast.trace.fingerprint import fingerprint
 
 
 class Mode(enum.Enum):
@@ -137,57 +137,3 @@ def test_a_module_that_refers_to_its_parent_ends() -> None:
     layer[0].__dict__["owner"] = layer
     layer[0].__dict__["owners"] = [layer]
     assert fingerprint([layer]) == fingerprint([layer])
-
-
-EFFECTS: dict[str, tuple[Callable[[Layer], object], str]] = {
-    "set": (lambda m: setattr(m, "last", torch.ones(1)), "0.last"),
-    "replaced": (lambda m: setattr(m, "mode", Mode.EXACT), "0.mode"),
-    "list appended": (lambda m: m.sizes.append(5), "0.sizes"),
-    "list element": (lambda m: m.sizes.__setitem__(0, 9), "0.sizes"),
-    "dict": (lambda m: m.options.update(eps=1.0), "0.options"),
-    "set added": (lambda m: m.tags.add("c"), "0.tags"),
-    "of a child": (lambda m: setattr(m.first, "calls", 1), "0.first.calls"),
-}
-
-
-@pytest.mark.parametrize(("effect", "name"), EFFECTS.values(), ids=EFFECTS.keys())
-def test_snapshot_names_and_undoes_an_effect(effect: Callable[[Layer], object], name: str) -> None:
-    layer = Layer()
-    before = fingerprint([layer])
-    restore = snapshot([layer])
-    effect(layer)
-    assert fingerprint([layer]) != before
-    assert restore() == [name]
-    assert fingerprint([layer]) == before
-    assert restore() == []
-
-
-def test_snapshot_keeps_the_objects_themselves() -> None:
-    layer = Layer()
-    sizes, weight = layer.sizes, layer.first.weight
-    restore = snapshot([layer])
-    layer.sizes = [7]
-    layer.first.weight = nn.Parameter(torch.zeros(4, 4))
-    assert restore() == ["0.sizes"]  # parameters are put back without being named
-    assert layer.sizes is sizes
-    assert layer.first.weight is weight
-
-
-def test_snapshot_puts_a_deleted_attribute_back() -> None:
-    layer = Layer()
-    restore = snapshot([layer])
-    del layer.mode
-    assert restore() == ["0.mode"]
-    assert layer.mode is Mode.FAST
-
-
-def test_snapshot_counts_layers() -> None:
-    layers = [Layer(), Layer()]
-    restore = snapshot(layers)
-    layers[1].dropout.p = 0.5
-    assert restore() == ["1.dropout.p"]
-    assert layers[1].dropout.p == 0.1
-
-
-def test_nothing_changed() -> None:
-    assert snapshot([Layer()])() == []

@@ -15,6 +15,7 @@ import gpipe_fast.runtime.compile
 import gpipe_fast.runtime.state
 from gpipe_fast import GPipe
 from gpipe_fast.trace import aot, trace
+from gpipe_fast.trace.before import Before
 from gpipe_fast.trace.trace import Role, buffers_of
 from tests.inside import without_watching_buffers
 from tests.reference import check_step, leaf, loop_step, pipeline_step, unequal
@@ -122,7 +123,7 @@ def test_recurrent_layers_without_rule_are_wrong(kind: type[nn.RNNBase]) -> None
     # Three rules stand in the way, one of them by chance: the layer's list of its weights changes in a trace.
     with (
         mock.patch.object(trace, "refuse_layers", return_value=None),
-        mock.patch.object(trace, "snapshot", return_value=list),
+        mock.patch.object(Before, "put_back", return_value=[]),
         mock.patch.object(aot, "without_python_decompositions", contextlib.nullcontext),
     ):
         assert "output" in differences(nn.Sequential(States(kind)), batch(5, 6))
@@ -195,7 +196,7 @@ def test_side_effects_are_refused() -> None:
 
 def test_side_effects_without_rule_leave_tracing_tensors_behind() -> None:
     layer = Remembering()
-    with mock.patch.object(trace, "snapshot", return_value=list):
+    with mock.patch.object(Before, "put_back", return_value=[]):
         traced(layer, x=batch())
     assert type(layer.last) is not Tensor
 
@@ -210,7 +211,10 @@ def test_hooks_without_rule_run_while_tracing_alone() -> None:
     calls: list[object] = []
     layer = linear()
     layer.register_forward_hook(lambda *args: calls.append(None))
-    with mock.patch.object(trace, "refuse_layers", return_value=None):
+    with (
+        mock.patch.object(trace, "refuse_layers", return_value=None),
+        mock.patch.object(Before, "put_back", return_value=[]),
+    ):
         pipe = GPipe(nn.Sequential(layer), [1])
         pipe(batch())
         traces = len(calls)

@@ -1,0 +1,154 @@
+// Watches what runs in Python while a layer is traced: which functions of the user's, and which C functions they call.
+#include "bindings/bindings.h"
+
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace gpipe_fast {
+namespace {
+
+// Whose code a frame runs.
+enum class Code : uint8_t {
+  opaque,       // PyTorch's, this library's: what it calls by itself is not the layer's doing
+  own,          // the user's
+  transparent,  // the standard library's: on behalf of whoever called it
+  reported,     // as transparent; every call is reported, not the first one alone
+};
+
+// A profile function for the thread that starts it, in C++ since tracing makes a million calls. It takes the place of
+// another profiler, which is put back at the end.
+class Observer {
+ public:
+  // `kind_of(frame)` returns a Code, the same for all frames of one function. `on_frame(frame)` is called before the user's code, or the standard library's on its
+  // behalf, runs for the first time. `on_call(function)` is called before these call a function written in C, and
+  // returns whether that one may be called from now on without asking. What either raises comes out of the call.
+  Observer(py::function kind_of, py::function on_frame, py::function on_call)
+      : kind_of_(std::move(kind_of)), on_frame_(std::move(on_frame)), on_call_(std::move(on_call)) {}
+  ~Observer() { forget(); }
+  Observer(const Observer&) = delete;
+  Observer& operator=(const Observer&) = delete;
+
+  void start(PyObject* self) {
+    const PyThreadState* thread = PyThreadState_Get();
+    before_ = thread->c_profilefunc;
+    before_object_ = py::reinterpret_borrow<py::object>(thread->c_profileobj);
+    PyEval_SetProfile(&Observer::notice, self);
+  }
+
+  void stop() {
+    PyEval_SetProfile(before_, before_object_.ptr());
+    before_object_ = py::object();
+    forget();
+  }
+
+ private:
+  struct Known {
+    Code code;
+    bool reported = false;
+  };
+
+  static int notice(PyObject* self, PyFrameObject* frame, int what, PyObject* argument) {
+    if (what != PyTrace_CALL && what != PyTrace_C_CALL && what != PyTrace_RETURN) return 0;
+    try {
+      auto& observer = py::cast<Observer&>(py::handle(self));
+      if (what == PyTrace_C_CALL) {
+        observer.call(frame, argument);
+      } else if (what == PyTrace_CALL) {
+        observer.enter(frame);
+      } else if (observer.importing_ == frame) {
+        observer.importing_ = nullptr;
+      }
+      return 0;
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return -1;
+    }
+  }
+
+  void enter(PyFrameObject* frame) {
+    Known& known = look_up(frame);
+    if (importing_ != nullptr || known.code == Code::opaque) return;
+    if (known.reported && known.code != Code::reported) return;
+    if (known.code != Code::own && !on_behalf_of_user(frame)) return;
+    if (known.code == Code::own &&
+        is_module(frame)) {  // what a module does when it is imported is done once anyway
+      importing_ = frame;
+      return;
+    }
+    known.reported = true;
+    on_frame_(py::handle(reinterpret_cast<PyObject*>(frame)));
+  }
+
+  void call(PyFrameObject* frame, PyObject* function) {
+    if (importing_ != nullptr) return;
+    const Code code = look_up(frame).code;
+    if (code == Code::opaque) return;
+    const void* definition = nullptr;
+    if (PyCFunction_Check(function)) {
+      definition = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
+    } else if (Py_IS_TYPE(function, &PyMethodDescr_Type)) {
+      definition = reinterpret_cast<PyMethodDescrObject*>(function)->d_method;
+    }
+    if (definition == nullptr || harmless_.count(definition) != 0) return;
+    if (code != Code::own && !on_behalf_of_user(frame)) return;
+    if (on_call_(py::handle(function)).cast<bool>()) harmless_.insert(definition);
+  }
+
+  Known& look_up(PyFrameObject* frame) {
+    auto* code = reinterpret_cast<PyObject*>(PyFrame_GetCode(frame));  // a new reference
+    const auto found = known_.find(code);
+    if (found != known_.end()) {
+      Py_DECREF(code);
+      return found->second;
+    }
+    const py::handle handle(reinterpret_cast<PyObject*>(frame));
+    Known known{static_cast<Code>(kind_of_(handle).cast<int>())};
+    return known_.emplace(code, known).first->second;
+  }
+
+  bool on_behalf_of_user(PyFrameObject* frame) {
+    py::object caller =
+        py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(frame)));
+    while (caller) {
+      auto* now = reinterpret_cast<PyFrameObject*>(caller.ptr());
+      const Code code = look_up(now).code;
+      if (code == Code::own || code == Code::opaque) return code == Code::own;
+      caller = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(now)));
+    }
+    return false;
+  }
+
+  static bool is_module(PyFrameObject* frame) {
+    const py::object code =
+        py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+    return PyUnicode_CompareWithASCIIString(code.attr("co_name").ptr(), "<module>") == 0;
+  }
+
+  void forget() {
+    for (const auto& [code, known] : std::exchange(known_, {})) Py_DECREF(code);
+    importing_ = nullptr;
+  }
+
+  const py::function kind_of_, on_frame_, on_call_;
+  std::unordered_map<PyObject*, Known> known_;  // holds the code objects, until `stop`
+  std::unordered_set<const void*> harmless_;    // definitions of C functions
+  const PyFrameObject* importing_ = nullptr;    // the module's frame
+  Py_tracefunc before_ = nullptr;
+  py::object before_object_;
+};
+
+}  // namespace
+
+void bind_observer(py::module_& m) {
+  py::class_<Observer>(m, "Observer")
+      .def(py::init<py::function, py::function, py::function>(), py::arg("kind_of"), py::arg("on_frame"),
+           py::arg("on_call"))
+      .def("start", [](const py::object& self) { self.cast<Observer&>().start(self.ptr()); })
+      .def("stop", &Observer::stop);
+}
+
+}  // namespace gpipe_fast

@@ -1,0 +1,214 @@
+"""Python state as it was before a trace, to find what the trace changed and to put it back."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from gpipe_fast.trace import kinds
+from gpipe_fast.trace.fingerprint import LARGEST_ARRAY, OWN
+from gpipe_fast.trace.kinds import Kind, kind_of
+from gpipe_fast.trace.reads import Entry
+
+# How generators are named that drew.
+GENERATOR = "the NumPy generator"
+# Containers and objects of which copies are kept, those that are nearest to the layers.
+_MOST = 20_000
+
+
+class Change(NamedTuple):
+    """Something that is not what it was.
+
+    Attributes:
+        layer: index of the layer that holds it; None for what lies outside of the layers.
+        what: what messages call it.
+    """
+
+    layer: int | None
+    what: str
+
+
+@dataclass
+class _Noted:
+    change: Change
+    is_changed: Callable[[], bool]
+    put_back: Callable[[], None]
+
+
+class Before:
+    """Copies of what layers hold and refer to; more can be noted while they run, before it is used.
+
+    Attributes:
+        iterators: what cannot be copied, since to read it is to change it.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.iterators: list[tuple[Change, object]] = []
+        self._seen: set[int] = set()
+        self._noted: list[_Noted] = []
+        self._modules: list[tuple[int, str, nn.Module, dict[str, Any]]] = []
+        self._pending: deque[tuple[Any, Change]] = deque()
+        for index, layer in enumerate(layers):
+            for name, module in layer.named_modules():
+                if id(module) in self._seen:
+                    continue
+                self._seen.add(id(module))
+                self._modules.append((index, name, module, dict(vars(module))))
+                for key, value in vars(module).items():
+                    self._pending.append((value, Change(index, f"{name}.{key}".lstrip("."))))
+                self._pending.append((type(module), Change(index, type(module).__name__)))
+        self._work_off()
+
+    def note(self, entry: Entry) -> None:
+        """Notes an item of a namespace, and what it refers to."""
+        if entry.key not in entry.namespace:
+            return
+        namespace, key, value = entry.namespace, entry.key, entry.namespace[entry.key]
+
+        def put_back() -> None:
+            namespace[key] = value
+
+        def is_changed() -> bool:
+            return namespace.get(key, put_back) is not value
+
+        self._noted.append(_Noted(Change(None, entry.label), is_changed, put_back))
+        self._pending.append((value, Change(None, entry.label)))
+        self._work_off()
+
+    def changed_outside(self) -> list[Change]:
+        """What lies outside of the layers and is not what it was."""
+        return [noted.change for noted in self._noted if noted.change.layer is None and noted.is_changed()]
+
+    def put_back(self) -> list[Change]:
+        """Puts everything back, and says what was changed.
+
+        Parameters and buffers are put back without being named: tracing swaps them, and ties confuse it.
+        """
+        changes: list[Change] = []
+        for noted in self._noted:
+            if noted.is_changed():
+                noted.put_back()
+                changes.append(noted.change)
+        for index, name, module, before in self._modules:
+            state = vars(module)
+            for key in [k for k in state if k not in before]:
+                del state[key]
+                changes.append(Change(index, f"{name}.{key}".lstrip(".")))
+            for key, value in before.items():
+                if state.get(key, changes) is not value:
+                    state[key] = value
+                    if key not in OWN:
+                        changes.append(Change(index, f"{name}.{key}".lstrip(".")))
+        own = {f"{name}.{key}".lstrip(".") for _, name, _, _ in self._modules for key in OWN}
+        return [change for change in dict.fromkeys(changes) if change.layer is None or change.what not in own]
+
+    def _work_off(self) -> None:
+        while self._pending and len(self._seen) < _MOST:
+            value, change = self._pending.popleft()
+            kind = kind_of(value)
+            if kind is Kind.PLAIN or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            self._note_value(value, kind, change)
+            self._pending.extend((part, change) for part in kinds.referred_to_by(value))
+        self._pending.clear()
+
+    def _note_value(self, value: Any, kind: Kind, change: Change) -> None:
+        match kind:
+            case Kind.CONTAINER:
+                self._note_container(value, change)
+            case Kind.MODULE | Kind.OBJECT:
+                self._note_object(value, change)
+            case Kind.FUNCTION if not kinds.is_fixed(value.__module__):
+                self._note_function(value, change)
+            case Kind.CLASS if not kinds.is_fixed(value.__module__):
+                self._note_class(value, change)
+            case Kind.ARRAY:
+                self._note_array(value, change)
+            case Kind.GENERATOR:
+                self._note_generator(value, change)
+            case Kind.UNGUARDABLE:
+                self.iterators.append((change, value))
+
+    def _note_container(self, value: Any, change: Change) -> None:
+        copied = value.copy()
+
+        def is_changed() -> bool:
+            if isinstance(value, dict):
+                return list(value) != list(copied) or any(value[k] is not copied[k] for k in value)
+            if isinstance(value, set):
+                return bool(value != copied)
+            return len(value) != len(copied) or any(a is not b for a, b in zip(value, copied, strict=True))
+
+        def put_back() -> None:
+            value.clear()
+            value.update(copied) if isinstance(value, (dict, set)) else value.extend(copied)
+
+        self._noted.append(_Noted(change, is_changed, put_back))
+
+    def _note_object(self, value: Any, change: Change) -> None:
+        state = kinds.attributes_of(value)
+        if state is not None:
+            self._note_container(state, change)
+        for slot in kinds.slots_of(value):
+            self._note_slot(value, slot, change)
+
+    def _note_slot(self, value: Any, slot: kinds.Slot, change: Change) -> None:
+        self._noted.append(
+            _Noted(
+                change,
+                lambda: getattr(value, slot.name, change) is not slot.value,
+                lambda: object.__setattr__(value, slot.name, slot.value),
+            )
+        )
+
+    def _note_function(self, function: Any, change: Change) -> None:
+        for name, cell in kinds.cells_of(function).items():
+            self._note_cell(cell, cell.cell_contents, change._replace(what=f"the variable {name}"))
+        label = change._replace(what=f"the function {function.__name__}")
+        self._note_container(function.__dict__, label)
+
+    def _note_cell(self, cell: Any, content: Any, change: Change) -> None:
+        def put_back() -> None:
+            cell.cell_contents = content
+
+        self._noted.append(_Noted(change, lambda: cell.cell_contents is not content, put_back))
+
+    def _note_class(self, cls: type, change: Change) -> None:
+        before = {k: v for k, v in vars(cls).items() if not k.startswith("__")}
+
+        def changed() -> set[str]:
+            now = {k: v for k, v in vars(cls).items() if not k.startswith("__")}
+            return {k for k in before.keys() | now.keys() if before.get(k, now) is not now.get(k, before)}
+
+        def put_back() -> None:
+            for name in changed():
+                setattr(cls, name, before[name]) if name in before else delattr(cls, name)
+
+        label = change._replace(what=f"the class {cls.__name__}")
+        self._noted.append(_Noted(label, lambda: bool(changed()), put_back))
+
+    def _note_generator(self, generator: Any, change: Change) -> None:
+        before = pickle.dumps(kinds.state_of(generator))
+        self._noted.append(
+            _Noted(
+                change._replace(what=f"{GENERATOR} {change.what}"),
+                lambda: pickle.dumps(kinds.state_of(generator)) != before,
+                lambda: kinds.set_state(generator, pickle.loads(before)),
+            )
+        )
+
+    def _note_array(self, array: Any, change: Change) -> None:
+        if memoryview(array).nbytes > LARGEST_ARRAY:
+            return
+        content, copied = memoryview(array).tobytes(), array[:].copy() if hasattr(array, "copy") else array[:]
+
+        def put_back() -> None:
+            array[:] = copied
+
+        self._noted.append(_Noted(change, lambda: memoryview(array).tobytes() != content, put_back))

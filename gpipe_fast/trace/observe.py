@@ -1,0 +1,221 @@
+"""Watches a trace: what forward reads from Python is noted, and what a trace cannot repeat is refused.
+
+A forward that draws from Python's or NumPy's generators, reads the clock, writes a file or changes what lies
+outside of its layer does so with every call; its trace would do so once. The first such call ends the trace
+before it takes effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import linecache
+import os
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from gpipe_fast._extension import Observer
+from gpipe_fast.trace.before import Before, Change
+from gpipe_fast.trace.fingerprint import state_is_hidden
+from gpipe_fast.trace.kinds import is_fixed, is_standard, root_package
+from gpipe_fast.trace.reads import Entry, Reads, names_of
+from gpipe_fast.trace.refuse import Untraceable
+
+# As csrc/bindings/bindings_observer.cpp: Code counts them.
+_OPAQUE, _OWN, _TRANSPARENT, _REPORTED = range(4)
+
+# The standard library's that load modules or show warnings: not the layer's doing.
+_MACHINERY = frozenset(
+    {"importlib", "_frozen_importlib", "_frozen_importlib_external", "warnings", "zipimport"}
+)
+# A message that is shown once is no side effect of each call.
+_SHOWN_ONCE = frozenset({"warning_once", "warn_once", "info_once"})
+
+# Modules written in C whose functions all answer something else each time, or act on the world outside.
+_CLOCKS = frozenset({"time", "_datetime"})
+_OUTSIDE = frozenset({"posix", "nt", "_socket", "_io", "io", "select", "_posixsubprocess", "mmap", "fcntl"})
+_HARMLESS = frozenset({"fspath", "getpid", "_path_normpath", "register_at_fork", "text_encoding"})
+_BUILTINS = {
+    "print": "it prints",
+    "input": "it asks for input",
+    "open": "it opens a file",
+    "breakpoint": "it stops in the debugger",
+}
+
+
+class Unrepeatable(Exception):
+    """A layer does something that a trace would do once instead of with every call."""
+
+
+def _kind_of(frame: FrameType) -> int:
+    """Whose code a frame runs, by the name of its module."""
+    name = frame.f_globals.get("__name__")
+    return _OPAQUE if frame.f_code.co_name in _SHOWN_ONCE else _kind_of_module(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of_module(name: object) -> int:
+    root = root_package(name)
+    if root.startswith("namedtuple_"):  # made by the standard library for whoever asked
+        return _TRANSPARENT
+    if not is_fixed(name):
+        return _OWN
+    if root == "os":
+        return _REPORTED
+    return _TRANSPARENT if is_standard(name) and root not in _MACHINERY else _OPAQUE
+
+
+def reason_against(function: Any) -> str | None:
+    """Why a call of a function written in C cannot be traced; None if it can be."""
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
+    if isinstance(owner, random.Random):
+        return "it draws from Python's random numbers"
+    if isinstance(owner, ModuleType):
+        if owner.__name__ in _CLOCKS:
+            return f"it reads the clock (time.{name})"
+        if name == "urandom":
+            return "it draws random bytes from the operating system"
+        if owner.__name__ in ("builtins", "io") and name in _BUILTINS:
+            return _BUILTINS[name]
+        if owner.__name__ in _OUTSIDE and name not in _HARMLESS:
+            return f"it calls {owner.__name__}.{name}, which acts outside of the program or reads from there"
+    elif isinstance(owner, type):
+        if owner.__module__ == "datetime" and name in ("now", "utcnow", "today"):
+            return f"it reads the clock (datetime.{name})"
+    elif isinstance(owner, io.IOBase) and not isinstance(owner, (io.StringIO, io.BytesIO)):
+        return f"it calls {name} of a file"
+    elif type(owner).__module__ == "_contextvars":
+        return (
+            "it reads or sets a context variable, which has another value in the pipeline's threads; pass it "
+            "through the layers, or as an attribute"
+        )
+    return None
+
+
+class Observation:
+    """One trace of some layers, as seen from Python.
+
+    Attributes:
+        reads: what each layer's forward was seen to read.
+        refusal: why they cannot be traced, once that is known.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._before = Before(layers)
+        self._numpy = _numpy_generator()
+        if self._numpy is not None:
+            entry = Entry({"numpy.random": self._numpy}, "numpy.random", "numpy.random")
+            self._before.note(entry)
+        self._changed_by: dict[str, int | None] = {}
+        self.layer: int | None = None
+        self.reads = [Reads() for _ in layers]
+        self.refusal: Untraceable | None = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches what this thread runs inside a block."""
+        observer = Observer(_kind_of, self._enter, self._call)
+        observer.start()
+        try:
+            yield
+        finally:
+            observer.stop()
+
+    def leave_layer(self) -> None:
+        """Notes what the present layer changed outside of itself."""
+        for change in self._before.changed_outside():
+            self._changed_by.setdefault(change.what, self.layer)
+
+    def put_back(self) -> list[Change]:
+        """Puts back what the trace changed, and says what that was."""
+        changes = self._before.put_back()
+        return [change._replace(layer=self.layer_of(change)) for change in changes]
+
+    def layer_of(self, change: Change) -> int | None:
+        """The layer that changed something."""
+        return self._changed_by.get(change.what) if change.layer is None else change.layer
+
+    def cannot_repeat(self, layer: int | None) -> None:
+        """Notes that a second run of a layer does something else than the first one."""
+        for index, reads in enumerate(self.reads):
+            if layer is None or index == layer:
+                reads.repeatable = False
+
+    def _reads(self) -> Sequence[Reads]:
+        return self.reads if self.layer is None else [self.reads[self.layer]]
+
+    def _enter(self, frame: FrameType) -> None:
+        code = frame.f_code
+        kind = _kind_of(frame)
+        found: list[Entry] = []
+        for reads in self._reads():
+            if kind == _REPORTED:
+                found += self._environment(reads, frame)
+            elif kind == _OWN:
+                found += reads.add_function(code, frame.f_globals)
+            else:
+                reads.add_attributes(code)
+        if code.co_name == "_log" and frame.f_globals.get("__name__") == "logging":
+            self.cannot_repeat(self.layer)
+            self._refuse("it logs messages")
+        for entry in found:
+            self._before.note(entry)
+        if kind == _OWN and self._before.iterators:
+            self._refuse_iterators(code)
+
+    def _refuse_iterators(self, code: CodeType) -> None:
+        """Ends the trace before a function runs that names what it would use up."""
+        names = names_of(code)
+        known = {*names.globals, *names.attributes, *code.co_freevars}
+        for change, value in self._before.iterators:
+            if change.what.replace(".", " ").split()[-1] in known:
+                self.cannot_repeat(self.layer)
+                self._refuse(state_is_hidden(change.what, value))
+
+    def _environment(self, reads: Reads, frame: FrameType) -> list[Entry]:
+        if "_Environ" not in getattr(frame.f_code, "co_qualname", "_Environ"):
+            return []
+        if frame.f_code.co_name in ("__setitem__", "__delitem__"):
+            self._refuse("it changes os.environ")
+        if frame.f_code.co_name == "__getitem__":
+            return reads.add_environment(frame.f_locals["key"])
+        return reads.add_environment(None) if frame.f_code.co_name in ("__iter__", "__len__", "copy") else []
+
+    def _call(self, function: BuiltinFunctionType) -> bool:
+        reason = reason_against(function)
+        if reason is not None:
+            if not isinstance(getattr(function, "__self__", None), random.Random):
+                self.cannot_repeat(self.layer)
+            self._refuse(reason)
+        return True
+
+    def _refuse(self, reason: str) -> None:
+        if self.refusal is None:
+            self.refusal = Untraceable(self.layer, reason, final="context variable" in reason)
+        raise Unrepeatable(reason)
+
+
+def _numpy_generator() -> Any:
+    """NumPy's global generator, if the program has loaded it."""
+    module = sys.modules.get("numpy.random")
+    return None if module is None else module.mtrand._rand
+
+
+def line_of(error: BaseException) -> str:
+    """Where in the user's code an error came from: " (model.py, line 12: if x.sum() > 0:)"; or nothing."""
+    found = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if _kind_of(frame) == _OWN:
+            path = frame.f_code.co_filename
+            text = linecache.getline(path, number).strip()
+            found = f" ({os.path.basename(path)}, line {number}{': ' if text else ''}{text})"
+    return found

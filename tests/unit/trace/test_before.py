@@ -1,0 +1,66 @@
+"""What a trace changed is named and put back: attributes, containers, objects, variables, generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_fast.trace.before import Before, Change
+from gpipe_fast.trace.fingerprint import fingerprint
+from tests.unit.trace.test_fingerprint import Layer, Mode
+
+EFFECTS: dict[str, tuple[Callable[[Layer], object], str]] = {
+    "set": (lambda m: setattr(m, "last", torch.ones(1)), "last"),
+    "replaced": (lambda m: setattr(m, "mode", Mode.EXACT), "mode"),
+    "list appended": (lambda m: m.sizes.append(5), "sizes"),
+    "list element": (lambda m: m.sizes.__setitem__(0, 9), "sizes"),
+    "dict": (lambda m: m.options.update(eps=1.0), "options"),
+    "set added": (lambda m: m.tags.add("c"), "tags"),
+    "of a child": (lambda m: setattr(m.first, "calls", 1), "first.calls"),
+}
+
+
+@pytest.mark.parametrize(("effect", "name"), EFFECTS.values(), ids=EFFECTS.keys())
+def test_before_names_and_undoes_an_effect(effect: Callable[[Layer], object], name: str) -> None:
+    layer = Layer()
+    value = fingerprint([layer])
+    before = Before([layer])
+    effect(layer)
+    assert fingerprint([layer]) != value
+    assert before.put_back() == [Change(0, name)]
+    assert fingerprint([layer]) == value
+    assert before.put_back() == []
+
+
+def test_before_keeps_the_objects_themselves() -> None:
+    layer = Layer()
+    sizes, weight = layer.sizes, layer.first.weight
+    before = Before([layer])
+    layer.sizes = [7]
+    layer.first.weight = nn.Parameter(torch.zeros(4, 4))
+    assert before.put_back() == [Change(0, "sizes")]  # parameters are put back without being named
+    assert layer.sizes is sizes
+    assert layer.first.weight is weight
+
+
+def test_before_puts_a_deleted_attribute_back() -> None:
+    layer = Layer()
+    before = Before([layer])
+    del layer.mode
+    assert before.put_back() == [Change(0, "mode")]
+    assert layer.mode is Mode.FAST
+
+
+def test_before_counts_layers() -> None:
+    layers = [Layer(), Layer()]
+    before = Before(layers)
+    layers[1].dropout.p = 0.5
+    assert before.put_back() == [Change(1, "dropout.p")]
+    assert layers[1].dropout.p == 0.1
+
+
+def test_nothing_changed() -> None:
+    assert Before([Layer()]).put_back() == []
