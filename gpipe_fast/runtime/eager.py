@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,8 +20,10 @@ from gpipe_fast.layers.skip import carrying, take
 from gpipe_fast.layers.structure import Structure, call, flatten, shared
 from gpipe_fast.lower.accumulation import sum_dtype
 from gpipe_fast.randomness.random import GeneratorStates, KeyedRandomMode, make_key
+from gpipe_fast.runtime.draws import Drawn, Draws
 from gpipe_fast.runtime.stage import Modes, Stage, under
 from gpipe_fast.strides import span
+from gpipe_fast.trace.reads import are_repeatable
 from gpipe_fast.trace.trace import parameters_of
 
 
@@ -97,7 +99,8 @@ class _Kept:
     The rest is for a recompute:
         arrived: what came in.
         buffers: those that the forward wrote or replaced, as it found them.
-        generators: as the forward found those that the layers bring themselves.
+        generators: as the forward found those of PyTorch's that the layers bring themselves.
+        drawn: from Python's and NumPy's generators.
         data: where the parameters' elements were.
     """
 
@@ -107,6 +110,7 @@ class _Kept:
     arrived: _Arrived
     buffers: list[_Noted]
     generators: GeneratorStates
+    drawn: Drawn
     data: list[int]
 
 
@@ -132,7 +136,8 @@ class EagerLayers:
             part: whose layers to call one after the other.
             name: what errors call them.
             modes: PyTorch's global modes to run them under.
-            recompute: keep only what comes in, and run them again in the backward.
+            recompute: keep only what comes in, and run them again in the backward; but for those whose second
+                run would do something else, such as to count on.
             busy: held while the layers run.
             on_tangents: is told the gradients that come to the outputs.
         """
@@ -140,9 +145,10 @@ class EagerLayers:
         self._layers = part.layers
         self._name = name
         self._modes = modes
-        self._recompute = recompute and modes.grad
+        self._recompute = recompute and modes.grad and are_repeatable(part.layers)
         self._busy = busy
         self._on_tangents = on_tangents
+        self._draws = Draws(self._layers)
         self._checked = False
         self._reentrant = False
 
@@ -183,7 +189,8 @@ class EagerLayers:
         with self._busy, self._blamed(action), phase.entered(checkpointing=self._recompute):
             before = self.note() if self._recompute else []
             generators = GeneratorStates(self._recompute)
-            run = self._run(arrived, generators)
+            with self._draws.forward() if self._recompute else nullcontext(Drawn()) as drawn:
+                run = self._run(arrived, generators)
             roots = run.roots()
             kept: _Kept | None = None
             if any(root.requires_grad for root in roots):
@@ -191,12 +198,13 @@ class EagerLayers:
                 parameters = [p for p in every if p.requires_grad]
                 self._check_graph(run, parameters)
                 kept = _Kept(
-                    None if self._recompute else run,
+                    None if self._recompute and drawn.repeatable else run,
                     every,
                     parameters,
                     arrived,
                     [buffer for buffer in before if buffer.is_changed()],
                     generators,
+                    drawn,
                     [p.data_ptr() for p in parameters],
                 )
             return (
@@ -240,7 +248,8 @@ class EagerLayers:
                     f"a parameter of {self._name} was given other data between forward and backward, which "
                     "runs the forward again"
                 )
-            with phase.entered(recomputing=True), _as_it_was(kept.buffers):
+            again = self._draws.repeated(kept.drawn, self._name)
+            with phase.entered(recomputing=True), _as_it_was(kept.buffers), again:
                 run = self._run(kept.arrived, kept.generators.replayed())
                 return self._differentiate(kept, run, tangents, gradients, False)
 

@@ -1,0 +1,147 @@
+"""Layers that draw from Python's and NumPy's generators: a recompute draws what the forward drew."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.runtime.draws import Draws
+
+SHARED = random.Random(3)
+MODES = ("always", "except_last", "never")
+
+
+class LayerDrop(nn.Module):
+    """Skips its layer in half of all calls; it asks once more, so that each call draws twice."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.draw()) if self.draw() < 0.5 else self.linear(x)
+
+
+class Holding(LayerDrop):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(self.own)
+        self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+
+    def own(self) -> float:
+        return (self.python.random() + float(self.numpy.random())) / 2
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "random": lambda: LayerDrop(random.random),
+    "uniform": lambda: LayerDrop(lambda: random.uniform(0, 1)),
+    "numpy": lambda: LayerDrop(np.random.rand),
+    "held": Holding,
+    "global": lambda: LayerDrop(lambda: SHARED.random()),
+}
+
+
+def step(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    """Output and gradients of one step under equal seeds."""
+    random.seed(0)
+    np.random.seed(0)
+    SHARED.seed(0)
+    model.zero_grad()
+    output = model(x)
+    output.pow(2).sum().backward()
+    return {"output": output.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_are_those_without_recompute(kind: str, backend: str) -> None:
+    """Of two stages that draw, whichever of them comes first draws first: only what recomputes counts."""
+    x, results = torch.randn(16, 4), []
+    for mode in MODES:
+        torch.manual_seed(0)
+        seq = nn.Sequential(nn.Linear(4, 4), LAYERS[kind](), nn.Linear(4, 4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = GPipe(seq, [2, 1], devices=["cpu"] * 2, chunks=8, checkpoint=mode, backend=backend)
+            results.append([step(model, x) for _ in range(3)])
+    for other in results[:2]:
+        for ours, expected in zip(other, results[2], strict=True):
+            for name, tensor in expected.items():
+                found = ours[name]
+                assert (tensor is None) == (found is None), name
+                assert tensor is None or (found is not None and torch.equal(found, tensor)), name
+
+
+def test_draws_like_the_plain_loop() -> None:
+    seq = nn.Sequential(nn.Linear(4, 4), LAYERS["random"](), nn.Linear(4, 4))
+    x = torch.randn(64, 4)
+    model = GPipe(seq, [2, 1], devices=["cpu"] * 2, chunks=64, checkpoint="always")
+    with pytest.warns(UserWarning, match="draws from Python's random numbers"):
+        model(x)
+    random.seed(5)
+    ours = model(x)
+    random.seed(5)
+    assert torch.equal(ours, torch.cat([seq(c) for c in x.chunk(64)]))
+
+
+def test_two_stages_that_draw_at_once() -> None:
+    """Each repeats its own draws, in whatever order the stages drew."""
+    torch.manual_seed(0)
+    seq = nn.Sequential(*(LayerDrop(random.random) for _ in range(4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = GPipe(seq, [1] * 4, devices=["cpu"] * 4, chunks=8, checkpoint="always")
+        for _ in range(4):
+            x = torch.randn(32, 4, requires_grad=True)
+            output = model(x)
+            output.sum().backward()
+            # What is linear in its input is its gradient's product with it, but for biases.
+            with torch.no_grad():
+                biases = [layer.linear.bias for layer in seq]
+                total = (x.grad * x).sum() + sum((b.grad * b).sum() for b in biases if b.grad is not None)
+            assert torch.allclose(total, output.sum(), rtol=1e-4)
+            model.zero_grad()
+
+
+def test_generators_are_left_as_they_were() -> None:
+    layer = Holding()
+    draws = Draws([layer])
+    with draws.forward() as drawn:
+        first = layer.own(), random.random(), np.random.rand()
+    assert drawn.repeatable
+    after = random.getstate(), layer.python.getstate(), layer.numpy.bit_generator.state
+    with draws.repeated(drawn, "layer 1"):
+        assert (layer.own(), random.random(), np.random.rand()) == first
+    assert (random.getstate(), layer.python.getstate(), layer.numpy.bit_generator.state) == after
+
+
+def test_other_draws_than_the_first_ones_are_an_error() -> None:
+    draws = Draws([LayerDrop(random.random)])
+    with draws.forward() as drawn:
+        random.random()
+    with (
+        pytest.raises(RuntimeError, match="layer 1 drew other random numbers"),
+        draws.repeated(drawn, "layer 1"),
+    ):
+        random.random()
+        random.random()
+
+
+def test_layers_that_draw_late_are_not_repeated_at_first() -> None:
+    """Once they were seen not to draw they run beside others."""
+    draws = Draws([LayerDrop(random.random)])
+    found = []
+    for draw in (False, True, True):
+        with draws.forward() as drawn:
+            if draw:
+                random.random()
+        found.append(drawn.repeatable)
+    assert found == [True, False, True]
