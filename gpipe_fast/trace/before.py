@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gpipe_fast.trace import kinds
 from gpipe_fast.trace.fingerprint import LARGEST_ARRAY, OWN
@@ -35,9 +36,12 @@ class Change(NamedTuple):
 
 @dataclass
 class _Noted:
+    """One thing that can change; ``now`` returns what it is at present."""
+
     change: Change
     is_changed: Callable[[], bool]
     put_back: Callable[[], None]
+    now: Callable[[], Any]
 
 
 class Before:
@@ -76,7 +80,9 @@ class Before:
         def is_changed() -> bool:
             return namespace.get(key, put_back) is not value
 
-        self._noted.append(_Noted(Change(None, entry.label), is_changed, put_back))
+        self._noted.append(
+            _Noted(Change(None, entry.label), is_changed, put_back, lambda: namespace.get(key))
+        )
         self._pending.append((value, Change(None, entry.label)))
         self._work_off()
 
@@ -84,28 +90,59 @@ class Before:
         """What lies outside of the layers and is not what it was."""
         return [noted.change for noted in self._noted if noted.change.layer is None and noted.is_changed()]
 
-    def put_back(self) -> list[Change]:
-        """Puts everything back, and says what was changed.
+    def changes(self) -> list[Change]:
+        """What is not what it was.
 
-        Parameters and buffers are put back without being named: tracing swaps them, and ties confuse it.
+        Parameters and buffers are left out: tracing swaps them, and ties confuse it.
         """
-        changes: list[Change] = []
+        found = [noted.change for noted in self._noted if noted.is_changed()]
+        found += [Change(index, _join(name, key)) for index, name, _, _, key in self._changed_attributes()]
+        own = {_join(name, key) for _, name, _, _ in self._modules for key in OWN}
+        return [change for change in dict.fromkeys(found) if change.layer is None or change.what not in own]
+
+    def holds_tracing_tensors(self) -> bool:
+        """Whether anything of a trace lies in what was changed."""
+        values = [noted.now() for noted in self._noted if noted.is_changed()]
+        values += [vars(module).get(key) for _, _, module, _, key in self._changed_attributes()]
+        seen: set[int] = set()
+        while values and len(seen) < _MOST:
+            value = values.pop()
+            if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return True
+            if id(value) not in seen:
+                seen.add(id(value))
+                values += kinds.referred_to_by(value)
+        return bool(values)
+
+    def put_back(self) -> None:
+        """Puts everything back."""
         for noted in self._noted:
             if noted.is_changed():
                 noted.put_back()
-                changes.append(noted.change)
+        self._put_attributes_back(lambda key: True)
+
+    def put_tensors_back(self) -> None:
+        """Puts back what tracing itself swaps: parameters and buffers."""
+        self._put_attributes_back(lambda key: key in OWN)
+        for noted in self._noted:
+            if noted.change.what.split(".")[-1] in OWN and noted.is_changed():
+                noted.put_back()
+
+    def _changed_attributes(self) -> Iterator[tuple[int, str, nn.Module, dict[str, Any], str]]:
         for index, name, module, before in self._modules:
             state = vars(module)
-            for key in [k for k in state if k not in before]:
+            for key in state | before:
+                if state.get(key, self) is not before.get(key, self) and key not in OWN:
+                    yield index, name, module, before, key
+
+    def _put_attributes_back(self, chosen: Callable[[str], bool]) -> None:
+        for _, _, module, before in self._modules:
+            state = vars(module)
+            for key in [k for k in state if k not in before and chosen(k)]:
                 del state[key]
-                changes.append(Change(index, f"{name}.{key}".lstrip(".")))
             for key, value in before.items():
-                if state.get(key, changes) is not value:
+                if chosen(key) and state.get(key, before) is not value:
                     state[key] = value
-                    if key not in OWN:
-                        changes.append(Change(index, f"{name}.{key}".lstrip(".")))
-        own = {f"{name}.{key}".lstrip(".") for _, name, _, _ in self._modules for key in OWN}
-        return [change for change in dict.fromkeys(changes) if change.layer is None or change.what not in own]
 
     def _work_off(self) -> None:
         while self._pending and len(self._seen) < _MOST:
@@ -149,7 +186,7 @@ class Before:
             value.clear()
             value.update(copied) if isinstance(value, (dict, set)) else value.extend(copied)
 
-        self._noted.append(_Noted(change, is_changed, put_back))
+        self._noted.append(_Noted(change, is_changed, put_back, lambda: value))
 
     def _note_object(self, value: Any, change: Change) -> None:
         state = kinds.attributes_of(value)
@@ -164,6 +201,7 @@ class Before:
                 change,
                 lambda: getattr(value, slot.name, change) is not slot.value,
                 lambda: object.__setattr__(value, slot.name, slot.value),
+                lambda: getattr(value, slot.name, None),
             )
         )
 
@@ -177,7 +215,9 @@ class Before:
         def put_back() -> None:
             cell.cell_contents = content
 
-        self._noted.append(_Noted(change, lambda: cell.cell_contents is not content, put_back))
+        self._noted.append(
+            _Noted(change, lambda: cell.cell_contents is not content, put_back, lambda: cell.cell_contents)
+        )
 
     def _note_class(self, cls: type, change: Change) -> None:
         before = {k: v for k, v in vars(cls).items() if not k.startswith("__")}
@@ -191,7 +231,7 @@ class Before:
                 setattr(cls, name, before[name]) if name in before else delattr(cls, name)
 
         label = change._replace(what=f"the class {cls.__name__}")
-        self._noted.append(_Noted(label, lambda: bool(changed()), put_back))
+        self._noted.append(_Noted(label, lambda: bool(changed()), put_back, lambda: dict(vars(cls))))
 
     def _note_generator(self, generator: Any, change: Change) -> None:
         before = pickle.dumps(kinds.state_of(generator))
@@ -200,6 +240,7 @@ class Before:
                 change._replace(what=f"{GENERATOR} {change.what}"),
                 lambda: pickle.dumps(kinds.state_of(generator)) != before,
                 lambda: kinds.set_state(generator, pickle.loads(before)),
+                lambda: generator,
             )
         )
 
@@ -211,4 +252,10 @@ class Before:
         def put_back() -> None:
             array[:] = copied
 
-        self._noted.append(_Noted(change, lambda: memoryview(array).tobytes() != content, put_back))
+        self._noted.append(
+            _Noted(change, lambda: memoryview(array).tobytes() != content, put_back, lambda: array)
+        )
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key

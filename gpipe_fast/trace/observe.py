@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from gpipe_fast._extension import Observer
-from gpipe_fast.trace.before import Before, Change
+from gpipe_fast.trace.before import GENERATOR, Before, Change
 from gpipe_fast.trace.fingerprint import state_is_hidden
 from gpipe_fast.trace.kinds import is_fixed, is_standard, root_package
 from gpipe_fast.trace.reads import Entry, Reads, names_of
@@ -135,13 +135,23 @@ class Observation:
         for change in self._before.changed_outside():
             self._changed_by.setdefault(change.what, self.layer)
 
-    def put_back(self) -> list[Change]:
-        """Puts back what the trace changed, and says what that was."""
-        changes = self._before.put_back()
-        return [change._replace(layer=self.layer_of(change)) for change in changes]
+    def changes(self) -> list[Change]:
+        """What the trace changed, with the layers that did."""
+        return [change._replace(layer=self._layer_of(change)) for change in self._before.changes()]
 
-    def layer_of(self, change: Change) -> int | None:
-        """The layer that changed something."""
+    def keep_caches(self) -> bool:
+        """Leaves what was changed, if it may be something that forward does at its first call alone."""
+        is_cache = not any(change.what.startswith(GENERATOR) for change in self._before.changes())
+        if is_cache and not self._before.holds_tracing_tensors():
+            self._before.put_tensors_back()
+            return True
+        return False
+
+    def put_back(self) -> None:
+        """Puts back what the trace changed."""
+        self._before.put_back()
+
+    def _layer_of(self, change: Change) -> int | None:
         return self._changed_by.get(change.what) if change.layer is None else change.layer
 
     def cannot_repeat(self, layer: int | None) -> None:

@@ -233,6 +233,9 @@ def trace_symbolic(
     return None if isinstance(joint, Untraceable) or symbols is None else (joint, symbols)
 
 
+_Found = tuple[Joint | Untraceable, aot.Symbols | None]
+
+
 def _trace(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],
@@ -240,20 +243,34 @@ def _trace(
     takes: Structure,
     setting: Setting,
     varying: Sequence[Sequence[bool]] | None,
-) -> tuple[Joint | Untraceable, aot.Symbols | None]:
-    def attempt(copy_inputs: bool) -> tuple[Joint | Untraceable, aot.Symbols | None]:
-        observation = Observation(layers)
+) -> _Found:
+    def attempt(copy_inputs: bool, observation: Observation) -> _Found:
         stage = _Stage(layers, takes, arrivals, setting, observation, copy_inputs)
         try:
             return _attempt(layers, inputs, stage, varying)
         finally:
             reads.note(layers, observation.reads)
 
+    copy_inputs, first = False, Observation(layers)
     try:
-        found, symbols = attempt(copy_inputs=False)
+        found, symbols = attempt(copy_inputs, first)
     except _ChangesInput:
         # As the first layers of a model change its caller's tensor; a pipeline's input stays as it was.
-        found, symbols = attempt(copy_inputs=True)
+        copy_inputs, first = True, Observation(layers)
+        found, symbols = attempt(copy_inputs, first)
+    if isinstance(found, _SideEffect) and first.keep_caches():
+        # What only the first call changes is a cache; what the second one changes too is a side effect.
+        found, symbols = attempt(copy_inputs, second := Observation(layers))
+        if isinstance(found, Untraceable):
+            second.put_back()
+            first.put_back()
+    elif isinstance(found, _SideEffect):
+        first.put_back()
+    if isinstance(found, _SideEffect):
+        if not found.draws:
+            first.cannot_repeat(found.layer)
+            reads.note(layers, first.reads)
+        return Untraceable(found.layer, found.reason), None
     if isinstance(found, Untraceable):
         return found, None
     for index, layer in enumerate(layers):
@@ -269,12 +286,13 @@ def _attempt(
     inputs: Sequence[Tensor],
     stage: _Stage,
     varying: Sequence[Sequence[bool]] | None,
-) -> tuple[Joint | Untraceable, aot.Symbols | None]:
+) -> _Found:
     key = torch.zeros(3, dtype=torch.int64)
     example = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
     symbols: aot.Symbols | None = None
     observation = stage.observation
     failure: Untraceable | None = None
+    traced = False
     try:
         _bring(layers, stage.setting.device)
         with phase.entered(tracing=True), observation.watching(), _unlogged():
@@ -282,6 +300,7 @@ def _attempt(
                 module = aot.export_joint(stage, (key, *example))
             else:
                 module, symbols = aot.export_symbolic(stage, (key, *example), varying)
+        traced = True
     except (_Refused, UnkeyedRandomOp, Unrepeatable, phase.AskedWhileTracing) as error:
         kind = TypeError if isinstance(error, _NotPassedOn) else RuntimeError
         failure = Untraceable(observation.layer, str(error), error=kind)
@@ -291,26 +310,33 @@ def _attempt(
         reason = f"tracing raised {type(error).__name__}: {_first_line(error)}{line_of(error)}"
         failure = Untraceable(observation.layer, reason)
     finally:
-        changed = observation.put_back()
+        changes = observation.changes() if traced and observation.refusal is None else []
+        if not changes:
+            observation.put_back()
     if observation.refusal is not None:  # which the layer itself may have caught
         return observation.refusal, None
     if failure is not None:
         return failure, None
-    if changed:
-        if not changed[0].what.startswith(GENERATOR):
-            observation.cannot_repeat(changed[0].layer)
-        return _side_effect(changed[0]), None
+    if changes:
+        return _SideEffect.of(changes[0]), None
     try:
         return refuse_graph(module) or _read(module, layers, stage), symbols
     except _Refused as refused:
         return Untraceable(None, str(refused)), None
 
 
-def _side_effect(change: Change) -> Untraceable:
-    if change.what.startswith(GENERATOR):
-        return Untraceable(change.layer, f"it draws from {change.what}")
-    verb = "changes" if " " in change.what else "sets"
-    return Untraceable(change.layer, f"its forward {verb} {change.what}, a side effect")
+@dataclass(frozen=True)
+class _SideEffect(Untraceable):
+    """A trace that changed something; whether ``draws`` says that it was a generator's state."""
+
+    draws: bool = False
+
+    @classmethod
+    def of(cls, change: Change) -> _SideEffect:
+        if change.what.startswith(GENERATOR):
+            return cls(change.layer, f"it draws from {change.what}", draws=True)
+        verb = "changes" if " " in change.what else "sets"
+        return cls(change.layer, f"its forward {verb} {change.what}, a side effect")
 
 
 @contextlib.contextmanager

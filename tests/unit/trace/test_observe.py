@@ -201,3 +201,43 @@ def test_the_line_of_an_error_is_the_users() -> None:
     assert line_of(caught.value).startswith(" (test_observe.py, line ")
     assert "if float(torch.ones(2" in line_of(caught.value)
     assert reason_against(abs) is None
+
+
+class Caching(nn.Module):
+    """Computes something at its first call and keeps it: a number, or a tensor."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.cache: Any = None
+        self.shared: dict[str, Any] = {}
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = self.make(x)
+        return x * self.shared.setdefault("scale", self.cache)
+
+
+def test_what_only_the_first_call_changes_is_kept() -> None:
+    layer = Caching(lambda x: 0.5 * x.dim())
+    assert isinstance(trace([layer], [X]), Joint)
+    assert layer.cache == 1.0
+    assert layer.shared == {"scale": 1.0}
+
+
+def test_a_cache_of_tracing_tensors_is_put_back() -> None:
+    layer = Caching(lambda x: x.mean())
+    found = trace([layer], [X])
+    assert isinstance(found, Untraceable)
+    assert "a side effect" in found.reason
+    assert layer.cache is None
+    assert layer.shared == {}
+
+
+def test_what_every_call_changes_is_put_back_to_what_it_was() -> None:
+    layer = Calling(lambda: SEEN.append(1))
+    SEEN.clear()
+    found = trace([layer], [X])
+    assert isinstance(found, Untraceable)
+    assert found.reason == "its forward changes the global variable SEEN, a side effect"
+    assert SEEN == []

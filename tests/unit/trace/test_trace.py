@@ -144,7 +144,7 @@ def test_refuses_and_names_layer_and_reason(layer: Callable[[], nn.Module], reas
     assert result.layer == 1
     assert reason in result.reason
     assert not result.reason.endswith(".") or "tracing raised" in result.reason
-    assert before.put_back() == []
+    assert before.changes() == []
 
 
 def test_refuses_a_reentrant_checkpoint() -> None:

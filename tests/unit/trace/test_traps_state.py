@@ -123,7 +123,8 @@ def test_recurrent_layers_without_rule_are_wrong(kind: type[nn.RNNBase]) -> None
     # Three rules stand in the way, one of them by chance: the layer's list of its weights changes in a trace.
     with (
         mock.patch.object(trace, "refuse_layers", return_value=None),
-        mock.patch.object(Before, "put_back", return_value=[]),
+        mock.patch.object(Before, "changes", return_value=[]),
+        mock.patch.object(Before, "put_back"),
         mock.patch.object(aot, "without_python_decompositions", contextlib.nullcontext),
     ):
         assert "output" in differences(nn.Sequential(States(kind)), batch(5, 6))
@@ -196,7 +197,7 @@ def test_side_effects_are_refused() -> None:
 
 def test_side_effects_without_rule_leave_tracing_tensors_behind() -> None:
     layer = Remembering()
-    with mock.patch.object(Before, "put_back", return_value=[]):
+    with mock.patch.object(Before, "changes", return_value=[]), mock.patch.object(Before, "put_back"):
         traced(layer, x=batch())
     assert type(layer.last) is not Tensor
 
@@ -213,7 +214,8 @@ def test_hooks_without_rule_run_while_tracing_alone() -> None:
     layer.register_forward_hook(lambda *args: calls.append(None))
     with (
         mock.patch.object(trace, "refuse_layers", return_value=None),
-        mock.patch.object(Before, "put_back", return_value=[]),
+        mock.patch.object(Before, "changes", return_value=[]),
+        mock.patch.object(Before, "put_back"),
     ):
         pipe = GPipe(nn.Sequential(layer), [1])
         pipe(batch())
