@@ -326,10 +326,12 @@ class GPipe(Container):
         return chunks
 
     def extra_repr(self) -> str:
-        """How tensors get from stage to stage, where there are GPUs."""
-        if all(device.type == "cpu" for device in self.devices):
-            return super().extra_repr()
-        return "\n".join(described(self._edges, self._planner.latest))
+        """How the layers are cut and run, and how tensors get from stage to stage where there are GPUs."""
+        places = f"balance={self.balance}, devices={[str(device) for device in self.devices]}"
+        lines = [f"{places}, chunks={self.chunks!r}, checkpoint={self.checkpoint!r}"]
+        if any(device.type != "cpu" for device in self.devices):
+            lines += described(self._edges, self._planner.latest)
+        return "\n".join(lines)
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Records begin and end of every action and of every wait inside a block.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from xml.sax.saxutils import escape
 
 from gpipe_fast.runtime.recording import Event, Recording
@@ -31,7 +33,7 @@ _HATCH = (
 )
 
 
-def draw(recording: Recording, *, title: str = "") -> str:
+def draw(recording: Recording, path: str | os.PathLike[str] | None = None, *, title: str = "") -> str:
     """Draws the latest step of a recording, or its latest forward if no backward followed.
 
     Time is real and goes to the right: what is grey in a row is a wait, and what is hatched, between forward
@@ -40,14 +42,24 @@ def draw(recording: Recording, *, title: str = "") -> str:
 
     Args:
         recording: of a ``with model.recording() as recording`` that has ended.
+        path: where to save the drawing, a name that ends in ``.svg``; it need not be saved.
         title: a line to go before the figures.
 
     Returns:
         The text of an SVG file.
 
     Raises:
-        ValueError: the recording holds no whole step.
+        TypeError: ``recording`` is something else.
+        ValueError: the recording holds no whole step, or the path has another suffix than ``.svg``.
+        OSError: the file cannot be written.
     """
+    if not isinstance(recording, Recording):
+        raise TypeError(
+            "draw takes what 'with model.recording() as recording:' records, got a "
+            f"{type(recording).__name__}"
+        )
+    if path is not None and Path(path).suffix.lower() != ".svg":
+        raise ValueError(f"drawings are SVG files: the path must end in .svg, got {str(path)!r}")
     if not recording.latest:
         raise ValueError("the recording holds no step: call the model inside its block, and draw after it")
     lines = [*([title] if title else []), _figures(recording)]
@@ -66,7 +78,10 @@ def draw(recording: Recording, *, title: str = "") -> str:
         *chart.axis(),
         "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    drawing = "\n".join(parts) + "\n"
+    if path is not None:
+        Path(path).write_text(drawing, encoding="utf-8")
+    return drawing
 
 
 def _figures(recording: Recording) -> str:

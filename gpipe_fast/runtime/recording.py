@@ -6,11 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tabulate import tabulate
+
 from gpipe_fast._extension import Pipeline
 from gpipe_fast.schedule import BACKWARD, Action, Schedule
 
 # Events kept of each stage, 48 bytes each: a step of 5,400 micro-batches.
 CAPACITY = 65536
+
+
+_HOW_TO_RECORD = "call the model inside 'with model.recording() as recording:', and read it after the block"
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class Recording:
     """The events of a block of code, which the end of the block fills in.
 
     The figures are of one training step, or of one forward; of what ran several times, the latest counts.
-    The user's loss lies between forward and backward, so time is counted in each by itself.
+    The user's loss lies between forward and backward, so time is counted in each by itself. ``print`` shows a
+    summary.
 
     Attributes:
         stages: events by stage, in order of time.
@@ -63,6 +69,8 @@ class Recording:
         Raises:
             ValueError: the recording holds no whole step.
         """
+        if not self.latest:
+            raise ValueError(f"the recording holds no step: {_HOW_TO_RECORD}")
         rows = [tuple(a for a in self.latest if a.stage == stage) for stage in range(len(self.stages))]
         num_microbatches = max((a.microbatch for a in self.latest), default=-1) + 1
         whole = Schedule(tuple(rows), num_microbatches, slots=num_microbatches)
@@ -70,7 +78,11 @@ class Recording:
         return [whole.forward_part(), whole.backward_part()] if backward else [whole]
 
     def span(self) -> float:
-        """Seconds from the first begin to the last end."""
+        """Seconds from the first begin to the last end.
+
+        Raises:
+            ValueError: the recording holds no whole step.
+        """
         total = 0.0
         for phase in self.phases():
             events = [self.latest[action] for action in phase.order()]
@@ -78,11 +90,54 @@ class Recording:
         return total
 
     def bubble(self) -> float:
-        """The share of the stages' time in which they ran no action, but waited."""
+        """The share of the stages' time in which they ran no action, but waited.
+
+        Raises:
+            ValueError: the recording holds no whole step.
+        """
         return 1 - sum(self.seconds().values()) / (len(self.stages) * self.span())
 
+    def __str__(self) -> str:
+        """A line on the step, then a row for each stage.
+
+        A stage is busy while it runs actions. It waits at the slots of its neighbours; the idle share is all
+        of the step in which it runs no action, so it counts waits, and the time before the first action and
+        after the last.
+        """
+        try:
+            phases = self.phases()
+        except ValueError as error:
+            return f"Recording: {error}"
+        seconds, span = self.seconds(), self.span()
+        rows = []
+        for stage in range(len(self.stages)):
+            busy = sum(taken for action, taken in seconds.items() if action.stage == stage)
+            rows.append((stage, busy * 1e3, self._waiting(stage) * 1e3, f"{1 - busy / span:.1%}"))
+        headline = (
+            f"Recording: {'step' if len(phases) > 1 else 'forward'} of {span * 1e3:.3f} ms, "
+            f"{len(self.stages)} stages, {phases[0].num_microbatches} micro-batches, "
+            f"bubble {self.bubble():.1%}, critical path {self.critical_path() * 1e3:.3f} ms"
+        )
+        headers = ("stage", "busy ms", "waiting ms", "idle")
+        table = tabulate(rows, headers, tablefmt="simple", floatfmt=".3f", colalign=["right"] * 4)
+        return f"{headline}\n\n{table}"
+
+    def _waiting(self, stage: int) -> float:
+        """Seconds that a stage waited at slots while others ran actions."""
+        waiting = 0.0
+        for run in {event.run for event in self.latest.values()}:
+            ran = [event for event in self.latest.values() if event.run == run]
+            begin, end = min(event.begin for event in ran), max(event.end for event in ran)
+            waits = [event for event in self.stages[stage] if event.is_wait and event.run == run]
+            waiting += sum(max(0.0, min(e.end, end) - max(e.begin, begin)) for e in waits)
+        return waiting
+
     def critical_path(self) -> float:
-        """Seconds that the step needs at least: its schedule replayed with the measured durations."""
+        """Seconds that the step needs at least: its schedule replayed with the measured durations.
+
+        Raises:
+            ValueError: the recording holds no whole step.
+        """
         seconds = self.seconds()
         return sum(phase.critical_path(seconds.__getitem__) for phase in self.phases())
 

@@ -69,7 +69,8 @@ gpipe_fast.profile
   profile_layers, as in gpipe_fast.balance
   table, as in gpipe_fast.balance
 gpipe_fast.picture
-  draw(recording: Recording, *, title: str = '') -> str
+  draw(recording: Recording, path: str | os.PathLike[str] | None = None, *,
+      title: str = '') -> str
 gpipe_fast.recording
   class Event(action: Action, is_wait: bool, begin: float, end: float, run: int = 0) -> None
   class Recording() -> None

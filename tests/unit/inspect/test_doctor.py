@@ -139,12 +139,15 @@ def test_several_tensors_and_skip_connections() -> None:
     ]
 
 
-def test_on_the_cpu_a_model_prints_as_its_layers() -> None:
+def test_a_model_prints_as_its_layers_and_how_they_run() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     before = repr(layers)
     model = GPipe(layers, [1, 1], chunks=2)
     step(model)
-    assert repr(model) == before.replace("Sequential(", "GPipe(")
+    settings = "balance=[1, 1], devices=['cpu', 'cpu'], chunks=2, checkpoint='except_last'"
+    assert repr(model) == before.replace("Sequential(", f"GPipe(\n  {settings}")
+    model.chunks, model.checkpoint = "auto", "never"
+    assert "chunks='auto', checkpoint='never'" in repr(model)
 
 
 @pytest.mark.parametrize("transport", ["Peer", "", None, "nccl"])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -270,3 +271,14 @@ def test_part_of_a_step_is_refused() -> None:
     recording.stages = tuple(row[1:] for row in recording.stages)
     with pytest.raises(ValueError, match="stage 0 does"):
         draw(recording)
+
+
+def test_a_path_gets_the_drawing(tmp_path: Path) -> None:
+    recording = replay(2, 3)
+    for path in (tmp_path / "step.svg", str(tmp_path / "STEP.SVG")):
+        returned = draw(recording, path, title="saved")
+        assert Path(path).read_text(encoding="utf-8") == returned == draw(recording, title="saved")
+    for name in ("step.png", "step"):
+        with pytest.raises(ValueError, match=r"the path must end in \.svg, got '.*step"):
+            draw(recording, tmp_path / name)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["STEP.SVG", "step.svg"]

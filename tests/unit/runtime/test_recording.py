@@ -378,3 +378,20 @@ def test_recordings_without_a_whole_step_have_no_figures() -> None:
         for figure in (recording.phases, recording.span, recording.bubble, recording.critical_path):
             with pytest.raises(ValueError):
                 figure()
+
+
+def test_prints_as_a_summary() -> None:
+    """Stage 1 waits for 4 s of the forward; before 0.5 s nobody ran anything."""
+    recording = synthetic("\n".join(FORWARD))
+    assert str(recording).splitlines() == [
+        "Recording: forward of 14000.000 ms, 2 stages, 2 micro-batches, bubble 46.4%, "
+        "critical path 13000.000 ms",
+        "",
+        "  stage    busy ms    waiting ms    idle",
+        "-------  ---------  ------------  ------",
+        "      0   5000.000         0.000   64.3%",
+        "      1  10000.000      4000.000   28.6%",
+    ]
+    assert str(synthetic("\n".join(STEP))).startswith("Recording: step of ")
+    how = "call the model inside 'with model.recording() as recording:', and read it after the block"
+    assert str(Recording()) == f"Recording: the recording holds no step: {how}"
