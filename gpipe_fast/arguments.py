@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from gpipe_fast.devices import elsewhere
 from gpipe_fast.layers.skip import verify_skippables
-from gpipe_fast.layers.structure import Inputs
+from gpipe_fast.layers.structure import Call, Inputs
+from gpipe_fast.layers.title import title
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 TRANSPORTS = ("auto", "peer", "pinned")
 
 
 def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
-    """The number of micro-batches, or 'auto'.
+    """The number of micro-batches, or 'auto'; text and fractions are converted, as torchgpipe does.
 
     Raises:
         ValueError: it is neither.
@@ -25,7 +30,7 @@ def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
     if chunks == "auto":
         return "auto"
     try:
-        number = int(chunks)
+        number = 0 if isinstance(chunks, bool) else int(chunks)
     except (TypeError, ValueError, OverflowError):
         number = 0
     if number <= 0:
@@ -88,9 +93,20 @@ def checked_balance(balance: Iterable[int], num_layers: int) -> list[int]:
     """Layers per partition.
 
     Raises:
+        TypeError: it is not a list of numbers.
         ValueError: they are not as many as there are, or a partition has none.
     """
+    if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
+        raise TypeError(
+            f"balance must be a list that says how many layers each stage takes, such as [{num_layers}] for "
+            f"one stage, got {balance!r}; to choose only the number of stages, leave balance out and pass "
+            "devices=['cpu'] * 2, or as many GPUs"
+        )
     sizes = list(balance)
+    if not all(isinstance(size, (Real, Tensor)) for size in sizes):
+        raise TypeError(
+            f"all balance numbers must be positive integer (balance: {sizes}); every stage takes a layer"
+        )
     if sum(sizes) != num_layers:
         raise ValueError(
             f"module and sum of balance have different length (module: {num_layers}, "
@@ -109,19 +125,64 @@ def check_holds_tensor(inputs: Inputs) -> None:
     Raises:
         TypeError: there is none.
     """
-    if not inputs.tensors:
-        raise TypeError(f"expected Tensor, but got {type(inputs.structure.build([])).__name__}")
+    if inputs.tensors:
+        return
+    value = inputs.structure.build([])
+    if not isinstance(value, Call):
+        raise TypeError(f"expected Tensor, but got {type(value).__name__}")
+    if not value.args and not value.kwargs:
+        raise TypeError("expected Tensor, but got no argument; call the model with a mini-batch: model(x)")
+    kinds = [type(each).__name__ for each in (*value.args, *value.kwargs.values())]
+    raise TypeError(f"expected Tensor, but got {', '.join(kinds)}")
+
+
+def check_accepted(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses arguments that the first layer does not take.
+
+    Raises:
+        TypeError: they do not fit its ``forward``.
+    """
+    if layer._forward_pre_hooks or (not args and not kwargs):
+        return  # hooks may change the arguments; calls without any have an error of their own
+    function = getattr(layer.forward, "__func__", None)
+    fault = function and _fault(function, len(args), tuple(kwargs))
+    if fault:
+        passed = ", ".join(["..."] * len(args) + [f"{name}=..." for name in kwargs])
+        raise TypeError(
+            f"model({passed}) passes its arguments to {title(0, layer)}, which does not take them: {fault}"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _fault(forward: Callable[..., Any], num_args: int, names: tuple[str, ...]) -> str:
+    """Why a method does not take such arguments; empty if it does, or if nobody knows."""
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(None, *(None,) * num_args, **dict.fromkeys(names))
+    except TypeError as error:
+        parameters = list(signature.parameters.values())[1:]
+        return (
+            f"{error}; it takes {signature.replace(parameters=parameters, return_annotation=signature.empty)}"
+        )
+    return ""
 
 
 def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
     """Refuses what cannot be cut into micro-batches, or is elsewhere than the first stage.
 
     Raises:
-        TypeError: there is no tensor.
+        TypeError: there is no tensor, or one of a kind that programs do not take.
         ValueError: the tensors do not fit.
     """
     check_holds_tensor(inputs)
     for tensor, whole in zip(inputs.tensors, inputs.replicated, strict=True):
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            _refuse_kind(tensor)
+        if isinstance(tensor, FakeTensor):
+            raise TypeError("the input is a FakeTensor, which has no elements; pass a real tensor")
         if tensor.dim() == 0 and not whole:
             raise ValueError(
                 "the input has no dimension to cut into micro-batches, got a 0-dimensional tensor; wrap it "
@@ -140,3 +201,18 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
             f"the inputs must have the same batch size, their first dimension; got {shapes}; what is not cut "
             "belongs into gpipe_fast.replicate(...)"
         )
+
+
+def _refuse_kind(tensor: Tensor) -> None:
+    """Says what an input is, and what to pass instead.
+
+    Raises:
+        TypeError: always.
+    """
+    if tensor.is_nested:
+        kind, instead = "a nested tensor", "torch.nested.to_padded_tensor(x, 0.0)"
+    elif tensor.is_quantized:
+        kind, instead = "a quantized tensor", "x.dequantize()"
+    else:
+        kind, instead = f"a tensor of layout {tensor.layout}", "x.to_dense()"
+    raise TypeError(f"inputs must be dense, strided tensors, got {kind}; pass {instead}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -12,6 +12,44 @@ Device = torch.device | int | str
 def default_devices() -> list[torch.device] | None:
     """All visible GPUs; None if there are none, and stages run on the CPU."""
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or None
+
+
+def listed_devices(devices: Iterable[Device]) -> list[torch.device]:
+    """The devices that were passed, as ``torch.device``.
+
+    Raises:
+        TypeError: it is one device instead of a list, or a list of something else.
+        ValueError: there is no such device.
+    """
+    if isinstance(devices, (str, int, torch.device)) or not isinstance(devices, Iterable):
+        one = repr(str(devices)) if isinstance(devices, (str, torch.device)) else "'cuda:0'"
+        raise TypeError(
+            f"devices must be a list with a device for each stage, got {devices!r}; for K stages on one "
+            f"device pass devices=[{one}] * K"
+        )
+    return [named_device(device, f"devices[{index}]") for index, device in enumerate(devices)]
+
+
+def named_device(device: Device, argument: str) -> torch.device:
+    """A device from its name or number.
+
+    Args:
+        device: as users pass it.
+        argument: what errors call it.
+
+    Raises:
+        TypeError: it is neither a name, a number nor a device.
+        ValueError: there is no such device.
+    """
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+        raise TypeError(f"{argument} must be a device such as 'cpu' or 'cuda:0', got {device!r}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{argument} must be a device such as 'cpu' or 'cuda:0', got {device!r}: {reason}"
+        ) from None
 
 
 def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int) -> list[torch.device]:

@@ -18,6 +18,7 @@ from gpipe_fast import devices as _devices
 from gpipe_fast._extension import Interpreted, Pipeline
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
+    check_accepted,
     check_holds_tensor,
     check_inputs,
     check_module,
@@ -122,7 +123,7 @@ class GPipe(Container):
         self.checkpoint = checkpoint
         check_module(module)
         given = _devices.default_devices() if devices is None else devices
-        wanted = None if given is None else [torch.device(device) for device in given]
+        wanted = None if given is None else _devices.listed_devices(given)
         self.balance = _balance(list(module), balance, wanted)
         self.devices = _devices.checked_devices(wanted, len(self.balance))
         check_all_fit(_cut(module.named_children(), self.balance), self.devices)
@@ -216,7 +217,7 @@ class GPipe(Container):
 
     @threads_per_stage.setter
     def threads_per_stage(self, threads: int | None) -> None:
-        if threads is not None and (not isinstance(threads, int) or threads <= 0):
+        if threads is not None and (type(threads) is not int or threads <= 0):
             raise ValueError(f"threads_per_stage must be a positive integer or None, got {threads!r}")
         self._threads_per_stage = threads
 
@@ -249,6 +250,8 @@ class GPipe(Container):
         if not len(self):
             return _pass_through(args, kwargs, inputs)
         check_inputs(inputs, self.devices)
+        if kwargs or len(args) != 1:
+            check_accepted(next(iter(self)), args, kwargs)
         with TURN:
             plan = self._plan(inputs)
             parameters, buffers = self._state.parameters, self._state.buffers

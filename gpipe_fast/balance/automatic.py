@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from gpipe_fast.balance.partition import balance_by_cost, check_partitions
-from gpipe_fast.balance.profile import LayerProfile, check_layers, profile, profile_layers
+from gpipe_fast.balance.profile import LayerProfile, check_layers, check_timeout, profile, profile_layers
 from gpipe_fast.devices import Device
 
 
@@ -25,7 +26,7 @@ def balance_by_time(
     """Cuts layers so that the slowest partition takes as little time as possible, forward and backward.
 
     Every layer is timed by itself (see `profile_layers`), on as many intra-op threads as a stage would get of
-    the caller's; what counts is the median. Nothing of the module or the sample is changed::
+    the caller's; what counts is the median. Nothing of the module, its gradients or the sample is changed::
 
         sample = torch.randn(16, 3, 224, 224)  # a micro-batch
         model = GPipe(module, balance_by_time(4, module, sample), chunks=8)
@@ -42,12 +43,13 @@ def balance_by_time(
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, or there is no tensor in ``sample``.
-        ValueError: there are fewer layers than partitions; a parameter already has a gradient, or is not
-            there yet.
+        ValueError: there are fewer layers than partitions; a parameter is not there yet; ``timeout`` is no
+            number of seconds.
         RuntimeError: a layer fails; the message names it.
     """
     check_layers(module)
     check_partitions(partitions, len(module))
+    check_timeout(timeout)
     with _threads_of_a_stage(partitions):
         profiles = profile_layers(module, sample, device=device, timeout=timeout)
     return _by_time(partitions, profiles)
@@ -93,12 +95,14 @@ def balance_by_size(
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, or there is no tensor in ``input``.
-        ValueError: there are fewer layers than partitions; a parameter already has a gradient, or is not
-            there yet; ``chunks`` is not positive.
+        ValueError: there are fewer layers than partitions; a parameter is not there yet; ``chunks`` is not
+            positive, or ``param_scale`` is no number.
         RuntimeError: a layer fails; the message names it.
     """
     check_layers(module)
     check_partitions(partitions, len(module))
+    if not isinstance(param_scale, (int, float)) or not math.isfinite(param_scale):
+        raise ValueError(f"param_scale must be a finite number, got {param_scale!r}")
     profiles = profile_layers(module, input, device=device, timeout=None, chunks=chunks)
     return balance_by_cost(
         partitions, [each.activation_bytes + each.parameter_bytes * param_scale for each in profiles]
@@ -115,8 +119,6 @@ def balance_automatically(
     device: Device | None = None,
 ) -> list[int]:
     """A balance where none is given: that of `balance_by_time`, of at most as many partitions as layers.
-
-    Parameters may have gradients.
 
     Args:
         partitions: at most so many, at least 1.

@@ -36,11 +36,14 @@ def balance_by_cost(
         Layers per partition, each at least 1.
 
     Raises:
+        TypeError: the costs are no list, or the number of partitions is no integer.
         ValueError: there are fewer layers than partitions, a cost is not finite, or the objective is none of
             these.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective is not one of 'max' or 'variance', got {objective!r}")
+    if isinstance(costs, str) or not isinstance(costs, Iterable):
+        raise TypeError(f"costs must be a list with a number for each layer, got {costs!r}")
     numbers = _as_integers(costs)
     check_partitions(partitions, len(numbers))
     before = [0, *accumulate(numbers)]
@@ -60,9 +63,14 @@ def check_partitions(partitions: int, num_layers: int) -> None:
     """Refuses a number of partitions that layers cannot be cut into.
 
     Raises:
+        TypeError: it is no integer.
         ValueError: it is not positive, or more than there are layers.
     """
-    if operator.index(partitions) < 1:
+    try:
+        number = operator.index(partitions)
+    except TypeError:
+        raise TypeError(f"partitions must be a positive integer, got {partitions!r}") from None
+    if number < 1:
         raise ValueError(f"partitions must be a positive integer ({partitions} < 1)")
     if num_layers < partitions:
         raise ValueError(f"sequence is shorter than intended partitions ({num_layers} < {partitions})")

@@ -89,14 +89,24 @@ def profile_layers(
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, or there is no tensor in ``sample``.
-        ValueError: a parameter already has a gradient or is not there yet (on the meta device, or lazy), a
-            layer is larger than the device, or ``chunks`` is not positive.
+        ValueError: a parameter is not there yet (on the meta device, or lazy), a layer is larger than the
+            device, which is neither a CPU nor a CUDA device, or ``chunks`` or ``timeout`` is not positive.
         RuntimeError: a layer fails; the message names it.
     """
     check_layers(module)
-    if any(parameter.grad is not None for parameter in module.parameters()):
-        raise ValueError("some parameter already has gradient")
+    if timeout is not None:
+        check_timeout(timeout)
     return profile(module, sample, device, timeout=timeout, chunks=chunks, progress=progress)
+
+
+def check_timeout(timeout: float) -> None:
+    """Refuses what is no number of seconds.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise ValueError(f"timeout must be a number of seconds, at least 0, got {timeout!r}")
 
 
 def check_layers(module: nn.Module) -> None:
@@ -122,9 +132,11 @@ def profile(
     chunks: int = 1,
     progress: bool | None = None,
 ) -> list[LayerProfile]:
-    """`profile_layers` without its checks; gradients of parameters stay as they are."""
+    """`profile_layers` without its checks."""
     layers = _layers(module)
-    place = default_device() if device is None else torch.device(device)
+    place = default_device() if device is None else _devices.named_device(device, "device")
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"layers are measured on CPU and CUDA devices, got {place}")
     check_fits(layers, place)
     visits = len(layers) * (1 if timeout is None else 1 + LEAST_ROUNDS)
     with _apart(place), _bar(progress, visits) as advance:
@@ -144,7 +156,16 @@ def profile(
 
 
 def table(profiles: Iterable[LayerProfile]) -> str:
-    """A row for each layer."""
+    """A row for each layer.
+
+    Raises:
+        TypeError: these are no profiles.
+    """
+    profiles = list(profiles)
+    if not all(isinstance(each, LayerProfile) for each in profiles):
+        raise TypeError(
+            f"expected what profile_layers returns, got {', '.join(type(each).__name__ for each in profiles)}"
+        )
     headers = ["layer", "class", "forward ms", "backward ms", "MFLOP"]
     headers += [f"{what} MiB" for what in ("parameters", "activations", "boundary")]
     rows: list[list[object]] = []
@@ -152,7 +173,8 @@ def table(profiles: Iterable[LayerProfile]) -> str:
         sizes = [size / 2**20 for size in (p.parameter_bytes, p.activation_bytes, p.boundary_bytes)]
         times = [p.forward_seconds * 1e3, p.backward_seconds * 1e3]
         rows.append([p.name, p.kind, *times, p.flops / 1e6, *sizes])
-    text: str = tabulate(rows, headers, tablefmt="simple", floatfmt=".3f", disable_numparse=[0, 1])
+    names = [0, 1] if rows else False  # tabulate fails on columns without a row
+    text: str = tabulate(rows, headers, tablefmt="simple", floatfmt=".3f", disable_numparse=names)
     return text
 
 

@@ -54,7 +54,7 @@ def first_microbatch(sample: Any, chunks: int, device: torch.device) -> Handed:
         TypeError: there is no tensor in it, or something that is neither a tensor nor a constant.
         ValueError: it is on the meta device, or ``chunks`` is not positive.
     """
-    if chunks < 1:
+    if type(chunks) is not int or chunks < 1:
         raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
     inputs = Inputs.of((sample,), {})
     if not inputs.tensors:

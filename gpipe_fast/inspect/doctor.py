@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import torch
 
 from gpipe_fast._extension import ReplayReport, build_info
+from gpipe_fast.gpipe import GPipe
 from gpipe_fast.inspect.architectures import code_for
 from gpipe_fast.layers.title import title
 from gpipe_fast.runtime.edges import described
-
-if TYPE_CHECKING:
-    from gpipe_fast.gpipe import GPipe
 
 
 def doctor(model: GPipe | None = None) -> str:
@@ -28,7 +25,15 @@ def doctor(model: GPipe | None = None) -> str:
 
     Args:
         model: may be left out.
+
+    Raises:
+        TypeError: ``model`` is no `GPipe`.
     """
+    if model is not None and not isinstance(model, GPipe):
+        raise TypeError(
+            f"doctor reports on a GPipe, got {type(model).__name__}; wrap it, GPipe(nn.Sequential(...)),"
+            " or leave the argument out for a report on the machine"
+        )
     sections = [("versions", _versions()), ("devices", _devices())]
     if model is not None:
         sections += [

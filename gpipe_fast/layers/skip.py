@@ -228,8 +228,11 @@ def skippable(
 
     Returns:
         A decorator; parameters of what it makes are called ``module.<name>``.
+
+    Raises:
+        TypeError: ``stash`` or ``pop`` is no list of names.
     """
-    stashable_names, poppable_names = tuple(stash), tuple(pop)
+    stashable_names, poppable_names = _names("stash", stash), _names("pop", pop)
 
     def decorate(module_cls: type[nn.Module]) -> type[Skippable]:
         made = type(
@@ -249,6 +252,15 @@ def skippable(
         return made
 
     return decorate
+
+
+def _names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The names that a skippable declares; a text alone would be taken for a list of letters."""
+    if not isinstance(names, str) and isinstance(names, Iterable):
+        found = tuple(names)
+        if all(isinstance(name, str) for name in found):
+            return found
+    raise TypeError(f"{argument} must be a list of names, such as {argument}=['skip'], got {names!r}")
 
 
 def verify_skippables(module: nn.Module) -> None:

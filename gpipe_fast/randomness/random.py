@@ -273,6 +273,8 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, but is {type(module).__name__}")
+    if key is not None and not (type(key) is int and -(2**63) <= key < 2**63):
+        raise ValueError(f"key must be a signed 64-bit integer or None, got {key!r}")
     # Drawn when first needed: what draws nothing leaves PyTorch's generator as it was, here and in GPipe.
     minibatch = MinibatchKey(key)
     mode = KeyedRandomMode(lambda: make_key(minibatch(), 0), GeneratorStates(False))

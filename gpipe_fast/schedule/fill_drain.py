@@ -58,5 +58,13 @@ def bubble(num_stages: int, num_microbatches: int) -> float:
     """The share of fill-drain in which a stage is idle, if all take equally long and transfers no time.
 
     (K - 1) / (M + K - 1), from arXiv 1811.06965, section 2.3. Backwards in parts leave less.
+
+    Raises:
+        ValueError: a number is not positive.
     """
+    if num_stages < 1 or num_microbatches < 1:
+        raise ValueError(
+            f"there must be a stage and a micro-batch, got {num_stages} stages, {num_microbatches} "
+            "micro-batches"
+        )
     return (num_stages - 1) / (num_microbatches + num_stages - 1)

@@ -151,7 +151,7 @@ def test_refuses_partitions_that_are_none() -> None:
         balance_by_cost(0, [42])
     with pytest.raises(ValueError, match=r"^partitions must be a positive integer \(-1 < 1\)$"):
         check_partitions(-1, 1)
-    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+    with pytest.raises(TypeError, match=r"^partitions must be a positive integer, got 1\.5$"):
         balance_by_cost(1.5, [42])  # type: ignore[arg-type]
 
 

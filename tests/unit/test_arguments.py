@@ -1,0 +1,158 @@
+"""Arguments that are wrong: each error says what was received and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from gpipe_fast import GPipe, doctor, keyed_rng
+from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, table
+from gpipe_fast.inspect.picture import draw
+from gpipe_fast.runtime.recording import Recording
+from gpipe_fast.schedule import bubble
+from gpipe_fast.skip import skippable
+from tests.models import features, mlp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def pipe(**options: Any) -> GPipe:
+    return GPipe(mlp(), **{"balance": [2, 3], "chunks": 2, **options})
+
+
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)], layout=layout)
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(4, 6)
+
+
+CONSTRUCTED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"balance": 3}, TypeError, "a list that says how many layers each stage takes, such as [5] for one "),
+    ({"balance": "23"}, TypeError, "got '23'; to choose only the number of stages, leave balance out and "),
+    ({"balance": ["2", 3]}, TypeError, "all balance numbers must be positive integer (balance: ['2', 3])"),
+    ({"balance": [2.5, 2.5]}, ValueError, "all balance numbers must be positive integer (balance: [2.5, "),
+    ({"devices": "cpu"}, TypeError, "a device for each stage, got 'cpu'; for K stages on one device pass "),
+    ({"devices": torch.device("cpu")}, TypeError, "pass devices=['cpu'] * K"),
+    ({"devices": 0}, TypeError, "a device for each stage, got 0; for K stages on one device pass devices"),
+    ({"devices": ["mps", "mps"]}, ValueError, "stages run on CPU and CUDA devices, got mps; pass devices "),
+    ({"devices": ["cpu", "cpux"]}, ValueError, "devices[1] must be a device such as 'cpu' or 'cuda:0', got "),
+    ({"devices": [None, None]}, TypeError, "devices[0] must be a device such as 'cpu' or 'cuda:0', got None"),
+    ({"chunks": True}, ValueError, "number of chunks must be positive integer or 'auto', got True"),
+    ({"checkpoint": None}, ValueError, "not one of 'always', 'except_last', or 'never', got None"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), CONSTRUCTED)
+def test_what_a_constructor_refuses(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        pipe(**options)
+
+
+CALLS: list[tuple[str, Callable[[GPipe], object]]] = [
+    ("got no argument; call the model with a mini-batch: model(x)", lambda model: model()),
+    ("expected Tensor, but got int, str", lambda model: model(3, "x")),
+    ("model(x=...) passes its arguments to layer 0 (Linear), which does not", lambda m: m(x=features())),
+    ("which does not take them: too many positional arguments; it takes (input", lambda m: m(features(), 1)),
+    ("got a tensor of layout torch.sparse_coo; pass x.to_dense()", lambda m: m(features().to_sparse())),
+    ("got a tensor of layout torch.sparse_csr", lambda model: model((features().to_sparse_csr(), 3))),
+    (
+        "got a quantized tensor; pass x.dequantize()",
+        lambda model: model(torch.quantize_per_tensor(features(), 0.1, 0, torch.qint8)),
+    ),
+    ("got a nested tensor; pass torch.nested.to_padded_tensor", lambda m: m(nested(torch.strided))),
+    ("got a nested tensor", lambda model: model(nested(torch.jagged))),
+    ("the input is a FakeTensor, which has no elements", lambda model: model(fake())),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*(CSR|quantiz|nested)")
+@pytest.mark.parametrize(("message", "call"), CALLS, ids=[message for message, _ in CALLS])
+def test_inputs_that_a_pipeline_does_not_take(message: str, call: Callable[[GPipe], object]) -> None:
+    model = pipe()
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call(model)
+    assert model(features()).shape == (8, 4)
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor, *, scale: int = 1) -> Tensor:
+        return x * scale
+
+
+def test_keywords_that_the_first_layer_takes() -> None:
+    model, x = GPipe(nn.Sequential(Named(), nn.ReLU()), [1, 1], chunks=2), features()
+    assert torch.equal(model(x, scale=2), (x * 2).relu())
+    assert torch.equal(model(x=x), x.relu())
+    hook = lambda _, args, kwargs: (args, {"scale": kwargs["s"]})  # noqa: E731
+    model[0].register_forward_pre_hook(hook, with_kwargs=True)
+    with pytest.warns(UserWarning, match="runs in Python"):
+        assert torch.equal(model(x, s=3), (x * 3).relu())
+
+
+def test_threads_are_counted() -> None:
+    with pytest.raises(ValueError, match="must be a positive integer or None, got True"):
+        pipe().threads_per_stage = True
+
+
+FUNCTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    (TypeError, "doctor reports on a GPipe, got Linear; wrap it", lambda: doctor(nn.Linear(1, 1))),  # type: ignore[arg-type]
+    (TypeError, "draw takes what 'with model.recording() as recording:' records", lambda: draw(pipe())),  # type: ignore[arg-type]
+    (ValueError, "the recording holds no step: call the model inside", lambda: Recording().bubble()),
+    (ValueError, "the recording holds no step: call the model inside", lambda: Recording().span()),
+    (ValueError, "the recording holds no step: call", lambda: Recording().critical_path()),
+    (ValueError, "there must be a stage and a micro-batch, got 0 stages", lambda: bubble(0, 1)),
+    (TypeError, "stash must be a list of names, such as stash=['skip']", lambda: skippable(stash="skip")),
+    (TypeError, "pop must be a list of names", lambda: skippable(pop=3)),  # type: ignore[arg-type]
+    (TypeError, "costs must be a list with a number for each layer, got 3", lambda: balance_by_cost(2, 3)),  # type: ignore[arg-type]
+    (TypeError, "partitions must be a positive integer, got 2.0", lambda: balance_by_cost(2.0, [1, 2])),  # type: ignore[arg-type]
+    (TypeError, "expected what profile_layers returns, got Linear", lambda: table([nn.Linear(1, 1)])),  # type: ignore[list-item]
+    (
+        ValueError,
+        "timeout must be a number of seconds, at least 0, got None",
+        lambda: balance_by_time(2, mlp(), features(), timeout=None),  # type: ignore[arg-type]
+    ),
+    (
+        ValueError,
+        "layers are measured on CPU and CUDA devices, got meta",
+        lambda: balance_by_time(2, mlp(), features(), device="meta"),
+    ),
+    (
+        TypeError,
+        "device must be a device such as 'cpu' or 'cuda:0', got ['cpu']",
+        lambda: balance_by_time(2, mlp(), features(), device=["cpu"]),  # type: ignore[arg-type]
+    ),
+    (
+        ValueError,
+        "param_scale must be a finite number, got 'x'",
+        lambda: balance_by_size(2, mlp(), features(), param_scale="x"),  # type: ignore[arg-type]
+    ),
+    (
+        ValueError,
+        "number of chunks must be positive integer, got 'auto'",
+        lambda: balance_by_size(2, mlp(), features(), chunks="auto"),  # type: ignore[arg-type]
+    ),
+    (
+        ValueError,
+        "key must be a signed 64-bit integer or None, got 'a'",
+        lambda: keyed_rng(mlp(), "a").__enter__(),  # type: ignore[arg-type]
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "call"), FUNCTIONS, ids=[message for _, message, _ in FUNCTIONS])
+def test_what_functions_refuse(kind: type[Exception], message: str, call: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_a_table_of_nothing_is_its_headers() -> None:
+    assert table([]).splitlines()[0].startswith("layer")
