@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpipe_fast.layers.title import title
 from gpipe_fast.randomness.random_rules import RULES
 
 # The layer of a random op that runs outside of every layer; no stage's layers count this far.
@@ -247,8 +248,9 @@ def _draws(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: dict[str, An
 def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRandomMode]:
     """Lets a plain micro-batch loop draw the same random bits as `GPipe`.
 
-    One context is one mini-batch. Inside it every call of ``module`` is the next micro-batch, and every
-    random op draws by its layer and its place in the layer. What runs outside of the layers draws by key
+    One context is one mini-batch. Inside it every call of ``module`` is the next micro-batch; if its layers
+    are called one by one, in order, every call of the first layer begins the next one. Every random op draws
+    by its layer and its place in the layer. What runs outside of the layers draws by key
     too, but `GPipe` has no such place to agree with::
 
         torch.manual_seed(0)
@@ -260,7 +262,7 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
     for any balance, checkpoint policy and number of threads.
 
     Args:
-        module: the unpartitioned model, called through ``module(...)``.
+        module: the unpartitioned model, called through ``module(...)`` or layer by layer.
         key: the mini-batch's key, a signed 64-bit integer; None draws one as `GPipe` does.
 
     Yields:
@@ -269,7 +271,8 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``.
         UnkeyedRandomOp: a random op that cannot be drawn by key.
-        RuntimeError: ``module`` calls its children in another order than their own.
+        ValueError: ``key`` is no such integer.
+        RuntimeError: layers are called in another order than their own.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, but is {type(module).__name__}")
@@ -280,7 +283,8 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
     mode = KeyedRandomMode(lambda: make_key(minibatch(), 0), GeneratorStates(False))
     progress = _Progress(mode, module, minibatch)
     with contextlib.ExitStack() as hooks:
-        hooks.callback(module.register_forward_pre_hook(progress.begin_microbatch, prepend=True).remove)
+        hooks.callback(module.register_forward_pre_hook(progress.begin_module, prepend=True).remove)
+        hooks.callback(module.register_forward_hook(progress.end_module, always_call=True).remove)
         for child in module.children():  # each object once, also where it stands in several places
             hooks.callback(child.register_forward_pre_hook(progress.begin_layer, prepend=True).remove)
             hooks.callback(child.register_forward_hook(progress.end_layer, always_call=True).remove)
@@ -298,25 +302,46 @@ class _Progress:
         self._microbatch = 0
         self._next_layer = 0
         self._depth = 0  # above 1, a layer calls a child of the Sequential by itself
+        self._in_module = False  # else layers are called one by one
 
-    def begin_microbatch(self, module: nn.Module, args: Any) -> None:
+    def begin_module(self, module: nn.Module, args: Any) -> None:
+        self._in_module, self._depth = True, 0
+        self._begin_microbatch()
+
+    def end_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._in_module = False
+
+    def _begin_microbatch(self) -> None:
         microbatch = self._microbatch
         self._mode.set_key(lambda: make_key(self._minibatch(), microbatch))
         self._microbatch += 1
-        self._next_layer = self._depth = 0
+        self._next_layer = 0
 
     def begin_layer(self, child: nn.Module, args: Any) -> None:
         self._depth += 1
         if self._depth > 1:
             return
-        layer = self._next_layer
-        if layer >= len(self._layers) or self._layers[layer] is not child:
-            raise RuntimeError(
-                f"call {layer} of a child must be that of layer {layer}, but the Sequential called its "
-                f"{type(child).__name__} out of order"
-            )
+        first, expected = self._layers[0] is child, self._is_next(child)
+        if first and not self._in_module and (self._next_layer == 0 or not expected):
+            self._begin_microbatch()
+        elif not expected:
+            raise RuntimeError(self._out_of_order(child))
+        self._mode.enter_layer(self._next_layer)
         self._next_layer += 1
-        self._mode.enter_layer(layer)
+
+    def _is_next(self, child: nn.Module) -> bool:
+        return self._next_layer < len(self._layers) and self._layers[self._next_layer] is child
+
+    def _out_of_order(self, child: nn.Module) -> str:
+        layer, wanted = self._next_layer, []
+        if layer < len(self._layers):
+            wanted.append(title(layer, self._layers[layer]))
+        if not self._in_module:
+            wanted.append(f"{title(0, self._layers[0])} for the next micro-batch")
+        return (
+            f"layers must be called in order: a {type(child).__name__} was called out of order, where "
+            f"{' or '.join(wanted) or 'no layer'} was expected"
+        )
 
     def end_layer(self, child: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1

@@ -159,6 +159,50 @@ def test_keyed_rng_tells_a_shared_layer_by_its_position() -> None:
     assert torch.equal(output, masks[0] * masks[1] * masks[2] * 8)
 
 
+@pytest.mark.parametrize("by_call", [[False, False, False], [False, True, False], [True, False, True]])
+def test_keyed_rng_takes_layers_one_by_one(by_call: list[bool]) -> None:
+    """Also mixed with calls of the whole, and with a layer that stands in it twice, first and last."""
+    shared = nn.Dropout(0.5)
+    model = nn.Sequential(shared, nn.Sequential(nn.Dropout(0.5), nn.ReLU()), nn.Dropout(0.1), shared)
+    x = torch.ones(6, 64)
+    with keyed_rng(model, key=5):
+        expected = [model(c) for c in x.chunk(3)]
+    with keyed_rng(model, key=5):
+        for c, whole, wanted in zip(x.chunk(3), by_call, expected, strict=True):
+            if whole:
+                c = model(c)
+            else:
+                for layer in model:
+                    c = layer(c)
+            assert torch.equal(c, wanted)
+
+
+def test_keyed_rng_begins_the_next_microbatch_after_a_layer_that_failed() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Bilinear(1, 1, 1))
+    with keyed_rng(model, key=5):
+        first = model[0](torch.ones(64))
+        with pytest.raises(TypeError, match="forward"):
+            model[1](first)
+        second = model[0](torch.ones(64))
+    masks = [draw("bernoulli", [64], 0.5, key=make_key(5, m), layer=0, ordinal=0) for m in range(2)]
+    assert torch.equal(torch.stack([first, second]), torch.stack(masks) * 2)
+
+
+def test_keyed_rng_refuses_layers_out_of_order() -> None:
+    model, x = nn.Sequential(nn.Dropout(0.5), nn.ReLU(), nn.Tanh()), torch.ones(3)
+    for calls, expected in (
+        ([1], r"a ReLU was called out of order, where layer 0 \(Dropout\) or"),
+        ([0, 2], r"a Tanh was called out of order, where layer 1 \(ReLU\) or layer 0 \(Dropout\) for"),
+        ([0, 0, 1, 1], r"a ReLU was called out of order, where layer 2 \(Tanh\) or layer 0"),
+        ([0, 1, 2, 1], r"a ReLU was called out of order, where layer 0 \(Dropout\) for the next micro"),
+    ):
+        with keyed_rng(model):
+            for call in calls[:-1]:
+                model[call](x)
+            with pytest.raises(RuntimeError, match=expected):
+                model[calls[-1]](x)
+
+
 def test_manual_seed_governs_keyed_rng() -> None:
     model = nn.Sequential(nn.Dropout(0.5))
     outputs = []
