@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe_fast.arguments import check_inputs
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.layers.batchnorm import names_of_statistics
-from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, cut, flatten
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call, cut, flatten
 from gpipe_fast.randomness.random import keyed_rng
 
 # What one step leaves behind, by name.
@@ -46,15 +46,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found; true if everything is equal, and a table as a string.
+    """What `verify` found; true if everything is equal, and a table of what differs as a string.
 
     Attributes:
         rows: outputs, loss, gradients and buffers, in this order.
         num_microbatches: into how many the mini-batch was cut.
+        show_all: whether the string has rows for what is equal, too.
     """
 
     rows: tuple[Row, ...]
     num_microbatches: int
+    show_all: bool = False
 
     @property
     def ok(self) -> bool:
@@ -73,14 +75,29 @@ class Report:
         return f"{unequal} of {len(self.rows)} tensors differ from the plain loop's"
 
     def __str__(self) -> str:
-        """The result in one line, then a row for every tensor."""
-        cells = [(r.name, "yes" if r.equal else "NO", r.difference, r.relative, r.note) for r in self.rows]
+        """The result in one line, then a row for every tensor that differs."""
+        return self.headline if self.ok and not self.show_all else f"{self.headline}\n\n{self.table()}"
+
+    def table(self, *, all: bool | None = None) -> str:
+        """A row for every tensor that differs.
+
+        Args:
+            all: have rows for what is equal, too; by default as `verify` was told.
+        """
+        shown = [row for row in self.rows if not row.equal or (self.show_all if all is None else all)]
+        cells = [(r.name, "yes" if r.equal else "NO", r.difference, r.relative, r.note) for r in shown]
         headers = ("tensor", "equal", "largest difference", "relative", "note")
-        return f"{self.headline}\n\n{tabulate(cells, headers, tablefmt='simple', floatfmt='.3g')}"
+        text: str = tabulate(cells, headers, tablefmt="simple", floatfmt=".3g")
+        return text
 
 
 def verify(
-    model: GPipe, x: Any, loss_fn: Callable[[Any], Tensor], *, chunks: int | Literal["auto"] | None = None
+    model: GPipe,
+    *args: Any,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    chunks: int | Literal["auto"] | None = None,
+    all: bool = False,
+    **kwargs: Any,
 ) -> Report:
     """Compares one step of ``model`` with one of the plain micro-batch loop over the same layers.
 
@@ -91,27 +108,31 @@ def verify(
 
         report = gpipe_fast.verify(model, x, lambda y: F.cross_entropy(y, labels))
         assert report, report
+        print(gpipe_fast.verify(model, tokens, mask=mask, loss_fn=loss_fn, all=True))
 
     Args:
         model: as it is to be trained.
-        x: a mini-batch, as ``model`` takes it as its only argument; compared are gradients of its tensors too
-            if they require one.
+        args: what ``model`` is called with; gradients of its tensors are compared too if they require one.
+            The last one may be ``loss_fn``.
         loss_fn: from what ``model`` returns to a tensor of one element; it is called twice, under equal
             random states.
-        chunks: micro-batches to cut ``x`` into, by default as ``model`` does.
+        chunks: micro-batches to cut the mini-batch into, by default as ``model`` does.
+        all: let the report, printed, have rows for what is equal, too.
+        kwargs: what ``model`` is called with by keyword. An argument of its own that is called ``model``,
+            ``loss_fn``, ``chunks`` or ``all`` has to be passed by position.
 
     Raises:
-        TypeError: ``model`` is no `GPipe`, ``x`` is nothing that it takes, or the loss is no tensor.
-        ValueError: ``x`` cannot be cut, or the loss has more than one element or needs no gradient.
+        TypeError: ``model`` is no `GPipe`, it does not take the arguments, ``loss_fn`` is missing, or the
+            loss is no tensor.
+        ValueError: the mini-batch cannot be cut, or the loss has more than one element or needs no gradient.
         RuntimeError: ``model`` cannot be traced, or has to run already.
     """
     if not isinstance(model, GPipe):
         raise TypeError(f"verify compares a GPipe with its plain loop, got {type(model).__name__}")
-    if not callable(loss_fn):
-        raise TypeError(
-            f"loss_fn must be a function from the output to the loss, got {type(loss_fn).__name__}"
-        )
-    inputs = Inputs.of((x,), {})
+    args, loss_fn = _loss_apart(args, loss_fn)
+    if not args and kwargs.keys() == {"input"}:  # as GPipe takes it
+        args, kwargs = (kwargs["input"],), {}
+    inputs = Inputs.of(args, kwargs)
     check_inputs(inputs, model.devices)
     with contextlib.ExitStack() as stack:
         num_microbatches = stack.enter_context(_settled(model, inputs.batch_size, chunks))
@@ -120,8 +141,42 @@ def verify(
         expected = _step(model, _loop(plain, inputs, num_microbatches), inputs, loss_fn)
     meant_to_differ = {f"buffer {name}" for name in names_of_statistics(model)} if model._deferred else set()
     names = [name for name in {**expected, **ours} if name not in meant_to_differ]
-    rows = tuple(_row(name, ours.get(name), expected.get(name)) for name in names)
-    return Report(rows, num_microbatches)
+    rows = [_row(name, ours.get(name), expected.get(name)) for name in names]
+    tied = {f"gradient of {name}": stages for name, stages in _tied(model).items()}
+    rows = [row if row.equal or row.name not in tied else _tied_row(row, tied[row.name]) for row in rows]
+    return Report(tuple(rows), num_microbatches, all)
+
+
+def _loss_apart(
+    args: tuple[Any, ...], loss_fn: Callable[[Any], Tensor] | None
+) -> tuple[tuple[Any, ...], Callable[[Any], Tensor]]:
+    """The model's arguments, and the loss, which may be the last of them."""
+    if loss_fn is None and args and callable(args[-1]):
+        return args[:-1], args[-1]
+    if callable(loss_fn):
+        return args, loss_fn
+    received = loss_fn if loss_fn is not None or not args else args[-1]
+    raise TypeError(
+        f"loss_fn must be a function from the output to the loss, got {type(received).__name__}; pass it as "
+        "the last argument or as loss_fn=..."
+    )
+
+
+def _tied(model: GPipe) -> dict[str, list[int]]:
+    """Parameters that several stages share, by name, with these stages."""
+    stages: dict[Tensor, list[int]] = {}
+    for stage, partition in enumerate(model.partitions):
+        for parameter in partition.parameters():
+            stages.setdefault(parameter, []).append(stage)
+    return {name: stages[p] for name, p in model.named_parameters() if len(stages[p]) > 1}
+
+
+def _tied_row(row: Row, stages: list[int]) -> Row:
+    why = (
+        f"shared by stages {', '.join(map(str, stages))}: its gradient is added up within each stage first, "
+        "so the last bits may differ"
+    )
+    return replace(row, note=f"{row.note}; {why}" if row.note else why)
 
 
 @contextlib.contextmanager
@@ -144,27 +199,31 @@ def _settled(model: GPipe, batch: int, chunks: int | Literal["auto"] | None) -> 
         torch.set_num_threads(before[3])
 
 
-def _loop(plain: nn.Sequential, inputs: Inputs, num_microbatches: int) -> Callable[[Any], Any]:
+def _loop(plain: nn.Sequential, inputs: Inputs, num_microbatches: int) -> Callable[..., Any]:
     """The plain micro-batch loop, which draws as a pipeline does."""
 
-    def run(x: Any) -> Any:
-        tensors = Inputs.of((x,), {}).tensors
-        parts = cut(tensors, inputs.replicated, num_microbatches)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        parts = cut(Inputs.of(args, kwargs).tensors, inputs.replicated, num_microbatches)
         with keyed_rng(plain):
-            outputs = [flatten(plain(inputs.structure.build(part))) for part in parts]
+            outputs = [flatten(_through(plain, inputs.structure.build(part))) for part in parts]
         columns = zip(*(tensors for tensors, _ in outputs), strict=True)
         return outputs[0][1].build([torch.cat(column) for column in columns])
 
     return run
 
 
-def _step(
-    model: GPipe, run: Callable[[Any], Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]
-) -> _Result:
+def _through(layers: nn.Sequential, value: Any) -> Any:
+    """What the layers make of a micro-batch; a Sequential itself takes one argument only."""
+    for layer in layers:
+        value = call(layer, value)
+    return value
+
+
+def _step(model: GPipe, run: Callable[..., Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]) -> _Result:
     """One step of ``run``, which has the layers of ``model``; everything is put back when it ends."""
     with _restored(model, inputs.tensors), torch.random.fork_rng(devices=[]):
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs.tensors]
-        output = run(inputs.build(leaves))
+        output = call(run, inputs.build(leaves))
         loss = loss_fn(output)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")

@@ -41,8 +41,8 @@ gpipe_fast
   is_recomputing() -> bool
   keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRandomMode]
   replicate(value: object) -> Any
-  verify(model: GPipe, x: Any, loss_fn: Callable[[Any], Tensor], *,
-      chunks: int | Literal['auto'] | None = None) -> Report
+  verify(model: GPipe, *args: Any, loss_fn: Callable[[Any], Tensor] | None = None,
+      chunks: int | Literal['auto'] | None = None, all: bool = False, **kwargs: Any) -> Report
 gpipe_fast.skip
   class Namespace() -> None
   class pop(name: str) -> None
@@ -101,9 +101,10 @@ gpipe_fast.schedule
   fill_drain(num_stages: int, num_microbatches: int, *, slots: int | None = None,
       backward: bool = True, recomputed: Collection[int] | None = None) -> Schedule
 gpipe_fast.verify
-  class Report(rows: tuple[Row, ...], num_microbatches: int) -> None
+  class Report(rows: tuple[Row, ...], num_microbatches: int, show_all: bool = False) -> None
     headline: property
     ok: property
+    table(self, *, all: bool | None = None) -> str
   class Row(name: str, equal: bool, difference: float = 0.0, relative: float = 0.0,
       note: str = '') -> None
   verify, as in gpipe_fast

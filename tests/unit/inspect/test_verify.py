@@ -362,9 +362,13 @@ def test_the_package_exports_it() -> None:
 
 def test_a_table_for_a_reader() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=2)
-    first, empty, headers, _, *rows = str(verify(pipe, features(), squares)).splitlines()
+    report = verify(pipe, features(), squares, all=True)
+    first, empty, headers, _, *rows = str(report).splitlines()
     assert first == "equal bit for bit to the plain loop: 8 tensors"
     assert empty == ""
+    assert str(verify(pipe, features(), squares)) == first
+    assert report.table() == "\n".join([headers, _, *rows])
+    assert report.table(all=False).splitlines() == verify(pipe, features(), squares).table().splitlines()
     assert headers.split() == ["tensor", "equal", "largest", "difference", "relative", "note"]
     assert [row.split()[-3:] for row in rows] == [["yes", "0", "0"]] * 8
     with wrong(lambda pipe, y: y * 2):
@@ -374,12 +378,70 @@ def test_a_table_for_a_reader() -> None:
     assert wrong_rows[4].split()[3] == "1"
 
 
+def test_what_is_equal_is_left_out() -> None:
+    def change(pipe: GPipe, y: Tensor) -> Tensor:
+        pipe[1].running_mean.add_(2.0)  # type: ignore[union-attr, operator]
+        return y
+
+    pipe = GPipe(normed(), [2, 3], chunks=4)
+    with wrong(change):
+        report = verify(pipe, features(), squares)
+    headline, _, _, _, *rows = str(report).splitlines()
+    assert headline == f"1 of {len(report.rows)} tensors differ from the plain loop's"
+    assert [row.split()[:3] for row in rows] == [["buffer", "1.running_mean", "NO"]]
+    assert len(report.table(all=True).splitlines()) == 2 + len(report.rows)
+
+
+class Weighted(nn.Module):
+    """Takes two tensors and a keyword."""
+
+    def forward(self, x: Tensor, y: Tensor, *, scale: Tensor | float = 1.0) -> Tensor:
+        return (x * scale + y).tanh()
+
+
+def test_several_inputs_and_keywords() -> None:
+    pipe = GPipe(nn.Sequential(Weighted(), *mlp(), nn.Dropout(0.3)), [3, 4], chunks=4)
+    x, y = features().requires_grad_(), features(8).flip(0)
+    scale = gpipe_fast.replicate(torch.tensor(0.5, requires_grad=True))
+    for report in (
+        verify(pipe, x, y, squares, scale=scale),
+        verify(pipe, x, loss_fn=squares, y=y, scale=scale),
+        verify(pipe, loss_fn=squares, x=x, y=y, scale=0.5),
+    ):
+        assert report, report
+    assert names(verify(pipe, x, y, squares, scale=scale))[2:4] == [
+        "gradient of input 0",
+        "gradient of input 2",
+    ]
+    assert verify(GPipe(mlp(), [2, 3], chunks=2), input=features(), loss_fn=squares)
+
+
+def test_why_tied_parameters_may_differ() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 16), nn.Linear(16, 11, bias=False))
+    layers[2].weight = layers[0].weight
+    x = torch.randint(11, (16, 5))
+    report = verify(GPipe(layers, [2, 1], chunks=8), x, squares)
+    (row,) = differing(report).values()
+    assert row.name == "gradient of 0.weight"
+    assert row.note == (
+        "shared by stages 0, 1: its gradient is added up within each stage first, so the last bits may differ"
+    )
+    assert row.relative < 1e-5
+
+
 PIPE_ERRORS: dict[str, tuple[type[Exception], str, object, object, object]] = {
     "a plain model": (TypeError, "verify compares a GPipe .*, got Sequential", mlp(), features(), squares),
     "no tensor": (TypeError, "expected Tensor, but got list", None, [1.0], squares),
     "no batch": (ValueError, "no dimension to cut", None, torch.zeros(()), squares),
     "batch sizes": (ValueError, "same batch size", None, (features(8), features(3)), squares),
-    "no function": (TypeError, "loss_fn must be a function .*, got Tensor", None, features(), torch.ones(2)),
+    "no function": (
+        TypeError,
+        "loss_fn must be a function .*, got Tensor; pass it as the last argument or as loss_fn=",
+        None,
+        features(),
+        torch.ones(2),
+    ),
     "loss without tensor": (TypeError, "must return a tensor, got float", None, features(), lambda y: 1.0),
     "loss of many": (ValueError, r"must have one element, got shape \[8, 4\]", None, features(), lambda y: y),
     "loss without gradient": (
