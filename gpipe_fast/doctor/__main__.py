@@ -1,5 +1,33 @@
-"""Prints the report on this machine."""
+"""Prints the report on this machine; with ``--check`` also how small models compare with the plain loop."""
 
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from gpipe_fast.inspect.check import check
 from gpipe_fast.inspect.doctor import doctor
 
-print(doctor())
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a report; the exit status is 1 if something differs from the plain loop."""
+    parser = argparse.ArgumentParser("python -m gpipe_fast.doctor", description="Reports on this machine.")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare small models with the plain loop, in every checkpoint mode and over every transport, "
+        "which takes at most about a minute; exit with status 1 if something differs",
+    )
+    parser.add_argument("--devices", nargs="+", metavar="DEVICE", help="where the stages of these models are")
+    options = parser.parse_args(arguments)
+    if not options.check:
+        print(doctor())
+        return 0
+    report = check(options.devices)
+    print(report)
+    return 0 if report else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -109,6 +109,12 @@ gpipe_fast.verify
       note: str = '') -> None
   verify, as in gpipe_fast
 gpipe_fast.doctor
+  class Case(model: str, transport: str, checkpoint: str, ok: bool, result: str) -> None
+  class Checkup(machine: str, stages: tuple[str, ...], cases: tuple[Case, ...],
+      left_out: tuple[str, ...], seconds: float) -> None
+    headline: property
+    ok: property
+  check(devices: Iterable[Device] | None = None) -> Checkup
   doctor, as in gpipe_fast
 gpipe_fast.kernels
   class Draw(p: float, key: Tensor, layer: int, ordinal: int)

@@ -1,0 +1,278 @@
+"""Small models against the plain loop on the devices of this machine, as a report to paste."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice, permutations, product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from gpipe_fast import devices as _devices
+from gpipe_fast.arguments import CHECKPOINT_MODES, TRANSPORTS
+from gpipe_fast.devices import Device
+from gpipe_fast.gpipe import GPipe
+from gpipe_fast.inspect.doctor import doctor
+from gpipe_fast.inspect.verify import Report, verify
+from gpipe_fast.layers.skip import pop, skippable, stash
+
+NUM_STAGES, CHUNKS, BATCH = 2, 4, 8
+# On GPUs the third mini-batch is captured and the fourth replayed.
+STEPS_ON_GPUS = 4
+LIMIT_SECONDS = 60.0
+LONGEST_MESSAGE = 160
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one checkpoint mode, over one transport.
+
+    Attributes:
+        model: what it consists of.
+        transport: how its tensors go from stage to stage.
+        checkpoint: the mode.
+        ok: whether every bit is equal.
+        result: the same in words.
+    """
+
+    model: str
+    transport: str
+    checkpoint: str
+    ok: bool
+    result: str
+
+
+@dataclass(frozen=True)
+class Checkup:
+    """What `check` found; true if everything is equal, and a report to paste as a string.
+
+    Attributes:
+        machine: versions and devices, as `doctor` tells them.
+        stages: the device of each stage.
+        cases: in the order in which they ran.
+        left_out: what did not run, with the reason.
+        seconds: how long all of it took.
+    """
+
+    machine: str
+    stages: tuple[str, ...]
+    cases: tuple[Case, ...]
+    left_out: tuple[str, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every case ran and is equal."""
+        return all(case.ok for case in self.cases)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def headline(self) -> str:
+        """The result in one line."""
+        wrong = sum(not case.ok for case in self.cases)
+        result = f"{wrong} of {len(self.cases)} cases differ from the plain loop or failed"
+        if self.ok:
+            result = f"all {len(self.cases)} cases equal the plain loop bit for bit"
+        left_out = f", {len(self.left_out)} left out" if self.left_out else ""
+        return f"{result}{left_out} ({self.seconds:.0f} s)"
+
+    def __str__(self) -> str:
+        rows = [(case.model, case.transport, case.checkpoint, case.result) for case in self.cases]
+        headers = ("model", "transport", "checkpoint", f"on {', '.join(self.stages)}")
+        table = tabulate(rows, headers, tablefmt="simple")
+        left_out = "".join(f"left out: {each}\n" for each in self.left_out)
+        return f"{self.machine}\n\n{table}\n\n{left_out}{self.headline}"
+
+
+def check(devices: Iterable[Device] | None = None) -> Checkup:
+    """Compares small models with the plain loop, in every checkpoint mode and over every transport.
+
+    It takes at most about a minute; what does not fit into it is left out, and the report says so. On GPUs it
+    runs under ``torch.use_deterministic_algorithms(True)``, since bits are promised under it alone. A case
+    that fails does not end the others. PyTorch's settings and random state are afterwards what they were::
+
+        python -m gpipe_fast.doctor --check
+
+    Args:
+        devices: one for each stage, at least two; by default the first GPUs that are visible, or the CPU.
+
+    Raises:
+        TypeError: ``devices`` is no list of devices.
+        ValueError: one of them is neither a CPU nor a CUDA device.
+        IndexError: there are fewer than two.
+    """
+    begun = time.monotonic()
+    places = _places(devices)
+    on_gpus = any(place.type == "cuda" for place in places)
+    transports, left_out = _transports(places)
+    cases: list[Case] = []
+    with _settled(on_gpus):
+        for transport, name, checkpoint in product(transports, MODELS, CHECKPOINT_MODES):
+            if time.monotonic() - begun > LIMIT_SECONDS:
+                left_out.append(f"{name}, {transport}, {checkpoint}: a minute is over")
+                continue
+            ok, result = _compare(MODELS[name], places, transport, checkpoint)
+            cases.append(Case(name, transport if on_gpus else "hand-over", checkpoint, ok, result))
+    seconds = time.monotonic() - begun
+    return Checkup(doctor(), tuple(map(str, places)), tuple(cases), tuple(left_out), seconds)
+
+
+def _places(devices: Iterable[Device] | None) -> list[torch.device]:
+    if devices is not None:
+        listed = _devices.listed_devices(devices)
+        return _devices.checked_devices(listed, max(NUM_STAGES, len(listed)))
+    visible = _devices.default_devices() or [torch.device("cpu")]
+    return list(islice(cycle(visible), NUM_STAGES))
+
+
+def _transports(places: list[torch.device]) -> tuple[list[str], list[str]]:
+    """Those that there are between these devices, and what is left out."""
+    gpus = {place for place in places if place.type == "cuda"}
+    if not gpus:
+        return ["auto"], []
+    pairs = [(a, b) for a, b in permutations(gpus, 2) if not torch.cuda.can_device_access_peer(a, b)]
+    if not pairs:
+        return list(TRANSPORTS), []
+    one, other = pairs[0]
+    usable = [transport for transport in TRANSPORTS if transport != "peer"]
+    return usable, [f"transport 'peer': {one} does not reach {other}'s memory"]
+
+
+@contextlib.contextmanager
+def _settled(on_gpus: bool) -> Iterator[None]:
+    """Fixes PyTorch's settings for a block, in which nothing is warned of."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        if on_gpus:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        with warnings.catch_warnings(), torch.random.fork_rng():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def _compare(
+    make: Callable[[], tuple[nn.Sequential, Tensor]],
+    places: list[torch.device],
+    transport: str,
+    checkpoint: str,
+) -> tuple[bool, str]:
+    """Whether a model equals the plain loop, and the same in words."""
+    try:
+        torch.manual_seed(0)
+        layers, x = make()
+        size, more = divmod(len(layers), len(places))
+        balance = [size + (stage < more) for stage in range(len(places))]
+        options = {"chunks": CHUNKS, "checkpoint": checkpoint, "transport": transport}
+        model = GPipe(layers, balance, devices=places, **options)  # type: ignore[arg-type]
+        x = x.to(places[0])
+        steps = STEPS_ON_GPUS if any(place.type == "cuda" for place in places) else 1
+        reports = [verify(model, x, lambda y: y.square().mean()) for _ in range(steps)]
+    except Exception as error:
+        return False, f"FAILED: {type(error).__name__}: {str(error).partition(chr(10))[0][:LONGEST_MESSAGE]}"
+    return all(reports), _in_words(min(reports, key=bool))
+
+
+def _in_words(report: Report) -> str:
+    if report:
+        return f"equal, {len(report.rows)} tensors"
+    unequal = [row for row in report.rows if not row.equal]
+    worst = max(unequal, key=lambda row: row.relative)
+    return (
+        f"{len(unequal)} of {len(report.rows)} tensors DIFFER, {worst.name} by {worst.difference:.3g} "
+        f"({worst.relative:.3g} of its largest)"
+    )
+
+
+class _Block(nn.Module):
+    """A block of a GPT: causal attention and a feed-forward net, each behind a norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norms[0](x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        done: Tensor = x + self.feed_forward(self.norms[1](x))
+        return done
+
+
+class _Branch(nn.Module):
+    """Depends on its data, so it runs in Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if x.sum() > 0 else x.sigmoid()
+
+
+@skippable(stash=["skip"])
+class _Down(nn.Module):
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("skip", x)
+        return x.tanh()
+
+
+@skippable(pop=["skip"])
+class _Up(nn.Module):
+    def forward(self, x: Tensor) -> Generator[pop, Any, Tensor]:
+        skip: Tensor = yield pop("skip")
+        return x * skip
+
+
+def _dropout() -> tuple[nn.Sequential, Tensor]:
+    layers = (nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 16), nn.Dropout(0.2))
+    return nn.Sequential(*layers), torch.randn(BATCH, 16)
+
+
+def _convolutions() -> tuple[nn.Sequential, Tensor]:
+    # No pooling: its backward on GPUs is not deterministic.
+    first = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+    second = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten()
+    return nn.Sequential(*first, *second, nn.Linear(8 * 4 * 4, 5)), torch.randn(BATCH, 3, 8, 8)
+
+
+def _gpt() -> tuple[nn.Sequential, Tensor]:
+    layers = nn.Embedding(32, 16), _Block(16, 2), nn.Dropout(0.1), _Block(16, 2), nn.Linear(16, 32)
+    return nn.Sequential(*layers), torch.randint(32, (BATCH, 6))
+
+
+def _branch() -> tuple[nn.Sequential, Tensor]:
+    layers = nn.Linear(16, 16), _Branch(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    return nn.Sequential(*layers), torch.randn(BATCH, 16)
+
+
+def _skip() -> tuple[nn.Sequential, Tensor]:
+    layers = nn.Linear(16, 16), _Down(), nn.Linear(16, 16), nn.Dropout(0.2), _Up(), nn.Linear(16, 4)
+    return nn.Sequential(*layers), torch.randn(BATCH, 16)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Sequential, Tensor]]] = {
+    "MLP with dropout": _dropout,
+    "convolutions, batch norm": _convolutions,
+    "GPT": _gpt,
+    "a layer in Python": _branch,
+    "a skip connection": _skip,
+}

@@ -1,0 +1,122 @@
+"""`doctor --check`: equal models, one that differs, one that fails, and time that is over; cheap ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe_fast
+from gpipe_fast import GPipe
+from gpipe_fast.doctor.__main__ import main
+from gpipe_fast.inspect import check as checks
+from gpipe_fast.inspect.check import Checkup, check
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ["always", "except_last", "never"]
+
+
+def small() -> tuple[nn.Sequential, Tensor]:
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(8, 4)
+
+
+def broken() -> tuple[nn.Sequential, Tensor]:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)), torch.ones(8, 4)
+
+
+@contextmanager
+def models(**makers: object) -> Iterator[None]:
+    with mock.patch.object(checks, "MODELS", makers):
+        yield
+
+
+def results(checkup: Checkup) -> list[tuple[str, str, str, str]]:
+    return [(case.model, case.transport, case.checkpoint, case.result) for case in checkup.cases]
+
+
+def test_a_machine_on_which_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_rng_state(), torch.are_deterministic_algorithms_enabled()
+    with models(small=small):
+        assert main(["--check"]) == 0
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.are_deterministic_algorithms_enabled() == before[1]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "versions"
+    assert [line.split() for line in lines if line.startswith("small")] == [
+        ["small", "hand-over", mode, "equal,", "4", "tensors"] for mode in MODES
+    ]
+    assert lines[-1].startswith("all 3 cases equal the plain loop bit for bit (")
+
+
+def test_every_model_of_the_check() -> None:
+    with mock.patch.object(checks, "CHECKPOINT_MODES", ["except_last"]):
+        checkup = check()
+    assert checkup, checkup
+    assert checkup.stages == ("cpu", "cpu")
+    assert [case.model for case in checkup.cases] == list(checks.MODELS)
+
+
+def test_what_differs_and_what_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    forward = GPipe.forward
+    with (
+        models(broken=broken, small=small),
+        mock.patch.object(GPipe, "forward", lambda self, x: forward(self, x) * 1.5),
+    ):
+        assert main(["--check", "--devices", "cpu", "cpu"]) == 1
+    report = capsys.readouterr().out
+    assert report.count("FAILED: ") == 3
+    assert report.count("4 of 4 tensors DIFFER, ") == 3
+    assert report.splitlines()[-1].startswith("6 of 6 cases differ from the plain loop or failed (")
+
+
+def test_what_there_is_no_time_for_is_left_out() -> None:
+    with models(small=small), mock.patch.object(checks, "LIMIT_SECONDS", -1.0):
+        checkup = check()
+    assert checkup.left_out == tuple(f"small, auto, {mode}: a minute is over" for mode in MODES)
+    assert ", 3 left out (" in checkup.headline
+    assert "left out: small, auto, always: a minute is over" in str(checkup)
+
+
+def test_transports_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were two GPUs; settings are fixed for bits and put back."""
+    seen: list[tuple[str, bool, str | None]] = []
+
+    def compare(make: object, places: object, transport: str, checkpoint: str) -> tuple[bool, str]:
+        enabled = torch.are_deterministic_algorithms_enabled()
+        seen.append((transport, enabled, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return True, "equal"
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(checks, "_compare", compare)
+    monkeypatch.setattr(
+        checks._devices, "default_devices", lambda: [torch.device("cuda", i) for i in range(2)]
+    )
+    monkeypatch.setattr(checks, "CHECKPOINT_MODES", ["never"])
+    for reach, transports in ((True, ["auto", "peer", "pinned"]), (False, ["auto", "pinned"])):
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other, reach=reach: reach)
+        seen.clear()
+        with models(small=small):
+            checkup = check()
+        assert checkup.stages == ("cuda:0", "cuda:1")
+        assert seen == [(transport, True, ":4096:8") for transport in transports]
+        assert [case.transport for case in checkup.cases] == transports
+        assert len(checkup.left_out) == (not reach)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_devices_are_checked() -> None:
+    with pytest.raises(IndexError, match=r"too few devices .* \(devices: 1, partitions: 2\)"):
+        check(["cpu"])
+    with pytest.raises(TypeError, match="devices must be a list"):
+        check("cpu")
+
+
+def test_the_function_of_the_package_is_the_report() -> None:
+    assert gpipe_fast.doctor().startswith("versions")
