@@ -115,6 +115,7 @@ void bind_program(py::module_& m) {
       .def("add_fresh", &Program::add_fresh)
       .def("add_result", &Program::add_result)
       .def("add_view", &Program::add_view)
+      .def("set_layer", &Program::set_layer)
       .def("add_operator", &add_operator, py::arg("name"), py::arg("overload"), py::arg("arguments"),
            py::arg("results"), py::arg("direct") = true, py::arg("when") = When::always)
       .def("add_make", &Program::add_make)

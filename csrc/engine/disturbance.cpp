@@ -16,6 +16,7 @@ class Failing final : public Watch {
     inner_.look();
     if (fault_ != nullptr && looks_++ == fault_->step) fault_->raise();
   }
+  void blame(const std::string& place) override { inner_.blame(place); }
 
  private:
   Watch& inner_;

@@ -65,31 +65,35 @@ struct Engine::Pool {
     const std::vector<Action>& list = actions->of(stage);
     if (list.empty()) return;
     const Action* current = &list.front();
+    std::string place;
     try {
       work->enter(stage, [&] {
         for (const Action& action : list) {
           current = &action;
-          if (cancellation.covers(action.rank) || !step(action)) return;
+          if (cancellation.covers(action.rank) || !step(action, place)) return;
         }
       });
     } catch (const Stopped&) {
       // Thrown by something else, such as an engine within the action, it is a failure: nobody would be woken.
-      if (!cancellation.covers(current->rank)) fail(*current, std::current_exception());
+      if (!cancellation.covers(current->rank)) fail(*current, std::current_exception(), std::move(place));
     } catch (...) {
-      fail(*current, std::current_exception());
+      fail(*current, std::current_exception(), std::move(place));
     }
   }
 
-  // False if cancelled while it waited.
-  bool step(const Action& action) {
+  // False if cancelled while it waited. `place`: where it failed, if it throws and knows.
+  bool step(const Action& action, std::string& place) {
     struct Cancelled final : Watch {
-      Cancelled(const Cancellation& cancellation, int64_t rank) : cancellation(cancellation), rank(rank) {}
+      Cancelled(const Cancellation& cancellation, int64_t rank, std::string& place)
+          : cancellation(cancellation), rank(rank), place(place) {}
       void look() override {
         if (cancellation.covers(rank)) throw Stopped();
       }
+      void blame(const std::string& name) override { place = name; }
       const Cancellation& cancellation;
       const int64_t rank;
-    } watch(cancellation, action.rank);
+      std::string& place;
+    } watch(cancellation, action.rank, place);
 
     Recorder& recorder = recorders[action.stage];
     Slots* const slots = slots_of(action);
@@ -134,10 +138,11 @@ struct Engine::Pool {
                          : slots.wait_for_tensor(action.rank, cancellation);
   }
 
-  void fail(const Action& action, std::exception_ptr error) {
+  void fail(const Action& action, std::exception_ptr error, std::string place) {
     {
       std::lock_guard<std::mutex> lock(failure_mutex);
-      if (!failure || action.rank < failure->action.rank) failure = Failure{std::move(error), action};
+      if (!failure || action.rank < failure->action.rank)
+        failure = Failure{std::move(error), action, std::move(place)};
     }
     cancel_from(action.rank);
   }

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace gpipe_fast {
@@ -33,6 +34,7 @@ class Work {
 struct Failure {
   std::exception_ptr error;
   Action action;
+  std::string place;  // see Watch::blame; may be empty
 };
 
 // Begin and end of an action, or of the wait at its slot just before. Nanoseconds of the steady clock.

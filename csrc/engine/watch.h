@@ -2,6 +2,7 @@
 #pragma once
 
 #include <exception>
+#include <string>
 
 namespace gpipe_fast {
 
@@ -15,6 +16,8 @@ class Watch {
  public:
   // Throws Stopped once the action is cancelled.
   virtual void look() = 0;
+  // Told, by an action that fails, in which part of the work it did: a name for people.
+  virtual void blame(const std::string& place) = 0;
 
  protected:
   ~Watch() = default;

@@ -20,15 +20,21 @@
 namespace gpipe_fast {
 namespace {
 
-// The error as it was, naming the action. As c10::Error where there is one of the kind, since PyTorch's autograd makes a
+// The error as it was, naming the action and, where a program knows it, the layer; layers in Python add a note of the same
+// words (gpipe_fast/runtime/eager.py). As c10::Error where there is one of the kind, since PyTorch's autograd makes a
 // RuntimeError of every other type.
 [[noreturn]] void raise(const Failure& failure, const MiniBatch& minibatch) {
-  const std::string where = "in action " + failure.action.name();
+  const Action& action = failure.action;
+  std::string where = "in action " + action.name();
+  if (!failure.place.empty()) {
+    where += ": stage " + std::to_string(action.stage) + ", " + failure.place + ", micro-batch " +
+             std::to_string(action.microbatch);
+  }
   auto with = [&](const std::exception& error) { return std::string(error.what()) + " (" + where + ")"; };
   try {
     std::rethrow_exception(failure.error);
   } catch (c10::OutOfMemoryError& error) {
-    error.add_context(where + ": " + minibatch.memory_of(failure.action.stage));
+    error.add_context(where + "; " + minibatch.memory_of(action.stage));
     throw;
   } catch (c10::Error& error) {
     error.add_context(where);

@@ -110,7 +110,10 @@ Slot Program::add_view(Slot base, int64_t offset_elements, Layout layout) {
   return slot;
 }
 
+void Program::set_layer(std::string title) { layers_.push_back(std::move(title)); }
+
 void Program::add_step(Step step, When when) {
+  if (!layers_.empty()) step.layer = &layers_.back();
   steps_.push_back(std::make_unique<Step>(std::move(step)));
   if (when != When::later) first_.push_back(steps_.back().get());
   if (when != When::first) later_.push_back(steps_.back().get());
@@ -295,8 +298,13 @@ void Program::Run::execute(Part part, Watch* watch) {
   const auto before = [](const Step* step, Part wanted) { return step->part < wanted; };
   for (auto it = std::lower_bound(steps.begin(), steps.end(), part, before);
        it != steps.end() && (*it)->part == part; ++it) {
-    if (watch != nullptr) watch->look();
-    program_.execute(**it);
+    try {
+      if (watch != nullptr) watch->look();
+      program_.execute(**it);
+    } catch (...) {
+      if (watch != nullptr && (*it)->layer != nullptr) watch->blame(*(*it)->layer);
+      throw;
+    }
   }
 }
 

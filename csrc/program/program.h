@@ -22,6 +22,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace gpipe_fast {
@@ -78,6 +79,8 @@ class Program {
   Slot add_result(Layout layout);
   Slot add_view(Slot base, int64_t offset_elements, Layout layout);
 
+  // Which layer the steps that are added from now on belong to, as errors call it; at first none.
+  void set_layer(std::string title);
   // Appends a call that writes its results into tensors it was given.
   void add_call(std::unique_ptr<Operator> op, When when);
   // Appends a call whose results are taken in; null where nobody reads one.
@@ -107,7 +110,7 @@ class Program {
 
   // A run whose parts may lie apart in time; needs no GIL. `accumulators`, which outlives it, is indexed as in
   // add_accumulator: with `first` this program's are made, else added to. `watch`, where given, is asked before every
-  // step. What an exception ends, and what does not finish, leaves the accumulators undefined; the program can be run
+  // step, and told the layer of a step that throws. What an exception ends, and what does not finish, leaves the accumulators undefined; the program can be run
   // again. Of the programs of one arena one runs at a time.
   class Run {
    public:
@@ -165,6 +168,7 @@ class Program {
     std::vector<std::optional<Slot>> slots;  // to accumulate all: accumulators, then as many values
     bool leaves = false;  // a result outlives the run, so its memory must not be the recycler's
     Part part = Part::early;
+    const std::string* layer = nullptr;  // its title; null if it belongs to none
   };
 
   Slot add_value(Layout layout, at::Tensor tensor);
@@ -198,6 +202,7 @@ class Program {
   std::vector<Slot> outputs_;
   std::vector<std::unique_ptr<Step>> steps_;
   std::vector<const Step*> first_, later_;
+  std::deque<std::string> layers_;    // titles; a deque: steps keep the addresses
   std::vector<at::Tensor> returned_;  // scratch
 };
 

@@ -151,6 +151,7 @@ class Program:
         device: torch.device,
         *,
         parameters: Sequence[int] | None = None,
+        titles: Sequence[str] = (),
         direct: bool = True,
     ) -> NativeProgram:
         """Makes the C++ object. Not thread safe: of those that share an arena, one runs at a time.
@@ -160,13 +161,18 @@ class Program:
             device: where all values are.
             parameters: where its parameters and their gradients are among those it is run with; by default
                 they are all.
+            titles: what errors call the layers; by default they name none.
             direct: call operators by their C++ function where known, not through the boxed dispatcher.
         """
         native = NativeProgram(arena, device)
         for value in self.values:
             at = value.index if parameters is None or value.home not in _INDEXED else parameters[value.index]
             _add_value(native, value, at)
-        for step in self.steps:
+        current: int | None = None
+        for step, layer in zip(self.steps, _layers_of(self.steps), strict=True):
+            if titles and layer is not None and layer != current:
+                native.set_layer(titles[layer])
+                current = layer
             match step:
                 case Call(op, arguments, results, when):
                     native.add_operator(
@@ -254,6 +260,23 @@ class Program:
             return value.name
         offset = f"+{value.offset}" if value.offset else ""
         return f"{self.values[value.index].name}{offset}<{list(value.sizes)} by {list(value.strides)}>"
+
+
+def _layers_of(steps: Sequence[Step]) -> list[int | None]:
+    """The layer of each step: of what is no call, or of a call without one, that of the call before.
+
+    Memory is made for the call after, so there it is that one's.
+    """
+    layers: list[int | None] = []
+    latest: int | None = None
+    for index, step in enumerate(steps):
+        if isinstance(step, Call):
+            latest = latest if step.layer is None else step.layer
+        elif isinstance(step, Make):
+            following = next((s.layer for s in steps[index:] if isinstance(s, Call)), None)
+            latest = latest if following is None else following
+        layers.append(latest)
+    return layers
 
 
 def is_written(argument: torch._C.Argument) -> bool:

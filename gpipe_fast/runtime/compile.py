@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from gpipe_fast import _extension
 from gpipe_fast._extension import Layout, Pass, PortedProgram, Segment
+from gpipe_fast.layers.title import title
 from gpipe_fast.lower.accumulation import Accumulation
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import Program
@@ -99,9 +100,10 @@ class CompiledStage:
     def _build(self, lowered: Lowered) -> Segment:
         stage = self.stage
         parameters, buffers = stage.parameters(), stage.buffers()
+        titles = [title(stage.first_layer + index, layer) for index, layer in enumerate(stage.layers)]
 
         def ported(program: Program) -> PortedProgram:
-            native = program.build(stage.arena, stage.device, parameters=parameters)
+            native = program.build(stage.arena, stage.device, parameters=parameters, titles=titles)
             return PortedProgram(native, _native(program.inputs, buffers), _native(program.outputs, buffers))
 
         backward = lowered.backward

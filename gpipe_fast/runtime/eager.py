@@ -22,6 +22,7 @@ from gpipe_fast.lower.accumulation import sum_dtype
 from gpipe_fast.randomness.random import GeneratorStates, KeyedRandomMode, make_key
 from gpipe_fast.runtime.draws import Drawn, Draws
 from gpipe_fast.runtime.stage import Modes, Stage, under
+from gpipe_fast.schedule import Action
 from gpipe_fast.strides import span
 from gpipe_fast.trace.reads import are_repeatable
 from gpipe_fast.trace.trace import parameters_of
@@ -342,7 +343,9 @@ class EagerLayers:
             yield
         except BaseException as error:
             if hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(f"in action {action} of the pipeline ({self._name})")
+                # The words of csrc/pipeline/pipeline.cpp: raise.
+                microbatch = Action.parse(action).microbatch
+                error.add_note(f"in action {action}: {self._name}, micro-batch {microbatch}")
             raise
 
 

@@ -121,7 +121,7 @@ def test_the_action_is_noted() -> None:
     with quiet(), pytest.raises(OwnError):
         GPipe(model(failing), [2, 5], chunks=M, backend="eager")(features())
     if hasattr(error, "__notes__"):
-        assert error.__notes__ == ["in action 1F2 of the pipeline (stage 1, layers 2 to 6)"]
+        assert error.__notes__ == ["in action 1F2: stage 1, layers 2 to 6, micro-batch 2"]
 
 
 def test_a_tensor_whose_gradient_would_be_lost_is_refused() -> None:

@@ -249,7 +249,7 @@ class Trained:
 def fail(pipeline: GPipe, x: Tensor, action: str, seed: int) -> None:
     """A step in which an action fails; what was made is dropped at once, whatever is still under way."""
     plant_failure(pipeline, action, after=1, seed=seed, longest_us=LONGEST_DELAY_US)
-    with pytest.raises(ValueError, match=rf"\(in action {action}\)"):
+    with pytest.raises(ValueError, match=rf"\(in action {action}\b"):
         pipeline(x.detach().requires_grad_()).sum().backward()
     delay(pipeline, seed, LONGEST_DELAY_US)
 

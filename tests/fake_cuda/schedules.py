@@ -230,7 +230,7 @@ def fail(setup: SetUp, x: Tensor, seed: int, generator: random.Random, schedule:
     plant_failure(
         setup.pipeline, action, after=generator.randint(0, 2), seed=seed, longest_us=LONGEST_DELAY_US
     )
-    with pytest.raises(ValueError, match=rf"\(in action {action}\)"):
+    with pytest.raises(ValueError, match=rf"\(in action {action}\b"):
         setup.pipeline(x.detach().requires_grad_()).sum().backward()
     disturb_no_more(setup.pipeline)
 

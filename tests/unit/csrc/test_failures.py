@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast._extension import kept_bytes
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.layers.title import title
 from gpipe_fast.schedule import fill_drain
-from tests.inside import plant_failure
-from tests.reference import gradient_like, loop_step, plain_loop, unequal
+from tests.inside import disturb_no_more, plant_failure
+from tests.reference import gradient_like, loop_step, pipeline_step, plain_loop, unequal
 from tests.unit.csrc.failing_pipelines import K, M, Pipe, mlp, open_pipe
+from tests.untraceable import quiet
 
 ROOT = Path(__file__).parents[3]
 
@@ -123,9 +125,55 @@ def test_an_operator_that_fails(layer: type[nn.Module], action: str, checkpoint:
         output.sum().backward()
     if checkpoint == "never":
         action = action.replace("R", "I")
-    assert str(caught.value) == f"index out of range in self (in action {action})"
+    place = f"in action {action}: stage 1, layer 1 ({layer.__name__}), micro-batch 2"
+    assert str(caught.value) == f"index out of range in self ({place})"
     assert unequal(opened.state(), before) == []
     assert opened.next_step_is_right()
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > -1 else -x
+
+
+class Doubling(nn.Linear):
+    """A class of its own for the same computation."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpoint", "layers"),
+    # The recompute needs no product, and the Tanh has no weights.
+    [("F", "never", [0, 1]), ("R", "always", [0]), ("W", "never", [1]), ("I", "never", [0, 1])],
+)
+def test_equal_stages_name_their_own_layers(kind: str, checkpoint: str, layers: list[int]) -> None:
+    """They share one trace, whose layers are counted within the stage."""
+    torch.manual_seed(0)
+    linear = (nn.Linear, nn.Linear, Doubling)
+    model = nn.Sequential(*(layer for make in linear for layer in (nn.Tanh(), make(6, 6))))
+    pipe, x = GPipe(model, [2] * 3, chunks=2, checkpoint=checkpoint), torch.randn(4, 6)
+    for stage in (1, 2):
+        found = set()
+        for step in range(12):
+            plant_failure(pipe, f"{stage}{kind}1", after=step)
+            with pytest.raises(ValueError) as caught:
+                pipe(x).square().sum().backward()
+            disturb_no_more(pipe)
+            found.add(str(caught.value))
+        begin = f"planted ValueError (in action {stage}{kind}1"
+        after = {f"{begin})"}  # the last operator no layer is at work
+        places = [(2 * stage + layer, model[2 * stage + layer]) for layer in layers]
+        assert found - after == {f"{begin}: stage {stage}, {title(*at)}, micro-batch 1)" for at in places}
+    assert unequal(pipeline_step(pipe, x), loop_step(model, x, 2)) == []
+
+
+def test_a_native_layer_behind_one_in_python() -> None:
+    model = nn.Sequential(Watched(), Branching(), Table())
+    pipe = GPipe(model, [1, 2], chunks=M)
+    with quiet():
+        for _ in range(4):
+            pipe(GOOD)
+        with pytest.raises(IndexError, match=r"1F2: stage 1, layer 2 \(Table\), micro-batch 2\)$"):
+            pipe(BAD)
 
 
 def test_an_operator_that_fails_when_recomputed() -> None:
@@ -134,7 +182,8 @@ def test_an_operator_that_fails_when_recomputed() -> None:
     pipe, x = GPipe(nn.Sequential(lookup, nn.Linear(6, 2)), [1, 1], chunks=M), torch.arange(8)
     output = pipe(x)
     x.data[3] = 11
-    with pytest.raises(IndexError, match=r"index out of range in self \(in action 0R1\)"):
+    place = r"in action 0R1: stage 0, layer 0 \(Sequential\), micro-batch 1"
+    with pytest.raises(IndexError, match=rf"index out of range in self \({place}\)"):
         output.sum().backward()
     assert all(p.grad is None for p in pipe.parameters())
 
@@ -145,7 +194,8 @@ def test_an_operator_that_fails_when_recomputed() -> None:
 def test_more_memory_than_there_can_be(layer: type[nn.Module], action: str) -> None:
     pipe = natural(layer())
     with pytest.raises(
-        RuntimeError, match=rf"tried to allocate 4503599627370496 bytes.* \(in action {action}\)"
+        RuntimeError,
+        match=rf"tried to allocate 4503599627370496 bytes.* \(in action {action}: stage 1, layer 1 \(Huge",
     ):
         pipe(GOOD).sum().backward()
     assert all(p.grad is None for p in pipe.parameters())
@@ -183,7 +233,9 @@ def test_threads_fail_on_their_own() -> None:
     with ThreadPoolExecutor(2) as pool:
         of_good, of_bad = pool.map(call, [GOOD, BAD])
     assert set(of_good) == {"right"}
-    assert set(of_bad) == {"index out of range in self (in action 1F2)"}
+    assert set(of_bad) == {
+        "index out of range in self (in action 1F2: stage 1, layer 1 (Table), micro-batch 2)"
+    }
 
 
 def uses(x: Tensor) -> int:
