@@ -57,7 +57,7 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
 
     Raises:
         IndexError: there are fewer.
-        ValueError: one is neither a CPU nor a CUDA device.
+        ValueError: one is neither a CPU nor a CUDA device, or there is no such GPU.
     """
     if devices is None:
         return [torch.device("cpu")] * num_partitions
@@ -73,6 +73,10 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
             f"stages run on CPU and CUDA devices, got {', '.join(others)}; pass devices such as ['cuda:0', "
             "'cuda:1'] or ['cpu', 'cpu'], or devices=None for all visible GPUs, or the CPU if there are none"
         )
+    visible = torch.cuda.device_count()
+    missing = [str(device) for device in chosen if device.type == "cuda" and device.index >= visible]
+    if missing:
+        raise ValueError(f"there is no {', '.join(missing)}, since {visible} GPUs are visible")
     return chosen
 
 

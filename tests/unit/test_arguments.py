@@ -45,6 +45,7 @@ CONSTRUCTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": 0}, TypeError, "a device for each stage, got 0; for K stages on one device pass devices"),
     ({"devices": ["mps", "mps"]}, ValueError, "stages run on CPU and CUDA devices, got mps; pass devices "),
     ({"devices": ["cpu", "cpux"]}, ValueError, "devices[1] must be a device such as 'cpu' or 'cuda:0', got "),
+    ({"devices": ["cpu", "cuda:99"]}, ValueError, "there is no cuda:99, since "),
     ({"devices": [None, None]}, TypeError, "devices[0] must be a device such as 'cpu' or 'cuda:0', got None"),
     ({"chunks": True}, ValueError, "number of chunks must be positive integer or 'auto', got True"),
     ({"checkpoint": None}, ValueError, "not one of 'always', 'except_last', or 'never', got None"),
