@@ -18,6 +18,7 @@ from gpipe_fast.layers import phase
 from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.skip import carrying, take
 from gpipe_fast.layers.structure import Structure, call, flatten, shared
+from gpipe_fast.layers.title import title
 from gpipe_fast.lower.accumulation import sum_dtype
 from gpipe_fast.randomness.random import GeneratorStates, KeyedRandomMode, make_key
 from gpipe_fast.runtime.draws import Drawn, Draws
@@ -150,6 +151,7 @@ class EagerLayers:
         self._busy = busy
         self._on_tangents = on_tangents
         self._draws = Draws(self._layers)
+        self._at: int | None = None  # the layer whose forward runs, counted within the run
         self._checked = False
         self._reentrant = False
 
@@ -270,7 +272,9 @@ class EagerLayers:
             ):
                 for index, layer in enumerate(self._layers):
                     mode.enter_layer(index)
+                    self._at = index
                     value = call(layer, value)
+                self._at = None
                 stashed = take(carried, self._part.keys(self._part.stashes))
             try:
                 outputs, structure = flatten(value, once=True)
@@ -345,8 +349,16 @@ class EagerLayers:
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 # The words of csrc/pipeline/pipeline.cpp: raise.
                 microbatch = Action.parse(action).microbatch
-                error.add_note(f"in action {action}: {self._name}, micro-batch {microbatch}")
+                error.add_note(f"in action {action}: {self._at_work()}, micro-batch {microbatch}")
+            self._at = None
             raise
+
+    def _at_work(self) -> str:
+        """The layer whose forward runs; in a backward nobody knows, so all of them."""
+        if self._at is None:
+            return self._name
+        stage = self._name.partition(", ")[0]
+        return f"{stage}, {title(self._part.first_layer + self._at, self._layers[self._at])}"
 
 
 def _added(total: Tensor | None, gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

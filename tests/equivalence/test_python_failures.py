@@ -115,13 +115,20 @@ def test_an_exception_comes_out_as_it_is(when: str, error: BaseException, backen
         assert unequal(pipeline_step(pipe, features()), expected) == []
 
 
-def test_the_action_is_noted() -> None:
+@pytest.mark.parametrize(
+    ("when", "place"),
+    [({"forward": 2}, "stage 1, layer 2 (Failing)"), ({"backward": 1}, "stage 1, layers 2 to 6")],
+    ids=["forward", "backward"],
+)
+def test_the_action_is_noted(when: dict[str, int], place: str) -> None:
+    """In the words of a native layer's error; which layer's backward ran nobody knows."""
     error = OwnError("planted")
-    failing = Failing(error, forward=2)
     with quiet(), pytest.raises(OwnError):
-        GPipe(model(failing), [2, 5], chunks=M, backend="eager")(features())
+        pipe = GPipe(model(Failing(error, **when)), [2, 5], chunks=M, checkpoint="never", backend="eager")
+        pipe(features()).sum().backward()
     if hasattr(error, "__notes__"):
-        assert error.__notes__ == ["in action 1F2: stage 1, layers 2 to 6, micro-batch 2"]
+        action = "1F2" if "forward" in when else "1I2"
+        assert error.__notes__ == [f"in action {action}: {place}, micro-batch 2"]
 
 
 def test_a_tensor_whose_gradient_would_be_lost_is_refused() -> None:
