@@ -14,8 +14,10 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from gpipe_fast.arguments import check_inputs
+from gpipe_fast.devices import elsewhere
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.layers.batchnorm import names_of_statistics
+from gpipe_fast.layers.skip import Key, carrying, declared
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call, cut, flatten
 from gpipe_fast.randomness.random import keyed_rng
 
@@ -136,9 +138,8 @@ def verify(
     check_inputs(inputs, model.devices)
     with contextlib.ExitStack() as stack:
         num_microbatches = stack.enter_context(_settled(model, inputs.batch_size, chunks))
-        plain = nn.Sequential(OrderedDict(model.named_children()))
         ours = _step(model, model, inputs, loss_fn)
-        expected = _step(model, _loop(plain, inputs, num_microbatches), inputs, loss_fn)
+        expected = _step(model, _loop(model, inputs, num_microbatches), inputs, loss_fn)
     meant_to_differ = {f"buffer {name}" for name in names_of_statistics(model)} if model._deferred else set()
     names = [name for name in {**expected, **ours} if name not in meant_to_differ]
     rows = [_row(name, ours.get(name), expected.get(name)) for name in names]
@@ -199,24 +200,51 @@ def _settled(model: GPipe, batch: int, chunks: int | Literal["auto"] | None) -> 
         torch.set_num_threads(before[3])
 
 
-def _loop(plain: nn.Sequential, inputs: Inputs, num_microbatches: int) -> Callable[..., Any]:
-    """The plain micro-batch loop, which draws as a pipeline does."""
+def _loop(model: GPipe, inputs: Inputs, num_microbatches: int) -> Callable[..., Any]:
+    """The plain micro-batch loop, which draws as a pipeline does, each layer on its stage's device."""
+    plain = nn.Sequential(OrderedDict(model.named_children()))
+    stages = zip(model.devices, model.balance, strict=True)
+    devices = [device for device, size in stages for _ in range(size)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         parts = cut(Inputs.of(args, kwargs).tensors, inputs.replicated, num_microbatches)
         with keyed_rng(plain):
-            outputs = [flatten(_through(plain, inputs.structure.build(part))) for part in parts]
+            outputs = [flatten(_through(plain, devices, inputs.structure.build(part))) for part in parts]
         columns = zip(*(tensors for tensors, _ in outputs), strict=True)
         return outputs[0][1].build([torch.cat(column) for column in columns])
 
     return run
 
 
-def _through(layers: nn.Sequential, value: Any) -> Any:
-    """What the layers make of a micro-batch; a Sequential itself takes one argument only."""
-    for layer in layers:
-        value = call(layer, value)
+def _through(layers: nn.Sequential, devices: Sequence[torch.device], value: Any) -> Any:
+    """What the layers make of a micro-batch; tensors go to the layers' devices, skip connections too."""
+    waiting: dict[Key, Tensor | None] = {}
+    for layer, before, device in zip(layers, [devices[0], *devices], devices, strict=False):
+        value = _moved(value, device) if device != before else value
+        popped = {key: waiting.pop(key) for key in declared(layer)[1] if key in waiting}
+        there = {key: None if x is None else x.to(device) for key, x in popped.items()}
+        with carrying(there) as stashed:
+            value = call(_on(layer, device), value)
+        waiting |= stashed
     return value
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    tensors, structure = flatten(value, once=True)
+    return structure.build([tensor.to(device) for tensor in tensors])
+
+
+def _on(layer: nn.Module, device: torch.device) -> Callable[..., Any]:
+    """A layer whose parameters, some of which a layer on another device may share, are on this device."""
+    others = {name: p for name, p in layer.named_parameters() if elsewhere(p.device, device)}
+    if not others:
+        return layer
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        copies = {name: parameter.to(device) for name, parameter in others.items()}
+        return torch.func.functional_call(layer, copies, args, kwargs)
+
+    return run
 
 
 def _step(model: GPipe, run: Callable[..., Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]) -> _Result:

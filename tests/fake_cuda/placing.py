@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe
+from gpipe_fast import GPipe, verify
+from gpipe_fast.skip import pop, skippable, stash
 
 MIB = 1 << 20
 # Of each device, in those functions that come to its end.
@@ -128,6 +129,32 @@ def told(error: torch.OutOfMemoryError, action: str) -> None:
     assert float(found[2]) == pytest.approx(4 * float(found[1]), abs=0.3)
 
 
+@skippable(stash=["skip"])
+class Down(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        yield stash("skip", x)
+        return x.tanh()
+
+
+@skippable(pop=["skip"])
+class Up(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        skip = yield pop("skip")
+        return x * skip
+
+
+def verify_moves_what_crosses() -> None:
+    """The plain loop over layers on several devices, with a skip connection and a weight that two share."""
+    plain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    plain.insert(1, Down()).insert(4, Up())
+    plain[5].weight = plain[0].weight
+    pipe = GPipe(plain, [2, 2, 2], devices=["cuda:0", "cuda:1", "cuda:2"], chunks=CHUNKS)
+    report = verify(pipe, torch.randn(8, 8, device="cuda:0", requires_grad=True), lambda y: y.square().mean())
+    (shared,) = [row for row in report.rows if row.name == "gradient of 0.weight"]
+    assert all(row.equal for row in report.rows if row is not shared), report
+    assert shared.relative < 1e-5, report
+
+
 def out_of_memory_in_the_forward() -> None:
     pipe = GPipe(
         nn.Sequential(nn.Identity(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
@@ -194,6 +221,7 @@ PLACES = (
     the_cpu_when_asked_for,
     layers_move_when_they_are_cut_anew,
     other_devices_than_a_stages,
+    verify_moves_what_crosses,
 )
 SHORT = (too_large, out_of_memory_in_the_forward, out_of_memory_in_the_backward)
 
