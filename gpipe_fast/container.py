@@ -5,29 +5,60 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast.compat import saved
-from gpipe_fast.devices import elsewhere
+from gpipe_fast.devices import Device, elsewhere
+from gpipe_fast.layers.structure import LayerSequence
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Container(nn.Module):
-    """Has the layers of a ``Sequential`` as children of its own, under their names.
+class Container(LayerSequence):
+    """Has the layers of a ``Sequential`` as children of its own, under their names."""
 
-    Attributes:
-        balance: layers per partition.
-        devices: where each partition is.
-    """
+    _balance: list[int]
+    _devices: list[torch.device]
+    _given_devices: list[torch.device] | None
 
-    balance: list[int]
-    devices: list[torch.device]
+    def _arrange(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
+        raise NotImplementedError
+
+    @property
+    def balance(self) -> list[int]:
+        """Layers per partition. Assigning cuts the layers anew and moves them to their devices.
+
+        The next call makes new programs. What the optimizer keeps stays where it is: make it after the cut
+        where layers move between devices. The list is a copy; changing it changes nothing.
+
+        Raises:
+            ValueError: when set to what does not fit the layers, and stays as it was.
+            IndexError: when set to more partitions than there are devices.
+        """
+        return list(self._balance)
+
+    @balance.setter
+    def balance(self, balance: Iterable[int]) -> None:
+        self._arrange(balance, self._given_devices)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition. Assigning moves the layers, as for `balance`.
+
+        Raises:
+            ValueError: when set to devices on which stages cannot be, and stays as it was.
+            IndexError: when set to fewer devices than there are partitions.
+        """
+        return list(self._devices)
+
+    @devices.setter
+    def devices(self, devices: Iterable[Device]) -> None:
+        self._arrange(self._balance, devices)
 
     def _adopt(self, module: nn.Sequential) -> None:
         """Takes a ``Sequential``'s layers, as they are, to their devices.
@@ -45,13 +76,9 @@ class Container(nn.Module):
 
     def _place(self) -> None:
         """Moves the layers to the devices of their stages."""
-        for partition, device in zip(self.partitions, self.devices, strict=True):
+        for partition, device in zip(self.partitions, self._devices, strict=True):
             if any(elsewhere(t.device, device) for t in (*partition.parameters(), *partition.buffers())):
                 partition.to(device)
-
-    def __len__(self) -> int:
-        """The number of layers."""
-        return len(self._modules)
 
     def __getitem__(self, index: int) -> nn.Module:
         """A layer by position; negative positions count from the end."""
@@ -65,6 +92,30 @@ class Container(nn.Module):
         """The layers in order."""
         return self.children()
 
+    def __setitem__(self, index: object, layer: object) -> NoReturn:
+        """Raises TypeError: the layers are those of the ``Sequential`` that was given."""
+        _deny_changing("; to replace one, assign it under its name: setattr(model, '0', layer)")
+
+    def __delitem__(self, index: object) -> NoReturn:
+        """Raises TypeError, as assigning a layer does."""
+        _deny_changing()
+
+    def append(self, module: object) -> NoReturn:
+        """Raises TypeError, as assigning a layer does."""
+        _deny_changing()
+
+    def extend(self, sequential: object) -> NoReturn:
+        """Raises TypeError, as assigning a layer does."""
+        _deny_changing()
+
+    def insert(self, index: object, module: object) -> NoReturn:
+        """Raises TypeError, as assigning a layer does."""
+        _deny_changing()
+
+    def pop(self, key: object = -1) -> NoReturn:
+        """Raises TypeError, as assigning a layer does."""
+        _deny_changing()
+
     @property
     def partitions(self) -> nn.ModuleList:
         """The layers of each stage, as a `Sequential` of its own, under their names.
@@ -73,7 +124,7 @@ class Container(nn.Module):
         are nobody's.
         """
         layers, found = iter(self.named_children()), nn.ModuleList()
-        for size in self.balance:
+        for size in self._balance:
             found.append(nn.Sequential(OrderedDict(itertools.islice(layers, size))))
         for container in (found, *found):
             container.training = self.training
@@ -117,4 +168,11 @@ def _deny_moving() -> NoReturn:
     raise TypeError(
         "denied to move parameters and buffers, because GPipe should manage device placement; "
         "pass devices=[...] when making it"
+    )
+
+
+def _deny_changing(hint: str = "") -> NoReturn:
+    raise TypeError(
+        "the layers of a GPipe cannot be assigned, added or removed by position; make a new one of the "
+        f"layers that you want, GPipe(nn.Sequential(*layers), balance=[...]){hint}"
     )

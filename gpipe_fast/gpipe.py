@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
-from itertools import islice
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -22,15 +20,12 @@ from gpipe_fast.arguments import (
     check_holds_tensor,
     check_inputs,
     check_module,
-    checked_balance,
     checked_chunks,
     checked_grad_dtype,
     checked_mode,
     checked_transport,
 )
 from gpipe_fast.balance.automatic import balance_automatically
-from gpipe_fast.balance.capacity import check_all_fit
-from gpipe_fast.balance.partition import balance_by_cost
 from gpipe_fast.container import Container
 from gpipe_fast.devices import Device
 from gpipe_fast.layers.batchnorm import check_can_defer, defer
@@ -43,9 +38,10 @@ from gpipe_fast.runtime.lifetime import open_pipeline
 from gpipe_fast.runtime.plan import Plan
 from gpipe_fast.runtime.planner import Planner, Signature
 from gpipe_fast.runtime.recording import Recording, record
-from gpipe_fast.runtime.stage import TURN, Stage
+from gpipe_fast.runtime.stage import TURN
 from gpipe_fast.runtime.state import State
 from gpipe_fast.schedule import bubble
+from gpipe_fast.stages import chosen_balance, placed, stages_of
 
 # What a copy makes anew.
 _NOT_COPIED = frozenset({"_layers", "_stages", "_edges", "_state", "_planner", "_pipeline", "_interpreted"})
@@ -97,8 +93,6 @@ class GPipe(Container):
         IndexError: there are fewer devices than partitions.
 
     Attributes:
-        balance: layers per partition.
-        devices: of each partition.
         grad_dtype: in what gradients are added up.
         transport: as given.
     """
@@ -124,9 +118,8 @@ class GPipe(Container):
         check_module(module)
         given = _devices.default_devices() if devices is None else devices
         wanted = None if given is None else _devices.listed_devices(given)
-        self.balance = _balance(list(module), balance, wanted)
-        self.devices = _devices.checked_devices(wanted, len(self.balance))
-        check_all_fit(_cut(module.named_children(), self.balance), self.devices)
+        self._balance, self._devices = placed(list(module.named_children()), balance, wanted)
+        self._given_devices = wanted
         self._deferred = bool(deferred_batch_norm)
         if self._deferred:
             check_can_defer(module.named_children())
@@ -135,11 +128,11 @@ class GPipe(Container):
         self.backend = backend
         self.grad_dtype = checked_grad_dtype(grad_dtype)
         self.transport = checked_transport(transport)
-        self._edges = edges_of(self.balance, self.devices, skips_of(module), self.transport)
+        self._edges = edges_of(self._balance, self._devices, skips_of(module), self.transport)
         self.threads_per_stage = None
         self._capture = bool(capture)
         self._warned = False
-        self._to_balance = balance is None and len(self.balance) > 1
+        self._to_balance = balance is None and len(self._balance) > 1
         self._adopt(module)
         if self._deferred:
             defer(self)
@@ -148,15 +141,15 @@ class GPipe(Container):
         self._begin()
 
     def _open(self) -> Pipeline:
-        pipeline = open_pipeline(max(1, len(self.balance)), self._interpreted, self.transport)
+        pipeline = open_pipeline(max(1, len(self._balance)), self._interpreted, self.transport)
         pipeline.set_capture(self._capture)
         return pipeline
 
     def _begin(self) -> None:
         verify_skippables(self)
         self._layers = list(self)
-        self._stages = _stages(self._layers, self.balance, self.devices, self._deferred, self.grad_dtype)
-        self._edges = edges_of(self.balance, self.devices, skips_of(self._layers), self.transport)
+        self._stages = stages_of(self._layers, self._balance, self._devices, self._deferred, self.grad_dtype)
+        self._edges = edges_of(self._balance, self._devices, skips_of(self._layers), self.transport)
         self._planner = Planner(self._stages, self.backend, self._interpreted)
         self._pipeline.forget_replays()
         self._state = State(self._planner.remarks.in_python)
@@ -170,6 +163,22 @@ class GPipe(Container):
         self._interpreted = Interpreted()
         self._pipeline = self._open()
         self._begin()
+
+    def _arrange(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
+        """Cuts the layers anew and moves them; raises before anything has changed."""
+        wanted = None if devices is None else [torch.device(device) for device in devices]
+        with TURN:
+            sizes, places = placed(list(self.named_children()), balance, wanted)
+            edges_of(sizes, places, skips_of(self), self.transport)
+            as_before = places == self._devices
+            if not as_before and self._pipeline.recorded():
+                raise RuntimeError("stages cannot be added, removed or moved while the model is recorded")
+            self._balance, self._devices, self._given_devices = sizes, places, wanted
+            self._to_balance = False
+            self._place()
+            if not as_before:
+                self._pipeline = self._open()
+            self._begin()
 
     @property
     def capture(self) -> bool:
@@ -249,18 +258,18 @@ class GPipe(Container):
         inputs = Inputs.of(args, kwargs)
         if not len(self):
             return _pass_through(args, kwargs, inputs)
-        check_inputs(inputs, self.devices)
+        check_inputs(inputs, self._devices)
         if kwargs or len(args) != 1:
             check_accepted(next(iter(self)), args, kwargs)
         with TURN:
             plan = self._plan(inputs)
-            parameters, buffers = self._state.parameters, self._state.buffers
+            parameters, buffers, pipeline = self._state.parameters, self._state.buffers, self._pipeline
         remarks = self._planner.remarks.texts
         if remarks:
             self._warn()
         # What draws nothing leaves PyTorch's generator as it was.
         key = MinibatchKey() if plan.draws is None else minibatch_key() if plan.draws else 0
-        outputs, structure = self._pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
+        outputs, structure = pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
         if remarks:
             self._warn()
         return outputs[0] if structure is ONE_TENSOR else structure.build_apart(outputs)
@@ -293,7 +302,7 @@ class GPipe(Container):
             self._state = State(self._planner.remarks.in_python)
             self._state.look(layers)
         if self._state.layers != self._layers:
-            self.balance = _balance(self._state.layers, self.balance, None)
+            self._balance = chosen_balance(self._state.layers, self._balance)
             self._begin()
             self._state.look(layers)
 
@@ -303,17 +312,17 @@ class GPipe(Container):
         first = cut(inputs.tensors, inputs.replicated, chunks)[0]
         try:
             found = balance_automatically(
-                len(self.balance),
+                len(self._balance),
                 nn.Sequential(OrderedDict(self.named_children())),
                 inputs.structure.build(first),
                 threads=self.threads_per_stage,
-                device=self.devices[0],
+                device=self._devices[0],
             )
         except Exception as error:
             warnings.warn(f"layers are cut evenly by their parameters: {error}", stacklevel=6)
             return
-        if found != self.balance:
-            self.balance = found
+        if found != self._balance:
+            self._balance = found
             self._place()
             self._begin()
             self._look()
@@ -330,9 +339,9 @@ class GPipe(Container):
 
     def extra_repr(self) -> str:
         """How the layers are cut and run, and how tensors get from stage to stage where there are GPUs."""
-        places = f"balance={self.balance}, devices={[str(device) for device in self.devices]}"
+        places = f"balance={self.balance}, devices={[str(device) for device in self._devices]}"
         lines = [f"{places}, chunks={self.chunks!r}, checkpoint={self.checkpoint!r}"]
-        if any(device.type != "cpu" for device in self.devices):
+        if any(device.type != "cpu" for device in self._devices):
             lines += described(self._edges, self._planner.latest)
         return "\n".join(lines)
 
@@ -370,18 +379,6 @@ def note_idle_stages(num_stages: int, chunks: int, enough: int) -> None:
     )
 
 
-def _balance(
-    layers: Sequence[nn.Module], balance: Iterable[int] | None, devices: Sequence[Device] | None
-) -> list[int]:
-    if balance is None:
-        wanted = len(devices) if devices is not None else os.cpu_count() or 1
-        if not layers:
-            return []
-        costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        return balance_by_cost(max(1, min(wanted, len(layers))), costs)
-    return checked_balance(balance, len(layers))
-
-
 def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs) -> Any:
     """Returns the only argument unchanged; nothing cuts it, so it needs no batch dimension."""
     if len(args) != 1 or kwargs:
@@ -391,28 +388,3 @@ def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs)
         )
     check_holds_tensor(inputs)
     return inputs.structure.build(inputs.tensors) if any(inputs.replicated) else args[0]
-
-
-_Layer = TypeVar("_Layer")
-
-
-def _cut(layers: Iterable[_Layer], balance: Iterable[int]) -> Iterator[list[_Layer]]:
-    """Those of each partition."""
-    left = iter(layers)
-    return (list(islice(left, size)) for size in balance)
-
-
-def _stages(
-    layers: Sequence[nn.Module],
-    balance: Sequence[int],
-    devices: Sequence[torch.device],
-    deferred: bool,
-    grad_dtype: torch.dtype | None,
-) -> list[Stage]:
-    stages: list[Stage] = []
-    skips = skips_of(layers)
-    first = 0
-    for own, device in zip(_cut(layers, balance), devices, strict=True):
-        stages.append(Stage(own, first, device, skips=skips, deferred=deferred, grad_dtype=grad_dtype))
-        first += len(own)
-    return stages

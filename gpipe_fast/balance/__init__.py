@@ -2,7 +2,8 @@
 
 Layers, or the cost of each layer, come in; a balance, which is the number of layers of each partition, goes
 out. The cut itself (`partition`) imports nothing of gpipe_fast; the files that measure layers import `layers`
-and `devices`, and nothing that traces or runs a pipeline. Only `gpipe` and the public `profile` import it.
+and `devices`, and nothing that traces or runs a pipeline. Only `gpipe`, `stages` and the
+public `profile` import it.
 """
 
 from gpipe_fast.balance.automatic import balance_by_size, balance_by_time

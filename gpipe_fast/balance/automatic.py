@@ -13,11 +13,12 @@ from torch import nn
 from gpipe_fast.balance.partition import balance_by_cost, check_partitions
 from gpipe_fast.balance.profile import LayerProfile, check_layers, check_timeout, profile, profile_layers
 from gpipe_fast.devices import Device
+from gpipe_fast.layers.structure import LayerSequence
 
 
 def balance_by_time(
     partitions: int,
-    module: nn.Sequential,
+    module: nn.Sequential | LayerSequence,
     sample: Any,
     *,
     timeout: float = 1.0,
@@ -33,7 +34,7 @@ def balance_by_time(
 
     Args:
         partitions: how many.
-        module: the layers.
+        module: the layers, as a ``Sequential`` or a `GPipe`.
         sample: best a micro-batch; as `GPipe` takes it as its only argument.
         timeout: seconds to go on measuring for; at least three rounds are made.
         device: where to measure; by default CUDA if there is any, else the CPU.
@@ -42,7 +43,7 @@ def balance_by_time(
         Layers per partition, as `GPipe` takes it.
 
     Raises:
-        TypeError: ``module`` is not a ``Sequential``, or there is no tensor in ``sample``.
+        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or there is no tensor in ``sample``.
         ValueError: there are fewer layers than partitions; a parameter is not there yet; ``timeout`` is no
             number of seconds.
         RuntimeError: a layer fails; the message names it.
@@ -57,7 +58,7 @@ def balance_by_time(
 
 def balance_by_size(
     partitions: int,
-    module: nn.Sequential,
+    module: nn.Sequential | LayerSequence,
     input: Any,
     *,
     chunks: int = 1,
@@ -84,7 +85,7 @@ def balance_by_size(
 
     Args:
         partitions: how many.
-        module: the layers.
+        module: the layers, as a ``Sequential`` or a `GPipe`.
         input: a mini-batch as it is to be trained, as `GPipe` takes it as its only argument.
         chunks: micro-batches per mini-batch; the first, the largest, is measured.
         param_scale: how many times the optimiser needs the memory of the parameters, themselves included.
@@ -94,7 +95,7 @@ def balance_by_size(
         Layers per partition, as `GPipe` takes it.
 
     Raises:
-        TypeError: ``module`` is not a ``Sequential``, or there is no tensor in ``input``.
+        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or there is no tensor in ``input``.
         ValueError: there are fewer layers than partitions; a parameter is not there yet; ``chunks`` is not
             positive, or ``param_scale`` is no number.
         RuntimeError: a layer fails; the message names it.
@@ -111,7 +112,7 @@ def balance_by_size(
 
 def balance_automatically(
     partitions: int,
-    module: nn.Sequential,
+    module: nn.Sequential | LayerSequence,
     microbatch: Any,
     *,
     timeout: float = 0.5,

@@ -19,6 +19,7 @@ from gpipe_fast import devices as _devices
 from gpipe_fast.balance.capacity import check_fits
 from gpipe_fast.balance.visit import Handed, Seconds, Visit, first_microbatch
 from gpipe_fast.devices import Device
+from gpipe_fast.layers.structure import LayerSequence
 from gpipe_fast.layers.title import title
 
 # Rounds over all layers: at least so many are timed, and so many fit into the timeout if no layer is slow.
@@ -61,7 +62,7 @@ class LayerProfile:
 
 
 def profile_layers(
-    module: nn.Sequential,
+    module: nn.Sequential | LayerSequence,
     sample: Any,
     *,
     device: Device | None = None,
@@ -78,7 +79,7 @@ def profile_layers(
         print(table(profile_layers(model, torch.randn(128, 3, 224, 224), chunks=8)))
 
     Args:
-        module: the layers.
+        module: the layers, as a ``Sequential`` or a `GPipe`.
         sample: a mini-batch, as `GPipe` takes it as its only argument; where its tensors require gradients,
             the first layer computes them.
         device: where to measure; by default CUDA if there is any, else the CPU.
@@ -88,7 +89,7 @@ def profile_layers(
             takes longer than two seconds.
 
     Raises:
-        TypeError: ``module`` is not a ``Sequential``, or there is no tensor in ``sample``.
+        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or there is no tensor in ``sample``.
         ValueError: a parameter is not there yet (on the meta device, or lazy), a layer is larger than the
             device, which is neither a CPU nor a CUDA device, or ``chunks`` or ``timeout`` is not positive.
         RuntimeError: a layer fails; the message names it.
@@ -113,10 +114,10 @@ def check_layers(module: nn.Module) -> None:
     """Refuses what has no layers that can be copied and run.
 
     Raises:
-        TypeError: it is not a ``Sequential``.
+        TypeError: it is neither a ``Sequential`` nor a `GPipe`.
         ValueError: a layer has lazy parameters.
     """
-    if not isinstance(module, nn.Sequential):
+    if not isinstance(module, (nn.Sequential, LayerSequence)):
         raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
     for name, layer in _layers(module):
         if any(map(nn.parameter.is_lazy, chain(layer.parameters(), layer.buffers()))):
@@ -124,7 +125,7 @@ def check_layers(module: nn.Module) -> None:
 
 
 def profile(
-    module: nn.Sequential,
+    module: nn.Sequential | LayerSequence,
     sample: Any,
     device: Device | None,
     *,
@@ -184,7 +185,7 @@ def default_device() -> torch.device:
     return devices[0] if devices else torch.device("cpu")
 
 
-def _layers(module: nn.Sequential) -> list[tuple[str, nn.Module]]:
+def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
     # Not named_children(), which leaves out a layer that comes again.
     return [(name, layer) for name, layer in module._modules.items() if layer is not None]
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 # What may stand beside tensors: values that nobody can change.
@@ -135,6 +135,14 @@ def shared(structure: Structure) -> Structure:
     while len(_shared) > _SHARED_LIMIT:
         _shared.popitem(last=False)
     return found
+
+
+class LayerSequence(nn.Module):
+    """A module whose children are layers that run one after the other, as those of a ``Sequential`` do."""
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self._modules)
 
 
 class Call(NamedTuple):

@@ -23,14 +23,20 @@ gpipe_fast
       checkpoint: str = 'except_last', deferred_batch_norm: bool = False,
       grad_dtype: torch.dtype | None = None, backend: str = 'auto', capture: bool = True,
       transport: str = 'auto') -> None
+    append(self, module: object) -> NoReturn
+    balance: property, may be set
     capture: property, may be set
     checkpoint: property, may be set
     chunks: property, may be set
     cpu(self) -> NoReturn
     cuda(self, device: int | torch.device | None = None) -> NoReturn
+    devices: property, may be set
+    extend(self, sequential: object) -> NoReturn
     extra_repr(self) -> str
     forward(self, *args: Any, **kwargs: Any) -> Any
+    insert(self, index: object, module: object) -> NoReturn
     partitions: property
+    pop(self, key: object = -1) -> NoReturn
     recording(self) -> AbstractContextManager[Recording]
     threads_per_stage: property, may be set
     to(self, *args: Any, **kwargs: Any) -> Self
@@ -56,12 +62,12 @@ gpipe_fast.balance
       boundary_bytes: int) -> None
   balance_by_cost(partitions: int, costs: Iterable[float],
       objective: Literal['max', 'variance'] = 'max') -> list[int]
-  balance_by_size(partitions: int, module: nn.Sequential, input: Any, *, chunks: int = 1,
-      param_scale: float = 2.0, device: Device | None = None) -> list[int]
-  balance_by_time(partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0,
-      device: Device | None = None) -> list[int]
-  profile_layers(module: nn.Sequential, sample: Any, *, device: Device | None = None,
-      timeout: float | None = 1.0, chunks: int = 1,
+  balance_by_size(partitions: int, module: nn.Sequential | LayerSequence, input: Any, *,
+      chunks: int = 1, param_scale: float = 2.0, device: Device | None = None) -> list[int]
+  balance_by_time(partitions: int, module: nn.Sequential | LayerSequence, sample: Any, *,
+      timeout: float = 1.0, device: Device | None = None) -> list[int]
+  profile_layers(module: nn.Sequential | LayerSequence, sample: Any, *,
+      device: Device | None = None, timeout: float | None = 1.0, chunks: int = 1,
       progress: bool | None = None) -> list[LayerProfile]
   table(profiles: Iterable[LayerProfile]) -> str
 gpipe_fast.profile
@@ -243,7 +249,7 @@ def test_the_public_api_is_as_written() -> None:
 def test_attributes_of_a_pipeline() -> None:
     """Beside its properties and methods, which stand above."""
     own = vars(GPipe(nn.Sequential(nn.ReLU()), [1])).keys() - vars(nn.Module()).keys()
-    names = {"backend", "balance", "devices", "grad_dtype", "transport"}
+    names = {"backend", "grad_dtype", "transport"}
     assert {name for name in own if not name.startswith("_")} == names
 
 

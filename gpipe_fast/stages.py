@@ -1,0 +1,87 @@
+"""From layers to stages: how many layers each stage takes, and on which device it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from gpipe_fast.arguments import checked_balance
+from gpipe_fast.balance.capacity import check_all_fit
+from gpipe_fast.balance.partition import balance_by_cost
+from gpipe_fast.devices import checked_devices
+from gpipe_fast.layers.skip import skips_of
+from gpipe_fast.runtime.stage import Stage
+
+
+def placed(
+    layers: Sequence[tuple[str, nn.Module]],
+    balance: Iterable[int] | None,
+    devices: Sequence[torch.device] | None,
+) -> tuple[list[int], list[torch.device]]:
+    """The balance of named layers, and the device of each partition; checked, and nothing is moved.
+
+    Args:
+        layers: under their names.
+        balance: layers per partition; None for an even cut by parameter count.
+        devices: at least as many as there are partitions; None for the CPU.
+
+    Raises:
+        ValueError: the balance does not fit the layers, or layers are too large for their devices.
+        IndexError: there are fewer devices than partitions.
+    """
+    found = chosen_balance([layer for _, layer in layers], balance, devices)
+    chosen = checked_devices(devices, len(found))
+    check_all_fit(partitions_of(layers, found), chosen)
+    return found, chosen
+
+
+def chosen_balance(
+    layers: Sequence[nn.Module], balance: Iterable[int] | None, devices: Sequence[torch.device] | None = None
+) -> list[int]:
+    """The balance that was given, checked; or an even cut by parameter count, one partition a device."""
+    if balance is not None:
+        return checked_balance(balance, len(layers))
+    wanted = len(devices) if devices is not None else os.cpu_count() or 1
+    if not layers:
+        return []
+    costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    return balance_by_cost(max(1, min(wanted, len(layers))), costs)
+
+
+_Layer = TypeVar("_Layer")
+
+
+def partitions_of(layers: Iterable[_Layer], balance: Iterable[int]) -> Iterator[list[_Layer]]:
+    """The layers of each partition."""
+    left = iter(layers)
+    return (list(islice(left, size)) for size in balance)
+
+
+def stages_of(
+    layers: Sequence[nn.Module],
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    deferred: bool,
+    grad_dtype: torch.dtype | None,
+) -> list[Stage]:
+    """A stage for each partition.
+
+    Args:
+        layers: of the whole model.
+        balance: layers per partition.
+        devices: of each partition.
+        deferred: whether batch norm's running statistics wait for the whole mini-batch.
+        grad_dtype: in what gradients are added up.
+    """
+    stages: list[Stage] = []
+    skips = skips_of(layers)
+    first = 0
+    for own, device in zip(partitions_of(layers, balance), devices, strict=True):
+        stages.append(Stage(own, first, device, skips=skips, deferred=deferred, grad_dtype=grad_dtype))
+        first += len(own)
+    return stages

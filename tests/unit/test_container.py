@@ -1,0 +1,151 @@
+"""What a GPipe shows: the balance and the devices that run, and layers that do not change by position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.balance import balance_by_size, profile_layers
+from tests.models import features, mlp, noisy
+from tests.reference import loop_step, pipeline_step, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def stages_that_ran(pipe: GPipe) -> int:
+    with pipe.recording() as recording:
+        pipe(features())
+    return len(recording.stages)
+
+
+def test_assigning_a_balance_cuts_anew() -> None:
+    pipe, x = GPipe(noisy(), [2, 4], chunks=4), features()
+    expected = loop_step(nn.Sequential(*pipe), x, 4)
+    for balance in ([4, 2], [1, 2, 3], [6], torch.tensor([3, 3])):
+        pipe.balance = balance  # type: ignore[assignment]
+        assert pipe.balance == list(balance)
+        assert [len(partition) for partition in pipe.partitions] == pipe.balance
+        assert pipe.devices == [torch.device("cpu")] * len(balance)
+        assert unequal(pipeline_step(pipe, x), expected) == []
+        assert stages_that_ran(pipe) == len(balance)
+
+
+def test_a_backward_after_the_cut_is_that_of_its_forward() -> None:
+    pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
+    pipe(x).sum().backward()
+    expected = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    pipe.zero_grad()
+    y = pipe(x)
+    pipe.balance = [1, 2, 2]
+    y.sum().backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(pipe.parameters(), expected, strict=True))
+
+
+def test_a_balance_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    pipe, x = GPipe(mlp(), [2, 3], devices=["cpu"] * 2, chunks=4), features()
+    expected = loop_step(nn.Sequential(*pipe), x, 4)
+    for balance, error, message in (
+        ([1, 1], ValueError, r"\(module: 5, sum of balance: 2\)"),
+        ([0, 5], ValueError, r"positive integer \(balance: \[0, 5\]\)"),
+        ([1, 2, 2], IndexError, r"\(devices: 2, partitions: 3\)"),
+    ):
+        with pytest.raises(error, match=message):
+            pipe.balance = balance
+    assert pipe.balance == [2, 3]
+    assert unequal(pipeline_step(pipe, x), expected) == []
+
+
+def test_assigning_a_balance_ends_the_wait_for_a_measured_one() -> None:
+    pipe = GPipe(mlp(), devices=["cpu"] * 2, chunks=8)
+    pipe.balance = [4, 1]
+    pipe(features())
+    assert pipe.balance == [4, 1]
+
+
+def test_a_layer_assigned_under_a_new_name_needs_a_new_balance() -> None:
+    pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
+    pipe.add_module("5", nn.ReLU())
+    with pytest.raises(ValueError, match=r"\(module: 6, sum of balance: 5\)"):
+        pipe(x)
+    pipe.balance = [3, 3]
+    assert unequal(pipeline_step(pipe, x), loop_step(nn.Sequential(*pipe), x, 4)) == []
+
+
+def test_assigning_devices_moves_the_stages() -> None:
+    pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
+    expected = loop_step(nn.Sequential(*pipe), x, 4)
+    pipe.devices = ["cpu"] * 3  # type: ignore[list-item]
+    assert pipe.devices == [torch.device("cpu")] * 2
+    pipe.balance = [1, 1, 3]  # as many as were given
+    assert unequal(pipeline_step(pipe, x), expected) == []
+    for devices, error, message in (
+        (["cpu"], IndexError, r"\(devices: 1, partitions: 3\)"),
+        (["meta"] * 3, ValueError, "stages run on CPU and CUDA devices, got meta"),
+    ):
+        with pytest.raises(error, match=message):
+            pipe.devices = devices  # type: ignore[assignment]
+    assert unequal(pipeline_step(pipe, x), expected) == []
+
+
+def test_lists_that_were_asked_for_are_copies() -> None:
+    pipe = GPipe(mlp(), [2, 3], chunks=4)
+    pipe.balance.append(3)
+    pipe.balance[0] = 9
+    pipe.devices.clear()
+    assert pipe.balance == [2, 3]
+    assert pipe.devices == [torch.device("cpu")] * 2
+
+
+def test_stages_stay_while_they_are_recorded() -> None:
+    """But layers may go to another of them."""
+    pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
+    with pipe.recording() as recording:
+        pipe.balance = [1, 4]
+        with pytest.raises(RuntimeError, match="added, removed or moved while the model is recorded"):
+            pipe.balance = [1, 2, 2]
+        pipe(x)
+    assert recording.phases()[0].num_stages == 2
+    assert pipe.balance == [1, 4]
+
+
+def assign(pipe: Any) -> None:
+    pipe[0] = nn.ReLU()
+
+
+def delete(pipe: Any) -> None:
+    del pipe[2]
+
+
+BY_POSITION: dict[str, Callable[[Any], object]] = {
+    "assign": assign,
+    "delete": delete,
+    "append": lambda pipe: pipe.append(nn.ReLU()),
+    "insert": lambda pipe: pipe.insert(0, nn.ReLU()),
+    "extend": lambda pipe: pipe.extend([nn.ReLU()]),
+    "pop": lambda pipe: pipe.pop(),
+}
+
+
+@pytest.mark.parametrize("change", BY_POSITION.values(), ids=BY_POSITION.keys())
+def test_changing_layers_by_position_is_refused(change: Callable[[Any], object]) -> None:
+    pipe = GPipe(mlp(), [2, 3])
+    before = list(pipe)
+    with pytest.raises(TypeError, match=r"make a new one of the layers .*GPipe\(nn.Sequential\(\*layers\)"):
+        change(pipe)
+    assert list(pipe) == before
+
+
+def test_layers_are_profiled_as_those_of_the_sequential() -> None:
+    pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
+    profiles = profile_layers(pipe, x, timeout=None)
+    expected = profile_layers(nn.Sequential(*pipe), x, timeout=None)
+    assert [(p.name, p.kind, p.flops) for p in profiles] == [(p.name, p.kind, p.flops) for p in expected]
+    pipe.balance = balance_by_size(3, pipe, x)
+    assert len(pipe.devices) == 3
+    with pytest.raises(TypeError, match=r"module must be nn\.Sequential to be partitioned, got Linear"):
+        profile_layers(nn.Linear(1, 1), x)  # type: ignore[arg-type]
