@@ -42,9 +42,12 @@ from gpipe_fast.runtime.stage import TURN
 from gpipe_fast.runtime.state import State
 from gpipe_fast.schedule import bubble
 from gpipe_fast.stages import chosen_balance, placed, stages_of
+from gpipe_fast.uncompiled import uncompiled
 
 # What a copy makes anew.
 _NOT_COPIED = frozenset({"_layers", "_stages", "_edges", "_state", "_planner", "_pipeline", "_interpreted"})
+# What would call the original; PyTorch's modules leave it behind too.
+_NOT_COPIED |= {"_compiled_call_impl"}
 
 BACKENDS = ("auto", "aten", "eager")
 
@@ -230,8 +233,9 @@ class GPipe(Container):
             raise ValueError(f"threads_per_stage must be a positive integer or None, got {threads!r}")
         self._threads_per_stage = threads
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one mini-batch.
+        """Runs one mini-batch; `torch.compile` around it leaves it as it is.
 
         Args:
             args: what the first layer takes: tensors of any dtype, nested in tuples, lists and dicts, beside
@@ -278,7 +282,7 @@ class GPipe(Container):
         """Says what runs in Python, once."""
         texts = self._planner.remarks.texts
         while texts:
-            warnings.warn(texts.pop(0), stacklevel=5)
+            warnings.warn(texts.pop(0), stacklevel=6)
 
     def _plan(self, inputs: Inputs) -> Plan:
         """The plan for such a call, of the layers as they are now."""
@@ -319,7 +323,7 @@ class GPipe(Container):
                 device=self._devices[0],
             )
         except Exception as error:
-            warnings.warn(f"layers are cut evenly by their parameters: {error}", stacklevel=6)
+            warnings.warn(f"layers are cut evenly by their parameters: {error}", stacklevel=7)
             return
         if found != self._balance:
             self._balance = found
@@ -375,7 +379,7 @@ def note_idle_stages(num_stages: int, chunks: int, enough: int) -> None:
     warnings.warn(
         f"{few} the stages idle for up to {idle:.0%} of a step; {enough} for {less:.0%} (chunks={enough}, or "
         "chunks='auto')",
-        stacklevel=7,
+        stacklevel=8,
     )
 
 

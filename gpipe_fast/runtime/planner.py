@@ -25,6 +25,7 @@ from gpipe_fast.runtime.stage import TURN, Boundary, Modes, Spec, Stage, intra_o
 from gpipe_fast.runtime.state import State
 from gpipe_fast.trace.refuse import refuse_uninitialised
 from gpipe_fast.trace.trace import parameters_of
+from gpipe_fast.uncompiled import uncompiled
 
 # Signatures whose programs a module remembers.
 _SIGNATURES = 32
@@ -268,6 +269,8 @@ class _Instead:
         self._microbatches = microbatches
         self._plans: dict[Mask, _extension.Plan] = {}
 
+    # A backward within a compiled function calls it, and Dynamo would trace what makes plans.
+    @uncompiled
     def __call__(self, defined: Sequence[bool]) -> _extension.Plan:
         mask = tuple(defined)
         with TURN:
