@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gpipe_fast.compat import saved
 from gpipe_fast.devices import Device, elsewhere
 from gpipe_fast.layers.structure import LayerSequence
+from gpipe_fast.unsupported import refuse_script
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -155,6 +156,10 @@ class Container(LayerSequence):
         if args and isinstance(args[0], (torch.device, int, str, Tensor)):
             _deny_moving()
         return super().to(*args, **kwargs)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by ``torch.jit.script``, and refuses it."""
+        refuse_script()
 
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -43,11 +43,12 @@ from gpipe_fast.runtime.state import State
 from gpipe_fast.schedule import bubble
 from gpipe_fast.stages import chosen_balance, placed, stages_of
 from gpipe_fast.uncompiled import uncompiled
+from gpipe_fast.unsupported import global_hook, is_watched, unwatched
 
 # What a copy makes anew.
 _NOT_COPIED = frozenset({"_layers", "_stages", "_edges", "_state", "_planner", "_pipeline", "_interpreted"})
-# What would call the original; PyTorch's modules leave it behind too.
-_NOT_COPIED |= {"_compiled_call_impl"}
+# The last would call the original; PyTorch's modules leave it behind too.
+_NOT_COPIED |= {"_hooked", "_compiled_call_impl"}
 
 BACKENDS = ("auto", "aten", "eager")
 
@@ -154,6 +155,7 @@ class GPipe(Container):
         self._stages = stages_of(self._layers, self._balance, self._devices, self._deferred, self.grad_dtype)
         self._edges = edges_of(self._balance, self._devices, skips_of(self._layers), self.transport)
         self._planner = Planner(self._stages, self.backend, self._interpreted)
+        self._hooked: Planner | None = None
         self._pipeline.forget_replays()
         self._state = State(self._planner.remarks.in_python)
 
@@ -255,7 +257,7 @@ class GPipe(Container):
             ValueError: the tensors have no first dimension, or not the same, or are not on the first stage's
                 device.
             RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
-                the reason.
+                the reason. Or the call is within a transform of ``torch.func``, a tracer, or forward-mode AD.
         """
         if not args and kwargs.keys() == {"input"}:
             args, kwargs = (kwargs["input"],), {}
@@ -265,8 +267,9 @@ class GPipe(Container):
         check_inputs(inputs, self._devices)
         if kwargs or len(args) != 1:
             check_accepted(next(iter(self)), args, kwargs)
+        watched = is_watched(inputs.tensors, self.modules)
         with TURN:
-            plan = self._plan(inputs)
+            plan = unwatched(self._plan, inputs, global_hook()) if watched else self._plan(inputs)
             parameters, buffers, pipeline = self._state.parameters, self._state.buffers, self._pipeline
         remarks = self._planner.remarks.texts
         if remarks:
@@ -284,19 +287,36 @@ class GPipe(Container):
         while texts:
             warnings.warn(texts.pop(0), stacklevel=6)
 
-    def _plan(self, inputs: Inputs) -> Plan:
-        """The plan for such a call, of the layers as they are now."""
+    def _plan(self, inputs: Inputs, hook: str | None = None) -> Plan:
+        """The plan for such a call, of the layers as they are now; in Python under a hook on all modules."""
         self._look()
         chunks = self._num_chunks(inputs.batch_size)
         if self._to_balance and inputs.batch_size:
             self._balance_by_time(inputs, chunks)
         threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
         signature = Signature.of(inputs, chunks, threads, self._state)
-        plan = self._planner.plan(signature, inputs.tensors, self._budgets())
+        planner = self._planner if hook is None else self._hooked_planner(hook)
+        plan = planner.plan(signature, inputs.tensors, self._budgets())
         if self._state.look(cast(Collection[nn.Module], self._modules.values())):
             # Traces showed more of what the layers read.
-            self._planner.rename(signature, Signature.of(inputs, chunks, threads, self._state))
+            planner.rename(signature, Signature.of(inputs, chunks, threads, self._state))
         return plan
+
+    def _hooked_planner(self, hook: str) -> Planner:
+        """The one under which all layers run in Python, where hooks on all modules are called."""
+        if self.backend == "aten":
+            raise RuntimeError(
+                f"the global module hook {hook} needs layers in Python, and backend='aten' allows none; "
+                "remove it, or choose backend='auto'"
+            )
+        if self._hooked is None:
+            self._hooked = Planner(self._stages, "eager", self._interpreted)
+            if self.backend != "eager":
+                self._planner.remarks.texts.append(
+                    f"all layers run in Python while the global module hook {hook} is there; registered on "
+                    "single layers it lets the others stay native"
+                )
+        return self._hooked
 
     def _look(self) -> None:
         """Notices what was changed since the last call."""

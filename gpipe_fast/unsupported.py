@@ -1,0 +1,216 @@
+"""What PyTorch can put around a call that cannot look into a pipeline: refused, or warned of once.
+
+A pipeline runs programs in C++, on threads of its own. Transforms, tracers and dual numbers would give wrong
+results and are refused; modes and hooks on saved tensors just see nothing and are warned of. All of it is put
+aside while a plan is made, so that it is not traced with the layers. Every call asks, so what is asked first
+is cheap: PyTorch's own counters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+from torch.nn.modules import module as _modules
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+_INSTEAD = "apply it to the plain Sequential of its layers, nn.Sequential(*model)"
+
+
+# Stand in for what a version of PyTorch does not have.
+def _nothing(*_: Any) -> Any:
+    return None
+
+
+def _zero() -> int:
+    return 0
+
+
+_functorch = getattr(torch._C, "_functorch", None)
+_transform = getattr(_functorch, "peek_interpreter_stack", _nothing)
+_jit_trace = getattr(torch._C, "_get_tracing_state", _nothing)
+_num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _zero)
+_num_function_modes = getattr(torch._C, "_len_torch_function_stack", _zero)
+_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _nothing)
+_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = tuple(
+    getattr(_modules, f"_global_{kind}_hooks", {})
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
+_forward_hooks, _forward_pre_hooks, _backward_hooks, _backward_pre_hooks = _HOOKS
+
+_warned: set[str] = set()
+
+
+def is_watched(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Module]]) -> bool:
+    """Looks at what is around a call of a pipeline.
+
+    Args:
+        inputs: of the call.
+        modules: gives those of the pipeline.
+
+    Returns:
+        Whether there is anything that would see how a plan is made; see `unwatched`.
+
+    Raises:
+        RuntimeError: the call is within a transform of ``torch.func`` or a tracer, or has dual numbers.
+    """
+    transform = _transform()
+    if transform is not None:
+        name = transform.key().name.lower()
+        _refuse(f"torch.func.{name}" + (" (vjp and jacrev are made of it)" if name == "grad" else ""))
+    if _jit_trace() is not None:
+        _refuse("torch.jit.trace")
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        _refuse_tangents(inputs, modules())
+    if any(type(tensor) is not Tensor and isinstance(tensor, FakeTensor) for tensor in inputs):
+        _refuse_tracer("FakeTensorMode")
+    hooked = bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
+    watched = hooked
+    if _num_dispatch_modes() or _num_function_modes() or _saved_tensors_hooks(True) is not None:
+        for kind, verb in _blind():
+            watched = True
+            if kind not in _warned and not kind.startswith("gpipe_fast."):
+                _warned.add(kind)
+                name = kind.rsplit(".", 1)[-1].lstrip("_")
+                warnings.warn(
+                    f"{name} {verb} nothing of a GPipe, whose layers run in C++ on threads of their own; "
+                    f"{_INSTEAD}",
+                    stacklevel=6 + hooked,  # nn.Module calls forward from one function more then
+                )
+    return watched
+
+
+def _blind() -> Iterator[tuple[str, str]]:
+    """What is around a call and sees nothing of it, by its full name, with its verb."""
+    for mode in _dispatch_modes():
+        if getattr(mode, "_mode_key", None) is not None:  # PyTorch's tracers
+            _refuse_tracer(type(mode).__name__)
+        yield _full_name(type(mode), getattr(mode, "counter", None)), "sees"
+    for mode in _function_modes():
+        if not isinstance(mode, DeviceContext):
+            yield _full_name(type(mode)), "sees"
+    hooks = _saved_tensors_hooks(True)
+    if hooks is not None:
+        own = _full_name(hooks[0]).startswith("gpipe_fast.")
+        yield ("gpipe_fast.hooks" if own else "torch.saved_tensors_hooks"), "(such as save_on_cpu) see"
+
+
+def _full_name(what: Any, counter: object = None) -> str:
+    """With its module; a counter of operations is who made it."""
+    if type(counter).__module__.startswith("gpipe_fast."):
+        what = type(counter)
+    return f"{getattr(what, '__module__', '')}.{getattr(what, '__qualname__', type(what).__qualname__)}"
+
+
+def _dispatch_modes() -> list[Any]:
+    return [torch._C._get_dispatch_stack_at(i) for i in range(_num_dispatch_modes())]
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(_num_function_modes())]
+
+
+def _refuse_tangents(inputs: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
+    """Of inputs and parameters, and of attributes, which take the place of parameters in forward-mode AD."""
+    tables = (t for m in modules for t in (m._parameters, m._buffers, vars(m)))
+    held = (value for table in tables for value in table.values() if isinstance(value, Tensor))
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in chain(inputs, held)):
+        _refuse("forward-mode AD (its tangents would be lost)")
+
+
+def _refuse_tracer(mode: str) -> NoReturn:
+    _refuse("torch.export" if getattr(torch.compiler, "is_exporting", _zero)() else mode)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(f"{what} cannot look into a GPipe, whose layers run in C++; {_INSTEAD}")
+
+
+def refuse_script() -> NoReturn:
+    """Refuses ``torch.jit.script``.
+
+    Raises:
+        RuntimeError: always.
+    """
+    _refuse("torch.jit.script")
+
+
+def global_hook() -> str | None:
+    """The name of a hook of the user's on all modules, if there is one; PyTorch's own tools see nothing."""
+    for hooks in _HOOKS:
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", "")).startswith("torch."):
+                return str(getattr(hook, "__qualname__", hook))
+    return None
+
+
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
+
+
+def unwatched(
+    function: Callable[_Parameters, _Returned], *args: _Parameters.args, **kwargs: _Parameters.kwargs
+) -> _Returned:
+    """Calls a function with modes and hooks put aside, but for the default device."""
+    with contextlib.ExitStack() as stack:
+        for put_aside in (
+            _no_module_hooks,
+            _disable_current_modes,
+            _no_function_modes,
+            _no_saved_tensors_hooks,
+        ):
+            stack.enter_context(put_aside())
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _no_module_hooks() -> Iterator[None]:
+    kept = [(hooks, dict(hooks)) for hooks in _HOOKS]
+    try:
+        for hooks in _HOOKS:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in kept:
+            since = dict(hooks)
+            hooks.clear()
+            hooks.update(before | since)
+
+
+@contextlib.contextmanager
+def _no_function_modes() -> Iterator[None]:
+    modes = _function_modes()
+    devices = [mode for mode in modes if isinstance(mode, DeviceContext)]
+    _replace_function_modes(devices)
+    try:
+        yield
+    finally:
+        _replace_function_modes(modes)
+
+
+def _replace_function_modes(modes: Iterable[Any]) -> None:
+    while _num_function_modes():
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def _no_saved_tensors_hooks() -> Iterator[None]:
+    kept = []
+    while (hooks := _saved_tensors_hooks(True)) is not None:
+        kept.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(kept):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

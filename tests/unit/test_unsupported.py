@@ -1,0 +1,220 @@
+"""What PyTorch puts around a call: it works as around the plain loop, is refused, or is warned of once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules import module as modules
+from torch.overrides import TorchFunctionMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpipe_fast import GPipe, keyed_rng, unsupported
+from tests.models import features, mlp, noisy
+from tests.reference import leaf, loop_step, pipeline_step, plain_loop, unequal
+from tests.untraceable import chains
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process() -> Iterator[None]:
+    with mock.patch.object(unsupported, "_warned", set()):
+        yield
+
+
+def small(**options: Any) -> GPipe:
+    return GPipe(mlp(), [2, 3], chunks=4, **options)
+
+
+# Hooks on all modules
+
+
+def halve(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+    return output / 2 if isinstance(module, nn.Linear) else None
+
+
+def double(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+    return (inputs[0] * 2,) if isinstance(module, nn.Tanh) else None
+
+
+def negate(module: nn.Module, gradients: Any, outputs: Any) -> tuple[Tensor] | None:
+    return (-gradients[0],) if isinstance(module, nn.Tanh) else None
+
+
+HOOKS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "halve": (modules.register_module_forward_hook, halve),
+    "double": (modules.register_module_forward_pre_hook, double),
+    "negate": (modules.register_module_full_backward_hook, negate),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_on_all_modules_counts_while_it_is_there(name: str) -> None:
+    """Whether it comes before the first call or after it; then layers are native as before."""
+    register, hook = HOOKS[name]
+    x, early, late = features(), small(), small()
+    without = pipeline_step(late, x)
+    handle = register(hook)
+    try:
+        expected = loop_step(mlp(), x, 4)
+        for pipe in (early, late):
+            with pytest.warns(UserWarning, match=f"in Python while the global module hook {name} is there"):
+                assert unequal(pipeline_step(pipe, x), expected) == []
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert unequal(pipeline_step(pipe, x), expected) == []
+        assert unequal(expected, without) != []
+        with pytest.raises(RuntimeError, match=f"hook {name} needs layers in Python, and backend='aten'"):
+            small(backend="aten")(x)
+    finally:
+        handle.remove()
+    for pipe in (early, late):
+        assert unequal(pipeline_step(pipe, x), without) == []
+        assert chains(pipe) == [[(0, 2, True)], [(0, 3, True)]]  # lowered
+
+
+# What looks and sees nothing
+
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+BLIND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+    "flops": (lambda: FlopCounterMode(display=False), "FlopCounterMode sees"),
+    "dispatch": (Dispatched, "Dispatched sees"),
+    "function": (Called, "Called sees"),
+    "saved": (save_on_cpu, r"saved_tensors_hooks \(such as save_on_cpu\) see"),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", BLIND)
+def test_what_sees_nothing_is_warned_of_once(name: str) -> None:
+    """And it is not traced: the next call without it is the same, and layers stay native."""
+    around, who = BLIND[name]
+    x, pipe = features(), GPipe(noisy(), [2, 4], chunks=4, backend="aten")
+    expected = loop_step(noisy(), x, 4)
+    with around(), pytest.warns(UserWarning, match=f"^{who} nothing of a GPipe, whose layers run") as noted:
+        pipe(x)
+    assert [warning.filename for warning in noted] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with around():
+            assert unequal(pipeline_step(pipe, x), expected) == []
+            pipeline_step(small(), x)
+        assert unequal(pipeline_step(pipe, x), expected) == []
+
+
+def test_what_does_no_harm_is_not_warned_of() -> None:
+    x, pipe, model = features(), GPipe(noisy(), [2, 4], chunks=4), noisy()
+    nested = GPipe(nn.Sequential(mlp(), nn.Sequential(nn.Tanh())), devices=["cpu"] * 2, chunks=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.device("cpu"):
+            pipe(x)
+        with keyed_rng(model):
+            pipe(x)
+        with profile():
+            pipe(x)
+        nested(x)  # is measured under modes of this library
+
+
+# What would get wrong results
+
+
+def under_a_level(pipe: GPipe, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return pipe(forward_ad.make_dual(x, x))
+
+
+def with_a_dual_parameter(pipe: GPipe, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        weight = pipe[0].weight
+        del pipe[0].weight
+        pipe[0].weight = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        return pipe(x)
+
+
+def faked(pipe: GPipe, x: Tensor) -> Any:
+    return pipe(FakeTensorMode().from_tensor(x))
+
+
+def within_fakes(pipe: GPipe, x: Tensor) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return pipe(x)
+
+
+REFUSED: dict[str, Callable[[GPipe, Tensor], Any]] = {
+    "torch.func.vmap": lambda pipe, x: torch.func.vmap(pipe)(x.expand(3, 8, 6)),
+    "torch.func.grad": lambda pipe, x: torch.func.grad(lambda y: pipe(y).sum())(x),
+    "torch.func.jvp": lambda pipe, x: torch.func.jvp(pipe, (x,), (x,)),
+    "forward-mode AD": under_a_level,
+    "forward-mode AD .its tangents": with_a_dual_parameter,
+    "torch.jit.trace": lambda pipe, x: torch.jit.trace(pipe, (x,)),
+    "torch.jit.script": lambda pipe, x: torch.jit.script(pipe),
+    "torch.export": lambda pipe, x: torch.export.export(pipe, (x,), strict=False),
+    "ProxyTorchDispatchMode": lambda pipe, x: make_fx(pipe)(x),
+    "FakeTensorMode": faked,
+    "FakeTensorMode ": within_fakes,
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", REFUSED)
+def test_tracers_and_transforms_are_refused(name: str) -> None:
+    """The next call works."""
+    pipe, x = small(), features()
+    expected = torch.cat([mlp()(c) for c in x.chunk(4)])
+    message = (
+        rf"{name}.*cannot look into a GPipe, .*; apply it to the plain Sequential .*nn.Sequential\(\*model\)"
+    )
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match=message):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        REFUSED[name](pipe, x)
+    if name != "forward-mode AD .its tangents":
+        assert torch.equal(pipe(x), expected)
+
+
+def test_a_level_without_tangents_is_no_obstacle() -> None:
+    pipe, x = small(), features()
+    with forward_ad.dual_level():
+        assert torch.equal(pipe(x), plain_loop(mlp(), x, 4))
+
+
+def test_functional_call_takes_other_tensors_as_parameters() -> None:
+    """Their gradients are the plain loop's, and the module's own parameters are what they were."""
+    pipe, x = small(backend="aten"), features()
+    plain = nn.Sequential(*pipe)
+    before = pipe(x)
+    found = []
+    for forward in (
+        lambda tensors: torch.func.functional_call(pipe, tensors, (x,)),
+        lambda tensors: torch.cat([torch.func.functional_call(plain, tensors, (c,)) for c in x.chunk(4)]),
+    ):
+        leaves = {name: leaf(p.detach() + 1) for name, p in pipe.named_parameters()}
+        y = forward({name: tensor * 2 for name, tensor in leaves.items()})
+        y.square().mean().backward()
+        found.append([y, *(tensor.grad for tensor in leaves.values())])
+    assert all(map(torch.equal, *found))
+    assert torch.equal(pipe(x), before)
