@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch._subclasses import FakeTensor
 
 from gpipe_fast.devices import elsewhere
 from gpipe_fast.layers.skip import verify_skippables
-from gpipe_fast.layers.structure import Call, Inputs
+from gpipe_fast.layers.structure import BatchDim, Call, Inputs
 from gpipe_fast.layers.title import title
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -70,6 +71,29 @@ def checked_transport(transport: str) -> str:
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is not one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     return transport
+
+
+def checked_batch_dim(batch_dim: int | Iterable[int]) -> BatchDim:
+    """The dimension of the batch, of all tensors or of each.
+
+    Raises:
+        TypeError: it is neither an integer nor several.
+        ValueError: there is none.
+    """
+    try:
+        return operator.index(batch_dim)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    try:
+        dims = tuple(operator.index(dim) for dim in batch_dim)  # type: ignore[union-attr]
+    except TypeError:
+        raise TypeError(
+            "batch_dim is an integer, or a tuple with one for each tensor of the input that is cut, got "
+            f"{batch_dim!r}"
+        ) from None
+    if not dims:
+        raise ValueError("batch_dim has no entry; pass one integer, or one for each tensor that is cut")
+    return dims
 
 
 def check_module(module: nn.Sequential) -> None:
@@ -178,37 +202,32 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
         ValueError: the tensors do not fit.
     """
     check_holds_tensor(inputs)
-    for tensor, whole in zip(inputs.tensors, inputs.replicated, strict=True):
+    for tensor, dim in zip(inputs.tensors, inputs.dims.inputs, strict=True):
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             _refuse_kind(tensor)
         if isinstance(tensor, FakeTensor):
             raise TypeError("the input is a FakeTensor, which has no elements; pass a real tensor")
-        if tensor.dim() == 0 and not whole:
-            raise ValueError(
-                "the input has no dimension to cut into micro-batches, got a 0-dimensional tensor; wrap it "
-                "in gpipe_fast.replicate(...) to give it whole to every micro-batch"
-            )
+        if dim is not None and not -tensor.dim() <= dim < tensor.dim():
+            _refuse_dimension(tensor, dim)
         if devices and elsewhere(tensor.device, devices[0]):
             raise ValueError(
                 f"the input must be on the first stage's device {devices[0]}, got {tensor.device}"
             )
-    parts = [x for x, whole in zip(inputs.tensors, inputs.replicated, strict=True) if not whole]
+    parts = [(x, d) for x, d in zip(inputs.tensors, inputs.dims.inputs, strict=True) if d is not None]
     if not parts:
         raise ValueError("there is nothing to cut into micro-batches: all tensors are replicated")
-    if len(parts) > 1 and any(tensor.size(0) != parts[0].size(0) for tensor in parts):
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in parts)
+    if len(parts) > 1 and len({tensor.size(dim) for tensor, dim in parts}) > 1:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor, _ in parts)
+        dims = [dim for _, dim in parts]
+        which = f"along dimensions {dims}, as batch_dim says" if any(dims) else "their first dimension"
         raise ValueError(
-            f"the inputs must have the same batch size, their first dimension; got {shapes}; what is not cut "
+            f"the inputs must have the same batch size, {which}; got {shapes}; what is not cut "
             "belongs into gpipe_fast.replicate(...)"
         )
 
 
-def _refuse_kind(tensor: Tensor) -> None:
-    """Says what an input is, and what to pass instead.
-
-    Raises:
-        TypeError: always.
-    """
+def _refuse_kind(tensor: Tensor) -> NoReturn:
+    """Says what an input is, and what to pass instead."""
     if tensor.is_nested:
         kind, instead = "a nested tensor", "torch.nested.to_padded_tensor(x, 0.0)"
     elif tensor.is_quantized:
@@ -216,3 +235,12 @@ def _refuse_kind(tensor: Tensor) -> None:
     else:
         kind, instead = f"a tensor of layout {tensor.layout}", "x.to_dense()"
     raise TypeError(f"inputs must be dense, strided tensors, got {kind}; pass {instead}")
+
+
+def _refuse_dimension(tensor: Tensor, dim: int) -> NoReturn:
+    what = "a 0-dimensional tensor" if tensor.dim() == 0 else f"shape {list(tensor.shape)}"
+    which = f" {dim}, its batch_dim," if tensor.dim() else ""
+    raise ValueError(
+        f"the input has no dimension{which} to cut into micro-batches, got {what}; wrap it in "
+        "gpipe_fast.replicate(...) to give it whole to every micro-batch"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
@@ -20,6 +19,7 @@ from gpipe_fast.arguments import (
     check_holds_tensor,
     check_inputs,
     check_module,
+    checked_batch_dim,
     checked_chunks,
     checked_grad_dtype,
     checked_mode,
@@ -30,7 +30,8 @@ from gpipe_fast.container import Container
 from gpipe_fast.devices import Device
 from gpipe_fast.layers.batchnorm import check_can_defer, defer
 from gpipe_fast.layers.skip import skips_of, verify_skippables
-from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, cut
+from gpipe_fast.layers.structure import ONE_TENSOR, BatchDim, Inputs
+from gpipe_fast.notes import note_idle_stages, note_sequence_first
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.compile import budget_of
 from gpipe_fast.runtime.edges import described, edges_of
@@ -40,7 +41,6 @@ from gpipe_fast.runtime.planner import Planner, Signature
 from gpipe_fast.runtime.recording import Recording, record
 from gpipe_fast.runtime.stage import TURN
 from gpipe_fast.runtime.state import State
-from gpipe_fast.schedule import bubble
 from gpipe_fast.stages import chosen_balance, placed, stages_of
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.unsupported import global_hook, is_watched, unwatched
@@ -72,6 +72,10 @@ class GPipe(Container):
             and where there are none, CPU stages.
         chunks: micro-batches per mini-batch, which is cut as ``Tensor.chunk`` cuts it; or ``'auto'``, four
             for each stage as far as the batch goes.
+        batch_dim: the dimension of the batch, along which inputs are cut into micro-batches and outputs
+            joined, as by ``torch.cat([module(c) for c in x.chunk(chunks, batch_dim)], batch_dim)``; a
+            negative one counts from the end. Or one for each tensor of the input that is cut, in the order of
+            the arguments; outputs are then joined along the first of them.
         checkpoint: which micro-batches recompute their activations in the backward: ``'always'``,
             ``'except_last'`` or ``'never'``. In eval mode none does.
         deferred_batch_norm: let batch norm's running statistics be those of the whole mini-batch, taken once;
@@ -90,7 +94,8 @@ class GPipe(Container):
             ``'peer'`` and ``'pinned'`` do the one or the other everywhere, on one device, too.
 
     Raises:
-        TypeError: ``module`` is not a ``Sequential``, or its skip connections do not match.
+        TypeError: ``module`` is not a ``Sequential``, its skip connections do not match, or ``batch_dim`` is
+            neither an integer nor several.
         ValueError: ``balance``, ``chunks``, ``checkpoint`` or ``grad_dtype`` does not fit, a layer is there
             twice or has a name that is taken here, layers are too large for their devices, or ``transport``
             is ``'peer'`` and devices do not reach each other.
@@ -108,6 +113,7 @@ class GPipe(Container):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int | Literal["auto"] = 1,
+        batch_dim: int | Iterable[int] = 0,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
         grad_dtype: torch.dtype | None = None,
@@ -119,6 +125,7 @@ class GPipe(Container):
         # Checked in torchgpipe's order, then what is ours; nothing of the module is touched before.
         self.chunks = chunks
         self.checkpoint = checkpoint
+        self.batch_dim = batch_dim
         check_module(module)
         given = _devices.default_devices() if devices is None else devices
         wanted = None if given is None else _devices.listed_devices(given)
@@ -136,6 +143,7 @@ class GPipe(Container):
         self.threads_per_stage = None
         self._capture = bool(capture)
         self._warned = False
+        self._note_sequence_first = True
         self._to_balance = balance is None and len(self._balance) > 1
         self._adopt(module)
         if self._deferred:
@@ -209,6 +217,20 @@ class GPipe(Container):
         self._chunks = checked_chunks(chunks)
 
     @property
+    def batch_dim(self) -> BatchDim:
+        """The dimension of the batch, or that of each tensor that is cut; may be set between calls.
+
+        Raises:
+            TypeError: when set to something else, and stays as it was.
+            ValueError: when set to no dimension, and stays as it was.
+        """
+        return self._batch_dim
+
+    @batch_dim.setter
+    def batch_dim(self, batch_dim: int | Iterable[int]) -> None:
+        self._batch_dim = checked_batch_dim(batch_dim)
+
+    @property
     def checkpoint(self) -> str:
         """Which micro-batches recompute: 'always', 'except_last' or 'never'; may be set between calls.
 
@@ -241,7 +263,7 @@ class GPipe(Container):
 
         Args:
             args: what the first layer takes: tensors of any dtype, nested in tuples, lists and dicts, beside
-                None, bools, numbers and strings. The first dimension of every tensor, the batch, is cut into
+                None, bools, numbers and strings. The batch, `batch_dim` of every tensor, is cut into
                 micro-batches; what is wrapped by `replicate` is not, and what is no tensor cannot be: every
                 micro-batch gets all of it.
             kwargs: likewise, where the first layer takes keyword arguments; ``input`` alone is the one
@@ -249,19 +271,19 @@ class GPipe(Container):
 
         Returns:
             What the last layer returns for each micro-batch, nested likewise, each tensor concatenated along
-            the first dimension; without layers, the argument itself, whatever its dimensions.
+            `batch_dim`; without layers, the argument itself, whatever its dimensions.
 
         Raises:
             TypeError: there is something in the input, or in what a stage returns, that is neither a tensor
                 nor such a constant; or there is no tensor in the input, or in what the last layer returns.
-            ValueError: the tensors have no first dimension, or not the same, or are not on the first stage's
-                device.
+            ValueError: the tensors have no such dimension, or batches of different sizes, or are not on the
+                first stage's device.
             RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
                 the reason. Or the call is within a transform of ``torch.func``, a tracer, or forward-mode AD.
         """
         if not args and kwargs.keys() == {"input"}:
             args, kwargs = (kwargs["input"],), {}
-        inputs = Inputs.of(args, kwargs)
+        inputs = Inputs.of(args, kwargs, self._batch_dim)
         if not len(self):
             return _pass_through(args, kwargs, inputs)
         check_inputs(inputs, self._devices)
@@ -293,6 +315,9 @@ class GPipe(Container):
         chunks = self._num_chunks(inputs.batch_size)
         if self._to_balance and inputs.batch_size:
             self._balance_by_time(inputs, chunks)
+        if self._note_sequence_first:
+            self._note_sequence_first = False
+            note_sequence_first([stage.layers for stage in self._stages], inputs.dims)
         threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
         signature = Signature.of(inputs, chunks, threads, self._state)
         planner = self._planner if hook is None else self._hooked_planner(hook)
@@ -333,7 +358,7 @@ class GPipe(Container):
     def _balance_by_time(self, inputs: Inputs, chunks: int) -> None:
         """Cuts the layers by what they take for this mini-batch's first micro-batch."""
         self._to_balance = False
-        first = cut(inputs.tensors, inputs.replicated, chunks)[0]
+        first = inputs.dims.cut(inputs.tensors, chunks)[0]
         try:
             found = balance_automatically(
                 len(self._balance),
@@ -387,22 +412,6 @@ class GPipe(Container):
         return budget_of(training and recompute[0]), budget_of(training and recompute[1])
 
 
-@functools.cache
-def note_idle_stages(num_stages: int, chunks: int, enough: int) -> None:
-    """Warns of too few micro-batches: once in a process for the same numbers, whatever the models.
-
-    The filters of `warnings` alone would show it again whenever they are changed, as PyTorch does.
-    """
-    stages = f"{num_stages} stages"
-    few = f"1 micro-batch on {stages} leaves" if chunks == 1 else f"{chunks} micro-batches on {stages} leave"
-    idle, less = bubble(num_stages, chunks), bubble(num_stages, enough)
-    warnings.warn(
-        f"{few} the stages idle for up to {idle:.0%} of a step; {enough} for {less:.0%} (chunks={enough}, or "
-        "chunks='auto')",
-        stacklevel=8,
-    )
-
-
 def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs) -> Any:
     """Returns the only argument unchanged; nothing cuts it, so it needs no batch dimension."""
     if len(args) != 1 or kwargs:
@@ -411,4 +420,4 @@ def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs)
             f"({len(kwargs)} of them by keyword)"
         )
     check_holds_tensor(inputs)
-    return inputs.structure.build(inputs.tensors) if any(inputs.replicated) else args[0]
+    return inputs.structure.build(inputs.tensors) if None in inputs.dims.inputs else args[0]

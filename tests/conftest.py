@@ -13,7 +13,7 @@ import torch
 
 import gpipe_fast
 import gpipe_fast.devices
-from gpipe_fast.gpipe import note_idle_stages
+from gpipe_fast.notes import note_idle_stages
 from tests.sampling import sample, seed
 
 # The markers of tests that run, by tier; "" stands for neither of them.

@@ -348,7 +348,8 @@ void bind_pipeline(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def(py::init([](std::vector<StagePlan> stages, int64_t num_skips, Actions forward,
                        std::optional<Actions> backward, int num_threads, std::shared_ptr<Form> inputs,
-                       std::vector<bool> replicated, std::optional<std::vector<bool>> expected,
+                       std::vector<std::optional<int64_t>> cut_along, int64_t join_along,
+                       std::optional<std::vector<bool>> expected,
                        std::optional<std::function<std::shared_ptr<Plan>(std::vector<bool>)>> instead,
                        std::optional<std::function<void(const std::vector<Boundary>&)>> check_outputs) {
              auto plan = std::make_shared<Plan>(Plan{std::move(stages),
@@ -357,7 +358,8 @@ void bind_pipeline(py::module_& m) {
                                                      std::move(backward),
                                                      num_threads,
                                                      std::move(inputs),
-                                                     std::move(replicated),
+                                                     std::move(cut_along),
+                                                     join_along,
                                                      std::move(expected),
                                                      {},
                                                      {}});
@@ -366,8 +368,8 @@ void bind_pipeline(py::module_& m) {
              return plan;
            }),
            py::arg("stages"), py::arg("num_skips"), py::arg("forward"), py::arg("backward"),
-           py::arg("num_threads"), py::arg("inputs"), py::arg("replicated"), py::arg("expected"),
-           py::arg("instead"), py::arg("check_outputs"))
+           py::arg("num_threads"), py::arg("inputs"), py::arg("cut_along"), py::arg("join_along"),
+           py::arg("expected"), py::arg("instead"), py::arg("check_outputs"))
       // Of a stage and a micro-batch, the layers of each segment, and whether it is lowered: as they were last.
       .def("segments", [](const Plan& plan, int32_t stage, int32_t microbatch) {
         std::vector<std::tuple<int64_t, int64_t, bool>> found;

@@ -74,8 +74,8 @@ Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
   return parts;
 }
 
-// All parts' tensors, joined along the first dimension.
-Boundary join(const std::vector<Boundary>& parts) {
+// All parts' tensors, joined along a dimension.
+Boundary join(const std::vector<Boundary>& parts, int64_t dim) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   auto form = std::make_shared<Form>(*parts.front().form);
   for (const Boundary& part : parts) {
@@ -87,20 +87,21 @@ Boundary join(const std::vector<Boundary>& parts) {
   for (size_t i = 0; i < parts.front().tensors.size(); ++i) {
     Tensors tensors;
     for (const Boundary& part : parts) tensors.push_back(part.tensors.at(i));
-    joined.tensors.push_back(at::cat(tensors));
+    joined.tensors.push_back(at::cat(tensors, dim));
   }
   return joined;
 }
 
 // Gradients of inputs: joined, or of replicated ones added up as autograd does, the last micro-batch first.
-Tensors join_gradients(const std::vector<Tensors>& microbatches, const std::vector<bool>& replicated) {
+Tensors join_gradients(const std::vector<Tensors>& microbatches,
+                       const std::vector<std::optional<int64_t>>& dims) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  Tensors joined(replicated.size());
-  for (size_t i = 0; i < replicated.size(); ++i) {
+  Tensors joined(dims.size());
+  for (size_t i = 0; i < dims.size(); ++i) {
     const Tensors parts = parts_of(microbatches, i);
     if (parts.empty()) continue;
-    if (!replicated[i]) {
-      joined[i] = at::cat(parts);
+    if (dims[i]) {
+      joined[i] = at::cat(parts, *dims[i]);
       continue;
     }
     joined[i] = parts.back();
@@ -223,13 +224,13 @@ Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const T
     const std::vector<Boundary> parts = run_forward(minibatch, inputs, make);
     // First, as it may fail; then nothing can.
     if (plan->check_outputs) plan->check_outputs(parts);
-    outputs = join(parts);
+    outputs = join(parts, plan->join_along);
     minibatch->end_forward();
     guard.done = true;
     if (replays_) replays_->after_use(minibatch->callers());
     sizes.resize(outputs.tensors.size());
     for (size_t i = 0; i < sizes.size(); ++i) {
-      for (const Boundary& part : parts) sizes[i].push_back(part.tensors[i].size(0));
+      for (const Boundary& part : parts) sizes[i].push_back(part.tensors[i].size(plan->join_along));
     }
   }
   tie(outputs, inputs, parameters, shared_from_this(), std::move(minibatch), std::move(sizes));
@@ -243,8 +244,8 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
   const std::vector<Stream>& callers = minibatch->callers();
   const RunOf of{*minibatch, inputs, 0, [&](const Tensors& tensors) {
                    return cut(tensors, num_parts, [&](size_t i) {
-                     return plan->replicated[i] ? Tensors(num_parts, tensors[i])
-                                                : tensors[i].chunk(num_parts);
+                     const std::optional<int64_t>& dim = plan->cut_along[i];
+                     return dim ? tensors[i].chunk(num_parts, *dim) : Tensors(num_parts, tensors[i]);
                    });
                  }};
   const bool captured = replays_are_due() && replays_->has_forward(*plan);
@@ -274,8 +275,9 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
   }
   const std::vector<Stream>& callers = minibatch.callers();
   const RunOf of{minibatch, gradients, plan->stages.size() - 1, [&](const Tensors& tensors) {
-                   return cut(tensors, plan->num_microbatches(),
-                              [&](size_t i) { return tensors[i].split_with_sizes(sizes[i]); });
+                   return cut(tensors, plan->num_microbatches(), [&](size_t i) {
+                     return tensors[i].split_with_sizes(sizes[i], plan->join_along);
+                   });
                  }};
   Gradients joined;
   {
@@ -295,7 +297,7 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
       for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, callers);
     }
     for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, callers);
-    joined = {join_gradients(found.inputs, plan->replicated), std::move(found.parameters)};
+    joined = {join_gradients(found.inputs, plan->cut_along), std::move(found.parameters)};
     if (replays_) replays_->after_use(callers);
   }
   return joined;

@@ -17,7 +17,7 @@
 
 namespace gpipe_fast {
 
-// Lengths along the first dimension: of each output, of each micro-batch.
+// Lengths along the dimension of the batch: of each output, of each micro-batch.
 using Sizes = std::vector<std::vector<int64_t>>;
 
 // Thread safe: programs and their memory serve one run at a time, so the runs of several threads take turns.
@@ -26,7 +26,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // `poll` is called by the thread that waits for a run, about every 20 ms; what it throws ends the run.
   Pipeline(int32_t num_stages, std::function<void()> poll, Choice transport);
 
-  // One mini-batch: cuts the inputs along their first dimension, runs the stages, joins the outputs, and ties them into
+  // One mini-batch: cuts the inputs along the dimensions of their batch, runs the stages, joins the outputs, and ties them into
   // the autograd graph where a gradient can be needed. `parameters` and `buffers` are the whole module's.
   // `key` draws its key, when something random is met first; whenever it is asked, it answers the same.
   Boundary forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& parameters,

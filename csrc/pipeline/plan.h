@@ -143,7 +143,10 @@ struct Plan {
   std::optional<Actions> backward;  // none in inference
   int num_threads;                  // intra-op threads of each stage; programs were lowered for it
   std::shared_ptr<const Form> inputs;
-  std::vector<bool> replicated;               // which inputs every micro-batch gets as a whole
+  // The dimension along which each input is cut, none for what every micro-batch gets as a whole; and the one along which
+  // outputs are joined.
+  std::vector<std::optional<int64_t>> cut_along;
+  int64_t join_along;
   std::optional<std::vector<bool>> expected;  // of which outputs the backward expects a gradient; else of any
   // The plan for a backward to which other gradients come than this one expects; it recomputes everything. Null where
   // no other can come.

@@ -140,8 +140,11 @@ def profile(
         raise ValueError(f"layers are measured on CPU and CUDA devices, got {place}")
     check_fits(layers, place)
     visits = len(layers) * (1 if timeout is None else 1 + LEAST_ROUNDS)
+    # What is not cut into several may be a `Call`, whose tensors are counted otherwise than a mini-batch's.
+    batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
     with _apart(place), _bar(progress, visits) as advance:
-        rounds = _Rounds(layers, first_microbatch(sample, chunks, place), place, timeout, advance)
+        first = first_microbatch(sample, chunks, place, batch_dim)
+        rounds = _Rounds(layers, first, place, timeout, advance)
         sizes, times = rounds.over(Visit.sizes), rounds.times()
     return [
         LayerProfile(

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_fast.layers.skip import Key, carrying, declared
-from gpipe_fast.layers.structure import Inputs, Structure, call, cut, flatten
+from gpipe_fast.layers.structure import BatchDim, Inputs, Structure, call, flatten
 
 
 class Handed(NamedTuple):
@@ -51,7 +51,7 @@ class Seconds(NamedTuple):
     backward: float
 
 
-def first_microbatch(sample: Any, chunks: int, device: torch.device) -> Handed:
+def first_microbatch(sample: Any, chunks: int, device: torch.device, batch_dim: BatchDim = 0) -> Handed:
     """What the first layer gets.
 
     Raises:
@@ -60,12 +60,12 @@ def first_microbatch(sample: Any, chunks: int, device: torch.device) -> Handed:
     """
     if type(chunks) is not int or chunks < 1:
         raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
-    inputs = Inputs.of((sample,), {})
+    inputs = Inputs.of((sample,), {}, batch_dim)
     if not inputs.tensors:
         raise TypeError(f"expected Tensor, but got {type(sample).__name__}")
     if any(tensor.is_meta for tensor in inputs.tensors):
         raise ValueError("the sample is on the meta device, where layers do not compute")
-    tensors = inputs.tensors if chunks == 1 else cut(inputs.tensors, inputs.replicated, chunks)[0]
+    tensors = inputs.tensors if chunks == 1 else inputs.dims.cut(inputs.tensors, chunks)[0]
     return Handed([_leaf(tensor.to(device)) for tensor in tensors], inputs.structure, {})
 
 

@@ -18,7 +18,7 @@ from gpipe_fast.devices import elsewhere
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.layers.batchnorm import names_of_statistics
 from gpipe_fast.layers.skip import Key, carrying, declared
-from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call, cut, flatten
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call, flatten
 from gpipe_fast.randomness.random import keyed_rng
 
 # What one step leaves behind, by name.
@@ -134,7 +134,7 @@ def verify(
     args, loss_fn = _loss_apart(args, loss_fn)
     if not args and kwargs.keys() == {"input"}:  # as GPipe takes it
         args, kwargs = (kwargs["input"],), {}
-    inputs = Inputs.of(args, kwargs)
+    inputs = Inputs.of(args, kwargs, model.batch_dim)
     check_inputs(inputs, model.devices)
     with contextlib.ExitStack() as stack:
         num_microbatches = stack.enter_context(_settled(model, inputs.batch_size, chunks))
@@ -207,11 +207,11 @@ def _loop(model: GPipe, inputs: Inputs, num_microbatches: int) -> Callable[..., 
     devices = [device for device, size in stages for _ in range(size)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        parts = cut(Inputs.of(args, kwargs).tensors, inputs.replicated, num_microbatches)
+        parts = inputs.dims.cut(Inputs.of(args, kwargs, model.batch_dim).tensors, num_microbatches)
         with keyed_rng(plain):
             outputs = [flatten(_through(plain, devices, inputs.structure.build(part))) for part in parts]
         columns = zip(*(tensors for tensors, _ in outputs), strict=True)
-        return outputs[0][1].build([torch.cat(column) for column in columns])
+        return outputs[0][1].build([torch.cat(column, inputs.dims.outputs) for column in columns])
 
     return run
 

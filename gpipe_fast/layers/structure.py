@@ -137,8 +137,17 @@ def shared(structure: Structure) -> Structure:
     return found
 
 
+# The dimension of the batch: of all tensors, or of each that is cut.
+BatchDim = int | tuple[int, ...]
+
+
 class LayerSequence(nn.Module):
     """A module whose children are layers that run one after the other, as those of a ``Sequential`` do."""
+
+    @property
+    def batch_dim(self) -> BatchDim:
+        """Along which dimension inputs are cut, or each of them is."""
+        return 0
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -176,54 +185,91 @@ def replicate(value: object) -> Any:
     return Replicated(value)
 
 
+class Dims(NamedTuple):
+    """Along which dimensions a mini-batch is cut into micro-batches, and joined again.
+
+    Attributes:
+        inputs: of each tensor; None for one that every micro-batch gets as a whole.
+        outputs: of all outputs.
+    """
+
+    inputs: tuple[int | None, ...]
+    outputs: int = 0
+
+    def batch_size(self, tensors: Sequence[Tensor]) -> int:
+        """The length of the first tensor that is cut."""
+        return next(x.size(d) for x, d in zip(tensors, self.inputs, strict=True) if d is not None)
+
+    def cut(self, tensors: Sequence[Tensor], chunks: int) -> list[tuple[Tensor, ...]]:
+        """The tensors of each micro-batch."""
+        parts = [None if d is None else x.chunk(chunks, d) for x, d in zip(tensors, self.inputs, strict=True)]
+        number = next(len(part) for part in parts if part is not None)
+        columns = (part or (x,) * number for part, x in zip(parts, tensors, strict=True))
+        return list(zip(*columns, strict=True))
+
+
+_FIRST = Dims((0,))
+
+
 class Inputs(NamedTuple):
     """What a module is called with, taken apart.
 
     Attributes:
         tensors: in order.
         structure: how they are nested.
-        replicated: which of them every micro-batch gets as a whole.
+        dims: along which they are cut.
     """
 
     tensors: list[Tensor]
     structure: Structure
-    replicated: tuple[bool, ...]
+    dims: Dims
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """What would be taken apart into these tensors."""
-        marked = [Replicated(x) if whole else x for x, whole in zip(tensors, self.replicated, strict=True)]
+        marked = [Replicated(x) if d is None else x for x, d in zip(tensors, self.dims.inputs, strict=True)]
         return self.structure.build(marked)
 
     @property
     def batch_size(self) -> int:
-        """The first dimension of those that are cut."""
-        return next(x.size(0) for x, whole in zip(self.tensors, self.replicated, strict=True) if not whole)
+        """How many samples there are."""
+        return self.dims.batch_size(self.tensors)
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim = 0) -> Inputs:
         """Takes the arguments of a call apart.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            batch_dim: that of all tensors, or those of the ones that are cut, in order; outputs have the
+                first of them.
 
         Raises:
             TypeError: there is something that is neither a tensor nor a constant.
+            ValueError: ``batch_dim`` has not as many entries as there are tensors to cut.
         """
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
-            return cls([args[0]], ONE_TENSOR, (False,))
+            return cls([args[0]], ONE_TENSOR, _FIRST if batch_dim == 0 else _dims([False], batch_dim))
         value = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
         leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, Replicated))
         bare = [leaf.value if isinstance(leaf, Replicated) else leaf for leaf in leaves]
         tensors, structure = flatten(pytree.tree_unflatten(bare, spec))
-        replicated = tuple(
+        replicated = [
             isinstance(leaf, Replicated)
             for leaf, part in zip(leaves, bare, strict=True)
             for tensor in pytree.tree_leaves(part)
             if isinstance(tensor, Tensor)
+        ]
+        return cls(tensors, structure, _dims(replicated, batch_dim))
+
+
+def _dims(replicated: Sequence[bool], batch_dim: BatchDim) -> Dims:
+    if isinstance(batch_dim, int):
+        return Dims(tuple(None if whole else batch_dim for whole in replicated), batch_dim)
+    if len(batch_dim) != replicated.count(False):
+        raise ValueError(
+            f"batch_dim has {len(batch_dim)} entries, one for each tensor of the input that is cut, but "
+            f"{replicated.count(False)} are; got {batch_dim}"
         )
-        return cls(tensors, structure, replicated)
-
-
-def cut(tensors: Sequence[Tensor], replicated: Sequence[bool], chunks: int) -> list[tuple[Tensor, ...]]:
-    """The tensors of each micro-batch."""
-    parts = [None if whole else x.chunk(chunks) for x, whole in zip(tensors, replicated, strict=True)]
-    number = next(len(part) for part in parts if part is not None)
-    columns = (part or (x,) * number for part, x in zip(parts, tensors, strict=True))
-    return list(zip(*columns, strict=True))
+    left = iter(batch_dim)
+    return Dims(tuple(None if whole else next(left) for whole in replicated), batch_dim[0])

@@ -212,6 +212,8 @@ class Compiler:
         stages: Sequence[Stage],
         microbatches: Sequence[Boundary],
         defined: Collection[int] | None = None,
+        join_along: int = 0,
+        num_microbatches: int = 2,
     ) -> list[list[CompiledStage]] | Refusal:
         """Traces all stages for the micro-batches of a mini-batch, under the present grad and autocast modes.
 
@@ -219,6 +221,8 @@ class Compiler:
             stages: the pipeline.
             microbatches: what reaches the first stage, each different signature once, in order.
             defined: the outputs of the last stage that a gradient comes to; by default all that can take one.
+            join_along: the dimension along which outputs are joined.
+            num_microbatches: how many there are; all but the last are as the first.
         """
         pipelines: list[list[CompiledStage]] = []
         for inputs in microbatches:
@@ -237,7 +241,8 @@ class Compiler:
                     tensors = tuple(sent(spec, stage, stages[index + 1]) for spec in inputs.tensors)
                     inputs = replace(inputs, tensors=tensors)
             pipelines.append(compiled)
-        joined = _joined([compiled[-1].outputs.tensors for compiled in pipelines])
+        outputs = [compiled[-1].outputs.tensors for compiled in pipelines]
+        joined = _joined(outputs, join_along, num_microbatches)
         for compiled, gradients in zip(pipelines, joined, strict=True):
             if defined is not None:
                 gradients = {i: strides for i, strides in gradients.items() if i in defined}
@@ -423,21 +428,27 @@ def arrivals_of(joint: Joint, gradients: Gradients) -> Arrivals:
     )
 
 
-def _joined(outputs: Sequence[tuple[Spec, ...]]) -> list[Gradients]:
+def _joined(outputs: Sequence[tuple[Spec, ...]], dim: int, count: int) -> list[Gradients]:
     """Strides of each micro-batch's part of the module's outputs; losses lay gradients out like these."""
     found: list[Gradients] = [{} for _ in outputs]
     for index in range(min(len(specs) for specs in outputs)):
         parts = [specs[index].on_meta() for specs in outputs]
-        if any(part.dim() == 0 for part in parts):
-            for gradients in found:
-                gradients[index] = ()
-            continue
-        whole = torch.cat(parts * (3 - len(parts)))
-        begin = 0
-        for gradients, part in zip(found, parts, strict=True):
-            gradients[index] = whole[begin : begin + len(part)].stride()
-            begin += len(part)
+        # What cannot be joined is refused later, with its shape.
+        strides: tuple[int, ...] = ()
+        if all(part.dim() for part in parts) and (dim == 0 or _fit(parts, dim)):
+            # Along another dimension than the first, strides depend on the whole length.
+            whole = [parts[0]] * ((2 if dim == 0 else count) - len(parts)) + parts
+            strides = torch.cat(whole, dim).stride()
+        for gradients in found:
+            gradients[index] = strides
     return found
+
+
+def _fit(parts: Sequence[Tensor], dim: int) -> bool:
+    """Whether they can be joined along a dimension."""
+    if any(not -part.dim() <= dim < part.dim() for part in parts):
+        return False
+    return len({part.narrow(dim, 0, 0).shape for part in parts}) == 1
 
 
 def budget_of(recompute: bool) -> float:

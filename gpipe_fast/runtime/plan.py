@@ -12,6 +12,7 @@ from torch import Tensor
 from gpipe_fast import _extension
 from gpipe_fast.devices import elsewhere
 from gpipe_fast.layers.batchnorm import Statistics, statistics_of
+from gpipe_fast.layers.structure import Dims
 from gpipe_fast.layers.title import title
 from gpipe_fast.lower.split import NO_RECOMPUTE
 from gpipe_fast.runtime.compile import CompiledStage
@@ -62,7 +63,7 @@ def make_plan(
     pipelines: Sequence[Sequence[CompiledStage]],
     budgets: Sequence[float],
     num_threads: int,
-    replicated: Sequence[bool],
+    dims: Dims,
     expected: Sequence[bool],
     instead: Instead | None = None,
 ) -> Plan:
@@ -72,7 +73,7 @@ def make_plan(
         pipelines: the compiled stages that each micro-batch runs through.
         budgets: for each micro-batch, the share of activations that it saves (see ``split``).
         num_threads: intra-op threads of each stage; what the stages were compiled with.
-        replicated: which inputs every micro-batch gets as a whole.
+        dims: along which inputs are cut, and outputs joined.
         expected: to which outputs a gradient comes, as the stages were compiled.
         instead: makes the plan for a backward to which others come.
 
@@ -97,7 +98,8 @@ def make_plan(
         backward,
         num_threads,
         form_of(pipelines[0][0].inputs),
-        replicated,
+        dims.inputs,
+        dims.outputs,
         expected,
         instead,
         None,
@@ -128,7 +130,7 @@ def make_late_plan(
     inputs: Boundary,
     budgets: Sequence[float],
     num_threads: int,
-    replicated: Sequence[bool],
+    dims: Dims,
     check_outputs: Callable[[Sequence[_extension.Boundary]], None],
 ) -> Plan:
     """Lays out a mini-batch of which it shows only while it runs what crosses from stage to stage.
@@ -139,7 +141,7 @@ def make_late_plan(
         inputs: what reaches the first stage.
         budgets: for each micro-batch, the share of activations that it saves (see ``split``).
         num_threads: intra-op threads of each stage.
-        replicated: which inputs every micro-batch gets as a whole.
+        dims: along which inputs are cut, and outputs joined.
         check_outputs: raises unless the micro-batches' outputs can be joined.
 
     Raises:
@@ -171,7 +173,8 @@ def make_late_plan(
         backward,
         num_threads,
         form_of(inputs),
-        replicated,
+        dims.inputs,
+        dims.outputs,
         None,
         None,
         check_outputs,

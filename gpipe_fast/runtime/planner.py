@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
-from gpipe_fast.layers.structure import Inputs, Structure, cut
+from gpipe_fast.layers.structure import Dims, Inputs, Structure
 from gpipe_fast.layers.title import title
 from gpipe_fast.lower.split import FULL_RECOMPUTE
 from gpipe_fast.runtime.compile import TRACES, CompiledStage, Compiler, Refusal, TooManyTraces
@@ -39,7 +39,7 @@ class Signature:
 
     Attributes:
         inputs: what the module is called with.
-        replicated: which of its tensors every micro-batch gets as a whole.
+        dims: along which it is cut, and outputs are joined.
         chunks: into how many micro-batches it is cut, at most.
         threads: intra-op threads of each stage.
         modes: PyTorch's global modes.
@@ -47,7 +47,7 @@ class Signature:
     """
 
     inputs: Boundary
-    replicated: tuple[bool, ...]
+    dims: Dims
     chunks: int
     threads: int
     modes: Modes
@@ -57,7 +57,7 @@ class Signature:
     def of(cls, inputs: Inputs, chunks: int, threads: int, state: State) -> Signature:
         """The signature of a call under the present modes."""
         boundary = _boundary(inputs.tensors, inputs.tensors, inputs.structure)
-        return cls(boundary, inputs.replicated, chunks, threads, Modes.now(), state.fingerprint)
+        return cls(boundary, inputs.dims, chunks, threads, Modes.now(), state.fingerprint)
 
 
 class Planner:
@@ -144,7 +144,7 @@ class Planner:
         check_placed(self._programs.stages)
         microbatches = [
             _boundary(tensors, inputs, signature.inputs.structure)
-            for tensors in cut([x.detach() for x in inputs], signature.replicated, signature.chunks)
+            for tensors in signature.dims.cut([x.detach() for x in inputs], signature.chunks)
         ]
         late = functools.partial(self._make_late, signature, microbatches, budgets)
         if self._backend == "eager":
@@ -166,7 +166,7 @@ class Planner:
                 pipelines,
                 [budgets[0]] * (len(microbatches) - 1) + [budgets[1]],
                 signature.threads,
-                signature.replicated,
+                signature.dims,
                 expected,
                 # One output either gets its gradient, or there is no backward.
                 _Instead(self._programs, self._expected, signature, microbatches)
@@ -195,8 +195,12 @@ class Planner:
             microbatches[0],
             each,
             signature.threads,
-            signature.replicated,
-            _check_arrived,
+            signature.dims,
+            functools.partial(
+                _check_arrived,
+                dim=signature.dims.outputs,
+                lengths=[_length(signature.dims, boundary) for boundary in microbatches],
+            ),
         )
 
     def _refuse(self, refusal: Refusal) -> None:
@@ -238,11 +242,15 @@ class _Programs:
             # Only the last micro-batch can differ from the others.
             distinct = list(dict.fromkeys((microbatches[0], microbatches[-1])))
             indices = None if defined is None else [i for i, d in enumerate(defined) if d]
-            found = self.compiler.compile(self.stages, distinct, indices)
+            found = self.compiler.compile(
+                self.stages, distinct, indices, signature.dims.outputs, len(microbatches)
+            )
             if isinstance(found, Refusal):
                 return found
             _check_outputs(
-                [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in found]
+                [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in found],
+                signature.dims.outputs,
+                [_length(signature.dims, boundary) for boundary in distinct],
             )
             compiled = found
             _remember(self._compiled, key, compiled)
@@ -287,7 +295,7 @@ class _Instead:
             if isinstance(pipelines, Refusal):
                 raise RuntimeError(_explain(pipelines, self._programs.stages))
             budgets = [FULL_RECOMPUTE] * len(self._microbatches)
-            plan = make_plan(pipelines, budgets, signature.threads, signature.replicated, mask)
+            plan = make_plan(pipelines, budgets, signature.threads, signature.dims, mask)
         return plan.native
 
     def _check_unchanged(self) -> None:
@@ -307,12 +315,20 @@ def _boundary(tensors: Sequence[Tensor], wholes: Sequence[Tensor], structure: St
     return Boundary(specs, structure)
 
 
-def _check_arrived(microbatches: Sequence[_extension.Boundary]) -> None:
-    _check_outputs([(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches])
+def _length(dims: Dims, microbatch: Boundary) -> int:
+    """How many samples a micro-batch has."""
+    cuts = zip(microbatch.tensors, dims.inputs, strict=True)
+    return next(spec.shape[dim] for spec, dim in cuts if dim is not None)
 
 
-def _check_outputs(microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]]) -> None:
-    """Refuses structures and shapes that cannot be joined."""
+def _check_arrived(microbatches: Sequence[_extension.Boundary], dim: int, lengths: Sequence[int]) -> None:
+    _check_outputs([(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches], dim, lengths)
+
+
+def _check_outputs(
+    microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]], dim: int, lengths: Sequence[int]
+) -> None:
+    """Refuses structures and shapes that cannot be joined along a dimension, given the samples of each."""
     structure, shapes = microbatches[0]
     for other, _ in microbatches:
         if other != structure:
@@ -331,8 +347,22 @@ def _check_outputs(microbatches: Sequence[tuple[Structure, Sequence[Sequence[int
         if not len(shape):
             raise RuntimeError(
                 f"output {index} of the last layer is 0-dimensional, so those of the micro-batches cannot be "
-                "concatenated; return a tensor whose first dimension is the batch"
+                f"concatenated; return a tensor whose {'first ' if dim == 0 else ''}dimension "
+                f"{'' if dim == 0 else f'{dim} '}is the batch"
             )
+    if dim != 0:  # along the first one lengths may differ from the inputs', as they may in a loop
+        for (_, each), length in zip(microbatches, lengths, strict=True):
+            for index, shape in enumerate(each):
+                _check_batched(index, shape, dim, length)
+
+
+def _check_batched(index: int, shape: Sequence[int], dim: int, length: int) -> None:
+    if not -len(shape) <= dim < len(shape) or shape[dim] != length:
+        raise RuntimeError(
+            f"output {index} of the last layer has shape {list(shape)} for a micro-batch of {length}, so its "
+            f"batch is not in dimension {dim}, along which outputs are joined as batch_dim says; return a "
+            "tensor whose batch is there"
+        )
 
 
 def _explain(refusal: Refusal, stages: Sequence[Stage]) -> str:

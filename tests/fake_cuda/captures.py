@@ -39,12 +39,14 @@ class Both:
         for index, layer in enumerate(layers):
             layer.to(devices[index // 2])
         self.loop = Moving(layers, devices)
+        self.batch_dim = 0
         self.found: list[str] = []
         self._mark = ctypes.CDLL(None).fake_cuda_mark
         self._count = 0
 
     def plain(self, x: Tensor) -> Tensor:
-        return torch.cat([self.loop(part) for part in x.chunk(CHUNKS)])  # type: ignore[arg-type]
+        parts = [self.loop(part) for part in x.chunk(CHUNKS, self.batch_dim)]  # type: ignore[arg-type]
+        return torch.cat(parts, self.batch_dim)
 
     def each(self, do: Callable[[Callable[[Tensor], Tensor], nn.Module], object]) -> None:
         """Does something with both, and compares what it returns and all gradients."""
@@ -74,7 +76,8 @@ class Both:
 
     def input(self, seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return torch.randn(BATCH, WIDTH).to(self.devices[0]).requires_grad_()
+        before = [3] * self.batch_dim
+        return torch.randn(*before, BATCH, WIDTH).to(self.devices[0]).requires_grad_()
 
     def step(self, seed: int) -> None:
         def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> object:
@@ -238,6 +241,14 @@ def other_shapes(both: Both) -> None:
     both.expect("both are captured", [r.forward and r.backward for r in both.reports()] == [True, True])
 
 
+def second_dimension(both: Both) -> None:
+    """Where the batch is."""
+    both.batch_dim = both.pipeline.batch_dim = 1
+    both.warm()
+    (report,) = both.reports()
+    both.expect("all but two are replayed", (report.as_they_are, report.replays) == (2, 2))
+
+
 def threads(both: Both) -> None:
     """Each on a stream of its own."""
     both.warm()
@@ -265,6 +276,7 @@ CASES = {
         turned_off,
         settings,
         other_shapes,
+        second_dimension,
         threads,
     )
 }

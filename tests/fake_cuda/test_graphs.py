@@ -29,6 +29,7 @@ CASES = (
     "turned_off",
     "settings",
     "other_shapes",
+    "second_dimension",
     "threads",
 )
 

@@ -20,11 +20,12 @@ API = """
 gpipe_fast
   class GPipe(module: nn.Sequential, balance: Iterable[int] | None = None, *,
       devices: Iterable[Device] | None = None, chunks: int | Literal['auto'] = 1,
-      checkpoint: str = 'except_last', deferred_batch_norm: bool = False,
-      grad_dtype: torch.dtype | None = None, backend: str = 'auto', capture: bool = True,
-      transport: str = 'auto') -> None
+      batch_dim: int | Iterable[int] = 0, checkpoint: str = 'except_last',
+      deferred_batch_norm: bool = False, grad_dtype: torch.dtype | None = None,
+      backend: str = 'auto', capture: bool = True, transport: str = 'auto') -> None
     append(self, module: object) -> NoReturn
     balance: property, may be set
+    batch_dim: property, may be set
     capture: property, may be set
     checkpoint: property, may be set
     chunks: property, may be set

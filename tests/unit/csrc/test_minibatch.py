@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Interpreted, Pipeline, kept_bytes
+from gpipe_fast.layers.structure import Dims
 from gpipe_fast.runtime.compile import Compiler, Refusal
 from gpipe_fast.runtime.plan import Plan, make_plan
 from gpipe_fast.runtime.stage import Boundary, Spec, Stage
@@ -33,7 +34,7 @@ class Pipe:
         assert not isinstance(compiled, Refusal), compiled
         self.layers, self.pipeline = layers, Pipeline(len(balance), Interpreted())
         expected = [compiled[0][-1].outputs.tensors[0].requires_grad]
-        self.plan: Plan = make_plan(compiled * M, budgets, 1, [False], expected)
+        self.plan: Plan = make_plan(compiled * M, budgets, 1, Dims((0,)), expected)
 
     def __call__(self, x: Tensor) -> Tensor:
         (output,), _ = self.pipeline.forward(
@@ -127,7 +128,7 @@ def test_inference_bounds_what_waits_at_a_boundary() -> None:
     with torch.no_grad():
         compiled = Compiler().compile([Stage(layers, 0, CPU)], [Boundary((Spec.of(many[:4], False),))])
         assert not isinstance(compiled, Refusal), compiled
-        assert make_plan(compiled * 16, [1.0] * 16, 1, [False], [False]).schedule.slots < 16
+        assert make_plan(compiled * 16, [1.0] * 16, 1, Dims((0,)), [False]).schedule.slots < 16
 
 
 class Count(nn.Module):

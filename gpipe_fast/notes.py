@@ -1,0 +1,72 @@
+"""Notes on calls that work and are probably not what is meant."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+from gpipe_fast.layers.structure import Dims
+from gpipe_fast.layers.title import title
+from gpipe_fast.schedule import bubble
+
+
+@functools.cache
+def note_idle_stages(num_stages: int, chunks: int, enough: int) -> None:
+    """Warns of too few micro-batches: once in a process for the same numbers, whatever the models.
+
+    The filters of `warnings` alone would show it again whenever they are changed, as PyTorch does.
+    """
+    stages = f"{num_stages} stages"
+    few = f"1 micro-batch on {stages} leaves" if chunks == 1 else f"{chunks} micro-batches on {stages} leave"
+    idle, less = bubble(num_stages, chunks), bubble(num_stages, enough)
+    warnings.warn(
+        f"{few} the stages idle for up to {idle:.0%} of a step; {enough} for {less:.0%} (chunks={enough}, or "
+        "chunks='auto')",
+        stacklevel=8,
+    )
+
+
+def note_sequence_first(stages: Iterable[Sequence[nn.Module]], dims: Dims) -> None:
+    """Warns of layers of torch.nn that take the sequence first, where the first dimension is cut.
+
+    Only of layers of the pipeline itself, or within a ``Sequential`` that is one: another module may well
+    turn its input round.
+
+    Args:
+        stages: the layers of each.
+        dims: along which inputs are cut.
+    """
+    if 0 not in dims.inputs:
+        return
+    number = 0
+    for index, layers in enumerate(stages):
+        for layer in layers:
+            kind = next((type(m).__name__ for m in _in_order(layer) if _takes_sequence_first(m)), None)
+            if kind is not None:
+                warnings.warn(
+                    f"stage {index}, {title(number, layer)}: {kind} has batch_first=False, and micro-batches "
+                    "are cut along dimension 0, which is time for it unless a layer before it turns its "
+                    "input round; pass batch_dim=1 to GPipe, or batch_first=True to the layer",
+                    stacklevel=7,
+                )
+            number += 1
+
+
+def _in_order(layer: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(layer, nn.Sequential):
+        for inner in layer:
+            yield from _in_order(inner)
+    else:
+        yield layer
+
+
+def _takes_sequence_first(module: nn.Module) -> bool:
+    if isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)):
+        return any(map(_takes_sequence_first, module.layers))
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        module = module.self_attn
+    known = isinstance(module, (nn.RNNBase, nn.MultiheadAttention, nn.Transformer))
+    return known and not module.batch_first

@@ -1,0 +1,189 @@
+"""Batches that are not in the first dimension: cut and joined as by a plain loop over x.chunk(M, dim)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe, keyed_rng, replicate, verify
+from gpipe_fast.balance import profile_layers
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.layers.structure import BatchDim
+from tests.reference import gradient_like
+from tests.untraceable import WIDTH, Recurrent, quiet
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTH, BATCH = 5, 7
+SEED = 7
+
+
+def sequences() -> Tensor:
+    """Time first, then the batch, then features."""
+    return torch.randn(LENGTH, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def encoder() -> nn.Sequential:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), layer, nn.LayerNorm(WIDTH))
+
+
+class TimeFirst(Recurrent):
+    """In Python."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.GRU)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+def with_python() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), TimeFirst(), nn.Dropout(0.5), nn.Tanh())
+
+
+def step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    torch.manual_seed(SEED)
+    y = call(x)
+    y.backward(gradient_like(y))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def loop(model: nn.Sequential, chunks: int, dim: int) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        with keyed_rng(model):
+            return torch.cat([model(c) for c in x.chunk(chunks, dim)], dim)
+
+    return run
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("make", "dim"), [(encoder, 1), (with_python, -2)])
+def test_a_step_is_that_of_the_loop(make: Callable[[], nn.Sequential], dim: int) -> None:
+    """Also where a layer runs in Python, with micro-batches of unequal sizes, twice, in every mode."""
+    model, x = make(), sequences()
+    expected = step(loop(model, 4, dim), model, x)
+    assert expected[0] is not None
+    pipe = GPipe(model, [2, 2], chunks=4, batch_dim=dim)
+    with quiet():
+        for pipe.checkpoint in CHECKPOINT_MODES:
+            for _ in range(2):
+                assert all(map(same, step(pipe, model, x), expected))
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+class Strides(nn.Module):
+    """Fails where its input is not laid out as a chunk of the mini-batch."""
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        super().__init__()
+        self.expected = tuple(expected)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.stride() == self.expected
+        return x * 2
+
+
+@pytest.mark.parametrize("backend", ["aten", "eager"])
+def test_micro_batches_are_laid_out_as_chunks(backend: str) -> None:
+    x = sequences()
+    pipe = GPipe(
+        nn.Sequential(Strides(x.chunk(4, 1)[0].stride())), [1], chunks=4, batch_dim=1, backend=backend
+    )
+    assert torch.equal(pipe(x), x * 2)
+
+
+class Attend(nn.Module):
+    """Of a sequence with the batch second, a mask with the batch first and a whole table."""
+
+    def forward(self, value: Any) -> tuple[Tensor, Tensor]:
+        x, mask, table = value
+        y = (x + table) * mask.t().unsqueeze(-1)
+        return y, y.sum(0, keepdim=True)
+
+
+def test_each_tensor_has_a_dimension_of_its_own() -> None:
+    """What is replicated has none; outputs are joined along the first."""
+    x, mask, table = sequences(), torch.rand(BATCH, LENGTH), torch.randn(WIDTH)
+    pipe = GPipe(nn.Sequential(Attend()), [1], chunks=3, batch_dim=(1, 0))
+    found = pipe((x, mask, replicate(table)))
+    parts = [Attend()((a, b, table)) for a, b in zip(x.chunk(3, 1), mask.chunk(3, 0), strict=True)]
+    for ours, theirs in zip(found, zip(*parts, strict=True), strict=True):
+        assert torch.equal(ours, torch.cat(theirs, 1))
+    assert pipe.batch_dim == (1, 0)
+    assert verify(pipe, (x.requires_grad_(), mask, replicate(table)), lambda y: y[0].square().mean()).ok
+
+
+def test_what_depends_on_the_batch_size_asks_along_the_dimension() -> None:
+    """The number of micro-batches, measuring for a balance, profiles, recordings and verify."""
+    model, x = encoder(), sequences()
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks="auto", batch_dim=1)
+    with pipe.recording() as recording:
+        y = pipe(x)
+    assert recording.phases()[0].num_microbatches == BATCH
+    assert y.shape == x.shape
+    assert verify(pipe, x, lambda y: y.square().mean()).ok
+    assert len(profile_layers(pipe, x, timeout=None, chunks=BATCH)) == 4
+    pipe.batch_dim = 0
+    with pipe.recording() as recording, quiet():
+        pipe(x)
+    assert recording.phases()[0].num_microbatches == LENGTH
+
+
+class Last(nn.Module):
+    """Drops the dimension of time, and the batch comes first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[-1]
+
+
+ERRORS: list[tuple[BatchDim, Any, nn.Module, type[Exception], str]] = [
+    (1, torch.randn(8), nn.Tanh(), ValueError, r"no dimension 1, its batch_dim, to cut .* got shape \[8\]"),
+    (-3, torch.randn(8, 6), nn.Tanh(), ValueError, r"no dimension -3, its batch_dim, .* got shape \[8, 6\]"),
+    (1, torch.tensor(1.0), nn.Tanh(), ValueError, "no dimension to cut .* got a 0-dimensional tensor"),
+    ((0, 1), torch.randn(8, 6), nn.Tanh(), ValueError, "batch_dim has 2 entries, .* but 1 are"),
+    (
+        (0, 1),
+        (torch.randn(8, 6), torch.randn(8, 6)),
+        nn.Identity(),
+        ValueError,
+        r"along dimensions \[0, 1\], as batch_dim says; got \[8, 6\], \[8, 6\]",
+    ),
+    (
+        1,
+        sequences(),
+        Last(),
+        RuntimeError,
+        r"shape \[2, 8\] for a micro-batch of 2, .* not in dimension 1, along",
+    ),
+    (2, torch.randn(2, 3, 8), Last(), RuntimeError, r"shape \[3, 2\] for .* not in dimension 2, along"),
+]
+
+
+@pytest.mark.parametrize(("dim", "x", "layer", "kind", "message"), ERRORS)
+@pytest.mark.parametrize("backend", ["aten", "eager"])
+def test_errors(
+    dim: BatchDim, x: Any, layer: nn.Module, kind: type[Exception], message: str, backend: str
+) -> None:
+    pipe = GPipe(nn.Sequential(layer), [1], chunks=4, batch_dim=dim, backend=backend)
+    with pytest.raises(kind, match=message):
+        pipe(x)
+
+
+@pytest.mark.parametrize(
+    ("dim", "kind"), [("1", TypeError), (0.5, TypeError), ((), ValueError), (None, TypeError)]
+)
+def test_what_is_no_dimension_is_refused(dim: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="batch_dim"):
+        GPipe(encoder(), [4], batch_dim=dim)

@@ -1,0 +1,78 @@
+"""The note on layers that take the sequence first; that on idle stages is tested with GPipe."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.layers.structure import Dims
+from gpipe_fast.notes import note_sequence_first
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+D = 4
+
+
+def block(batch_first: bool = False) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(D, 2, 8, batch_first=batch_first)
+
+
+class Own(nn.Module):
+    """Turns its input round, for all that is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x.transpose(0, 1)).transpose(0, 1)
+
+
+def test_layers_that_take_the_sequence_first_are_named_once() -> None:
+    x = torch.randn(8, 3, D)
+    pipe = GPipe(nn.Sequential(nn.Linear(D, D), nn.Sequential(nn.ReLU(), block())), [1, 1], chunks=8)
+    message = (
+        r"^stage 1, layer 1 \(Sequential\): TransformerEncoderLayer has batch_first=False, and micro-batches "
+        "are cut along dimension 0, .*; pass batch_dim=1 to GPipe, or batch_first=True to the layer$"
+    )
+    with pytest.warns(UserWarning, match=message) as noted:
+        pipe(x)
+    assert [warning.filename for warning in noted] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.TransformerEncoder(block(), 1, enable_nested_tensor=False),
+        lambda: nn.TransformerDecoderLayer(D, 2, 8),
+        lambda: nn.MultiheadAttention(D, 2),
+        lambda: nn.GRU(D, D),
+        lambda: nn.Transformer(D, 2, 1, 1, 8),
+    ],
+    ids=["encoder", "decoder layer", "attention", "recurrent", "transformer"],
+)
+def test_kinds_of_such_layers(make: Callable[[], nn.Module]) -> None:
+    layer = make()
+    with pytest.warns(UserWarning, match=f"{type(layer).__name__} has batch_first=False"):
+        note_sequence_first([[layer]], Dims((None, 0)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        note_sequence_first([[layer]], Dims((1,)))
+
+
+def test_other_layers_are_not_named() -> None:
+    """Neither those that take the batch first, nor what a module of the user's has inside."""
+    x = torch.randn(8, 3, D)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for layer in (block(True), Own(), nn.TransformerEncoder(block(True), 1, enable_nested_tensor=False)):
+            GPipe(nn.Sequential(layer, nn.Tanh()), [2], chunks=4)(x)
+        GPipe(nn.Sequential(block(), nn.Tanh()), [2], chunks=3, batch_dim=1)(x)
