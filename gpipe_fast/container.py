@@ -58,7 +58,7 @@ class Container(LayerSequence):
         return list(self._devices)
 
     @devices.setter
-    def devices(self, devices: Iterable[Device]) -> None:
+    def devices(self, devices: Iterable[Device] | None) -> None:
         self._arrange(self._balance, devices)
 
     def _adopt(self, module: nn.Sequential) -> None:

@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from gpipe_fast import devices as _devices
 from gpipe_fast._extension import Interpreted, Pipeline
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
@@ -41,7 +40,7 @@ from gpipe_fast.runtime.planner import Planner, Signature
 from gpipe_fast.runtime.recording import Recording, record
 from gpipe_fast.runtime.stage import TURN
 from gpipe_fast.runtime.state import State
-from gpipe_fast.stages import chosen_balance, placed, stages_of
+from gpipe_fast.stages import chosen_balance, given_devices, placed, stages_of
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.unsupported import global_hook, is_watched, unwatched
 
@@ -127,10 +126,8 @@ class GPipe(Container):
         self.checkpoint = checkpoint
         self.batch_dim = batch_dim
         check_module(module)
-        given = _devices.default_devices() if devices is None else devices
-        wanted = None if given is None else _devices.listed_devices(given)
-        self._balance, self._devices = placed(list(module.named_children()), balance, wanted)
-        self._given_devices = wanted
+        self._given_devices = given_devices(devices)
+        self._balance, self._devices = placed(list(module.named_children()), balance, self._given_devices)
         self._deferred = bool(deferred_batch_norm)
         if self._deferred:
             check_can_defer(module.named_children())
@@ -179,7 +176,7 @@ class GPipe(Container):
 
     def _arrange(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
         """Cuts the layers anew and moves them; raises before anything has changed."""
-        wanted = None if devices is None else [torch.device(device) for device in devices]
+        wanted = given_devices(devices)
         with TURN:
             sizes, places = placed(list(self.named_children()), balance, wanted)
             edges_of(sizes, places, skips_of(self), self.transport)

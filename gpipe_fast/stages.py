@@ -10,12 +10,20 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from gpipe_fast import devices as _devices
 from gpipe_fast.arguments import checked_balance
 from gpipe_fast.balance.capacity import check_all_fit
 from gpipe_fast.balance.partition import balance_by_cost
-from gpipe_fast.devices import checked_devices
+from gpipe_fast.devices import Device, checked_devices
 from gpipe_fast.layers.skip import skips_of
 from gpipe_fast.runtime.stage import Stage
+
+
+def given_devices(devices: Iterable[Device] | None) -> list[torch.device] | None:
+    """The devices that were given, or all GPUs; None for the CPU."""
+    if devices is None:
+        return _devices.default_devices()
+    return _devices.listed_devices(devices)
 
 
 def placed(

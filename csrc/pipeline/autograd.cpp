@@ -49,6 +49,13 @@ class GPipeBackward final : public torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     TORCH_CHECK(!at::GradMode::is_enabled(),
                 "a pipeline's backward cannot be differentiated; pass create_graph=False");
+    const c10::DispatchKeySet batched{c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched};
+    for (const at::Tensor& gradient : gradients) {
+      TORCH_CHECK(
+          !gradient.defined() || !gradient.key_set().has_any(batched),
+          "vmap (is_grads_batched=True, vectorize=True) cannot look into a GPipe, whose layers run in "
+          "C++; call the backward once for each gradient");
+    }
     const std::shared_ptr<MiniBatch> minibatch = checked();
     variable_list result(num_outputs());
     // PyTorch counts the outputs that can need a gradient alone.

@@ -196,6 +196,16 @@ def test_tracers_and_transforms_are_refused(name: str) -> None:
         assert torch.equal(pipe(x), expected)
 
 
+def test_batched_gradients_are_refused() -> None:
+    """The plain backward after it works."""
+    pipe, x = small(), features().requires_grad_()
+    y = pipe(x)
+    with pytest.raises(RuntimeError, match=r"vmap \(is_grads_batched=True, .*\) cannot look into a GPipe"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True, retain_graph=True)
+    y.sum().backward()
+    assert x.grad is not None
+
+
 def test_a_level_without_tangents_is_no_obstacle() -> None:
     pipe, x = small(), features()
     with forward_ad.dual_level():
