@@ -92,7 +92,8 @@ def _blind() -> Iterator[tuple[str, str]]:
     """What is around a call and sees nothing of it, by its full name, with its verb."""
     for mode in _dispatch_modes():
         if getattr(mode, "_mode_key", None) is not None:  # PyTorch's tracers
-            _refuse_tracer(type(mode).__name__)
+            own = type(mode).__module__.startswith("gpipe_fast.")
+            _refuse_tracer("another GPipe's tracing" if own else type(mode).__name__)
         yield _full_name(type(mode), getattr(mode, "counter", None)), "sees"
     for mode in _function_modes():
         if not isinstance(mode, DeviceContext):

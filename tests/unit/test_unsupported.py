@@ -212,6 +212,16 @@ def test_a_level_without_tangents_is_no_obstacle() -> None:
         assert torch.equal(pipe(x), plain_loop(mlp(), x, 4))
 
 
+def test_a_pipeline_within_a_pipeline_runs_in_python() -> None:
+    x, inner = features(), small()
+    outer = GPipe(nn.Sequential(nn.Linear(6, 6), inner), [1, 1], chunks=2)
+    reason = r"layer 1 \(GPipe\) runs in Python: .* another GPipe's tracing cannot look into a GPipe"
+    with pytest.warns(UserWarning, match=reason):
+        y = outer(x)
+    plain = nn.Sequential(*inner)
+    assert torch.equal(y, torch.cat([plain(d) for c in x.chunk(2) for d in outer[0](c).chunk(4)]))
+
+
 def test_functional_call_takes_other_tensors_as_parameters() -> None:
     """Their gradients are the plain loop's, and the module's own parameters are what they were."""
     pipe, x = small(backend="aten"), features()
