@@ -173,20 +173,13 @@ class Before:
                 self.iterators.append((change, value))
 
     def _note_container(self, value: Any, change: Change) -> None:
-        copied = value.copy()
+        before = kinds.items_of(value)
+        identities = _identities(value)
 
         def is_changed() -> bool:
-            if isinstance(value, dict):
-                return list(value) != list(copied) or any(value[k] is not copied[k] for k in value)
-            if isinstance(value, set):
-                return bool(value != copied)
-            return len(value) != len(copied) or any(a is not b for a, b in zip(value, copied, strict=True))
+            return _identities(value) != identities
 
-        def put_back() -> None:
-            value.clear()
-            value.update(copied) if isinstance(value, (dict, set)) else value.extend(copied)
-
-        self._noted.append(_Noted(change, is_changed, put_back, lambda: value))
+        self._noted.append(_Noted(change, is_changed, lambda: kinds.fill(value, before), lambda: value))
 
     def _note_object(self, value: Any, change: Change) -> None:
         state = kinds.attributes_of(value)
@@ -259,3 +252,9 @@ class Before:
 
 def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
+
+
+def _identities(container: Any) -> list[int] | set[int]:
+    """Those of all that lies in a container, in order where it has one."""
+    found = list(map(id, kinds.referred_to_by(container)))
+    return set(found) if isinstance(container, set) else found

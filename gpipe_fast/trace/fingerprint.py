@@ -176,14 +176,15 @@ class _Walk:
         self.inside.add(id(value))
         if kind is Kind.CONTAINER:
             self.snapshot.add_container(value)
-        self.num_items += len(value)
+        items = kinds.items_of(value)
+        self.num_items += len(items)
         found: Hashable
         if isinstance(value, dict):
-            found = (type(value), *((self.attribute(k), self.attribute(v, label)) for k, v in value.items()))
+            found = (type(value), *((self.attribute(k), self.attribute(v, label)) for k, v in items))
         elif isinstance(value, (set, frozenset)):
-            found = (type(value), frozenset(map(self.attribute, value)))
+            found = (type(value), frozenset(map(self.attribute, items)))
         else:
-            found = (type(value), *(self.attribute(item, label) for item in value))
+            found = (type(value), *(self.attribute(item, label) for item in items))
         self.inside.discard(id(value))
         return found
 

@@ -155,6 +155,29 @@ def parts_of(value: Any) -> tuple[object, ...]:
     return (value.__func__,)
 
 
+def items_of(container: Any) -> list[Any]:
+    """What lies in a list, tuple, set, deque or dict, pairs there; not what a subclass makes of it."""
+    for cls in (collections.OrderedDict, dict):
+        if isinstance(container, cls):
+            return list(cls.items(container))
+    others: tuple[Any, ...] = (list, tuple, set, frozenset, collections.deque)
+    for other in others:
+        if isinstance(container, other):
+            return list(other.__iter__(container))
+    raise TypeError(f"no container: {type(container).__name__}")
+
+
+def fill(container: Any, items: list[Any]) -> None:
+    """Makes a list, set, deque or dict hold just these; see `items_of`."""
+    for cls in (collections.OrderedDict, dict, list, set, collections.deque):
+        if isinstance(container, cls):
+            methods: Any = cls
+            methods.clear(container)
+            add = getattr(methods, "update", None) or methods.extend
+            add(container, items)
+            return
+
+
 class Slot(NamedTuple):
     """An attribute that its class keeps in a slot, outside of any ``__dict__``."""
 
@@ -223,10 +246,9 @@ def cells_of(function: Any) -> dict[str, Any]:
 def referred_to_by(value: Any) -> list[Any]:
     """The values that a value refers to, among which may be some that can change."""
     match kind_of(value):
-        case Kind.TUPLE:
-            return list(value)
-        case Kind.CONTAINER:
-            return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+        case Kind.TUPLE | Kind.CONTAINER:
+            items = items_of(value)
+            return [part for pair in items for part in pair] if isinstance(value, dict) else items
         case Kind.MODULE | Kind.OBJECT:
             slots = (slot.value for slot in slots_of(value))
             return [type(value), *(attributes_of(value) or {}).values(), *slots]

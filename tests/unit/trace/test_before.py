@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,3 +71,25 @@ def test_before_counts_layers() -> None:
 
 def test_nothing_changed() -> None:
     assert Before([Layer()]).changes() == []
+
+
+class Making(collections.OrderedDict[str, type]):
+    """Makes an object whenever it is asked, as a table of activation functions does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+def test_a_container_is_read_as_it_is_kept() -> None:
+    layer = Layer()
+    layer.table = Making(relu=nn.ReLU, lazy=object)
+    before = Before([layer])
+    value = fingerprint([layer])
+    assert before.changes() == []
+    assert fingerprint([layer]) == value
+    layer.table["other"] = nn.GELU
+    assert before.changes() == [Change(0, "table")]
+    assert fingerprint([layer]) != value
+    before.put_back()
+    assert list(layer.table) == ["relu", "lazy"]
+    assert fingerprint([layer]) == value
