@@ -153,6 +153,7 @@ void MiniBatch::end_forward() {
     stage.buffers.clear();
     stage.statistics.clear();
     stage.noted.clear();
+    stage.bound.clear();
   }
   note_buffers();
   phase_ = Phase::idle;
@@ -178,6 +179,7 @@ void MiniBatch::abandon() {
   kept_ = kept_ && retain_;
   for (Stage& stage : stages_) {
     stage.open.reset();
+    stage.bound.clear();
     stage.buffers.clear();
     stage.gradients.clear();
     for (Cell& cell : stage.cells) {
@@ -206,10 +208,10 @@ void MiniBatch::enter(int32_t stage, const std::function<void()>& walk) {
   surroundings_->run(walk);
 }
 
-void MiniBatch::bind(Stage& stage, Program& program) {
-  if (std::find(stage.bound.begin(), stage.bound.end(), &program) != stage.bound.end()) return;
-  program.bind(stage.parameters);
-  stage.bound.push_back(&program);
+void MiniBatch::bind(Stage& stage, const std::shared_ptr<Program>& program) {
+  if (std::find(stage.bound.begin(), stage.bound.end(), program) != stage.bound.end()) return;
+  program->bind(stage.parameters);
+  stage.bound.push_back(program);
 }
 
 void MiniBatch::run(const Action& action, Watch& watch) {
@@ -324,7 +326,7 @@ Boundary MiniBatch::forward_lowered(const Action& action, Stage& stage, Link& li
   Tensors arguments, no_accumulators;
   arguments.reserve(pass.forward.inputs.size());
   for (const Port& port : pass.forward.inputs) arguments.push_back(find(port, link, {}));
-  bind(stage, *pass.forward.program);
+  bind(stage, pass.forward.program);
   Tensors results = pass.forward.program->run(arguments, no_accumulators, true, &watch);
   Boundary outputs{{}, segment.returns};
   for (size_t i = 0; i < results.size(); ++i) {

@@ -143,7 +143,8 @@ class MiniBatch final : public Work {
     std::map<int64_t, at::Tensor> homes;  // the originals of those that are replicas
     at::Tensor keys;                      // see draw_keys
     std::vector<int64_t> first_keys;      // of each micro-batch, which row is its first
-    std::vector<const Program*> bound;    // in this run, to the parameters
+    // Bound to the parameters in this run. Held, since another program could be made where one was freed.
+    std::vector<std::shared_ptr<Program>> bound;
     Tensors module_buffers;
     std::vector<const void*> buffer_addresses;
     Tensors buffers;                        // as the latest micro-batch left them
@@ -162,7 +163,7 @@ class MiniBatch final : public Work {
   at::Tensor draw_keys(size_t stage);
   Stream stream_on(at::Device device) const;
   at::Tensor key_of(const Action& action, const Segment& segment, const Cell& cell) const;
-  static void bind(Stage& stage, Program& program);
+  static void bind(Stage& stage, const std::shared_ptr<Program>& program);
   void note_buffers();
   void check_buffers() const;
   void restore_noted();

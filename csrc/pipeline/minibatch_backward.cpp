@@ -69,6 +69,7 @@ MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& callers)
       sum = sum.defined() ? at::add(sum, own) : std::move(own);
     }
     stages_[i].gradients.clear();
+    stages_[i].bound.clear();
   }
   round(gradients.parameters, callers);
   phase_ = Phase::idle;
@@ -97,7 +98,7 @@ const Segment& MiniBatch::segment_of_backward(const Action& action, const Link& 
 
 void MiniBatch::open(const Pass& pass, Stage& stage, const Link& link, Watch& watch) {
   const PortedProgram& program = pass.backward;
-  bind(stage, *program.program);
+  bind(stage, program.program);
   size_t defined = 0;
   bool foreign = false;
   for (int64_t index : pass.gradients) {
