@@ -204,7 +204,7 @@ class Compiler:
         self._times: Counter[tuple[Hashable, Modes]] = Counter()
         # What layers of a fingerprint were seen to read when they were traced first.
         self._reads: OrderedDict[Hashable, list[Reads]] = OrderedDict()
-        self._traces: OrderedDict[Hashable, Traced | Untraceable] = OrderedDict()
+        self._traces: OrderedDict[Hashable, Traced] = OrderedDict()
         self._kinds: OrderedDict[tuple[Hashable, Hashable, Modes], _Kind] = OrderedDict()
 
     def compile(
@@ -298,19 +298,24 @@ class Compiler:
             self._traces.move_to_end(key)
             return self._traces[key]
         kind = self._kinds.setdefault((layers, _kind_of(inputs, arrivals), modes), _Kind())
-        joint: Joint | Untraceable | None = self._write_out(kind, stage, inputs, arrivals)
+        num_attempts = kind.num_attempts
+        joint = self._write_out(kind, stage, inputs, arrivals)
         if joint is None:
             if self._most is not None and self._times[layers, modes] >= self._most:
                 return TooManyTraces(None, f"it was traced {self._most} times for what it met")
+            found = self._trace_as_it_is(kind, stage, inputs, arrivals)
+            if isinstance(found, Untraceable):
+                # Perhaps for what came in, which says nothing of other calls.
+                kind.num_attempts = num_attempts
+                return found
+            joint = found
             self._times[layers, modes] += 1
-            joint = self._trace_as_it_is(kind, stage, inputs, arrivals)
             key = (self._after_trace(stage, layers), *key[1:])
-        accumulation = Accumulation(stage.grad_dtype, modes.deterministic)
-        self._traces[key] = joint if isinstance(joint, Untraceable) else Traced(joint, accumulation)
+        traced = self._traces[key] = Traced(joint, Accumulation(stage.grad_dtype, modes.deterministic))
         for cache in (self._traces, self._kinds, self._reads):
             while len(cache) > self._limit:
                 cache.popitem(last=False)
-        return self._traces[key]
+        return traced
 
     def _fingerprint(self, stage: Stage) -> Hashable:
         """The fingerprint of a stage's layers, of which as much is known as of equal ones traced before."""

@@ -131,6 +131,7 @@ class EagerLayers:
         recompute: bool,
         busy: threading.RLock,
         on_tangents: Callable[[Sequence[Tensor | None]], None] | None = None,
+        after: Callable[[], object] | None = None,
     ) -> None:
         """Makes one.
 
@@ -142,6 +143,7 @@ class EagerLayers:
                 run would do something else, such as to count on.
             busy: held while the layers run.
             on_tangents: is told the gradients that come to the outputs.
+            after: called when a forward has succeeded.
         """
         self._part = part
         self._layers = part.layers
@@ -152,6 +154,7 @@ class EagerLayers:
         self._on_tangents = on_tangents
         self._draws = Draws(self._layers)
         self._at: int | None = None  # the layer whose forward runs, counted within the run
+        self._after = after
         self._checked = False
         self._reentrant = False
 
@@ -210,6 +213,8 @@ class EagerLayers:
                     drawn,
                     [p.data_ptr() for p in parameters],
                 )
+            if self._after is not None:
+                self._after()
             return (
                 [root.detach() for root in roots],
                 shared(run.structure),

@@ -16,8 +16,8 @@ import contextlib
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -52,10 +52,24 @@ class _Place:
     layers: Hashable  # their fingerprint
 
 
+_Wanted = tuple[_Place, float]
+
+
 # Plans refer to segments, and segments to layers in Python, from where no cycle would be found: so those do
 # not refer back to what made them.
 def _note(gradients: dict[_Place, Gradients], place: _Place, tangents: Sequence[Tensor | None]) -> None:
     gradients[place] = {i: t.stride() for i, t in enumerate(tangents) if t is not None}
+
+
+def _want(wanted: dict[_Wanted, None], found: threading.Event, place: _Place, budget: float) -> None:
+    wanted[place, budget] = None
+    found.set()
+
+
+def _blame(in_python: set[int], report: Report, layer: int, reason: str) -> None:
+    if layer not in in_python:
+        in_python.add(layer)
+        report(layer, reason)
 
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -121,6 +135,7 @@ class LateStage:
         found: threading.Event,
         report: Report,
         busy: threading.RLock,
+        all_busy: Sequence[threading.RLock],
     ) -> None:
         """Makes one.
 
@@ -133,6 +148,7 @@ class LateStage:
             report: called when a layer turns out to run in Python.
             busy: held by layers while they run in Python, and while they are traced; the same one for stages
                 that share parameters, whose hooks are put aside for backwards.
+            all_busy: those of all stages, in order.
         """
         self.stage = stage
         self.name = name
@@ -144,24 +160,33 @@ class LateStage:
         self._lowered: _Cache[tuple[_Place, float], Segment] = _Cache()
         self._interpreted: _Cache[Hashable, Segment] = _Cache()
         # What was found and is not lowered yet.
-        self._wanted: dict[tuple[_Place, float], None] = {}
+        self._wanted: dict[_Wanted, None] = {}
         # In which layouts gradients came last to what a place hands on.
         self._gradients: _Cache[_Place, Gradients] = _Cache()
         self._busy = busy
+        self._all_busy = all_busy
 
     def blame(self, layer: int, reason: str) -> None:
-        """Lets a layer run in Python."""
-        if layer not in self.in_python:
-            self.in_python.add(layer)
-            self._report(layer, reason)
+        """Lets a layer run in Python from now on."""
+        _blame(self.in_python, self._report, layer, reason)
 
     def find(
-        self, layer: int, boundary: _extension.Boundary, stashed: Stashed, budget: float, modes: Modes
+        self,
+        layer: int,
+        boundary: _extension.Boundary,
+        stashed: Stashed,
+        budget: float,
+        modes: Modes,
+        suspects: Mapping[int, str],
     ) -> Segment:
-        """The segment for what comes to a layer, and what is stashed of each skip connection."""
-        end = min((p for p in self.in_python if p >= layer), default=len(self.stage.layers))
+        """The segment for what comes to a layer, and what is stashed of each skip connection.
+
+        Layers that are suspected, for a reason, run in Python, and are blamed once they have.
+        """
+        in_python = {*self.in_python, *suspects}
+        end = min((p for p in in_python if p >= layer), default=len(self.stage.layers))
         if end == layer:
-            return self.run_in_python(layer, layer + 1, budget, modes)
+            return self.run_in_python(layer, layer + 1, budget, modes, blamed=suspects.get(layer))
         pops = self.stage.part(layer, end).pops
         arriving = _described(boundary, [stashed[number] for number in pops])
         if arriving is None:
@@ -170,8 +195,6 @@ class LateStage:
         found = self._lowered.get((place, budget))
         if found is None:
             found = self.run_in_python(layer, end, budget, modes, place)
-            self._wanted[place, budget] = None
-            self._found.set()
         return found
 
     def hold(self, held: contextlib.ExitStack) -> bool:
@@ -250,29 +273,53 @@ class LateStage:
         for found, budget in list(self._lowered):
             if found == place:  # for other gradients
                 del self._lowered[found, budget]
-        with TURN:
+        # Not in turn with the layers of other stages, which may wait for their turn inside of their forward.
+        with contextlib.ExitStack() as held:
+            for busy in (*self._all_busy, TURN):
+                held.enter_context(busy)
             instead = self._compile(part, place)
         if isinstance(instead, Untraceable):
             raise RuntimeError(f"{self.name} cannot be traced for the gradients that came: {instead.reason}")
         return self._segment(part, place, FULL_RECOMPUTE, instead)
 
     def run_in_python(
-        self, begin: int, end: int, budget: float, modes: Modes, place: _Place | None = None
+        self,
+        begin: int,
+        end: int,
+        budget: float,
+        modes: Modes,
+        place: _Place | None = None,
+        blamed: str | None = None,
+        after: Callable[[], object] | None = None,
     ) -> Segment:
-        """The segment of layers as they are; with ``place``, until they are lowered for it."""
+        """The segment of layers as they are.
+
+        Args:
+            begin: the first of them.
+            end: behind the last.
+            budget: the share of activations that it saves.
+            modes: PyTorch's global modes.
+            place: what they are to be lowered for, once they have run.
+            blamed: why the layer, the only one, is blamed once it has run.
+            after: called once they have run.
+        """
         part = self.stage.part(begin, end)
-        recompute = budget < NO_RECOMPUTE
         parameters, buffers = part.parameters(), part.buffers()
-        key = (begin, end, recompute, modes, tuple(parameters), tuple(buffers), place)
+        key = (begin, end, budget, modes, tuple(parameters), tuple(buffers), place, blamed, after)
+        if place is not None:
+            after = functools.partial(_want, self._wanted, self._found, place, budget)
+        elif blamed is not None:
+            after = functools.partial(_blame, self.in_python, self._report, begin, blamed)
         found = self._interpreted.get(key)
         if found is None:
             layers = EagerLayers(
                 part,
                 self._named(part),
                 modes,
-                recompute,
+                budget < NO_RECOMPUTE,
                 self._busy,
                 None if place is None else functools.partial(_note, self._gradients, place),
+                after,
             )
             found = Segment.in_python(
                 begin,
@@ -304,19 +351,23 @@ class Search:
         modes: PyTorch's global modes.
         budgets: for each micro-batch, the share of activations that it saves.
         eager: lower nothing.
+        suspects: layers that could not be traced, and why.
+        after: called once a run of layers that is not lowered has run.
     """
 
     late: LateStage
     modes: Modes
     budgets: Sequence[float]
     eager: bool
+    suspects: Mapping[int, str] = field(default_factory=dict)
+    after: Callable[[], object] | None = None
 
     def find(self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed) -> Segment:
         """The segment for what comes to a layer of the stage, and what is stashed."""
         budget, end = self.budgets[microbatch], len(self.late.stage.layers)
         if self.eager:
-            return self.late.run_in_python(layer, end, budget, self.modes)
-        return self.late.find(layer, boundary, stashed, budget, self.modes)
+            return self.late.run_in_python(layer, end, budget, self.modes, after=self.after)
+        return self.late.find(layer, boundary, stashed, budget, self.modes, self.suspects)
 
     def instead(
         self, origin: tuple[Stage, _Place], microbatch: int, tangents: Sequence[Tensor | None]

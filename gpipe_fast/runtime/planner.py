@@ -7,7 +7,7 @@ import functools
 import reprlib
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -65,6 +65,7 @@ class Planner:
 
     Attributes:
         remarks: what runs in Python, and why.
+        latest: the plan of the latest call; None before the first.
     """
 
     def __init__(self, stages: Sequence[Stage], backend: str, interpreted: _extension.Interpreted) -> None:
@@ -72,6 +73,7 @@ class Planner:
         self._backend = backend
         self._programs = _Programs(stages, None if backend == "aten" else TRACES)
         self._found = threading.Event()
+        locks = _locks(stages)
         self._late = [
             LateStage(
                 stage,
@@ -81,18 +83,15 @@ class Planner:
                 self._found,
                 functools.partial(self.remarks.add, i, stage),
                 lock,
+                list(dict.fromkeys(locks)),
             )
-            for i, (stage, lock) in enumerate(zip(stages, _locks(stages), strict=True))
+            for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._expected = _Expected()
         # The latest call and its plan: comparing is cheaper than hashing.
         self._latest: tuple[Signature, tuple[float, float], int, Plan] | None = None
-
-    @property
-    def latest(self) -> Plan | None:
-        """The plan of the latest call; None before the first."""
-        return None if self._latest is None else self._latest[3]
+        self.latest: Plan | None = None
 
     def plan(self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float]) -> Plan:
         """The plan for such a call.
@@ -113,17 +112,20 @@ class Planner:
             for late in self._late:
                 late.lower_wanted()
         if self._latest is not None and self._latest[:3] == (signature, budgets, self._expected.changes):
-            return self._latest[3]
+            self.latest = self._latest[3]
+            return self.latest
         key = (signature, budgets, self._expected.get(signature))
         found = self._plans.get(key)
         if found is None:
             with contextlib.ExitStack() as held:
                 idle = all(late.hold(held) for late in self._late)
-                found = self._make(signature, inputs, budgets, idle)
-            if not idle:
+                found, lasts = self._make(signature, inputs, budgets, idle)
+            if not lasts:
+                self.latest = found
                 return found
             _remember(self._plans, key, found)
         self._plans.move_to_end(key)
+        self.latest = found
         self._latest = (signature, budgets, self._expected.changes, found)
         return found
 
@@ -139,8 +141,12 @@ class Planner:
 
     def _make(
         self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float], idle: bool
-    ) -> Plan:
-        """Makes a plan, for this time only if another thread runs layers in Python: none is traced then."""
+    ) -> tuple[Plan, bool]:
+        """Makes a plan; it is for this time only where it is not known yet what has to run in Python.
+
+        It is not while another thread runs layers, since none is traced then; nor where one could not be
+        traced: that may be the fault of this call, whose error the layer then raises in Python.
+        """
         check_placed(self._programs.stages)
         microbatches = [
             _boundary(tensors, inputs, signature.inputs.structure)
@@ -148,21 +154,21 @@ class Planner:
         ]
         late = functools.partial(self._make_late, signature, microbatches, budgets)
         if self._backend == "eager":
-            return late(eager=True)
+            return late(eager=True), True
         if self.remarks.in_python or not idle:
-            return late(eager=False)
+            return late(eager=False), idle
         with intra_op_threads(signature.threads):
             pipelines = self._programs.compile(signature, microbatches)
             if isinstance(pipelines, Refusal):
                 self._refuse(pipelines)
-                return late(eager=isinstance(pipelines.untraceable, TooManyTraces))
+                return late(eager=isinstance(pipelines.untraceable, TooManyTraces), refusal=pipelines), False
             differentiable = tuple(spec.requires_grad for spec in pipelines[0][-1].outputs.tensors)
             expected = self._expected.get(signature, differentiable)
             if expected != differentiable:
                 pipelines = self._programs.compile(signature, microbatches, expected)
                 if isinstance(pipelines, Refusal):
                     raise RuntimeError(_explain(pipelines, self._programs.stages))
-            return make_plan(
+            plan = make_plan(
                 pipelines,
                 [budgets[0]] * (len(microbatches) - 1) + [budgets[1]],
                 signature.threads,
@@ -173,6 +179,7 @@ class Planner:
                 if sum(differentiable) > 1
                 else None,
             )
+            return plan, True
 
     def _make_late(
         self,
@@ -181,6 +188,7 @@ class Planner:
         budgets: tuple[float, float],
         *,
         eager: bool,
+        refusal: Refusal | None = None,
     ) -> Plan:
         for index, stage in enumerate(self._programs.stages):
             untraceable = refuse_uninitialised(stage.layers)
@@ -191,7 +199,10 @@ class Planner:
         modes = signature.modes._replace(num_threads=signature.threads)
         return make_late_plan(
             self._programs.stages,
-            [Search(late, modes, each, eager) for late in self._late],
+            [
+                Search(late, modes, each, eager, *self._suspected(refusal, i))
+                for i, late in enumerate(self._late)
+            ],
             microbatches[0],
             each,
             signature.threads,
@@ -204,14 +215,22 @@ class Planner:
         )
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Lets a layer run in Python, if it may."""
-        stages, reason = self._programs.stages, refusal.untraceable
+        """Raises where no layer may run in Python instead."""
+        reason = refusal.untraceable
         if self._backend == "aten" or reason.final:
-            raise reason.error(_explain(refusal, stages))
+            raise reason.error(_explain(refusal, self._programs.stages))
+
+    def _suspected(
+        self, refusal: Refusal | None, index: int
+    ) -> tuple[Mapping[int, str], Callable[[], object] | None]:
+        """What a stage tries in Python, and what is called once it has run there: for a `Search`."""
+        if refusal is None:
+            return {}, None
+        reason = refusal.untraceable
         if isinstance(reason, TooManyTraces):
-            return self.remarks.add(0, None, None, reason.reason)
+            return {}, functools.partial(self.remarks.add, 0, None, None, reason.reason)
         assert reason.layer is not None
-        self._late[refusal.stage_index].blame(reason.layer, reason.reason)
+        return {reason.layer: reason.reason} if index == refusal.stage_index else {}, None
 
 
 class _Expected(dict[Signature, Mask]):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from tests.inside import compiler_of
 from tests.reference import (
     gradient_like,
+    loop_step,
     pipeline_step,
     unequal,
 )
@@ -52,6 +56,64 @@ def test_aten_refuses_instead() -> None:
     pipe = GPipe(model(Recurrent(nn.GRU)), [2, 5], chunks=2, backend="aten")
     with pytest.raises(RuntimeError, match=r"stage 1, layer 2 \(Recurrent\) cannot be traced faithfully"):
         pipe(features())
+
+
+def checked(f: nn.Module, x: Tensor) -> Tensor:
+    if x.shape[-1] != WIDTH:
+        raise ValueError(f"expected {WIDTH} features")
+    y: Tensor = f(x)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [(lambda f, x: f(x), "mat1 and mat2 shapes cannot be multiplied"), (checked, "expected 8 features")],
+)
+def test_a_bad_call_demotes_no_layer(function: Callable[..., Any], error: str) -> None:
+    layers = nn.Sequential(nn.Tanh(), Of(function), nn.ReLU())
+    pipe = GPipe(layers, [1, 2], chunks=2)
+    bad = torch.zeros(4, WIDTH + 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in (4, 6, 8):
+            with pytest.raises((RuntimeError, ValueError), match=error):
+                pipe(bad)
+            traces = compiler_of(pipe).num_traces
+            assert unequal(pipeline_step(pipe, features(batch)), loop_step(layers, features(batch), 2)) == []
+            assert compiler_of(pipe).num_traces > traces
+            assert chains(pipe) == [[(0, 1, True)], [(0, 2, True)]]
+    assert [str(warning.message) for warning in caught] == []
+
+
+def test_a_bad_call_beside_a_layer_in_python_demotes_no_other() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(branch), nn.Linear(WIDTH, WIDTH))
+    pipe = GPipe(layers, [1, 2], chunks=2)
+    with quiet():
+        for batch in (4, 4, 6, 6):
+            with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                pipe(torch.zeros(batch, 2, WIDTH + 1))
+            assert unequal(pipeline_step(pipe, features(batch)), loop_step(layers, features(batch), 2)) == []
+    assert chains(pipe) == [[(0, 1, True)], [(0, 1, False), (1, 2, True)]]
+
+
+def test_a_layer_that_refuses_the_first_data_is_not_blamed_yet() -> None:
+    def checking(f: nn.Module, x: Tensor) -> Tensor:
+        if float(x.max()) > 1e3:
+            raise ValueError("too large")
+        y: Tensor = f(x)
+        return y
+
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Of(checking))
+    pipe = GPipe(nn.Sequential(Of(checking), *layers), [2, 2], chunks=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="too large"):
+                pipe(features() * 1e4)
+        assert caught == []
+        pipe(features())
+    assert len(caught) == 1
+    assert "stage 0, layer 0 (Of) runs in Python: " in str(caught[0].message)
 
 
 class Failing(nn.Module):

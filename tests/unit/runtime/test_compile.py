@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.layers.structure import tuple_of
-from gpipe_fast.runtime.compile import CompiledStage, Compiler, Refusal, budget_of
+from gpipe_fast.runtime.compile import CompiledStage, Compiler, Refusal, TooManyTraces, budget_of
 from gpipe_fast.runtime.stage import Boundary, Spec, Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -153,11 +153,15 @@ def test_a_refusal_carries_stage_layer_and_reason() -> None:
     assert "DataDependent" in refusal.untraceable.reason
 
 
-def test_refusals_are_remembered() -> None:
-    compiler, stages = Compiler(), stages_of(Branch())
-    for _ in range(2):
-        assert isinstance(compiler.compile(stages, [Boundary((spec(8, 4),))]), Refusal)
-    assert compiler.num_traces == 1
+def test_refusals_do_not_count_toward_the_traces_that_there_may_be() -> None:
+    """What comes in may be to blame, of which the layers know nothing."""
+    compiler, stages = Compiler(most=1), stages_of(nn.Linear(4, 4))
+    for batch in range(1, 4):
+        refusal = compiler.compile(stages, [Boundary((spec(batch, 5),))])
+        assert isinstance(refusal, Refusal)
+        assert not isinstance(refusal.untraceable, TooManyTraces)
+    compiled(compiler, stages, spec(8, 4))
+    assert isinstance(compiler.compile(stages, [Boundary((spec(2, 2, 4),))]), Refusal)
 
 
 def test_the_cache_is_bounded_and_drops_the_oldest() -> None:
