@@ -13,8 +13,9 @@ from bench.measure import Timing, alternate, report
 from bench.models.gpt import blocks
 from bench.models.mlp import mlp
 from gpipe_fast._extension import Arena
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
 from gpipe_fast.lower.lower import lower, lower_plainly
-from gpipe_fast.lower.split import FULL_RECOMPUTE, StageGraph, split
+from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.trace.refuse import Untraceable
 from gpipe_fast.trace.trace import Port, Role, parameters_of, trace
 

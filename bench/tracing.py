@@ -9,9 +9,10 @@ import torch
 
 from bench.measure import report
 from bench.models.gpt import blocks
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
 from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.split import FULL_RECOMPUTE, split
-from gpipe_fast.runtime.compile import Compiler, Refusal, budget_of
+from gpipe_fast.lower.split import split
+from gpipe_fast.runtime.compile import Compiler, Refusal
 from gpipe_fast.runtime.stage import Boundary, Spec, Stage
 from gpipe_fast.trace.refuse import Untraceable
 from gpipe_fast.trace.trace import trace
@@ -53,7 +54,7 @@ def equal_stages(count: int, num_stages: int) -> list[object]:
     traced = time.perf_counter()
     assert not isinstance(compiled, Refusal), compiled
     for stage in compiled[0]:
-        stage.segment(budget_of(recompute=True))
+        stage.segment(FULL_RECOMPUTE)
     lowered = time.perf_counter()
     name = f"{num_stages} stages of {per_stage}"
     return [name, compiler.num_traces, traced - start, lowered - traced, ""]

@@ -104,10 +104,12 @@ class Boundary:
 class Interpreted:
     def __init__(self) -> None: ...
 
-class Segment:
-    def set_origin(self, origin: object) -> None: ...
-    @staticmethod
-    def lowered(
+class Segment: ...
+
+class LoweredSegment(Segment):
+    def __init__(
+        self,
+        *,
         begin: int,
         end: int,
         pops: Sequence[int],
@@ -116,23 +118,27 @@ class Segment:
         inputs: Sequence[Layout],
         takes: Form,
         returns: Form,
-        first_layer: int,
-        draws: bool,
-        writes_inputs: bool,
         tangents: Sequence[Layout | None],
-    ) -> Segment: ...
-    @staticmethod
-    def in_python(
+        draws: int | None,
+        writes_inputs: bool,
+        reached: Sequence[int],
+        origin: object,
+    ) -> None: ...
+
+class PythonSegment(Segment):
+    def __init__(
+        self,
+        layers: Any,
+        interpreted: Interpreted,
+        *,
         begin: int,
         end: int,
         pops: Sequence[int],
         stashes: Sequence[int],
-        layers: Any,
         parameters: Sequence[int],
         buffers: Sequence[int],
-        interpreted: Interpreted,
         provisional: bool,
-    ) -> Segment: ...
+    ) -> None: ...
 
 class Actions:
     def __init__(self, stages: Sequence[Sequence[tuple[str, int, int]]], capacity: int) -> None: ...
@@ -140,6 +146,7 @@ class Actions:
 class StagePlan:
     def __init__(
         self,
+        *,
         num_layers: int,
         parameters: Sequence[int],
         buffers: Sequence[int],
@@ -147,13 +154,14 @@ class StagePlan:
         device: torch.device,
         statistics: Sequence[tuple[int, int, int, float | None]],
         chains: Sequence[Sequence[Segment]],
-        find: Callable[[int, int, Boundary, Sequence[tuple[Tensor | None, bool]]], Segment] | None = None,
-        instead: Callable[[Any, int, Sequence[Tensor | None]], Segment] | None = None,
+        known: bool,
+        finder: object,
     ) -> None: ...
 
 class Plan:
     def __init__(
         self,
+        *,
         stages: Sequence[StagePlan],
         num_skips: int,
         forward: Actions,
@@ -162,8 +170,6 @@ class Plan:
         inputs: Form,
         cut_along: Sequence[int | None],
         join_along: int,
-        expected: Sequence[bool] | None,
-        instead: Callable[[Sequence[bool]], Plan] | None,
         check_outputs: Callable[[Sequence[Boundary]], None] | None,
     ) -> None: ...
     def segments(self, stage: int, microbatch: int) -> list[tuple[int, int, bool]]: ...

@@ -30,9 +30,9 @@ from gpipe_fast.devices import Device
 from gpipe_fast.layers.batchnorm import check_can_defer, defer
 from gpipe_fast.layers.skip import skips_of, verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, BatchDim, Inputs
+from gpipe_fast.lower.checkpoint import checkpoint_of
 from gpipe_fast.notes import note_idle_stages, note_sequence_first
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
-from gpipe_fast.runtime.compile import budget_of
 from gpipe_fast.runtime.edges import described, edges_of
 from gpipe_fast.runtime.lifetime import open_pipeline
 from gpipe_fast.runtime.plan import Plan
@@ -318,7 +318,8 @@ class GPipe(Container):
         threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
         signature = Signature.of(inputs, chunks, threads, self._state)
         planner = self._planner if hook is None else self._hooked_planner(hook)
-        plan = planner.plan(signature, inputs.tensors, self._budgets())
+        checkpoint = checkpoint_of(self.checkpoint, self.training and torch.is_grad_enabled())
+        plan = planner.plan(signature, inputs.tensors, checkpoint)
         if self._state.look(cast(Collection[nn.Module], self._modules.values())):
             # Traces showed more of what the layers read.
             planner.rename(signature, Signature.of(inputs, chunks, threads, self._state))
@@ -401,12 +402,6 @@ class GPipe(Container):
             print(recording.bubble())
         """
         return record(self._pipeline)
-
-    def _budgets(self) -> tuple[float, float]:
-        """The share of activations saved, of all micro-batches but the last and of the last."""
-        training = self.training and torch.is_grad_enabled()
-        recompute = (self.checkpoint != "never", self.checkpoint == "always")
-        return budget_of(training and recompute[0]), budget_of(training and recompute[1])
 
 
 def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs) -> Any:

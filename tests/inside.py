@@ -12,7 +12,7 @@ import gpipe_fast.runtime.plan
 from gpipe_fast import GPipe
 from gpipe_fast._extension import Pipeline
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
-from gpipe_fast.runtime import late
+from gpipe_fast.runtime import planner, segments
 from gpipe_fast.runtime.compile import Compiler
 from gpipe_fast.runtime.plan import Plan
 from gpipe_fast.schedule import Schedule
@@ -62,7 +62,7 @@ def pipeline_of(model: GPipe) -> Pipeline:
 
 def compiler_of(model: GPipe) -> Compiler:
     """Traces the stages, and counts how often."""
-    return model._planner._programs.compiler
+    return model._planner._compiler
 
 
 def plan_of(model: GPipe, x: Tensor) -> Plan:
@@ -84,19 +84,20 @@ def num_plans(model: GPipe) -> int:
 def plan_by(model: GPipe, x: Tensor, schedule: Schedule) -> None:
     """Makes the next call with such an input take place in this schedule."""
     model._planner._plans.clear()
-    model._planner._latest = None
+    model._planner._last = None
     with mock.patch.object(gpipe_fast.runtime.plan, "fill_drain", return_value=schedule):
         assert plan_of(model, x).schedule is schedule
 
 
 def parts_of(model: GPipe) -> list[object]:
     """The Python objects that a pipeline owns, but for its layers."""
-    return [model._planner, *model._planner._late, *model._stages]
+    return [model._planner, *model._planner._segments, *model._stages]
 
 
-def remembered(model: GPipe) -> list[tuple[int, int, int]]:
-    """By stage, how many segments in Python, lowered ones and gradients' layouts are remembered."""
-    return [(len(s._interpreted), len(s._lowered), len(s._gradients)) for s in model._planner._late]
+def remembered(model: GPipe) -> tuple[list[tuple[int, int]], int]:
+    """How many segments are remembered, by stage: in Python and lowered; and how many gradients' layouts."""
+    planner = model._planner
+    return [(len(s._interpreted), len(s._lowered)) for s in planner._segments], len(planner._arrived)
 
 
 def template_of(compiler: Compiler) -> Template | None:
@@ -115,8 +116,11 @@ def native_call(model: GPipe, x: Tensor) -> mock._Call:
 
 @contextmanager
 def remembering(count: int) -> Iterator[None]:
-    """Lets a stage that searches while it runs remember so many segments, and no more."""
-    with mock.patch.object(late, "_REMEMBERED", count):
+    """Lets the stages of a pipeline that is made here remember so many segments each, and no more."""
+    with (
+        mock.patch.object(segments, "REMEMBERED", count),
+        mock.patch.object(planner, "REMEMBERED", count),
+    ):
         yield
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import gpipe_fast
 import gpipe_fast.gpipe
 from gpipe_fast import GPipe
+from gpipe_fast.lower.checkpoint import Checkpoint
 
 SEED = 7
 
@@ -48,7 +49,7 @@ def pipeline(pipe: GPipe, x: Tensor, budget: float | None = None) -> Tensor:
     torch.manual_seed(SEED)
     if budget is None:
         return pipe(x)
-    with mock.patch.object(gpipe_fast.gpipe, "budget_of", return_value=budget):
+    with mock.patch.object(gpipe_fast.gpipe, "checkpoint_of", return_value=Checkpoint(budget, budget)):
         return pipe(x)
 
 

@@ -47,6 +47,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("built_with_cuda", &built_with_cuda, "Whether this extension has CUDA kernels.");
   m.def("build_info", &build_info, "The torch, CUDA, GPU architectures and compiler it was built with.");
   bind_program(m);
+  bind_plan(m);
   bind_pipeline(m);
   bind_snapshot(m);
   bind_observer(m);

@@ -6,6 +6,7 @@
 namespace gpipe_fast {
 
 void bind_program(pybind11::module_& m);
+void bind_plan(pybind11::module_& m);
 void bind_pipeline(pybind11::module_& m);
 void bind_snapshot(pybind11::module_& m);
 void bind_observer(pybind11::module_& m);

@@ -132,9 +132,14 @@ void tie(const Boundary& outputs, const Tensors& inputs, const Tensors& paramete
   const std::vector<bool>& differentiable = outputs.form->needs_gradient;
   const bool any = std::find(differentiable.begin(), differentiable.end(), true) != differentiable.end();
   if (!any || !torch::autograd::compute_requires_grad(inputs, parameters)) return;
+  torch::autograd::edge_list edges = torch::autograd::collect_next_edges(inputs, parameters);
+  const std::vector<bool> reached = minibatch->reached();
+  for (size_t i = 0; i < reached.size(); ++i) {
+    if (!reached[i]) edges[inputs.size() + i] = {};
+  }
   auto node = make_node<NodePointer>(inputs, parameters, std::move(pipeline), std::move(minibatch),
                                      std::move(sizes), differentiable);
-  node->set_next_edges(torch::autograd::collect_next_edges(inputs, parameters));
+  node->set_next_edges(std::move(edges));
   for (size_t i = 0; i < differentiable.size(); ++i) {
     if (differentiable[i]) torch::autograd::set_history(outputs.tensors[i], node);
   }

@@ -1,6 +1,7 @@
 #include "pipeline/minibatch.h"
 
 #include "check.h"
+#include "pipeline/python_segment.h"
 #include "pipeline/skip.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -32,16 +33,19 @@ at::Tensor make_key(int64_t minibatch, int64_t microbatch, int64_t first_layer, 
 }  // namespace
 
 MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Transport> transport,
-                     const Tensors& parameters, const Tensors& buffers, std::function<int64_t()> key)
+                     const Tensors& parameters, const Tensors& buffers, const std::function<int64_t()>& key)
     : plan_(std::move(plan)),
       transport_(std::move(transport)),
       callers_(transport_->callers()),
-      key_(std::move(key)),
       num_parameters_(parameters.size()),
       stages_(plan_->stages.size()) {
   for (size_t i = 0; i < stages_.size(); ++i) {
     const StagePlan& plan = plan_->stages[i];
-    Stage& stage = stages_[i];
+    StageState& stage = stages_[i];
+    stage.index = static_cast<int32_t>(i);
+    stage.device = plan.device;
+    stage.keeps = plan_->backward != nullptr;
+    stage.key = key;
     // Not the parameters themselves: `p.data = ...` between forward and backward must not reach the backward.
     for (int64_t index : plan.parameters) stage.parameters.push_back(parameters.at(index).tensor_data());
     for (int64_t position : plan.replicas) stage.homes.emplace(position, stage.parameters.at(position));
@@ -79,14 +83,14 @@ Stream MiniBatch::stream_on(at::Device device) const {
 
 at::Tensor MiniBatch::draw_keys(size_t index) {
   const StagePlan& plan = plan_->stages[index];
-  if (plan.find) return {};
+  if (!plan.known) return {};
   std::vector<int64_t>& first = stages_[index].first_keys;
   first.clear();
   std::vector<std::pair<int64_t, int64_t>> drawing;  // micro-batches, first layers
   for (size_t m = 0; m < plan.chains.size(); ++m) {
     first.push_back(static_cast<int64_t>(drawing.size()));
     for (const auto& segment : plan.chains[m]) {
-      if (segment->draws) drawing.emplace_back(m, segment->first_layer);
+      if (const auto first_layer = segment->draws_from()) drawing.emplace_back(m, *first_layer);
     }
   }
   if (drawing.empty()) return {};
@@ -94,20 +98,20 @@ at::Tensor MiniBatch::draw_keys(size_t index) {
   at::Tensor keys = at::empty({static_cast<int64_t>(drawing.size()), kKeyWords}, options);
   int64_t* row = keys.mutable_data_ptr<int64_t>();
   for (const auto& [microbatch, first_layer] : drawing) {
-    write_key(row, key_(), microbatch, first_layer);
+    write_key(row, stages_[index].key(), microbatch, first_layer);
     row += kKeyWords;
   }
   return keys;
 }
 
-at::Tensor MiniBatch::key_of(const Action& action, const Segment& segment, const Cell& cell) const {
-  const Stage& stage = stages_[action.stage];
+at::Tensor MiniBatch::key_of(const Action& action, int64_t first_layer) const {
+  const StageState& stage = stages_[action.stage];
   const int32_t m = action.microbatch;
-  if (!stage.keys.defined())
-    return make_key(key_(), m, segment.first_layer, plan_->stages[action.stage].device);
+  if (!stage.keys.defined()) return make_key(stage.key(), m, first_layer, stage.device);
   // The segment's own link is the last.
-  const auto before = std::count_if(cell.links.begin(), cell.links.end() - 1,
-                                    [](const Link& link) { return link.segment->draws; });
+  const std::vector<Link>& links = stage.cells[m].links;
+  const auto before = std::count_if(links.begin(), links.end() - 1,
+                                    [](const Link& link) { return link.segment->draws_from().has_value(); });
   return stage.keys.select(0, stage.first_keys[m] + before);
 }
 
@@ -115,16 +119,15 @@ void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
   GPIPE_CHECK(static_cast<int64_t>(microbatches.size()) == plan_->num_microbatches(), "a plan for ",
               plan_->num_microbatches(), " micro-batches got ", microbatches.size());
   for (size_t i = 0; i < stages_.size(); ++i) {
-    Stage& stage = stages_[i];
+    StageState& stage = stages_[i];
     stage.cells = std::vector<Cell>(microbatches.size());
-    stage.buffers = stage.module_buffers;
-    stage.bound.clear();
-    stage.statistics.clear();
+    stage.release_programs();
+    stage.reached.assign(stage.parameters.size(), false);
+    stage.forward = {stage.module_buffers};
     for (const Statistics& own : plan_->stages[i].statistics)
-      stage.statistics.push_back(own.begin(stage.buffers));
+      stage.forward.statistics.push_back(own.begin(stage.forward.buffers));
   }
   skips_.assign(microbatches.size(), Skips(plan_->num_skips));
-  num_inputs_ = microbatches.front().size();
   for (size_t m = 0; m < microbatches.size(); ++m) {
     stages_.front().cells[m].arrived = {std::move(microbatches[m]), plan_->inputs};
   }
@@ -141,19 +144,18 @@ std::vector<Boundary> MiniBatch::take_outputs() {
 void MiniBatch::end_forward() {
   at::NoGradGuard no_grad;
   for (size_t index = 0; index < stages_.size(); ++index) {
-    Stage& stage = stages_[index];
+    StageState& stage = stages_[index];
+    ForwardState& forward = stage.forward;
     const std::vector<Statistics>& statistics = plan_->stages[index].statistics;
-    for (size_t i = 0; i < statistics.size(); ++i) statistics[i].end(stage.buffers, stage.statistics[i]);
-    for (size_t i = 0; i < stage.buffers.size(); ++i) {
-      const at::Tensor &own = stage.module_buffers[i], &found = stage.buffers[i];
+    for (size_t i = 0; i < statistics.size(); ++i) statistics[i].end(forward.buffers, forward.statistics[i]);
+    for (size_t i = 0; i < forward.buffers.size(); ++i) {
+      const at::Tensor &own = stage.module_buffers[i], &found = forward.buffers[i];
       if (found.is_same(own)) continue;
       own.copy_(found);
       Stream::of_thread(own.device()).uses(found);
     }
-    stage.buffers.clear();
-    stage.statistics.clear();
-    stage.noted.clear();
-    stage.bound.clear();
+    forward = {};
+    stage.release_programs();
   }
   note_buffers();
   phase_ = Phase::idle;
@@ -161,7 +163,7 @@ void MiniBatch::end_forward() {
 }
 
 void MiniBatch::note_buffers() {
-  for (Stage& stage : stages_) {
+  for (StageState& stage : stages_) {
     for (const Cell& cell : stage.cells) {
       for (const Link& link : cell.links) {
         for (size_t i = 0; i < link.buffers.size(); ++i) {
@@ -176,42 +178,48 @@ void MiniBatch::note_buffers() {
 
 void MiniBatch::abandon() {
   if (phase_ == Phase::forward) restore_noted();
-  kept_ = kept_ && retain_;
-  for (Stage& stage : stages_) {
-    stage.open.reset();
-    stage.bound.clear();
-    stage.buffers.clear();
-    stage.gradients.clear();
+  for (StageState& stage : stages_) {
+    kept_ = kept_ && stage.retains;
+    stage.forward = {};
+    stage.backward = {};
+    stage.release_programs();
     for (Cell& cell : stage.cells) {
       cell.arrived = {};
       cell.outputs = {};
       cell.tangents.clear();
       cell.input_gradients.clear();
     }
+  }
+  for (StageState& stage : stages_) {
     if (!kept_) stage.cells.clear();
   }
   for (Skips& skips : skips_) skips.assign(skips.size(), {});
   phase_ = Phase::idle;
-  backward_plan_.reset();
 }
 
 // Layers in Python write the module's own buffers.
 void MiniBatch::restore_noted() {
-  for (Stage& stage : stages_) {
-    for (auto it = stage.noted.rbegin(); it != stage.noted.rend(); ++it) it->first->restore(it->second);
-    stage.noted.clear();
+  for (StageState& stage : stages_) {
+    auto& noted = stage.forward.noted;
+    for (auto it = noted.rbegin(); it != noted.rend(); ++it) it->first->restore(it->second);
+    noted.clear();
   }
+}
+
+std::vector<bool> MiniBatch::reached() const {
+  std::vector<bool> reached(num_parameters_, false);
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    const std::vector<bool>& own = stages_[i].reached;
+    for (size_t j = 0; j < own.size(); ++j) {
+      if (own[j]) reached[plan_->stages[i].parameters[j]] = true;
+    }
+  }
+  return reached;
 }
 
 void MiniBatch::enter(int32_t stage, const std::function<void()>& walk) {
   const Stream::Current current(transport_->work(stage));
   surroundings_->run(walk);
-}
-
-void MiniBatch::bind(Stage& stage, const std::shared_ptr<Program>& program) {
-  if (std::find(stage.bound.begin(), stage.bound.end(), program) != stage.bound.end()) return;
-  program->bind(stage.parameters);
-  stage.bound.push_back(program);
 }
 
 void MiniBatch::run(const Action& action, Watch& watch) {
@@ -272,120 +280,29 @@ void MiniBatch::fetch(const std::vector<int64_t>& numbers, Skips& skips, int32_t
   }
 }
 
-const at::Tensor& MiniBatch::find(const Port& port, const Link& link, const Tensors& tangents) {
-  switch (port.role) {
-    case Role::buffer:
-      return link.buffers.at(port.index);
-    case Role::key:
-      return link.key;
-    case Role::input:
-      return link.inputs.at(port.index);
-    case Role::saved:
-      return link.saved.at(port.index);
-    case Role::tangent:
-      return tangents.at(port.index);
-    default:
-      GPIPE_CHECK(false, "a program reads a port that only results have");
-  }
-}
-
 void MiniBatch::forward(const Action& action, Watch& watch) {
   const StagePlan& plan = plan_->stages[action.stage];
-  Stage& stage = stages_[action.stage];
+  StageState& stage = stages_[action.stage];
   Cell& cell = stage.cells[action.microbatch];
   Skips& skips = skips_[action.microbatch];
   Boundary value = std::move(cell.arrived);
   for (int64_t layer = 0; layer < plan.num_layers; layer = cell.links.back().segment->end) {
-    auto segment = plan.segment(action.microbatch, cell.links.size(), layer, value, skips);
+    const auto segment = plan.segment(action.microbatch, cell.links.size(), layer, value, skips);
     Link& link = cell.links.emplace_back();
-    link.segment = std::move(segment);
+    link.segment = segment;
     const size_t num_plain = value.tensors.size();
-    fetch(link.segment->pops, skips, action.stage);
-    value = pop(*link.segment, skips, std::move(value));
-    if (!link.segment->pops.empty()) link.takes = value.form;
-    bool writes_inputs = link.segment->writes_inputs;
-    Tensors taken;
-    if (!skips.empty() && (writes_inputs || link.segment->python)) taken = value.tensors;
-    value = link.segment->python ? forward_in_python(action, stage, link, value, writes_inputs)
-                                 : forward_lowered(action, stage, link, std::move(value), watch);
-    if (writes_inputs) check_not_stashed(*link.segment, skips, taken, num_plain);
-    if (!link.segment->stashes.empty()) link.returns = value.form;
-    value = stash(*link.segment, skips, std::move(value));
-    put_down(link.segment->stashes, skips, action.stage);
+    fetch(segment->pops, skips, action.stage);
+    value = pop(*segment, skips, std::move(value));
+    if (!segment->pops.empty()) link.takes = value.form;
+    if (const auto first_layer = segment->draws_from()) link.key = key_of(action, *first_layer);
+    const Tensors taken = skips.empty() ? Tensors() : value.tensors;
+    Segment::Result result = segment->forward({action, stage, link, watch}, std::move(value));
+    if (result.writes_inputs) check_not_stashed(*segment, skips, taken, num_plain);
+    if (!segment->stashes.empty()) link.returns = result.outputs.form;
+    value = stash(*segment, skips, std::move(result.outputs));
+    put_down(segment->stashes, skips, action.stage);
   }
   cell.outputs = std::move(value);
-}
-
-Boundary MiniBatch::forward_lowered(const Action& action, Stage& stage, Link& link, Boundary inputs,
-                                    Watch& watch) {
-  const Segment& segment = *link.segment;
-  const Pass& pass = *segment.pass;
-  link.inputs = std::move(inputs.tensors);
-  link.buffers = stage.buffers;
-  if (segment.draws) link.key = key_of(action, segment, stage.cells[action.microbatch]);
-  Tensors arguments, no_accumulators;
-  arguments.reserve(pass.forward.inputs.size());
-  for (const Port& port : pass.forward.inputs) arguments.push_back(find(port, link, {}));
-  bind(stage, pass.forward.program);
-  Tensors results = pass.forward.program->run(arguments, no_accumulators, true, &watch);
-  Boundary outputs{{}, segment.returns};
-  for (size_t i = 0; i < results.size(); ++i) {
-    const Port& port = pass.forward.outputs[i];
-    Tensors& destination = port.role == Role::output   ? outputs.tensors
-                           : port.role == Role::buffer ? stage.buffers
-                                                       : link.saved;
-    put(destination, port.index, std::move(results[i]));
-  }
-  keep_only(pass, stage, link);
-  return outputs;
-}
-
-Boundary MiniBatch::forward_in_python(const Action& action, Stage& stage, Link& link, const Boundary& inputs,
-                                      bool& writes_inputs) {
-  const std::shared_ptr<PythonLayers>& layers = link.segment->python;
-  const auto is_it = [&](const auto& noted) { return noted.first == layers; };
-  if (std::none_of(stage.noted.begin(), stage.noted.end(), is_it))
-    stage.noted.emplace_back(layers, layers->note());
-  {
-    at::NoGradGuard no_grad;
-    for (int64_t index : link.segment->buffers) {
-      // Lowered layers that share it have written a copy.
-      at::Tensor& own = stage.module_buffers[index];
-      if (!stage.buffers[index].is_same(own)) own.copy_(stage.buffers[index]);
-      stage.buffers[index] = own;
-    }
-  }
-  PythonLayers::Result result = layers->forward(inputs, key_, action.microbatch, action.name());
-  link.kept = std::move(result.kept);
-  writes_inputs = result.writes_inputs;
-  return std::move(result.outputs);
-}
-
-// Only what the backward reads outlives the action. A backward that stands in for the plan's may read any input and any
-// buffer.
-void MiniBatch::keep_only(const Pass& pass, const Stage& stage, Link& link) const {
-  const bool others = plan_->instead || (dynamic() && plan_->backward);
-  Tensors inputs, buffers;
-  for (const Port& port : pass.backward.inputs) {
-    if (port.role == Role::input) put(inputs, port.index, link.inputs.at(port.index));
-    if (port.role == Role::buffer) put(buffers, port.index, link.buffers.at(port.index));
-  }
-  if (others) {
-    inputs = std::move(link.inputs);
-    buffers = std::move(link.buffers);
-  }
-  // The module's own buffer is written when the forward has succeeded, and the recompute must read what stood there
-  // before.
-  for (const Port& port : pass.forward.outputs) {
-    if (port.role != Role::buffer || static_cast<size_t>(port.index) >= buffers.size()) continue;
-    at::Tensor& buffer = buffers[port.index];
-    if (buffer.defined() && buffer.is_same(stage.module_buffers[port.index])) buffer = buffer.clone();
-  }
-  link.inputs = std::move(inputs);
-  link.buffers = std::move(buffers);
-  if (pass.backward.program) return;
-  link.saved.clear();
-  if (!others) link.key.reset();
 }
 
 }  // namespace gpipe_fast

@@ -55,7 +55,7 @@ std::string text(int64_t bytes) {
 int64_t arena_bytes(const StagePlan& plan) {
   for (const Chain& chain : plan.chains) {
     for (const auto& segment : chain) {
-      if (segment->pass) return segment->pass->forward.program->arena()->bytes();
+      if (const auto arena = segment->arena()) return arena->bytes();
     }
   }
   return 0;
@@ -65,7 +65,7 @@ int64_t arena_bytes(const StagePlan& plan) {
 
 int64_t MiniBatch::kept_bytes() const {
   Bytes bytes;
-  for (const Stage& stage : stages_) {
+  for (const StageState& stage : stages_) {
     for (const Cell& cell : stage.cells) {
       for (const Link& link : cell.links) {
         for (const Tensors* tensors : {&link.inputs, &link.buffers, &link.saved}) bytes.add(*tensors);
@@ -76,7 +76,7 @@ int64_t MiniBatch::kept_bytes() const {
 }
 
 std::string MiniBatch::memory_of(int32_t index) const {
-  const Stage& stage = stages_.at(index);
+  const StageState& stage = stages_.at(index);
   const StagePlan& plan = plan_->stages.at(index);
   int64_t boundary = 0;  // of the micro-batch that has most
   Bytes saved;
@@ -91,7 +91,7 @@ std::string MiniBatch::memory_of(int32_t index) const {
   const size_t number = stage.cells.size();
   std::ostringstream out;
   out << "stage " << index << " on " << plan.device << " has " << text(bytes_of(stage.parameters))
-      << " of parameters, " << text(bytes_of(stage.gradients)) << " of their gradients so far, "
+      << " of parameters, " << text(bytes_of(stage.backward.gradients)) << " of their gradients so far, "
       << text(boundary) << " of boundary tensors for each of " << number << " micro-batches ("
       << text(static_cast<int64_t>(number) * boundary) << " in all), " << text(saved.sum())
       << " saved of activations so far, and " << text(arena_bytes(plan))

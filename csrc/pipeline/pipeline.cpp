@@ -254,7 +254,7 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
     if (const auto* parts = replays_->forward(minibatch, of, another)) return *parts;
     if (captured) minibatch->begin_forward(of.cut(inputs));  // no longer
   }
-  run(plan->forward, *minibatch);
+  run(*plan->forward, *minibatch);
   if (replays_) replays_->after_forward(plan);
   std::vector<Boundary> parts = minibatch->take_outputs();
   for (const Boundary& part : parts) {
@@ -266,30 +266,24 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
 Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors& gradients,
                                             const Sizes& sizes, bool retain) {
   const OfForward streams(transport_->callers(), minibatch.callers());
-  std::shared_ptr<const Plan> plan = minibatch.plan();
-  std::vector<bool> defined;
-  for (const at::Tensor& gradient : gradients) defined.push_back(gradient.defined());
-  if (plan->expected && defined != *plan->expected) {
-    GPIPE_CHECK(plan->instead, "gradients of other outputs came than can come");
-    plan = plan->instead(defined);
-  }
+  const Plan& plan = *minibatch.plan();
   const std::vector<Stream>& callers = minibatch.callers();
-  const RunOf of{minibatch, gradients, plan->stages.size() - 1, [&](const Tensors& tensors) {
-                   return cut(tensors, plan->num_microbatches(), [&](size_t i) {
-                     return tensors[i].split_with_sizes(sizes[i], plan->join_along);
+  const RunOf of{minibatch, gradients, plan.stages.size() - 1, [&](const Tensors& tensors) {
+                   return cut(tensors, plan.num_microbatches(), [&](size_t i) {
+                     return tensors[i].split_with_sizes(sizes[i], plan.join_along);
                    });
                  }};
   Gradients joined;
   {
     const Turn turn(*this);
     check_open();
-    const bool captured = replays_are_due() && replays_->has_backward(*plan, minibatch);
-    minibatch.begin_backward(
-        plan, captured ? std::vector<Tensors>(plan->num_microbatches()) : of.cut(gradients), retain);
+    const bool captured = replays_are_due() && replays_->has_backward(of);
+    minibatch.begin_backward(captured ? std::vector<Tensors>(plan.num_microbatches()) : of.cut(gradients),
+                             retain);
     AbandonOnError guard{minibatch};
-    if (!replays_are_due() || !replays_->backward(plan, of)) {
-      run(*plan->backward, minibatch);
-      if (replays_) replays_->after_backward(*plan);
+    if (!replays_are_due() || !replays_->backward(of)) {
+      run(*plan.backward, minibatch);
+      if (replays_) replays_->after_backward(of);
     }
     guard.done = true;
     MiniBatch::Gradients found = minibatch.end_backward(callers);
@@ -297,7 +291,7 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
       for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, callers);
     }
     for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, callers);
-    joined = {join_gradients(found.inputs, plan->cut_along), std::move(found.parameters)};
+    joined = {join_gradients(found.inputs, plan.cut_along), std::move(found.parameters)};
     if (replays_) replays_->after_use(callers);
   }
   return joined;
@@ -331,7 +325,7 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
     const std::vector<Stream>& callers;
     bool failed = true;
   } leave{*transport_, callers};
-  if (&actions == &minibatch.plan()->forward) {
+  if (&actions == minibatch.plan()->forward.get()) {
     minibatch.draw();
     minibatch.replicate();
   }

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
 #include <exception>
@@ -24,9 +25,10 @@ std::string obstacle_of(const Plan& plan) {
     const std::string name = "stage " + std::to_string(i);
     if (stage.device.is_cpu()) return name + " runs on the CPU";
     const auto in_python = [](const Chain& chain) {
-      return std::any_of(chain.begin(), chain.end(), [](const auto& segment) { return segment->python; });
+      return std::any_of(chain.begin(), chain.end(),
+                         [](const auto& segment) { return !segment->is_lowered(); });
     };
-    if (stage.find || std::any_of(stage.chains.begin(), stage.chains.end(), in_python))
+    if (!stage.known || std::any_of(stage.chains.begin(), stage.chains.end(), in_python))
       return name + " has layers in Python before it or in it";
   }
   if (plan.check_outputs) return "its outputs are known only when they are there";
@@ -65,6 +67,38 @@ Settings settings_now() {
   return settings;
 }
 
+// What a tensor's layout is; nothing for an undefined one. Only what is laid out as what was captured can be replayed.
+std::vector<std::optional<Layout>> layouts_of(const Tensors& tensors) {
+  std::vector<std::optional<Layout>> layouts;
+  for (const at::Tensor& tensor : tensors) {
+    auto& layout = layouts.emplace_back();
+    if (tensor.defined()) layout = {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()};
+  }
+  return layouts;
+}
+
+bool match(const std::vector<std::optional<Layout>>& layouts, const Tensors& tensors) {
+  return std::equal(layouts.begin(), layouts.end(), tensors.begin(), tensors.end(),
+                    [](const std::optional<Layout>& layout, const at::Tensor& tensor) {
+                      return layout.has_value() == tensor.defined() && (!layout || layout->matches(tensor));
+                    });
+}
+
+// The elements of an expanded tensor, once each.
+at::Tensor elements(const at::Tensor& tensor) {
+  std::vector<int64_t> sizes = tensor.sizes().vec();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (tensor.stride(static_cast<int64_t>(i)) == 0) sizes[i] = 1;
+  }
+  return tensor.as_strided(sizes, tensor.strides(), tensor.storage_offset());
+}
+
+// A tensor with memory of its own, laid out the same where it can be.
+at::Tensor like(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || !elements(tensor).is_non_overlapping_and_dense()) return at::empty_like(tensor);
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+}
+
 std::vector<Stream> distinct(const std::vector<Stream>& streams) {
   std::vector<Stream> found;
   for (const Stream& stream : streams) {
@@ -78,20 +112,26 @@ std::vector<Stream> distinct(const std::vector<Stream>& streams) {
 struct Replays::Entry {
   std::shared_ptr<const Plan> plan;
   ReplayReport report;
-  bool ran_backward = false;
+  // How the gradients were laid out that came to the latest backward; if it was run as it is, and they and those of all
+  // segments came as expected. While a backward is captured nothing else can be run.
+  std::optional<std::vector<std::optional<Layout>>> settled;
   Settings settings = settings_now();
 
   // While it is captured; graphs are waited for before their memory goes.
   Tensors inputs, gradients;
   std::vector<Boundary> outputs;
   std::vector<c10::Storage> arenas;
-  std::shared_ptr<MiniBatch> captured;
+  std::optional<CapturedMiniBatch> captured;
   std::unique_ptr<Graph> forward, backward;
   std::weak_ptr<MiniBatch> user;
 
   bool busy() const {
     const std::shared_ptr<MiniBatch> other = user.lock();
     return other && other->kept();
+  }
+  // Whether it holds what a mini-batch's forward has kept.
+  bool serves(const MiniBatch& minibatch) const {
+    return plan == minibatch.plan() && user.lock().get() == &minibatch;
   }
   void drop() {
     backward.reset();
@@ -144,11 +184,8 @@ void Replays::beside(size_t stage, const Body& body) {
   if (apart) origin().wait(Moment(work));
 }
 
-const std::vector<Boundary>* Replays::forward(const std::shared_ptr<MiniBatch>& minibatch, const RunOf& run,
-                                              const Make& another) {
-  Entry& entry = entry_of(minibatch->plan());
-  if (entry.busy()) return nullptr;
-  if (entry.forward && !minibatch->same_memory(*entry.captured)) entry.drop();
+Replays::State Replays::state_of(Entry& entry, const MiniBatch& minibatch) {
+  if (entry.forward && !entry.captured->has_memory_of(minibatch)) entry.drop();
   if (const Settings settings = settings_now(); settings != entry.settings) {
     entry.drop();
     entry.report.as_they_are = 0;  // to warm up again
@@ -156,21 +193,39 @@ const std::vector<Boundary>* Replays::forward(const std::shared_ptr<MiniBatch>& 
   }
   if (!entry.report.obstacle.empty()) {
     entry.drop();
-    return nullptr;
+    return State::refused;
   }
-  if (!entry.forward) {
-    const bool warm =
-        entry.report.as_they_are >= kWarmUp && (entry.ran_backward || !minibatch->plan()->backward);
-    if (!warm) return nullptr;
-    capture_forward(entry, run, another);
-    if (!entry.forward) return nullptr;
+  if (entry.forward) return State::captured;
+  const bool warm = entry.report.as_they_are >= kWarmUp && (entry.settled || !entry.plan->backward);
+  return warm ? State::warm : State::cold;
+}
+
+const std::vector<Boundary>* Replays::forward(const std::shared_ptr<MiniBatch>& minibatch, const RunOf& run,
+                                              const Make& another) {
+  Entry& entry = entry_of(minibatch->plan());
+  if (entry.busy()) return nullptr;
+  switch (state_of(entry, *minibatch)) {
+    case State::refused:
+    case State::cold:
+      return nullptr;
+    case State::warm:
+      capture_forward(entry, run, another);
+      return entry.forward ? replay_forward(entry, minibatch, run) : nullptr;
+    case State::captured:
+      return replay_forward(entry, minibatch, run);
   }
+  return nullptr;
+}
+
+const std::vector<Boundary>* Replays::replay_forward(Entry& entry,
+                                                     const std::shared_ptr<MiniBatch>& minibatch,
+                                                     const RunOf& run) {
   begin(run, entry.inputs);
   for (size_t i = 0; i < entry.plan->stages.size(); ++i) {
-    if (entry.captured->draws(i)) beside(i, [&] { minibatch->draw_for(*entry.captured, i); });
+    if (entry.captured->draws(i)) beside(i, [&] { entry.captured->draw_for(*minibatch, i); });
   }
   entry.forward->replay(origin());
-  minibatch->take_forward(*entry.captured);
+  entry.captured->give_forward(*minibatch);
   end(run.minibatch);
   entry.user = minibatch;
   ++entry.report.replays;
@@ -183,23 +238,24 @@ bool Replays::has_forward(const Plan& plan) const {
   });
 }
 
-bool Replays::has_backward(const Plan& plan, const MiniBatch& minibatch) const {
+bool Replays::has_backward(const RunOf& run) const {
   return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-    return entry.plan.get() == &plan && entry.backward && entry.user.lock().get() == &minibatch;
+    return entry.backward && entry.serves(run.minibatch) && match(layouts_of(entry.gradients), run.tensors);
   });
 }
 
-bool Replays::backward(const std::shared_ptr<const Plan>& plan, const RunOf& run) {
+bool Replays::backward(const RunOf& run) {
   const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-    return entry.plan == plan && entry.forward && entry.user.lock().get() == &run.minibatch;
+    return entry.forward && entry.serves(run.minibatch);
   });
   if (found == entries_.end() || !found->report.obstacle.empty()) return false;
-  if (!found->backward) capture_backward(*found, run);
-  if (!found->backward) return false;
-  begin(run, found->gradients);
-  found->backward->replay(origin());
-  for (size_t i = 0; i < plan->stages.size(); ++i) {
-    beside(i, [&] { run.minibatch.take_backward(*found->captured, i); });
+  Entry& entry = *found;
+  if (!entry.backward && entry.settled && match(*entry.settled, run.tensors)) capture_backward(entry, run);
+  if (!entry.backward || !match(layouts_of(entry.gradients), run.tensors)) return false;
+  begin(run, entry.gradients);
+  entry.backward->replay(origin());
+  for (size_t i = 0; i < entry.plan->stages.size(); ++i) {
+    beside(i, [&] { entry.captured->give_backward(run.minibatch, i); });
   }
   end(run.minibatch);
   return true;
@@ -227,28 +283,31 @@ std::unique_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
 
 void Replays::capture_forward(Entry& entry, const RunOf& run, const Make& another) {
   entry.inputs = own_copies(run);
-  entry.captured = another();
-  MiniBatch& minibatch = *entry.captured;
+  MiniBatch& minibatch = entry.captured.emplace(another()).minibatch();
   minibatch.draw();
   minibatch.begin_forward(run.cut(entry.inputs));
   entry.forward = capture(entry, [&] {
     minibatch.replicate();
-    engine_(entry.plan->forward, minibatch);
+    engine_(*entry.plan->forward, minibatch);
   });
   if (!entry.forward) return entry.drop();
   entry.outputs = minibatch.take_outputs();
-  entry.arenas = minibatch.arenas();
-  minibatch.freeze();
+  entry.arenas = entry.captured->arenas();
+  entry.captured->freeze();
   entry.report.forward = true;
   entry.add(*entry.forward);
 }
 
 void Replays::capture_backward(Entry& entry, const RunOf& run) {
   entry.gradients = own_copies(run);
-  entry.captured->begin_backward(entry.plan, run.cut(entry.gradients), /*retain=*/true);
-  entry.backward = capture(entry, [&] { engine_(*entry.plan->backward, *entry.captured); });
-  if (!entry.backward)
-    return entry.captured->abandon();  // the forward stays for the mini-batch that it serves
+  if (!match(layouts_of(entry.gradients), run.tensors)) {
+    entry.report.obstacle = "a gradient of its outputs has gaps in memory, or overlaps itself";
+    return;
+  }
+  MiniBatch& minibatch = entry.captured->minibatch();
+  minibatch.begin_backward(run.cut(entry.gradients), /*retain=*/true);
+  entry.backward = capture(entry, [&] { engine_(*entry.plan->backward, minibatch); });
+  if (!entry.backward) return minibatch.abandon();  // the forward stays for the mini-batch that it serves
   entry.report.backward = true;
   entry.add(*entry.backward);
 }
@@ -259,7 +318,7 @@ Tensors Replays::own_copies(const RunOf& run) {
   Tensors copies;
   beside(run.stage, [&] {
     for (const at::Tensor& tensor : run.tensors)
-      copies.push_back(tensor.defined() ? at::empty_like(tensor) : at::Tensor());
+      copies.push_back(tensor.defined() ? like(tensor) : at::Tensor());
   });
   begin(run, copies);
   mixed_ = true;
@@ -278,7 +337,9 @@ void Replays::begin(const RunOf& run, const Tensors& into) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (size_t i = 0; i < into.size(); ++i) {
       if (!into[i].defined()) continue;
-      at::Tensor(into[i]).copy_(run.tensors[i], /*non_blocking=*/true);
+      const bool same = into[i].strides() == run.tensors[i].strides();
+      const at::Tensor from = same ? elements(run.tensors[i]) : run.tensors[i];
+      (same ? elements(into[i]) : into[i]).copy_(from, /*non_blocking=*/true);
       Stream::of_thread(into[i].device()).uses(run.tensors[i]);
     }
   });
@@ -298,8 +359,12 @@ void Replays::before_run() {
 
 void Replays::after_forward(const std::shared_ptr<const Plan>& plan) { ++entry_of(plan).report.as_they_are; }
 
-void Replays::after_backward(const Plan& plan) {
-  for (Entry& entry : entries_) entry.ran_backward = entry.ran_backward || entry.plan.get() == &plan;
+void Replays::after_backward(const RunOf& run) {
+  for (Entry& entry : entries_) {
+    if (entry.plan != run.minibatch.plan()) continue;
+    entry.settled.reset();
+    if (run.minibatch.as_expected()) entry.settled = layouts_of(run.tensors);
+  }
 }
 
 void Replays::after_use(const std::vector<Stream>& callers) {

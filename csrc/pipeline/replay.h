@@ -12,6 +12,7 @@
 #pragma once
 
 #include "device/graph.h"
+#include "pipeline/captured.h"
 #include "pipeline/minibatch.h"
 
 #include <ATen/core/Tensor.h>
@@ -60,14 +61,14 @@ class Replays {
                                        const Make& another);
   // Whether there is a graph for what comes, which then needs nothing by micro-batch.
   bool has_forward(const Plan& plan) const;
-  bool has_backward(const Plan& plan, const MiniBatch& minibatch) const;
+  bool has_backward(const RunOf& run) const;
   // By a graph, after begin_backward; false if it has to run as it is.
-  bool backward(const std::shared_ptr<const Plan>& plan, const RunOf& run);
+  bool backward(const RunOf& run);
 
   // Before and after a run as it is.
   void before_run();
   void after_forward(const std::shared_ptr<const Plan>& plan);
-  void after_backward(const Plan& plan);
+  void after_backward(const RunOf& run);
   // Callers have put work on their streams that reads what a replay made.
   void after_use(const std::vector<Stream>& callers);
 
@@ -76,7 +77,17 @@ class Replays {
 
  private:
   struct Entry;
+  // How far a plan is on its way to a graph of its forward.
+  enum class State {
+    refused,   // it cannot be captured
+    cold,      // it has to run as it is some more times
+    warm,      // it is time to capture it
+    captured,  // its graph can be replayed
+  };
   Entry& entry_of(const std::shared_ptr<const Plan>& plan);
+  static State state_of(Entry& entry, const MiniBatch& minibatch);
+  const std::vector<Boundary>* replay_forward(Entry& entry, const std::shared_ptr<MiniBatch>& minibatch,
+                                              const RunOf& run);
   void capture_forward(Entry& entry, const RunOf& run, const Make& another);
   void capture_backward(Entry& entry, const RunOf& run);
   Tensors own_copies(const RunOf& run);

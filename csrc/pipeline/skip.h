@@ -2,7 +2,7 @@
 // popped, and its gradient likewise on the way back.
 #pragma once
 
-#include "pipeline/plan.h"
+#include "pipeline/segment.h"
 
 namespace gpipe_fast {
 

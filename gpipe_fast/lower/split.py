@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_fast.lower.alias import count_reads, source_of
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, Share, check_share
 from gpipe_fast.trace import aot
 from gpipe_fast.trace.trace import Joint, Node, Port, Role
-
-FULL_RECOMPUTE = 0.0
-NO_RECOMPUTE = 1.0
 
 # In a node's meta: its place in the joint graph, which is autograd's order.
 JOINT_POSITION = "gpipe_fast_position"
@@ -75,42 +73,41 @@ class Split:
     saved: tuple[Saved, ...]
 
 
-def split(joint: Joint, budget: float) -> Split:
+def split(joint: Joint, share: Share) -> Split:
     """Cuts a joint graph into forward and backward.
 
     Args:
         joint: a traced stage.
-        budget: 0 saves nothing but the boundary inputs and recomputes the rest in the backward; 1 saves all
-            that the backward reads; between them PyTorch's min-cut chooses (``activation_memory_budget``).
+        share: of the activations that are saved; between none and all PyTorch's min-cut chooses
+            (``activation_memory_budget``).
 
     Raises:
-        ValueError: the budget is not within 0 and 1.
+        ValueError: the share is not within 0 and 1.
     """
-    if not 0.0 <= budget <= 1.0:
-        raise ValueError(f"the share of activations to save must be within 0 and 1, got {budget}")
+    check_share(share)
     results = [n for n in joint.outputs if n.port.role in (Role.OUTPUT, Role.BUFFER)]
     gradients = [n for n in joint.outputs if n.port.role in (Role.PARAMETER_GRADIENT, Role.INPUT_GRADIENT)]
     arguments = [n for n in joint.inputs if n.port.role is not Role.TANGENT]
     forward = _extract(joint, "forward", arguments, results)
     if not gradients:
         return Split(forward, forward, None, ())
-    kept = _choose(joint, len(results), budget)
+    kept = _choose(joint, len(results), share)
     ports = [Node(Port(Role.SAVED, i), node) for i, node in enumerate(kept)]
-    name = "backward" if kept or budget > 0 else "backward_recompute"
+    name = "backward" if kept or share > FULL_RECOMPUTE else "backward_recompute"
     backward = _extract(joint, name, [*joint.inputs, *ports], gradients)
     saving = _extract(joint, "forward_saving", arguments, [*results, *ports]) if kept else forward
     return Split(forward, saving, backward, tuple(_describe(node) for node in kept))
 
 
-def _choose(joint: Joint, num_results: int, budget: float) -> list[fx.Node]:
+def _choose(joint: Joint, num_results: int, share: Share) -> list[fx.Node]:
     """The forward values to keep, in graph order, none of them a view or a placeholder."""
-    if budget == FULL_RECOMPUTE:
+    if share == FULL_RECOMPUTE:
         return []
     nodes = [n for n in joint.module.graph.nodes if n.op == "call_function"]
-    if budget == NO_RECOMPUTE:
+    if share == NO_RECOMPUTE:
         read = {a for n in nodes if _is_backward(n) for a in n.all_input_nodes if not _is_backward(a)}
     else:
-        names = aot.min_cut_saved(joint.module, num_results, budget)
+        names = aot.min_cut_saved(joint.module, num_results, share)
         read = {n for n in nodes if n.name in names}
     # A view costs nothing to make again, so what is kept is the tensor it looks at.
     bases = {source_of(n).base for n in read}
@@ -191,4 +188,4 @@ def _needed(given: Mapping[fx.Node, Port], results: Iterable[fx.Node]) -> set[fx
     return needed
 
 
-__all__ = ["FULL_RECOMPUTE", "JOINT_POSITION", "NO_RECOMPUTE", "Saved", "Split", "StageGraph", "split"]
+__all__ = ["JOINT_POSITION", "Saved", "Split", "StageGraph", "split"]

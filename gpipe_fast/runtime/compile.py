@@ -1,153 +1,26 @@
-"""Stages and what reaches them to programs: equal stages are traced and lowered once."""
+"""Stages and what reaches them to compiled stages: equal ones are traced and lowered once."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import overload
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from gpipe_fast import _extension
-from gpipe_fast._extension import Layout, Pass, PortedProgram, Segment
-from gpipe_fast.layers.title import title
 from gpipe_fast.lower.accumulation import Accumulation
-from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.program import Program
-from gpipe_fast.lower.split import FULL_RECOMPUTE, NO_RECOMPUTE, Split, split
-from gpipe_fast.runtime.stage import Boundary, Modes, Spec, Stage, form_of
+from gpipe_fast.runtime.compiled import Arrived, Cache, CompiledStage, Gradients, Place, Traced
+from gpipe_fast.runtime.stage import Boundary, Modes, Spec, Stage
 from gpipe_fast.trace import reads
 from gpipe_fast.trace.arrival import Arrivals, layout_of
 from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.reads import Reads
 from gpipe_fast.trace.refuse import Untraceable
 from gpipe_fast.trace.symbolic import Sample, Template, equal
-from gpipe_fast.trace.trace import Joint, Port, Role, Setting, buffers_of, trace, trace_symbolic
-
-Gradients = dict[int, tuple[int, ...]]  # the strides of those that arrive, by output
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A traced stage under one checkpoint policy, as data.
-
-    Attributes:
-        split: the graphs, and what is saved between them.
-        forward: the forward that goes with ``backward``.
-        backward: None in inference, and where nothing needs a gradient.
-    """
-
-    split: Split
-    forward: Program
-    backward: Program | None
-
-
-@dataclass
-class Traced:
-    """A joint graph and its lowered forms by the share of activations that is saved."""
-
-    joint: Joint
-    accumulation: Accumulation = field(default_factory=Accumulation)
-    lowered: dict[float, Lowered] = field(default_factory=dict)
-
-    def lower(self, budget: float) -> Lowered:
-        """Splits and lowers, once per budget (see ``split``)."""
-        if budget not in self.lowered:
-            parts = split(self.joint, budget)
-            backward = None if parts.backward is None else lower(parts.backward, self.accumulation)
-            self.lowered[budget] = Lowered(parts, lower(parts.forward_saving), backward)
-        return self.lowered[budget]
-
-
-class CompiledStage:
-    """A stage, or a part of one, for one signature.
-
-    Attributes:
-        stage: what was compiled.
-        inputs: what reaches it.
-        outputs: what leaves it.
-        traced: its graph, possibly shared with other stages.
-    """
-
-    def __init__(
-        self, stage: Stage, inputs: Boundary, traced: Traced, outputs: Boundary | None = None
-    ) -> None:
-        """Makes one; ``outputs`` where the graph takes fewer gradients than can come."""
-        self.stage = stage
-        self.inputs = inputs
-        self.traced = traced
-        self.outputs = outputs or _outputs(traced.joint)
-        self._segments: dict[float, Segment] = {}
-
-    def written_buffers(self) -> list[Tensor]:
-        """The buffers that its forward writes."""
-        buffers = buffers_of(self.stage.layers)
-        return [buffers[n.port.index] for n in self.traced.joint.outputs if n.port.role is Role.BUFFER]
-
-    def draws(self) -> bool:
-        """Whether any of its operators is random."""
-        return any(n.port.role is Role.KEY and bool(n.node.users) for n in self.traced.joint.inputs)
-
-    def segment(self, budget: float) -> Segment:
-        """The programs of this stage, in its own memory, for one budget; built on first use."""
-        if budget not in self._segments:
-            self._segments[budget] = self._build(self.traced.lower(budget))
-        return self._segments[budget]
-
-    def _build(self, lowered: Lowered) -> Segment:
-        stage = self.stage
-        parameters, buffers = stage.parameters(), stage.buffers()
-        titles = [title(stage.first_layer + index, layer) for index, layer in enumerate(stage.layers)]
-
-        def ported(program: Program) -> PortedProgram:
-            native = program.build(stage.arena, stage.device, parameters=parameters, titles=titles)
-            return PortedProgram(native, _native(program.inputs, buffers), _native(program.outputs, buffers))
-
-        backward = lowered.backward
-        run_pass = Pass(
-            ported(lowered.forward),
-            None if backward is None else ported(backward),
-            [parameters[index] for index in backward.gradients] if backward is not None else [],
-        )
-        begin = stage.first_layer - stage.whole.first_layer
-        tangents = self.traced.joint.of(Role.TANGENT)
-        return Segment.lowered(
-            begin,
-            begin + len(stage.layers),
-            stage.pops,
-            stage.stashes,
-            run_pass,
-            [Layout(spec.shape, spec.strides, spec.dtype) for spec in self.inputs.tensors],
-            form_of(self.inputs),
-            form_of(self.outputs),
-            stage.first_layer,
-            self.draws(),
-            self.traced.joint.writes_inputs,
-            [_layout(tangents[i]) if i in tangents else None for i in range(len(self.outputs.tensors))],
-        )
-
-
-def _layout(node: fx.Node) -> Layout:
-    value = node.meta["val"]
-    return Layout(tuple(value.shape), value.stride(), value.dtype)
-
-
-def _native(ports: Sequence[Port], buffers: Sequence[int]) -> list[_extension.Port]:
-    return [
-        _extension.Port(
-            getattr(_extension.Role, p.role.name), buffers[p.index] if p.role is Role.BUFFER else p.index
-        )
-        for p in ports
-    ]
-
-
-def _outputs(joint: Joint) -> Boundary:
-    nodes, differentiable = joint.of(Role.OUTPUT), joint.differentiable_outputs()
-    specs = tuple(Spec.of(nodes[i].meta["val"], i in differentiable) for i in range(len(nodes)))
-    return Boundary(specs, joint.structure, joint.stashed)
+from gpipe_fast.trace.trace import Joint, Setting, trace, trace_symbolic
 
 
 @dataclass(frozen=True)
@@ -206,50 +79,115 @@ class Compiler:
         self._reads: OrderedDict[Hashable, list[Reads]] = OrderedDict()
         self._traces: OrderedDict[Hashable, Traced] = OrderedDict()
         self._kinds: OrderedDict[tuple[Hashable, Hashable, Modes], _Kind] = OrderedDict()
+        self._compiled: Cache[tuple[Place, Arrivals], CompiledStage] = Cache(4 * limit)
 
     def compile(
-        self,
-        stages: Sequence[Stage],
-        microbatches: Sequence[Boundary],
-        defined: Collection[int] | None = None,
-        join_along: int = 0,
-        num_microbatches: int = 2,
+        self, stages: Sequence[Stage], microbatches: Sequence[Boundary]
     ) -> list[list[CompiledStage]] | Refusal:
         """Traces all stages for the micro-batches of a mini-batch, under the present grad and autocast modes.
+
+        Gradients are taken to come in the layouts of the stages' outputs.
 
         Args:
             stages: the pipeline.
             microbatches: what reaches the first stage, each different signature once, in order.
-            defined: the outputs of the last stage that a gradient comes to; by default all that can take one.
-            join_along: the dimension along which outputs are joined.
-            num_microbatches: how many there are; all but the last are as the first.
         """
         pipelines: list[list[CompiledStage]] = []
         for inputs in microbatches:
             compiled: list[CompiledStage] = []
             stashed: dict[int, tuple[Spec | None, Stage]] = {}
             for index, stage in enumerate(stages):
-                skips = [sent(*stashed.pop(number), stage) for number in stage.pops]
-                inputs = inputs.with_skips(skips)
-                traced = self.trace(stage, inputs, ())
-                if isinstance(traced, Untraceable):
-                    return Refusal(index, self.blamed(stage, inputs, traced))
-                compiled.append(CompiledStage(stage, inputs, traced))
-                inputs, skips = compiled[-1].outputs.apart()
+                inputs = inputs.with_skips([sent(*stashed.pop(number), stage) for number in stage.pops])
+                found = self.compiled(stage, Place.of(stage, inputs, Modes.now()))
+                if isinstance(found, Untraceable):
+                    return Refusal(index, self.blamed(stage, inputs, found))
+                compiled.append(found)
+                inputs, skips = found.outputs.apart()
                 stashed.update({n: (spec, stage) for n, spec in zip(stage.stashes, skips, strict=True)})
                 if index + 1 < len(stages):
                     tensors = tuple(sent(spec, stage, stages[index + 1]) for spec in inputs.tensors)
                     inputs = replace(inputs, tensors=tensors)
             pipelines.append(compiled)
+        return pipelines
+
+    def expecting(
+        self,
+        pipelines: Sequence[Sequence[CompiledStage]],
+        arrived: Arrived,
+        join_along: int = 0,
+        num_microbatches: int = 2,
+    ) -> list[list[CompiledStage]] | Refusal:
+        """Compiles pipelines for the gradients that come as they did last, or else as they are likely to.
+
+        Args:
+            pipelines: compiled for gradients in the layouts of their stages' outputs.
+            arrived: as they came last.
+            join_along: the dimension along which outputs are joined.
+            num_microbatches: how many there are; all but the last are as the first.
+        """
         outputs = [compiled[-1].outputs.tensors for compiled in pipelines]
         joined = _joined(outputs, join_along, num_microbatches)
+        found: list[list[CompiledStage]] = []
         for compiled, gradients in zip(pipelines, joined, strict=True):
-            if defined is not None:
-                gradients = {i: strides for i, strides in gradients.items() if i in defined}
-            refusal = self._let_arrive(compiled, gradients)
-            if refusal is not None:
-                return refusal
-        return pipelines
+            pipeline = self._expecting(compiled, gradients, arrived)
+            if isinstance(pipeline, Refusal):
+                return pipeline
+            found.append(pipeline)
+        return found
+
+    def _expecting(
+        self, compiled: Sequence[CompiledStage], gradients: Gradients, arrived: Arrived
+    ) -> list[CompiledStage] | Refusal:
+        """From the last stage on, tells each in what layout its gradients come, or that they do not."""
+        found = list(compiled)
+        of_skips: dict[int, tuple[int, ...]] = {}
+        for index, base in reversed(list(enumerate(compiled))):
+            stashes = _tensors_of(base.stage.stashes, base.outputs)
+            gradients.update({place: of_skips[number] for place, number in stashes if number in of_skips})
+            known = self.compiled(base.stage, base.place, arrived.find(base.place) or gradients)
+            if isinstance(known, Untraceable):
+                layer = len(base.stage.layers) - 1 if known.layer is None else known.layer
+                return Refusal(index, replace(known, layer=layer))
+            found[index] = known
+            gradients = known.input_gradients()
+            for place, number in _tensors_of(base.stage.pops, base.inputs):
+                if place in gradients:
+                    of_skips[number] = gradients.pop(place)
+        return found
+
+    def compiled(
+        self, part: Stage, place: Place, gradients: Gradients | None = None, limited: bool = True
+    ) -> CompiledStage | Untraceable:
+        """A stage or a part of one, under the present modes, which are the place's.
+
+        Args:
+            part: what to compile.
+            place: what to compile it for.
+            gradients: in which layouts they come to its outputs; by default in those of the outputs.
+            limited: whether there may be too many traces.
+        """
+        base = self._compiled.find((place, ()))
+        if base is None:
+            traced = self.trace(part, place.arriving, (), limited)
+            if isinstance(traced, Untraceable):
+                return traced
+            # The trace may have shown more of what the layers read.
+            place = Place.of(part, place.arriving, place.modes)
+            base = self._compiled.find((place, ())) or CompiledStage(part, place, traced)
+            self._compiled[place, ()] = base
+        arrivals = () if gradients is None else base.arrivals(gradients)
+        found = base if not arrivals else self._compiled.find((place, arrivals))
+        if found is None:
+            traced = self.trace(part, place.arriving, arrivals, limited)
+            if isinstance(traced, Untraceable):
+                return traced
+            found = self._compiled[place, arrivals] = CompiledStage(part, place, traced, base)
+        return found
+
+    def find(self, place: Place, gradients: Gradients) -> CompiledStage | None:
+        """What was compiled before, if it was."""
+        base = self._compiled.find((place, ()))
+        return None if base is None else self._compiled.find((place, base.arrivals(gradients)))
 
     def blamed(self, stage: Stage, inputs: Boundary, untraceable: Untraceable) -> Untraceable:
         """Names the layer without which the layers before it could be traced, where the trace names none."""
@@ -263,34 +201,16 @@ class Compiler:
             good, bad = (good, middle) if is_bad else (middle, bad)
         return replace(untraceable, layer=bad - 1)
 
-    def _let_arrive(self, compiled: list[CompiledStage], gradients: Gradients) -> Refusal | None:
-        """From the last stage on, tells each in what layout its gradients come, or that they do not."""
-        of_skips: dict[int, tuple[int, ...]] = {}
-        for index in reversed(range(len(compiled))):
-            before = compiled[index]
-            for place, number in _tensors_of(before.stage.stashes, before.outputs):
-                if number in of_skips:
-                    gradients[place] = of_skips[number]
-            arrivals = arrivals_of(before.traced.joint, gradients)
-            if arrivals:
-                traced = self.trace(before.stage, before.inputs, arrivals)
-                if isinstance(traced, Untraceable):
-                    return Refusal(index, traced)
-                compiled[index] = CompiledStage(before.stage, before.inputs, traced, before.outputs)
-            given = compiled[index].traced.joint.of(Role.INPUT_GRADIENT)
-            gradients = {i: node.meta["val"].stride() for i, node in given.items()}
-            for place, number in _tensors_of(before.stage.pops, before.inputs):
-                if place in gradients:
-                    of_skips[number] = gradients.pop(place)
-        return None
-
-    def trace(self, stage: Stage, inputs: Boundary, arrivals: Arrivals) -> Traced | Untraceable:
+    def trace(
+        self, stage: Stage, inputs: Boundary, arrivals: Arrivals, limited: bool = True
+    ) -> Traced | Untraceable:
         """Traces one stage, or remembers it, under the present modes.
 
         Args:
             stage: what to trace.
             inputs: what reaches it.
             arrivals: which gradients come otherwise than their outputs are laid out, or not at all.
+            limited: whether there may be too many traces.
         """
         layers, modes = self._fingerprint(stage), Modes.now()
         key = (layers, inputs, arrivals, modes, stage.grad_dtype)
@@ -301,7 +221,7 @@ class Compiler:
         num_attempts = kind.num_attempts
         joint = self._write_out(kind, stage, inputs, arrivals)
         if joint is None:
-            if self._most is not None and self._times[layers, modes] >= self._most:
+            if limited and self._most is not None and self._times[layers, modes] >= self._most:
                 return TooManyTraces(None, f"it was traced {self._most} times for what it met")
             found = self._trace_as_it_is(kind, stage, inputs, arrivals)
             if isinstance(found, Untraceable):
@@ -351,15 +271,11 @@ class Compiler:
             if joint is not None:
                 self.num_written += 1
                 return joint
-        if len(kind.samples) < 2 or kind.num_attempts == _ATTEMPTS:
-            return None
-        seen = [sample.shapes for sample in kind.samples] + [tuple(shapes)]
-        varying = [
-            [len(set(sizes)) > 1 for sizes in zip(*each, strict=True)] for each in zip(*seen, strict=True)
-        ]
+        varying = _varying([*(sample.shapes for sample in kind.samples), tuple(shapes)])
         sizes = [size for shape, dims in zip(shapes, varying, strict=True) for size in compress(shape, dims)]
-        if min(sizes, default=0) < 2:
-            return None  # PyTorch takes sizes of 0 and 1 for special
+        # PyTorch takes sizes of 0 and 1 for special.
+        if len(kind.samples) < 2 or kind.num_attempts == _ATTEMPTS or min(sizes, default=0) < 2:
+            return None
         kind.num_attempts += 1
         self.num_traces += 1
         found = trace_symbolic(
@@ -368,14 +284,24 @@ class Compiler:
         if found is None:
             return None
         template = Template(*found)
-        again = [(s.joint, template.write_out(s.shapes, s.strides, s.arrivals)) for s in kind.samples]
-        known = [equal(joint, written) for joint, written in again if written is not None]
         joint = template.write_out(shapes, strides, arrivals)
-        if not known or not all(known) or joint is None:
+        if joint is None or not _agrees(template, kind.samples):
             return None
         kind.template = template
         self.num_written += 1
         return joint
+
+
+def _varying(seen: Sequence[Sequence[Sequence[int]]]) -> list[list[bool]]:
+    """Which dimensions of each tensor differ between the calls seen, given the shapes of each."""
+    return [[len(set(sizes)) > 1 for sizes in zip(*each, strict=True)] for each in zip(*seen, strict=True)]
+
+
+def _agrees(template: Template, samples: Sequence[Sample]) -> bool:
+    """Whether what was traced for shapes is what a template has for them, as far as it has any."""
+    again = [(s.joint, template.write_out(s.shapes, s.strides, s.arrivals)) for s in samples]
+    known = [equal(joint, written) for joint, written in again if written is not None]
+    return bool(known) and all(known)
 
 
 @overload
@@ -423,16 +349,6 @@ def _kind_of(inputs: Boundary, arrivals: Arrivals) -> Hashable:
     )
 
 
-def arrivals_of(joint: Joint, gradients: Gradients) -> Arrivals:
-    """The gradients of a stage's outputs that come otherwise than its trace assumes, or not at all."""
-    # Strides of dimensions of size one count: they tell channels_last from contiguous.
-    return tuple(
-        (index, gradients.get(index))
-        for index, tangent in joint.of(Role.TANGENT).items()
-        if gradients.get(index) != tangent.meta["val"].stride()
-    )
-
-
 def _joined(outputs: Sequence[tuple[Spec, ...]], dim: int, count: int) -> list[Gradients]:
     """Strides of each micro-batch's part of the module's outputs; losses lay gradients out like these."""
     found: list[Gradients] = [{} for _ in outputs]
@@ -454,8 +370,3 @@ def _fit(parts: Sequence[Tensor], dim: int) -> bool:
     if any(not -part.dim() <= dim < part.dim() for part in parts):
         return False
     return len({part.narrow(dim, 0, 0).shape for part in parts}) == 1
-
-
-def budget_of(recompute: bool) -> float:
-    """The share of activations that a micro-batch saves."""
-    return FULL_RECOMPUTE if recompute else NO_RECOMPUTE

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,13 @@ from gpipe_fast.layers.skip import carrying, take
 from gpipe_fast.layers.structure import Structure, call, flatten, shared
 from gpipe_fast.layers.title import title
 from gpipe_fast.lower.accumulation import sum_dtype
+from gpipe_fast.lower.checkpoint import Share, recomputes
 from gpipe_fast.randomness.random import GeneratorStates, KeyedRandomMode, make_key
+from gpipe_fast.runtime.copied import copied_for_writing
+from gpipe_fast.runtime.differentiate import differentiate, without_hooks
 from gpipe_fast.runtime.draws import Drawn, Draws
 from gpipe_fast.runtime.stage import Modes, Stage, under
 from gpipe_fast.schedule import Action
-from gpipe_fast.strides import span
 from gpipe_fast.trace.reads import are_repeatable
 from gpipe_fast.trace.trace import parameters_of
 
@@ -116,6 +118,28 @@ class _Kept:
     data: list[int]
 
 
+class Result(NamedTuple):
+    """What one micro-batch's forward returns to C++.
+
+    Attributes:
+        outputs: detached, those that are stashed last.
+        structure: how the others are nested.
+        needs_gradient: which of the others need gradients.
+        kept: what `EagerLayers.backward` needs.
+        skips: which that are stashed need gradients; nothing for None.
+        writes_inputs: whether inputs were changed in place.
+        reached: which parameters the outputs depend on, if that was asked for.
+    """
+
+    outputs: list[Tensor]
+    structure: Structure
+    needs_gradient: list[bool]
+    kept: _Kept | None
+    skips: list[bool | None]
+    writes_inputs: bool
+    reached: list[bool]
+
+
 class EagerLayers:
     """A run of layers in Python, called by the worker of their stage for every micro-batch.
 
@@ -128,9 +152,9 @@ class EagerLayers:
         part: Stage,
         name: str,
         modes: Modes,
-        recompute: bool,
+        share: Share,
         busy: threading.RLock,
-        on_tangents: Callable[[Sequence[Tensor | None]], None] | None = None,
+        on_tangents: Callable[[Sequence[Tensor | None]], object] | None = None,
         after: Callable[[], object] | None = None,
     ) -> None:
         """Makes one.
@@ -139,8 +163,8 @@ class EagerLayers:
             part: whose layers to call one after the other.
             name: what errors call them.
             modes: PyTorch's global modes to run them under.
-            recompute: keep only what comes in, and run them again in the backward; but for those whose second
-                run would do something else, such as to count on.
+            share: of the activations that is kept; less than all means none, and to run them again, but for
+                layers whose second run would do something else, such as to count on.
             busy: held while the layers run.
             on_tangents: is told the gradients that come to the outputs.
             after: called when a forward has succeeded.
@@ -149,7 +173,7 @@ class EagerLayers:
         self._layers = part.layers
         self._name = name
         self._modes = modes
-        self._recompute = recompute and modes.grad and are_repeatable(part.layers)
+        self._recompute = recomputes(share) and modes.grad and are_repeatable(part.layers)
         self._busy = busy
         self._on_tangents = on_tangents
         self._draws = Draws(self._layers)
@@ -183,46 +207,47 @@ class EagerLayers:
         key: Callable[[], int],
         microbatch: int,
         action: str,
-    ) -> tuple[list[Tensor], Structure, list[bool], _Kept | None, list[bool | None], bool]:
-        """Runs one micro-batch.
-
-        Returns:
-            The outputs detached, those that are stashed last; how the others are nested and which of them
-            need gradients; what `backward` needs; which that are stashed need gradients, nothing for None;
-            whether inputs were changed in place.
-        """
+        tell_reached: bool,
+    ) -> Result:
+        """Runs one micro-batch; `tell_reached` asks for the parameters that its outputs depend on."""
         arrived = _Arrived(tensors, structure, needs_gradient, skips, key, microbatch)
         with self._busy, self._blamed(action), phase.entered(checkpointing=self._recompute):
             before = self.note() if self._recompute else []
             generators = GeneratorStates(self._recompute)
             with self._draws.forward() if self._recompute else nullcontext(Drawn()) as drawn:
                 run = self._run(arrived, generators)
-            roots = run.roots()
             kept: _Kept | None = None
-            if any(root.requires_grad for root in roots):
-                every = parameters_of(self._layers)
-                parameters = [p for p in every if p.requires_grad]
-                self._check_graph(run, parameters)
-                kept = _Kept(
-                    None if self._recompute and drawn.repeatable else run,
-                    every,
-                    parameters,
-                    arrived,
-                    [buffer for buffer in before if buffer.is_changed()],
-                    generators,
-                    drawn,
-                    [p.data_ptr() for p in parameters],
-                )
+            reached: list[bool] = []
+            if any(root.requires_grad for root in run.roots()):
+                if tell_reached or not self._checked:
+                    reached = self._reached(run, parameters_of(self._layers))
+                written = [noted for noted in before if noted.is_changed()]
+                kept = self._kept(run, arrived, written, generators, drawn)
             if self._after is not None:
                 self._after()
-            return (
-                [root.detach() for root in roots],
+            return Result(
+                [root.detach() for root in run.roots()],
                 shared(run.structure),
                 [output.requires_grad for output in run.outputs],
                 kept,
                 [None if tensor is None else tensor.requires_grad for tensor in run.stashed],
                 run.writes_inputs,
+                reached,
             )
+
+    def _kept(
+        self,
+        run: _Run,
+        arrived: _Arrived,
+        written: list[_Noted],
+        generators: GeneratorStates,
+        drawn: Drawn,
+    ) -> _Kept:
+        every = parameters_of(self._layers)
+        parameters = [p for p in every if p.requires_grad]
+        data = [p.data_ptr() for p in parameters]
+        kept_run = None if self._recompute and drawn.repeatable else run
+        return _Kept(kept_run, every, parameters, arrived, written, generators, drawn, data)
 
     def backward(
         self,
@@ -265,7 +290,7 @@ class EagerLayers:
         mode = KeyedRandomMode(lambda: self._key(arrived), generators)
         with torch.set_grad_enabled(self._modes.grad), under(self._modes.autocast):
             leaves = arrived.leaves()
-            copied = [_copied(leaf) for leaf in leaves]
+            copied = [copied_for_writing(leaf) for leaf in leaves]
             versions = [copy._version for copy in copied]
             copies = iter(copied)
             value = arrived.structure.build([next(copies) for _ in arrived.needs_gradient])
@@ -303,48 +328,43 @@ class EagerLayers:
         retain: bool,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         so_far = {id(p): g for p, g in zip(kept.every, gradients, strict=True)}
-        higher = [p for p in kept.parameters if sum_dtype(p.dtype, self._part.grad_dtype) != p.dtype]
-        sums = {id(p): so_far.pop(id(p)) for p in higher}
+        dtype = self._part.grad_dtype
+        sums = {id(p): so_far.pop(id(p)) for p in kept.parameters if sum_dtype(p.dtype, dtype) != p.dtype}
         # A parameter as a root takes in what there is, before its uses add theirs one by one, as autograd
         # does for all micro-batches of a loop. What is added up in more precision is no gradient of its.
+        begun = [(p, so_far.get(id(p))) for p in kept.parameters]
         roots = [
             (root, gradient)
-            for root, gradient in (
-                *zip(run.roots(), tangents, strict=False),
-                *((p, so_far.get(id(p))) for p in kept.parameters),
-            )
+            for root, gradient in (*zip(run.roots(), tangents, strict=False), *begun)
             if gradient is not None and root.requires_grad
         ]
-        inputs = [leaf for leaf in run.leaves if leaf.requires_grad]
-        sources = [*inputs, *kept.parameters]
-        differentiate = _backward if self._reentrant else _grad
-        with _without_hooks(kept.parameters), _in_this_thread(roots):
-            found = differentiate([r for r, _ in roots], [g for _, g in roots], sources, retain)
+        sources = [*(leaf for leaf in run.leaves if leaf.requires_grad), *kept.parameters]
+        with without_hooks(kept.parameters):
+            found = differentiate(roots, sources, retain, self._reentrant)
         of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
         of_inputs = [of.get(id(leaf)) for leaf in run.leaves]
-        of |= {p: _added(total, of[p], self._part.grad_dtype) for p, total in sums.items()}
+        of |= {p: _added(total, of[p], dtype) for p, total in sums.items()}
         return of_inputs, [of.get(id(p), so_far.get(id(p))) for p in kept.every]
 
-    def _check_graph(self, run: _Run, parameters: Iterable[Tensor]) -> None:
-        """Refuses tensors whose gradients would be lost, and looks for checkpoints; once."""
-        if self._checked:
-            return
-        self._checked = True
+    def _reached(self, run: _Run, parameters: Sequence[Tensor]) -> list[bool]:
+        """Which parameters the outputs depend on; looks for checkpoints, which hide theirs.
+
+        Raises:
+            RuntimeError: they depend on a tensor whose gradient would be lost.
+        """
         known = {id(tensor) for tensor in (*run.leaves, *parameters)}
-        pending: list[Node] = [root.grad_fn for root in run.roots() if root.grad_fn is not None]
-        seen = set(pending)
-        while pending:
-            node = pending.pop()
-            self._reentrant = self._reentrant or node.name() == "CheckpointFunctionBackward"
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, Tensor) and id(leaf) not in known:
+        nodes = _graph_of(run.roots())
+        self._reentrant = self._reentrant or any(n.name() == "CheckpointFunctionBackward" for n in nodes)
+        leaves = [leaf for n in nodes if isinstance(leaf := getattr(n, "variable", None), Tensor)]
+        for leaf in leaves:
+            if id(leaf) not in known:
                 raise RuntimeError(
                     f"{self._name} uses a tensor of shape {list(leaf.shape)} that needs a gradient and is "
                     "not one of its parameters; make it one, or pass it through the layers"
                 )
-            following = {n for n, _ in node.next_functions if n is not None} - seen
-            seen |= following
-            pending.extend(following)
+        self._checked = True
+        found = {id(leaf) for leaf in leaves}
+        return [self._reentrant or id(parameter) in found for parameter in parameters]
 
     @contextlib.contextmanager
     def _blamed(self, action: str) -> Iterator[None]:
@@ -378,67 +398,6 @@ def _shortened(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters if is_table and module.max_norm is not None else {}
 
 
-# To which PyTorch aligns memory, in bytes; matrix products may round otherwise where it is not.
-_ALIGNMENT = 64
-
-
-class _Copied(torch.autograd.Function):
-    """A copy whose memory is laid out and aligned as the original's, overlaps and gaps included."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        length = span(tensor.shape, tensor.stride())
-        memory = tensor.new_empty(length + _ALIGNMENT)
-        beyond = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNMENT
-        begin = beyond // tensor.element_size()
-        memory[begin : begin + length].copy_(tensor.as_strided((length,), (1,)))
-        # Not a view of it, which a layer may not write.
-        storage = memory.untyped_storage()
-        return tensor.new_empty(0).set_(storage, begin, tensor.shape, tensor.stride())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy that layers may write, and from which they compute the same bits."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
-        return tensor.clone()
-    if tensor.data_ptr() % _ALIGNMENT == 0:
-        copy = tensor.clone()
-        if copy.stride() == tensor.stride():
-            return copy
-    copied: Tensor = _Copied.apply(tensor)
-    return copied
-
-
-def _in_this_thread(roots: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
-    """Autograd gives what is on a GPU to that GPU's thread, where the pipeline's backward may be waiting."""
-    of_host = all(root.device.type == "cpu" for root, _ in roots)
-    return torch.autograd.set_multithreading_enabled(of_host and torch._C._is_multithreading_enabled())
-
-
-Found = Sequence[Tensor | None]
-
-
-def _grad(roots: list[Tensor], gradients: list[Tensor], sources: list[Tensor], retain: bool) -> Found:
-    return torch.autograd.grad(roots, sources, gradients, retain_graph=retain, allow_unused=True)
-
-
-def _backward(roots: list[Tensor], gradients: list[Tensor], sources: list[Tensor], retain: bool) -> Found:
-    """What reentrant checkpoints want instead: they add to ``grad`` themselves."""
-    before = [source.grad for source in sources]
-    try:
-        for source in sources:
-            source.grad = None
-        torch.autograd.backward(roots, gradients, retain_graph=retain)
-        return [source.grad for source in sources]
-    finally:
-        for source, gradient in zip(sources, before, strict=True):
-            source.grad = gradient
-
-
 @contextlib.contextmanager
 def _as_it_was(buffers: Sequence[_Noted]) -> Iterator[None]:
     """Lets buffers be for a block what a forward found, unnoticed by autograd."""
@@ -455,14 +414,12 @@ def _as_it_was(buffers: Sequence[_Noted]) -> Iterator[None]:
                 noted.put_back()
 
 
-@contextlib.contextmanager
-def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Hooks on parameters see the whole mini-batch's gradient, not each micro-batch's."""
-    hooked = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
-    try:
-        for parameter, _ in hooked:
-            parameter._backward_hooks = None
-        yield
-    finally:
-        for parameter, hooks in hooked:
-            parameter._backward_hooks = hooks
+def _graph_of(roots: Iterable[Tensor]) -> set[Node]:
+    """All nodes of the graph that leads to these."""
+    pending: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        following = {n for n, _ in pending.pop().next_functions if n is not None} - seen
+        seen |= following
+        pending.extend(following)
+    return seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from gpipe_fast.devices import elsewhere
 from gpipe_fast.layers.batchnorm import Statistics, statistics_of
 from gpipe_fast.layers.structure import Dims
 from gpipe_fast.layers.title import title
-from gpipe_fast.lower.split import NO_RECOMPUTE
-from gpipe_fast.runtime.compile import CompiledStage
+from gpipe_fast.lower.checkpoint import Share, recomputes
+from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.stage import Boundary, Spec, Stage, form_of
 from gpipe_fast.schedule import Schedule, fill_drain
 from gpipe_fast.trace.trace import buffers_of, parameters_of
@@ -55,59 +55,6 @@ class Plan:
     handed: Sequence[Sequence[Handed]] | None
 
 
-# Of which outputs a gradient comes, to the plan whose backward takes just those.
-Instead = Callable[[Sequence[bool]], _extension.Plan]
-
-
-def make_plan(
-    pipelines: Sequence[Sequence[CompiledStage]],
-    budgets: Sequence[float],
-    num_threads: int,
-    dims: Dims,
-    expected: Sequence[bool],
-    instead: Instead | None = None,
-) -> Plan:
-    """Lays out a mini-batch.
-
-    Args:
-        pipelines: the compiled stages that each micro-batch runs through.
-        budgets: for each micro-batch, the share of activations that it saves (see ``split``).
-        num_threads: intra-op threads of each stage; what the stages were compiled with.
-        dims: along which inputs are cut, and outputs joined.
-        expected: to which outputs a gradient comes, as the stages were compiled.
-        instead: makes the plan for a backward to which others come.
-
-    Raises:
-        ValueError: two stages share a buffer, and one of them writes it.
-    """
-    stages = [compiled.stage for compiled in pipelines[0]]
-    _refuse_shared_writes(stages, {i: s.written_buffers() for i, s in enumerate(pipelines[0])})
-    training = any(spec.requires_grad for spec in pipelines[0][-1].outputs.tensors)
-    schedule, forward, backward = _actions(len(stages), budgets, training)
-    chains = [
-        [[p[index].segment(budget)] for p, budget in zip(pipelines, budgets, strict=True)]
-        for index in range(len(stages))
-    ]
-    native = _extension.Plan(
-        [
-            _extension.StagePlan(*own, of_stage)
-            for own, of_stage in zip(_positions(stages), chains, strict=True)
-        ],
-        len(stages[0].skips),
-        forward,
-        backward,
-        num_threads,
-        form_of(pipelines[0][0].inputs),
-        dims.inputs,
-        dims.outputs,
-        expected,
-        instead,
-        None,
-    )
-    handed = [[Handed.by(stage) for stage in p] for p in (pipelines[0], pipelines[-1])]
-    return Plan(native, schedule, any(stage.draws() for stage in pipelines[0]), handed)
-
-
 # Of each skip connection what is stashed now, if that is a tensor, and whether it needs a gradient.
 Stashed = Sequence[tuple[Tensor | None, bool]]
 
@@ -120,34 +67,100 @@ class Finder(Protocol):
     ) -> _extension.Segment:
         """The segment for what comes to a layer, and what is stashed of each skip connection."""
 
-    def instead(self, origin: Any, microbatch: int, tangents: Sequence[Tensor | None]) -> _extension.Segment:
-        """The one for the gradients that came to the outputs of another; it recomputes everything."""
+    def stand_in(self, origin: Any, tangents: Sequence[Tensor | None]) -> _extension.Segment:
+        """The one for gradients that came to the outputs of another; it recomputes everything."""
 
 
-def make_late_plan(
+CheckOutputs = Callable[[Sequence[_extension.Boundary]], None]
+
+
+def make_plan(
     stages: Sequence[Stage],
     finders: Sequence[Finder],
     inputs: Boundary,
-    budgets: Sequence[float],
+    shares: Sequence[Share],
     num_threads: int,
     dims: Dims,
-    check_outputs: Callable[[Sequence[_extension.Boundary]], None],
+    known: Sequence[Sequence[CompiledStage]] | None,
+    check_outputs: CheckOutputs | None = None,
 ) -> Plan:
-    """Lays out a mini-batch of which it shows only while it runs what crosses from stage to stage.
+    """Lays out a mini-batch.
 
     Args:
         stages: of the pipeline.
         finders: of each stage.
         inputs: what reaches the first stage.
-        budgets: for each micro-batch, the share of activations that it saves (see ``split``).
-        num_threads: intra-op threads of each stage.
+        shares: for each micro-batch, the share of activations that it saves.
+        num_threads: intra-op threads of each stage; what the stages were compiled with.
         dims: along which inputs are cut, and outputs joined.
-        check_outputs: raises unless the micro-batches' outputs can be joined.
+        known: the compiled stages that each micro-batch runs through; None where it shows only while it runs
+            what crosses from stage to stage.
+        check_outputs: raises unless the micro-batches' outputs can be joined; None where that is known.
 
     Raises:
-        RuntimeError: a stage shares a parameter with one on another device.
+        RuntimeError: a stage that is not lowered shares a parameter with one on another device.
         ValueError: two stages share a buffer, and one of them could write it.
     """
+    if known is None:
+        _refuse_replicas(stages)
+    _refuse_shared_writes(stages, _written(stages, known))
+    training = _needs_backward(stages, inputs, known)
+    schedule, forward, backward = _actions(len(stages), shares, training)
+    native = _extension.Plan(
+        stages=[
+            _extension.StagePlan(**own, chains=chains, known=known is not None, finder=finder)
+            for own, chains, finder in zip(
+                _described(stages), _chains(stages, shares, known), finders, strict=True
+            )
+        ],
+        num_skips=len(stages[0].skips),
+        forward=forward,
+        backward=backward,
+        num_threads=num_threads,
+        inputs=form_of(inputs),
+        cut_along=dims.inputs,
+        join_along=dims.outputs,
+        check_outputs=check_outputs,
+    )
+    if known is None:
+        return Plan(native, schedule, None, None)
+    handed = [[Handed.by(stage) for stage in pipeline] for pipeline in (known[0], known[-1])]
+    return Plan(native, schedule, any(stage.draws() for stage in known[0]), handed)
+
+
+def _chains(
+    stages: Sequence[Stage], shares: Sequence[Share], known: Sequence[Sequence[CompiledStage]] | None
+) -> list[list[list[_extension.Segment]]]:
+    """The segments of each stage, by micro-batch."""
+    if known is None:
+        return [[[] for _ in shares] for _ in stages]
+    return [
+        [[pipeline[index].segment(share)] for pipeline, share in zip(known, shares, strict=True)]
+        for index in range(len(stages))
+    ]
+
+
+def _needs_backward(
+    stages: Sequence[Stage], inputs: Boundary, known: Sequence[Sequence[CompiledStage]] | None
+) -> bool:
+    if known is not None:
+        return any(spec.requires_grad for spec in known[0][-1].outputs.tensors)
+    needed = [spec.requires_grad for spec in inputs.tensors]
+    needed += [p.requires_grad for stage in stages for p in parameters_of(stage.layers)]
+    return torch.is_grad_enabled() and any(needed)
+
+
+def _written(
+    stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]] | None
+) -> dict[int, list[Tensor]]:
+    """By stage, the buffers that its forward may write: in training all, for all that is known."""
+    if known is not None:
+        return {i: stage.written_buffers() for i, stage in enumerate(known[0])}
+    writing = any(layer.training for stage in stages for layer in stage.layers)
+    return {i: buffers_of(stage.layers) for i, stage in enumerate(stages)} if writing else {}
+
+
+def _refuse_replicas(stages: Sequence[Stage]) -> None:
     for stage in stages:
         if _replicas(stage):
             raise RuntimeError(
@@ -155,53 +168,31 @@ def make_late_plan(
                 f"parameter with layers on another device than their own, {stage.device}: only lowered ones "
                 "can, and here a layer runs in Python; keep the layers that share it in one stage"
             )
-    # In training all buffers may be written, for all that is known.
-    writing = any(layer.training for stage in stages for layer in stage.layers)
-    _refuse_shared_writes(stages, {i: buffers_of(s.layers) for i, s in enumerate(stages)} if writing else {})
-    needed = [spec.requires_grad for spec in inputs.tensors]
-    needed += [p.requires_grad for stage in stages for p in parameters_of(stage.layers)]
-    training = torch.is_grad_enabled() and any(needed)
-    schedule, forward, backward = _actions(len(stages), budgets, training)
-    unknown: list[list[_extension.Segment]] = [[]] * len(budgets)
-    native = _extension.Plan(
-        [
-            _extension.StagePlan(*own, unknown, finder.find, finder.instead)
-            for own, finder in zip(_positions(stages), finders, strict=True)
-        ],
-        len(stages[0].skips),
-        forward,
-        backward,
-        num_threads,
-        form_of(inputs),
-        dims.inputs,
-        dims.outputs,
-        None,
-        None,
-        check_outputs,
-    )
-    return Plan(native, schedule, None, None)
 
 
-_Of = tuple[int, list[int], list[int], list[int], torch.device, list[Statistics]]
+class _Described(TypedDict):
+    """What a plan has of a stage beside its segments; parameters and buffers are numbered among all."""
+
+    num_layers: int
+    parameters: list[int]
+    buffers: list[int]
+    replicas: list[int]
+    device: torch.device
+    statistics: list[Statistics]
 
 
-def _positions(stages: Sequence[Stage]) -> list[_Of]:
-    """What a plan has of each stage beside its segments.
-
-    Its number of layers; where its parameters and buffers are among all; which of the parameters it has
-    copies of, and where; which of the buffers are statistics.
-    """
+def _described(stages: Sequence[Stage]) -> list[_Described]:
     layers = [layer for stage in stages for layer in stage.layers]
     parameters, buffers = _numbered(parameters_of(layers)), _numbered(buffers_of(layers))
     return [
-        (
-            len(stage.layers),
-            [parameters[id(p)] for p in parameters_of(stage.layers)],
-            [buffers[id(b)] for b in buffers_of(stage.layers)],
-            _replicas(stage),
-            stage.device,
-            statistics_of(stage.layers, buffers_of(stage.layers)) if stage.deferred else [],
-        )
+        {
+            "num_layers": len(stage.layers),
+            "parameters": [parameters[id(p)] for p in parameters_of(stage.layers)],
+            "buffers": [buffers[id(b)] for b in buffers_of(stage.layers)],
+            "replicas": _replicas(stage),
+            "device": stage.device,
+            "statistics": statistics_of(stage.layers, buffers_of(stage.layers)) if stage.deferred else [],
+        }
         for stage in stages
     ]
 
@@ -240,14 +231,14 @@ def is_elsewhere(parameter: Tensor, stage: Stage) -> bool:
 
 
 def _actions(
-    num_stages: int, budgets: Sequence[float], training: bool
+    num_stages: int, shares: Sequence[Share], training: bool
 ) -> tuple[Schedule, _extension.Actions, _extension.Actions | None]:
     schedule = fill_drain(
         num_stages,
-        len(budgets),
+        len(shares),
         slots=None if training else _SLOTS_IN_INFERENCE,
         backward=training,
-        recomputed=[m for m, budget in enumerate(budgets) if budget < NO_RECOMPUTE],
+        recomputed=[m for m, share in enumerate(shares) if recomputes(share)],
     )
     forward = _native(schedule.forward_part() if training else schedule)
     return schedule, forward, _native(schedule.backward_part()) if training else None

@@ -6,10 +6,8 @@ import contextlib
 import functools
 import reprlib
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,20 +15,19 @@ from torch import Tensor
 from gpipe_fast import _extension
 from gpipe_fast.layers.structure import Dims, Inputs, Structure
 from gpipe_fast.layers.title import title
-from gpipe_fast.lower.split import FULL_RECOMPUTE
-from gpipe_fast.runtime.compile import TRACES, CompiledStage, Compiler, Refusal, TooManyTraces
-from gpipe_fast.runtime.late import LateStage, Remarks, Search
-from gpipe_fast.runtime.plan import Plan, check_placed, make_late_plan, make_plan
-from gpipe_fast.runtime.stage import TURN, Boundary, Modes, Spec, Stage, intra_op_threads, under
+from gpipe_fast.lower.checkpoint import Checkpoint, Share
+from gpipe_fast.runtime.compile import TRACES, Compiler, Refusal, TooManyTraces
+from gpipe_fast.runtime.compiled import REMEMBERED, Arrived, Cache, CompiledStage
+from gpipe_fast.runtime.plan import CheckOutputs, Plan, check_placed, make_plan
+from gpipe_fast.runtime.remarks import Remarks
+from gpipe_fast.runtime.segments import Search, Segments, Shared
+from gpipe_fast.runtime.stage import Boundary, Modes, Spec, Stage, intra_op_threads
 from gpipe_fast.runtime.state import State
 from gpipe_fast.trace.refuse import refuse_uninitialised
 from gpipe_fast.trace.trace import parameters_of
-from gpipe_fast.uncompiled import uncompiled
 
 # Signatures whose programs a module remembers.
 _SIGNATURES = 32
-
-Mask = tuple[bool, ...]  # by output
 
 
 @dataclass(frozen=True)
@@ -60,6 +57,37 @@ class Signature:
         return cls(boundary, inputs.dims, chunks, threads, Modes.now(), state.fingerprint)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What a plan is made for.
+
+    Attributes:
+        signature: of the call.
+        microbatches: what reaches the first stage.
+        shares: of the activations that each saves.
+    """
+
+    signature: Signature
+    microbatches: Sequence[Boundary]
+    shares: Sequence[Share]
+
+    @classmethod
+    def of(cls, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> _Call:
+        parts = signature.dims.cut([x.detach() for x in inputs], signature.chunks)
+        microbatches = [_boundary(tensors, inputs, signature.inputs.structure) for tensors in parts]
+        return cls(signature, microbatches, checkpoint.shares(len(microbatches)))
+
+    def check_arrived(self) -> CheckOutputs:
+        """Raises, given the outputs of the micro-batches, unless these can be joined."""
+        dims = self.signature.dims
+        lengths = [_length(dims, boundary) for boundary in self.microbatches]
+        return functools.partial(_check_arrived, dim=dims.outputs, lengths=lengths)
+
+
+# A call, and the layouts in which gradients came last to the places of its chains.
+_Key = tuple[Signature, Checkpoint, tuple[Hashable, ...]]
+
+
 class Planner:
     """Plans for the calls of one module.
 
@@ -70,36 +98,31 @@ class Planner:
 
     def __init__(self, stages: Sequence[Stage], backend: str, interpreted: _extension.Interpreted) -> None:
         self.remarks = Remarks()
+        self.latest: Plan | None = None
+        self._stages = stages
         self._backend = backend
-        self._programs = _Programs(stages, None if backend == "aten" else TRACES)
+        self._compiler = Compiler(most=None if backend == "aten" else TRACES)
+        self._arrived = Arrived(REMEMBERED * len(stages))
         self._found = threading.Event()
         locks = _locks(stages)
-        self._late = [
-            LateStage(
-                stage,
-                f"stage {i}",
-                self._programs.compiler,
-                interpreted,
-                self._found,
-                functools.partial(self.remarks.add, i, stage),
-                lock,
-                list(dict.fromkeys(locks)),
-            )
+        shared = Shared(self._compiler, self._arrived, interpreted, self._found, list(dict.fromkeys(locks)))
+        self._segments = [
+            Segments(stage, f"stage {i}", shared, functools.partial(self.remarks.add, i, stage), lock)
             for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
-        self._plans: OrderedDict[Any, Plan] = OrderedDict()
-        self._expected = _Expected()
+        # By signature, the stages of the first micro-batch and of the last, which alone can differ.
+        self._compiled: Cache[Signature, list[list[CompiledStage]]] = Cache(_SIGNATURES)
+        self._plans: Cache[_Key, Plan] = Cache(_SIGNATURES)
         # The latest call and its plan: comparing is cheaper than hashing.
-        self._latest: tuple[Signature, tuple[float, float], int, Plan] | None = None
-        self.latest: Plan | None = None
+        self._last: tuple[Signature, Checkpoint, int, Plan] | None = None
 
-    def plan(self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float]) -> Plan:
+    def plan(self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> Plan:
         """The plan for such a call.
 
         Args:
             signature: of the call.
             inputs: what the module is called with; only described.
-            budgets: the share of activations saved, of all micro-batches but the last and of the last.
+            checkpoint: the share of activations that micro-batches save.
 
         Raises:
             TypeError: the last layer returns no tensor, or a stage, under ``backend='aten'``, something that
@@ -109,222 +132,130 @@ class Planner:
         """
         if self._found.is_set():
             self._found.clear()
-            for late in self._late:
-                late.lower_wanted()
-        if self._latest is not None and self._latest[:3] == (signature, budgets, self._expected.changes):
-            self.latest = self._latest[3]
+            for segments in self._segments:
+                segments.lower_wanted()
+        changes = self._arrived.changes
+        if self._last is not None and self._last[:3] == (signature, checkpoint, changes):
+            self.latest = self._last[3]
             return self.latest
-        key = (signature, budgets, self._expected.get(signature))
-        found = self._plans.get(key)
-        if found is None:
-            with contextlib.ExitStack() as held:
-                idle = all(late.hold(held) for late in self._late)
-                found, lasts = self._make(signature, inputs, budgets, idle)
+        plan = self._plans.find(self._key(signature, checkpoint))
+        if plan is None:
+            plan, lasts = self._make(signature, inputs, checkpoint)
+            self.latest = plan
             if not lasts:
-                self.latest = found
-                return found
-            _remember(self._plans, key, found)
-        self._plans.move_to_end(key)
-        self.latest = found
-        self._latest = (signature, budgets, self._expected.changes, found)
-        return found
+                return plan
+            self._plans[self._key(signature, checkpoint)] = plan
+        self.latest = plan
+        self._last = (signature, checkpoint, changes, plan)
+        return plan
 
     def rename(self, before: Signature, now: Signature) -> None:
         """Lets a call's plan be that of the same call, of whose layers more is known by now."""
-        caches: list[OrderedDict[Any, Any]] = [self._plans, self._programs._compiled]
-        for cache in caches:
-            for key in [key for key in cache if key[0] == before]:
-                cache[(now, *key[1:])] = cache.pop(key)
-        if before in self._expected:
-            self._expected[now] = self._expected.pop(before)
-        self._latest = None
+        compiled = self._compiled.pop(before, None)
+        if compiled is not None:
+            self._compiled[now] = compiled
+        for key in [key for key in self._plans if key[0] == before]:
+            self._plans[(now, *key[1:])] = self._plans.pop(key)
+        self._last = None
+
+    def _key(self, signature: Signature, checkpoint: Checkpoint) -> _Key:
+        """What a plan is remembered by: where chains are known, the gradients that came last count, too."""
+        arrived = [
+            None if (found := self._arrived.get(stage.place)) is None else tuple(found.items())
+            for compiled in self._compiled.get(signature, ())
+            for stage in compiled
+        ]
+        return (signature, checkpoint, tuple(arrived))
 
     def _make(
-        self, signature: Signature, inputs: Sequence[Tensor], budgets: tuple[float, float], idle: bool
+        self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint
     ) -> tuple[Plan, bool]:
         """Makes a plan; it is for this time only where it is not known yet what has to run in Python.
 
         It is not while another thread runs layers, since none is traced then; nor where one could not be
         traced: that may be the fault of this call, whose error the layer then raises in Python.
         """
-        check_placed(self._programs.stages)
-        microbatches = [
-            _boundary(tensors, inputs, signature.inputs.structure)
-            for tensors in signature.dims.cut([x.detach() for x in inputs], signature.chunks)
-        ]
-        late = functools.partial(self._make_late, signature, microbatches, budgets)
+        check_placed(self._stages)
+        call = _Call.of(signature, inputs, checkpoint)
         if self._backend == "eager":
-            return late(eager=True), True
-        if self.remarks.in_python or not idle:
-            return late(eager=False), idle
-        with intra_op_threads(signature.threads):
-            pipelines = self._programs.compile(signature, microbatches)
-            if isinstance(pipelines, Refusal):
-                self._refuse(pipelines)
-                return late(eager=isinstance(pipelines.untraceable, TooManyTraces), refusal=pipelines), False
-            differentiable = tuple(spec.requires_grad for spec in pipelines[0][-1].outputs.tensors)
-            expected = self._expected.get(signature, differentiable)
-            if expected != differentiable:
-                pipelines = self._programs.compile(signature, microbatches, expected)
-                if isinstance(pipelines, Refusal):
-                    raise RuntimeError(_explain(pipelines, self._programs.stages))
-            plan = make_plan(
-                pipelines,
-                [budgets[0]] * (len(microbatches) - 1) + [budgets[1]],
-                signature.threads,
-                signature.dims,
-                expected,
-                # One output either gets its gradient, or there is no backward.
-                _Instead(self._programs, self._expected, signature, microbatches)
-                if sum(differentiable) > 1
-                else None,
-            )
-            return plan, True
+            return self._lay_out_unknown(call, eager=True), True
+        with contextlib.ExitStack() as held:
+            idle = all(segments.hold(held) for segments in self._segments)
+            if self.remarks.in_python or not idle:
+                return self._lay_out_unknown(call), idle
+            with intra_op_threads(signature.threads):
+                known = self._compile(call)
+                if isinstance(known, Refusal):
+                    return self._lay_out_unknown(call, refusal=known), False
+                return self._lay_out(call, self._searches(call), known), True
 
-    def _make_late(
-        self,
-        signature: Signature,
-        microbatches: Sequence[Boundary],
-        budgets: tuple[float, float],
-        *,
-        eager: bool,
-        refusal: Refusal | None = None,
+    def _compile(self, call: _Call) -> list[list[CompiledStage]] | Refusal:
+        """The compiled stages of each micro-batch, for the gradients that came last.
+
+        Raises:
+            RuntimeError: there are none, and no layer may run in Python instead.
+        """
+        compiled = self._compiled.find(call.signature)
+        found: list[list[CompiledStage]] | Refusal
+        if compiled is None:
+            distinct = list(dict.fromkeys((call.microbatches[0], call.microbatches[-1])))
+            found = self._compiler.compile(self._stages, distinct)
+            if isinstance(found, Refusal):
+                return self._checked(found)
+            _check_outputs(
+                [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in found],
+                call.signature.dims.outputs,
+                [_length(call.signature.dims, boundary) for boundary in distinct],
+            )
+            compiled = self._compiled[call.signature] = found
+        dim, number = call.signature.dims.outputs, len(call.microbatches)
+        found = self._compiler.expecting(compiled, self._arrived, dim, number)
+        if isinstance(found, Refusal):
+            return self._checked(found)
+        return [found[0]] * (len(call.microbatches) - 1) + [found[-1]]
+
+    def _lay_out(
+        self, call: _Call, searches: Sequence[Search], known: Sequence[Sequence[CompiledStage]] | None
     ) -> Plan:
-        for index, stage in enumerate(self._programs.stages):
-            untraceable = refuse_uninitialised(stage.layers)
-            if untraceable is not None:
-                raise RuntimeError(_explain(Refusal(index, untraceable), self._programs.stages))
-        each = [budgets[0]] * (len(microbatches) - 1) + [budgets[1]]
-        # Programs are lowered by workers, which have the stages' thread count.
-        modes = signature.modes._replace(num_threads=signature.threads)
-        return make_late_plan(
-            self._programs.stages,
-            [
-                Search(late, modes, each, eager, *self._suspected(refusal, i))
-                for i, late in enumerate(self._late)
-            ],
-            microbatches[0],
-            each,
-            signature.threads,
-            signature.dims,
-            functools.partial(
-                _check_arrived,
-                dim=signature.dims.outputs,
-                lengths=[_length(signature.dims, boundary) for boundary in microbatches],
-            ),
+        return make_plan(
+            self._stages,
+            searches,
+            call.microbatches[0],
+            call.shares,
+            call.signature.threads,
+            call.signature.dims,
+            known,
+            None if known is not None else call.check_arrived(),
         )
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _lay_out_unknown(self, call: _Call, eager: bool = False, refusal: Refusal | None = None) -> Plan:
+        """A plan of which it shows only while it runs what crosses from stage to stage."""
+        for index, stage in enumerate(self._stages):
+            untraceable = refuse_uninitialised(stage.layers)
+            if untraceable is not None:
+                raise RuntimeError(_explain(Refusal(index, untraceable), self._stages))
+        searches = self._searches(call, eager=eager)
+        if refusal is not None:
+            reason, index = refusal.untraceable, refusal.stage_index
+            if isinstance(reason, TooManyTraces):
+                report = functools.partial(self.remarks.add, 0, None, None, reason.reason)
+                searches = [replace(search, eager=True, after=report) for search in searches]
+            else:
+                assert reason.layer is not None
+                searches[index] = replace(searches[index], suspects={reason.layer: reason.reason})
+        return self._lay_out(call, searches, None)
+
+    def _searches(self, call: _Call, eager: bool = False) -> list[Search]:
+        # Programs are lowered for the stages' thread count, which their workers have.
+        modes = call.signature.modes._replace(num_threads=call.signature.threads)
+        return [Search(segments, modes, call.shares, eager) for segments in self._segments]
+
+    def _checked(self, refusal: Refusal) -> Refusal:
         """Raises where no layer may run in Python instead."""
         reason = refusal.untraceable
         if self._backend == "aten" or reason.final:
-            raise reason.error(_explain(refusal, self._programs.stages))
-
-    def _suspected(
-        self, refusal: Refusal | None, index: int
-    ) -> tuple[Mapping[int, str], Callable[[], object] | None]:
-        """What a stage tries in Python, and what is called once it has run there: for a `Search`."""
-        if refusal is None:
-            return {}, None
-        reason = refusal.untraceable
-        if isinstance(reason, TooManyTraces):
-            return {}, functools.partial(self.remarks.add, 0, None, None, reason.reason)
-        assert reason.layer is not None
-        return {reason.layer: reason.reason} if index == refusal.stage_index else {}, None
-
-
-class _Expected(dict[Signature, Mask]):
-    """To which outputs gradients came last, and how often that changed."""
-
-    changes = 0
-
-    def note(self, signature: Signature, mask: Mask) -> None:
-        self[signature] = mask
-        self.changes += 1
-
-
-class _Programs:
-    """Compiled stages, by signature."""
-
-    def __init__(self, stages: Sequence[Stage], most_traces: int | None) -> None:
-        self.stages = stages
-        self.compiler = Compiler(most=most_traces)
-        self._compiled: OrderedDict[Any, list[list[CompiledStage]]] = OrderedDict()
-
-    def compile(
-        self, signature: Signature, microbatches: Sequence[Boundary], defined: Mask | None = None
-    ) -> list[list[CompiledStage]] | Refusal:
-        """The compiled stages of each micro-batch, given to which outputs gradients come."""
-        key = (signature, defined)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            # Only the last micro-batch can differ from the others.
-            distinct = list(dict.fromkeys((microbatches[0], microbatches[-1])))
-            indices = None if defined is None else [i for i, d in enumerate(defined) if d]
-            found = self.compiler.compile(
-                self.stages, distinct, indices, signature.dims.outputs, len(microbatches)
-            )
-            if isinstance(found, Refusal):
-                return found
-            _check_outputs(
-                [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in found],
-                signature.dims.outputs,
-                [_length(signature.dims, boundary) for boundary in distinct],
-            )
-            compiled = found
-            _remember(self._compiled, key, compiled)
-        return [compiled[0]] * (len(microbatches) - 1) + [compiled[-1]]
-
-
-class _Instead:
-    """Makes plans for backwards to which the gradients of fewer outputs come than their forward expected.
-
-    They recompute everything, since what the forward saved is for the gradients that it expected. The next
-    forward expects what came. Refers to no plan: plans refer to it, from where no cycle would be found.
-    """
-
-    def __init__(
-        self,
-        programs: _Programs,
-        expected: _Expected,
-        signature: Signature,
-        microbatches: Sequence[Boundary],
-    ) -> None:
-        self._programs = programs
-        self._expected = expected
-        self._signature = signature
-        self._microbatches = microbatches
-        self._plans: dict[Mask, _extension.Plan] = {}
-
-    # A backward within a compiled function calls it, and Dynamo would trace what makes plans.
-    @uncompiled
-    def __call__(self, defined: Sequence[bool]) -> _extension.Plan:
-        mask = tuple(defined)
-        with TURN:
-            self._expected.note(self._signature, mask)
-            if mask not in self._plans:
-                self._plans[mask] = self._make(mask)
-            return self._plans[mask]
-
-    def _make(self, mask: Mask) -> _extension.Plan:
-        self._check_unchanged()
-        signature = self._signature
-        with torch.enable_grad(), under(signature.modes.autocast), intra_op_threads(signature.threads):
-            pipelines = self._programs.compile(signature, self._microbatches, mask)
-            if isinstance(pipelines, Refusal):
-                raise RuntimeError(_explain(pipelines, self._programs.stages))
-            budgets = [FULL_RECOMPUTE] * len(self._microbatches)
-            plan = make_plan(pipelines, budgets, signature.threads, signature.dims, mask)
-        return plan.native
-
-    def _check_unchanged(self) -> None:
-        state = State()
-        state.look([layer for stage in self._programs.stages for layer in stage.layers])
-        if state.fingerprint != self._signature.layers:
-            raise RuntimeError(
-                "the module was changed between forward and backward, and gradients came to other outputs "
-                "than before; call the module again"
-            )
+            raise reason.error(_explain(refusal, self._stages))
+        return refusal
 
 
 def _boundary(tensors: Sequence[Tensor], wholes: Sequence[Tensor], structure: Structure) -> Boundary:
@@ -398,12 +329,3 @@ def _locks(stages: Sequence[Stage]) -> list[threading.RLock]:
     if len(set(parameters)) == len(parameters):
         return [threading.RLock() for _ in stages]
     return [threading.RLock()] * len(stages)
-
-
-_Cached = TypeVar("_Cached")
-
-
-def _remember(cache: OrderedDict[Hashable, _Cached], key: Hashable, value: _Cached) -> None:
-    cache[key] = value
-    while len(cache) > _SIGNATURES:
-        cache.popitem(last=False)

@@ -1,16 +1,145 @@
-"""Losses that lay out their gradients otherwise than the last one did."""
+"""Losses that lay out their gradients otherwise than the last one did, beside calls that fail."""
 
 from __future__ import annotations
 
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from tests.reference import leaf, pipeline, plain_loop, restored, unequal
-from tests.untraceable import WIDTH, M, Of, Recurrent, features, quiet, selected
+from gpipe_fast.runtime.segments import Search
+from tests.equivalence.menu import MENU
+from tests.inside import compiler_of
+from tests.reference import SEED, Result, leaf, plain_loop, restored, unequal
+from tests.untraceable import WIDTH, M, Of, Recurrent, chains, features, quiet, selected
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+Outputs = Sequence[Tensor]
+# By the layout of the gradients that they hand back.
+LOSSES: dict[str, Callable[[Outputs], Tensor]] = {
+    "expanded": lambda ys: sum((y.sum() for y in ys), torch.zeros(())),
+    "contiguous": lambda ys: sum((y.pow(2).mean() for y in ys), torch.zeros(())),
+    "transposed": lambda ys: sum((y.transpose(1, 2).contiguous().sin().sum() for y in ys), torch.zeros(())),
+    "batch last": lambda ys: sum((y.permute(2, 1, 0).contiguous().exp().mean() for y in ys), torch.zeros(())),
+    "with gaps": lambda ys: sum((torch.cat([y, y.detach()], 1).sin().sum() for y in ys), torch.zeros(())),
+    "of one output": lambda ys: ys[0].pow(2).sum(),
+}
+
+
+def checked(f: nn.Module, x: Tensor) -> Tensor:
+    if float(x.detach().max()) > 1e4:
+        raise ValueError("too large")
+    y: Tensor = f(x)
+    return y
+
+
+def split(f: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    return f(x), x.sin()
+
+
+LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+    **{name: MENU[name] for name in ("linear, GELU", "batch norm", "dropout", "attention", "convolution")},
+    **{name: MENU[name] for name in ("planes", "residual", "thrice", "average", "LSTM", "branch on data")},
+    "selection": lambda: [Of(selected)],
+    "checked": lambda: [Of(checked)],
+}
+
+
+def outputs_of(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def in_a_loop(layers: nn.Sequential, x: Tensor, chunks: int) -> Outputs:
+    """The outputs of the plain loop, which itself joins one."""
+    parts: list[Outputs] = []
+
+    class First(nn.Sequential):
+        def forward(self, part: Tensor) -> Tensor:
+            parts.append(outputs_of(super().forward(part)))
+            return parts[-1][0]
+
+    plain_loop(First(*layers), x, chunks)
+    return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+
+def in_a_pipeline(pipe: GPipe, x: Tensor) -> Outputs:
+    torch.manual_seed(SEED)
+    return outputs_of(pipe(x))
+
+
+def step(model: nn.Module, run: Callable[[Tensor], Outputs], x: Tensor, loss: str) -> Result:
+    """What a training step leaves behind; the model is left as it was."""
+    with restored(model):
+        x = leaf(x)
+        ys = run(x)
+        LOSSES[loss](ys).backward()
+        result: Result = {f"output {i}": y.detach() for i, y in enumerate(ys)}
+        result |= {"input gradient": x.grad} | {
+            f"gradient of {n}": p.grad for n, p in model.named_parameters()
+        }
+        return result | {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
+
+
+def compare(layers: nn.Sequential, pipe: GPipe, x: Tensor, loss: str) -> list[str]:
+    chunks = pipe.chunks
+    assert isinstance(chunks, int)
+    ours = step(pipe, lambda x: in_a_pipeline(pipe, x), x, loss)
+    return unequal(ours, step(layers, lambda x: in_a_loop(layers, x, chunks), x, loss))
+
+
+def walk(seed: int, num_steps: int) -> None:
+    """Steps of one random model, with random losses, settings and sizes, and calls that it cannot take."""
+    chosen = random.Random(seed)
+    names = [chosen.choice(list(LAYERS)) for _ in range(chosen.randint(2, 4))]
+    torch.manual_seed(seed)
+    made = [nn.Linear(WIDTH, WIDTH), *(layer for name in names for layer in LAYERS[name]())]
+    layers = nn.Sequential(*made, *([Of(split)] if chosen.random() < 0.5 else []))
+    stages = chosen.randint(1, min(3, len(layers)))
+    cuts = sorted(chosen.sample(range(1, len(layers)), stages - 1))
+    balance = [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
+    backend = chosen.choice(("auto", "auto", "auto", "eager"))
+    pipe = GPipe(layers, balance, chunks=chosen.randint(1, 4), backend=backend)
+    for number in range(num_steps):
+        if chosen.random() < 0.3:
+            pipe.checkpoint = chosen.choice(CHECKPOINT_MODES)
+        if chosen.random() < 0.1:
+            pipe.chunks = chosen.randint(1, 4)
+        x = features(chosen.choice((4, 4, 4, 7)), 5)
+        if chosen.random() < 0.15:
+            with pytest.raises((RuntimeError, ValueError)):
+                pipe(torch.zeros(4, 5, WIDTH + 1))
+        if "checked" in names and chosen.random() < 0.2:
+            pipe_fails(pipe, x)
+        loss = chosen.choice(list(LOSSES))
+        found = compare(layers, pipe, x, loss)
+        assert found == [], f"seed {seed}, step {number}, {loss}, {names}, {balance}, {pipe.chunks} chunks"
+
+
+def pipe_fails(pipe: GPipe, x: Tensor) -> None:
+    """A call with data that a layer may refuse, which depends on those before it."""
+    with restored(pipe), contextlib.suppress(ValueError):
+        pipe(x * 1e6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_losses_in_random_order(seed: int) -> None:
+    with quiet():
+        walk(seed, 6)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100, 350))
+def test_losses_in_random_order_for_long(seed: int) -> None:
+    with quiet():
+        walk(seed, 8)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -19,12 +148,30 @@ def test_two_losses_in_turn_beside_layers_in_python(checkpoint: str, balance: li
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent(nn.LSTM), Of(selected), nn.Linear(WIDTH, WIDTH))
     pipe = GPipe(layers, balance, chunks=M, checkpoint=checkpoint)
     with quiet():
-        for step in range(6):
-            found = []
-            for run in (lambda x: pipeline(pipe, x), lambda x: plain_loop(layers, x, M)):
-                with restored(layers):
-                    x = leaf(features())
-                    y = run(x)
-                    (y.pow(2).mean() if step % 2 else y.sum()).backward()
-                    found.append({"input": x.grad} | {n: p.grad for n, p in layers.named_parameters()})
-            assert unequal(*found) == [], step
+        for number in range(6):
+            assert compare(layers, pipe, features(), ("expanded", "contiguous")[number % 2]) == [], number
+
+
+def test_equal_gradients_share_one_trace_and_losses_in_turn_are_remembered() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    pipe = GPipe(layers, [1, 2], chunks=M)
+    traces = []
+    for loss in ("contiguous", "expanded", "contiguous", "expanded", "transposed", "expanded"):
+        assert compare(layers, pipe, features(), loss) == []
+        traces.append(compiler_of(pipe).num_traces)
+    assert traces[0] == 2
+    assert traces[1] == traces[2] == traces[3]
+    assert traces[4] == traces[5]
+    assert chains(pipe) == [[(0, 1, True)], [(0, 2, True)]]
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_after_one_step_nothing_is_searched(loss: str) -> None:
+    layers = nn.Sequential(*MENU["convolution"](), *MENU["batch norm"](), nn.Linear(WIDTH, WIDTH), Of(split))
+    pipe = GPipe(layers, [1, 1, 3], chunks=M)
+    with mock.patch.object(Search, "stand_in", autospec=True, side_effect=Search.stand_in) as stood_in:
+        assert compare(layers, pipe, features(), loss) == []
+        stood_in.reset_mock()
+        for _ in range(2):
+            assert compare(layers, pipe, features(), loss) == []
+        assert stood_in.call_count == 0

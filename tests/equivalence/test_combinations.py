@@ -30,7 +30,7 @@ from tests.equivalence.combinations import (
     draw,
     tensor,
 )
-from tests.equivalence.menu import INPUTS, MENU, OUTPUTS, PYTHON, TOKENS, itself
+from tests.equivalence.menu import INPUTS, MENU, OUTPUTS, PYTHON, TOKENS, Branch, itself
 from tests.reference import gradient_like
 from tests.untraceable import WIDTH, Of
 
@@ -312,7 +312,6 @@ def test_uses_of_a_parameter_add_up_one_by_one() -> None:
         assert unequal(*both(dataclasses.replace(c, seed=seed))) == []
 
 
-@pytest.mark.xfail(strict=True, reason="lowered stages take gradients in their outputs' layout alone")
 @pytest.mark.parametrize(
     ("layers", "loss"),
     [
@@ -327,7 +326,6 @@ def test_a_gradient_laid_out_otherwise(layers: tuple[str, ...], loss: Callable[[
     assert report, report
 
 
-@pytest.mark.xfail(strict=True, reason="the pipeline's node hands None to parameters that get no gradient")
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_hooks_on_parameters_without_a_gradient_are_not_called(backend: str) -> None:
     model = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(itself)), [2], chunks=2, backend=backend)
@@ -335,6 +333,23 @@ def test_hooks_on_parameters_without_a_gradient_are_not_called(backend: str) -> 
     model[1].held.weight.register_hook(lambda gradient: seen.append(gradient))
     model(torch.randn(4, 3, WIDTH)).sum().backward()
     assert seen == []
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_hooks_of_a_branch_that_no_micro_batch_takes_are_not_called(checkpoint: str) -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), Branch())
+    model = GPipe(layers, [1, 2], chunks=2, checkpoint=checkpoint)
+    seen: list[str] = []
+    layers[2].left.weight.register_hook(lambda gradient: seen.append("left"))
+    layers[2].right.weight.register_hook(lambda gradient: seen.append("right"))
+    for taken in ("left", "left", "right", "left"):
+        x = torch.randn(4, 3, WIDTH).abs() + 1
+        with torch.no_grad():
+            layers[0].weight.fill_(1.0)
+            layers[0].weight.mul_(1 if taken == "left" else -1)
+        seen.clear()
+        model(x).sum().backward()
+        assert seen == [taken]
 
 
 _FAILING_BACKWARD = """

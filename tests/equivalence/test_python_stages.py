@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe, verify
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.runtime.eager import EagerLayers
-from gpipe_fast.runtime.late import Search
+from gpipe_fast.runtime.segments import Search
 from tests.inside import compiler_of
 from tests.reference import (
     loop_step,

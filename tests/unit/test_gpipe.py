@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, keyed_rng, replicate
-from gpipe_fast.lower.split import FULL_RECOMPUTE, NO_RECOMPUTE
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE
 from gpipe_fast.runtime.plan import make_plan
 from tests.models import (
     Batch,
@@ -168,7 +168,7 @@ def test_checkpoint_says_which_micro_batches_recompute(checkpoint: str, expected
     with mock.patch("gpipe_fast.runtime.planner.make_plan", side_effect=make_plan) as made:
         pipe(features())
         pipe.eval()(features())
-    in_training, in_eval = (call.args[1] for call in made.call_args_list)
+    in_training, in_eval = (call.args[3] for call in made.call_args_list)
     assert "".join("R" if budget == FULL_RECOMPUTE else "-" for budget in in_training) == expected
     assert in_eval == [NO_RECOMPUTE] * 4
 

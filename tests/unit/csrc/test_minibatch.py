@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Interpreted, Pipeline, kept_bytes
-from gpipe_fast.layers.structure import Dims
 from gpipe_fast.runtime.compile import Compiler, Refusal
-from gpipe_fast.runtime.plan import Plan, make_plan
+from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.plan import Finder, Plan, make_plan
 from gpipe_fast.runtime.stage import Boundary, Spec, Stage
 from gpipe_fast.trace.trace import buffers_of, parameters_of
 
@@ -19,6 +20,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 WIDTH, BATCH, M = 8, 32, 4
+
+
+class NothingElse(Finder):
+    """For what is all known before."""
+
+    def find(self, *arguments: Any) -> Any:
+        raise AssertionError("a known segment was looked for")
+
+    stand_in = find
+
+
+def plan_of(known: Sequence[Sequence[CompiledStage]], shares: Sequence[float]) -> Plan:
+    stages = [stage.stage for stage in known[0]]
+    finders = [NothingElse() for _ in stages]
+    return make_plan(stages, finders, known[0][0].inputs, shares, 1, [False], known)
 
 
 class Pipe:
@@ -33,8 +49,7 @@ class Pipe:
         compiled = Compiler().compile(stages, [Boundary((spec,))])
         assert not isinstance(compiled, Refusal), compiled
         self.layers, self.pipeline = layers, Pipeline(len(balance), Interpreted())
-        expected = [compiled[0][-1].outputs.tensors[0].requires_grad]
-        self.plan: Plan = make_plan(compiled * M, budgets, 1, Dims((0,)), expected)
+        self.plan = plan_of(compiled * M, budgets)
 
     def __call__(self, x: Tensor) -> Tensor:
         (output,), _ = self.pipeline.forward(
@@ -128,7 +143,7 @@ def test_inference_bounds_what_waits_at_a_boundary() -> None:
     with torch.no_grad():
         compiled = Compiler().compile([Stage(layers, 0, CPU)], [Boundary((Spec.of(many[:4], False),))])
         assert not isinstance(compiled, Refusal), compiled
-        assert make_plan(compiled * 16, [1.0] * 16, 1, Dims((0,)), [False]).schedule.slots < 16
+        assert plan_of(compiled * 16, [1.0] * 16).schedule.slots < 16
 
 
 class Count(nn.Module):

@@ -1,0 +1,38 @@
+// The mini-batch that was run while its plan's graphs were captured: it holds what has fixed addresses, and is only looked
+// at from then on.
+#pragma once
+
+#include "pipeline/minibatch.h"
+
+#include <c10/core/Storage.h>
+
+#include <memory>
+#include <vector>
+
+namespace gpipe_fast {
+
+class CapturedMiniBatch {
+ public:
+  explicit CapturedMiniBatch(std::shared_ptr<MiniBatch> minibatch);
+
+  MiniBatch& minibatch() { return *minibatch_; }
+  // Once its forward is captured.
+  void freeze();
+  // Whether another has the same parameters and buffers, at the same addresses.
+  bool has_memory_of(const MiniBatch& other) const;
+  // Whether a stage draws; and another's keys, in this one's place, on the calling thread's stream.
+  bool draws(size_t stage) const { return minibatch_->stages_[stage].keys.defined(); }
+  void draw_for(MiniBatch& other, size_t stage);
+  // After a graph, instead of a run: what this one holds is the other's; gradients of parameters are copied, on the calling
+  // thread's stream.
+  void give_forward(MiniBatch& other) const;
+  void give_backward(MiniBatch& other, size_t stage) const;
+  // Memory of programs that its plan uses.
+  std::vector<c10::Storage> arenas() const;
+
+ private:
+  const std::shared_ptr<MiniBatch> minibatch_;
+  std::vector<std::vector<const void*>> buffers_;  // where they are, by stage
+};
+
+}  // namespace gpipe_fast

@@ -1,0 +1,195 @@
+#include "pipeline/lowered_segment.h"
+
+#include "check.h"
+#include "pipeline/stage_state.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/add.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace gpipe_fast {
+namespace {
+
+bool matches(const Layout& layout, const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg() && layout.matches(tensor);
+}
+
+const at::Tensor& find(const Port& port, const Link& link, const Tensors& tangents) {
+  switch (port.role) {
+    case Role::buffer:
+      return link.buffers.at(port.index);
+    case Role::key:
+      return link.key;
+    case Role::input:
+      return link.inputs.at(port.index);
+    case Role::saved:
+      return link.saved.at(port.index);
+    case Role::tangent:
+      return tangents.at(port.index);
+    default:
+      GPIPE_CHECK(false, "a program reads a port that only results have");
+  }
+}
+
+bool differentiable(const Form& form) {
+  const auto is_set = [](const auto& skip) { return skip.value_or(false); };
+  return std::find(form.needs_gradient.begin(), form.needs_gradient.end(), true) !=
+             form.needs_gradient.end() ||
+         std::any_of(form.skips.begin(), form.skips.end(), is_set);
+}
+
+}  // namespace
+
+bool LoweredSegment::fits(int64_t layer, const Boundary& boundary, const Skips& skips) const {
+  if (layer != begin) return false;
+  const Form& form = *boundary.form;
+  if (takes->structure != form.structure || takes->needs_gradient != form.needs_gradient) return false;
+  size_t next = 0;
+  for (const at::Tensor& tensor : boundary.tensors) {
+    if (!matches(inputs.at(next++), tensor)) return false;
+  }
+  for (size_t i = 0; i < pops.size(); ++i) {
+    const Skip& skip = skips.at(pops[i]);
+    if (takes->skips[i].has_value() != skip.tensor.defined()) return false;
+    if (!skip.tensor.defined()) continue;
+    if (*takes->skips[i] != skip.needs_gradient || !matches(inputs.at(next++), skip.tensor)) return false;
+  }
+  return true;
+}
+
+bool LoweredSegment::expects(const Tensors& arrived) const {
+  for (size_t i = 0; i < std::max(arrived.size(), tangents.size()); ++i) {
+    const bool is_due = i < tangents.size() && tangents[i];
+    if (is_due != (i < arrived.size() && arrived[i].defined())) return false;
+    if (is_due && !matches(*tangents[i], arrived[i])) return false;
+  }
+  return true;
+}
+
+Segment::Result LoweredSegment::forward(const Visit& visit, Boundary arrived) const {
+  StageState& stage = visit.stage;
+  Link& link = visit.link;
+  link.inputs = std::move(arrived.tensors);
+  link.buffers = stage.forward.buffers;
+  Tensors arguments, no_accumulators;
+  arguments.reserve(pass->forward.inputs.size());
+  for (const Port& port : pass->forward.inputs) arguments.push_back(find(port, link, {}));
+  stage.bind(pass->forward.program);
+  Tensors results = pass->forward.program->run(arguments, no_accumulators, true, &visit.watch);
+  Boundary outputs{{}, returns};
+  for (size_t i = 0; i < results.size(); ++i) {
+    const Port& port = pass->forward.outputs[i];
+    Tensors& destination = port.role == Role::output   ? outputs.tensors
+                           : port.role == Role::buffer ? stage.forward.buffers
+                                                       : link.saved;
+    put(destination, port.index, std::move(results[i]));
+  }
+  for (int64_t index : reached) stage.reached[index] = true;
+  keep_only(stage, link);
+  return {std::move(outputs), writes_inputs};
+}
+
+// Where a backward can come, that may be another segment's, which reads any input and any buffer.
+void LoweredSegment::keep_only(const StageState& stage, Link& link) const {
+  if (!stage.keeps || !differentiable(*returns)) {
+    link.inputs.clear();
+    link.buffers.clear();
+    link.saved.clear();
+    link.key.reset();
+    return;
+  }
+  // The module's own buffer is written when the forward has succeeded, and the recompute must read what stood there
+  // before.
+  for (const Port& port : pass->forward.outputs) {
+    if (port.role != Role::buffer) continue;
+    at::Tensor& buffer = link.buffers.at(port.index);
+    if (buffer.is_same(stage.module_buffers[port.index])) buffer = buffer.clone();
+  }
+  if (!pass->backward.program) link.saved.clear();
+}
+
+void LoweredSegment::check_buffers(const StageState& stage) const {
+  if (stage.noted_buffers.empty()) return;
+  for (const Port& port : pass->backward.inputs) {
+    if (port.role != Role::buffer) continue;
+    const auto found = stage.noted_buffers.find(port.index);
+    if (found == stage.noted_buffers.end()) continue;
+    const at::Tensor& buffer = stage.module_buffers[port.index];
+    const auto& [version, data] = found->second;
+    GPIPE_CHECK(buffer._version() == version && buffer.const_data_ptr() == data,
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                "operation: buffer ",
+                port.index, " of stage ", stage.index, " [", buffer.toString(), " ", buffer.sizes(),
+                "] is at version ", buffer._version(), "; expected version ", version,
+                " instead, with the same data");
+  }
+}
+
+void LoweredSegment::open(const Visit& visit) const {
+  const PortedProgram& program = pass->backward;
+  if (!program.program) return;
+  StageState& stage = visit.stage;
+  BackwardState& state = stage.backward;
+  stage.bind(program.program);
+  size_t defined = 0;
+  bool foreign = false;
+  for (int64_t index : pass->gradients) {
+    defined += state.gradients[index].defined() ? 1 : 0;
+    foreign = foreign || state.foreign.count(index) != 0;
+  }
+  if (foreign && defined == pass->gradients.size()) {
+    // Added to in place: the uses of a parameter add up one by one, also after those of a micro-batch in Python.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (int64_t index : pass->gradients) {
+      if (state.foreign.erase(index) != 0) state.gradients[index] = state.gradients[index].clone();
+    }
+    foreign = false;
+  }
+  if (foreign || (defined != 0 && defined != pass->gradients.size())) {
+    state.open = std::make_unique<OpenBackward>(*program.program, state.gradients.size());
+  } else {
+    state.open = std::make_unique<OpenBackward>(*program.program, state.gradients, defined == 0);
+  }
+  for (size_t i = 0; i < program.inputs.size(); ++i) {
+    if (program.inputs[i].role != Role::tangent)
+      state.open->run.take(i, find(program.inputs[i], visit.link, {}));
+  }
+  state.open->run.execute(Part::early, &visit.watch);
+}
+
+Tensors LoweredSegment::backward(const Visit& visit, const Tensors& arrived, bool whole) const {
+  const PortedProgram& program = pass->backward;
+  if (!program.program) return {};  // nothing from here on needs a gradient
+  if (!visit.stage.backward.open) open(visit);
+  Program::Run& run = visit.stage.backward.open->run;
+  for (size_t i = 0; i < program.inputs.size(); ++i) {
+    if (program.inputs[i].role == Role::tangent) run.take(i, find(program.inputs[i], visit.link, arrived));
+  }
+  run.execute(Part::results, &visit.watch);
+  const Tensors results = run.outputs();
+  Tensors gradients;
+  for (size_t i = 0; i < results.size(); ++i) put(gradients, program.outputs[i].index, results[i]);
+  if (whole) finish(visit);
+  return gradients;
+}
+
+void LoweredSegment::finish(const Visit& visit) const {
+  BackwardState& state = visit.stage.backward;
+  OpenBackward& open = *state.open;
+  open.run.execute(Part::rest, &visit.watch);
+  open.run.finish();
+  if (!open.apart.empty()) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (int64_t index : pass->gradients) {
+      at::Tensor& gradient = state.gradients[index];
+      gradient = gradient.defined() ? at::add(gradient, open.apart[index]) : open.apart[index];
+    }
+  }
+  state.open.reset();
+}
+
+std::shared_ptr<Arena> LoweredSegment::arena() const { return pass->forward.program->arena(); }
+
+}  // namespace gpipe_fast
