@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
@@ -122,6 +124,27 @@ def remembering(count: int) -> Iterator[None]:
         mock.patch.object(planner, "REMEMBERED", count),
     ):
         yield
+
+
+@contextmanager
+def layers_can_run_while_one_is_compiled(model: GPipe) -> Iterator[list[bool]]:
+    """Lists of every segment that a backward has compiled whether layers could run meanwhile, by stage."""
+    found: list[bool] = []
+
+    def try_locks() -> None:
+        for own in model._planner._segments:
+            with ExitStack() as held:
+                found.append(own.hold(held))
+
+    def compile_now(*arguments: Any) -> Any:
+        thread = threading.Thread(target=try_locks)
+        thread.start()
+        thread.join()
+        return original(*arguments)
+
+    original = segments.Segments._compile_now
+    with mock.patch.object(segments.Segments, "_compile_now", compile_now):
+        yield found
 
 
 # Rules taken away

@@ -194,8 +194,8 @@ class Segments:
     def _compile_now(self, part: Stage, place: Place) -> CompiledStage:
         if not place.is_current(part.layers):
             raise RuntimeError(
-                f"{self.name}, or the module, was changed between forward and backward, and gradients came "
-                "otherwise than before; call the module again"
+                f"the module was changed between forward and backward, and {self.name} got gradients "
+                "laid out otherwise than before; call the module again"
             )
         with _under(place.modes):
             found = self._shared.compiler.compiled(part, place, self._shared.arrived[place], limited=False)

@@ -136,13 +136,34 @@ def backward_twice(both: Both) -> None:
         x = both.input(1)
         y = model(x)
         y.square().mean().backward(retain_graph=True)
-        y.sum().backward()
+        y.sigmoid().mean().backward()
         return [x.grad]
 
     for _ in range(2):
         both.each(do)
     (report,) = both.reports()
     both.expect("all but two are replayed", (report.as_they_are, report.replays) == (2, 4))
+
+
+def other_gradients(both: Both) -> None:
+    """What is laid out otherwise than what was captured runs as it is, and is then captured by itself."""
+    losses: list[Callable[[Tensor], Tensor]] = [Tensor.sum, lambda y: y.t().contiguous().square().sum()]
+
+    def by(loss: Callable[[Tensor], Tensor]) -> Callable[..., object]:
+        def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> object:
+            x = both.input(1)
+            loss(model(x)).backward()
+            return [x.grad]
+
+        return do
+
+    both.warm()
+    for loss in losses * 2:
+        for _ in range(5):
+            both.each(by(loss))
+    reports = both.reports()
+    both.expect("each of three layouts has its graphs", len(reports) == 3)
+    both.expect("both ways are captured", all(r.forward and r.backward for r in reports))
 
 
 def inference(both: Both) -> None:
@@ -269,6 +290,7 @@ CASES = {
         replaced_parameter,
         two_at_once,
         backward_twice,
+        other_gradients,
         inference,
         kept_gradients,
         cannot_be_captured,

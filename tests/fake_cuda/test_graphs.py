@@ -24,6 +24,7 @@ CASES = (
     "replaced_parameter",
     "two_at_once",
     "backward_twice",
+    "other_gradients",
     "inference",
     "kept_gradients",
     "turned_off",

@@ -140,9 +140,3 @@ def test_uses_of_a_tied_parameter_are_counted() -> None:
     parts = split(joint_of([first, nn.Tanh(), second], INPUT.clone().requires_grad_()), 0.0)
     assert parts.backward is not None
     assert parts.backward.parameter_uses == {0: 2, 1: 1, 2: 1}  # the weight, both biases
-
-
-@pytest.mark.parametrize("budget", [-0.1, 1.1, float("nan")])
-def test_refuses_a_budget_that_is_no_share(budget: float) -> None:
-    with pytest.raises(ValueError, match=f"must be within 0 and 1, got {budget}"):
-        split(joint_of(mlp(), INPUT), budget)

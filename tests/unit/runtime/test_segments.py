@@ -1,0 +1,36 @@
+"""Segments that stand in for others in a backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_fast import GPipe
+from tests.inside import layers_can_run_while_one_is_compiled
+from tests.untraceable import WIDTH, Of, branch, features, quiet
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_no_layer_runs_in_any_stage_while_one_is_compiled_by_a_worker() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(branch), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    pipe = GPipe(layers, [2, 1, 1], chunks=4)
+    with quiet(), layers_can_run_while_one_is_compiled(pipe) as found:
+        for _ in range(3):
+            pipe(features()).sum().backward()
+        pipe(features()).movedim(2, 0).contiguous().sin().sum().backward()
+    assert found
+    assert not any(found)
+
+
+def test_a_backward_that_comes_otherwise_after_a_change_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    pipe = GPipe(layers, [1, 1], chunks=2)
+    output = pipe(features())
+    layers[1].p = 0.25
+    with pytest.raises(RuntimeError, match="was changed between forward and backward"):
+        output.sum().backward()
+    assert all(parameter.grad is None for parameter in layers.parameters())
+    pipe(features()).sum().backward()
+    assert torch.is_tensor(layers[0].weight.grad)
