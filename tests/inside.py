@@ -18,7 +18,7 @@ from gpipe_fast.runtime import planner, segments
 from gpipe_fast.runtime.compile import Compiler
 from gpipe_fast.runtime.plan import Plan
 from gpipe_fast.schedule import Schedule
-from gpipe_fast.trace import aot, trace
+from gpipe_fast.trace import aot, function
 from gpipe_fast.trace.symbolic import Template
 
 # Failures
@@ -153,7 +153,7 @@ def layers_can_run_while_one_is_compiled(model: GPipe) -> Iterator[list[bool]]:
 @contextmanager
 def without_watching_buffers() -> Iterator[None]:
     """Lets tracing overlook that a forward replaces buffers."""
-    with mock.patch.object(trace, "_tensors", return_value={}):
+    with mock.patch.object(function, "_tensors", return_value={}):
         yield
 
 

@@ -7,20 +7,20 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast.layers import phase
-from gpipe_fast.layers.batchnorm import deferring
-from gpipe_fast.layers.skip import Key, carrying, take
-from gpipe_fast.layers.structure import ONE_TENSOR, Structure, call, flatten, tuple_of
-from gpipe_fast.randomness.random import KeyedRandomMode, UnkeyedRandomOp
+from gpipe_fast.layers.structure import ONE_TENSOR, Structure, tuple_of
+from gpipe_fast.randomness.random import UnkeyedRandomOp
 from gpipe_fast.trace import aot, reads
-from gpipe_fast.trace.arrival import Arrivals, finish, take_out
+from gpipe_fast.trace.arrival import Arrivals, take_out
 from gpipe_fast.trace.before import GENERATOR, Change
 from gpipe_fast.trace.fingerprint import unguardable
+from gpipe_fast.trace.function import ChangesInput, LayersFunction, NotPassedOn, Refused
+from gpipe_fast.trace.function import Setting as Setting
 from gpipe_fast.trace.observe import Observation, Unrepeatable, line_of
 from gpipe_fast.trace.refuse import Untraceable, refuse_graph, refuse_layers
 
@@ -89,99 +89,6 @@ class Joint:
         return frozenset(n.port.index for n in self.inputs if n.port.role is Role.TANGENT)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What surrounds the layers of a stage: skip connections into it and out of it, and batch norm's ways.
-
-    Attributes:
-        pops: what its layers take from layers before, in their order.
-        popped: which of these are tensors, inputs too, behind the others; the rest are None.
-        stashes: what they leave to layers after.
-        deferred: whether batch norm's running statistics wait for the whole mini-batch.
-        device: where the layers run, with copies of parameters that are elsewhere; None for where these are.
-    """
-
-    pops: Sequence[Key] = ()
-    popped: Sequence[bool] = ()
-    stashes: Sequence[Key] = ()
-    deferred: bool = False
-    device: torch.device | None = None
-
-
-class _Stage(nn.Module):
-    """The layers as one function of (key, inputs) whose results alias nothing."""
-
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        takes: Structure,
-        arrivals: Arrivals,
-        setting: Setting,
-        observation: Observation,
-        copy_inputs: bool = False,
-    ) -> None:
-        super().__init__()
-        self.observation = observation
-        self.takes = takes
-        self.returns = ONE_TENSOR
-        self.setting = setting
-        self.stashed: tuple[bool, ...] = ()
-        self.copy_inputs = copy_inputs
-        self.layers = nn.ModuleList(layers)
-        self.arrivals = arrivals
-
-    def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        arrived = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
-        setting = self.setting
-        num_plain = len(arrived) - sum(setting.popped)
-        of_skips = iter(arrived[num_plain:])
-        popped = [next(of_skips) if is_tensor else None for is_tensor in setting.popped]
-        with carrying(dict(zip(setting.pops, popped, strict=True))) as carried, deferring(setting.deferred):
-            value = self._run(key, self.takes.build(arrived[:num_plain]))
-            stashed = take(carried, setting.stashes)
-        self.observation.layer = None
-        try:
-            outputs, self.returns = flatten(value, once=True)
-        except TypeError as error:
-            raise _NotPassedOn(f"the stage returns what cannot be passed on: {error}") from None
-        self.stashed = tuple(tensor is not None for tensor in stashed)
-        return finish([*outputs, *(tensor for tensor in stashed if tensor is not None)], self.arrivals)
-
-    def _run(self, key: Tensor, value: Any) -> Any:
-        mode = KeyedRandomMode(key)
-        for index, layer in enumerate(self.layers):
-            self.observation.layer = index
-            mode.enter_layer(index)
-            held = _tensors(layer)
-            with mode, aot.annotate({"layer": index}):
-                value = call(layer, value)
-            self.observation.leave_layer()
-            for name, tensor in _tensors(layer).items():
-                if held.get(name) is not tensor:
-                    raise _Refused(f"its forward replaces the buffer or parameter {name}, a side effect")
-        return value
-
-
-class _Refused(Exception):
-    pass
-
-
-class _NotPassedOn(_Refused):
-    """A stage returns something else than tensors and constants."""
-
-
-class _ChangesInput(Exception):
-    pass
-
-
-def _tensors(layer: nn.Module) -> dict[str, Tensor | None]:
-    return {
-        f"{prefix}.{key}": tensor
-        for prefix, module in layer.named_modules()
-        for key, tensor in (*module._parameters.items(), *module._buffers.items())
-    }
-
-
 def parameters_of(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters of a stage, tied ones once, in the order of their ports."""
     return list({id(p): p for layer in layers for p in layer.parameters()}.values())
@@ -192,12 +99,16 @@ def buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
     return list({id(b): b for layer in layers for b in layer.buffers()}.values())
 
 
+# Layers with nothing around them.
+_ALONE = Setting()
+
+
 def trace(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],
     arrivals: Arrivals = (),
     takes: Structure | None = None,
-    setting: Setting = Setting(),
+    setting: Setting = _ALONE,
 ) -> Joint | Untraceable:
     """Traces one stage for inputs of the given shapes, dtypes, strides and need of gradients.
 
@@ -245,7 +156,7 @@ def _trace(
     varying: Sequence[Sequence[bool]] | None,
 ) -> _Found:
     def attempt(copy_inputs: bool, observation: Observation) -> _Found:
-        stage = _Stage(layers, takes, arrivals, setting, observation, copy_inputs)
+        stage = LayersFunction(layers, takes, arrivals, setting, observation, copy_inputs)
         try:
             return _attempt(layers, inputs, stage, varying)
         finally:
@@ -254,7 +165,7 @@ def _trace(
     copy_inputs, first = False, Observation(layers)
     try:
         found, symbols = attempt(copy_inputs, first)
-    except _ChangesInput:
+    except ChangesInput:
         # As the first layers of a model change its caller's tensor; a pipeline's input stays as it was.
         copy_inputs, first = True, Observation(layers)
         found, symbols = attempt(copy_inputs, first)
@@ -284,7 +195,7 @@ def _trace(
 def _attempt(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],
-    stage: _Stage,
+    stage: LayersFunction,
     varying: Sequence[Sequence[bool]] | None,
 ) -> _Found:
     key = torch.zeros(3, dtype=torch.int64)
@@ -301,12 +212,12 @@ def _attempt(
             else:
                 module, symbols = aot.export_symbolic(stage, (key, *example), varying)
         traced = True
-    except (_Refused, UnkeyedRandomOp, Unrepeatable, phase.AskedWhileTracing) as error:
-        kind = TypeError if isinstance(error, _NotPassedOn) else RuntimeError
+    except (Refused, UnkeyedRandomOp, Unrepeatable, phase.AskedWhileTracing) as error:
+        kind = TypeError if isinstance(error, NotPassedOn) else RuntimeError
         failure = Untraceable(observation.layer, str(error), error=kind)
     except Exception as error:
         if "in-place operation" in str(error) and not stage.copy_inputs and observation.refusal is None:
-            raise _ChangesInput from error
+            raise ChangesInput from error
         reason = f"tracing raised {type(error).__name__}: {_first_line(error)}{line_of(error)}"
         failure = Untraceable(observation.layer, reason)
     finally:
@@ -321,7 +232,7 @@ def _attempt(
         return _SideEffect.of(changes[0]), None
     try:
         return refuse_graph(module) or _read(module, layers, stage), symbols
-    except _Refused as refused:
+    except Refused as refused:
         return Untraceable(None, str(refused)), None
 
 
@@ -367,7 +278,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: _Stage) -> Joint:
+def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunction) -> Joint:
     """Translates PyTorch's descriptors into ports."""
     names = nn.Module()
     names.layers = nn.ModuleList(layers)
@@ -390,7 +301,7 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: _Stage) ->
                 aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput())
                 | aot.TangentAOTInput(output=aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput()))
             ):
-                raise _ChangesInput
+                raise ChangesInput
             case aot.PlainAOTOutput():
                 return Port(Role.OUTPUT, desc.idx)
             case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput() as buffer):
@@ -399,7 +310,7 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: _Stage) ->
                 return Port(Role.PARAMETER_GRADIENT, parameters[parameter.target])
             case aot.GradAOTOutput(grad_of=aot.PlainAOTInput() as plain):
                 return Port(Role.INPUT_GRADIENT, plain.idx - 1)
-        raise _Refused(
+        raise Refused(
             f"the trace has {desc}, which is neither a parameter, a buffer, an input nor their gradient"
         )
 
@@ -423,7 +334,7 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: _Stage) ->
 
 
 def _unclone(output: Node) -> Node:
-    """An output before ``_Stage`` cloned it, and so with its own strides."""
+    """An output before ``LayersFunction`` cloned it, and so with its own strides."""
     if output.port.role is not Role.OUTPUT or output.node.target is not torch.ops.aten.clone.default:
         return output
     original = output.node.args[0]

@@ -1,0 +1,119 @@
+"""Layers as one function of a key and their inputs, which is what a trace runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.layers.batchnorm import deferring
+from gpipe_fast.layers.skip import Key, carrying, take
+from gpipe_fast.layers.structure import ONE_TENSOR, Structure, call, flatten
+from gpipe_fast.randomness.random import KeyedRandomMode
+from gpipe_fast.trace import aot
+from gpipe_fast.trace.arrival import Arrivals, finish
+from gpipe_fast.trace.observe import Observation
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What surrounds the layers of a stage: skip connections into it and out of it, and batch norm's ways.
+
+    Attributes:
+        pops: what its layers take from layers before, in their order.
+        popped: which of these are tensors, inputs too, behind the others; the rest are None.
+        stashes: what they leave to layers after.
+        deferred: whether batch norm's running statistics wait for the whole mini-batch.
+        device: where the layers run, with copies of parameters that are elsewhere; None for where these are.
+    """
+
+    pops: Sequence[Key] = ()
+    popped: Sequence[bool] = ()
+    stashes: Sequence[Key] = ()
+    deferred: bool = False
+    device: torch.device | None = None
+
+
+class Refused(Exception):
+    """The layers cannot be traced; the message says why."""
+
+
+class NotPassedOn(Refused):
+    """A stage returns something else than tensors and constants."""
+
+
+class ChangesInput(Exception):
+    """A layer changes an input in place."""
+
+
+class LayersFunction(nn.Module):
+    """The layers as one function of (key, inputs) whose results alias nothing.
+
+    Attributes:
+        returns: how the last layer's outputs are nested, once it has run.
+        stashed: which of the stashes are tensors, once it has run.
+        observation: what Python code does meanwhile.
+        copy_inputs: whether layers change inputs in place, which are copied for them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        takes: Structure,
+        arrivals: Arrivals,
+        setting: Setting,
+        observation: Observation,
+        copy_inputs: bool = False,
+    ) -> None:
+        super().__init__()
+        self.observation = observation
+        self.takes = takes
+        self.returns = ONE_TENSOR
+        self.setting = setting
+        self.stashed: tuple[bool, ...] = ()
+        self.copy_inputs = copy_inputs
+        self.layers = nn.ModuleList(layers)
+        self.arrivals = arrivals
+
+    def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Runs the layers; returns their outputs, and behind them what they stash for layers after."""
+        arrived = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
+        setting = self.setting
+        num_plain = len(arrived) - sum(setting.popped)
+        of_skips = iter(arrived[num_plain:])
+        popped = [next(of_skips) if is_tensor else None for is_tensor in setting.popped]
+        with carrying(dict(zip(setting.pops, popped, strict=True))) as carried, deferring(setting.deferred):
+            value = self._run(key, self.takes.build(arrived[:num_plain]))
+            stashed = take(carried, setting.stashes)
+        self.observation.layer = None
+        try:
+            outputs, self.returns = flatten(value, once=True)
+        except TypeError as error:
+            raise NotPassedOn(f"the stage returns what cannot be passed on: {error}") from None
+        self.stashed = tuple(tensor is not None for tensor in stashed)
+        return finish([*outputs, *(tensor for tensor in stashed if tensor is not None)], self.arrivals)
+
+    def _run(self, key: Tensor, value: Any) -> Any:
+        mode = KeyedRandomMode(key)
+        for index, layer in enumerate(self.layers):
+            self.observation.layer = index
+            mode.enter_layer(index)
+            held = _tensors(layer)
+            with mode, aot.annotate({"layer": index}):
+                value = call(layer, value)
+            self.observation.leave_layer()
+            for name, tensor in _tensors(layer).items():
+                if held.get(name) is not tensor:
+                    raise Refused(f"its forward replaces the buffer or parameter {name}, a side effect")
+        return value
+
+
+def _tensors(layer: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        f"{prefix}.{key}": tensor
+        for prefix, module in layer.named_modules()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+    }
