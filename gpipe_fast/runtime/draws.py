@@ -17,11 +17,12 @@ import pickle
 import random
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -54,22 +55,29 @@ class Drawn:
 class Draws:
     """The generators that some layers can draw from: the global ones, and those they hold."""
 
+    # Whether layers drew in some run; those that are not here have not run yet.
+    _drew: ClassVar[weakref.WeakKeyDictionary[nn.Module, bool]] = weakref.WeakKeyDictionary()
+
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._held = _generators_of(layers)
-        self._draw: bool | None = None  # whether they do; unknown before the first run
+        self._layers = layers
+        self._held, self._can_draw = _generators_of(layers)
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[Drawn]:
-        """Around a run of the layers that will be repeated."""
-        alone = self._draw is not False
+    def forward(self, repeated: bool) -> Iterator[Drawn]:
+        """Around a run of the layers; ``repeated`` says that the backward will run them again."""
+        drew = [self._drew.get(layer) for layer in self._layers]
+        alone = self._can_draw and (any(drew) or (repeated and None in drew))
         with _drawing if alone else contextlib.nullcontext():
+            if not repeated or not self._can_draw:
+                yield Drawn()
+                return
             generators = self._generators()
             drawn = Drawn([_state_of(generator) for generator in generators])
             yield drawn
             drawn.after = [_state_of(generator) for generator in generators]
-        drew = drawn.before != drawn.after
-        drawn.repeatable = alone or not drew
-        self._draw = self._draw is True or drew
+        drawn.repeatable = alone or drawn.before == drawn.after
+        for layer in self._layers:
+            self._drew[layer] = self._drew.get(layer, False) or drawn.before != drawn.after
 
     @contextlib.contextmanager
     def repeated(self, drawn: Drawn, name: str) -> Iterator[None]:
@@ -78,7 +86,7 @@ class Draws:
         Raises:
             RuntimeError: the second run did not draw what the first one drew.
         """
-        if drawn.before == drawn.after:
+        if drawn.before == drawn.after:  # nothing, or nothing that anybody looked at
             yield
             return
         with _drawing:
@@ -118,9 +126,14 @@ def _restore(generators: Sequence[Any], states: Sequence[Any]) -> None:
             kinds.set_state(generator, pickle.loads(state))
 
 
-def _generators_of(layers: Sequence[nn.Module]) -> list[Any]:
-    """The generators that layers hold, or that their methods name as global variables."""
+def _generators_of(layers: Sequence[nn.Module]) -> tuple[list[Any], bool]:
+    """The generators that layers can reach, but for the global ones; and whether they can draw at all.
+
+    Layers that neither reach a generator nor name a module that draws do not draw. That spares most layers
+    the look at states, and nobody blames them for what other threads draw.
+    """
     found: dict[int, Any] = {}
+    can_draw = False
     seen: set[int] = set()
     pending: deque[Any] = deque(layers)
     while pending and len(seen) < _MOST:
@@ -129,12 +142,30 @@ def _generators_of(layers: Sequence[nn.Module]) -> list[Any]:
         if kind is Kind.PLAIN or id(value) in seen:
             continue
         seen.add(id(value))
-        is_random = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
-        if is_random or kind is Kind.GENERATOR:
-            found[id(value)] = value
+        owner = getattr(value, "__self__", value)  # random.random is a method
+        if isinstance(owner, random.Random) or kind_of(owner) is Kind.GENERATOR:
+            found[id(owner)] = owner
+        can_draw = can_draw or _draws(value)
         pending.extend(kinds.referred_to_by(value))
         if isinstance(value, FunctionType) and not kinds.is_fixed(value.__module__):
-            names = names_of(value.__code__).globals
-            pending.extend(value.__globals__[name] for name in names if name in value.__globals__)
+            pending.extend(_named_by(value))
+    can_draw = can_draw or bool(found) or bool(pending)
     found.pop(id(random._inst), None)
-    return list(found.values())
+    return [one for one in found.values() if not isinstance(one, random.SystemRandom)], can_draw
+
+
+def _named_by(function: FunctionType) -> list[Any]:
+    """The global variables and modules that a function names, and what it names in these modules."""
+    names = names_of(function.__code__)
+    values = [function.__globals__[name] for name in names.globals if name in function.__globals__]
+    values += [sys.modules[name] for name in names.imports if name in sys.modules]
+    for module in [value for value in values if isinstance(value, ModuleType)]:
+        if not kinds.is_fixed(module.__name__):
+            values += [vars(module)[name] for name in sorted(names.attributes & vars(module).keys())]
+    return values
+
+
+def _draws(value: object) -> bool:
+    """Whether a value is a module that draws, or a function of one."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return kinds.root_package(name) in ("random", "secrets", "numpy") and kind_of(value) is not Kind.CLASS

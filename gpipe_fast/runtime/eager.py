@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node
 
 from gpipe_fast.layers import phase
@@ -22,6 +20,7 @@ from gpipe_fast.layers.title import title
 from gpipe_fast.lower.accumulation import sum_dtype
 from gpipe_fast.lower.checkpoint import Share, recomputes
 from gpipe_fast.randomness.random import GeneratorStates, KeyedRandomMode, make_key
+from gpipe_fast.runtime.buffers import NotedBuffer, as_they_were, buffers_now
 from gpipe_fast.runtime.copied import copied_for_writing
 from gpipe_fast.runtime.differentiate import differentiate, without_hooks
 from gpipe_fast.runtime.draws import Drawn, Draws
@@ -55,26 +54,6 @@ class _Arrived:
         """The tensors, each the root of an autograd graph of its own where it needs a gradient."""
         needs = (*self.needs_gradient, *(skip for skip in self.skips if skip is not None))
         return [t.detach().requires_grad_(need) for t, need in zip(self.tensors, needs, strict=True)]
-
-
-class _Noted(NamedTuple):
-    """A buffer at some time, or a parameter that the forward writes."""
-
-    module: nn.Module
-    name: str
-    buffer: Tensor
-    copy: Tensor
-
-    def is_changed(self) -> bool:
-        # Batch norm writes its statistics without telling their version counters.
-        replaced = getattr(self.module, self.name, None) is not self.buffer
-        return replaced or not torch.equal(self.buffer, self.copy)
-
-    def put_back(self) -> None:
-        if getattr(self.module, self.name, None) is not self.buffer:
-            setattr(self.module, self.name, self.buffer)
-        with torch.no_grad():
-            self.buffer.copy_(self.copy)
 
 
 @dataclass
@@ -112,7 +91,7 @@ class _Kept:
     every: list[nn.Parameter]
     parameters: list[nn.Parameter]
     arrived: _Arrived
-    buffers: list[_Noted]
+    buffers: list[NotedBuffer]
     generators: GeneratorStates
     drawn: Drawn
     data: list[int]
@@ -182,17 +161,11 @@ class EagerLayers:
         self._checked = False
         self._reentrant = False
 
-    def note(self) -> list[_Noted]:
+    def note(self) -> list[NotedBuffer]:
         """The buffers as they are, and what embeddings with ``max_norm`` shorten in their forward."""
-        return [
-            _Noted(module, name, tensor, tensor.detach().clone())
-            for layer in self._layers
-            for module in layer.modules()
-            for name, tensor in (*module._buffers.items(), *_shortened(module).items())
-            if tensor is not None
-        ]
+        return buffers_now(self._layers)
 
-    def restore(self, noted: Sequence[_Noted]) -> None:
+    def restore(self, noted: Sequence[NotedBuffer]) -> None:
         """Puts buffers back, after a failure."""
         for buffer in noted:
             if buffer.is_changed():
@@ -214,7 +187,7 @@ class EagerLayers:
         with self._busy, self._blamed(action), phase.entered(checkpointing=self._recompute):
             before = self.note() if self._recompute else []
             generators = GeneratorStates(self._recompute)
-            with self._draws.forward() if self._recompute else nullcontext(Drawn()) as drawn:
+            with self._draws.forward(self._recompute) as drawn:
                 run = self._run(arrived, generators)
             kept: _Kept | None = None
             reached: list[bool] = []
@@ -239,7 +212,7 @@ class EagerLayers:
         self,
         run: _Run,
         arrived: _Arrived,
-        written: list[_Noted],
+        written: list[NotedBuffer],
         generators: GeneratorStates,
         drawn: Drawn,
     ) -> _Kept:
@@ -282,7 +255,7 @@ class EagerLayers:
                     "runs the forward again"
                 )
             again = self._draws.repeated(kept.drawn, self._name)
-            with phase.entered(recomputing=True), _as_it_was(kept.buffers), again:
+            with phase.entered(recomputing=True), as_they_were(kept.buffers), again:
                 run = self._run(kept.arrived, kept.generators.replayed())
                 return self._differentiate(kept, run, tangents, gradients, False)
 
@@ -391,27 +364,6 @@ def _added(total: Tensor | None, gradient: Tensor | None, dtype: torch.dtype | N
     if gradient is None:
         return total
     return gradient.to(dtype) if total is None else total + gradient.to(dtype)
-
-
-def _shortened(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    return module._parameters if is_table and module.max_norm is not None else {}
-
-
-@contextlib.contextmanager
-def _as_it_was(buffers: Sequence[_Noted]) -> Iterator[None]:
-    """Lets buffers be for a block what a forward found, unnoticed by autograd."""
-    names = [(noted.module, noted.name) for noted in buffers]
-    now = [_Noted(m, n, b, b.detach().clone()) for m, n in names if (b := getattr(m, n)) is not None]
-    tensors = {id(noted.buffer): noted.buffer for noted in (*buffers, *now)}
-    with _unsafe_preserve_version_counter(tuple(tensors.values())):
-        try:
-            for noted in buffers:
-                noted.put_back()
-            yield
-        finally:
-            for noted in now:
-                noted.put_back()
 
 
 def _graph_of(roots: Iterable[Tensor]) -> set[Node]:

@@ -114,7 +114,7 @@ def test_two_stages_that_draw_at_once() -> None:
 def test_generators_are_left_as_they_were() -> None:
     layer = Holding()
     draws = Draws([layer])
-    with draws.forward() as drawn:
+    with draws.forward(repeated=True) as drawn:
         first = layer.own(), random.random(), np.random.rand()
     assert drawn.repeatable
     after = random.getstate(), layer.python.getstate(), layer.numpy.bit_generator.state
@@ -125,7 +125,7 @@ def test_generators_are_left_as_they_were() -> None:
 
 def test_other_draws_than_the_first_ones_are_an_error() -> None:
     draws = Draws([LayerDrop(random.random)])
-    with draws.forward() as drawn:
+    with draws.forward(repeated=True) as drawn:
         random.random()
     with (
         pytest.raises(RuntimeError, match="layer 1 drew other random numbers"),
@@ -137,11 +137,32 @@ def test_other_draws_than_the_first_ones_are_an_error() -> None:
 
 def test_layers_that_draw_late_are_not_repeated_at_first() -> None:
     """Once they were seen not to draw they run beside others."""
-    draws = Draws([LayerDrop(random.random)])
+    layer = LayerDrop(random.random)
+    draws = Draws([layer])
     found = []
     for draw in (False, True, True):
-        with draws.forward() as drawn:
+        with draws.forward(repeated=True) as drawn:
             if draw:
                 random.random()
         found.append(drawn.repeatable)
     assert found == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("layer", "can_draw"),
+    [
+        (nn.LSTM(2, 2), False),
+        (LayerDrop(lambda: 0.5), False),
+        (LayerDrop(random.random), True),
+        (LayerDrop(np.random.rand), True),
+        (LayerDrop(lambda: random.gauss(0, 1)), True),
+        (LayerDrop(lambda: SHARED.random()), True),
+        (Holding(), True),
+    ],
+)
+def test_layers_that_cannot_draw_are_left_alone(layer: nn.Module, can_draw: bool) -> None:
+    """Whatever other threads draw meanwhile."""
+    draws = Draws([layer])
+    with draws.forward(repeated=True) as drawn:
+        random.random()
+    assert (drawn.before != drawn.after) == can_draw
