@@ -283,10 +283,10 @@ class GPipe(Container):
         inputs = Inputs.of(args, kwargs, self._batch_dim)
         if not len(self):
             return _pass_through(args, kwargs, inputs)
+        watched = is_watched(inputs.tensors, self.modules)
         check_inputs(inputs, self._devices)
         if kwargs or len(args) != 1:
             check_accepted(next(iter(self)), args, kwargs)
-        watched = is_watched(inputs.tensors, self.modules)
         with TURN:
             plan = unwatched(self._plan, inputs, global_hook()) if watched else self._plan(inputs)
             parameters, buffers, pipeline = self._state.parameters, self._state.buffers, self._pipeline

@@ -144,8 +144,10 @@ class Segments:
                 place, share = next(iter(self._wanted))
                 del self._wanted[place, share]
                 part = self._part(place)
-                deterministic = torch.are_deterministic_algorithms_enabled()
-                if place.is_current(part.layers) and place.modes.deterministic == deterministic:
+                now = Modes.now()
+                process_wide = now.deterministic, now.default_dtype
+                as_before = process_wide == (place.modes.deterministic, place.modes.default_dtype)
+                if as_before and place.is_current(part.layers):
                     self._lower(part, place, share)
                 held.close()
 

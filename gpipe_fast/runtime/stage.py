@@ -58,6 +58,7 @@ class Modes(NamedTuple):
     autocast: Autocast
     num_threads: int
     deterministic: bool
+    default_dtype: torch.dtype
 
     @classmethod
     def now(cls) -> Modes:
@@ -68,7 +69,13 @@ class Modes(NamedTuple):
             if torch.is_autocast_enabled(kind)
         )
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(torch.is_grad_enabled(), autocast, torch.get_num_threads(), deterministic)
+        return cls(
+            torch.is_grad_enabled(),
+            autocast,
+            torch.get_num_threads(),
+            deterministic,
+            torch.get_default_dtype(),
+        )
 
 
 @contextlib.contextmanager

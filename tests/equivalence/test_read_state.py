@@ -353,3 +353,24 @@ def test_all_state_in_every_mode(kind: type[Reading], checkpoint: str) -> None:
         assert _compare(state, kind, checkpoint, [1.0, 1.0, 2.0, 0.5, 2.0, 1.0]) == [], name
     for name, (make, reason) in IN_PYTHON.items():
         assert reason in _compare(make(), kind, checkpoint, [1.0] * 4)[0], name
+
+
+class Filling(nn.Module):
+    """Makes a tensor of the default dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.full((4,), 1 / 3)
+
+
+def test_the_default_dtype_counts() -> None:
+    seq = nn.Sequential(nn.Linear(4, 4), Filling())
+    model, x = GPipe(seq, [1, 1], devices=["cpu"] * 2, chunks=2), torch.randn(4, 4)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            expected = torch.cat([seq(c) for c in x.chunk(2)])
+            assert model(x).dtype == expected.dtype == dtype
+            assert torch.equal(model(x), expected)
+    finally:
+        torch.set_default_dtype(before)

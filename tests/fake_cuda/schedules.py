@@ -250,6 +250,7 @@ def step(setup: SetUp, number: int, generator: random.Random) -> Left:
     if generator.random() < 0.1:
         fail(setup, x, number, generator, schedule)
         setup.write(which)
+        plan_by(pipeline, x, schedule)  # again, since its gradients came in another layout
     for parameter in pipeline.parameters():
         parameter.grad = None
     delay(pipeline, number, delays)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Interpreted, Pipeline, kept_bytes
+from gpipe_fast.layers.structure import Dims
 from gpipe_fast.runtime.compile import Compiler, Refusal
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.plan import Finder, Plan, make_plan
@@ -34,7 +35,7 @@ class NothingElse(Finder):
 def plan_of(known: Sequence[Sequence[CompiledStage]], shares: Sequence[float]) -> Plan:
     stages = [stage.stage for stage in known[0]]
     finders = [NothingElse() for _ in stages]
-    return make_plan(stages, finders, known[0][0].inputs, shares, 1, [False], known)
+    return make_plan(stages, finders, known[0][0].inputs, shares, 1, Dims((0,)), known)
 
 
 class Pipe:
