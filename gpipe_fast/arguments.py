@@ -11,7 +11,6 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from gpipe_fast.devices import elsewhere
 from gpipe_fast.layers.skip import verify_skippables
@@ -205,8 +204,6 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
     for tensor, dim in zip(inputs.tensors, inputs.dims.inputs, strict=True):
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             _refuse_kind(tensor)
-        if isinstance(tensor, FakeTensor):
-            raise TypeError("the input is a FakeTensor, which has no elements; pass a real tensor")
         if dim is not None and not -tensor.dim() <= dim < tensor.dim():
             _refuse_dimension(tensor, dim)
         if devices and elsewhere(tensor.device, devices[0]):

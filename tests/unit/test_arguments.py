@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 from gpipe_fast import GPipe, doctor, keyed_rng
 from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, table
@@ -28,11 +27,6 @@ def pipe(**options: Any) -> GPipe:
 
 def nested(layout: torch.layout) -> Tensor:
     return torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)], layout=layout)
-
-
-def fake() -> Tensor:
-    with FakeTensorMode():
-        return torch.ones(4, 6)
 
 
 CONSTRUCTED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -71,7 +65,6 @@ CALLS: list[tuple[str, Callable[[GPipe], object]]] = [
     ),
     ("got a nested tensor; pass torch.nested.to_padded_tensor", lambda m: m(nested(torch.strided))),
     ("got a nested tensor", lambda model: model(nested(torch.jagged))),
-    ("the input is a FakeTensor, which has no elements", lambda model: model(fake())),
 ]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import gpipe_fast.runtime.compile
 from gpipe_fast import GPipe
 from gpipe_fast.lower import operators
-from gpipe_fast.trace import aot, trace
+from gpipe_fast.trace import aot, function, trace
 from gpipe_fast.trace.refuse import Untraceable
 from gpipe_fast.trace.trace import Joint, Role
 from tests.inside import with_autocast_cache
@@ -78,7 +78,7 @@ def test_recomputed_random_operations_without_rule_are_wrong() -> None:
 
     pipe = GPipe(nn.Sequential(nn.Dropout(0.5)), [1])
     with (
-        mock.patch.object(trace, "KeyedRandomMode", Unkeyed),
+        mock.patch.object(function, "KeyedRandomMode", Unkeyed),
         mock.patch.object(trace, "refuse_graph", return_value=None),
     ):
         step = pipeline_step(pipe, batch(64), 0.0)
