@@ -17,6 +17,7 @@ enum class Code : uint8_t {
   own,          // the user's
   transparent,  // the standard library's: on behalf of whoever called it
   reported,     // as transparent; every call is reported, not the first one alone
+  importing,    // Python's import: whatever runs on its behalf is done once anyway
 };
 
 // A profile function for the thread that starts it, in C++ since tracing makes a million calls. It takes the place of
@@ -72,13 +73,12 @@ class Observer {
   void enter(PyFrameObject* frame) {
     Known& known = look_up(frame);
     if (importing_ != nullptr || known.code == Code::opaque) return;
-    if (known.reported && known.code != Code::reported) return;
-    if (known.code != Code::own && !on_behalf_of_user(frame)) return;
-    if (known.code == Code::own &&
-        is_module(frame)) {  // what a module does when it is imported is done once anyway
+    if (known.code == Code::importing) {
       importing_ = frame;
       return;
     }
+    if (known.reported && known.code != Code::reported) return;
+    if (known.code != Code::own && !on_behalf_of_user(frame)) return;
     known.reported = true;
     on_frame_(py::handle(reinterpret_cast<PyObject*>(frame)));
   }
@@ -86,7 +86,7 @@ class Observer {
   void call(PyFrameObject* frame, PyObject* function) {
     if (importing_ != nullptr) return;
     const Code code = look_up(frame).code;
-    if (code == Code::opaque) return;
+    if (code == Code::opaque || code == Code::importing) return;
     const void* definition = nullptr;
     if (PyCFunction_Check(function)) {
       definition = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
@@ -116,16 +116,10 @@ class Observer {
     while (caller) {
       auto* now = reinterpret_cast<PyFrameObject*>(caller.ptr());
       const Code code = look_up(now).code;
-      if (code == Code::own || code == Code::opaque) return code == Code::own;
+      if (code != Code::transparent && code != Code::reported) return code == Code::own;
       caller = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(now)));
     }
     return false;
-  }
-
-  static bool is_module(PyFrameObject* frame) {
-    const py::object code =
-        py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-    return PyUnicode_CompareWithASCIIString(code.attr("co_name").ptr(), "<module>") == 0;
   }
 
   void forget() {
@@ -136,7 +130,7 @@ class Observer {
   const py::function kind_of_, on_frame_, on_call_;
   std::unordered_map<PyObject*, Known> known_;  // holds the code objects, until `stop`
   std::unordered_set<const void*> harmless_;    // definitions of C functions
-  const PyFrameObject* importing_ = nullptr;    // the module's frame
+  const PyFrameObject* importing_ = nullptr;    // the frame that began to import
   Py_tracefunc before_ = nullptr;
   py::object before_object_;
 };

@@ -117,8 +117,6 @@ class _Walk:
             return self._array(value, label)
         elif kind is Kind.UNGUARDABLE and (self.names is None or label in self.names or " " in label):
             self.problem = self.problem or state_is_hidden(label, value)
-        elif isinstance(value, Namespace):
-            return (Namespace, self.namespaces.setdefault(value, len(self.namespaces)))
         return _Identity(value)
 
     def module(self, module: nn.Module | None) -> Hashable:
@@ -190,6 +188,8 @@ class _Walk:
 
     def _object(self, value: Any) -> Hashable:
         cls: Any = type(value)
+        if cls is Namespace:
+            return (Namespace, self.namespaces.setdefault(value, len(self.namespaces)))
         number, is_new = self._number(value)
         if not is_new:
             return (cls, number)

@@ -29,12 +29,9 @@ from gpipe_fast.trace.reads import Entry, Reads, names_of
 from gpipe_fast.trace.refuse import Untraceable
 
 # As csrc/bindings/bindings_observer.cpp: Code counts them.
-_OPAQUE, _OWN, _TRANSPARENT, _REPORTED = range(4)
+_OPAQUE, _OWN, _TRANSPARENT, _REPORTED, _IMPORTING = range(5)
 
-# The standard library's that load modules or show warnings: not the layer's doing.
-_MACHINERY = frozenset(
-    {"importlib", "_frozen_importlib", "_frozen_importlib_external", "warnings", "zipimport"}
-)
+_IMPORT = frozenset({"importlib", "_frozen_importlib", "_frozen_importlib_external", "zipimport"})
 # A message that is shown once is no side effect of each call.
 _SHOWN_ONCE = frozenset({"warning_once", "warn_once", "info_once"})
 
@@ -63,13 +60,15 @@ def _kind_of(frame: FrameType) -> int:
 @functools.lru_cache(maxsize=4096)
 def _kind_of_module(name: object) -> int:
     root = root_package(name)
-    if root.startswith("namedtuple_"):  # made by the standard library for whoever asked
+    if name is None or root.startswith("namedtuple_"):  # made at run time, for whoever asked
         return _TRANSPARENT
     if not is_fixed(name):
         return _OWN
+    if root in _IMPORT:
+        return _IMPORTING
     if root == "os":
         return _REPORTED
-    return _TRANSPARENT if is_standard(name) and root not in _MACHINERY else _OPAQUE
+    return _TRANSPARENT if is_standard(name) and root != "warnings" else _OPAQUE
 
 
 def reason_against(function: Any) -> str | None:
@@ -83,7 +82,7 @@ def reason_against(function: Any) -> str | None:
             return f"it reads the clock (time.{name})"
         if name == "urandom":
             return "it draws random bytes from the operating system"
-        if owner.__name__ in ("builtins", "io") and name in _BUILTINS:
+        if owner.__name__ in ("builtins", "io", "_io") and name in _BUILTINS:
             return _BUILTINS[name]
         if owner.__name__ in _OUTSIDE and name not in _HARMLESS:
             return f"it calls {owner.__name__}.{name}, which acts outside of the program or reads from there"

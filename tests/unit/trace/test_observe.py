@@ -227,9 +227,7 @@ def test_what_only_the_first_call_changes_is_kept() -> None:
 
 def test_a_cache_of_tracing_tensors_is_put_back() -> None:
     layer = Caching(lambda x: x.mean())
-    found = trace([layer], [X])
-    assert isinstance(found, Untraceable)
-    assert "a side effect" in found.reason
+    assert isinstance(trace([layer], [X]), Untraceable)
     assert layer.cache is None
     assert layer.shared == {}
 
