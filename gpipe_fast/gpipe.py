@@ -320,8 +320,8 @@ class GPipe(Container):
         planner = self._planner if hook is None else self._hooked_planner(hook)
         checkpoint = checkpoint_of(self.checkpoint, self.training and torch.is_grad_enabled())
         plan = planner.plan(signature, inputs.tensors, checkpoint)
-        if self._state.look(cast(Collection[nn.Module], self._modules.values())):
-            # Traces showed more of what the layers read.
+        if self._state.is_behind():
+            self._look()
             planner.rename(signature, Signature.of(inputs, chunks, threads, self._state))
         return plan
 

@@ -46,6 +46,10 @@ class State:
         self._snapshot: Snapshot | None = None
         self._known = -1  # of what layers read
 
+    def is_behind(self) -> bool:
+        """Whether a trace has shown more of what layers read since the last look."""
+        return self._known != reads.version()
+
     def look(self, layers: Collection[nn.Module]) -> bool:
         """Brings everything up to date; returns whether anything was changed."""
         known = reads.version()
