@@ -40,6 +40,10 @@ class Observer {
     PyEval_SetProfile(&Observer::notice, self);
   }
 
+  // In between nothing is watched, at no cost.
+  void pause() { PyEval_SetProfile(nullptr, nullptr); }
+  void resume(PyObject* self) { PyEval_SetProfile(&Observer::notice, self); }
+
   void stop() {
     PyEval_SetProfile(before_, before_object_.ptr());
     before_object_ = py::object();
@@ -142,6 +146,8 @@ void bind_observer(py::module_& m) {
       .def(py::init<py::function, py::function, py::function>(), py::arg("kind_of"), py::arg("on_frame"),
            py::arg("on_call"))
       .def("start", [](const py::object& self) { self.cast<Observer&>().start(self.ptr()); })
+      .def("pause", &Observer::pause)
+      .def("resume", [](const py::object& self) { self.cast<Observer&>().resume(self.ptr()); })
       .def("stop", &Observer::stop);
 }
 

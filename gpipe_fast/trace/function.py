@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast._extension import Observer
 from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.skip import Key, carrying, take
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, call, flatten
@@ -49,6 +50,21 @@ class ChangesInput(Exception):
     """A layer changes an input in place."""
 
 
+class _Mode(KeyedRandomMode):
+    """Draws by key, and lets nobody watch PyTorch's own work on an operator, which is most of a trace."""
+
+    def __init__(self, key: Tensor, observer: Observer) -> None:
+        super().__init__(key)
+        self._observer = observer
+
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        self._observer.pause()
+        try:
+            return super().__torch_dispatch__(*args, **kwargs)
+        finally:
+            self._observer.resume()
+
+
 class LayersFunction(nn.Module):
     """The layers as one function of (key, inputs) whose results alias nothing.
 
@@ -85,8 +101,12 @@ class LayersFunction(nn.Module):
         num_plain = len(arrived) - sum(setting.popped)
         of_skips = iter(arrived[num_plain:])
         popped = [next(of_skips) if is_tensor else None for is_tensor in setting.popped]
-        with carrying(dict(zip(setting.pops, popped, strict=True))) as carried, deferring(setting.deferred):
-            value = self._run(key, self.takes.build(arrived[:num_plain]))
+        with (
+            carrying(dict(zip(setting.pops, popped, strict=True))) as carried,
+            deferring(setting.deferred),
+            self.observation.watching() as observer,
+        ):
+            value = self._run(_Mode(key, observer), self.takes.build(arrived[:num_plain]))
             stashed = take(carried, setting.stashes)
         self.observation.layer = None
         try:
@@ -96,8 +116,7 @@ class LayersFunction(nn.Module):
         self.stashed = tuple(tensor is not None for tensor in stashed)
         return finish([*outputs, *(tensor for tensor in stashed if tensor is not None)], self.arrivals)
 
-    def _run(self, key: Tensor, value: Any) -> Any:
-        mode = KeyedRandomMode(key)
+    def _run(self, mode: KeyedRandomMode, value: Any) -> Any:
         for index, layer in enumerate(self.layers):
             self.observation.layer = index
             mode.enter_layer(index)

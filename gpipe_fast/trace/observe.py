@@ -120,12 +120,12 @@ class Observation:
         self.refusal: Untraceable | None = None
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watches what this thread runs inside a block."""
+    def watching(self) -> Iterator[Observer]:
+        """Watches what this thread runs inside a block; yields what can be paused."""
         observer = Observer(_kind_of, self._enter, self._call)
         observer.start()
         try:
-            yield
+            yield observer
         finally:
             observer.stop()
 
@@ -171,6 +171,9 @@ class Observation:
                 found += self._environment(reads, frame)
             elif kind == _OWN:
                 found += reads.add_function(code, frame.f_globals)
+                backward = _backward_of(frame)
+                if backward is not None:
+                    found += reads.add_function(backward.__code__, backward.__globals__)
             else:
                 reads.add_attributes(code)
         if code.co_name == "_log" and frame.f_globals.get("__name__") == "logging":
@@ -211,6 +214,17 @@ class Observation:
         if self.refusal is None:
             self.refusal = Untraceable(self.layer, reason, final="context variable" in reason)
         raise Unrepeatable(reason)
+
+
+def _backward_of(frame: FrameType) -> Any:
+    """The backward of an ``autograd.Function`` whose forward a frame runs; it runs later, unwatched."""
+    names = frame.f_code.co_varnames
+    if frame.f_code.co_name != "forward" or not names:
+        return None
+    context = frame.f_locals.get(names[0])
+    function = getattr(type(context), "_forward_cls", None)
+    backward = getattr(function, "backward", None)
+    return backward if hasattr(backward, "__code__") else None
 
 
 def _numpy_generator() -> Any:

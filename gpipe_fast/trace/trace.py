@@ -206,7 +206,7 @@ def _attempt(
     traced = False
     try:
         _bring(layers, stage.setting.device)
-        with phase.entered(tracing=True), observation.watching(), _unlogged():
+        with phase.entered(tracing=True), _unlogged():
             if varying is None:
                 module = aot.export_joint(stage, (key, *example))
             else:

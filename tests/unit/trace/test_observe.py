@@ -239,3 +239,29 @@ def test_what_every_call_changes_is_put_back_to_what_it_was() -> None:
     assert isinstance(found, Untraceable)
     assert found.reason == "its forward changes the global variable SEEN, a side effect"
     assert SEEN == []
+
+
+class Scaled(torch.autograd.Function):
+    """Scales the gradient by a number that only the backward reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * NUMBER
+
+
+class Scaling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = Scaled.apply(x)
+        return scaled
+
+
+def test_what_a_backward_of_the_users_reads_is_known() -> None:
+    layer = Scaling()
+    assert isinstance(trace([layer], [X.clone().requires_grad_()]), Joint)
+    known = reads_of(layer)
+    assert known is not None
+    assert "the global variable NUMBER" in [entry.label for entry in known.entries.values()]

@@ -73,12 +73,15 @@ def test_recomputed_random_operations() -> None:
 
 def test_recomputed_random_operations_without_rule_are_wrong() -> None:
     class Unkeyed(contextlib.nullcontext):  # type: ignore[type-arg]
+        def __init__(self, key: Tensor, observer: object) -> None:
+            super().__init__()
+
         def enter_layer(self, layer: int) -> None:
             pass
 
     pipe = GPipe(nn.Sequential(nn.Dropout(0.5)), [1])
     with (
-        mock.patch.object(function, "KeyedRandomMode", Unkeyed),
+        mock.patch.object(function, "_Mode", Unkeyed),
         mock.patch.object(trace, "refuse_graph", return_value=None),
     ):
         step = pipeline_step(pipe, batch(64), 0.0)
