@@ -65,7 +65,7 @@ import: build
 check: lint build  ## before every commit: lint, types, unit tests (under 3 minutes)
 	$(PYTEST) tests/unit $(ARGS)
 
-test: lint build import  ## install, lint, build, import, test (12 minutes on two cores); says what it left out
+test: lint build import  ## install, lint, build, import, test (16 minutes on two cores); says what it left out
 	$(PYTEST) $(ARGS)
 
 test-all: test smoke-reference smoke-between  ## `make test`, then the rest, and other versions of torch
