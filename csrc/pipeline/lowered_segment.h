@@ -41,7 +41,7 @@ class LoweredSegment final : public Segment {
   std::shared_ptr<Arena> arena() const override;
 
   std::shared_ptr<const Pass> pass;
-  std::vector<Layout> inputs;  // what it was lowered for; so the next and the last
+  std::vector<Layout> inputs;  // what it was lowered for, as are `takes` and `tangents`
   std::shared_ptr<const Form> takes, returns;
   std::vector<std::optional<Layout>> tangents;  // by output; none where none arrives
   std::optional<int64_t> draws;                 // see draws_from
