@@ -61,7 +61,7 @@ def train(name: str, lengths: Sequence[int], width: int = WIDTH) -> list[object]
                 assert ours.grad is not None
                 assert wanted.grad is not None
                 assert torch.equal(ours.grad, wanted.grad), f"gradient of {weight} at length {length}"
-    compiler = pipe._planner._programs.compiler
+    compiler = pipe._planner._compiler
     return [
         name,
         len(lengths),
