@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+# Bytes to which PyTorch aligns what it allocates on a type of device; other types are aligned as the CPU's. Libraries choose
+# algorithms by it (cuBLASLt), and so it changes bits.
+ALIGNMENT = 64
+ALIGNMENTS = {"cuda": 512}
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Lifetime:
     reuses: tuple[int, ...] = ()
 
 
-def lay_out(lifetimes: Mapping[int, Lifetime]) -> tuple[dict[int, int], int]:
+def lay_out(lifetimes: Mapping[int, Lifetime], alignment: int = ALIGNMENT) -> tuple[dict[int, int], int]:
     """Places values so that no two that live at the same step overlap.
 
     A value written in place of a dying one takes its offset; the others, the largest first, the lowest free
@@ -33,16 +36,21 @@ def lay_out(lifetimes: Mapping[int, Lifetime]) -> tuple[dict[int, int], int]:
 
     Args:
         lifetimes: by value.
+        alignment: of offsets, in bytes.
 
     Returns:
-        Each value's offset in bytes, a multiple of ``ALIGNMENT``, and the bytes needed in all.
+        Each value's offset in bytes, a multiple of ``alignment``, and the bytes needed in all.
     """
     chains = _chains(lifetimes)
     placed: list[tuple[int, int, int, int]] = []  # begin, end, low, high
     offsets: dict[int, int] = {}
     total = 0
-    for chain in sorted(chains, key=lambda c: (-_rounded(lifetimes[c[0]].size), lifetimes[c[0]].begin)):
-        size = _rounded(lifetimes[chain[0]].size)
+
+    def size_of(chain: Sequence[int]) -> int:
+        return -(-max(lifetimes[chain[0]].size, 1) // alignment) * alignment
+
+    for chain in sorted(chains, key=lambda c: (-size_of(c), lifetimes[c[0]].begin)):
+        size = size_of(chain)
         begin, end = lifetimes[chain[0]].begin, lifetimes[chain[-1]].end
         taken = sorted((low, high) for b, e, low, high in placed if b <= end and begin <= e)
         offset = 0
@@ -77,7 +85,3 @@ def _chains(lifetimes: Mapping[int, Lifetime]) -> list[Sequence[int]]:
         else:
             chain_of[value] = [value]
     return list({id(c): c for c in chain_of.values()}.values())
-
-
-def _rounded(size: int) -> int:
-    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT

@@ -90,9 +90,14 @@ class _Lowering:
         program.gradients = tuple(g.index for g in gradients)
         program.outputs = tuple(n.port for n in results)
         program.results = [self._result(n.node, n.port.role) for n in results]
-        place(program)
+        place(program, self._device_type())
         program.parts = parts(program)
         return program
+
+    def _device_type(self) -> str:
+        """All values are on one device."""
+        tensors = (node.meta.get("val") for node in self.nodes)
+        return next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
 
     # Values
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpipe_fast.lower.arena import Lifetime, lay_out
+from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, Lifetime, lay_out
 from gpipe_fast.lower.operators import is_pointwise
 from gpipe_fast.lower.program import (
     Accumulate,
@@ -26,7 +26,7 @@ from gpipe_fast.strides import span
 from gpipe_fast.trace.trace import Role
 
 
-def place(program: Program) -> None:
+def place(program: Program, device_type: str) -> None:
     """Gives arena values their offsets and drops the others after their last use."""
     values, steps = program.values, program.steps
     base_of = _bases(values)
@@ -43,7 +43,7 @@ def place(program: Program) -> None:
         for i, v in enumerate(values)
         if v.home is Home.ARENA and i in first
     }
-    offsets, program.arena_bytes = lay_out(lifetimes)
+    offsets, program.arena_bytes = lay_out(lifetimes, ALIGNMENTS.get(device_type, ALIGNMENT))
     for i, offset in offsets.items():
         values[i] = replace(values[i], index=offset)
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gpipe_fast.lower.arena import ALIGNMENT, Lifetime, lay_out
+from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, Lifetime, lay_out
 
 SEEDS = range(40)
 
@@ -119,3 +119,10 @@ def test_nothing_and_empty_values() -> None:
     offsets, total = lay_out({0: Lifetime(0, 0, 1), 1: Lifetime(0, 0, 1), 2: Lifetime(64, 0, 1)})
     assert all(offset % ALIGNMENT == 0 and offset <= total for offset in offsets.values())
     assert total <= 3 * ALIGNMENT
+
+
+def test_offsets_on_gpus_are_aligned_as_the_allocators_blocks() -> None:
+    alignment = ALIGNMENTS["cuda"]
+    offsets, total = lay_out({i: Lifetime(100 + i, 0, 1) for i in range(4)}, alignment)
+    assert sorted(offsets.values()) == [0, alignment, 2 * alignment, 3 * alignment]
+    assert total == 4 * alignment
