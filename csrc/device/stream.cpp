@@ -10,40 +10,57 @@
 namespace gpipe_fast {
 namespace {
 
-// Events that nobody waits for any more; an event belongs to the device of its first stream.
+struct Less {
+  bool operator()(const at::Device& a, const at::Device& b) const {
+    return std::make_pair(a.type(), a.index()) < std::make_pair(b.type(), b.index());
+  }
+};
+
+// What nobody uses any more, by device.
+template <class Kept>
 class Pool {
  public:
-  std::shared_ptr<c10::Event> take(at::Device device) {
-    std::unique_ptr<c10::Event> event;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      std::vector<std::unique_ptr<c10::Event>>& free = free_[device];
-      if (!free.empty()) {
-        event = std::move(free.back());
-        free.pop_back();
-      }
-    }
-    if (!event) event = std::make_unique<c10::Event>(device.type());
-    return {event.release(), [this, device](c10::Event* done) {
-              const std::lock_guard<std::mutex> lock(mutex_);
-              free_[device].emplace_back(done);
-            }};
+  // Nothing if none is left.
+  std::optional<Kept> take(at::Device device) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<Kept>& free = free_[device];
+    if (free.empty()) return std::nullopt;
+    Kept kept = std::move(free.back());
+    free.pop_back();
+    return kept;
+  }
+  void give_back(at::Device device, Kept kept) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_[device].push_back(std::move(kept));
   }
 
  private:
-  struct Less {
-    bool operator()(const at::Device& a, const at::Device& b) const {
-      return std::make_pair(a.type(), a.index()) < std::make_pair(b.type(), b.index());
-    }
-  };
   std::mutex mutex_;
-  std::map<at::Device, std::vector<std::unique_ptr<c10::Event>>, Less> free_;
+  std::map<at::Device, std::vector<Kept>, Less> free_;
 };
 
-// Never destroyed: events must not outlive the driver's end.
-Pool& pool() {
-  static Pool* const made = new Pool;
+// Never destroyed: events must not outlive the driver's end. An event belongs to the device of its first stream.
+Pool<std::unique_ptr<c10::Event>>& events() {
+  static auto* const made = new Pool<std::unique_ptr<c10::Event>>;
   return *made;
+}
+
+std::shared_ptr<c10::Event> take_event(at::Device device) {
+  std::unique_ptr<c10::Event> event = events().take(device).value_or(nullptr);
+  if (!event) event = std::make_unique<c10::Event>(device.type());
+  return {event.release(),
+          [device](c10::Event* done) { events().give_back(device, std::unique_ptr<c10::Event>(done)); }};
+}
+
+// Streams are never destroyed: allocators know memory by them, and would take another one at the same address for it.
+Pool<c10::Stream>& streams() {
+  static auto* const made = new Pool<c10::Stream>;
+  return *made;
+}
+
+StreamMaker& offered() {
+  static StreamMaker make = nullptr;
+  return make;
 }
 
 std::atomic<int> num_holding{0};
@@ -54,6 +71,11 @@ std::vector<Stream::Holding*>& all_holding() {
 }
 
 }  // namespace
+
+bool offer_streams(StreamMaker make) {
+  offered() = make;
+  return true;
+}
 
 Stream::Holding::Holding(std::vector<Stream> streams) : streams_(std::move(streams)) {
   const std::lock_guard<std::mutex> lock(holding_mutex);
@@ -69,7 +91,7 @@ Stream::Holding::~Holding() {
 
 Moment::Moment(const Stream& stream) {
   if (stream.is_cpu()) return;
-  event_ = pool().take(stream.device());
+  event_ = take_event(stream.device());
   event_->record(*stream.stream_);
 }
 
@@ -82,9 +104,15 @@ Stream Stream::of_thread(at::Device device) {
   return {device, c10::impl::VirtualGuardImpl(device.type()).getStream(device)};
 }
 
-Stream Stream::other(at::Device device) {
+Stream Stream::take(at::Device device) {
   if (device.is_cpu()) return {device, std::nullopt};
+  if (const std::optional<c10::Stream> free = streams().take(device)) return {device, free};
+  if (offered() != nullptr && device.is_cuda()) return {device, offered()(device)};
   return {device, c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)};
+}
+
+void Stream::give_back(const Stream& stream) {
+  if (!stream.is_cpu()) streams().give_back(stream.device(), stream.whole());
 }
 
 void Stream::wait(const Moment& moment) const {

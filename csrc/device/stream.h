@@ -30,12 +30,19 @@ class Moment {
   std::shared_ptr<c10::Event> event_;  // from a pool, and back to it
 };
 
+// Makes a stream of a device, which lives as long as the process.
+using StreamMaker = c10::Stream (*)(at::Device device);
+// Called while libraries are loaded; torch's pool stands in where nothing was offered.
+bool offer_streams(StreamMaker make);
+
 class Stream {
  public:
   // The one that the calling thread puts work on.
   static Stream of_thread(at::Device device);
-  // Another one, of torch's pool.
-  static Stream other(at::Device device);
+  // One that nobody else puts work on until it is given back; torch deals out those of its own pool several times. What
+  // is on it then is still done.
+  static Stream take(at::Device device);
+  static void give_back(const Stream& stream);
 
   at::Device device() const { return device_; }
   // PyTorch's; not of the CPU.

@@ -43,12 +43,7 @@ std::optional<Route> choose(at::Device sender, at::Device receiver, Choice choic
 }
 
 Transport::Transport(const std::vector<at::Device>& devices, Choice choice) {
-  for (const at::Device& device : devices) {
-    is_cpu_ = is_cpu_ && device.is_cpu();
-    Stage stage{Stream::other(device), Stream::other(device), {}};
-    for (int way = 0; way < kWays; ++way) stage.in.push_back(Stream::other(device));
-    stages_.push_back(std::move(stage));
-  }
+  std::vector<bool> copies(devices.size());
   for (size_t sender = 0; sender < devices.size(); ++sender) {
     for (size_t receiver = 0; receiver < devices.size(); ++receiver) {
       const std::optional<Route> found = choose(devices[sender], devices[receiver], choice);
@@ -56,7 +51,15 @@ Transport::Transport(const std::vector<at::Device>& devices, Choice choice) {
       GPIPE_CHECK_ARG(found || !neighbours, "transport='peer', but ", devices[sender], " and ",
                       devices[receiver], " do not reach each other's memory");
       routes_.push_back(found.value_or(Route::pinned));
+      if (routes_.back() != Route::hand_over) copies[sender] = copies[receiver] = true;
     }
+  }
+  for (size_t i = 0; i < devices.size(); ++i) {
+    is_cpu_ = is_cpu_ && devices[i].is_cpu();
+    const Stream work = Stream::take(devices[i]);
+    Stage stage{work, copies[i] ? Stream::take(devices[i]) : work, {}};
+    for (int way = 0; way < kWays; ++way) stage.in.push_back(copies[i] ? Stream::take(devices[i]) : work);
+    stages_.push_back(std::move(stage));
   }
 }
 
@@ -69,12 +72,14 @@ Transport::~Transport() {
   } catch (const std::exception&) {
     // The device is lost, and nothing runs there any more.
   }
+  for (const Stream& stream : streams()) Stream::give_back(stream);
 }
 
 std::vector<Stream> Transport::streams() const {
   std::vector<Stream> all;
   for (const Stage& stage : stages_) {
     all.push_back(stage.work);
+    if (stage.out == stage.work) continue;
     all.push_back(stage.out);
     all.insert(all.end(), stage.in.begin(), stage.in.end());
   }

@@ -82,7 +82,9 @@ class Transport {
 
  private:
   struct Stage {
-    Stream work, out;
+    Stream work;
+    // For copies, where there are some to make; else the same one.
+    Stream out;
     std::vector<Stream> in;  // by way
   };
   // From one stage to another. Without a way of the run's: copies for callers, which may come at any time.

@@ -1,0 +1,22 @@
+// Streams beside those of PyTorch's pool, of which there are 32 for each device, dealt out in turn: pipelines of many stages,
+// or other threads, would put work on the same ones, and it would be captured with theirs.
+#include "device/stream.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+namespace gpipe_fast {
+namespace {
+
+c10::Stream make(at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  cudaStream_t stream = nullptr;
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return c10::cuda::getStreamFromExternal(stream, device.index()).unwrap();
+}
+
+[[maybe_unused]] const bool is_offered = offer_streams(&make);
+
+}  // namespace
+}  // namespace gpipe_fast
