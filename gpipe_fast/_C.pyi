@@ -182,6 +182,7 @@ class ReplayReport:
     replays: int
     as_they_are: int
     obstacle: str
+    setback: str
 
 class Pipeline:
     def __init__(self, num_stages: int, interpreted: Interpreted, transport: str = "auto") -> None: ...

@@ -110,7 +110,8 @@ void bind_pipeline(py::module_& m) {
       .def_readonly("bytes", &ReplayReport::bytes)
       .def_readonly("replays", &ReplayReport::replays)
       .def_readonly("as_they_are", &ReplayReport::as_they_are)
-      .def_readonly("obstacle", &ReplayReport::obstacle);
+      .def_readonly("obstacle", &ReplayReport::obstacle)
+      .def_readonly("setback", &ReplayReport::setback);
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline")
       .def(py::init([destroy](int32_t num_stages, std::shared_ptr<Interpreted> interpreted,
                               const std::string& transport) {

@@ -3,6 +3,9 @@
 // The capture is relaxed: it begins on one stream and takes in all others, whichever threads put work on them, and other
 // threads may go on as they like. Allocations that are made on these streams come from a pool of PyTorch's allocator that
 // is the graphs' own, cuBLAS's workspaces included.
+//
+// While a capture is under way that allocator frees none of its cached blocks, so the cache is emptied before, as
+// torch.cuda.graph does it. It must not be emptied while another thread captures.
 #include "device/graph.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
@@ -13,12 +16,17 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
 #include <set>
+#include <string>
 #include <utility>
 
 namespace gpipe_fast {
 namespace {
 
+namespace CUDACachingAllocator = c10::cuda::CUDACachingAllocator;
 using Devices = std::set<c10::DeviceIndex>;
 
 cudaStream_t raw(const Stream& stream) { return c10::cuda::CUDAStream(stream.whole()).stream(); }
@@ -44,7 +52,7 @@ class Allocating {
     // Workspaces that are there already somebody else may give back.
     at::cuda::clearCublasWorkspaces();
     for (c10::DeviceIndex device : devices_) {
-      c10::cuda::CUDACachingAllocator::beginAllocateToPool(device, pool_, [own](cudaStream_t stream) {
+      CUDACachingAllocator::beginAllocateToPool(device, pool_, [own](cudaStream_t stream) {
         return std::find(own.begin(), own.end(), stream) != own.end();
       });
     }
@@ -52,8 +60,8 @@ class Allocating {
   ~Allocating() {
     at::cuda::clearCublasWorkspaces();
     for (c10::DeviceIndex device : devices_) {
-      c10::cuda::CUDACachingAllocator::endAllocateToPool(device, pool_);
-      if (!kept_) c10::cuda::CUDACachingAllocator::releasePool(device, pool_);
+      CUDACachingAllocator::endAllocateToPool(device, pool_);
+      if (!kept_) CUDACachingAllocator::releasePool(device, pool_);
     }
   }
   Allocating(const Allocating&) = delete;
@@ -113,9 +121,7 @@ class Capturing {
   }
 
  private:
-  static c10::cuda::CUDACachingAllocator::CUDAAllocator& allocator() {
-    return *c10::cuda::CUDACachingAllocator::get();
-  }
+  static CUDACachingAllocator::CUDAAllocator& allocator() { return *CUDACachingAllocator::get(); }
   cudaError_t stop(cudaGraph_t& graph) {
     ended_ = true;
     const cudaError_t error = cudaStreamEndCapture(raw(streams_.front()), &graph);
@@ -153,10 +159,11 @@ class CudaGraph final : public Graph {
     }
     (void)cudaGraphExecDestroy(executable_);
     (void)cudaGetLastError();
-    for (c10::DeviceIndex device : devices_) c10::cuda::CUDACachingAllocator::releasePool(device, *pool_);
+    for (c10::DeviceIndex device : devices_) CUDACachingAllocator::releasePool(device, *pool_);
   }
 
   void replay(const Stream& stream) override {
+    const c10::cuda::CUDAGuard guard(stream.device());
     C10_CUDA_CHECK(cudaGraphLaunch(executable_, raw(stream)));
     last_ = Moment(stream);
   }
@@ -173,12 +180,50 @@ class CudaGraph final : public Graph {
   Moment last_;
 };
 
+// Of a pool: what PyTorch's allocator has asked of its devices for it.
+class Segments {
+ public:
+  explicit Segments(const c10::MempoolId_t& pool) {
+    for (const auto& segment : CUDACachingAllocator::snapshot(pool, /*include_traces=*/false).segments) {
+      if (segment.owner_private_pool_id == pool)
+        ends_.emplace(segment.address, segment.address + segment.total_size);
+    }
+  }
+  bool contain(const void* pointer) const {
+    const auto address = reinterpret_cast<size_t>(pointer);
+    auto after = ends_.upper_bound(address);
+    return after != ends_.begin() && address < (--after)->second;
+  }
+
+ private:
+  std::map<size_t, size_t> ends_;  // by where they begin
+};
+
+// Never destroyed: a thread may still capture while the process ends.
+std::mutex& capture_mutex() {
+  static auto* const made = new std::mutex;
+  return *made;
+}
+
 class CudaGraphMaker final : public GraphMaker {
  public:
-  std::unique_ptr<Graph> capture(const std::vector<Stream>& streams,
+  std::string obstacle() const override {
+    // The variable counts whatever its value is, as for PyTorch.
+    if (std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING") != nullptr || !CUDACachingAllocator::isEnabled())
+      return "a graph's memory must stay where it is, and PyTorch's allocator caches nothing "
+             "(PYTORCH_NO_CUDA_MEMORY_CACHING is set, or it was switched off)";
+    const std::string name = CUDACachingAllocator::get()->name();
+    if (name == "native") return {};
+    return "memory comes from the allocator '" + name +
+           "', and only PyTorch's native one can be captured with";
+  }
+
+  std::shared_ptr<Graph> capture(const std::vector<Stream>& streams,
                                  const std::function<void()>& body) override {
     Devices devices;
     for (const Stream& stream : streams) devices.insert(stream.device().index());
+    const std::lock_guard<std::mutex> one_at_a_time(capture_mutex());
+    CUDACachingAllocator::emptyCache();
     const int64_t before = free_bytes(devices);
     const Stream::Current current(streams.front());
     // PyTorch takes a pool that nothing uses any more for gone.
@@ -191,11 +236,23 @@ class CudaGraphMaker final : public GraphMaker {
       body();
       captured = capturing.end();
     }
-    auto graph = std::make_unique<CudaGraph>(captured, devices, pool);
+    auto graph = std::make_shared<CudaGraph>(captured, devices, pool);
     pool_ = pool;
     allocating.keep();
     graph->set_bytes(std::max<int64_t>(before - free_bytes(devices), 0));
     return graph;
+  }
+
+  void disown(const std::vector<at::Tensor>& tensors) const override {
+    const std::shared_ptr<const c10::MempoolId_t> pool = pool_.lock();
+    if (!pool) return;
+    const Segments segments(*pool);
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.defined() || !tensor.is_cuda()) continue;
+      const c10::Storage& storage = tensor.storage();
+      void* const address = storage.mutable_data();
+      if (segments.contain(address)) storage.set_data_ptr(c10::DataPtr(address, storage.device()));
+    }
   }
 
  private:

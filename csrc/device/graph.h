@@ -3,9 +3,12 @@
 
 #include "device/stream.h"
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace gpipe_fast {
@@ -20,15 +23,21 @@ class Graph {
   virtual int64_t bytes() const = 0;
 };
 
-// Memory of their own for graphs of which never two run at once: what one has let go of another may use.
+// Graphs that share memory, which is theirs alone: what a capture frees, later captures allocate again. So while anything
+// that a replay left in this memory is still to be read, no other graph may be replayed.
 class GraphMaker {
  public:
   virtual ~GraphMaker() = default;
+  // Why nothing can be captured in this process; empty if it can.
+  virtual std::string obstacle() const = 0;
   // Captures what `body`, and threads that it waits for, put on streams, all of which are given; nothing of it is done.
   // What they allocate there comes from the graphs' memory. Throws what `body` throws, and where something cannot be
-  // captured, and leaves no stream in a state of capture.
-  virtual std::unique_ptr<Graph> capture(const std::vector<Stream>& streams,
+  // captured, and leaves no stream in a state of capture. The memory is not given back while any of the graphs lives.
+  virtual std::shared_ptr<Graph> capture(const std::vector<Stream>& streams,
                                          const std::function<void()>& body) = 0;
+  // Frees what these tensors hold of the graphs' memory for later captures. The tensors stay as they are, at their
+  // addresses, but own nothing any more.
+  virtual void disown(const std::vector<at::Tensor>& tensors) const = 0;
 };
 
 // Null where the extension was built without CUDA.

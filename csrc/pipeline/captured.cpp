@@ -4,6 +4,7 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
 
+#include <map>
 #include <set>
 #include <utility>
 
@@ -17,18 +18,10 @@ std::vector<const void*> addresses_of(const Tensors& tensors) {
   return addresses;
 }
 
-// Tensors of their own with the same elements. All of one device, on the calling thread's stream.
-Tensors copies_of(const Tensors& tensors) {
-  Tensors copies(tensors.size()), from, to;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!tensors[i].defined()) continue;
-    copies[i] = at::empty_like(tensors[i]);
-    from.push_back(tensors[i]);
-    to.push_back(copies[i]);
-  }
-  if (!to.empty()) at::_foreach_copy_(to, from, /*non_blocking=*/true);
-  return copies;
-}
+// Copies of one device, made by one call.
+struct Copies {
+  Tensors from, to;
+};
 
 }  // namespace
 
@@ -68,7 +61,8 @@ void CapturedMiniBatch::draw_for(MiniBatch& other, size_t stage) {
   minibatch_->stages_[stage].keys.copy_(other.draw_keys(stage), /*non_blocking=*/true);
 }
 
-void CapturedMiniBatch::give_forward(MiniBatch& other) const {
+void CapturedMiniBatch::give_forward(MiniBatch& other, std::shared_ptr<const void> owner) const {
+  other.memory_owner_ = std::move(owner);
   for (size_t i = 0; i < buffers_.size(); ++i) {
     const StageState& own = minibatch_->stages_[i];
     StageState& its = other.stages_[i];
@@ -81,17 +75,45 @@ void CapturedMiniBatch::give_forward(MiniBatch& other) const {
   }
 }
 
-void CapturedMiniBatch::give_backward(MiniBatch& other, size_t stage) const {
+void CapturedMiniBatch::give_backward(MiniBatch& other) const {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const StageState& own = minibatch_->stages_[stage];
-  StageState& its = other.stages_[stage];
-  // The next mini-batch's are made in the same place.
-  its.backward.gradients = copies_of(own.backward.gradients);
-  for (size_t m = 0; m < its.cells.size(); ++m) {
-    its.cells[m].tangents.clear();
-    its.cells[m].input_gradients = own.cells[m].input_gradients;
-    if (!its.retains) its.cells[m].links.clear();
+  std::map<c10::DeviceIndex, Copies> devices;
+  for (size_t i = 0; i < other.stages_.size(); ++i) {
+    const StageState& own = minibatch_->stages_[i];
+    StageState& its = other.stages_[i];
+    its.backward.gradients.assign(own.backward.gradients.size(), {});
+    for (size_t j = 0; j < own.backward.gradients.size(); ++j) {
+      const at::Tensor& gradient = own.backward.gradients[j];
+      if (!gradient.defined()) continue;
+      // The next mini-batch's is made in the same place.
+      at::Tensor& copy = its.backward.gradients[j] = at::empty_like(gradient);
+      devices[own.device.index()].from.push_back(gradient);
+      devices[own.device.index()].to.push_back(copy);
+    }
+    for (size_t m = 0; m < its.cells.size(); ++m) {
+      its.cells[m].tangents.clear();
+      its.cells[m].input_gradients = own.cells[m].input_gradients;
+      if (!its.retains) its.cells[m].links.clear();
+    }
   }
+  for (auto& [device, copies] : devices) at::_foreach_copy_(copies.to, copies.from, /*non_blocking=*/true);
+  other.gradients_on_callers_ = true;
+}
+
+Tensors CapturedMiniBatch::tensors() const {
+  Tensors all;
+  const auto add = [&all](const Tensors& tensors) { all.insert(all.end(), tensors.begin(), tensors.end()); };
+  for (const StageState& stage : minibatch_->stages_) {
+    for (const Tensors* tensors : {&stage.parameters, &stage.forward.buffers, &stage.backward.gradients})
+      add(*tensors);
+    for (const Cell& cell : stage.cells) {
+      add(cell.input_gradients);
+      for (const Link& link : cell.links) {
+        for (const Tensors* tensors : {&link.inputs, &link.buffers, &link.saved}) add(*tensors);
+      }
+    }
+  }
+  return all;
 }
 
 std::vector<c10::Storage> CapturedMiniBatch::arenas() const {

@@ -23,10 +23,12 @@ class CapturedMiniBatch {
   // Whether a stage draws; and another's keys, in this one's place, on the calling thread's stream.
   bool draws(size_t stage) const { return minibatch_->stages_[stage].keys.defined(); }
   void draw_for(MiniBatch& other, size_t stage);
-  // After a graph, instead of a run: what this one holds is the other's; gradients of parameters are copied, on the calling
-  // thread's stream.
-  void give_forward(MiniBatch& other) const;
-  void give_backward(MiniBatch& other, size_t stage) const;
+  // After a graph, instead of a run: what this one holds is the other's, which keeps the owner of its memory; gradients of
+  // parameters are copied, on the calling thread's streams.
+  void give_forward(MiniBatch& other, std::shared_ptr<const void> owner) const;
+  void give_backward(MiniBatch& other) const;
+  // All that it holds, of which some lies in the graphs' memory.
+  Tensors tensors() const;
   // Memory of programs that its plan uses.
   std::vector<c10::Storage> arenas() const;
 

@@ -62,6 +62,9 @@ class MiniBatch final : public Work {
   // parameter's. `callers`: the streams of the calling thread.
   Gradients end_backward(const std::vector<Stream>& callers);
 
+  // After a backward that retained, as if it had not.
+  void release();
+
   // After a failed run: drops what was under way. What the forward kept stays only for a backward that retains.
   void abandon();
 
@@ -109,10 +112,12 @@ class MiniBatch final : public Work {
   std::shared_ptr<const Transport> transport_;
   std::vector<Stream> callers_;
   size_t num_parameters_;
+  std::shared_ptr<const void> memory_owner_;  // of what a replay left here
   std::vector<StageState> stages_;
   std::vector<Skips> skips_;  // by micro-batch
   Phase phase_ = Phase::idle;
   bool kept_ = false;
+  bool gradients_on_callers_ = false;  // not on the stages' streams
   std::atomic<bool> as_expected_ = true;
   std::optional<Surroundings> surroundings_;
 };

@@ -45,7 +45,16 @@ void MiniBatch::begin_backward(std::vector<Tensors> microbatches, bool retain) {
   }
   surroundings_.emplace(plan_->num_threads);
   as_expected_ = true;
+  gradients_on_callers_ = false;
   phase_ = Phase::backward;
+}
+
+void MiniBatch::release() {
+  kept_ = false;
+  for (StageState& stage : stages_) {
+    stage.retains = false;
+    for (Cell& cell : stage.cells) cell.links.clear();
+  }
 }
 
 MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& callers) {
@@ -62,7 +71,8 @@ MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& callers)
       if (!own.defined()) continue;
       const auto home = stages_[i].homes.find(static_cast<int64_t>(j));
       if (home != stages_[i].homes.end())
-        own = transport_->copy(own, transport_->work(static_cast<int32_t>(i)),
+        own = transport_->copy(own,
+                               gradients_on_callers_ ? callers[i] : transport_->work(static_cast<int32_t>(i)),
                                Stream::of_thread(home->second.device()));
       if (sum.defined()) {  // on the callers' streams
         transport_->hand_over(sum, callers);

@@ -2,10 +2,8 @@
 
 #include "check.h"
 #include "pipeline/autograd.h"
+#include "pipeline/microbatches.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/cat.h>
 #include <c10/util/Exception.h>
 
 #include <chrono>
@@ -47,67 +45,6 @@ namespace {
     throw std::runtime_error(with(error));
   }
   std::abort();  // unreachable: what has no place for a message comes out as it is
-}
-
-// All below autograd: a mini-batch is one node of the graph.
-//
-// Each tensor's parts, by micro-batch; undefined for an undefined tensor.
-template <class Split>
-std::vector<Tensors> cut(const Tensors& tensors, int64_t num_parts, const Split& split) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  std::vector<Tensors> microbatches(num_parts, Tensors(tensors.size()));
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!tensors[i].defined()) continue;
-    const Tensors parts = split(i);
-    for (size_t m = 0; m < microbatches.size(); ++m) microbatches[m][i] = parts.at(m);
-  }
-  return microbatches;
-}
-
-// What each micro-batch has of a tensor; nothing where one has none.
-Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
-  Tensors parts;
-  for (const Tensors& microbatch : microbatches) {
-    if (index >= microbatch.size() || !microbatch[index].defined()) return {};
-    parts.push_back(microbatch[index]);
-  }
-  return parts;
-}
-
-// All parts' tensors, joined along a dimension.
-Boundary join(const std::vector<Boundary>& parts, int64_t dim) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  auto form = std::make_shared<Form>(*parts.front().form);
-  for (const Boundary& part : parts) {
-    for (size_t i = 0; i < form->needs_gradient.size(); ++i) {
-      form->needs_gradient[i] = form->needs_gradient[i] || part.form->needs_gradient.at(i);
-    }
-  }
-  Boundary joined{{}, std::move(form)};
-  for (size_t i = 0; i < parts.front().tensors.size(); ++i) {
-    Tensors tensors;
-    for (const Boundary& part : parts) tensors.push_back(part.tensors.at(i));
-    joined.tensors.push_back(at::cat(tensors, dim));
-  }
-  return joined;
-}
-
-// Gradients of inputs: joined, or of replicated ones added up as autograd does, the last micro-batch first.
-Tensors join_gradients(const std::vector<Tensors>& microbatches,
-                       const std::vector<std::optional<int64_t>>& dims) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  Tensors joined(dims.size());
-  for (size_t i = 0; i < dims.size(); ++i) {
-    const Tensors parts = parts_of(microbatches, i);
-    if (parts.empty()) continue;
-    if (dims[i]) {
-      joined[i] = at::cat(parts, *dims[i]);
-      continue;
-    }
-    joined[i] = parts.back();
-    for (size_t m = parts.size() - 1; m-- > 0;) joined[i] = at::add(joined[i], parts[m]);
-  }
-  return joined;
 }
 
 // Streams made the calling thread's.
@@ -209,6 +146,18 @@ Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& grad
   return held_at_exit([&] { return backward_once(minibatch, gradients, sizes, retain); });
 }
 
+// Once more without graphs where memory runs out. Layers in Python may do something else a second time.
+template <class Body>
+void Pipeline::with_memory(const Plan& plan, MiniBatch& minibatch, const Body& body) {
+  try {
+    return body();
+  } catch (const c10::OutOfMemoryError&) {
+    if (!replays_ || !plan.is_lowered() || !replays_->let_go()) throw;
+  }
+  minibatch.abandon();
+  body();
+}
+
 Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
                                 const Tensors& parameters, const Tensors& buffers,
                                 const std::function<int64_t()>& key) {
@@ -221,10 +170,13 @@ Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const T
     const Turn turn(*this);
     check_open();
     AbandonOnError guard{*minibatch};
-    const std::vector<Boundary> parts = run_forward(minibatch, inputs, make);
-    // First, as it may fail; then nothing can.
-    if (plan->check_outputs) plan->check_outputs(parts);
-    outputs = join(parts, plan->join_along);
+    std::vector<Boundary> parts;
+    with_memory(*plan, *minibatch, [&] {
+      parts = run_forward(minibatch, inputs, make);
+      // First, as it may fail; then nothing can.
+      if (plan->check_outputs) plan->check_outputs(parts);
+      outputs = join(parts, plan->join_along);
+    });
     minibatch->end_forward();
     guard.done = true;
     if (replays_) replays_->after_use(minibatch->callers());
@@ -277,21 +229,27 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
   {
     const Turn turn(*this);
     check_open();
-    const bool captured = replays_are_due() && replays_->has_backward(of);
-    minibatch.begin_backward(captured ? std::vector<Tensors>(plan.num_microbatches()) : of.cut(gradients),
-                             retain);
-    AbandonOnError guard{minibatch};
-    if (!replays_are_due() || !replays_->backward(of)) {
-      run(*plan.backward, minibatch);
-      if (replays_) replays_->after_backward(of);
-    }
+    // What the forward kept stays for a second attempt while there are graphs to let go of.
+    const bool repeats = replays_ && plan.is_lowered() && replays_->can_let_go();
+    AbandonOnError guard{minibatch, /*done=*/true};
+    with_memory(plan, minibatch, [&] {
+      const bool captured = replays_are_due() && replays_->has_backward(of);
+      minibatch.begin_backward(captured ? std::vector<Tensors>(plan.num_microbatches()) : of.cut(gradients),
+                               retain || repeats);
+      guard.done = false;
+      if (!replays_are_due() || !replays_->backward(of)) {
+        run(*plan.backward, minibatch);
+        if (replays_) replays_->after_backward(of);
+      }
+      MiniBatch::Gradients found = minibatch.end_backward(callers);
+      for (const Tensors& tensors : found.inputs) {
+        for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, callers);
+      }
+      for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, callers);
+      joined = {join_gradients(found.inputs, plan.cut_along), std::move(found.parameters)};
+    });
+    if (!retain) minibatch.release();
     guard.done = true;
-    MiniBatch::Gradients found = minibatch.end_backward(callers);
-    for (const Tensors& tensors : found.inputs) {
-      for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, callers);
-    }
-    for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, callers);
-    joined = {join_gradients(found.inputs, plan.cut_along), std::move(found.parameters)};
     if (replays_) replays_->after_use(callers);
   }
   return joined;

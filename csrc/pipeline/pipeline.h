@@ -75,6 +75,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::vector<Boundary> run_forward(const std::shared_ptr<MiniBatch>& minibatch, const Tensors& inputs,
                                     const Replays::Make& another);
   bool replays_are_due() const;
+  template <class Body>
+  void with_memory(const Plan& plan, MiniBatch& minibatch, const Body& body);
   // As it is.
   void run(const Actions& actions, MiniBatch& minibatch);
 

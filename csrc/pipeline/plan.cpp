@@ -1,5 +1,7 @@
 #include "pipeline/plan.h"
 
+#include <algorithm>
+
 namespace gpipe_fast {
 
 std::shared_ptr<const Segment> StagePlan::segment(int32_t microbatch, size_t place, int64_t layer,
@@ -15,6 +17,17 @@ std::shared_ptr<const Segment> StagePlan::stand_in(int32_t microbatch, const Seg
                                                    const Tensors& tangents) const {
   if (!known) chains.at(microbatch).clear();  // the next forward expects what came
   return finder->stand_in(segment, tangents);
+}
+
+bool StagePlan::is_lowered() const {
+  return known && std::all_of(chains.begin(), chains.end(), [](const Chain& chain) {
+           return std::all_of(chain.begin(), chain.end(),
+                              [](const auto& segment) { return segment->is_lowered(); });
+         });
+}
+
+bool Plan::is_lowered() const {
+  return std::all_of(stages.begin(), stages.end(), [](const StagePlan& stage) { return stage.is_lowered(); });
 }
 
 }  // namespace gpipe_fast

@@ -44,6 +44,9 @@ struct StagePlan {
   bool known = false;
   std::shared_ptr<Finder> finder;
 
+  // Whether nothing that it runs is in Python.
+  bool is_lowered() const;
+
   // The segment at a place in a micro-batch's chain.
   std::shared_ptr<const Segment> segment(int32_t microbatch, size_t place, int64_t layer,
                                          const Boundary& boundary, const Skips& skips) const;
@@ -66,6 +69,7 @@ struct Plan {
   // Throws unless the micro-batches' outputs can be joined; null where that is known.
   std::function<void(const std::vector<Boundary>&)> check_outputs;
 
+  bool is_lowered() const;
   int64_t num_microbatches() const { return static_cast<int64_t>(stages.front().chains.size()); }
 };
 

@@ -15,7 +15,7 @@ namespace {
 
 // Mini-batches of a plan that run as they are before one is captured.
 constexpr int64_t kWarmUp = 2;
-// Plans that are captured, or may come to be: each has memory of its own.
+// Plans that are captured, or may come to be; the least recently used goes first.
 constexpr size_t kMostPlans = 8;
 
 // What keeps a plan from being captured, as far as it can be seen from outside; empty if nothing does.
@@ -24,12 +24,7 @@ std::string obstacle_of(const Plan& plan) {
     const StagePlan& stage = plan.stages[i];
     const std::string name = "stage " + std::to_string(i);
     if (stage.device.is_cpu()) return name + " runs on the CPU";
-    const auto in_python = [](const Chain& chain) {
-      return std::any_of(chain.begin(), chain.end(),
-                         [](const auto& segment) { return !segment->is_lowered(); });
-    };
-    if (!stage.known || std::any_of(stage.chains.begin(), stage.chains.end(), in_python))
-      return name + " has layers in Python before it or in it";
+    if (!stage.is_lowered()) return name + " has layers in Python before it or in it";
   }
   if (plan.check_outputs) return "its outputs are known only when they are there";
   return {};
@@ -116,23 +111,16 @@ struct Replays::Entry {
   // segments came as expected. While a backward is captured nothing else can be run.
   std::optional<std::vector<std::optional<Layout>>> settled;
   Settings settings = settings_now();
+  // It is captured once so many mini-batches have run as they are; whenever memory runs out it waits for twice as many.
+  int64_t wait = kWarmUp, due = kWarmUp;
 
   // While it is captured; graphs are waited for before their memory goes.
   Tensors inputs, gradients;
   std::vector<Boundary> outputs;
   std::vector<c10::Storage> arenas;
   std::optional<CapturedMiniBatch> captured;
-  std::unique_ptr<Graph> forward, backward;
-  std::weak_ptr<MiniBatch> user;
+  std::shared_ptr<Graph> forward, backward;
 
-  bool busy() const {
-    const std::shared_ptr<MiniBatch> other = user.lock();
-    return other && other->kept();
-  }
-  // Whether it holds what a mini-batch's forward has kept.
-  bool serves(const MiniBatch& minibatch) const {
-    return plan == minibatch.plan() && user.lock().get() == &minibatch;
-  }
   void drop() {
     backward.reset();
     forward.reset();
@@ -143,6 +131,13 @@ struct Replays::Entry {
     gradients.clear();
     report.forward = report.backward = false;
     report.num_nodes = report.bytes = 0;
+  }
+  void warm_up_again() { due = report.as_they_are + wait; }
+  void postpone(const std::string& setback) {
+    drop();
+    wait *= 2;
+    warm_up_again();
+    report.setback = setback;
   }
   void add(const Graph& graph) {
     report.num_nodes += graph.num_nodes();
@@ -168,7 +163,8 @@ Replays::Entry& Replays::entry_of(const std::shared_ptr<const Plan>& plan) {
   if (entries_.size() == kMostPlans) entries_.pop_back();
   Entry& entry = entries_.emplace_front();
   entry.plan = plan;
-  entry.report.obstacle = maker_ ? obstacle_of(*plan) : "gpipe_fast was built without CUDA";
+  entry.report.obstacle = maker_ ? maker_->obstacle() : "gpipe_fast was built without CUDA";
+  if (entry.report.obstacle.empty()) entry.report.obstacle = obstacle_of(*plan);
   return entry;
 }
 
@@ -188,7 +184,7 @@ Replays::State Replays::state_of(Entry& entry, const MiniBatch& minibatch) {
   if (entry.forward && !entry.captured->has_memory_of(minibatch)) entry.drop();
   if (const Settings settings = settings_now(); settings != entry.settings) {
     entry.drop();
-    entry.report.as_they_are = 0;  // to warm up again
+    entry.warm_up_again();
     entry.settings = settings;
   }
   if (!entry.report.obstacle.empty()) {
@@ -196,20 +192,24 @@ Replays::State Replays::state_of(Entry& entry, const MiniBatch& minibatch) {
     return State::refused;
   }
   if (entry.forward) return State::captured;
-  const bool warm = entry.report.as_they_are >= kWarmUp && (entry.settled || !entry.plan->backward);
+  const bool warm = entry.report.as_they_are >= entry.due && (entry.settled || !entry.plan->backward);
   return warm ? State::warm : State::cold;
 }
 
 const std::vector<Boundary>* Replays::forward(const std::shared_ptr<MiniBatch>& minibatch, const RunOf& run,
                                               const Make& another) {
   Entry& entry = entry_of(minibatch->plan());
-  if (entry.busy()) return nullptr;
+  if (in_flight()) return nullptr;
   switch (state_of(entry, *minibatch)) {
     case State::refused:
     case State::cold:
       return nullptr;
     case State::warm:
-      capture_forward(entry, run, another);
+      try {
+        capture_forward(entry, run, another);
+      } catch (const c10::OutOfMemoryError&) {
+        entry.postpone("memory ran out while its forward was captured");
+      }
       return entry.forward ? replay_forward(entry, minibatch, run) : nullptr;
     case State::captured:
       return replay_forward(entry, minibatch, run);
@@ -225,47 +225,60 @@ const std::vector<Boundary>* Replays::replay_forward(Entry& entry,
     if (entry.captured->draws(i)) beside(i, [&] { entry.captured->draw_for(*minibatch, i); });
   }
   entry.forward->replay(origin());
-  entry.captured->give_forward(*minibatch);
+  entry.captured->give_forward(*minibatch, entry.forward);
   end(run.minibatch);
-  entry.user = minibatch;
+  latest_ = minibatch;
   ++entry.report.replays;
   return &entry.outputs;
 }
 
+bool Replays::in_flight() const {
+  const std::shared_ptr<const MiniBatch> latest = latest_.lock();
+  return latest && latest->kept();
+}
+
+bool Replays::serves(const Entry& entry, const MiniBatch& minibatch) const {
+  return entry.forward && entry.plan == minibatch.plan() && latest_.lock().get() == &minibatch;
+}
+
 bool Replays::has_forward(const Plan& plan) const {
-  return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-    return entry.plan.get() == &plan && entry.forward && !entry.busy();
+  return !in_flight() && std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
+    return entry.plan.get() == &plan && entry.forward;
   });
 }
 
 bool Replays::has_backward(const RunOf& run) const {
   return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-    return entry.backward && entry.serves(run.minibatch) && match(layouts_of(entry.gradients), run.tensors);
+    return entry.backward && serves(entry, run.minibatch) && match(layouts_of(entry.gradients), run.tensors);
   });
 }
 
 bool Replays::backward(const RunOf& run) {
-  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-    return entry.forward && entry.serves(run.minibatch);
-  });
+  const auto found = std::find_if(entries_.begin(), entries_.end(),
+                                  [&](const Entry& entry) { return serves(entry, run.minibatch); });
   if (found == entries_.end() || !found->report.obstacle.empty()) return false;
   Entry& entry = *found;
-  if (!entry.backward && entry.settled && match(*entry.settled, run.tensors)) capture_backward(entry, run);
+  if (!entry.backward && entry.settled && match(*entry.settled, run.tensors)) {
+    try {
+      capture_backward(entry, run);
+    } catch (const c10::OutOfMemoryError&) {
+      entry.postpone("memory ran out while its backward was captured");
+      return false;
+    }
+  }
   if (!entry.backward || !match(layouts_of(entry.gradients), run.tensors)) return false;
   begin(run, entry.gradients);
   entry.backward->replay(origin());
-  for (size_t i = 0; i < entry.plan->stages.size(); ++i) {
-    beside(i, [&] { entry.captured->give_backward(run.minibatch, i); });
-  }
   end(run.minibatch);
+  entry.captured->give_backward(run.minibatch);
   return true;
 }
 
 // What cannot be captured runs as it is from now on.
 template <class Body>
-std::unique_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
+std::shared_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
   mixed_ = true;
-  std::unique_ptr<Graph> graph;
+  std::shared_ptr<Graph> graph;
   const Stream::Holding holding(streams_);
   try {
     graph = maker_->capture(streams_, [&] {
@@ -273,6 +286,9 @@ std::unique_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
       body();
     });
   } catch (const Stopped&) {
+    throw;
+  } catch (const c10::OutOfMemoryError&) {
+    transport_->free_blocks();
     throw;
   } catch (const std::exception& error) {
     entry.report.obstacle = first_line(error);
@@ -296,6 +312,7 @@ void Replays::capture_forward(Entry& entry, const RunOf& run, const Make& anothe
   entry.captured->freeze();
   entry.report.forward = true;
   entry.add(*entry.forward);
+  if (!entry.plan->backward) share_memory(entry);
 }
 
 void Replays::capture_backward(Entry& entry, const RunOf& run) {
@@ -310,6 +327,15 @@ void Replays::capture_backward(Entry& entry, const RunOf& run) {
   if (!entry.backward) return minibatch.abandon();  // the forward stays for the mini-batch that it serves
   entry.report.backward = true;
   entry.add(*entry.backward);
+  share_memory(entry);
+}
+
+// Captures of this plan are over.
+void Replays::share_memory(const Entry& entry) {
+  Tensors tensors = entry.captured->tensors();
+  for (const Boundary& part : entry.outputs)
+    tensors.insert(tensors.end(), part.tensors.begin(), part.tensors.end());
+  maker_->disown(tensors);
 }
 
 // With the first elements that are to come, so that they are defined when it is captured.
@@ -374,6 +400,20 @@ void Replays::after_use(const std::vector<Stream>& callers) {
     used_.erase(std::remove_if(used_.begin(), used_.end(), same), used_.end());
     used_.emplace_back(caller, Moment(caller));
   }
+}
+
+bool Replays::can_let_go() const {
+  return !in_flight() && std::any_of(entries_.begin(), entries_.end(),
+                                     [](const Entry& entry) { return entry.forward != nullptr; });
+}
+
+bool Replays::let_go() {
+  if (!can_let_go()) return false;
+  latest_.reset();
+  for (Entry& entry : entries_) {
+    if (entry.forward) entry.postpone("memory ran out in a mini-batch that was not replayed");
+  }
+  return true;
 }
 
 void Replays::forget() { entries_.clear(); }

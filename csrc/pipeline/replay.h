@@ -7,8 +7,9 @@
 //   stage 0         copy in ── graph: [ 0F0 0F1 ..  1F0 1F1 .. ] ────┘
 //
 // What is inside has fixed addresses: copies of the inputs, all that is kept for the backward, and gradients, which
-// are copied out. So a plan's graphs serve one mini-batch at a time, from its forward to its backward; another that comes
-// between runs as it is.
+// are copied out. All graphs of a pipeline share memory: once a plan's forward and backward are captured, what they
+// use is free for later captures, so that several plans need what the largest one needs. So one mini-batch at a time is
+// in flight in this memory, from its forward to its backward; others that come between run as they are.
 #pragma once
 
 #include "device/graph.h"
@@ -32,10 +33,11 @@ namespace gpipe_fast {
 struct ReplayReport {
   bool forward = false, backward = false;  // whether they are captured
   int64_t num_nodes = 0;
-  int64_t bytes = 0;        // of the devices' memory, that both took
+  int64_t bytes = 0;        // of the devices' memory, beside what earlier captures had taken
   int64_t replays = 0;      // mini-batches whose forward was one call
   int64_t as_they_are = 0;  // the others
   std::string obstacle;     // why it cannot be captured, if so
+  std::string setback;      // why it is captured later than others, or again, if so
 };
 
 // Of one pipeline, whose runs take turns. What a mini-batch's run needs, the caller brings:
@@ -72,6 +74,11 @@ class Replays {
   // Callers have put work on their streams that reads what a replay made.
   void after_use(const std::vector<Stream>& callers);
 
+  // When memory has run out elsewhere: lets go of all graphs, which are captured again after more mini-batches. False if
+  // there is none, or one is in use.
+  bool can_let_go() const;
+  bool let_go();
+
   void forget();
   std::vector<ReplayReport> reports() const;
 
@@ -90,9 +97,13 @@ class Replays {
                                               const RunOf& run);
   void capture_forward(Entry& entry, const RunOf& run, const Make& another);
   void capture_backward(Entry& entry, const RunOf& run);
+  void share_memory(const Entry& entry);
+  // Whether a mini-batch is between a forward that was replayed and its backward.
+  bool in_flight() const;
+  bool serves(const Entry& entry, const MiniBatch& minibatch) const;
   Tensors own_copies(const RunOf& run);
   template <class Body>
-  std::unique_ptr<Graph> capture(Entry& entry, const Body& body);
+  std::shared_ptr<Graph> capture(Entry& entry, const Body& body);
   // Around a replay: what comes before it, to which inputs are copied; what comes after.
   void begin(const RunOf& run, const Tensors& into);
   void end(const MiniBatch& minibatch);
@@ -109,6 +120,7 @@ class Replays {
   bool mixed_ = true;                            // something has run as it is since the last replay
   std::optional<Moment> replayed_;               // the last, if not
   std::vector<std::pair<Stream, Moment>> used_;  // see after_use
+  std::weak_ptr<const MiniBatch> latest_;        // that was replayed
 };
 
 }  // namespace gpipe_fast

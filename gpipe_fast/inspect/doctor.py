@@ -51,7 +51,14 @@ def captured(model: GPipe) -> list[str]:
         return []
     if not model.capture:
         return ["nothing: capture=False was asked for"]
-    return [_captured(report) for report in model._pipeline.replays()] or ["not known before the first call"]
+    reports = model._pipeline.replays()
+    lines = [_captured(report) for report in reports]
+    if any(report.forward for report in reports):
+        lines.append(
+            f"all graphs share {sum(r.bytes for r in reports) / 2**20:.1f} MiB, so one mini-batch at a time is replayed"
+            " from its forward to its backward"
+        )
+    return lines or ["not known before the first call"]
 
 
 def _captured(report: ReplayReport) -> str:
@@ -59,9 +66,10 @@ def _captured(report: ReplayReport) -> str:
     if report.obstacle:
         return f"not captured: {report.obstacle}; {ran}"
     if not report.forward:
-        return f"not yet captured; {ran}"
+        why = f" {report.setback}, and it is tried again later;" if report.setback else ""
+        return f"not yet captured;{why} {ran}"
     what = "forward and backward" if report.backward else "forward"
-    return f"{what}: {report.num_nodes} nodes, {report.bytes / 2**20:.1f} MiB of the devices' memory; {ran}"
+    return f"{what}: {report.num_nodes} nodes, {report.bytes / 2**20:.1f} MiB beside what others had taken; {ran}"
 
 
 def _section(title: str, lines: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import copy
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -304,19 +304,20 @@ CASES = {
 }
 
 
-def main() -> None:
-    operators, cases, devices = sys.argv[1:]
+def run_cases(cases: Mapping[str, Callable[[Both], None]]) -> None:
+    """Those that the command line names, which is described above."""
+    operators, names, devices, *checkpoint = sys.argv[1:]
     torch.ops.load_library(operators)
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # else a product may be added unrounded to the sum before
-    for case in cases.split("/"):
+    for case in names.split("/"):
         torch.manual_seed(0)
         ctypes.CDLL(None).fake_cuda_mark(b"plan")
-        both = Both(layers_of("mlp"), devices.split(","))
-        CASES[case](both)
+        both = Both(layers_of("mlp"), devices.split(","), *checkpoint)
+        cases[case](both)
         print(f"{case}: {'; '.join(both.found) or 'equal'}")
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(CASES)

@@ -34,6 +34,16 @@ CASES = (
     "threads",
 )
 
+SEVERAL_PLANS = (
+    "inference_before_a_backward",
+    "two_shapes_in_flight_16_first",
+    "two_shapes_in_flight_8_first",
+    "capture_while_another_is_in_flight",
+    "dropped_between_forward_and_backward",
+    "kept_output",
+    "replicated_gradient",
+)
+
 Libraries = tuple[Path, Path]
 
 
@@ -59,6 +69,53 @@ def test_between_replays(libraries: Libraries, tmp_path: Path) -> None:
     found = run("captures.py", libraries, "/".join(CASES), FOUR, late=1, log=tmp_path / "log")
     assert found == [f"{case}: equal" for case in CASES]
     assert check(read(tmp_path / "log"), may_wait=True) == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "checkpoint"),
+    [
+        pytest.param(ONE, "except_last", id="one-except_last"),
+        pytest.param(ONE, "never", id="one-never", marks=pytest.mark.extended),
+        pytest.param(FOUR, "always", id="four-always", marks=pytest.mark.extended),
+    ],
+)
+def test_several_plans(devices: str, checkpoint: str, libraries: Libraries, tmp_path: Path) -> None:
+    """What one of them leaves in the graphs' memory for its backward no other one overwrites."""
+    words = ("/".join(SEVERAL_PLANS), devices, checkpoint)
+    found = run("several_plans.py", libraries, *words, late=1, log=tmp_path / "log")
+    assert found == [f"{case}: equal" for case in SEVERAL_PLANS]
+    assert check(read(tmp_path / "log"), may_wait=True) == []
+
+
+@pytest.mark.extended
+def test_an_allocator_that_keeps_nothing(libraries: Libraries, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    found = run("several_plans.py", libraries, "not_with_this_allocator", FOUR)
+    assert found == ["not_with_this_allocator: equal"]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_capture_needs_little_more_memory_than_a_run(checkpoint: str, libraries: Libraries) -> None:
+    """Although a run has left the allocator's cache as large as it needs itself."""
+    (needed,) = run("graph_memory.py", libraries, f"needed_{checkpoint}")
+    memory = int(int(needed) * 1.3)
+    assert run("graph_memory.py", libraries, f"captured_{checkpoint}", memory=memory) == ["3 replays"]
+
+
+@pytest.mark.extended
+def test_plans_share_memory(libraries: Libraries) -> None:
+    """Graphs of five lengths take what those of the longest take, whichever was captured first."""
+    (found,) = run("graph_memory.py", libraries, "several_lengths")
+    never, always = found.split()[:3], found.split()[3:]
+    assert never == never[:1] * 3
+    assert always == always[:1] * 3
+
+
+@pytest.mark.extended
+def test_graphs_give_way_where_memory_runs_out(libraries: Libraries) -> None:
+    cases = ("short_of_memory_in_a_forward", "short_of_memory_in_a_backward")
+    assert run("graph_memory.py", libraries, *cases, memory=720 << 20) == ["equal, 4 replays"] * 2
 
 
 @pytest.mark.extended

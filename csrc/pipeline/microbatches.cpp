@@ -1,0 +1,59 @@
+#include "pipeline/microbatches.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/clone.h>
+
+#include <memory>
+#include <utility>
+
+namespace gpipe_fast {
+namespace {
+
+// What each micro-batch has of a tensor; nothing where one has none.
+Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
+  Tensors parts;
+  for (const Tensors& microbatch : microbatches) {
+    if (index >= microbatch.size() || !microbatch[index].defined()) return {};
+    parts.push_back(microbatch[index]);
+  }
+  return parts;
+}
+
+}  // namespace
+
+Boundary join(const std::vector<Boundary>& parts, int64_t dim) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto form = std::make_shared<Form>(*parts.front().form);
+  for (const Boundary& part : parts) {
+    for (size_t i = 0; i < form->needs_gradient.size(); ++i) {
+      form->needs_gradient[i] = form->needs_gradient[i] || part.form->needs_gradient.at(i);
+    }
+  }
+  Boundary joined{{}, std::move(form)};
+  for (size_t i = 0; i < parts.front().tensors.size(); ++i) {
+    Tensors tensors;
+    for (const Boundary& part : parts) tensors.push_back(part.tensors.at(i));
+    joined.tensors.push_back(at::cat(tensors, dim));
+  }
+  return joined;
+}
+
+Tensors join_gradients(const std::vector<Tensors>& microbatches,
+                       const std::vector<std::optional<int64_t>>& dims) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Tensors joined(dims.size());
+  for (size_t i = 0; i < dims.size(); ++i) {
+    const Tensors parts = parts_of(microbatches, i);
+    if (parts.empty()) continue;
+    if (dims[i]) {
+      joined[i] = at::cat(parts, *dims[i]);
+      continue;
+    }
+    joined[i] = parts.size() == 1 ? parts.back().clone() : parts.back();
+    for (size_t m = parts.size() - 1; m-- > 0;) joined[i] = at::add(joined[i], parts[m]);
+  }
+  return joined;
+}
+
+}  // namespace gpipe_fast

@@ -1,0 +1,181 @@
+"""Several captured plans of one pipeline, and the memory that they share; run by test_graphs.py.
+
+`several_plans.py OPERATORS CASES DEVICES`: as captures.py, whose comparison with the plain loop it uses.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe, doctor, replicate
+from tests.fake_cuda.captures import Both, run_cases
+from tests.fake_cuda.program import BATCH, WIDTH
+from tests.inside import pipeline_of
+
+HALF = BATCH // 2
+
+
+def train(both: Both, seed: int, samples: int) -> None:
+    both.each(lambda model, _: trained(model, both.input(seed)[:samples]))
+
+
+def trained(model: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    y = model(x)
+    y.square().mean().backward()
+    return [y.detach()]
+
+
+def infer(both: Both, seed: int, samples: int) -> None:
+    def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> list[Tensor]:
+        with torch.no_grad():
+            return [model(both.input(seed)[:samples])]
+
+    both.each(do)
+
+
+def replays(both: Both) -> int:
+    return sum(report.replays for report in both.reports())
+
+
+def inference_before_a_backward(both: Both) -> None:
+    """As a teacher or a moving average of the same module is asked for its output between the two."""
+    for seed in range(4):
+        infer(both, seed, HALF)
+    for seed in range(4):
+        train(both, seed, BATCH)
+
+    def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> list[Tensor]:
+        y = model(both.input(5))
+        with torch.no_grad():
+            other = model(both.input(6)[:HALF])
+        y.square().mean().backward()
+        return [y.detach(), other]
+
+    for _ in range(3):
+        both.each(do)
+    both.expect("both are captured", sorted(r.backward for r in both.reports()) == [False, True])
+
+
+def two_shapes_in_flight(both: Both, *, first_captured: int) -> None:
+    """Forward of one shape, of the other, and backward in either order."""
+    shapes = {BATCH: HALF, HALF: BATCH}
+    for samples in (first_captured, shapes[first_captured]):
+        for seed in range(4):
+            train(both, seed, samples)
+
+    def do(model: Callable[[Tensor], Tensor], _: nn.Module, samples: int, first: int) -> list[Tensor]:
+        outputs = [model(both.input(1)[:samples]), model(both.input(2)[: shapes[samples]])]
+        outputs[first].square().mean().backward()
+        outputs[1 - first].square().mean().backward()
+        return [y.detach() for y in outputs]
+
+    for samples in shapes:
+        for first in (0, 1):
+            both.each(partial(do, samples=samples, first=first))
+    for samples in shapes:
+        train(both, 3, samples)
+
+
+def capture_while_another_is_in_flight(both: Both) -> None:
+    """The second shape warms up, and would be captured, between a forward and its backward."""
+    for seed in range(4):
+        train(both, seed, BATCH)
+
+    def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> list[Tensor]:
+        y = model(both.input(7))
+        for seed in range(4):
+            trained(model, both.input(seed)[:HALF])
+        y.square().mean().backward()
+        return [y.detach()]
+
+    for _ in range(2):
+        both.each(do)
+
+
+def dropped_between_forward_and_backward(both: Both) -> None:
+    """Its graphs are let go of, and other plans are captured in the same memory."""
+    for seed in range(4):
+        train(both, seed, BATCH)
+
+    def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> list[Tensor]:
+        y = model(both.input(7))
+        pipeline_of(both.pipeline).forget_replays()
+        for seed in range(5):
+            trained(model, both.input(seed)[:HALF])
+        y.square().mean().backward()
+        return [y.detach()]
+
+    for _ in range(2):
+        both.each(do)
+    for seed in range(4):
+        train(both, seed, BATCH)
+
+
+def kept_output(both: Both) -> None:
+    """An output whose backward is still to come holds the memory of all graphs."""
+    for samples in (BATCH, HALF):
+        for seed in range(4):
+            train(both, seed, samples)
+    kept = both.pipeline(both.input(1))
+    before = replays(both)
+    train(both, 2, HALF)
+    both.expect("the other plan runs as it is", replays(both) == before)
+    del kept
+    train(both, 2, HALF)
+    train(both, 2, BATCH)
+    both.expect("both are replayed again", replays(both) == before + 2)
+
+
+def replicated_gradient(both: Both) -> None:
+    """Of an input that every micro-batch gets whole, with one micro-batch."""
+
+    class Scaled(nn.Linear):
+        def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+            x, scale = inputs
+            return super().forward(x) * scale
+
+    device = both.devices[0]
+    model = nn.Sequential(Scaled(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.GELU()).to(device)
+    pipe = GPipe(copy.deepcopy(model), [2, 2], devices=[device] * 2, chunks=1)
+    kept, expected = [], []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x, scale = torch.randn(BATCH, WIDTH).to(device), torch.randn(WIDTH).to(device).requires_grad_()
+        kept += torch.autograd.grad(pipe((x, replicate(scale))).square().mean(), [scale])
+        expected += torch.autograd.grad(model((x, scale)).square().mean(), [scale])
+    both.compare("gradients", kept, expected)
+    both.expect("it is replayed", any(r.replays > 2 for r in pipeline_of(pipe).replays()))
+
+
+def not_with_this_allocator(both: Both) -> None:
+    both.warm()
+    both.step(5)
+    (report,) = both.reports()
+    both.expect("nothing is replayed", (report.as_they_are, report.replays) == (5, 0))
+    both.expect(f"the obstacle is known: {report.obstacle}", "PYTORCH_NO_CUDA_MEMORY_CACHING" in report.obstacle)
+    both.expect("the report has it", report.obstacle in doctor(both.pipeline))
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        inference_before_a_backward,
+        capture_while_another_is_in_flight,
+        dropped_between_forward_and_backward,
+        kept_output,
+        replicated_gradient,
+        not_with_this_allocator,
+    )
+} | {
+    f"two_shapes_in_flight_{samples}_first": partial(two_shapes_in_flight, first_captured=samples)
+    for samples in (BATCH, HALF)
+}
+
+
+if __name__ == "__main__":
+    run_cases(CASES)
