@@ -43,5 +43,7 @@ Value = _C.Value
 When = _C.When
 build_info = _C.build_info
 built_with_cuda = _C.built_with_cuda
+choices_now = _C.choices_now
 kept_bytes = _C.kept_bytes
 route = _C.route
+settings_now = _C.settings_now

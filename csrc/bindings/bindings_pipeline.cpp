@@ -4,6 +4,7 @@
 
 #include "pipeline/autograd.h"
 #include "pipeline/pipeline.h"
+#include "pipeline/settings.h"
 
 #include <pybind11/functional.h>
 #include <torch/extension.h>
@@ -144,6 +145,8 @@ void bind_pipeline(py::module_& m) {
       .def("after_fork", &Pipeline::after_fork);
   m.def("route", &route, py::arg("sender"), py::arg("receiver"), py::arg("transport"));
   m.def("kept_bytes", &kept_bytes, py::arg("output"), no_gil);
+  m.def("choices_now", [] { return py::bytes(choices_now()); });
+  m.def("settings_now", [] { return py::bytes(settings_now()); });
 }
 
 }  // namespace gpipe_fast

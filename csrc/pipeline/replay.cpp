@@ -1,13 +1,13 @@
 #include "pipeline/replay.h"
 
-#include <ATen/Context.h>
+#include "pipeline/settings.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
 #include <exception>
-#include <tuple>
 #include <utility>
 
 namespace gpipe_fast {
@@ -33,33 +33,6 @@ std::string obstacle_of(const Plan& plan) {
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
   return text.substr(0, text.find('\n'));
-}
-
-// What was captured under other ones computes as those say.
-struct Settings {
-  bool deterministic = false, deterministic_cudnn = false, benchmark = false;
-  int matmul_precision = 0;
-  bool tf32_cudnn = false;
-
-  bool operator!=(const Settings& other) const {
-    const auto all = [](const Settings& s) {
-      return std::tie(s.deterministic, s.deterministic_cudnn, s.benchmark, s.matmul_precision, s.tf32_cudnn);
-    };
-    return all(*this) != all(other);
-  }
-};
-
-Settings settings_now() {
-  const at::Context& context = at::globalContext();
-  Settings settings{context.deterministicAlgorithms(), context.deterministicCuDNN(),
-                    context.benchmarkCuDNN()};
-  try {
-    settings.matmul_precision = static_cast<int>(context.float32MatmulPrecision());
-    settings.tf32_cudnn = context.allowTF32CuDNN();
-  } catch (const c10::Error&) {
-    settings.matmul_precision = -1;  // set in a way that cannot be asked for like this
-  }
-  return settings;
 }
 
 // What a tensor's layout is; nothing for an undefined one. Only what is laid out as what was captured can be replayed.
@@ -110,7 +83,7 @@ struct Replays::Entry {
   // How the gradients were laid out that came to the latest backward; if it was run as it is, and they and those of all
   // segments came as expected. While a backward is captured nothing else can be run.
   std::optional<std::vector<std::optional<Layout>>> settled;
-  Settings settings = settings_now();
+  std::string settings = settings_now();
   // It is captured once so many mini-batches have run as they are; whenever memory runs out it waits for twice as many.
   int64_t wait = kWarmUp, due = kWarmUp;
 
@@ -182,7 +155,7 @@ void Replays::beside(size_t stage, const Body& body) {
 
 Replays::State Replays::state_of(Entry& entry, const MiniBatch& minibatch) {
   if (entry.forward && !entry.captured->has_memory_of(minibatch)) entry.drop();
-  if (const Settings settings = settings_now(); settings != entry.settings) {
+  if (const std::string settings = settings_now(); settings != entry.settings) {
     entry.drop();
     entry.warm_up_again();
     entry.settings = settings;

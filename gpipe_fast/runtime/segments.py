@@ -144,9 +144,7 @@ class Segments:
                 place, share = next(iter(self._wanted))
                 del self._wanted[place, share]
                 part = self._part(place)
-                now = Modes.now()
-                process_wide = now.deterministic, now.default_dtype
-                as_before = process_wide == (place.modes.deterministic, place.modes.default_dtype)
+                as_before = Modes.now().process_wide() == place.modes.process_wide()
                 if as_before and place.is_current(part.layers):
                     self._lower(part, place, share)
                 held.close()

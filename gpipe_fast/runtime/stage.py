@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast._extension import Arena, Form
+from gpipe_fast._extension import Arena, Form, choices_now
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, shared
 from gpipe_fast.trace.trace import buffers_of, parameters_of
@@ -52,13 +52,29 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 class Modes(NamedTuple):
-    """The global state that a program depends on."""
+    """The global state that a program depends on.
+
+    Attributes:
+        grad: whether gradients are enabled.
+        autocast: the kinds of devices for which it is, and to what.
+        num_threads: intra-op threads.
+        deterministic: whether algorithms have to be.
+        default_dtype: of new tensors.
+        choices: which operators attention and batch norm come to be (csrc/pipeline/settings.h).
+        fast_attention: whether attention in inference may be one operator.
+    """
 
     grad: bool
     autocast: Autocast
     num_threads: int
     deterministic: bool
     default_dtype: torch.dtype
+    choices: bytes
+    fast_attention: bool
+
+    def process_wide(self) -> Hashable:
+        """Those that are not a thread's own."""
+        return self.deterministic, self.default_dtype, self.choices, self.fast_attention
 
     @classmethod
     def now(cls) -> Modes:
@@ -75,6 +91,8 @@ class Modes(NamedTuple):
             torch.get_num_threads(),
             deterministic,
             torch.get_default_dtype(),
+            choices_now(),
+            torch.backends.mha.get_fastpath_enabled(),
         )
 
 

@@ -1,0 +1,78 @@
+#include "pipeline/settings.h"
+
+#include <ATen/Context.h>
+
+#include <cstdint>
+#include <functional>
+#include <type_traits>
+
+namespace gpipe_fast {
+namespace {
+
+void add(std::string& to, bool flag) { to += flag ? '\1' : '\0'; }
+
+void add(std::string& to, int64_t number) {
+  to.append(reinterpret_cast<const char*>(&number), sizeof(number));
+}
+
+template <class Ask>
+void add_if_told(std::string& to, const Ask& ask) {
+  try {
+    add(to, static_cast<int64_t>(ask()));
+  } catch (const c10::Error&) {
+    add(to, int64_t{-1});  // set in a way that cannot be asked for like this
+  }
+}
+
+// By backend and kind of operator, in PyTorch's order: {generic, cuda, mkldnn} and {all, conv, rnn, matmul}. The getter
+// takes enumerations, in older releases their names.
+template <class Precision, class Backend, class Op>
+void add_float32_precision(std::string& to, Precision (at::Context::*get)(Backend, Op) const) {
+  static constexpr const char* kBackends[] = {"generic", "cuda", "mkldnn"};
+  static constexpr const char* kOps[] = {"all", "conv", "rnn", "matmul"};
+  for (int backend = 0; backend < 3; ++backend) {
+    for (int op = 0; op < (backend == 0 ? 1 : 4); ++op) {
+      add_if_told(to, [&] {
+        if constexpr (std::is_enum_v<Backend>)
+          return static_cast<int64_t>(
+              (at::globalContext().*get)(static_cast<Backend>(backend), static_cast<Op>(op)));
+        else
+          return static_cast<int64_t>(
+              std::hash<std::string>()((at::globalContext().*get)(kBackends[backend], kOps[op])));
+      });
+    }
+  }
+}
+
+}  // namespace
+
+std::string choices_now() {
+  at::Context& context = at::globalContext();
+  std::string found;
+  for (const bool flag :
+       {context.userEnabledCuDNN(), context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
+        context.userEnabledMathSDP(), context.userEnabledCuDNNSDP(), context.userEnabledOverrideableSDP(),
+        context.allowFP16BF16ReductionMathSDP()})
+    add(found, flag);
+  for (const at::SDPBackend backend : context.sDPPriorityOrder())
+    found += static_cast<char>(static_cast<int>(backend));
+  return found;
+}
+
+std::string settings_now() {
+  const at::Context& context = at::globalContext();
+  std::string found = choices_now();
+  for (const bool flag : {context.deterministicAlgorithms(), context.deterministicCuDNN(),
+                          context.benchmarkCuDNN(), context.allowFP16AccumulationCuBLAS()})
+    add(found, flag);
+  add(found, int64_t{context.benchmarkLimitCuDNN()});
+  add(found, static_cast<int64_t>(context.allowFP16ReductionCuBLAS()));
+  add(found, static_cast<int64_t>(context.allowBF16ReductionCuBLAS()));
+  add_if_told(found, [] { return at::globalContext().blasPreferredBackend(); });
+  add_if_told(found, [&] { return context.float32MatmulPrecision(); });
+  add_if_told(found, [&] { return context.allowTF32CuDNN(); });
+  add_float32_precision(found, &at::Context::float32Precision);
+  return found;
+}
+
+}  // namespace gpipe_fast

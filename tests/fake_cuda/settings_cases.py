@@ -1,0 +1,60 @@
+"""Settings of PyTorch that change between replays; run by test_settings.py with runtime.cpp preloaded.
+
+`settings_cases.py OPERATORS DEVICES`: under each setting a step that was replayed has to be captured again.
+Prints those under which it was not, or what else is amiss, or "equal".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from tests.fake_cuda.captures import Both
+from tests.fake_cuda.program import layers_of
+
+MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+
+
+def _reduced(name: str) -> Callable[[], None]:
+    return lambda: setattr(MATMUL, name, not getattr(MATMUL, name))
+
+
+SETTINGS: dict[str, Callable[[], None]] = {
+    "sums in bf16": _reduced("allow_bf16_reduced_precision_reduction"),
+    "sums in fp16": _reduced("allow_fp16_reduced_precision_reduction"),
+    "accumulation in fp16": _reduced("allow_fp16_accumulation"),
+    "attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "cuDNN": lambda: setattr(CUDNN, "enabled", not CUDNN.enabled),
+    "deterministic cuDNN": lambda: setattr(CUDNN, "deterministic", not CUDNN.deterministic),
+    "precision of products": lambda: setattr(MATMUL, "fp32_precision", "tf32"),
+}
+
+
+def main() -> None:
+    operators, devices = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.backends.cudnn.enabled = False
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # else a product may be added unrounded to the sum before
+    both = Both(layers_of("mlp"), devices.split(","))
+    both.warm()
+    both.step(4)
+    found = []
+    for name, change in SETTINGS.items():
+        # Captured under the settings before; under new ones the plan is another, or it warms up again.
+        replays = sum(report.replays for report in both.reports())
+        change()
+        both.step(5)
+        both.step(6)
+        if sum(r.replays for r in both.reports()) != replays:
+            found.append(f"{name}: replayed at once")
+        both.step(7)
+        if sum(r.replays for r in both.reports()) != replays + 1:
+            found.append(f"{name}: not captured again")
+    print("; ".join(found + both.found) or "equal")
+
+
+if __name__ == "__main__":
+    main()

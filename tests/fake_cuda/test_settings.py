@@ -1,0 +1,18 @@
+"""What was captured under some of PyTorch's settings is not replayed under others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda.build import can_build
+from tests.fake_cuda.process import run
+
+pytestmark = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+
+def test_other_settings_are_captured_anew(libraries: tuple[Path, Path]) -> None:
+    assert run("settings_cases.py", libraries, "cuda:0,cuda:0,cuda:0,cuda:0") == ["equal"]

@@ -1,0 +1,54 @@
+"""What programs are specialised on: a call under other modes of PyTorch gets programs of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpipe_fast import GPipe
+from gpipe_fast.runtime.stage import Modes
+from tests.reference import loop_step, pipeline_step, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_the_kernels_that_attention_may_choose_from() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), Attention()), torch.randn(4, 2, 33, 16)
+    pipe = GPipe(model, [1, 1], chunks=2)
+    by_default = loop_step(model, x, 2)
+    assert unequal(pipeline_step(pipe, x), by_default) == []
+    with sdpa_kernel(SDPBackend.MATH):
+        mathematical = loop_step(model, x, 2)
+        assert unequal(mathematical, by_default) != []
+        assert unequal(pipeline_step(pipe, x), mathematical) == []
+    assert unequal(pipeline_step(pipe, x), by_default) == []
+
+
+@pytest.mark.parametrize(
+    ("get", "set_to"),
+    [
+        (lambda: torch.backends.cudnn.enabled, lambda on: setattr(torch.backends.cudnn, "enabled", on)),
+        (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+        (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    ],
+    ids=["cuDNN", "cuDNN's attention", "fast path of attention"],
+)
+def test_what_chooses_operators_is_a_mode(get: Callable[[], bool], set_to: Callable[[bool], None]) -> None:
+    before, on = Modes.now(), get()
+    set_to(not on)
+    try:
+        assert Modes.now() != before
+    finally:
+        set_to(on)
+    assert Modes.now() == before
