@@ -190,10 +190,11 @@ void Program::set(Slot slot, at::Tensor tensor) {
 
 // What an operator returns, and what comes in, may be laid out, or for statistics typed, otherwise than tracing
 // foresaw. Operators read it as they would in eager mode; only views, whose strides were computed ahead, need what was
-// foreseen.
+// foreseen. What tracing saw as empty bytes is a library's reserve, of a size that is the library's business.
 void Program::take_result(Slot slot, at::Tensor tensor) {
   const Value& value = values_[slot];
-  if (value.views.empty() && tensor.defined() && tensor.sizes() == value.layout.sizes) {
+  const bool reserve = value.layout.dtype == at::kByte && value.layout.sizes == std::vector<int64_t>{0};
+  if (value.views.empty() && tensor.defined() && (reserve || tensor.sizes() == value.layout.sizes)) {
     slots_[slot] = std::move(tensor);
   } else {
     take_in(slot, std::move(tensor));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -53,7 +53,7 @@ __all__ = [
 _PYTHON_KERNELS = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
 # Batch norm's Python kernel computes nothing: it names the functional operator, whose new running
 # statistics the trace must see as results.
-_KEPT = ("native_batch_norm", "cudnn_batch_norm")
+_KEPT = ("native_batch_norm",)
 
 
 @contextlib.contextmanager
@@ -82,6 +82,67 @@ def without_python_decompositions() -> Iterator[None]:
         for overload, kernels in taken:
             overload.py_kernels.update(kernels)
             overload._dispatch_cache.clear()
+
+
+def _cudnn_batch_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Batch norm by cuDNN, as operators whose schemas say that running statistics change.
+
+    The schema of `cudnn_batch_norm` does not, so that a trace would lose them, and PyTorch's Python version
+    is the native kernel, which rounds differently. The operator in its place chooses a kernel when it runs,
+    by the function that eager asks (`_select_batch_norm_backend`), and so does its backward.
+    """
+    aten = torch.ops.aten
+    if training and running_mean is not None:
+        found: tuple[Tensor, ...] = aten._batch_norm_with_update(
+            input, weight, bias, running_mean, running_var, momentum, eps
+        )
+        return found
+    # Without statistics, or only reading them, it is functional.
+    with _batch_norm_kernel(None):
+        found = aten.cudnn_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    return found
+
+
+@contextlib.contextmanager
+def _batch_norm_kernel(kernel: Callable[..., Any] | None) -> Iterator[None]:
+    """Sets the Python kernel that stands for cuDNN's batch norm in a trace, or none."""
+    op, key = torch.ops.aten.cudnn_batch_norm.default, torch._C.DispatchKey.Autograd
+    before = op.py_kernels.pop(key, None)
+    if kernel is not None:
+        op.py_kernels[key] = kernel
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op.py_kernels.pop(key, None)
+        if before is not None:
+            op.py_kernels[key] = before
+        op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _unsized_reserve() -> Iterator[None]:
+    # How much cuDNN's batch norm keeps for its backward, cuDNN tells for numbers, not for symbols, and only
+    # on a GPU. Programs take it whatever its size.
+    name = "_get_cudnn_batch_norm_reserve_space_size"
+    asking = getattr(torch._C, name, None)
+    setattr(torch._C, name, lambda input, training: 0)
+    try:
+        yield
+    finally:
+        if asking is None:  # builds for the CPU alone need not have it
+            delattr(torch._C, name)
+        else:
+            setattr(torch._C, name, asking)
 
 
 @contextlib.contextmanager
@@ -218,6 +279,8 @@ def export_joint(
         preserve_node_meta(),
         tracing(context),
         without_python_decompositions(),
+        _batch_norm_kernel(_cudnn_batch_norm),
+        _unsized_reserve(),
         _fast_attention(),
         _uncached_autocast(),
         # loss.backward() runs outside the autocast region of the forward.

@@ -119,6 +119,43 @@ def test_refuses_other_shapes_and_dtypes() -> None:
         native.bind([torch.ones(3, 3)] * 6)
 
 
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_takes_what_has_no_size_while_tracing(budget: float) -> None:
+    """As cuDNN's batch norm hands its backward a reserve, whose size the library knows."""
+    library = torch.library.Library("gpipe_fast_test", "FRAGMENT")
+    library.define("reserving(Tensor x) -> (Tensor, Tensor)")
+    library.impl("reserving", lambda x: (x * 2, torch.full((5,), 3, dtype=torch.uint8)), "CPU")
+    reserving = torch.ops.gpipe_fast_test.reserving.default
+    torch.library.register_fake(
+        reserving, lambda x: (torch.empty_like(x), torch.empty(0, dtype=torch.uint8)), lib=library
+    )
+
+    class Reserving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            result, reserve = reserving(x)
+            ctx.save_for_backward(reserve)
+            return result
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[0].sum()
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Reserving.apply(x)
+
+    layers, x = [Layer(), nn.Tanh()], torch.randn(4, 6, requires_grad=True)
+    joint = joint_of(layers, x)
+    parts = split(joint, budget)
+    values = given(layers, joint, x)
+    forward, backward = run_graphs(parts, values)
+    ours = Runner(parts.forward_saving, layers)(values)
+    assert torch.equal(ours[OUTPUT], forward[OUTPUT])
+    assert parts.backward is not None
+    assert unequal(Runner(parts.backward, layers)(values | saved(ours)), backward) == []
+
+
 def test_refuses_to_add_to_a_gradient_that_was_not_made() -> None:
     layers, x = mlp(), torch.randn(4, 6)
     joint = joint_of(layers, x)
