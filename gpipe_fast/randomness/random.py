@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -212,8 +213,11 @@ class KeyedRandomMode(TorchDispatchMode):
 
 @functools.cache
 def _is_composite(func: OpOverload[Any, Any]) -> bool:
-    """Whether it is made of other operators."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    """Whether it is made of other operators, on every device."""
+    if func.namespace == "prim":  # not of the dispatcher
+        return False
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU") and not has_kernel("CUDA")
 
 
 class _UnfusedAttention(TorchFunctionMode):
@@ -221,12 +225,24 @@ class _UnfusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            dropout_p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-            if dropout_p > 0.0:
-                with sdpa_kernel(SDPBackend.MATH):
-                    return func(*args, **kwargs)
+        if _attends_with_dropout(func, args, kwargs):
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _attends_with_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if func is F.scaled_dot_product_attention:
+        return bool((args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0)
+    # Inside of it a function mode sees nothing.
+    if func is F.multi_head_attention_forward:
+        given = _MULTI_HEAD.bind(*args, **kwargs)
+        given.apply_defaults()
+        return bool(given.arguments["training"] and given.arguments["dropout_p"] > 0.0)
+    return False
+
+
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 def _inside_checkpoint() -> bool:
