@@ -21,7 +21,7 @@ def doctor(model: GPipe | None = None) -> str:
     Of the machine: versions of torch, CUDA and the driver, for which GPUs the extension was built, the
     devices and their memory, whether the extension has code for them, and which reach each other's
     memory. Of a model: where its stages are, which layers run in Python and why, how tensors get from stage
-    to stage, and, once it was called, how many bytes lie there.
+    to stage, and, once it was called, how many bytes lie there and what costs more than it has to.
 
     Args:
         model: may be left out.
@@ -42,6 +42,8 @@ def doctor(model: GPipe | None = None) -> str:
             ("transport", _transport(model)),
             ("captured", captured(model)),
         ]
+        costs = model._planner.remarks.costs
+        sections += [("costs more than it has to", costs)] if costs else []
     return "\n\n".join(_section(*section) for section in sections)
 
 

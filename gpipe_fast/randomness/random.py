@@ -129,6 +129,11 @@ class KeyedRandomMode(TorchDispatchMode):
         self._layer = layer
         self._ordinals[layer] = 0
 
+    @property
+    def unfused_attention(self) -> bool:
+        """Whether attention with dropout on a GPU has been computed without a fused kernel."""
+        return self._attention is not None and self._attention.on_gpu
+
     def leave_layer(self) -> None:
         """Ends the layer; what is drawn before the next one counts on as layer ``NO_LAYER``."""
         self._layer = NO_LAYER
@@ -221,14 +226,31 @@ def _is_composite(func: OpOverload[Any, Any]) -> bool:
 
 
 class _UnfusedAttention(TorchFunctionMode):
-    """Sends attention with dropout down the unfused path: fused kernels draw for themselves."""
+    """Sends attention with dropout down the unfused path: fused kernels draw for themselves.
+
+    None of them takes a seed. The forwards (`_flash_attention_forward`, `_efficient_attention_forward`,
+    `_cudnn_attention_forward`) ask PyTorch's default CUDA generator for a Philox state on the host, under its
+    lock, and return seed and offset for the backward alone. To set the generator before each call would not
+    do: it is one for all stages and threads of a device, and in a captured graph the state comes from memory
+    that PyTorch fills from the generator before each replay, the same for every micro-batch's key.
+
+    Attributes:
+        on_gpu: whether that happened to tensors on a GPU.
+    """
+
+    on_gpu = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _attends_with_dropout(func, args, kwargs):
+            self.on_gpu = self.on_gpu or _is_on_gpu(args[0] if args else kwargs["query"])
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _is_on_gpu(query: Tensor) -> bool:
+    return query.device.type == "cuda"
 
 
 def _attends_with_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -92,7 +92,7 @@ class Planner:
     """Plans for the calls of one module.
 
     Attributes:
-        remarks: what runs in Python, and why.
+        remarks: what runs in Python, and why; what costs more than it has to.
         latest: the plan of the latest call; None before the first.
     """
 
@@ -208,6 +208,7 @@ class Planner:
                 [_length(call.signature.dims, boundary) for boundary in distinct],
             )
             compiled = self._compiled[call.signature] = found
+            self.remarks.add_unfused(_unfused(found[0]))
         dim, number = call.signature.dims.outputs, len(call.microbatches)
         found = self._compiler.expecting(compiled, self._arrived, dim, number)
         if isinstance(found, Refusal):
@@ -263,6 +264,15 @@ def _boundary(tensors: Sequence[Tensor], wholes: Sequence[Tensor], structure: St
     grad = torch.is_grad_enabled()
     specs = tuple(Spec.of(t, grad and w.requires_grad) for t, w in zip(tensors, wholes, strict=True))
     return Boundary(specs, structure)
+
+
+def _unfused(compiled: Sequence[CompiledStage]) -> list[str]:
+    """Names layers whose attention with dropout a GPU computes without a fused kernel."""
+    return [
+        f"stage {index}, {title(each.stage.first_layer + layer, each.stage.layers[layer])}"
+        for index, each in enumerate(compiled)
+        for layer in each.traced.joint.unfused
+    ]
 
 
 def _length(dims: Dims, microbatch: Boundary) -> int:

@@ -71,6 +71,7 @@ class LayersFunction(nn.Module):
     Attributes:
         returns: how the last layer's outputs are nested, once it has run.
         stashed: which of the stashes are tensors, once it has run.
+        unfused: layers whose attention with dropout a GPU computes without a fused kernel, once it has run.
         observation: what Python code does meanwhile.
         copy_inputs: whether layers change inputs in place, which are copied for them.
     """
@@ -90,6 +91,7 @@ class LayersFunction(nn.Module):
         self.returns = ONE_TENSOR
         self.setting = setting
         self.stashed: tuple[bool, ...] = ()
+        self.unfused: tuple[int, ...] = ()
         self.copy_inputs = copy_inputs
         self.layers = nn.ModuleList(layers)
         self.arrivals = arrivals
@@ -106,7 +108,8 @@ class LayersFunction(nn.Module):
             deferring(setting.deferred),
             self.observation.watching() as observer,
         ):
-            value = self._run(_Mode(key, observer), self.takes.build(arrived[:num_plain]))
+            self.unfused = ()
+            value = self._run(key, observer, self.takes.build(arrived[:num_plain]))
             stashed = take(carried, setting.stashes)
         self.observation.layer = None
         try:
@@ -116,14 +119,17 @@ class LayersFunction(nn.Module):
         self.stashed = tuple(tensor is not None for tensor in stashed)
         return finish([*outputs, *(tensor for tensor in stashed if tensor is not None)], self.arrivals)
 
-    def _run(self, mode: KeyedRandomMode, value: Any) -> Any:
+    def _run(self, key: Tensor, observer: Observer, value: Any) -> Any:
         for index, layer in enumerate(self.layers):
             self.observation.layer = index
+            mode = _Mode(key, observer)
             mode.enter_layer(index)
             held = _tensors(layer)
             with mode, aot.annotate({"layer": index}):
                 value = call(layer, value)
             self.observation.leave_layer()
+            if mode.unfused_attention:
+                self.unfused = (*self.unfused, index)
             for name, tensor in _tensors(layer).items():
                 if held.get(name) is not tensor:
                     raise Refused(f"its forward replaces the buffer or parameter {name}, a side effect")

@@ -69,6 +69,7 @@ class Joint:
         structure: how the last layer's outputs are nested.
         stashed: which of the stashes are tensors, outputs too, behind the last layer's; the others are None.
         writes_inputs: whether layers change inputs in place; copies of them, here.
+        unfused: layers whose attention with dropout a GPU computes without a fused kernel.
     """
 
     module: fx.GraphModule
@@ -78,6 +79,7 @@ class Joint:
     structure: Structure = ONE_TENSOR
     stashed: tuple[bool, ...] = ()
     writes_inputs: bool = False
+    unfused: tuple[int, ...] = ()
 
     def of(self, role: Role) -> dict[int, fx.Node]:
         """Nodes of the results (else the placeholders) with this role, by index."""
@@ -330,6 +332,7 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunc
         stage.returns,
         stage.stashed,
         stage.copy_inputs,
+        stage.unfused,
     )
 
 

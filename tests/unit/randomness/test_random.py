@@ -73,6 +73,23 @@ def test_where_there_are_gpus_attention_with_dropout_is_not_fused(monkeypatch: p
     assert kernels.fused_allowed == [False, False, True]
 
 
+def test_nor_is_multi_head_attention_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of which a function mode sees nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    attend, allowed = F.scaled_dot_product_attention, []
+
+    def noting(*args: Any) -> Tensor:
+        allowed.append(torch.backends.cuda.flash_sdp_enabled())
+        return attend(*args)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    attention, x = nn.MultiheadAttention(8, 2, dropout=0.3), torch.randn(4, 2, 8)
+    with keyed_mode():
+        attention(x, x, x, need_weights=False)
+        attention.eval()(x, x, x, need_weights=False)
+    assert allowed == [False, True]
+
+
 def test_trace_takes_the_key_as_an_input() -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU(), nn.Dropout(0.2))
 

@@ -1,0 +1,52 @@
+"""What a module says once: here that attention with dropout costs more than it has to on a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_fast import GPipe, doctor
+from gpipe_fast.randomness import random
+
+
+def _encoder(dropout: float) -> nn.Sequential:
+    layers = (nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True) for _ in range(2))
+    return nn.Sequential(nn.Linear(8, 8), *layers)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is keyed as on a GPU, although it runs on the CPU."""
+    make = random.KeyedRandomMode.__init__
+
+    def make_unfused(mode: random.KeyedRandomMode, *args: Any) -> None:
+        make(mode, *args)
+        mode._attention = random._UnfusedAttention()
+
+    monkeypatch.setattr(random.KeyedRandomMode, "__init__", make_unfused)
+    monkeypatch.setattr(random, "_is_on_gpu", lambda query: True)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_attention_with_dropout_is_told_once() -> None:
+    pipe, x = GPipe(_encoder(0.1), [1, 2], chunks=8), torch.randn(8, 5, 8)
+    with pytest.warns(UserWarning, match=r"stage 1, layer 1 .* and 1 more: attention with dropout") as told:
+        pipe(x).sum().backward()
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(x[:, :4]).sum().backward()
+    assert "costs more than it has to\n  stage 1, layer 1" in doctor(pipe)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_attention_without_dropout_is_not() -> None:
+    pipe, x = GPipe(_encoder(0.0), [1, 2], chunks=8), torch.randn(8, 5, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(x).sum().backward()
+    assert "costs more" not in doctor(pipe)
