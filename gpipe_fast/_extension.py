@@ -44,6 +44,7 @@ When = _C.When
 build_info = _C.build_info
 built_with_cuda = _C.built_with_cuda
 choices_now = _C.choices_now
+choose = _C.choose
 kept_bytes = _C.kept_bytes
 route = _C.route
 settings_now = _C.settings_now

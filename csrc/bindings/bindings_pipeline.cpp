@@ -146,6 +146,7 @@ void bind_pipeline(py::module_& m) {
   m.def("route", &route, py::arg("sender"), py::arg("receiver"), py::arg("transport"));
   m.def("kept_bytes", &kept_bytes, py::arg("output"), no_gil);
   m.def("choices_now", [] { return py::bytes(choices_now()); });
+  m.def("choose", [](const py::bytes& choices) { choose(choices); }, py::arg("choices"));
   m.def("settings_now", [] { return py::bytes(settings_now()); });
 }
 

@@ -5,9 +5,25 @@
 #include <cstdint>
 #include <functional>
 #include <type_traits>
+#include <vector>
 
 namespace gpipe_fast {
 namespace {
+
+// How each choice that is on or off is read and set.
+struct Flag {
+  bool (at::Context::*get)() const;
+  void (at::Context::*set)(bool);
+};
+constexpr Flag kFlags[] = {
+    {&at::Context::userEnabledCuDNN, &at::Context::setUserEnabledCuDNN},
+    {&at::Context::userEnabledFlashSDP, &at::Context::setSDPUseFlash},
+    {&at::Context::userEnabledMemEfficientSDP, &at::Context::setSDPUseMemEfficient},
+    {&at::Context::userEnabledMathSDP, &at::Context::setSDPUseMath},
+    {&at::Context::userEnabledCuDNNSDP, &at::Context::setSDPUseCuDNN},
+    {&at::Context::userEnabledOverrideableSDP, &at::Context::setSDPUseOverrideable},
+    {&at::Context::allowFP16BF16ReductionMathSDP, &at::Context::setAllowFP16BF16ReductionMathSDP},
+};
 
 void add(std::string& to, bool flag) { to += flag ? '\1' : '\0'; }
 
@@ -49,14 +65,17 @@ void add_float32_precision(std::string& to, Precision (at::Context::*get)(Backen
 std::string choices_now() {
   at::Context& context = at::globalContext();
   std::string found;
-  for (const bool flag :
-       {context.userEnabledCuDNN(), context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
-        context.userEnabledMathSDP(), context.userEnabledCuDNNSDP(), context.userEnabledOverrideableSDP(),
-        context.allowFP16BF16ReductionMathSDP()})
-    add(found, flag);
+  for (const auto& [get, set] : kFlags) add(found, (context.*get)());
   for (const at::SDPBackend backend : context.sDPPriorityOrder())
     found += static_cast<char>(static_cast<int>(backend));
   return found;
+}
+
+void choose(const std::string& choices) {
+  at::Context& context = at::globalContext();
+  auto choice = choices.begin();
+  for (const auto& [get, set] : kFlags) (context.*set)(*choice++ != 0);
+  context.setSDPPriorityOrder(std::vector<int64_t>(choice, choices.end()));
 }
 
 std::string settings_now() {

@@ -8,6 +8,8 @@ namespace gpipe_fast {
 // What decides, while layers are traced, which operators are called: the kernels that attention may choose from, in
 // their order; whether cuDNN may be used, which batch norm asks; whether attention in 16 bits may sum in 16 bits.
 std::string choices_now();
+// Sets them for the whole process, as they once were.
+void choose(const std::string& choices);
 
 // These, and what decides while operators run how they compute. What was captured under others computes as those say.
 std::string settings_now();

@@ -29,7 +29,7 @@ from gpipe_fast.runtime.compile import Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import REMEMBERED, Arrived, Cache, CompiledStage, Place
 from gpipe_fast.runtime.eager import EagerLayers
 from gpipe_fast.runtime.plan import Stashed
-from gpipe_fast.runtime.stage import TURN, Boundary, Modes, Spec, Stage, intra_op_threads, under
+from gpipe_fast.runtime.stage import TURN, Boundary, Modes, Spec, Stage, choosing, intra_op_threads, under
 from gpipe_fast.trace.refuse import Untraceable
 from gpipe_fast.uncompiled import uncompiled
 
@@ -293,7 +293,12 @@ class Search:
 @contextlib.contextmanager
 def _under(modes: Modes) -> Iterator[None]:
     """Under what a place is compiled for, but for determinism, which is the process's."""
-    with torch.set_grad_enabled(modes.grad), under(modes.autocast), intra_op_threads(modes.num_threads):
+    with (
+        torch.set_grad_enabled(modes.grad),
+        under(modes.autocast),
+        intra_op_threads(modes.num_threads),
+        choosing(modes),
+    ):
         yield
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast._extension import Arena, Form, choices_now
+from gpipe_fast._extension import Arena, Form, choices_now, choose
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, shared
 from gpipe_fast.trace.trace import buffers_of, parameters_of
@@ -108,6 +108,23 @@ def intra_op_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def choosing(modes: Modes) -> Iterator[None]:
+    """Sets the process's choices of operators for the block: traces in a backward need their forward's."""
+    mha = torch.backends.mha
+    before = choices_now(), mha.get_fastpath_enabled()
+    if before == (modes.choices, modes.fast_attention):
+        yield
+        return
+    choose(modes.choices)
+    mha.set_fastpath_enabled(modes.fast_attention)
+    try:
+        yield
+    finally:
+        choose(before[0])
+        mha.set_fastpath_enabled(before[1])
 
 
 @contextlib.contextmanager

@@ -52,3 +52,18 @@ def test_what_chooses_operators_is_a_mode(get: Callable[[], bool], set_to: Calla
     finally:
         set_to(on)
     assert Modes.now() == before
+
+
+def test_a_backward_that_is_traced_anew_has_the_choices_of_its_forward() -> None:
+    """Since its gradient is laid out otherwise than expected; as with a loss outside of ``sdpa_kernel``."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), Attention()), torch.randn(4, 2, 33, 16)
+    pipe = GPipe(model, [2], chunks=2)
+    gradients = []
+    for run in (pipe, lambda x: torch.cat([model(part) for part in x.chunk(2)])):
+        with sdpa_kernel(SDPBackend.MATH):
+            y = run(x)
+        y.transpose(1, 3).contiguous().square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    assert all(map(torch.equal, *gradients))
