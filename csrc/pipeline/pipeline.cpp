@@ -238,6 +238,7 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
                                retain || repeats);
       guard.done = false;
       if (!replays_are_due() || !replays_->backward(of)) {
+        if (captured) minibatch.begin_backward(of.cut(gradients), retain || repeats);  // no longer
         run(*plan.backward, minibatch);
         if (replays_) replays_->after_backward(of);
       }

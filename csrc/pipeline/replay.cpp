@@ -1,10 +1,9 @@
 #include "pipeline/replay.h"
 
+#include "pipeline/layouts.h"
 #include "pipeline/settings.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
 #include <exception>
@@ -35,38 +34,6 @@ std::string first_line(const std::exception& error) {
   return text.substr(0, text.find('\n'));
 }
 
-// What a tensor's layout is; nothing for an undefined one. Only what is laid out as what was captured can be replayed.
-std::vector<std::optional<Layout>> layouts_of(const Tensors& tensors) {
-  std::vector<std::optional<Layout>> layouts;
-  for (const at::Tensor& tensor : tensors) {
-    auto& layout = layouts.emplace_back();
-    if (tensor.defined()) layout = {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()};
-  }
-  return layouts;
-}
-
-bool match(const std::vector<std::optional<Layout>>& layouts, const Tensors& tensors) {
-  return std::equal(layouts.begin(), layouts.end(), tensors.begin(), tensors.end(),
-                    [](const std::optional<Layout>& layout, const at::Tensor& tensor) {
-                      return layout.has_value() == tensor.defined() && (!layout || layout->matches(tensor));
-                    });
-}
-
-// The elements of an expanded tensor, once each.
-at::Tensor elements(const at::Tensor& tensor) {
-  std::vector<int64_t> sizes = tensor.sizes().vec();
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (tensor.stride(static_cast<int64_t>(i)) == 0) sizes[i] = 1;
-  }
-  return tensor.as_strided(sizes, tensor.strides(), tensor.storage_offset());
-}
-
-// A tensor with memory of its own, laid out the same where it can be.
-at::Tensor like(const at::Tensor& tensor) {
-  if (tensor.numel() == 0 || !elements(tensor).is_non_overlapping_and_dense()) return at::empty_like(tensor);
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
-}
-
 std::vector<Stream> distinct(const std::vector<Stream>& streams) {
   std::vector<Stream> found;
   for (const Stream& stream : streams) {
@@ -82,8 +49,8 @@ struct Replays::Entry {
   ReplayReport report;
   // How the gradients were laid out that came to the latest backward; if it was run as it is, and they and those of all
   // segments came as expected. While a backward is captured nothing else can be run.
-  std::optional<std::vector<std::optional<Layout>>> settled;
-  std::string settings = settings_now();
+  std::optional<Layouts> settled;
+  std::string settings = settings_now(), backward_settings;
   // It is captured once so many mini-batches have run as they are; whenever memory runs out it waits for twice as many.
   int64_t wait = kWarmUp, due = kWarmUp;
 
@@ -94,6 +61,10 @@ struct Replays::Entry {
   std::optional<CapturedMiniBatch> captured;
   std::shared_ptr<Graph> forward, backward;
 
+  // Whether its backward can be replayed with such gradients now.
+  bool takes(const Tensors& tensors) const {
+    return backward && match(layouts_of(gradients), tensors) && backward_settings == settings_now();
+  }
   void drop() {
     backward.reset();
     forward.reset();
@@ -222,7 +193,7 @@ bool Replays::has_forward(const Plan& plan) const {
 
 bool Replays::has_backward(const RunOf& run) const {
   return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-    return entry.backward && serves(entry, run.minibatch) && match(layouts_of(entry.gradients), run.tensors);
+    return serves(entry, run.minibatch) && entry.takes(run.tensors);
   });
 }
 
@@ -239,7 +210,7 @@ bool Replays::backward(const RunOf& run) {
       return false;
     }
   }
-  if (!entry.backward || !match(layouts_of(entry.gradients), run.tensors)) return false;
+  if (!entry.takes(run.tensors)) return false;
   begin(run, entry.gradients);
   entry.backward->replay(origin());
   end(run.minibatch);
@@ -296,6 +267,7 @@ void Replays::capture_backward(Entry& entry, const RunOf& run) {
   }
   MiniBatch& minibatch = entry.captured->minibatch();
   minibatch.begin_backward(run.cut(entry.gradients), /*retain=*/true);
+  entry.backward_settings = settings_now();
   entry.backward = capture(entry, [&] { engine_(*entry.plan->backward, minibatch); });
   if (!entry.backward) return minibatch.abandon();  // the forward stays for the mini-batch that it serves
   entry.report.backward = true;

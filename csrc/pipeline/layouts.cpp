@@ -1,0 +1,39 @@
+#include "pipeline/layouts.h"
+
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+
+namespace gpipe_fast {
+
+Layouts layouts_of(const Tensors& tensors) {
+  Layouts layouts;
+  for (const at::Tensor& tensor : tensors) {
+    auto& layout = layouts.emplace_back();
+    if (tensor.defined()) layout = {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()};
+  }
+  return layouts;
+}
+
+bool match(const Layouts& layouts, const Tensors& tensors) {
+  return std::equal(layouts.begin(), layouts.end(), tensors.begin(), tensors.end(),
+                    [](const std::optional<Layout>& layout, const at::Tensor& tensor) {
+                      return layout.has_value() == tensor.defined() && (!layout || layout->matches(tensor));
+                    });
+}
+
+at::Tensor elements(const at::Tensor& tensor) {
+  std::vector<int64_t> sizes = tensor.sizes().vec();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (tensor.stride(static_cast<int64_t>(i)) == 0) sizes[i] = 1;
+  }
+  return tensor.as_strided(sizes, tensor.strides(), tensor.storage_offset());
+}
+
+at::Tensor like(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || !elements(tensor).is_non_overlapping_and_dense()) return at::empty_like(tensor);
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+}
+
+}  // namespace gpipe_fast
