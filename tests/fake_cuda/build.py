@@ -30,12 +30,17 @@ def build() -> tuple[Path, Path]:
     wheels = Path(torch.__file__).parents[1] / "nvidia" / f"cu{torch.version.cuda.split('.')[0]}" / "include"
     linked = [f"-L{path}" for path in cpp_extension.library_paths()]
     linked += ["-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
-    runtime = [*compiler, "-std=c++17", f"-Wl,-soname,{RUNTIME}", str(SOURCES / "runtime.cpp")]
+    runtime = [*compiler, "-std=c++17", "-pthread", f"-Wl,-soname,{RUNTIME}"]
+    runtime += map(str, sorted((SOURCES / "runtime").glob("*.cpp")))
     operators = [*compiler, "-std=c++20", *includes, f"-I{wheels}", str(SOURCES / "operators.cpp"), *linked]
+    return (
+        _compiled("fake_cuda_runtime", SOURCES / "runtime", runtime, RUNTIME),
+        _compiled("fake_cuda_operators", SOURCES / "operators.cpp", operators, OPERATORS),
+    )
 
+
+def _compiled(name: str, sources: Path, command: list[str], library: str) -> Path:
     def compile_into(folder: Path) -> None:
-        subprocess.run([*runtime, "-o", str(folder / RUNTIME)], check=True)
-        subprocess.run([*operators, "-o", str(folder / OPERATORS)], check=True)
+        subprocess.run([*command, "-o", str(folder / library)], check=True)
 
-    folder = built("fake_cuda", [SOURCES], [*runtime, *operators, torch.__version__], compile_into)
-    return folder / RUNTIME, folder / OPERATORS
+    return built(name, [sources], [*command, torch.__version__], compile_into) / library

@@ -1,4 +1,4 @@
-"""What comes between replays; run by test_graphs.py with runtime.cpp preloaded.
+"""What comes between replays; run by test_graphs.py with the fake runtime preloaded.
 
 `captures.py OPERATORS CASES DEVICES`: loads the operators, and for each case (``inference/threads/..``)
 compares a pipeline whose runs are replayed as graphs with the plain loop, through what the case does to it.

@@ -1,4 +1,4 @@
-"""Reads what runtime.cpp has logged, and looks for what a GPU would not be bound to do in that order.
+"""Reads what the fake runtime has logged, and looks for what a GPU would not be bound to do in that order.
 
 Happens-before, by vector clocks: what is on one stream is in order; a stream that waits for an event comes
 after what was recorded; and whatever a thread puts on a stream comes after all that the host has found

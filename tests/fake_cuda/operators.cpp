@@ -1,4 +1,4 @@
-// Operators on the devices of runtime.cpp: computed at once by the CPU's, in the same memory; what they read and
+// Operators on the devices of runtime/: computed at once by the CPU's, in the same memory; what they read and
 // write, and on which stream, is logged.
 //
 // Loaded after torch. In place of every kernel that is registered for CUDA there then is one that takes tensors on a

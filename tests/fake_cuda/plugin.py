@@ -1,4 +1,4 @@
-"""For `pytest -p fake_cuda.plugin` with runtime.cpp preloaded: tests that need a GPU run without one.
+"""For `pytest -p fake_cuda.plugin` with the fake runtime preloaded: tests that need a GPU run without one.
 
 FAKE_CUDA_OPERATORS names the library of operators.
 """

@@ -1,4 +1,4 @@
-"""Steps of pipelines on devices that are not there; run by test_pipelines.py with runtime.cpp preloaded.
+"""Steps of pipelines on devices that are not there; run by test_pipelines.py with the fake runtime preloaded.
 
 `program.py OPERATORS MODELS DEVICES WORD...`: loads the operators, trains models (``mlp/skips/..``) of four
 stages on a device for each (``cuda:0,cpu,..``) in the checkpoint modes among the words, and compares all with

@@ -1,4 +1,4 @@
-"""Trains pipelines in random schedules on devices that are not there; run with runtime.cpp preloaded.
+"""Trains pipelines in random schedules on devices that are not there; run with the fake runtime preloaded.
 
 `schedules.py OPERATORS FIRST COUNT [WORD...]`: runs so many cases, from the one of that number on. A case
 is a step in a random schedule, with random delays; outputs, gradients and buffers are compared, bit for bit,
@@ -39,7 +39,7 @@ SAMPLES = BATCH // MOST_MICROBATCHES  # of a micro-batch
 VALUES = 2  # sets of parameters and inputs; a step finds others than the one before
 LONGEST_DELAY_US = 100
 
-# Every second case of three gets one of these (runtime.cpp); which call goes wrong is drawn.
+# Every second case of three gets one of these (runtime/faults.h); which call goes wrong is drawn.
 FAULTS = ("dropped", "hosted", "stale", "misplaced", "early")
 
 RUNTIME = ctypes.CDLL(None)

@@ -1,6 +1,6 @@
 """Pipelines on GPUs that are not there: their bits, and that a GPU is bound to the order of their accesses.
 
-What is preloaded in place of the CUDA runtime is tests/fake_cuda/runtime.cpp; operators are the CPU's.
+What is preloaded in place of the CUDA runtime is tests/fake_cuda/runtime/; operators are the CPU's.
 """
 
 from __future__ import annotations

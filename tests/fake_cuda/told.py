@@ -1,4 +1,4 @@
-"""What is told of a pipeline on devices that are not there; run by test_pipelines.py, runtime.cpp preloaded.
+"""What is told of a pipeline on devices that are not there; run by test_pipelines.py on the fake runtime.
 
 `told.py OPERATORS DEVICES TRANSPORT`: prints what doctor() says before a step and after it, and "equal" if
 the step's gradients are the CPU's; or why there is no such pipeline. Nothing but the pipeline copies from

@@ -1,4 +1,4 @@
-// Capture of streams, and graphs, for runtime.cpp.
+// Capture of streams, and graphs.
 //
 // What is put on a stream that is being captured is done, so that operators return something, and noted as a node; when
 // the capture ends, all that was written gets NaNs, since on a GPU nothing of it would have been computed; only what was
@@ -8,6 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -78,3 +79,16 @@ struct CUgraph_st {
 struct CUgraphExec_st {
   std::shared_ptr<Capture> capture;
 };
+
+namespace fake_cuda {
+
+// Captures that are going on.
+std::set<Capture*>& captures();
+
+// Returns the error, after which nothing can be captured.
+cudaError_t invalidate(Capture& capture, cudaError_t error);
+
+// While a stream is captured nothing would be computed yet, so what is written is lost when the capture ends.
+void note_written(cudaStream_t stream, void* to, size_t bytes);
+
+}  // namespace fake_cuda

@@ -1,0 +1,169 @@
+#include "devices.h"
+
+#include "graphs.h"
+#include "log.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <set>
+#include <utility>
+
+namespace fake_cuda {
+namespace {
+
+thread_local cudaError_t last_error = cudaSuccess;
+
+bool says_it_reaches(int device, int other) {
+  const char* given = std::getenv("FAKE_CUDA_PEERS");
+  const std::string all = given == nullptr ? "unplugged" : given;
+  const std::string pair = std::to_string(device) + "-" + std::to_string(other);
+  return device != other && (all == "unplugged" || all.find(pair) != std::string::npos);
+}
+
+bool unplugged() {
+  const char* given = std::getenv("FAKE_CUDA_PEERS");
+  return given != nullptr && std::string(given) == "unplugged";
+}
+
+std::set<std::pair<int, int>>& enabled_peers() {
+  static auto* const found = new std::set<std::pair<int, int>>;
+  return *found;
+}
+
+}  // namespace
+
+size_t memory_bytes() {
+  static const size_t bytes = [] {
+    const char* given = std::getenv("FAKE_CUDA_MEMORY");
+    return given != nullptr ? std::strtoull(given, nullptr, 10) : size_t{1} << 40;
+  }();
+  return bytes;
+}
+
+int num_devices() {
+  static const int number = [] {
+    const char* given = std::getenv("FAKE_CUDA_DEVICES");
+    return given != nullptr ? std::atoi(given) : 4;
+  }();
+  return number;
+}
+
+thread_local int current_device = 0;
+
+cudaError_t fail(cudaError_t error) {
+  last_error = error;
+  return error;
+}
+
+extern "C" {
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = num_devices();
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= num_devices()) {
+    return fail(cudaErrorInvalidDevice);
+  }
+  current_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
+  std::memset(found, 0, sizeof(*found));
+  std::snprintf(found->name, sizeof(found->name), "Fake GPU");
+  found->totalGlobalMem = memory_bytes();
+  found->major = 9;
+  found->minor = 0;
+  found->multiProcessorCount = 132;
+  found->maxThreadsPerMultiProcessor = 2048;
+  found->maxThreadsPerBlock = 1024;
+  found->maxThreadsDim[0] = found->maxThreadsDim[1] = 1024;
+  found->maxThreadsDim[2] = 64;
+  found->maxGridSize[0] = 2147483647;
+  found->maxGridSize[1] = found->maxGridSize[2] = 65535;
+  found->warpSize = 32;
+  found->regsPerBlock = found->regsPerMultiprocessor = 65536;
+  found->sharedMemPerBlock = 49152;
+  found->sharedMemPerMultiprocessor = 233472;
+  found->sharedMemPerBlockOptin = 232448;
+  found->l2CacheSize = 50 << 20;
+  found->unifiedAddressing = 1;
+  found->pciBusID = device;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 132;
+      break;
+    case cudaDevAttrWarpSize:
+      *value = 32;
+      break;
+    case cudaDevAttrMaxThreadsPerBlock:
+      *value = 1024;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = 232448;
+      break;
+    case cudaDevAttrUnifiedAddressing:
+      *value = 1;
+      break;
+    default:
+      *value = 0;
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
+  std::snprintf(text, static_cast<size_t>(length), "0000:%02x:00.0", device);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int other) {
+  *can = says_it_reaches(device, other) ? 1 : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceEnablePeerAccess(int other, unsigned int) {
+  if (unplugged() || !says_it_reaches(current_device, other)) {
+    return fail(cudaErrorPeerAccessUnsupported);
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!enabled_peers().insert({current_device, other}).second) {
+      return fail(cudaErrorPeerAccessAlreadyEnabled);
+    }
+  }
+  write("peer\t%d\t%d", current_device, other);
+  return cudaSuccess;
+}
+// Errors.
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+cudaError_t cudaPeekAtLastError() { return last_error; }
+
+}  // extern "C"
+
+}  // namespace fake_cuda

@@ -1,0 +1,162 @@
+#include "memory.h"
+
+#include "devices.h"
+#include "log.h"
+#include "streams.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace fake_cuda {
+namespace {
+
+int64_t num_allocated = 0;
+
+std::map<uintptr_t, Block>& blocks() {
+  static auto* const found = new std::map<uintptr_t, Block>;
+  return *found;
+}
+
+size_t free_bytes(int device) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t used = 0;
+  for (const auto& [address, block] : blocks()) {
+    used += block.device == device ? block.bytes : 0;
+  }
+  return memory_bytes() - used;
+}
+
+cudaError_t allocate(void** pointer, size_t bytes, int device) {
+  constexpr size_t kAlignment = 512;
+  const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  if (device >= 0 && rounded > free_bytes(device)) {
+    return fail(cudaErrorMemoryAllocation);
+  }
+  *pointer = std::aligned_alloc(kAlignment, rounded == 0 ? kAlignment : rounded);
+  if (*pointer == nullptr) {
+    return fail(cudaErrorMemoryAllocation);
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    blocks()[reinterpret_cast<uintptr_t>(*pointer)] = {rounded, device, num_allocated++};
+  }
+  write("malloc\t%d\t%p\t%zu", device, *pointer, rounded);
+  return cudaSuccess;
+}
+
+cudaError_t deallocate(void* pointer) {
+  if (pointer == nullptr) {
+    return cudaSuccess;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    blocks().erase(reinterpret_cast<uintptr_t>(pointer));
+  }
+  write("free\t%p", pointer);
+  std::free(pointer);
+  return cudaSuccess;
+}
+
+const char* kind_name(const void* to, const void* from) {
+  const Block* const target = block_of(to);
+  const Block* const source = block_of(from);
+  const auto word = [](const Block* block) { return block == nullptr ? 'h' : block->device < 0 ? 'p' : 'd'; };
+  static const std::map<std::pair<char, char>, const char*> names = {
+      {{'h', 'h'}, "h2h"}, {{'h', 'p'}, "h2p"}, {{'h', 'd'}, "h2d"}, {{'p', 'h'}, "p2h"}, {{'p', 'p'}, "p2p"},
+      {{'p', 'd'}, "p2d"}, {{'d', 'h'}, "d2h"}, {{'d', 'p'}, "d2p"}, {{'d', 'd'}, "d2d"}};
+  return names.at({word(source), word(target)});
+}
+
+cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, const char* how) {
+  const Block* const target = block_of(to);
+  const Block* const source = block_of(from);
+  const bool between = target != nullptr && source != nullptr && target->device >= 0 && source->device >= 0 &&
+                       target->device != source->device;
+  if (between && planted("misplaced")) {
+    stream = computed_last();
+  }
+  const std::string kind = kind_name(to, from);
+  if (of(stream)->capture && kind.find('h') != std::string::npos) {
+    return invalidate(*of(stream)->capture, cudaErrorStreamCaptureUnsupported);
+  }
+  note_written(stream, to, bytes);
+  return put(stream, how, text("%s\t%p\t%p\t%zu", kind.c_str(), to, from, bytes),
+             [=] { std::memmove(to, from, bytes); });
+}
+
+cudaError_t set(void* to, int value, size_t bytes, cudaStream_t stream) {
+  note_written(stream, to, bytes);
+  return put(stream, "memset", text("%p\t%zu", to, bytes), [=] { std::memset(to, value, bytes); });
+}
+
+}  // namespace
+
+const Block* block_of(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto after = blocks().upper_bound(address);
+  if (after == blocks().begin()) {
+    return nullptr;
+  }
+  --after;
+  return address < after->first + after->second.bytes ? &after->second : nullptr;
+}
+
+int64_t num_blocks() { return num_allocated; }
+
+extern "C" {
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes, current_device); }
+cudaError_t cudaFree(void* pointer) { return deallocate(pointer); }
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned int) { return allocate(pointer, bytes, -1); }
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes, -1); }
+cudaError_t cudaFreeHost(void* pointer) { return deallocate(pointer); }
+cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned int) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  blocks()[reinterpret_cast<uintptr_t>(pointer)] = {bytes, -1, num_allocated++};
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* pointer) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  blocks().erase(reinterpret_cast<uintptr_t>(pointer));
+  return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
+  *available = free_bytes(current_device);
+  *total = memory_bytes();
+  return cudaSuccess;
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* pointer) {
+  std::memset(found, 0, sizeof(*found));
+  const Block* const block = block_of(pointer);
+  found->type = block == nullptr    ? cudaMemoryTypeUnregistered
+                : block->device < 0 ? cudaMemoryTypeHost
+                                    : cudaMemoryTypeDevice;
+  found->device = block == nullptr ? -1 : std::max(block->device, 0);
+  found->devicePointer = block == nullptr ? nullptr : const_cast<void*>(pointer);
+  found->hostPointer = block != nullptr && block->device < 0 ? const_cast<void*>(pointer) : nullptr;
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  return copy(to, from, bytes, stream, "copy");
+}
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+  return copy(to, from, bytes, stream, "copy");
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  const cudaError_t done = copy(to, from, bytes, nullptr, "copy");
+  write("synchronize stream\t%ld", number(nullptr));
+  return done;
+}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  return set(to, value, bytes, stream);
+}
+cudaError_t cudaMemset(void* to, int value, size_t bytes) { return set(to, value, bytes, nullptr); }
+
+}  // extern "C"
+
+}  // namespace fake_cuda

@@ -1,0 +1,227 @@
+#include "streams.h"
+
+#include "devices.h"
+#include "log.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+#include <random>
+
+namespace fake_cuda {
+namespace {
+
+std::atomic<cudaStream_t> last_computing{nullptr};
+
+// Events may be unfinished for as long as a GPU likes; here for some of the questions.
+bool late() {
+  static const char* const seed = std::getenv("FAKE_CUDA_LATE");
+  if (seed == nullptr) {
+    return false;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  static std::minstd_rand random(static_cast<unsigned>(std::atoi(seed)));
+  return random() % 2 == 0;
+}
+
+// Whatever the host asks of a stream that is being captured ends the capture.
+cudaError_t ask(cudaStream_t stream) {
+  const std::shared_ptr<Capture> capture = of(stream)->capture;
+  return capture ? invalidate(*capture, cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
+cudaError_t ask(cudaEvent_t event) {
+  if (!event->capture) {
+    return cudaSuccess;
+  }
+  return event->capture->active ? invalidate(*event->capture, cudaErrorCapturedEvent)
+                                : fail(cudaErrorCapturedEvent);
+}
+
+}  // namespace
+
+CUstream_st* made_stream(int device) {
+  static std::atomic<int64_t> next{0};
+  auto* const stream = new CUstream_st{device, next++, nullptr};
+  write("stream\t%ld\t%d", static_cast<long>(stream->number), device);
+  return stream;
+}
+
+CUstream_st* of(cudaStream_t stream) {
+  if (stream != nullptr && stream != cudaStreamLegacy && stream != cudaStreamPerThread) {
+    return stream;
+  }
+  static CUstream_st* const* const defaults = [] {
+    auto** const made = new CUstream_st*[static_cast<size_t>(num_devices())];
+    for (int device = 0; device < num_devices(); ++device) {
+      made[device] = made_stream(device);
+    }
+    return made;
+  }();
+  return defaults[current_device];
+}
+
+long number(cudaStream_t stream) { return static_cast<long>(of(stream)->number); }
+
+cudaError_t put(cudaStream_t given, const std::string& kind, const std::string& rest,
+                const std::function<void()>& run, int64_t event, int64_t count) {
+  CUstream_st* const stream = of(given);
+  const std::shared_ptr<Capture> capture = stream->capture;
+  if (capture && !capture->valid) {
+    return fail(cudaErrorStreamCaptureInvalidated);
+  }
+  if (!capture) {
+    write("%s\t%ld\t%s", kind.c_str(), static_cast<long>(stream->number), rest.c_str());
+  }
+  if (run) {
+    run();
+  }
+  if (capture) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    capture->add({stream, kind, rest, event, count, run});
+  }
+  return cudaSuccess;
+}
+
+CUstream_st* computed_last() { return last_computing; }
+
+extern "C" {
+
+// For operators.cpp.
+
+void fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes) {
+  last_computing = stream;
+  if (writes != 0) {
+    note_written(stream, const_cast<void*>(pointer), bytes);
+  }
+  (void)put(stream, writes != 0 ? "write" : "read", text("%p\t%zu", pointer, bytes));
+}
+
+// Streams.
+
+cudaError_t cudaDeviceSynchronize() {
+  for (Capture* capture : captures()) {
+    return invalidate(*capture, cudaErrorStreamCaptureUnsupported);
+  }
+  write("synchronize device\t%d", current_device);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int) {
+  *stream = made_stream(current_device);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
+  *stream = made_stream(current_device);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  *stream = made_stream(current_device);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
+  *priority = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (const cudaError_t error = ask(stream); error != cudaSuccess) {
+    return error;
+  }
+  if (late()) {
+    return cudaErrorNotReady;
+  }
+  write("finished stream\t%ld", number(stream));
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (const cudaError_t error = ask(stream); error != cudaSuccess) {
+    return error;
+  }
+  write("synchronize stream\t%ld", number(stream));
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  if (planted("dropped")) {
+    return cudaSuccess;
+  }
+  if (planted("hosted")) {
+    return cudaEventSynchronize(event);
+  }
+  CUstream_st* const waiting = of(stream);
+  if (event->capture && !event->capture->active) {
+    return fail(cudaErrorCapturedEvent);
+  }
+  if (waiting->capture && waiting->capture != event->capture) {
+    return invalidate(*waiting->capture, cudaErrorStreamCaptureIsolation);
+  }
+  if (event->capture) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    waiting->capture = event->capture;
+    event->capture->join(waiting, event->clock);
+  }
+  return put(stream, "wait",
+             text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), {},
+             event->number, event->recorded);
+}
+// Events.
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
+  static std::atomic<int64_t> next{0};
+  *event = new CUevent_st{current_device, next++, 0, (flags & cudaEventDisableTiming) == 0, nullptr};
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (of(stream)->device != event->device) {
+    return fail(cudaErrorInvalidResourceHandle);
+  }
+  if (planted("stale")) {
+    return cudaSuccess;
+  }
+  ++event->recorded;
+  const cudaError_t done =
+      put(stream, "record",
+          text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), {},
+          event->number, event->recorded);
+  const std::lock_guard<std::mutex> lock(mutex);
+  event->capture = of(stream)->capture;
+  if (event->capture) {
+    event->clock = event->capture->clocks[of(stream)];
+  }
+  return done;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned int) {
+  return cudaEventRecord(event, stream);
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (planted("early")) {
+    return cudaSuccess;
+  }
+  if (const cudaError_t error = ask(event); error != cudaSuccess) {
+    return error;
+  }
+  if (late()) {
+    return cudaErrorNotReady;
+  }
+  write("finished event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
+  return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (const cudaError_t error = ask(event); error != cudaSuccess) {
+    return error;
+  }
+  write("synchronize event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+  *milliseconds = 1.0F;
+  return cudaSuccess;
+}
+
+}  // extern "C"
+
+}  // namespace fake_cuda
