@@ -32,10 +32,11 @@ def build() -> tuple[Path, Path]:
     linked += ["-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
     runtime = [*compiler, "-std=c++17", "-pthread", f"-Wl,-soname,{RUNTIME}"]
     runtime += map(str, sorted((SOURCES / "runtime").glob("*.cpp")))
-    operators = [*compiler, "-std=c++20", *includes, f"-I{wheels}", str(SOURCES / "operators.cpp"), *linked]
+    operators = [*compiler, "-std=c++20", *includes, f"-I{wheels}"]
+    operators += [*map(str, sorted((SOURCES / "operators").glob("*.cpp"))), *linked]
     return (
         _compiled("fake_cuda_runtime", SOURCES / "runtime", runtime, RUNTIME),
-        _compiled("fake_cuda_operators", SOURCES / "operators.cpp", operators, OPERATORS),
+        _compiled("fake_cuda_operators", SOURCES / "operators", operators, OPERATORS),
     )
 
 

@@ -7,7 +7,7 @@ wait what it is good for.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from tests.fake_cuda.check import Line
 
@@ -60,7 +60,7 @@ class Chains:
                 own = line.words[0]
                 before[i] = stream[own] | host
                 if line.kind == "wait" and i not in without:
-                    record = self._records.get(tuple(line.words[1:]))
+                    record = self._records.get(tuple(line.words[1:3]))
                     before[i] |= before[record] | 1 << record if record is not None else 0
                 stream[own] = before[i] | 1 << i
             elif i not in without:
@@ -83,9 +83,9 @@ class Chains:
         """The lines that meet one that may as well come after them."""
         return [i for i, known in enumerate(before) if self.meets[i] & ~known]
 
-    def why_needless(self, wait: int) -> str:
-        """Why nothing becomes unordered without a wait; empty if something does."""
-        before, without = self.before(), self.before({wait})
+    def why_needless(self, wait: int, beside: Collection[int] = ()) -> str:
+        """Why nothing becomes unordered without a wait, and without others; empty if something does."""
+        before, without = self.before(), self.before({wait, *beside})
         if self.unordered(without):
             return ""
         alone = before[wait] & ~without[wait]  # what nothing else has made it come after, so far
@@ -94,16 +94,16 @@ class Chains:
             return "nothing that comes after meets what it waits for"
         if not any(self.meets[i] & alone for i in after):
             return "what comes after meets only what had been waited for"
-        pairs = [(i, j) for j in after for i in _bits(self.meets[j] & alone)]
-        return " and ".join(sorted({self._other(wait, i, j, without) for i, j in pairs}))
-
-    def _other(self, wait: int, first: int, second: int, before: Sequence[int]) -> str:
-        """What else makes a line come after one that it meets, if a wait does not."""
         stream = self.lines[wait].words[0]
+        pairs = [(i, j) for j in after for i in _bits(self.meets[j] & alone)]
+        return " and ".join(sorted({self._other({wait, *beside}, i, j, without, stream) for i, j in pairs}))
+
+    def _other(self, left_out: set[int], first: int, second: int, before: Sequence[int], stream: str) -> str:
+        """What else makes a line come after one that it meets, if waits of a stream do not."""
         if self.lines[first].words[0] == self.lines[second].words[0]:
             return "who meets it is on the same stream"
-        waits = [i for i in _bits(before[second]) if i != wait and self.lines[i].kind == "wait"]
-        records = [(i, self._records.get(tuple(self.lines[i].words[1:]))) for i in waits]
+        waits = [i for i in _bits(before[second]) if i not in left_out and self.lines[i].kind == "wait"]
+        records = [(i, self._records.get(tuple(self.lines[i].words[1:3]))) for i in waits]
         others = [i for i, r in records if r is not None and (before[r] | 1 << r) >> first & 1]
         if any(self.lines[i].words[0] == stream for i in others):
             return "the stream waits for it once more"
@@ -112,7 +112,8 @@ class Chains:
         found = [
             i for i in range(first, second) if self.lines[i].kind.startswith(("finished", "synchronize"))
         ]
-        assert not self.before({wait, *found})[second] >> first & 1, f"{self.lines[wait]}: unexplained"
+        unexplained = self.before({*left_out, *found})[second] >> first & 1
+        assert not unexplained, f"{self.lines[min(left_out)]}: unexplained"
         return "the host has found it finished"
 
 

@@ -189,7 +189,7 @@ class Checker:
         """Of a graph: its lines come next."""
 
     def _wait(self, line: Line) -> None:
-        stream, event, count = map(int, line.words)
+        stream, event, count = map(int, line.words[:3])  # and perhaps where it is called
         clock, _ = self._place(stream)
         _join(clock, self._events.get((event, count), {}))
 

@@ -3,6 +3,7 @@
 #include "graphs.h"
 #include "log.h"
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,6 +14,7 @@ namespace fake_cuda {
 namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
+std::atomic<bool> lost{false};
 
 bool says_it_reaches(int device, int other) {
   const char* given = std::getenv("FAKE_CUDA_PEERS");
@@ -51,6 +53,9 @@ int num_devices() {
 
 thread_local int current_device = 0;
 
+void fail_for_good() { lost = true; }
+bool failed_for_good() { return lost; }
+
 cudaError_t fail(cudaError_t error) {
   last_error = error;
   return error;
@@ -67,6 +72,8 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   if (device < 0 || device >= num_devices()) {
     return fail(cudaErrorInvalidDevice);
   }
@@ -139,10 +146,14 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int other) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   *can = says_it_reaches(device, other) ? 1 : 0;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int other, unsigned int) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   if (unplugged() || !says_it_reaches(current_device, other)) {
     return fail(cudaErrorPeerAccessUnsupported);
   }
@@ -158,11 +169,12 @@ cudaError_t cudaDeviceEnablePeerAccess(int other, unsigned int) {
 // Errors.
 
 cudaError_t cudaGetLastError() {
+  RETURN_IF_FAILED_FOR_GOOD()
   const cudaError_t error = last_error;
   last_error = cudaSuccess;
   return error;
 }
-cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaPeekAtLastError() { return failed_for_good() ? cudaErrorIllegalAddress : last_error; }
 
 }  // extern "C"
 

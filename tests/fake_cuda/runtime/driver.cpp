@@ -1,5 +1,6 @@
 // The driver, hardly any of which is there, and kernels, which do not run. The library also has the driver's name, so
 // that it is found where one is looked for.
+#include "devices.h"
 #include "log.h"
 #include "streams.h"
 
@@ -64,13 +65,22 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
 // Kernels do not run.
 
 cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_NOT_CURRENT(stream)
+
   return put(stream, "kernel", text("%p", kernel));
 }
 // As newer headers have it.
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_NOT_CURRENT(stream)
+
   return put(stream, "kernel", text("%p", static_cast<const void*>(kernel)));
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
+  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_NOT_CURRENT(config->stream)
+
   return put(config->stream, "kernel", text("%p", kernel));
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {

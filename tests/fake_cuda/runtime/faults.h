@@ -11,6 +11,7 @@
 //   hosted N     the host waits for it instead
 //   stale N      an event is not recorded again, so that who waits for it waits for what was before
 //   misplaced N  a copy from one device to another is made on the stream that computed last
+//   sticky N     something that is put on a stream accesses memory illegally: every call fails from then on
 //   early        events are found finished whenever somebody asks, and are not
 class Faults {
  public:

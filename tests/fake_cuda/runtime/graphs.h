@@ -6,6 +6,8 @@
 // the nodes again in their order. The log then has their lines, on streams and with events that are the launch's own.
 #pragma once
 
+#include "deferred.h"
+
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
@@ -24,7 +26,8 @@ struct Capture;
 struct CUstream_st {
   int device;
   int64_t number;
-  std::shared_ptr<Capture> capture;  // that is going on
+  std::shared_ptr<Capture> capture{};  // that is going on
+  std::shared_ptr<fake_cuda::Queue> queue = fake_cuda::make_queue(device);
 };
 struct CUevent_st {
   int device;
@@ -33,6 +36,7 @@ struct CUevent_st {
   bool timing;
   std::shared_ptr<Capture> capture;         // in which it was recorded last
   std::map<CUstream_st*, int64_t> clock{};  // of the nodes that come before it, by stream
+  fake_cuda::TaskPtr task{};                // the one that it was recorded after
 };
 
 struct Node {
@@ -78,6 +82,7 @@ struct CUgraph_st {
 };
 struct CUgraphExec_st {
   std::shared_ptr<Capture> capture;
+  fake_cuda::TaskPtr task{};  // with which its last launch ends
 };
 
 namespace fake_cuda {

@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include "deferred.h"
 #include "devices.h"
 #include "log.h"
 #include "streams.h"
@@ -7,8 +8,11 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 
 namespace fake_cuda {
@@ -40,6 +44,9 @@ cudaError_t allocate(void** pointer, size_t bytes, int device) {
   if (*pointer == nullptr) {
     return fail(cudaErrorMemoryAllocation);
   }
+  if (deferring()) {
+    std::memset(*pointer, 0xff, rounded);  // NaNs, for whoever reads too early
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex);
     blocks()[reinterpret_cast<uintptr_t>(*pointer)] = {rounded, device, num_allocated++};
@@ -51,6 +58,9 @@ cudaError_t allocate(void** pointer, size_t bytes, int device) {
 cudaError_t deallocate(void* pointer) {
   if (pointer == nullptr) {
     return cudaSuccess;
+  }
+  if (deferring()) {
+    complete_everything();
   }
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -84,8 +94,17 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
     return invalidate(*of(stream)->capture, cudaErrorStreamCaptureUnsupported);
   }
   note_written(stream, to, bytes);
-  return put(stream, how, text("%s\t%p\t%p\t%zu", kind.c_str(), to, from, bytes),
-             [=] { std::memmove(to, from, bytes); });
+  const std::string line = text("%s\t%p\t%p\t%zu", kind.c_str(), to, from, bytes);
+  std::function<void()> run = [=] { std::memmove(to, from, bytes); };
+  if (deferring() && source == nullptr) {  // pageable memory, which may change as soon as this returns
+    const auto staged = std::make_shared<const std::string>(static_cast<const char*>(from), bytes);
+    run = [=] { std::memcpy(to, staged->data(), bytes); };
+  }
+  const cudaError_t done = put(stream, how, line, run);
+  if (target == nullptr) {
+    complete(newest(of(stream)->queue));  // what is read into pageable memory is there when this returns
+  }
+  return done;
 }
 
 cudaError_t set(void* to, int value, size_t bytes, cudaStream_t stream) {
@@ -110,27 +129,50 @@ int64_t num_blocks() { return num_allocated; }
 
 extern "C" {
 
-cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes, current_device); }
-cudaError_t cudaFree(void* pointer) { return deallocate(pointer); }
-cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned int) { return allocate(pointer, bytes, -1); }
-cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes, -1); }
-cudaError_t cudaFreeHost(void* pointer) { return deallocate(pointer); }
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  RETURN_IF_FAILED_FOR_GOOD()
+  return allocate(pointer, bytes, current_device);
+}
+cudaError_t cudaFree(void* pointer) {
+  RETURN_IF_FAILED_FOR_GOOD()
+  return deallocate(pointer);
+}
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned int) {
+  RETURN_IF_FAILED_FOR_GOOD()
+  return allocate(pointer, bytes, -1);
+}
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
+  RETURN_IF_FAILED_FOR_GOOD()
+  return allocate(pointer, bytes, -1);
+}
+cudaError_t cudaFreeHost(void* pointer) {
+  RETURN_IF_FAILED_FOR_GOOD()
+  return deallocate(pointer);
+}
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned int) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   const std::lock_guard<std::mutex> lock(mutex);
   blocks()[reinterpret_cast<uintptr_t>(pointer)] = {bytes, -1, num_allocated++};
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* pointer) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   const std::lock_guard<std::mutex> lock(mutex);
   blocks().erase(reinterpret_cast<uintptr_t>(pointer));
   return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   *available = free_bytes(current_device);
   *total = memory_bytes();
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* pointer) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   std::memset(found, 0, sizeof(*found));
   const Block* const block = block_of(pointer);
   found->type = block == nullptr    ? cudaMemoryTypeUnregistered
@@ -142,20 +184,32 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* p
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   return copy(to, from, bytes, stream, "copy");
 }
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   return copy(to, from, bytes, stream, "copy");
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   const cudaError_t done = copy(to, from, bytes, nullptr, "copy");
+  complete(newest(of(nullptr)->queue));
   write("synchronize stream\t%ld", number(nullptr));
   return done;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   return set(to, value, bytes, stream);
 }
-cudaError_t cudaMemset(void* to, int value, size_t bytes) { return set(to, value, bytes, nullptr); }
+cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  RETURN_IF_FAILED_FOR_GOOD()
+  return set(to, value, bytes, nullptr);
+}
 
 }  // extern "C"
 

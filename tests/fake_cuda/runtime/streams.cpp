@@ -2,6 +2,7 @@
 
 #include "devices.h"
 #include "log.h"
+#include "sites.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -24,6 +25,21 @@ bool late() {
   return random() % 2 == 0;
 }
 
+// What the host asks for is done, or with deferred work found unfinished at times.
+bool found_done(const TaskPtr& task) {
+  if (late()) {
+    return false;
+  }
+  if (is_complete(task)) {
+    return true;
+  }
+  if (by_chance()) {
+    return false;
+  }
+  complete(task);
+  return true;
+}
+
 // Whatever the host asks of a stream that is being captured ends the capture.
 cudaError_t ask(cudaStream_t stream) {
   const std::shared_ptr<Capture> capture = of(stream)->capture;
@@ -41,7 +57,7 @@ cudaError_t ask(cudaEvent_t event) {
 
 CUstream_st* made_stream(int device) {
   static std::atomic<int64_t> next{0};
-  auto* const stream = new CUstream_st{device, next++, nullptr};
+  auto* const stream = new CUstream_st{device, next++};
   write("stream\t%ld\t%d", static_cast<long>(stream->number), device);
   return stream;
 }
@@ -63,21 +79,27 @@ CUstream_st* of(cudaStream_t stream) {
 long number(cudaStream_t stream) { return static_cast<long>(of(stream)->number); }
 
 cudaError_t put(cudaStream_t given, const std::string& kind, const std::string& rest,
-                const std::function<void()>& run, int64_t event, int64_t count) {
+                const std::function<void()>& run, CUevent_st* event) {
   CUstream_st* const stream = of(given);
   const std::shared_ptr<Capture> capture = stream->capture;
   if (capture && !capture->valid) {
     return fail(cudaErrorStreamCaptureInvalidated);
   }
+  if (kind != "record" && kind != "wait" && planted("sticky")) {
+    fail_for_good();
+  }
   if (!capture) {
     write("%s\t%ld\t%s", kind.c_str(), static_cast<long>(stream->number), rest.c_str());
   }
-  if (run) {
+  if (run && !deferring()) {
     run();
   }
   if (capture) {
     const std::lock_guard<std::mutex> lock(mutex);
-    capture->add({stream, kind, rest, event, count, run});
+    const int64_t number = event != nullptr ? event->number : 0;
+    capture->add({stream, kind, rest, number, event != nullptr ? event->recorded : 0, run});
+  } else if (deferring() && (run || kind == "wait")) {
+    defer(stream->queue, {event != nullptr ? event->task : nullptr}, run);
   }
   return cudaSuccess;
 }
@@ -88,60 +110,83 @@ extern "C" {
 
 // For operators.cpp.
 
-void fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes) {
+cudaError_t fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes) {
+  RETURN_IF_FAILED_FOR_GOOD()
   last_computing = stream;
   if (writes != 0) {
     note_written(stream, const_cast<void*>(pointer), bytes);
   }
-  (void)put(stream, writes != 0 ? "write" : "read", text("%p\t%zu", pointer, bytes));
+  return put(stream, writes != 0 ? "write" : "read", text("%p\t%zu", pointer, bytes));
 }
 
 // Streams.
 
 cudaError_t cudaDeviceSynchronize() {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   for (Capture* capture : captures()) {
     return invalidate(*capture, cudaErrorStreamCaptureUnsupported);
+  }
+  if (deferring()) {
+    complete_device(current_device);
   }
   write("synchronize device\t%d", current_device);
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   *stream = made_stream(current_device);
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   *stream = made_stream(current_device);
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   *stream = made_stream(current_device);
   return cudaSuccess;
 }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamDestroy(cudaStream_t) {
+  RETURN_IF_FAILED_FOR_GOOD()
+  return cudaSuccess;
+}
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
   *priority = 0;
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   if (const cudaError_t error = ask(stream); error != cudaSuccess) {
     return error;
   }
-  if (late()) {
+  if (!found_done(newest(of(stream)->queue))) {
     return cudaErrorNotReady;
   }
   write("finished stream\t%ld", number(stream));
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   if (const cudaError_t error = ask(stream); error != cudaSuccess) {
     return error;
   }
+  complete(newest(of(stream)->queue));
   write("synchronize stream\t%ld", number(stream));
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
-  if (planted("dropped")) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
+  const uintptr_t site = call_site();
+  if (planted("dropped") || left_out(site)) {
     return cudaSuccess;
   }
   if (planted("hosted")) {
@@ -159,23 +204,29 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     waiting->capture = event->capture;
     event->capture->join(waiting, event->clock);
   }
-  return put(stream, "wait",
-             text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), {},
-             event->number, event->recorded);
+  std::string rest = text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
+  rest += site != 0 ? text("\t%lx", static_cast<unsigned long>(site)) : "";
+  return put(stream, "wait", rest, {}, event);
 }
 // Events.
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   static std::atomic<int64_t> next{0};
   *event = new CUevent_st{current_device, next++, 0, (flags & cudaEventDisableTiming) == 0, nullptr};
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   delete event;
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   if (of(stream)->device != event->device) {
     return fail(cudaErrorInvalidResourceHandle);
   }
@@ -185,12 +236,14 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   ++event->recorded;
   const cudaError_t done =
       put(stream, "record",
-          text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), {},
-          event->number, event->recorded);
+          text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), {}, event);
   const std::lock_guard<std::mutex> lock(mutex);
   event->capture = of(stream)->capture;
   if (event->capture) {
     event->clock = event->capture->clocks[of(stream)];
+    event->task = nullptr;
+  } else {
+    event->task = newest(of(stream)->queue);
   }
   return done;
 }
@@ -198,26 +251,33 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   if (planted("early")) {
     return cudaSuccess;
   }
   if (const cudaError_t error = ask(event); error != cudaSuccess) {
     return error;
   }
-  if (late()) {
+  if (!found_done(event->task)) {
     return cudaErrorNotReady;
   }
   write("finished event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   if (const cudaError_t error = ask(event); error != cudaSuccess) {
     return error;
   }
+  complete(event->task);
   write("synchronize event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+  RETURN_IF_FAILED_FOR_GOOD()
+
   *milliseconds = 1.0F;
   return cudaSuccess;
 }

@@ -1,0 +1,315 @@
+#include "call.h"
+
+#include "work.h"
+
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace fake_operators {
+namespace {
+
+// As large, of zeros: they are valid as indices too.
+at::Tensor zeros_for(const at::Tensor& tensor) {
+  const auto options = tensor.options().device(at::kCPU);
+  return at::empty_strided(tensor.sizes(), tensor.strides(), options).zero_();
+}
+
+// The caller's, which may change or be dropped before it is used.
+at::Tensor own_copy(const at::Tensor& tensor) {
+  at::Tensor copy = tensor.detach().clone();
+  copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return copy;
+}
+
+// Whether what an operator returns, or its shape, depends on the values that it is given.
+bool needs_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
+  if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape)) {
+    const bool indexing = op.operator_name().name.rfind("aten::index", 0) == 0;
+    if (!indexing) {
+      return true;
+    }
+  }
+  for (const auto& result : op.schema().returns()) {
+    if (result.type()->str().find("Tensor") == std::string::npos) {
+      return true;
+    }
+  }
+  for (const c10::IValue& argument : arguments) {  // masks as indices
+    if (argument.isTensorList() || argument.isOptionalTensorList()) {
+      for (const c10::IValue& each : argument.toListRef()) {
+        const bool mask =
+            each.isTensor() && each.toTensor().defined() &&
+            (each.toTensor().scalar_type() == at::kBool || each.toTensor().scalar_type() == at::kByte);
+        if (mask && op.operator_name().name.find("index") != std::string::npos) {
+          return true;
+        }
+      }
+    }
+  }
+  return false;
+}
+
+// One call: which tensors of the CPU stand for which others.
+class Call {
+ public:
+  explicit Call(const c10::OperatorHandle& op) : op_(op) {}
+
+  void run(Stack* stack) {
+    const size_t begin = stack->size() - op_.schema().arguments().size();
+    const Stack given(stack->begin() + static_cast<int64_t>(begin), stack->end());
+    stack->resize(begin);
+    Stack results = fake_cuda_deferring() != 0 ? defer(given) : compute(given);
+    for (c10::IValue& result : results) {
+      stack->push_back(std::move(result));
+    }
+  }
+
+ private:
+  Stack compute(const Stack& given) {
+    const Stack arguments = to_cpu(given);
+    wait_if_asked();
+    const bool captured = captures(*device_);
+    Stack results = called(arguments);
+    for (auto& [original, own] : resized_) {
+      original.resize_(own.sizes());
+      on_host(original).copy_(own);
+    }
+    for (const at::Tensor& written : written_) {
+      log_access(written, true);
+    }
+    if (captured) {
+      TORCH_CHECK(resized_.empty(),
+                  "an output that is resized cannot be captured here: ", op_.operator_name());
+      put_call(arguments, results);
+    }
+    return to_device(results);
+  }
+
+  // What it returns is allocated now and computed later.
+  Stack defer(const Stack& given) {
+    dry_ = true;
+    Stack zeros = to_cpu(given);
+    wait_if_asked();
+    const c10::cuda::CUDAGuard guard(*device_);
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    const bool captured = captures(*device_);
+    const bool draws = op_.hasTag(at::Tag::nondeterministic_seeded) && !captured;
+    bool known = !draws && !needs_values(op_, given);
+    Stack results;
+    if (known) {
+      try {
+        results = called(std::move(zeros));
+      } catch (const c10::Error&) {
+        known = false;  // it looks at values, or it fails with any
+      }
+    }
+    if (!known) {
+      draws ? fake_cuda_finish(stream.stream()) : stream.synchronize();
+      forget();
+      return compute(given);
+    }
+    for (auto& [original, own] : resized_) {
+      original.resize_(own.sizes());
+    }
+    results = to_device(results);
+    std::vector<at::Tensor> made = std::move(made_);
+    forget();
+    put_call(to_cpu(given), results);
+    for (const at::Tensor& each : written_) {
+      log_access(each, true);
+    }
+    for (const at::Tensor& each : made) {
+      log_access(each, true);
+    }
+    return results;
+  }
+
+  void forget() {
+    dry_ = false;
+    known_.clear();
+    resized_.clear();
+    written_.clear();
+    made_.clear();
+  }
+
+  void wait_if_asked() const {
+    TORCH_CHECK(device_.has_value(), "no tensor on a fake device: ", op_.operator_name());
+    static const char* const synchronizes = std::getenv("FAKE_CUDA_SYNCHRONIZES");
+    if (synchronizes != nullptr && op_.operator_name().name == synchronizes) {
+      const c10::cuda::CUDAGuard guard(*device_);
+      c10::cuda::getCurrentCUDAStream().synchronize();
+    }
+  }
+
+  Stack called(Stack stack) const {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    return stack;
+  }
+
+  static std::vector<at::Tensor> tensors_of(const Stack& stack) {
+    std::vector<at::Tensor> found;
+    for (const c10::IValue& value : stack) {
+      if (value.isTensor()) {
+        found.push_back(value.toTensor());
+      } else if (value.isTensorList()) {
+        for (const at::Tensor& each : value.toTensorVector()) {
+          found.push_back(each);
+        }
+      }
+    }
+    return found;
+  }
+
+  // Computes with what then is in the same memory, into the same memory.
+  void put_call(const Stack& arguments, const Stack& results) {
+    std::vector<at::Tensor> targets;
+    for (const at::Tensor& result : tensors_of(results)) {
+      const bool made = result.defined() && !given(result);
+      targets.push_back(made ? on_host(result.is_cuda() ? result : to_device(result)) : at::Tensor());
+    }
+    std::vector<std::pair<at::Tensor, at::Tensor>> resized;
+    for (const auto& [original, own] : resized_) {
+      resized.emplace_back(on_host(original), own);
+    }
+    put(*device_, [op = op_, arguments, targets, resized] {
+      Stack stack = arguments;
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+      const std::vector<at::Tensor> found = tensors_of(stack);
+      for (size_t i = 0; i < targets.size(); ++i) {
+        if (targets[i].defined()) {
+          targets[i].copy_(found.at(i));
+        }
+      }
+      for (const auto& [target, own] : resized) {
+        target.copy_(own);
+      }
+    });
+  }
+
+  bool given(const at::Tensor& own) const {
+    return std::any_of(known_.begin(), known_.end(),
+                       [&](const auto& pair) { return pair.first.is_same(own) || pair.second.is_same(own); });
+  }
+
+  Stack to_cpu(const Stack& given) {
+    Stack found;
+    for (size_t i = 0; i < given.size(); ++i) {
+      const auto& argument = op_.schema().arguments()[i];
+      const auto* info = argument.alias_info();
+      found.push_back(to_cpu(given[i], info != nullptr && info->isWrite(), argument.is_out()));
+    }
+    return found;
+  }
+
+  c10::IValue to_cpu(const c10::IValue& value, bool writes, bool out) {
+    if (value.isTensor()) {
+      return value.toTensor().defined() ? to_cpu(value.toTensor(), writes, out) : value;
+    }
+    if (value.isTensorList() || value.isOptionalTensorList()) {
+      const bool optional = value.isOptionalTensorList();
+      c10::List<std::optional<at::Tensor>> maybe;
+      c10::List<at::Tensor> all;
+      for (const c10::IValue& each : value.toListRef()) {
+        const bool there = each.isTensor() && each.toTensor().defined();
+        const at::Tensor own = there ? to_cpu(each.toTensor(), writes, out) : at::Tensor();
+        optional ? maybe.push_back(there ? std::optional(own) : std::nullopt) : all.push_back(own);
+      }
+      return optional ? c10::IValue(maybe) : c10::IValue(all);
+    }
+    if (value.isDevice() && value.toDevice().is_cuda()) {
+      return at::Device(at::kCPU);
+    }
+    return value;
+  }
+
+  at::Tensor to_cpu(const at::Tensor& tensor, bool writes, bool out) {
+    if (!tensor.is_cuda()) {
+      return fake_cuda_deferring() != 0 && !writes ? own_copy(tensor) : tensor;
+    }
+    if (!device_.has_value()) {
+      device_ = tensor.device();
+    }
+    if (!out && !dry_) {
+      log_access(tensor, false);
+    }
+    if (writes) {
+      written_.push_back(tensor);
+      if (!out && !dry_ && tensor.numel() > 0) {
+        const c10::cuda::CUDAGuard guard(tensor.device());
+        fake_cuda_keep(c10::cuda::getCurrentCUDAStream().stream(), tensor.const_data_ptr(), extent(tensor));
+      }
+    }
+    if (out && tensor.numel() == 0) {
+      // It may be resized, which memory of somebody else's cannot be.
+      at::Tensor own = at::empty({0}, tensor.options().device(at::kCPU));
+      resized_.emplace_back(tensor, own);
+      known_.emplace_back(own, tensor);
+      return own;
+    }
+    known_.emplace_back(dry_ ? zeros_for(tensor) : on_host(tensor), tensor);
+    return known_.back().first;
+  }
+
+  Stack to_device(const Stack& results) {
+    Stack found;
+    for (const c10::IValue& result : results) {
+      found.push_back(to_device(result));
+    }
+    return found;
+  }
+
+  c10::IValue to_device(const c10::IValue& value) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      return to_device(value.toTensor());
+    }
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> all;
+      for (const at::Tensor& each : value.toTensorVector()) {
+        all.push_back(to_device(each));
+      }
+      return all;
+    }
+    return value;
+  }
+
+  at::Tensor to_device(const at::Tensor& tensor) {
+    for (const auto& [own, original] : known_) {
+      if (own.is_same(tensor)) {
+        return original;
+      }
+    }
+    const at::Tensor made =
+        at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(*device_));
+    if (dry_) {
+      made_.push_back(made);
+    } else {
+      on_host(made).copy_(tensor);
+      log_access(made, true);
+    }
+    known_.emplace_back(tensor, made);
+    return made;
+  }
+
+  const c10::OperatorHandle& op_;
+  std::optional<at::Device> device_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> known_;    // on the CPU, and what it stands for
+  std::vector<std::pair<at::Tensor, at::Tensor>> resized_;  // what is given, and what is written in its place
+  std::vector<at::Tensor> written_;
+  std::vector<at::Tensor> made_;
+  bool dry_ = false;  // with zeros, for the shapes
+};
+
+}  // namespace
+
+void call(const c10::OperatorHandle& op, Stack* stack) { Call(op).run(stack); }
+
+}  // namespace fake_operators

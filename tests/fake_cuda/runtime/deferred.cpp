@@ -1,0 +1,266 @@
+#include "deferred.h"
+
+#include "devices.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <utility>
+
+namespace fake_cuda {
+
+struct Task {
+  std::function<void()> run;
+  std::vector<TaskPtr> after;  // empty once it is done
+  bool done = false;
+  bool needed = false;
+};
+
+class Queue {
+ public:
+  explicit Queue(int device) : device(device) {}
+
+  const int device;
+  std::deque<TaskPtr> tasks;  // not done
+  TaskPtr newest;
+  uint32_t haste = 1;
+};
+
+namespace {
+
+const char* seed() {
+  static const char* const given = std::getenv("FAKE_CUDA_DEFER");
+  return given;
+}
+
+// All queues, and the thread that runs tasks.
+class Scheduler {
+ public:
+  Scheduler() : random_(static_cast<unsigned>(std::atoi(seed()))) {
+    std::thread([this] { loop(); }).detach();
+  }
+
+  TaskPtr newest(const std::shared_ptr<Queue>& queue) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return queue->newest;
+  }
+
+  TaskPtr defer(const std::shared_ptr<Queue>& queue, const std::vector<TaskPtr>& after,
+                std::function<void()> run) {
+    auto task = std::make_shared<Task>();
+    task->run = std::move(run);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const TaskPtr& each : after) {
+      add(*task, each);
+    }
+    add(*task, queue->newest);
+    if (queue->tasks.empty()) {
+      queues_.push_back(queue);
+    }
+    queue->tasks.push_back(task);
+    queue->newest = task;
+    // A device does not only work when somebody waits for it.
+    if (random_() % 4 < eagerness_) {
+      ++credit_;
+      news_.notify_one();
+    }
+    return task;
+  }
+
+  bool is_complete(const TaskPtr& task) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return !task || task->done;
+  }
+
+  void complete(const std::vector<TaskPtr>& tasks) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    bool all_done = true;
+    for (const TaskPtr& task : tasks) {
+      need(task);
+      all_done = all_done && (!task || task->done);
+    }
+    if (all_done) {
+      return;
+    }
+    draw();
+    ++num_waiting_;
+    news_.notify_one();
+    done_.wait(lock, [&] {
+      return std::all_of(tasks.begin(), tasks.end(), [](const TaskPtr& task) { return !task || task->done; });
+    });
+    --num_waiting_;
+  }
+
+  // The newest tasks of a device's queues, or of all.
+  std::vector<TaskPtr> held(int device) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<TaskPtr> found;
+    for (const auto& queue : queues_) {
+      if (device < 0 || queue->device == device) {
+        found.push_back(queue->newest);
+      }
+    }
+    return found;
+  }
+
+  void reseed(unsigned seed) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    random_.seed(seed);
+    draw();
+  }
+
+  bool by_chance() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return random_() % 2 == 0;
+  }
+
+ private:
+  static void add(Task& task, const TaskPtr& before) {
+    if (before && !before->done) {
+      task.after.push_back(before);
+    }
+  }
+
+  static void need(const TaskPtr& task) {
+    std::vector<Task*> open{task.get()};
+    while (!open.empty()) {
+      Task* const next = open.back();
+      open.pop_back();
+      if (next == nullptr || next->done || next->needed) {
+        continue;
+      }
+      next->needed = true;
+      for (const TaskPtr& before : next->after) {
+        open.push_back(before.get());
+      }
+    }
+  }
+
+  void draw() {
+    only_needed_ = random_() % 2 == 0;
+    static constexpr uint32_t kEagerness[] = {0, 0, 1, 4};
+    eagerness_ = kEagerness[random_() % 4];
+    for (const auto& queue : queues_) {
+      queue->haste = 1U << (4 * (random_() % 5));
+    }
+  }
+
+  static bool ready(const Task& task) {
+    return std::all_of(task.after.begin(), task.after.end(),
+                       [](const TaskPtr& before) { return before->done; });
+  }
+
+  // Takes a ready task out of its queue; null if there is none that may run now.
+  TaskPtr take() {
+    const bool only_needed = num_waiting_ > 0 && only_needed_;
+    uint64_t total = 0;
+    Queue* chosen = nullptr;
+    for (const auto& queue : queues_) {
+      const Task& task = *queue->tasks.front();
+      if ((only_needed && !task.needed) || !ready(task)) {
+        continue;
+      }
+      total += queue->haste;
+      if (random_() % total < queue->haste) {
+        chosen = queue.get();
+      }
+    }
+    if (chosen == nullptr) {
+      return nullptr;
+    }
+    TaskPtr task = std::move(chosen->tasks.front());
+    chosen->tasks.pop_front();
+    if (chosen->tasks.empty()) {
+      queues_.erase(std::find_if(queues_.begin(), queues_.end(),
+                                 [&](const auto& queue) { return queue.get() == chosen; }));
+    }
+    return task;
+  }
+
+  void loop() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      news_.wait(lock, [this] { return num_waiting_ > 0 || credit_ > 0; });
+      const TaskPtr task = take();
+      if (!task) {
+        // What is waited for may have been done at this moment; else somebody waits for tasks to come.
+        credit_ = 0;
+        if (num_waiting_ > 0) {
+          news_.wait(lock);
+        }
+        continue;
+      }
+      credit_ -= credit_ > 0 ? 1 : 0;
+      lock.unlock();
+      run(*task);
+      lock.lock();
+      task->done = true;
+      task->after.clear();
+      done_.notify_all();
+    }
+  }
+
+  static void run(Task& task) {
+    try {
+      if (task.run && !failed_for_good()) {
+        task.run();
+      }
+    } catch (const std::exception&) {
+      fail_for_good();  // what it reads is not what it was meant to read
+    }
+    task.run = nullptr;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable news_, done_;
+  std::mt19937 random_;
+  std::vector<std::shared_ptr<Queue>> queues_;  // that hold tasks
+  int num_waiting_ = 0;
+  int64_t credit_ = 0;  // tasks that may run though nobody waits
+  uint32_t eagerness_ = 0;
+  bool only_needed_ = true;
+};
+
+// Never destroyed: its thread runs until the process ends.
+Scheduler& scheduler() {
+  static auto* const made = new Scheduler;
+  return *made;
+}
+
+}  // namespace
+
+bool deferring() { return seed() != nullptr; }
+
+std::shared_ptr<Queue> make_queue(int device) { return std::make_shared<Queue>(device); }
+TaskPtr newest(const std::shared_ptr<Queue>& queue) {
+  return deferring() ? scheduler().newest(queue) : nullptr;
+}
+TaskPtr defer(const std::shared_ptr<Queue>& queue, const std::vector<TaskPtr>& after,
+              std::function<void()> run) {
+  return scheduler().defer(queue, after, std::move(run));
+}
+
+bool is_complete(const TaskPtr& task) { return !task || scheduler().is_complete(task); }
+void complete(const TaskPtr& task) {
+  if (task) {
+    scheduler().complete({task});
+  }
+}
+void complete_device(int device) { scheduler().complete(scheduler().held(device)); }
+void complete_everything() { complete_device(-1); }
+
+bool by_chance() { return scheduler().by_chance(); }
+
+extern "C" {
+
+void fake_cuda_reseed(unsigned seed) { scheduler().reseed(seed); }
+
+}  // extern "C"
+
+}  // namespace fake_cuda
