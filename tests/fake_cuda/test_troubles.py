@@ -1,0 +1,51 @@
+"""What befalls pipelines on GPUs that are not there: many stages, other threads, illegal accesses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda import troubles
+from tests.fake_cuda.build import SOURCES, can_build
+from tests.fake_cuda.process import run
+
+pytestmark = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+Libraries = tuple[Path, Path]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["eight_stages_on_one_device"])
+def test_streams_that_are_shared(name: str, libraries: Libraries) -> None:
+    assert run("troubles.py", libraries, name, defer=1) == [name]
+
+
+@pytest.mark.extended
+def test_products_that_add_up(libraries: Libraries) -> None:
+    """Deferred they have the bits that they have at once, and others than where none adds to a sum."""
+    at_once = run("troubles.py", libraries, "products_that_add_up")
+    assert at_once[0] != at_once[1], "nothing is shown"
+    assert run("troubles.py", libraries, "products_that_add_up", defer=1) == at_once
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(function.__name__, marks=pytest.mark.soak if "capturing" in function.__name__ else ())
+        for function in troubles.ILLEGAL
+    ],
+)
+@pytest.mark.extended
+def test_illegal_accesses_are_told_and_nothing_hangs(name: str, libraries: Libraries) -> None:
+    """Steps raise; or PyTorch, whose allocator throws where tensors are let go of, ends the process."""
+    runtime, operators = libraries
+    variables = {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(SOURCES.parents[1]), "FAKE_CUDA_DEFER": "1"}
+    command = [sys.executable, str(SOURCES / "troubles.py"), str(operators), name]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{name}\n" or "illegal memory access" in done.stderr, done.stderr[-3000:]

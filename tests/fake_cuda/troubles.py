@@ -1,0 +1,175 @@
+"""What else befalls pipelines on devices that are not there; run by test_troubles.py on the fake runtime.
+
+`troubles.py OPERATORS NAME...`: runs some of the functions below, and prints the name of each. An illegal
+access comes last: no device works after it.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import hashlib
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from tests.fake_cuda.program import BATCH, WIDTH, layers_of
+from tests.inside import pipeline_of
+
+RUNTIME = ctypes.CDLL(None)
+CHUNKS, STEPS = 4, 5
+POOL = 32  # streams of each device that torch deals out in turn
+WRONG_AT = 60  # of what a step puts on streams
+
+
+class Twins:
+    """A pipeline, and the plain loop on the CPU."""
+
+    def __init__(self, devices: list[str], balance: list[int], **keywords: object) -> None:
+        torch.manual_seed(0)
+        self.plain = nn.Sequential(*layers_of("mlp"))
+        self.pipeline = GPipe(
+            copy.deepcopy(self.plain), balance, devices=devices, chunks=CHUNKS, checkpoint="never", **keywords
+        )
+        self.device = devices[0]
+
+    def step(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        x = torch.randn(BATCH, WIDTH)
+        ours = self._gradients(self.pipeline, x.to(self.device), self.pipeline)
+        expected = self._gradients(
+            self.plain, x, lambda x: torch.cat([self.plain(part) for part in x.chunk(CHUNKS)])
+        )
+        assert all(map(torch.equal, ours, expected)), f"step {seed}"
+
+    @staticmethod
+    def _gradients(model: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        x.requires_grad_()
+        y = run(x)
+        for parameter in model.parameters():
+            parameter.grad = None
+        y.square().sum().backward()
+        found = [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+        return [tensor.cpu() for tensor in found if tensor is not None]
+
+    def is_replayed(self) -> None:
+        (report,) = (report for report in pipeline_of(self.pipeline).replays() if report.as_they_are > 1)
+        assert report.forward, report.obstacle
+        assert report.backward, report.obstacle
+
+
+def eight_stages_on_one_device() -> None:
+    """Five streams of each make 40, more than a pool has."""
+    for transport in ("auto", "peer", "pinned"):
+        twins = Twins(["cuda:0"] * 8, [1] * 8, transport=transport)
+        for seed in range(STEPS):
+            twins.step(seed)
+        twins.is_replayed()
+
+
+def a_second_thread_on_pool_streams() -> None:
+    """It adds numbers on every stream of a device's pool while runs are captured there."""
+    twins = Twins(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], [2] * 4)
+    done = threading.Event()
+    wrong: list[str] = []
+    thread = threading.Thread(target=_add, args=(done, wrong))
+    thread.start()
+    try:
+        for seed in range(STEPS):
+            twins.step(seed)
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong, wrong[:3]
+    twins.is_replayed()
+
+
+def _add(done: threading.Event, wrong: list[str]) -> None:
+    try:
+        streams = [torch.cuda.Stream("cuda:0") for _ in range(POOL)]
+        sums = torch.zeros(POOL, device="cuda:0")
+        torch.cuda.synchronize("cuda:0")
+        count = 0
+        while not done.is_set():
+            for place, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    sums[place].add_(1)
+            count += 1
+        torch.cuda.synchronize("cuda:0")
+        if not sums.eq(count).all():
+            wrong.append(f"{sums} is not {count}")
+    except RuntimeError as error:
+        wrong.append(str(error))
+
+
+def products_that_add_up() -> None:
+    """Prints what gradients are, captured and not, without deterministic algorithms and then with them.
+
+    By default a product is added unrounded to the sum before it (addmm), for which no loop has the same bits.
+    """
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, 512), nn.LayerNorm(512), nn.GELU(), nn.Linear(512, 8)]
+        devices = ["cuda:0", "cuda:1"]
+        pipeline = GPipe(nn.Sequential(*layers), [2, 2], devices=devices, chunks=CHUNKS, checkpoint="always")
+        digest = hashlib.sha256()
+        for _ in range(STEPS):
+            pipeline(torch.randn(CHUNKS * 700, WIDTH).cuda()).square().sum().backward()
+            for parameter in pipeline.parameters():
+                digest.update(parameter.grad.cpu().numpy().tobytes())
+                parameter.data.add_(parameter.grad, alpha=-1e-4)
+                parameter.grad = None
+        print(digest.hexdigest())
+
+
+def an_illegal_access() -> None:
+    """In a step, after which every call fails: so do steps, and none hangs."""
+    _access_illegally(capture=False)
+
+
+def an_illegal_access_while_capturing() -> None:
+    _access_illegally(steps=2)
+
+
+def an_illegal_access_in_a_replay() -> None:
+    _access_illegally(steps=4, number=2)
+
+
+def _access_illegally(steps: int = 3, number: int = WRONG_AT, **keywords: object) -> None:
+    twins = Twins(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], [2] * 4, **keywords)
+    for seed in range(steps):
+        twins.step(seed)
+    RUNTIME.fake_cuda_plant(f"sticky {number}".encode())
+    RUNTIME.fake_cuda_mark(b"begin")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            twins.step(steps)
+    del twins
+    gc.collect()
+
+
+TROUBLES = (eight_stages_on_one_device, a_second_thread_on_pool_streams, products_that_add_up)
+ILLEGAL = (an_illegal_access, an_illegal_access_while_capturing, an_illegal_access_in_a_replay)
+
+
+def main() -> None:
+    operators, *names = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.backends.cudnn.enabled = False
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # else a product may be added unrounded to the sum before
+    functions = {function.__name__: function for function in (*TROUBLES, *ILLEGAL)}
+    for name in names:
+        functions[name]()
+        print(name)
+
+
+if __name__ == "__main__":
+    main()
