@@ -10,13 +10,15 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def run(program: str, libraries: tuple[Path, Path], *words: str, **variables: object) -> list[str]:
-    """What it prints, line by line; the runtime's variables are given by name, in small letters."""
+def run(
+    program: str, libraries: tuple[Path, Path], *words: str, limit: float = 300, **variables: object
+) -> list[str]:
+    """What it prints, by lines, in so many seconds; the runtime's variables are named in small letters."""
     runtime, operators = libraries
     own = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in variables.items()}
     own |= {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(HERE.parents[1])}
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | own
     command = [sys.executable, "-W", "ignore", str(HERE / program), str(operators), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout.splitlines()

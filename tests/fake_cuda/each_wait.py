@@ -1,0 +1,94 @@
+"""Prints for each stream wait in csrc/ how its absence is noticed.
+
+`python -m tests.fake_cuda.each_wait [SEEDS]` leaves out each in every scenario of waits.py, with work
+deferred in orders of so many seeds. Where no bit is wrong, logs are searched for what else orders the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.fake_cuda.build import build
+from tests.fake_cuda.chains import Chains
+from tests.fake_cuda.check import read
+from tests.fake_cuda.process import run
+from tests.fake_cuda.sites import lines_of, waits_in_source
+from tests.fake_cuda.waits import SCENARIOS
+
+SEEDS = 8
+EXPLAINED = 3  # waits of a call site, of which a search looks for what else orders the same
+
+
+class Outcome(NamedTuple):
+    """How the absence of a call site's waits was noticed in a scenario: after how many seeds, 0 for never."""
+
+    seeds: int
+    noticed: str
+    scenario: str
+    site: int
+
+
+def outcomes(libraries: tuple[Path, Path], scenario: str, seeds: int) -> Iterator[Outcome]:
+    """Of each call site that a scenario meets."""
+    with tempfile.NamedTemporaryFile() as sites:
+        words = (scenario, str(seeds))
+        for line in run("waits.py", libraries, *words, defer=1, sites=sites.name, limit=900):
+            site, number, noticed = line.split("\t")
+            yield Outcome(int(number), noticed, scenario, int(site, 16))
+
+
+def why_needless(libraries: tuple[Path, Path], scenario: str, sites: set[int]) -> dict[int, str]:
+    """What else orders the same as a call site's waits in a scenario; empty where nothing does."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        run("waits.py", libraries, scenario, "0", log=log, sites=Path(folder) / "sites")
+        lines = read(log)
+    chains = Chains(lines)
+    found = {}
+    for site in sites:
+        waits = [
+            i for i, line in enumerate(lines) if line.kind == "wait" and line.words[3:] == (f"{site:x}",)
+        ]
+        chosen = waits[:: max(1, len(waits) // EXPLAINED)][:EXPLAINED]
+        reasons = {chains.why_needless(wait, waits) for wait in chosen}
+        found[site] = "" if "" in reasons else "; ".join(sorted(reasons))
+    return found
+
+
+def main() -> None:
+    seeds = int(sys.argv[1]) if len(sys.argv) > 1 else SEEDS
+    libraries = build()
+    lines_of(())  # which takes a compiler's time, and may fail
+    found = [outcome for scenario in SCENARIOS for outcome in outcomes(libraries, scenario, seeds)]
+    places = lines_of({outcome.site for outcome in found})
+    by_place: defaultdict[str, list[Outcome]] = defaultdict(list)
+    for outcome in found:
+        by_place[places[outcome.site]].append(outcome)
+    silent = {
+        place: group for place, group in by_place.items() if not any(outcome.noticed for outcome in group)
+    }
+    reasons: defaultdict[str, set[str]] = defaultdict(set)
+    for scenario in SCENARIOS:
+        sites = {o.site: place for place, group in silent.items() for o in group if o.scenario == scenario}
+        for site, reason in why_needless(libraries, scenario, set(sites)).items() if sites else ():
+            reasons[sites[site]].add(reason or f"NOT KNOWN in '{scenario}', though its bits are right")
+    for place in waits_in_source():
+        print(f"{place:36} {told(by_place.get(place, []), reasons[place], seeds)}")
+
+
+def told(group: list[Outcome], reasons: set[str], seeds: int) -> str:
+    """What the table says of a wait."""
+    noticed = sorted((outcome.noticed != "wrong bits", outcome) for outcome in group if outcome.noticed)
+    if noticed:
+        _, best = noticed[0]
+        return f"{best.noticed} within {best.seeds} of {seeds} seeds ('{best.scenario}')"
+    return f"not needed: {'; '.join(sorted(reasons))}" if group else "met by no scenario"
+
+
+if __name__ == "__main__":
+    main()

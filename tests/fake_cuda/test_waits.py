@@ -1,0 +1,37 @@
+"""Each stream wait in csrc/ is needed: without it bits are wrong when work is deferred.
+
+`python -m tests.fake_cuda.each_wait` prints the table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda import each_wait
+from tests.fake_cuda.build import can_build
+from tests.fake_cuda.sites import waits_in_source
+
+pytestmark = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("scenario", "needed"),
+    [("peer", 6), ("captured, in turn", 8), pytest.param("pinned", 6, marks=pytest.mark.soak)],
+)
+def test_missing_waits_give_wrong_bits(scenario: str, needed: int, libraries: tuple[Path, Path]) -> None:
+    """At least so many of the call sites that it meets; the others are needed elsewhere, or nowhere."""
+    found = list(each_wait.outcomes(libraries, scenario, each_wait.SEEDS))
+    assert sum(outcome.noticed == "wrong bits" for outcome in found) >= needed, found
+
+
+@pytest.mark.soak
+def test_every_wait_is_needed_or_it_is_known_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    each_wait.main()
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("csrc/")]
+    assert len(rows) == len(waits_in_source())
+    assert [row for row in rows if "NOT KNOWN" in row or "no scenario" in row] == []

@@ -1,0 +1,200 @@
+"""Leaves out the waits of one call site of csrc/ at a time; run on the fake runtime, with work deferred.
+
+`waits.py OPERATORS SCENARIO SEEDS [SITE...]`: runs a scenario, then again for each call site that it met, or
+for those given, without the waits from there, in orders of work drawn from one seed after another. Prints for
+each site the number of seeds until something differs, 0 if nothing did, and what was noticed. With no seeds
+the scenario runs once, for its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from tests.fake_cuda.program import batch_of, layers_of
+from tests.inside import disturb_no_more, pipeline_of, plant_failure
+
+RUNTIME = ctypes.CDLL(None)
+FOUR, ONE = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], ["cuda:1"] * 4
+SANE = 3  # orders in which nothing is left out
+
+
+def synchronize() -> None:
+    for device in range(4):
+        torch.cuda.synchronize(device)
+
+
+class Scenario:
+    """Some steps of a pipeline, whose caller is on streams of its own; what they read is changed at once."""
+
+    def __init__(
+        self, model: str, devices: list[str], *, chunks: int = 4, steps: int = 3, **keywords: object
+    ) -> None:
+        torch.manual_seed(0)
+        self.fails = keywords.pop("fails", None)
+        self.accumulates = keywords.pop("accumulates", False)
+        self.captured = keywords.setdefault("capture", False)
+        self.steps, self.count = steps, 0
+        self.devices = devices
+        self.pipeline = GPipe(
+            nn.Sequential(*layers_of(model)), [2] * 4, devices=devices, chunks=chunks, **keywords
+        )
+        self.x = batch_of(model).to(devices[0]).requires_grad_()
+        self.read = [self.x, *self.pipeline.parameters(), *self.pipeline.buffers()]
+        self.begin = [tensor.detach().cpu().clone() for tensor in self.read]
+        # Their streams are those of now: the default ones.
+        self.accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self.pipeline.parameters()]
+        self.streams = [torch.cuda.Stream(device) for device in sorted({*devices} - {"cpu"})]
+
+    def run(self) -> list[Tensor]:
+        """What comes out, once it is there."""
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for stream in self.streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            for tensor, value in zip(self.read, self.begin, strict=True):
+                tensor.copy_(value)
+                tensor.grad = None
+            synchronize()
+            if self.captured:
+                self.pipeline.capture = False  # and everything is captured anew
+                self.pipeline.capture = True
+            self.count = 0
+            found = [each for _ in range(self.steps) for each in self.step()]
+            synchronize()
+            return [tensor.cpu().clone() for tensor in [*found, *self.read]]
+
+    def step(self) -> list[Tensor]:
+        torch.manual_seed(1)
+        if self.fails is not None:
+            self.fail()
+        with torch.enable_grad():
+            y = self.pipeline(self.x)
+            loss = y.square().sum()
+            if self.accumulates:  # to gradients that are there, by autograd's threads
+                loss.backward(retain_graph=True)
+            loss.backward()
+        trained = [self.x, *self.pipeline.parameters()]
+        found = [y.detach(), *(t.grad.clone() for t in trained if t.grad is not None)]
+        for tensor in trained:
+            if tensor.grad is not None:
+                tensor.add_(tensor.grad, alpha=-0.01)
+                tensor.grad.fill_(float("nan"))
+            tensor.grad = None
+        return found
+
+    def fail(self) -> None:
+        """A step in which an action fails; the caller then writes what it may have sent."""
+        plant_failure(self.pipeline, self.fails, after=1)
+        x = (2 * self.x).detach().requires_grad_()
+        with torch.enable_grad(), contextlib.suppress(ValueError):
+            self.pipeline(x).sum().backward()
+        disturb_no_more(self.pipeline)
+
+    def is_whole(self) -> bool:
+        """Whether everything that should be captured was."""
+        reports = pipeline_of(self.pipeline).replays() if self.captured else ()
+        return all(report.forward and report.backward for report in reports if report.as_they_are > 1)
+
+
+class Turns(Scenario):
+    """Two callers in turn, each on streams of its own with its own input; every third call is smaller."""
+
+    def __init__(self, *args: object, **keywords: object) -> None:
+        super().__init__(*args, **keywords)
+        self.xs = [self.x, (2 * self.x).detach().requires_grad_()]
+        self.read.append(self.xs[1])
+        self.begin.append(self.xs[1].detach().cpu().clone())
+        self.others = [torch.cuda.Stream(stream.device) for stream in self.streams]
+        self.count = 0
+
+    def step(self) -> list[Tensor]:
+        self.count += 1
+        turn = self.count % 2
+        with contextlib.ExitStack() as stack:
+            for stream in (self.streams, self.others)[turn]:
+                stack.enter_context(torch.cuda.stream(stream))
+            x = self.xs[turn]
+            with torch.enable_grad():
+                y = self.pipeline(x if self.count % 3 else x[::2])
+                (gradient,) = torch.autograd.grad(y.square().sum(), x)
+            found = [y.tanh(), gradient.clone()]
+            x.add_(gradient, alpha=-0.01)
+            return found
+
+
+SCENARIOS: dict[str, Callable[[], Scenario]] = {
+    "hand over": lambda: Scenario("mlp", ONE, checkpoint="except_last"),
+    "peer": lambda: Scenario("skips", FOUR, checkpoint="except_last", transport="peer"),
+    "small": lambda: Scenario("small", FOUR, checkpoint="never", transport="peer"),
+    "pinned": lambda: Scenario("large", FOUR, chunks=2, steps=2, checkpoint="never", transport="pinned"),
+    "no peers": lambda: Scenario("skips", FOUR, checkpoint="always", transport="pinned"),
+    "python": lambda: Scenario("beside", FOUR, checkpoint="except_last"),
+    "tied": lambda: Scenario("tied", FOUR, checkpoint="except_last"),
+    "mixed": lambda: Scenario("skips", ["cuda:0", "cpu", "cuda:0", "cuda:1"], checkpoint="never"),
+    "accumulates": lambda: Scenario("mlp", FOUR, checkpoint="never", accumulates=True),
+    "fails": lambda: Scenario("skips", FOUR, checkpoint="never", transport="peer", fails="1F2"),
+    "captured": lambda: Scenario("dropout", FOUR, steps=4, checkpoint="except_last", capture=True),
+    "captured skips": lambda: Scenario("skips", FOUR, steps=4, checkpoint="never", capture=True),
+    "captured pinned": lambda: Scenario(
+        "skips", FOUR, steps=4, checkpoint="never", transport="pinned", capture=True
+    ),
+    "captured, in turn": lambda: Turns("mlp", FOUR, steps=9, checkpoint="never", capture=True),
+    "captured, one device": lambda: Scenario("mlp", ONE, steps=4, checkpoint="always", capture=True),
+}
+
+
+def differs(scenario: Scenario, expected: list[Tensor]) -> str:
+    """What is noticed in a run."""
+    try:
+        found = scenario.run()
+    except Exception as error:
+        return f"raises {type(error).__name__}"
+    if not all(map(torch.equal, found, expected)):
+        return "wrong bits"
+    return "" if scenario.is_whole() else "not captured"
+
+
+def search(name: str, seeds: int, chosen: list[int]) -> None:
+    scenario = SCENARIOS[name]()
+    RUNTIME.fake_cuda_reseed(0)
+    expected = scenario.run()
+    for seed in range(SANE):
+        RUNTIME.fake_cuda_reseed(seed)
+        assert differs(scenario, expected) == "", name
+    sites = [int(line, 16) for line in Path(os.environ["FAKE_CUDA_SITES"]).read_text().split()]
+    for site in chosen or sites:
+        noticed = ""
+        for seed in range(seeds):
+            RUNTIME.fake_cuda_leave_out(ctypes.c_ulong(site))
+            RUNTIME.fake_cuda_reseed(seed)
+            noticed = differs(scenario, expected)
+            RUNTIME.fake_cuda_leave_out(ctypes.c_ulong(0))
+            if noticed:
+                break
+        print(f"{site:x}\t{seed + 1 if noticed else 0}\t{noticed}", flush=True)
+        if noticed.startswith("raises"):
+            scenario = SCENARIOS[name]()
+        synchronize()
+
+
+def main() -> None:
+    operators, scenario, seeds, *sites = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.backends.cudnn.enabled = False
+    torch.set_num_threads(1)
+    if int(seeds) == 0:
+        SCENARIOS[scenario]().run()
+    else:
+        search(scenario, int(seeds), [int(site, 16) for site in sites])
+
+
+if __name__ == "__main__":
+    main()
