@@ -54,6 +54,8 @@ def why_needless(libraries: tuple[Path, Path], scenario: str, sites: set[int]) -
         waits = [
             i for i, line in enumerate(lines) if line.kind == "wait" and line.words[3:] == (f"{site:x}",)
         ]
+        if not waits:
+            continue
         chosen = waits[:: max(1, len(waits) // EXPLAINED)][:EXPLAINED]
         reasons = {chains.why_needless(wait, waits) for wait in chosen}
         found[site] = "" if "" in reasons else "; ".join(sorted(reasons))
