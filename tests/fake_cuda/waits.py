@@ -35,6 +35,8 @@ def synchronize() -> None:
 class Scenario:
     """Some steps of a pipeline, whose caller is on streams of its own; what they read is changed at once."""
 
+    trains = True
+
     def __init__(
         self, model: str, devices: list[str], *, chunks: int = 4, steps: int = 3, **keywords: object
     ) -> None:
@@ -68,8 +70,11 @@ class Scenario:
                 self.pipeline.capture = True
             self.count = 0
             found = [each for _ in range(self.steps) for each in self.step()]
-            synchronize()
+            self.wait()
             return [tensor.cpu().clone() for tensor in [*found, *self.read]]
+
+    def wait(self) -> None:
+        """Until the streams on which results are read are done with them: they are the caller's."""
 
     def step(self) -> list[Tensor]:
         torch.manual_seed(1)
@@ -101,19 +106,25 @@ class Scenario:
     def is_whole(self) -> bool:
         """Whether everything that should be captured was."""
         reports = pipeline_of(self.pipeline).replays() if self.captured else ()
-        return all(report.forward and report.backward for report in reports if report.as_they_are > 1)
+        return all(r.forward and (r.backward or not self.trains) for r in reports if r.as_they_are > 1)
 
 
 class Turns(Scenario):
     """Two callers in turn, each on streams of its own with its own input; every third call is smaller."""
 
-    def __init__(self, *args: object, **keywords: object) -> None:
+    def __init__(self, *args: object, trains: bool = True, **keywords: object) -> None:
+        self.trains = trains
         super().__init__(*args, **keywords)
         self.xs = [self.x, (2 * self.x).detach().requires_grad_()]
         self.read.append(self.xs[1])
         self.begin.append(self.xs[1].detach().cpu().clone())
         self.others = [torch.cuda.Stream(stream.device) for stream in self.streams]
         self.count = 0
+
+    def wait(self) -> None:
+        """The last caller first."""
+        for stream in reversed([*self.streams, *self.others]):
+            stream.synchronize()
 
     def step(self) -> list[Tensor]:
         self.count += 1
@@ -123,7 +134,13 @@ class Turns(Scenario):
                 stack.enter_context(torch.cuda.stream(stream))
             x = self.xs[turn]
             with torch.enable_grad():
-                y = self.pipeline(x if self.count % 3 else x[::2])
+                part = x if self.count % 3 else x[::2]
+            if not self.trains:
+                found = [self.pipeline(part).tanh()]
+                x.add_(0.1)
+                return found
+            with torch.enable_grad():
+                y = self.pipeline(part)
                 (gradient,) = torch.autograd.grad(y.square().sum(), x)
             found = [y.tanh(), gradient.clone()]
             x.add_(gradient, alpha=-0.01)
@@ -146,7 +163,10 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "captured pinned": lambda: Scenario(
         "skips", FOUR, steps=4, checkpoint="never", transport="pinned", capture=True
     ),
-    "captured, in turn": lambda: Turns("mlp", FOUR, steps=9, checkpoint="never", capture=True),
+    "captured, in turn": lambda: Turns("mlp", FOUR, steps=11, checkpoint="never", capture=True),
+    "captured, inference in turn": lambda: Turns(
+        "mlp", FOUR, steps=11, checkpoint="never", capture=True, trains=False
+    ),
     "captured, one device": lambda: Scenario("mlp", ONE, steps=4, checkpoint="always", capture=True),
 }
 
