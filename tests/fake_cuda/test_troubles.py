@@ -21,7 +21,7 @@ Libraries = tuple[Path, Path]
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["eight_stages_on_one_device"])
+@pytest.mark.parametrize("name", ["eight_stages_on_one_device", "a_second_thread_on_pool_streams"])
 def test_streams_that_are_shared(name: str, libraries: Libraries) -> None:
     assert run("troubles.py", libraries, name, defer=1) == [name]
 
