@@ -206,6 +206,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_NOT_CURRENT(stream)
 
   const Capture& graph = *executable->capture;
   if (planted("sticky")) {
