@@ -9,6 +9,7 @@ BENCHMARKS = {
     "balance": "steps under the balance found by time against those under every other balance",
     "census": "every model of torchvision against the plain loop: native layers, equal gradients",
     "cuda": "steps on a GPU against plain PyTorch, torch.compile and torchgpipe; copies between stages",
+    "cuda-counts": "launches, bytes, casts, events and host calls of a step on GPUs, counted without one",
     "compiled": "registers, spills and 16-byte accesses of every kernel, compiled without a GPU",
     "draws": "keyed random draws against PyTorch's own",
     "engine": "steps of empty programs against bare hand-overs between threads",
@@ -35,7 +36,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     for name in wanted:
-        importlib.import_module(f"bench.{name}").main()
+        importlib.import_module(f"bench.{name.replace('-', '_')}").main()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 //
 // Loaded after torch. In place of every kernel that is registered for CUDA there then is one that takes tensors on a
 // fake device for tensors on the CPU. Views stay as they are, and copies of whole tensors go through the runtime. The
-// operator that FAKE_CUDA_SYNCHRONIZES names waits for its stream, which cannot be captured.
+// operator that FAKE_CUDA_SYNCHRONIZES names waits for its stream, which cannot be captured. With FAKE_CUDA_NAMES every
+// operator is marked in the log by its name; a copy that casts also by both types and the address that it reads.
 
 #include "call.h"
 #include "work.h"
@@ -61,6 +62,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   }
   at::AutoDispatchBelowADInplaceOrView guard;
   if (self.device() == source.device()) {
+    const std::string casts =
+        self.dtype() == source.dtype()
+            ? ""
+            : c10::str("\t", source.scalar_type(), "\t", self.scalar_type(), "\t", source.const_data_ptr());
+    log_name(self.device(), "aten::copy_" + casts);
     log_access(source, false);
     compute_or_put(self.device(), [to = on_host(self), from = on_host(source)] { to.copy_(from); });
     log_access(self, true);

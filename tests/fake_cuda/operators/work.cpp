@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <cstdlib>
 #include <utility>
 
 namespace fake_operators {
@@ -27,6 +28,19 @@ void log_access(const at::Tensor& tensor, bool writes) {
     const auto stream = c10::cuda::getCurrentCUDAStream();
     C10_CUDA_CHECK(
         fake_cuda_access(stream.stream(), tensor.const_data_ptr(), extent(tensor), writes ? 1 : 0));
+  }
+}
+
+void log_name(at::Device device, const std::string& name) {
+  static const bool wanted = std::getenv("FAKE_CUDA_NAMES") != nullptr;
+  if (!wanted) {
+    return;
+  }
+  const std::string text = "operator\t" + name;
+  if (captures(device)) {
+    put(device, [text] { fake_cuda_mark(text.c_str()); });
+  } else {
+    fake_cuda_mark(text.c_str());
   }
 }
 

@@ -8,12 +8,14 @@
 
 #include <cstddef>
 #include <functional>
+#include <string>
 
 // The runtime's: runtime/streams.cpp and runtime/graphs.cpp.
 extern "C" cudaError_t fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes);
 extern "C" void fake_cuda_keep(cudaStream_t stream, const void* pointer, size_t bytes);
 extern "C" int fake_cuda_capturing(cudaStream_t stream);
 extern "C" int fake_cuda_deferring();
+extern "C" void fake_cuda_mark(const char* text);
 extern "C" void fake_cuda_finish(cudaStream_t stream);
 extern "C" void fake_cuda_node(cudaStream_t stream, void (*run)(void*), void (*drop)(void*), void* data);
 
@@ -23,6 +25,10 @@ namespace fake_operators {
 size_t extent(const at::Tensor& tensor);
 
 void log_access(const at::Tensor& tensor, bool writes);
+
+// With FAKE_CUDA_NAMES, marks what is launched on a device by its name: now, or at every launch of the graph that captures
+// it.
+void log_name(at::Device device, const std::string& name);
 
 // Whether a graph captures what is put on a device now.
 bool captures(at::Device device);

@@ -1,0 +1,127 @@
+"""The steps that `cuda_counts` counts: run in a process of its own on the runtime of tests/fake_cuda.
+
+`python -m bench.cuda_counted OPERATORS PACKAGE SETUP`: loads the operators, imports gpipe_fast from the
+folder PACKAGE, and trains as SETUP, in JSON, says. The log has a mark before and after the last step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bench.models.gpt import gpt
+from bench.peers import checkpointed, looped
+
+STAGES, CHUNKS = 4, 8
+WIDTH, HEADS, VOCAB, LENGTH, BATCH = 32, 4, 64, 8, 16
+# Plans are made by the first two, graphs by the third.
+WARM_UP = 4
+BEGIN, END = "counted", "counted to here"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how.
+
+    Attributes:
+        how: 'captured', 'uncaptured', or 'plain loop', which recomputes each stage as a whole.
+        precision: 'fp32', 'bf16', or 'autocast' of fp32 parameters to bf16.
+        devices: how many the four stages are on.
+        blocks: of the GPT.
+        dropout: the probability of a dropout layer behind each block; none if 0.
+    """
+
+    how: str
+    precision: str
+    devices: int = 1
+    blocks: int = 24
+    dropout: float = 0.0
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def layers(setup: Setup) -> list[nn.Module]:
+    """Embedding, blocks, norm and head; a dropout is one layer with its block."""
+    found: list[nn.Module] = []
+    for name, layer in gpt(setup.blocks, WIDTH, HEADS, VOCAB, LENGTH).named_children():
+        dropped = name.startswith("block") and setup.dropout > 0
+        found.append(nn.Sequential(layer, nn.Dropout(setup.dropout)) if dropped else layer)
+    return found
+
+
+def balance(count: int) -> list[int]:
+    """As even as can be."""
+    cuts = [count * stage // STAGES for stage in range(STAGES + 1)]
+    return [end - begin for begin, end in itertools.pairwise(cuts)]
+
+
+def trained(setup: Setup) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter]]:
+    """The pipeline or the loop, and its parameters, which are on the devices."""
+    from gpipe_fast import GPipe
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers(setup)).to(DTYPES[setup.precision])
+    if setup.how == "plain loop":
+        model.to("cuda:0")
+        ends = list(itertools.accumulate(balance(len(model))))
+        stages = [model[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        return looped(checkpointed(stages), CHUNKS), list(model.parameters())
+    devices = [f"cuda:{stage * setup.devices // STAGES}" for stage in range(STAGES)]
+    capture = setup.how == "captured"
+    pipe = GPipe(model, balance(len(model)), devices=devices, chunks=CHUNKS, capture=capture)
+    return pipe, list(pipe.parameters())
+
+
+def train(setup: Setup, mark: Callable[[bytes], object]) -> Callable[[Tensor], Tensor]:
+    """Prints the parameters' addresses and trains; marks the last step, and returns what computed it.
+
+    Gradients are dropped before each step, and no optimizer runs: what is counted is forward and backward.
+    """
+    forward, parameters = trained(setup)
+    print(*(hex(parameter.data_ptr()) for parameter in parameters))
+    x = torch.randint(VOCAB, (BATCH, LENGTH)).to("cuda:0")
+    gradient = torch.randn(BATCH, LENGTH, VOCAB).to(f"cuda:{setup.devices - 1}")
+    gradient = gradient.to(torch.float32 if setup.precision == "fp32" else torch.bfloat16)
+    casting = setup.precision == "autocast"
+    for step in range(WARM_UP + 1):
+        for parameter in parameters:
+            parameter.grad = None
+        if step == WARM_UP:
+            mark(BEGIN.encode())
+        with torch.autocast("cuda", torch.bfloat16, enabled=casting):
+            y = forward(x)
+        y.backward(gradient)
+        mark(END.encode())
+    return forward
+
+
+def main() -> None:
+    operators, package, text = sys.argv[1:]
+    sys.path.insert(0, package)
+    import gpipe_fast
+
+    torch.ops.load_library(operators)
+    torch.backends.cudnn.enabled = False
+    for enable in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):
+        getattr(torch.backends.cuda, enable)(False)
+    torch.set_num_threads(1)
+    forward = train(Setup(**json.loads(text)), ctypes.CDLL(None).fake_cuda_mark)
+    if isinstance(forward, gpipe_fast.GPipe):
+        print(gpipe_fast.doctor(forward))
+    # Without the destructors of static objects, which may find threads of autograd still there.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
