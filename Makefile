@@ -127,13 +127,15 @@ wheelhouse:  ## download wheels of peers for a GPU machine without network into 
 	fi
 
 # For a GPU machine whose PYTHON already has torch: needs no network, installs nothing into that PYTHON, and is
-# done in ten minutes. What was built beforehand against the same torch is taken as it is.
+# done in ten minutes. What was built beforehand against the same torch is taken as it is. bench/on_gpu.py lists the
+# phases and their files; ARGS="models plans" runs some.
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/wheelhouse
-gpu:  ## on a GPU machine: run what needs a GPU with PYTHON, write bench/results
+gpu:  ## on a GPU machine: build, compare, measure and test with PYTHON in phases, write bench/results
 	@mkdir -p bench/results
 	@rm -rf build/wheelhouse
 	@if compgen -G 'wheelhouse/*.whl' >/dev/null; then \
-	  $(PYTHON) -m pip install --quiet --no-index --no-deps --target build/wheelhouse wheelhouse/*.whl; \
+	  $(PYTHON) -m pip install --quiet --no-index --no-deps --target build/wheelhouse wheelhouse/*.whl \
+	    || echo 'gpu: the wheelhouse could not be installed'; \
 	fi
 	@$(PYTHON) -m bench.on_gpu $(ARGS)
 

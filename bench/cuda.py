@@ -63,9 +63,7 @@ def in_a_process(device: str, small: bool) -> Launch:
             # To a file: whoever else has the error output open may outlive the process.
             with words.open("w") as file:
                 try:
-                    code = subprocess.run(
-                        command, cwd=measure.RESULTS.parents[1], stderr=file, timeout=seconds
-                    ).returncode
+                    code = subprocess.run(command, cwd=measure.ROOT, stderr=file, timeout=seconds).returncode
                     if code:
                         fault = f"ended with {code}; {_last(words)}"
                 except subprocess.TimeoutExpired:

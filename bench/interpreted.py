@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 import torch
-import torchgpipe
 from torch import Tensor, nn
 
 from bench.measure import alternate, report
@@ -28,6 +27,8 @@ class Checked(nn.Module):
 
 def candidates(layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, mode: str) -> dict[str, Step]:
     """By name. The layer stands in the middle of the second stage; one candidate has none."""
+    import torchgpipe
+
     first, second, *rest = balance
     place = first + second // 2
     gradient = torch.randn(x.shape)

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(os.environ.get("GPIPE_FAST_RESULTS", ROOT / "bench" / "results"))
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def commit() -> str:
     def git(*arguments: str) -> str:
         if not shutil.which("git"):
             return ""
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT / "bench")
         return done.stdout.strip()
 
     elsewhere = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!../README.md")

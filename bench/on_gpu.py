@@ -1,8 +1,18 @@
-"""What `make gpu` runs within its time: the build, tests that need a GPU, benchmarks, a sanitizer.
+"""What `make gpu` runs within its time, in the order of worth; each phase writes its files as it goes.
 
-`python -m bench.on_gpu [part ...]` runs some parts alone, of tests, steps, kernels and sanitizer.
+    phase        what                                                      in bench/results
+    machine      what there is, while the extension is built; that it      gpu-machine.txt
+                 imports and sees the device
+    models       some steps of each model against the plain loop: what     gpu-models.md
+                 is replayed, and what prevents it
+    plans        plans in flight together, memory, autocast, transports    gpu-plans.md
+    steps        against checkpointed loops, torchgpipe, torch.compile     the GPU's name and date, .md, .json
+    tests        those marked `cuda`                                       gpu-pipelines.txt, gpu-others.txt
+    kernels      against eager PyTorch, Inductor and Liger-Kernel          kernels.md
+    sanitizer    steps under compute-sanitizer                             sanitizer.txt
 
-Whatever fails, the parts after it run. Each has a share of the time, and what it leaves is the next one's.
+`python -m bench.on_gpu [phase ...]` runs some of them alone. Whatever fails, the phases after it run; each
+has a share of the time, and what it leaves is the next one's. What COMMAND prints is in `gpu-COMMAND.txt`.
 """
 
 from __future__ import annotations
@@ -20,7 +30,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
+RESULTS = Path(os.environ.get("GPIPE_FAST_RESULTS", ROOT / "bench" / "results"))
 SECONDS = float(os.environ.get("GPIPE_FAST_GPU_SECONDS", "585"))
 # After which what does not end when it is interrupted is killed.
 GRACE = 8.0
@@ -36,7 +46,7 @@ assert pipe(torch.ones(2, 4, device="cuda:0")).shape == (2, 4)
 
 @dataclass(frozen=True)
 class Part:
-    """Commands that run at once.
+    """A phase: commands that run at once.
 
     Attributes:
         name: of the part, and of the files of its output.
@@ -55,6 +65,7 @@ class Part:
 def pytest(*arguments: str) -> list[str]:
     """Who runs, before it is known how it ends; and a traceback of what hangs."""
     options = ["-v", "-ra", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
+    options.append("--continue-on-collection-errors")  # a file that does not import loses no other's tests
     return [sys.executable, "-m", "pytest", *options, "-m", "cuda or smoke", *arguments]
 
 
@@ -62,41 +73,68 @@ def parts() -> list[Part]:
     """In this order, and so many seconds for each."""
     pipelines = [
         "tests/unit/test_smoke.py",
-        "tests/equivalence/test_cuda.py",
         "tests/equivalence/test_cuda_steps.py",
+        "tests/equivalence/test_cuda.py",
     ]
     others = [f"--ignore={path}" for path in pipelines]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     module = [sys.executable, "-m"]
     return [
+        Part("models", {"models": [*module, "bench.gpu_checks", "models"]}, 50),
+        Part("plans", {"plans": [*module, "bench.gpu_checks", "plans"]}, 60),
+        Part("steps", {"cuda": [*module, "bench.cuda"]}, 205, "GPIPE_FAST_BENCH_SECONDS"),
         # Those of pipelines by themselves: a GPU that has met an error is of no use to a process any more.
         Part(
             "tests",
             {"pipelines": pytest(*pipelines), "others": pytest("tests", *others)},
-            130,
+            70,
             environment=deterministic,
         ),
-        Part("steps", {"cuda": [*module, "bench.cuda"]}, 270, "GPIPE_FAST_BENCH_SECONDS"),
-        Part("kernels", {"kernels": [*module, "bench.kernels"]}, 60),
-        Part("sanitizer", {"sanitizer": [*module, "bench.sanitized"]}, 50, "GPIPE_FAST_SANITIZER_SECONDS"),
+        Part("kernels", {"kernels": [*module, "bench.kernels"]}, 50),
+        Part("sanitizer", {"sanitizer": [*module, "bench.sanitized"]}, 80, "GPIPE_FAST_SANITIZER_SECONDS"),
     ]
 
 
-def build(seconds: float) -> bool:
-    """Whether there is an extension that suits: as it is, or after a build."""
-    there = subprocess.run([sys.executable, "-c", SUITS], cwd=ROOT, capture_output=True, text=True)
-    if there.returncode == 0:
-        print("build: the extension that is there suits, and is taken as it is", flush=True)
-        return True
-    reason = (there.stderr.strip().splitlines() or ["?"])[-1]
-    print(f"build: {reason}", flush=True)
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--build-temp", "build/gpu"]
+def ready(seconds: float) -> bool:
+    """Whether there is an extension: the one that is there, or after a build; what there is, is noted.
+
+    A build that fails leaves nothing to run. One that succeeds is tried out, and whatever is amiss with it is
+    noted: the phases show the rest.
+    """
+    begin, reason = time.monotonic(), unsuited()
+    commands = {"machine": [sys.executable, "-m", "bench.gpu_machine"]}
+    if reason:
+        print(f"build: {reason}", flush=True)
+        setup = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        commands["build"] = [*setup, "--build-temp", "build/gpu"]
     environment = {"MAX_JOBS": str(os.cpu_count() or 1)}
-    return run(Part("build", {"build": command}, seconds, environment=environment), seconds)
+    codes = ended(Part("machine", commands, seconds, environment=environment), seconds)
+    built = codes.get("build", 0) == 0
+    if reason and built:
+        took = f"was built in {time.monotonic() - begin:.0f} s, since: {reason}"
+        reason = unsuited()
+    else:
+        took = "is taken as it is" if built else f"COULD NOT BE BUILT ({codes['build']})"
+    said = f"extension: {took}; {f'it fails: {reason}' if reason else 'it imports, and runs on the device'}"
+    print(said, flush=True)
+    with (RESULTS / "gpu-machine.txt").open("a") as file:
+        file.write(f"{said}\n")
+    return built
+
+
+def unsuited() -> str:
+    """Why the extension does not suit, or nothing."""
+    tried = subprocess.run([sys.executable, "-c", SUITS], cwd=ROOT, capture_output=True, text=True)
+    return "" if tried.returncode == 0 else (tried.stderr.strip().splitlines() or ["?"])[-1]
 
 
 def run(part: Part, seconds: float) -> bool:
-    """Whether all of a part's commands ended well in time; their output goes to files too."""
+    """Whether all of a part's commands ended well in time."""
+    return not any(ended(part, seconds).values())
+
+
+def ended(part: Part, seconds: float) -> dict[str, int | str]:
+    """How each of a part's commands ended; their output goes to files too."""
     print(f"{part.name}: {seconds:.0f} s", flush=True)
     deadline = time.monotonic() + seconds
     RESULTS.mkdir(exist_ok=True)
@@ -110,7 +148,7 @@ def run(part: Part, seconds: float) -> bool:
         codes = {name: _ended(process, deadline) for name, process in started.items()}
     for name, code in codes.items():
         print(f"{part.name}, {name}: {'ended well' if code == 0 else f'ended with {code}'}", flush=True)
-    return not any(codes.values())
+    return codes
 
 
 @contextlib.contextmanager
@@ -178,9 +216,9 @@ def main(names: Sequence[str] = ()) -> None:
     unknown = set(names) - {part.name for part in every}
     if unknown:
         sys.exit(
-            f"no part is called {', '.join(unknown)}; there are {', '.join(part.name for part in every)}"
+            f"no phase is called {', '.join(unknown)}; there are {', '.join(part.name for part in every)}"
         )
-    if not build(SECONDS / 2):
+    if not ready(SECONDS / 2):
         sys.exit("build: there is no extension, so there is nothing to run")
     wanted = [part for part in every if not names or part.name in names]
     good = run_all(wanted, SECONDS - (time.monotonic() - begin))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.measure import RESULTS, Table, Timing, alternate, report
+from bench.measure import ROOT, Table, Timing, alternate, report
 from bench.models.mlp import mlp
 from bench.peers import (
     TOLERANCE,
@@ -251,7 +251,7 @@ def main() -> None:
     # torchgpipe starts threads in every step; only the environment tells them how many OpenMP threads to use.
     command = [sys.executable, "-m", "bench.overhead"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=RESULTS.parents[1], env=environment)
+    subprocess.run(command, check=True, cwd=ROOT, env=environment)
 
 
 if __name__ == "__main__":

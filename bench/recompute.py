@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.execution import check, prepare
-from bench.measure import RESULTS, alternate, report
+from bench.measure import ROOT, alternate, report
 from bench.models.gpt import blocks
 
 PROCESSES = 5  # of each kind, alternating
@@ -48,7 +48,7 @@ def eager(count: int) -> float:
 def elsewhere(kind: str, count: int) -> float:
     """Runs ``ours`` or ``eager`` in a new process."""
     command = [sys.executable, "-m", "bench.recompute", kind, str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=RESULTS.parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return float(done.stdout.split()[-1])
 
 

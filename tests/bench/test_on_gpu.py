@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import stat
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -84,24 +85,73 @@ def test_a_part_leaves_those_after_it_their_shares(monkeypatch: pytest.MonkeyPat
 
 def test_parts_fit_into_ten_minutes_with_a_build() -> None:
     parts = on_gpu.parts()
-    assert [part.name for part in parts] == ["tests", "steps", "kernels", "sanitizer"]
+    assert [part.name for part in parts] == ["models", "plans", "steps", "tests", "kernels", "sanitizer"]
     assert sum(part.share for part in parts) <= on_gpu.SECONDS - 60 < 540
-    files = [word for part in parts[:1] for c in part.commands.values() for word in c if ".py" in word]
+    files = [
+        word
+        for part in parts
+        if part.name == "tests"
+        for c in part.commands.values()
+        for word in c
+        if ".py" in word
+    ]
     assert files
     assert all((on_gpu.ROOT / word.removeprefix("--ignore=")).exists() for word in files)
 
 
-def test_an_extension_that_does_not_suit_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[Sequence[str]] = []
-    monkeypatch.setattr(on_gpu, "run", lambda part, seconds: built.extend(part.commands.values()) is None)
+def test_an_extension_that_does_not_suit_is_built(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Part] = []
+    code = 0
+
+    def ended(part: Part, seconds: float) -> dict[str, int | str]:
+        ran.append(part)
+        return dict.fromkeys(part.commands, code)
+
+    monkeypatch.setattr(on_gpu, "ended", ended)
     monkeypatch.setattr(on_gpu, "SUITS", "pass")
-    assert on_gpu.build(1)
-    assert not built
+    assert on_gpu.ready(1)
+    assert list(ran.pop().commands) == ["machine"]
     monkeypatch.setattr(on_gpu, "SUITS", "raise SystemExit('another torch')")
-    assert on_gpu.build(1)
-    assert "build_ext" in built[0]
-    with pytest.raises(SystemExit, match="no part is called nothing"):
+    assert on_gpu.ready(1)
+    assert "build_ext" in ran[0].commands["build"]
+    code = 1
+    assert not on_gpu.ready(1)
+    first, second, third = (kept / "gpu-machine.txt").read_text().splitlines()
+    assert first == "extension: is taken as it is; it imports, and runs on the device"
+    assert second.startswith("extension: was built in")
+    assert second.endswith("; it fails: another torch")
+    assert third == "extension: COULD NOT BE BUILT (1); it fails: another torch"
+    with pytest.raises(SystemExit, match="no phase is called nothing"):
         on_gpu.main(["nothing"])
+
+
+# As where torchgpipe is not installed.
+COLLECTS = """
+import sys
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *arguments):
+        return None if name.partition(".")[0] == "torchgpipe" else super().find_spec(name, *arguments)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.extended
+def test_no_test_of_gpus_is_lost_without_torchgpipe() -> None:
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--tier=soak", "-m", "cuda", "tests"]
+    command = [sys.executable, "-c", COLLECTS, *options]
+    done = subprocess.run(command, cwd=on_gpu.ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:]
+    marked = {
+        str(path.relative_to(on_gpu.ROOT))
+        for path in (on_gpu.ROOT / "tests").rglob("test_*.py")
+        if re.search(r"\bpytest\.mark\.cuda\b", path.read_text())
+    }
+    assert len(marked) >= 7
+    assert marked == {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
 
 
 # A tool that finds something in captured programs, and does not end when it looks for races.
@@ -120,18 +170,18 @@ def test_what_a_sanitizer_finds_is_kept(
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(kept), prepend=":")
     assert sanitized.tool() == str(path)
-    assert not sanitized.look(str(path), 5)
+    assert not sanitized.look(str(path), 4)
     text, out = (kept / "sanitizer.txt").read_text(), capsys.readouterr().out
-    assert "== memcheck, uncaptured: exit code 0\n--tool memcheck" in text
-    assert "steps uncaptured 1\n" in text
-    assert "== memcheck, captured: exit code 9\n" in text
-    assert "steps captured \n" in text
-    assert "== racecheck, uncaptured: exit code none, it did not end within" in text
-    assert out.count("exit code") == 4
+    assert text.startswith("== memcheck, smallest\n--tool memcheck")
+    assert "steps smallest 1\n== memcheck, smallest: exit code 0\n" in text
+    assert "steps captured \n== memcheck, captured: exit code 9\n" in text
+    assert "== racecheck, smallest: exit code none, it did not end within" in text
+    assert "--tool racecheck" in text  # so far it came
+    assert out.count("exit code") == 5
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_steps_that_are_looked_into_are_right(capsys: pytest.CaptureFixture[str]) -> None:
-    for what in (sanitized.CAPTURED, sanitized.UNCAPTURED):
+    for what in (sanitized.SMALLEST, sanitized.CAPTURED, sanitized.UNCAPTURED):
         sanitized.steps(what, "cpu")
-        assert capsys.readouterr().out == f"{what}: gradients are right\n"
+        assert capsys.readouterr().out.endswith(f"{what}: gradients are right\n")

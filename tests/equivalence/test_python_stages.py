@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.utils.checkpoint
-import torchgpipe
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, verify
@@ -213,6 +212,8 @@ def test_an_output_without_a_gradient_in_the_loss() -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_side_effects_and_phases_are_torchgpipes(checkpoint: str) -> None:
+    torchgpipe = pytest.importorskip("torchgpipe")
+
     class Noting(nn.Module):
         def __init__(self, name: str, phases: Any, notes: list[tuple[str, bool, bool, float]]) -> None:
             super().__init__()

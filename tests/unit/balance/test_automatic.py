@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchgpipe.balance
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
@@ -19,6 +18,8 @@ from gpipe_fast.layers.skip import pop, skippable, stash
 from gpipe_fast.layers.structure import Call
 from tests import models
 from tests.unit.balance.layers_with_costs import Clock, Takes, sequence
+
+torchgpipe_balance = pytest.importorskip("torchgpipe.balance")
 
 COSTS: list[list[float]] = [
     [1, 1, 1, 1],
@@ -51,9 +52,9 @@ def test_by_time_is_no_worse_than_torchgpipe(
     costs: list[float], partitions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock().install(monkeypatch)
-    monkeypatch.setattr(torchgpipe.balance.profile, "time", types.SimpleNamespace(time=clock))
+    monkeypatch.setattr(torchgpipe_balance.profile, "time", types.SimpleNamespace(time=clock))
     model, x = sequence(clock, *costs), torch.randn(4)
-    theirs = torchgpipe.balance.balance_by_time(partitions, model, x, device="cpu")
+    theirs = torchgpipe_balance.balance_by_time(partitions, model, x, device="cpu")
     ours = balance_by_time(partitions, model, x, device="cpu")
 
     def dearest(sizes: list[int]) -> float:
@@ -131,7 +132,7 @@ def test_by_size_runs_what_needs_more_than_one_sample() -> None:
 @pytest.mark.parametrize("function", [balance_by_time, balance_by_size])
 def test_says_what_torchgpipe_says(function: Any) -> None:
     model, x = nn.Sequential(nn.Linear(1, 1)), torch.rand(1, 1)
-    theirs = torchgpipe.balance.balance_by_time
+    theirs = torchgpipe_balance.balance_by_time
     for partitions in (0, 2):
         with pytest.raises(ValueError) as wanted:
             theirs(partitions, model, x, timeout=0.1, device="cpu")

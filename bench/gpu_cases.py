@@ -1,0 +1,296 @@
+"""What pipelines on a GPU must do, in small cases: every model once; then plans in flight, memory, autocast.
+
+Each case compares with the plain loop, bit for bit, under deterministic algorithms, and says what was
+replayed; `gpu_checks` runs them.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.models.amoebanet import amoebanet_d
+from bench.models.gpt import gpt
+from bench.models.mlp import mlp
+from bench.models.resnet import resnet
+from bench.models.unet import unet
+from gpipe_fast import GPipe, doctor, verify
+
+STAGES, CHUNKS, BATCH, WIDTH = 4, 4, 16, 64
+# Plans are made by the first two steps, graphs by the third.
+STEPS = 5
+DEVICE = "cuda:0"
+# Bytes that a captured step may need, in those of an uncaptured one.
+MEMORY = 1.3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a case found.
+
+    Attributes:
+        good: whether all was equal, and replayed where a replay was expected.
+        text: what differs, or 'equal'.
+        captured: what was replayed, or what prevented it.
+    """
+
+    good: bool
+    text: str
+    captured: str = ""
+
+
+def piped(model: nn.Sequential, device: str = DEVICE, **keywords: Any) -> GPipe:
+    """Four stages on one GPU, or with the device 'all' on all that there are, in turns."""
+    cuts = [len(model) * stage // STAGES for stage in range(STAGES + 1)]
+    balance = [end - begin for begin, end in itertools.pairwise(cuts)]
+    count = torch.cuda.device_count()
+    devices = [f"cuda:{i % count}" for i in range(STAGES)] if device == "all" else [device] * STAGES
+    return GPipe(model, balance, devices=devices, chunks=CHUNKS, **keywords)
+
+
+def captured(pipe: GPipe) -> list[str]:
+    """What `doctor` says about its graphs, line by line."""
+    lines = doctor(pipe).splitlines()
+    begin = lines.index("captured") + 1
+    return [line.strip() for line in lines[begin:] if line.startswith("  ")]
+
+
+def told(pipe: GPipe, found: Sequence[str], replays: int = STEPS - 2) -> Verdict:
+    """The verdict: differences, and whether a plan was replayed as often as was expected."""
+    lines = captured(pipe)
+    replayed = any(f"{count} mini-batches replayed" in line for line in lines for count in range(replays, 99))
+    text = "; ".join(dict.fromkeys(found)) or "equal"
+    return Verdict(not found and replayed, text if replayed else f"{text}; NOT REPLAYED", " / ".join(lines))
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return y.float().square().mean()
+
+
+# Of each model: how it is made, the shape of a sample, and tokens that there are.
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], int]] = {
+    "mlp": (lambda: nn.Sequential(*(layer for _ in range(STAGES) for layer in mlp(WIDTH))), (WIDTH,), 0),
+    "gpt": (lambda: gpt(4, WIDTH, 4, 128, 16), (16,), 128),
+    "resnet": (lambda: resnet((1, 2), 5, 8), (3, 32, 32), 0),
+    "unet": (lambda: unet(1, 8, depth=2), (3, 16, 16), 0),
+    "amoebanet": (lambda: amoebanet_d(3, 16, 5), (3, 64, 64), 0),
+}
+
+
+def subject(name: str) -> tuple[nn.Sequential, Tensor]:
+    """A model and a mini-batch."""
+    make, shape, vocab = MODELS[name]
+    torch.manual_seed(0)
+    model = make().to(DEVICE)
+    x = torch.randint(vocab, (BATCH, *shape)) if vocab else torch.randn(BATCH, *shape)
+    return model, x.to(DEVICE)
+
+
+def verified(pipe: GPipe, x: Tensor, steps: int = STEPS) -> list[str]:
+    """What differs in any of some steps: the first of the tensors, and by how much."""
+    found = []
+    for step in range(steps):
+        report = verify(pipe, x, loss_of)
+        if not report:
+            row = max((row for row in report.rows if not row.equal), key=lambda row: row.relative)
+            found.append(f"step {step}: {report.headline}, {row.name} by {row.relative:.1e} of the largest")
+    return found[:1] + found[-1:]
+
+
+def model_case(name: str, device: str = DEVICE, **keywords: Any) -> Verdict:
+    """Steps of a model, of which the last ones are replayed."""
+    model, x = subject(name)
+    pipe = piped(model, device, **keywords)
+    return told(pipe, verified(pipe, x))
+
+
+def lowered(name: str, dtype: torch.dtype) -> Verdict:
+    model, x = subject(name)
+    pipe = piped(model.to(dtype))
+    return told(pipe, verified(pipe, x.to(dtype) if x.is_floating_point() else x))
+
+
+class Pair:
+    """A pipeline and the plain loop over a copy of its layers, which do the same.
+
+    Args:
+        name: of the model.
+        autocast: to which dtype, without its cache, so that the loop has the same bits.
+        keywords: of the pipeline.
+    """
+
+    def __init__(self, name: str = "mlp", autocast: torch.dtype | None = None, **keywords: Any) -> None:
+        model, self._x = subject(name)
+        self.plain = copy.deepcopy(model)
+        self.pipe = piped(model, **keywords)
+        self.found: list[str] = []
+        self._autocast = autocast
+
+    def input(self, size: int, seed: int = 1) -> Tensor:
+        """Some samples, others for each seed."""
+        x = self._x.roll(seed, 0)[:size]
+        return x + seed if x.is_floating_point() else x
+
+    def _cast(self) -> torch.autocast:
+        dtype = self._autocast
+        return torch.autocast("cuda", dtype or torch.bfloat16, dtype is not None, cache_enabled=False)
+
+    def ours(self, x: Tensor) -> Tensor:
+        with self._cast():
+            y: Tensor = self.pipe(x)
+        return y
+
+    def loop(self, x: Tensor) -> Tensor:
+        with self._cast():
+            return torch.cat([self.plain(chunk) for chunk in x.chunk(CHUNKS)])
+
+    def compare(self, what: str, do: Callable[[Callable[[Tensor], Tensor]], list[Tensor]]) -> None:
+        """Does something with both, and compares what it returns and the gradients of parameters."""
+        for parameter in (*self.pipe.parameters(), *self.plain.parameters()):
+            parameter.grad = None
+        ours, theirs = do(self.ours), do(self.loop)
+        pairs = list(zip(self.pipe.parameters(), self.plain.parameters(), strict=True))
+        gradients = [(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None]
+        if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            self.found.append(f"{what}: outputs differ")
+        if not all(torch.equal(a, b) for a, b in gradients):
+            self.found.append(f"{what}: gradients differ")
+
+    def train(self, size: int, steps: int = STEPS) -> None:
+        def step(model: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            y = model(self.input(size))
+            loss_of(y).backward()
+            return [y.detach()]
+
+        for _ in range(steps):
+            self.compare(f"training of {size} samples", step)
+
+    def infer(self, size: int, steps: int = STEPS) -> None:
+        def step(model: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            with torch.no_grad():
+                return [model(self.input(size))]
+
+        for _ in range(steps):
+            self.compare(f"inference of {size} samples", step)
+
+
+def autocast(name: str, dtype: torch.dtype) -> Verdict:
+    pair = Pair(name, dtype)
+    pair.train(BATCH)
+    return told(pair.pipe, pair.found)
+
+
+def two_shapes(first_back: bool, **keywords: Any) -> Verdict:
+    """Two mini-batches in flight, of different shapes; the first or the last goes back first."""
+    pair = Pair(**keywords)
+    pair.train(BATCH)
+    pair.train(BATCH // 2)
+
+    def do(model: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        first, second = model(pair.input(BATCH, 2)), model(pair.input(BATCH // 2, 3))
+        for y in (first, second) if first_back else (second, first):
+            loss_of(y).backward()
+        return [first.detach(), second.detach()]
+
+    for _ in range(2):
+        pair.compare("two in flight", do)
+    return told(pair.pipe, pair.found)
+
+
+def inference_between(trained_first: bool, size: int, **keywords: Any) -> Verdict:
+    """A forward without gradients between a forward and its backward, captured after or before those."""
+    pair = Pair(**keywords)
+    if trained_first:
+        pair.train(BATCH)
+    pair.infer(size)
+    if not trained_first:
+        pair.train(BATCH)
+
+    def do(model: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        y = model(pair.input(BATCH, 2))
+        with torch.no_grad():
+            between = model(pair.input(size, 3))
+        loss_of(y).backward()
+        return [y.detach(), between]
+
+    for _ in range(2):
+        pair.compare("inference between", do)
+    return told(pair.pipe, pair.found)
+
+
+def memory() -> Verdict:
+    """Steps that are captured, in little more memory than those that are not have needed."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(2 * STAGES) for layer in mlp(256)]
+    model, x = nn.Sequential(*layers).to(DEVICE), torch.randn(4096, 256).to(DEVICE)
+
+    def steps(capture: bool) -> tuple[GPipe, float]:
+        pipe = piped(model, capture=capture, checkpoint="never")
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # those of streams of the pipeline before
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(STEPS):
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            loss_of(pipe(x)).backward()
+        torch.cuda.synchronize()
+        return pipe, float(torch.cuda.max_memory_reserved())
+
+    _, needed = steps(capture=False)
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    limit = MEMORY * needed / total
+    try:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit), DEVICE)
+        pipe, used = steps(capture=True)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    verdict = told(pipe, [])
+    words = f"{verdict.text}; {used / 2**20:.0f} MiB captured, {needed / 2**20:.0f} MiB uncaptured"
+    return Verdict(verdict.good, words, verdict.captured)
+
+
+def model_cases() -> dict[str, Callable[[], Verdict]]:
+    """One for each model; across GPUs too where there are several."""
+    found: dict[str, Callable[[], Verdict]] = {name: partial(model_case, name) for name in MODELS}
+    if torch.cuda.device_count() > 1:
+        found |= {f"{name}, all GPUs": partial(model_case, name, "all") for name in MODELS}
+    return found
+
+
+def plan_cases() -> dict[str, Callable[[], Verdict]]:
+    """Two plans of a pipeline in flight; little memory; lower precision; other transports and checkpoints."""
+    half = BATCH // 2
+    found: dict[str, Callable[[], Verdict]] = {}
+    for name, first in (("first", True), ("last", False)):
+        found[f"two shapes in flight, {name} goes back first"] = partial(two_shapes, first)
+    for mode in ("except_last", "never"):
+        for name, trained in (("inference", False), ("training", True)):
+            for what, size in (("another shape", half), ("the same shape", BATCH)):
+                title = f"inference of {what} before a backward, {name} captured first, {mode}"
+                found[title] = partial(inference_between, trained, size, checkpoint=mode)
+    found["memory"] = memory
+    for dtype in (torch.bfloat16, torch.float16):
+        word = str(dtype).removeprefix("torch.")
+        found[f"gpt, autocast to {word}"] = partial(autocast, "gpt", dtype)
+        found[f"resnet, autocast to {word}"] = partial(autocast, "resnet", dtype)
+        found[f"gpt, {word}"] = partial(lowered, "gpt", dtype)
+    for mode in ("always", "never"):
+        found[f"unet, {mode}"] = partial(model_case, "unet", checkpoint=mode)
+    for transport in ("peer", "pinned"):
+        found[f"unet, {transport}"] = partial(model_case, "unet", transport=transport)
+    return found
+
+
+PHASES: Mapping[str, Callable[[], dict[str, Callable[[], Verdict]]]] = {
+    "models": model_cases,
+    "plans": plan_cases,
+}

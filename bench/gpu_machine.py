@@ -1,0 +1,92 @@
+"""Says what a GPU machine has: `python -m bench.gpu_machine`.
+
+Needs neither the extension nor a package beside torch, so that this much is known whatever fails later.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PACKAGES = ("torch", "triton", "pytest", "tabulate", "torchgpipe", "liger-kernel", "ninja", "numpy")
+
+
+def said(*command: str) -> str:
+    """What a command prints, in one line."""
+    if not shutil.which(command[0]):
+        return "is not there"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
+    return " / ".join((done.stdout.strip() or done.stderr.strip()).splitlines()[-4:])
+
+
+def packages() -> str:
+    """Their versions."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0].partition(':')[2].strip() if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def commit() -> str:
+    from bench import measure
+
+    return measure.commit()
+
+
+def torch_sees() -> str:
+    import torch
+
+    cudnn = torch.backends.cudnn.version()
+    found = [f"CUDA {torch.version.cuda}, cuDNN {cudnn}, for {' '.join(torch.cuda.get_arch_list())}"]
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        found.append(
+            f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {device.major}.{device.minor}, "
+            f"{device.multi_processor_count} multiprocessors"
+        )
+    return "; ".join(found) + ("" if len(found) > 1 else "; NO GPU IS VISIBLE")
+
+
+FACTS: dict[str, Callable[[], str]] = {
+    "date": lambda: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    "commit": commit,
+    "Python": lambda: f"{sys.version.split()[0]}, {sys.executable}",
+    "packages": packages,
+    "processor": processor,
+    "driver": lambda: said(
+        "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
+    ),
+    "nvcc": lambda: said("nvcc", "--version"),
+    "compiler": lambda: said(os.environ.get("CXX", "g++"), "--version"),
+    "compute-sanitizer": lambda: said("compute-sanitizer", "--version"),
+    "torch": torch_sees,
+}
+
+
+def main() -> None:
+    for name, ask in FACTS.items():
+        try:
+            found = ask()
+        except Exception as error:
+            found = f"FAILED: {type(error).__name__}: {error}"
+        print(f"{name}: {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
