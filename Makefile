@@ -74,7 +74,7 @@ test-all: test smoke-reference smoke-between  ## `make test`, then the rest, and
 lint: $(INSTALLED)  ## ruff, mypy --strict, directions of imports and includes, clang-format; changes nothing
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy --strict gpipe_fast
+	$(VENV)/bin/mypy --strict gpipe_fast bench
 	@$(VENV)/bin/lint-imports --no-cache >/dev/null || $(VENV)/bin/lint-imports --no-cache
 	$(PY) .ci/check_includes.py
 	@$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)

@@ -95,7 +95,8 @@ class Judge:
     def of(cls, case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Judge:
         """From copies of the inputs."""
         function = case.exact or case.plain
-        truth = case.unfused(doubles(inputs), doubles(gradients), function)
+        given, incoming = ([t for t in doubles(each) if t is not None] for each in (inputs, gradients))
+        truth = case.unfused(given, incoming, function)
         return cls(case.unfused(copied(inputs), gradients, function), truth)
 
     def excess(self, found: Results) -> float:

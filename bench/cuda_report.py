@@ -122,7 +122,8 @@ def _cells(name: str, candidates: Mapping[str, Any], subject: Any) -> list[objec
 
 def per_task(found: Mapping[str, Any], subject: Any) -> float:
     """Microseconds of the host for one micro-batch in one stage, forward and backward."""
-    return statistics.median(found["host_us"]) / (STAGES * subject.chunks)
+    median: float = statistics.median(found["host_us"])
+    return median / (STAGES * int(subject.chunks))
 
 
 def _error(name: str, candidates: Mapping[str, Any]) -> str:

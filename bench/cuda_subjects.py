@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ class Subject:
         """A candidate, with a model of its own."""
         model = self.model(device)
         balance, devices = self.balance(len(model)), [device] * STAGES
-        pipeline = {"devices": devices, "chunks": self.chunks, "checkpoint": self.checkpoint}
+        pipeline: dict[str, Any] = {"devices": devices, "chunks": self.chunks, "checkpoint": self.checkpoint}
         forward: Callable[[Tensor], Tensor]
         if name in (OURS, UNCAPTURED):
             forward = GPipe(model, balance, **pipeline, capture=name == OURS)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 # As torch.profiler itself wants it where graphs are replayed between profiles.
@@ -36,7 +36,7 @@ def intervals(run: Callable[[], object], device: str) -> list[Interval]:
         if gpu:
             torch.cuda.synchronize()
     wanted = DeviceType.CUDA if gpu else DeviceType.CPU
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results = profiler.profiler.kineto_results
     return [
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in results.events()

@@ -158,4 +158,5 @@ def report(
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    return tabulate(list(rows), headers=headers, tablefmt="github", floatfmt=".2f")
+    text: str = tabulate(list(rows), headers=headers, tablefmt="github", floatfmt=".2f")
+    return text

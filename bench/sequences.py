@@ -132,7 +132,8 @@ _CONTAINERS = frozenset(
 
 def shapes_of(name: str) -> tuple[tuple[int, ...], ...]:
     """The shapes of one sample of what the model takes."""
-    return _first(SHAPES, name)
+    found: tuple[tuple[int, ...], ...] = _first(SHAPES, name)
+    return found
 
 
 def _first(table: dict[str, Any], name: str) -> Any:

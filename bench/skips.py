@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class _Translated(nn.Module):
         super().__init__()
         self.layer = layer.module
 
-    def forward(self, x: Tensor) -> Iterator[Any]:
+    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         import torchgpipe.skip as theirs
 
         commands, answer = self.layer(x), None
@@ -87,6 +87,7 @@ def for_torchgpipe(model: nn.Sequential) -> nn.Sequential:
         for key in (*layer.stashable(), *layer.poppable()):
             if key.namespace is not None:
                 made.isolate(namespaces.setdefault(key.namespace, theirs.Namespace()), only=[key.name])
-        return made
+        translation: nn.Module = made
+        return translation
 
     return nn.Sequential(*map(translated, model))

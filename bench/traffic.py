@@ -38,7 +38,7 @@ class Traffic(TorchDispatchMode):
     """Adds up the bytes that operators and launches read and write while it is entered."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.read = self.written = 0
         self._blank: dict[int, Tensor] = {}  # by storage, allocated and not yet written
         self._kept: list[Any] = []  # a storage's address tells it from others only as long as it lives
@@ -107,7 +107,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _in(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
@@ -134,7 +135,7 @@ def _span(views: Sequence[Tensor]) -> int:
     """Bytes of one storage between the first and last element of any view."""
     length = end = 0
     for view in sorted(views, key=lambda view: view.storage_offset() * view.itemsize):
-        begin = view.storage_offset() * view.itemsize
+        begin = int(view.storage_offset()) * view.itemsize
         behind = begin + span(view.shape, view.stride()) * view.itemsize
         length += max(0, behind - max(begin, end))
         end = max(end, behind)
@@ -145,7 +146,8 @@ def unfused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
     """Read and written by PyTorch's operators."""
     inputs = case.inputs(elements, dtype, "meta")
     gradients = case.gradients(inputs)
-    with Traffic() as traffic:
+    traffic = Traffic()
+    with traffic:
         case.unfused(inputs, gradients)
     return traffic.moved
 

@@ -10,6 +10,7 @@ and tests/kernels/test_cuda.py with PyTorch on a GPU.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from bench.case import Case, Tuning
 
@@ -26,5 +27,5 @@ def all_tunings() -> dict[str, Tuning]:
     return {tuning.kernel: tuning for family in FAMILIES for tuning in _module(family).TUNINGS}
 
 
-def _module(family: str):
+def _module(family: str) -> Any:
     return importlib.import_module(f"bench.families.{family}")

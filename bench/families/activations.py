@@ -20,7 +20,7 @@ COLS = 4096
 # Of elements in one block: enough loads in flight, and not more than registers hold.
 BLOCK_ELEMENTS = (1024, 2048, 4096, 8192)
 
-PLAIN = {
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
     "gelu": F.gelu,

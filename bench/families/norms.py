@@ -68,15 +68,18 @@ class _Streamed(torch.autograd.Function):
 
 def _plain_residual(h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor) -> Tensor:
     x = residual + h
-    return _Streamed.apply(plain_rms_norm(x, weight), x, g_sum)
+    y: Tensor = _Streamed.apply(plain_rms_norm(x, weight), x, g_sum)
+    return y
 
 
 def _streamed_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, g_sum: Tensor) -> Tensor:
-    return _Streamed.apply(F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_EPS), x, g_sum)
+    y: Tensor = _Streamed.apply(F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_EPS), x, g_sum)
+    return y
 
 
 def _liger_residual(h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor) -> Tensor:
-    return _Streamed.apply(*liger.residual_rms_norm(h, residual, weight, RMS_EPS), g_sum)
+    y: Tensor = _Streamed.apply(*liger.residual_rms_norm(h, residual, weight, RMS_EPS), g_sum)
+    return y
 
 
 def _residual(
@@ -95,7 +98,7 @@ LAYER = Case(
     layer_inputs,
     differentiated=(0, 1, 2),
     plain=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_EPS),
-    ours=lambda *inputs: _without_residual(layer_norm_backward(*inputs, eps=LAYER_EPS)),
+    ours=lambda x, weight, bias, g: _without_residual(layer_norm_backward(x, weight, bias, g, eps=LAYER_EPS)),
     launched=lambda x, weight, bias, g: launch_backward(
         x, None, weight, bias, g, None, LAYER_EPS, "layer", True, None
     ),
@@ -106,7 +109,7 @@ RMS = Case(
     rms_inputs,
     differentiated=(0, 1),
     plain=plain_rms_norm,
-    ours=lambda *inputs: _without_residual(rms_norm_backward(*inputs, eps=RMS_EPS)),
+    ours=lambda x, weight, g: _without_residual(rms_norm_backward(x, weight, g, eps=RMS_EPS)),
     launched=lambda x, weight, g: launch_backward(x, None, weight, None, g, None, RMS_EPS, "rms", True, None),
     liger=partial(liger.rms_norm, eps=RMS_EPS),
 )

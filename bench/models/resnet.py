@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
+from typing import cast
 
 from torch import Tensor, nn
 
 from bench.models.flat import flat
-from gpipe_fast.layers.skip import Namespace, pop, skippable, stash
+from gpipe_fast.layers.skip import Namespace, Skippable, pop, skippable, stash
 
 EXPANSION = 4
 
@@ -57,7 +58,7 @@ def bottleneck(inputs: int, width: int, stride: int) -> nn.Sequential:
         downsample = nn.Sequential(_convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
     return nn.Sequential(
         OrderedDict(
-            identity=Identity().isolate(skip),
+            identity=cast(Skippable, Identity()).isolate(skip),
             conv1=_convolution(inputs, width, 1),
             bn1=nn.BatchNorm2d(width),
             relu1=nn.ReLU(),
@@ -66,7 +67,7 @@ def bottleneck(inputs: int, width: int, stride: int) -> nn.Sequential:
             relu2=nn.ReLU(),
             conv3=_convolution(width, outputs, 1),
             bn3=nn.BatchNorm2d(outputs),
-            residual=Residual(downsample).isolate(skip),
+            residual=cast(Skippable, Residual(downsample)).isolate(skip),
             relu3=nn.ReLU(),
         )
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Generator, Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from bench.models.flat import flat
-from gpipe_fast.layers.skip import Namespace, pop, skippable, stash
+from gpipe_fast.layers.skip import Namespace, Skippable, pop, skippable, stash
 
 
 @skippable(stash=["skip"])
@@ -83,7 +84,7 @@ def unet(
         model[f"encoder{level + 1}"] = nn.Sequential(
             OrderedDict(
                 conv=_convolutions([before] + num_convs * [width], dropout),
-                stash=Stash().isolate(skips[level]),
+                stash=cast(Skippable, Stash()).isolate(skips[level]),
                 down=nn.MaxPool2d(2),
             )
         )
@@ -93,7 +94,7 @@ def unet(
         model[f"decoder{level + 1}"] = nn.Sequential(
             OrderedDict(
                 up=nn.Upsample(scale_factor=2),
-                cat=PopCat().isolate(skips[level]),
+                cat=cast(Skippable, PopCat()).isolate(skips[level]),
                 conv=_convolutions([2 * width] + num_convs * [width // 2], dropout),
             )
         )
