@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import queue
@@ -161,7 +162,9 @@ def here(phase: str, names: Sequence[str]) -> None:
             say(["end", name, verdict.good, verdict.text, verdict.captured])
         except Exception as error:
             traceback.print_exc()
-            say(["end", name, False, f"FAILED: {type(error).__name__}: {str(error).strip()[:400]}", ""])
+            words = " ".join(str(error).split())[:400]  # one line of a table
+            say(["end", name, False, f"FAILED: {type(error).__name__}: {words}", ""])
+        gc.collect()  # a pipeline's graphs keep their memory
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

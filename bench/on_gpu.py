@@ -34,6 +34,8 @@ RESULTS = Path(os.environ.get("GPIPE_FAST_RESULTS", ROOT / "bench" / "results"))
 SECONDS = float(os.environ.get("GPIPE_FAST_GPU_SECONDS", "585"))
 # After which what does not end when it is interrupted is killed.
 GRACE = 8.0
+# Seconds for the import and one step.
+PATIENCE = 60.0
 
 # Whether the extension that is there suits this Python and torch; else it is built.
 SUITS = """
@@ -69,6 +71,12 @@ def pytest(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *options, "-m", "cuda or smoke", *arguments]
 
 
+def marked() -> list[str]:
+    """Files with tests that need a GPU; to collect all the others would take much of their time."""
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in found if "pytest.mark.cuda" in path.read_text()]
+
+
 def parts() -> list[Part]:
     """In this order, and so many seconds for each."""
     pipelines = [
@@ -76,7 +84,7 @@ def parts() -> list[Part]:
         "tests/equivalence/test_cuda_steps.py",
         "tests/equivalence/test_cuda.py",
     ]
-    others = [f"--ignore={path}" for path in pipelines]
+    others = [path for path in marked() if path not in pipelines]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     module = [sys.executable, "-m"]
     return [
@@ -86,7 +94,7 @@ def parts() -> list[Part]:
         # Those of pipelines by themselves: a GPU that has met an error is of no use to a process any more.
         Part(
             "tests",
-            {"pipelines": pytest(*pipelines), "others": pytest("tests", *others)},
+            {"pipelines": pytest(*pipelines), "others": pytest(*others)},
             70,
             environment=deterministic,
         ),
@@ -124,7 +132,11 @@ def ready(seconds: float) -> bool:
 
 def unsuited() -> str:
     """Why the extension does not suit, or nothing."""
-    tried = subprocess.run([sys.executable, "-c", SUITS], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", SUITS]
+    try:
+        tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return f"a first step is not done within {PATIENCE:g} s"
     return "" if tried.returncode == 0 else (tried.stderr.strip().splitlines() or ["?"])[-1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import stat
 import subprocess
 import sys
@@ -87,16 +86,13 @@ def test_parts_fit_into_ten_minutes_with_a_build() -> None:
     parts = on_gpu.parts()
     assert [part.name for part in parts] == ["models", "plans", "steps", "tests", "kernels", "sanitizer"]
     assert sum(part.share for part in parts) <= on_gpu.SECONDS - 60 < 540
-    files = [
-        word
-        for part in parts
-        if part.name == "tests"
-        for c in part.commands.values()
-        for word in c
-        if ".py" in word
-    ]
-    assert files
-    assert all((on_gpu.ROOT / word.removeprefix("--ignore=")).exists() for word in files)
+    (tests,) = (part for part in parts if part.name == "tests")
+    pipelines, others = ([word for word in c if word.endswith(".py")] for c in tests.commands.values())
+    assert pipelines.index("tests/equivalence/test_cuda_steps.py") < len(pipelines) - 1  # before the many
+    assert {"tests/kernels/test_cuda.py", "tests/unit/csrc/test_random_cuda.py"} < set(others)
+    assert all((on_gpu.ROOT / word).exists() for word in pipelines + others)
+    assert not set(pipelines) & set(others)
+    assert set(on_gpu.marked()) <= set(pipelines + others)
 
 
 def test_an_extension_that_does_not_suit_is_built(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +117,9 @@ def test_an_extension_that_does_not_suit_is_built(kept: Path, monkeypatch: pytes
     assert second.startswith("extension: was built in")
     assert second.endswith("; it fails: another torch")
     assert third == "extension: COULD NOT BE BUILT (1); it fails: another torch"
+    monkeypatch.setattr(on_gpu, "PATIENCE", 0.1)
+    monkeypatch.setattr(on_gpu, "SUITS", "import time; time.sleep(60)")
+    assert on_gpu.unsuited() == "a first step is not done within 0.1 s"
     with pytest.raises(SystemExit, match="no phase is called nothing"):
         on_gpu.main(["nothing"])
 
@@ -145,13 +144,9 @@ def test_no_test_of_gpus_is_lost_without_torchgpipe() -> None:
     command = [sys.executable, "-c", COLLECTS, *options]
     done = subprocess.run(command, cwd=on_gpu.ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
-    marked = {
-        str(path.relative_to(on_gpu.ROOT))
-        for path in (on_gpu.ROOT / "tests").rglob("test_*.py")
-        if re.search(r"\bpytest\.mark\.cuda\b", path.read_text())
-    }
-    assert len(marked) >= 7
-    assert marked == {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert found == set(on_gpu.marked())
+    assert len(found) >= 7
 
 
 # A tool that finds something in captured programs, and does not end when it looks for races.
