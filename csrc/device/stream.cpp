@@ -143,7 +143,7 @@ Stream::Current::Current(const Stream& stream) {
 Stream::Current::~Current() {
   if (!impl_) return;
   impl_->exchangeStream(*stream_);
-  impl_->setDevice(*device_);
+  impl_->uncheckedSetDevice(*device_);  // a device that has failed is told of elsewhere
 }
 
 }  // namespace gpipe_fast

@@ -57,8 +57,8 @@ def captured(model: GPipe) -> list[str]:
     lines = [_captured(report) for report in reports]
     if any(report.forward for report in reports):
         lines.append(
-            f"all graphs share {sum(r.bytes for r in reports) / 2**20:.1f} MiB, so one mini-batch at a time is replayed"
-            " from its forward to its backward"
+            f"all graphs share {sum(r.bytes for r in reports) / 2**20:.1f} MiB, so one mini-batch at a time"
+            " is replayed from its forward to its backward"
         )
     return lines or ["not known before the first call"]
 
@@ -71,7 +71,8 @@ def _captured(report: ReplayReport) -> str:
         why = f" {report.setback}, and it is tried again later;" if report.setback else ""
         return f"not yet captured;{why} {ran}"
     what = "forward and backward" if report.backward else "forward"
-    return f"{what}: {report.num_nodes} nodes, {report.bytes / 2**20:.1f} MiB beside what others had taken; {ran}"
+    taken = f"{report.bytes / 2**20:.1f} MiB beside what others had taken"
+    return f"{what}: {report.num_nodes} nodes, {taken}; {ran}"
 
 
 def _section(title: str, lines: Sequence[str]) -> str:

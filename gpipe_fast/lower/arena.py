@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Bytes to which PyTorch aligns what it allocates on a type of device; other types are aligned as the CPU's. Libraries choose
-# algorithms by it (cuBLASLt), and so it changes bits.
+# Bytes to which PyTorch aligns what it allocates on a type of device; other types are aligned as the CPU's.
+# Libraries choose algorithms by it (cuBLASLt), and so it changes bits.
 ALIGNMENT = 64
 ALIGNMENTS = {"cuda": 512}
 

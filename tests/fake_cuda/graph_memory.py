@@ -1,4 +1,4 @@
-"""What graphs need of a GPU's memory, on one that is not there; run by test_graphs.py with runtime.cpp preloaded.
+"""What graphs need of a GPU's memory, on one that is not there; run by test_graphs.py.
 
 `graph_memory.py OPERATORS NAME...`: runs some of the functions below, and prints what each returns.
 """
@@ -18,7 +18,8 @@ from tests.inside import pipeline_of
 
 MIB = 1 << 20
 WIDTH, CHUNKS, DEVICE = 64, 4, "cuda:0"
-# A mini-batch of the longer shape has 40 MiB in each activation, and its parts have more than what PyTorch splits into blocks.
+# A mini-batch of the longer shape has 40 MiB in each activation. Below 10 MiB a part would share a block of
+# PyTorch's allocator with others, and how many fit would count.
 LONG, SHORT = 163840, 122880
 
 

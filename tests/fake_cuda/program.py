@@ -297,7 +297,9 @@ def unequal(
                 parameter.grad = None
         torch.manual_seed(step)
         # Plans are made by the first steps.
-        captures = step == FIRST_CAPTURED and keywords.get("capture")  # empties the allocator's cache, which waits
+        captures = step == FIRST_CAPTURED and keywords.get(
+            "capture"
+        )  # empties the allocator's cache, which waits
         begin = b"begin\tmay wait" if may_wait or captures else b"begin"
         mark(begin if step > 1 else b"plan")
         ours.backward(pipeline(ours.x))

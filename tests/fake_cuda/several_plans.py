@@ -157,7 +157,9 @@ def not_with_this_allocator(both: Both) -> None:
     both.step(5)
     (report,) = both.reports()
     both.expect("nothing is replayed", (report.as_they_are, report.replays) == (5, 0))
-    both.expect(f"the obstacle is known: {report.obstacle}", "PYTORCH_NO_CUDA_MEMORY_CACHING" in report.obstacle)
+    both.expect(
+        f"the obstacle is known: {report.obstacle}", "PYTORCH_NO_CUDA_MEMORY_CACHING" in report.obstacle
+    )
     both.expect("the report has it", report.obstacle in doctor(both.pipeline))
 
 
