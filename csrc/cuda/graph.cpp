@@ -8,8 +8,10 @@
 // torch.cuda.graph does it. It must not be emptied while another thread captures.
 #include "device/graph.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <ATen/ops/alias.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -243,16 +245,19 @@ class CudaGraphMaker final : public GraphMaker {
     return graph;
   }
 
-  void disown(const std::vector<at::Tensor>& tensors) const override {
+  Alias alias() const override {
     const std::shared_ptr<const c10::MempoolId_t> pool = pool_.lock();
-    if (!pool) return;
-    const Segments segments(*pool);
-    for (const at::Tensor& tensor : tensors) {
-      if (!tensor.defined() || !tensor.is_cuda()) continue;
-      const c10::Storage& storage = tensor.storage();
-      void* const address = storage.mutable_data();
-      if (segments.contain(address)) storage.set_data_ptr(c10::DataPtr(address, storage.device()));
-    }
+    if (!pool) return [](const at::Tensor& tensor) { return tensor; };
+    return [segments = Segments(*pool)](const at::Tensor& tensor) {
+      if (!tensor.defined() || !segments.contain(tensor.storage().data())) return tensor;
+      c10::DataPtr place(tensor.storage().mutable_data(), tensor.device());
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      const at::Tensor found = at::alias(tensor);
+      found.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
+      found.unsafeGetTensorImpl()->set_storage_keep_dtype(
+          c10::Storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(place)));
+      return found;
+    };
   }
 
  private:

@@ -35,9 +35,10 @@ class GraphMaker {
   // captured, and leaves no stream in a state of capture. The memory is not given back while any of the graphs lives.
   virtual std::shared_ptr<Graph> capture(const std::vector<Stream>& streams,
                                          const std::function<void()>& body) = 0;
-  // Frees what these tensors hold of the graphs' memory for later captures. The tensors stay as they are, at their
-  // addresses, but own nothing any more.
-  virtual void disown(const std::vector<at::Tensor>& tensors) const = 0;
+  // Makes tensors in the same places that own nothing of the graphs' memory, as it is now; what lies elsewhere stays as it
+  // is. They let other captures have the memory, and can be read until one of these is replayed.
+  using Alias = std::function<at::Tensor(const at::Tensor&)>;
+  virtual Alias alias() const = 0;
 };
 
 // Null where the extension was built without CUDA.

@@ -18,6 +18,13 @@ std::vector<const void*> addresses_of(const Tensors& tensors) {
   return addresses;
 }
 
+Tensors aliases_of(const Tensors& tensors, const GraphMaker::Alias& alias) {
+  Tensors aliases;
+  aliases.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) aliases.push_back(alias(tensor));
+  return aliases;
+}
+
 // Copies of one device, made by one call.
 struct Copies {
   Tensors from, to;
@@ -28,19 +35,53 @@ struct Copies {
 CapturedMiniBatch::CapturedMiniBatch(std::shared_ptr<MiniBatch> minibatch)
     : minibatch_(std::move(minibatch)) {}
 
-void CapturedMiniBatch::freeze() {
+void CapturedMiniBatch::end_forward(const GraphMaker::Alias& alias) {
   minibatch_->phase_ = MiniBatch::Phase::idle;
   minibatch_->kept_ = true;
-  buffers_.clear();
+  given_.clear();
   for (StageState& stage : minibatch_->stages_) {
-    buffers_.push_back(addresses_of(stage.module_buffers));
+    Given given{aliases_of(stage.parameters, alias),
+                aliases_of(stage.forward.buffers, alias),
+                stage.reached,
+                stage.cells,
+                {},
+                {},
+                addresses_of(stage.module_buffers)};
+    for (Cell& cell : given.cells) {
+      cell.there = {};  // a moment of the capture
+      for (Link& link : cell.links) {
+        for (Tensors* tensors : {&link.inputs, &link.buffers, &link.saved})
+          *tensors = aliases_of(*tensors, alias);
+      }
+    }
+    given_.push_back(std::move(given));
     stage.release_programs();
     stage.forward.noted.clear();
   }
 }
 
+void CapturedMiniBatch::end_backward(const GraphMaker::Alias& alias) {
+  for (size_t i = 0; i < given_.size(); ++i) {
+    StageState& stage = minibatch_->stages_[i];
+    given_[i].gradients = aliases_of(stage.backward.gradients, alias);
+    for (const Cell& cell : stage.cells)
+      given_[i].input_gradients.push_back(aliases_of(cell.input_gradients, alias));
+    stage.release_programs();
+  }
+}
+
+void CapturedMiniBatch::release() {
+  for (size_t i = 0; i < given_.size(); ++i) {
+    StageState& stage = minibatch_->stages_[i];
+    stage.parameters = given_[i].parameters;
+    stage.cells.clear();
+    stage.forward = {};
+    stage.backward = {};
+  }
+}
+
 bool CapturedMiniBatch::has_memory_of(const MiniBatch& other) const {
-  for (size_t i = 0; i < buffers_.size(); ++i) {
+  for (size_t i = 0; i < given_.size(); ++i) {
     const StageState& its = other.stages_[i];
     const StageState& own = minibatch_->stages_[i];
     for (size_t j = 0; j < its.parameters.size(); ++j) {
@@ -50,7 +91,8 @@ bool CapturedMiniBatch::has_memory_of(const MiniBatch& other) const {
     }
     for (size_t j = 0; j < its.module_buffers.size(); ++j) {
       const at::Tensor& buffer = its.module_buffers[j];
-      if (!buffer.is_same(own.module_buffers[j]) || buffer.const_data_ptr() != buffers_[i][j]) return false;
+      if (!buffer.is_same(own.module_buffers[j]) || buffer.const_data_ptr() != given_[i].places[j])
+        return false;
     }
   }
   return true;
@@ -63,57 +105,40 @@ void CapturedMiniBatch::draw_for(MiniBatch& other, size_t stage) {
 
 void CapturedMiniBatch::give_forward(MiniBatch& other, std::shared_ptr<const void> owner) const {
   other.memory_owner_ = std::move(owner);
-  for (size_t i = 0; i < buffers_.size(); ++i) {
-    const StageState& own = minibatch_->stages_[i];
+  for (size_t i = 0; i < given_.size(); ++i) {
     StageState& its = other.stages_[i];
     // The copies of parameters among them, which the graph writes too.
-    its.parameters = own.parameters;
-    its.forward.buffers = own.forward.buffers;
-    its.reached = own.reached;
-    its.cells = own.cells;
-    for (Cell& cell : its.cells) cell.there = {};  // a moment of the capture
+    its.parameters = given_[i].parameters;
+    its.forward.buffers = given_[i].buffers;
+    its.reached = given_[i].reached;
+    its.cells = given_[i].cells;
   }
 }
 
 void CapturedMiniBatch::give_backward(MiniBatch& other) const {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::map<c10::DeviceIndex, Copies> devices;
-  for (size_t i = 0; i < other.stages_.size(); ++i) {
-    const StageState& own = minibatch_->stages_[i];
+  for (size_t i = 0; i < given_.size(); ++i) {
+    const Given& given = given_[i];
     StageState& its = other.stages_[i];
-    its.backward.gradients.assign(own.backward.gradients.size(), {});
-    for (size_t j = 0; j < own.backward.gradients.size(); ++j) {
-      const at::Tensor& gradient = own.backward.gradients[j];
+    its.backward.gradients.assign(given.gradients.size(), {});
+    for (size_t j = 0; j < given.gradients.size(); ++j) {
+      const at::Tensor& gradient = given.gradients[j];
       if (!gradient.defined()) continue;
       // The next mini-batch's is made in the same place.
       at::Tensor& copy = its.backward.gradients[j] = at::empty_like(gradient);
-      devices[own.device.index()].from.push_back(gradient);
-      devices[own.device.index()].to.push_back(copy);
+      Copies& copies = devices[its.device.index()];
+      copies.from.push_back(gradient);
+      copies.to.push_back(copy);
     }
     for (size_t m = 0; m < its.cells.size(); ++m) {
       its.cells[m].tangents.clear();
-      its.cells[m].input_gradients = own.cells[m].input_gradients;
-      if (!its.retains) its.cells[m].links.clear();
+      its.cells[m].input_gradients = given.input_gradients[m];
+      its.cells[m].links.clear();  // the graph has overwritten what they kept
     }
   }
   for (auto& [device, copies] : devices) at::_foreach_copy_(copies.to, copies.from, /*non_blocking=*/true);
   other.gradients_on_callers_ = true;
-}
-
-Tensors CapturedMiniBatch::tensors() const {
-  Tensors all;
-  const auto add = [&all](const Tensors& tensors) { all.insert(all.end(), tensors.begin(), tensors.end()); };
-  for (const StageState& stage : minibatch_->stages_) {
-    for (const Tensors* tensors : {&stage.parameters, &stage.forward.buffers, &stage.backward.gradients})
-      add(*tensors);
-    for (const Cell& cell : stage.cells) {
-      add(cell.input_gradients);
-      for (const Link& link : cell.links) {
-        for (const Tensors* tensors : {&link.inputs, &link.buffers, &link.saved}) add(*tensors);
-      }
-    }
-  }
-  return all;
 }
 
 std::vector<c10::Storage> CapturedMiniBatch::arenas() const {

@@ -23,6 +23,19 @@ bool match(const Layouts& layouts, const Tensors& tensors) {
                     });
 }
 
+std::optional<Tensors> made_like(const Layouts& layouts, at::Device device) {
+  Tensors made;
+  for (const std::optional<Layout>& layout : layouts) {
+    at::Tensor& tensor = made.emplace_back();
+    if (!layout) continue;
+    tensor =
+        at::empty_strided(layout->sizes, layout->strides, at::TensorOptions(layout->dtype).device(device));
+    if (tensor.numel() > 0 && !elements(tensor).is_non_overlapping_and_dense()) return std::nullopt;
+    elements(tensor).zero_();
+  }
+  return made;
+}
+
 at::Tensor elements(const at::Tensor& tensor) {
   std::vector<int64_t> sizes = tensor.sizes().vec();
   for (size_t i = 0; i < sizes.size(); ++i) {

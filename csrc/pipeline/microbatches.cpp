@@ -22,6 +22,19 @@ Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
 
 }  // namespace
 
+Sizes sizes_of(const std::vector<Boundary>& parts, int64_t dim) {
+  Sizes sizes(parts.front().tensors.size());
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    for (const Boundary& part : parts) sizes[i].push_back(part.tensors[i].size(dim));
+  }
+  return sizes;
+}
+
+std::vector<Tensors> cut_gradients(const Tensors& gradients, const Sizes& sizes, int64_t num_parts,
+                                   int64_t dim) {
+  return cut(gradients, num_parts, [&](size_t i) { return gradients[i].split_with_sizes(sizes[i], dim); });
+}
+
 Boundary join(const std::vector<Boundary>& parts, int64_t dim) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   auto form = std::make_shared<Form>(*parts.front().form);

@@ -24,8 +24,16 @@ std::vector<Tensors> cut(const Tensors& tensors, int64_t num_parts, const Split&
   return microbatches;
 }
 
+// Of what is joined, how long each part is, by tensor and micro-batch.
+using Sizes = std::vector<std::vector<int64_t>>;
+Sizes sizes_of(const std::vector<Boundary>& parts, int64_t dim);
+
 // All parts' tensors, joined along a dimension.
 Boundary join(const std::vector<Boundary>& parts, int64_t dim);
+
+// Gradients of what was joined, by micro-batch.
+std::vector<Tensors> cut_gradients(const Tensors& gradients, const Sizes& sizes, int64_t num_parts,
+                                   int64_t dim);
 
 // Gradients of inputs: joined, or of replicated ones added up as autograd does, the last micro-batch first. None of them
 // lies where the micro-batches' do, which may be in a graph's memory.

@@ -190,8 +190,9 @@ void MiniBatch::abandon() {
       cell.input_gradients.clear();
     }
   }
-  for (StageState& stage : stages_) {
-    if (!kept_) stage.cells.clear();
+  if (!kept_) {
+    for (StageState& stage : stages_) stage.cells.clear();
+    memory_owner_.reset();
   }
   for (Skips& skips : skips_) skips.assign(skips.size(), {});
   phase_ = Phase::idle;

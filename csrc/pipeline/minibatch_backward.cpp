@@ -55,6 +55,7 @@ void MiniBatch::release() {
     stage.retains = false;
     for (Cell& cell : stage.cells) cell.links.clear();
   }
+  memory_owner_.reset();
 }
 
 MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& callers) {

@@ -2,7 +2,6 @@
 
 #include "check.h"
 #include "pipeline/autograd.h"
-#include "pipeline/microbatches.h"
 
 #include <c10/util/Exception.h>
 
@@ -180,10 +179,7 @@ Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const T
     minibatch->end_forward();
     guard.done = true;
     if (replays_) replays_->after_use(minibatch->callers());
-    sizes.resize(outputs.tensors.size());
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      for (const Boundary& part : parts) sizes[i].push_back(part.tensors[i].size(plan->join_along));
-    }
+    sizes = sizes_of(parts, plan->join_along);
   }
   tie(outputs, inputs, parameters, shared_from_this(), std::move(minibatch), std::move(sizes));
   return outputs;
@@ -220,11 +216,11 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
   const OfForward streams(transport_->callers(), minibatch.callers());
   const Plan& plan = *minibatch.plan();
   const std::vector<Stream>& callers = minibatch.callers();
-  const RunOf of{minibatch, gradients, plan.stages.size() - 1, [&](const Tensors& tensors) {
-                   return cut(tensors, plan.num_microbatches(), [&](size_t i) {
-                     return tensors[i].split_with_sizes(sizes[i], plan.join_along);
-                   });
-                 }};
+  const RunOf of{minibatch, gradients, plan.stages.size() - 1,
+                 [&](const Tensors& tensors) {
+                   return cut_gradients(tensors, sizes, plan.num_microbatches(), plan.join_along);
+                 },
+                 retain};
   Gradients joined;
   {
     const Turn turn(*this);

@@ -3,6 +3,7 @@
 
 #include "engine/disturbance.h"
 #include "engine/engine.h"
+#include "pipeline/microbatches.h"
 #include "pipeline/minibatch.h"
 #include "pipeline/replay.h"
 
@@ -18,7 +19,6 @@
 namespace gpipe_fast {
 
 // Lengths along the dimension of the batch: of each output, of each micro-batch.
-using Sizes = std::vector<std::vector<int64_t>>;
 
 // Thread safe: programs and their memory serve one run at a time, so the runs of several threads take turns.
 class Pipeline : public std::enable_shared_from_this<Pipeline> {

@@ -1,6 +1,7 @@
 #include "pipeline/replay.h"
 
 #include "pipeline/layouts.h"
+#include "pipeline/microbatches.h"
 #include "pipeline/settings.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -50,7 +51,7 @@ struct Replays::Entry {
   // How the gradients were laid out that came to the latest backward; if it was run as it is, and they and those of all
   // segments came as expected. While a backward is captured nothing else can be run.
   std::optional<Layouts> settled;
-  std::string settings = settings_now(), backward_settings;
+  std::string settings = settings_now(), numerics;  // the latter while it is captured
   // It is captured once so many mini-batches have run as they are; whenever memory runs out it waits for twice as many.
   int64_t wait = kWarmUp, due = kWarmUp;
 
@@ -61,9 +62,9 @@ struct Replays::Entry {
   std::optional<CapturedMiniBatch> captured;
   std::shared_ptr<Graph> forward, backward;
 
-  // Whether its backward can be replayed with such gradients now.
-  bool takes(const Tensors& tensors) const {
-    return backward && match(layouts_of(gradients), tensors) && backward_settings == settings_now();
+  // Whether its backward can be replayed now. Choices among operators are made in the forward.
+  bool takes(const RunOf& run) const {
+    return backward && !run.retain && match(layouts_of(gradients), run.tensors) && numerics == numerics_now();
   }
   void drop() {
     backward.reset();
@@ -150,9 +151,9 @@ const std::vector<Boundary>* Replays::forward(const std::shared_ptr<MiniBatch>& 
       return nullptr;
     case State::warm:
       try {
-        capture_forward(entry, run, another);
+        capture_both(entry, run, another);
       } catch (const c10::OutOfMemoryError&) {
-        entry.postpone("memory ran out while its forward was captured");
+        entry.postpone("memory ran out while it was captured");
       }
       return entry.forward ? replay_forward(entry, minibatch, run) : nullptr;
     case State::captured:
@@ -192,9 +193,8 @@ bool Replays::has_forward(const Plan& plan) const {
 }
 
 bool Replays::has_backward(const RunOf& run) const {
-  return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-    return serves(entry, run.minibatch) && entry.takes(run.tensors);
-  });
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [&](const Entry& entry) { return serves(entry, run.minibatch) && entry.takes(run); });
 }
 
 bool Replays::backward(const RunOf& run) {
@@ -202,15 +202,7 @@ bool Replays::backward(const RunOf& run) {
                                   [&](const Entry& entry) { return serves(entry, run.minibatch); });
   if (found == entries_.end() || !found->report.obstacle.empty()) return false;
   Entry& entry = *found;
-  if (!entry.backward && entry.settled && match(*entry.settled, run.tensors)) {
-    try {
-      capture_backward(entry, run);
-    } catch (const c10::OutOfMemoryError&) {
-      entry.postpone("memory ran out while its backward was captured");
-      return false;
-    }
-  }
-  if (!entry.takes(run.tensors)) return false;
+  if (!entry.takes(run)) return false;
   begin(run, entry.gradients);
   entry.backward->replay(origin());
   end(run.minibatch);
@@ -223,7 +215,6 @@ template <class Body>
 std::shared_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
   mixed_ = true;
   std::shared_ptr<Graph> graph;
-  const Stream::Holding holding(streams_);
   try {
     graph = maker_->capture(streams_, [&] {
       transport_->free_blocks();
@@ -241,6 +232,20 @@ std::shared_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
   return graph;
 }
 
+void Replays::capture_both(Entry& entry, const RunOf& run, const Make& another) {
+  // What the forward used on several streams is not free for the backward on one of them.
+  const Stream::Holding holding(streams_);
+  entry.numerics = numerics_now();
+  capture_forward(entry, run, another);
+  if (entry.forward && entry.plan->backward) capture_backward(entry);
+  if (!entry.report.obstacle.empty()) return entry.drop();
+  const auto alias = maker_->alias();
+  for (Boundary& part : entry.outputs) {
+    for (at::Tensor& tensor : part.tensors) tensor = alias(tensor);
+  }
+  entry.captured->release();
+}
+
 void Replays::capture_forward(Entry& entry, const RunOf& run, const Make& another) {
   entry.inputs = own_copies(run);
   MiniBatch& minibatch = entry.captured.emplace(another()).minibatch();
@@ -250,37 +255,33 @@ void Replays::capture_forward(Entry& entry, const RunOf& run, const Make& anothe
     minibatch.replicate();
     engine_(*entry.plan->forward, minibatch);
   });
-  if (!entry.forward) return entry.drop();
+  if (!entry.forward) return;
   entry.outputs = minibatch.take_outputs();
   entry.arenas = entry.captured->arenas();
-  entry.captured->freeze();
+  entry.captured->end_forward(maker_->alias());
   entry.report.forward = true;
   entry.add(*entry.forward);
-  if (!entry.plan->backward) share_memory(entry);
 }
 
-void Replays::capture_backward(Entry& entry, const RunOf& run) {
-  entry.gradients = own_copies(run);
-  if (!match(layouts_of(entry.gradients), run.tensors)) {
+// For gradients that are laid out as the latest ones, before any of them is there.
+void Replays::capture_backward(Entry& entry) {
+  const Plan& plan = *entry.plan;
+  std::optional<Tensors> gradients;
+  beside(plan.stages.size() - 1, [&] { gradients = made_like(*entry.settled, plan.stages.back().device); });
+  if (!gradients) {
     entry.report.obstacle = "a gradient of its outputs has gaps in memory, or overlaps itself";
     return;
   }
+  entry.gradients = std::move(*gradients);
   MiniBatch& minibatch = entry.captured->minibatch();
-  minibatch.begin_backward(run.cut(entry.gradients), /*retain=*/true);
-  entry.backward_settings = settings_now();
-  entry.backward = capture(entry, [&] { engine_(*entry.plan->backward, minibatch); });
-  if (!entry.backward) return minibatch.abandon();  // the forward stays for the mini-batch that it serves
+  const Sizes sizes = sizes_of(entry.outputs, plan.join_along);
+  minibatch.begin_backward(cut_gradients(entry.gradients, sizes, plan.num_microbatches(), plan.join_along),
+                           /*retain=*/false);
+  entry.backward = capture(entry, [&] { engine_(*plan.backward, minibatch); });
+  if (!entry.backward) return;
+  entry.captured->end_backward(maker_->alias());
   entry.report.backward = true;
   entry.add(*entry.backward);
-  share_memory(entry);
-}
-
-// Captures of this plan are over.
-void Replays::share_memory(const Entry& entry) {
-  Tensors tensors = entry.captured->tensors();
-  for (const Boundary& part : entry.outputs)
-    tensors.insert(tensors.end(), part.tensors.begin(), part.tensors.end());
-  maker_->disown(tensors);
 }
 
 // With the first elements that are to come, so that they are defined when it is captured.

@@ -7,9 +7,10 @@
 //   stage 0         copy in ── graph: [ 0F0 0F1 ..  1F0 1F1 .. ] ────┘
 //
 // What is inside has fixed addresses: copies of the inputs, all that is kept for the backward, and gradients, which
-// are copied out. All graphs of a pipeline share memory: once a plan's forward and backward are captured, what they
-// use is free for later captures, so that several plans need what the largest one needs. So one mini-batch at a time is
-// in flight in this memory, from its forward to its backward; others that come between run as they are.
+// are copied out. Both are captured before one is replayed, and then own nothing: all graphs of a pipeline share memory,
+// so that several plans need what the largest one needs. So one mini-batch at a time is in flight in this memory, from
+// its forward to its backward; others that come between run as they are. A backward frees what it has read, so one that
+// retains it runs as it is too.
 #pragma once
 
 #include "device/graph.h"
@@ -46,6 +47,7 @@ struct RunOf {
   const Tensors& tensors;                                   // inputs, or gradients of outputs
   size_t stage;                                             // on whose device they are
   std::function<std::vector<Tensors>(const Tensors&)> cut;  // by micro-batch
+  bool retain = false;                                      // of a backward: another can come
 };
 
 class Replays {
@@ -95,9 +97,9 @@ class Replays {
   static State state_of(Entry& entry, const MiniBatch& minibatch);
   const std::vector<Boundary>* replay_forward(Entry& entry, const std::shared_ptr<MiniBatch>& minibatch,
                                               const RunOf& run);
+  void capture_both(Entry& entry, const RunOf& run, const Make& another);
   void capture_forward(Entry& entry, const RunOf& run, const Make& another);
-  void capture_backward(Entry& entry, const RunOf& run);
-  void share_memory(const Entry& entry);
+  void capture_backward(Entry& entry);
   // Whether a mini-batch is between a forward that was replayed and its backward.
   bool in_flight() const;
   bool serves(const Entry& entry, const MiniBatch& minibatch) const;

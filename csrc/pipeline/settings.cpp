@@ -78,9 +78,11 @@ void choose(const std::string& choices) {
   context.setSDPPriorityOrder(std::vector<int64_t>(choice, choices.end()));
 }
 
-std::string settings_now() {
+std::string settings_now() { return choices_now() + numerics_now(); }
+
+std::string numerics_now() {
   const at::Context& context = at::globalContext();
-  std::string found = choices_now();
+  std::string found;
   for (const bool flag : {context.deterministicAlgorithms(), context.deterministicCuDNN(),
                           context.benchmarkCuDNN(), context.allowFP16AccumulationCuBLAS()})
     add(found, flag);

@@ -11,7 +11,9 @@ std::string choices_now();
 // Sets them for the whole process, as they once were.
 void choose(const std::string& choices);
 
-// These, and what decides while operators run how they compute. What was captured under others computes as those say.
+// What decides while operators run how they compute. What was captured under others computes as those say.
+std::string numerics_now();
+// Both.
 std::string settings_now();
 
 }  // namespace gpipe_fast

@@ -96,7 +96,7 @@ def _graphs(checkpoint: str, lengths: Sequence[int]) -> int:
     for samples in lengths:
         for seed in range(4):
             step(pipe, samples, seed)
-    assert all(r.forward and r.backward for r in reports(pipe)), reports(pipe)
+    assert all(r.forward and r.backward for r in reports(pipe)), [r.obstacle + r.setback for r in reports(pipe)]
     return sum(r.bytes for r in reports(pipe))
 
 

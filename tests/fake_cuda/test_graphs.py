@@ -88,8 +88,14 @@ def test_several_plans(devices: str, checkpoint: str, libraries: Libraries, tmp_
 
 
 @pytest.mark.extended
-def test_an_allocator_that_keeps_nothing(libraries: Libraries, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"), ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
+)
+def test_allocators_that_cannot_be_captured_with(
+    variable: str, value: str, libraries: Libraries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
     found = run("several_plans.py", libraries, "not_with_this_allocator", FOUR)
     assert found == ["not_with_this_allocator: equal"]
 
@@ -108,8 +114,8 @@ def test_plans_share_memory(libraries: Libraries) -> None:
     """Graphs of five lengths take what those of the longest take, whichever was captured first."""
     (found,) = run("graph_memory.py", libraries, "several_lengths")
     never, always = found.split()[:3], found.split()[3:]
-    assert never == never[:1] * 3
-    assert always == always[:1] * 3
+    assert never == never[:1] * 3, found
+    assert always == always[:1] * 3, found
 
 
 @pytest.mark.extended
