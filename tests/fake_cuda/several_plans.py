@@ -157,9 +157,7 @@ def not_with_this_allocator(both: Both) -> None:
     both.step(5)
     (report,) = both.reports()
     both.expect("nothing is replayed", (report.as_they_are, report.replays) == (5, 0))
-    both.expect(
-        f"the obstacle is known: {report.obstacle}", "allocator" in report.obstacle
-    )
+    both.expect(f"the obstacle is known: {report.obstacle}", "allocator" in report.obstacle)
     both.expect("the report has it", report.obstacle in doctor(both.pipeline))
 
 

@@ -111,11 +111,11 @@ def test_a_capture_needs_little_more_memory_than_a_run(checkpoint: str, librarie
 
 @pytest.mark.extended
 def test_plans_share_memory(libraries: Libraries) -> None:
-    """Graphs of five lengths take what those of the longest take, whichever was captured first."""
+    """Graphs of five lengths take little more than those of the longest, whichever was captured first."""
     (found,) = run("graph_memory.py", libraries, "several_lengths")
-    never, always = found.split()[:3], found.split()[3:]
-    assert never == never[:1] * 3, found
-    assert always == always[:1] * 3, found
+    for modes in (found.split()[:3], found.split()[3:]):
+        longest, longest_first, longest_last = map(int, modes)
+        assert max(longest_first, longest_last) < 1.2 * longest, found
 
 
 @pytest.mark.extended
