@@ -33,9 +33,10 @@ from torch.utils._pytree import tree_leaves
 
 from gpipe_fast import keyed_rng
 from gpipe_fast.lower.alias import is_view
+from gpipe_fast.lower.arena import ALIGNMENTS
 from gpipe_fast.lower.checkpoint import NO_RECOMPUTE
 from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.program import Call, When
+from gpipe_fast.lower.program import Call, Home, When
 from gpipe_fast.lower.split import split
 from gpipe_fast.trace import fake
 from gpipe_fast.trace.refuse import Untraceable
@@ -314,10 +315,16 @@ _COPIES = {"clone", "copy", "copy_", "_to_copy", "lift_fresh_copy"}
 
 
 def beside_lowered(joint: Joint) -> tuple[str, ...]:
-    """How the calls of a stage's programs for a first micro-batch differ from the trace's; order aside."""
+    """How the calls of a stage's programs for a first micro-batch differ from the trace's; order aside.
+
+    Programs have their scratch memory where an allocator of a GPU might have put it.
+    """
     parts = split(joint, NO_RECOMPUTE)
     graphs = [parts.forward_saving] + ([parts.backward] if parts.backward is not None else [])
-    steps = [step for graph in graphs for step in lower(graph).steps]
+    programs = [lower(graph) for graph in graphs]
+    scratch = [value.index for program in programs for value in program.values if value.home is Home.ARENA]
+    assert all(offset % ALIGNMENTS["cuda"] == 0 for offset in scratch), scratch
+    steps = [step for program in programs for step in program.steps]
     calls = [step.op for step in steps if isinstance(step, Call) and step.when is not When.LATER]
     ours = Counter(op._schema.name.split("::")[1] for op in calls)
     ours["relu"] += ours.pop("clamp_min", 0)
