@@ -89,6 +89,19 @@ def test_several_plans(devices: str, checkpoint: str, libraries: Libraries, tmp_
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
+    ("program", "cases", "devices"),
+    [("several_plans.py", SEVERAL_PLANS, ONE), ("captures.py", CASES, FOUR)],
+    ids=["several_plans", "captures"],
+)
+def test_bits_where_work_is_deferred(
+    program: str, cases: tuple[str, ...], devices: str, libraries: Libraries
+) -> None:
+    found = run(program, libraries, "/".join(cases), devices, "never", defer=1)
+    assert found == [f"{case}: equal" for case in cases]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
     ("variable", "value"),
     [("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"), ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
 )
