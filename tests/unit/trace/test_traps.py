@@ -73,6 +73,8 @@ def test_recomputed_random_operations() -> None:
 
 def test_recomputed_random_operations_without_rule_are_wrong() -> None:
     class Unkeyed(contextlib.nullcontext):  # type: ignore[type-arg]
+        unfused_attention = False
+
         def __init__(self, key: Tensor, observer: object) -> None:
             super().__init__()
 
