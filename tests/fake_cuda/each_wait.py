@@ -1,7 +1,8 @@
 """Prints for each stream wait in csrc/ how its absence is noticed.
 
 `python -m tests.fake_cuda.each_wait [SEEDS]` leaves out each in every scenario of waits.py, with work
-deferred in orders of so many seeds. Where no bit is wrong, logs are searched for what else orders the same.
+deferred in orders of so many seeds. Where no bit is wrong, logs are searched for what else orders the same,
+which takes much longer; those rows come last.
 """
 
 from __future__ import annotations
@@ -74,13 +75,16 @@ def main() -> None:
     silent = {
         place: group for place, group in by_place.items() if not any(outcome.noticed for outcome in group)
     }
+    for place in waits_in_source():
+        if place not in silent:
+            print(f"{place:36} {told(by_place.get(place, []), set(), seeds)}", flush=True)
     reasons: defaultdict[str, set[str]] = defaultdict(set)
     for scenario in SCENARIOS:
         sites = {o.site: place for place, group in silent.items() for o in group if o.scenario == scenario}
         for site, reason in why_needless(libraries, scenario, set(sites)).items() if sites else ():
             reasons[sites[site]].add(reason or f"NOT KNOWN in '{scenario}', though its bits are right")
-    for place in waits_in_source():
-        print(f"{place:36} {told(by_place.get(place, []), reasons[place], seeds)}")
+    for place, group in silent.items():
+        print(f"{place:36} {told(group, reasons[place], seeds)}")
 
 
 def told(group: list[Outcome], reasons: set[str], seeds: int) -> str:
