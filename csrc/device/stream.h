@@ -39,8 +39,8 @@ class Stream {
  public:
   // The one that the calling thread puts work on.
   static Stream of_thread(at::Device device);
-  // One that nobody else puts work on until it is given back; torch deals out those of its own pool several times. What
-  // is on it then is still done.
+  // Takes a stream that nobody else uses until it is given back. PyTorch's own pool deals out each stream several times. A
+  // stream that is given back still finishes its work.
   static Stream take(at::Device device);
   static void give_back(const Stream& stream);
 

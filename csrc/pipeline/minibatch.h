@@ -112,7 +112,7 @@ class MiniBatch final : public Work {
   std::shared_ptr<const Transport> transport_;
   std::vector<Stream> callers_;
   size_t num_parameters_;
-  std::shared_ptr<const void> memory_owner_;  // of what a replay left here
+  std::shared_ptr<const void> memory_owner_;  // of graphs whose memory has its tensors
   std::vector<StageState> stages_;
   std::vector<Skips> skips_;  // by micro-batch
   Phase phase_ = Phase::idle;

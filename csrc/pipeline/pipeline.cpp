@@ -145,7 +145,8 @@ Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& grad
   return held_at_exit([&] { return backward_once(minibatch, gradients, sizes, retain); });
 }
 
-// Once more without graphs where memory runs out. Layers in Python may do something else a second time.
+// Runs the body; if memory runs out, frees the graphs and runs it once more. Not with layers in Python, which may do
+// something else the second time.
 template <class Body>
 void Pipeline::with_memory(const Plan& plan, MiniBatch& minibatch, const Body& body) {
   try {

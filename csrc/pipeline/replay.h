@@ -38,7 +38,7 @@ struct ReplayReport {
   int64_t replays = 0;      // mini-batches whose forward was one call
   int64_t as_they_are = 0;  // the others
   std::string obstacle;     // why it cannot be captured, if so
-  std::string setback;      // why it is captured later than others, or again, if so
+  std::string setback;      // why its capture was postponed; empty if it was not
 };
 
 // Of one pipeline, whose runs take turns. What a mini-batch's run needs, the caller brings:
@@ -76,8 +76,8 @@ class Replays {
   // Callers have put work on their streams that reads what a replay made.
   void after_use(const std::vector<Stream>& callers);
 
-  // When memory has run out elsewhere: lets go of all graphs, which are captured again after more mini-batches. False if
-  // there is none, or one is in use.
+  // Frees all graphs, because memory has run out elsewhere; they are captured again after more mini-batches. Returns false
+  // if there are none, or if a mini-batch is in flight.
   bool can_let_go() const;
   bool let_go();
 
