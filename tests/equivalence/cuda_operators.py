@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
@@ -131,11 +130,12 @@ def _configurations() -> dict[str, Make]:
 
 def _of_torchvision() -> dict[str, Make]:
     try:
-        from tests.equivalence import test_census_models as models
-    except pytest.skip.Exception:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):  # RuntimeError: torchvision was built for another build of torch
         return {}
     from bench import census as of_models
     from bench import sequences
+    from tests.equivalence import test_census_models as models
 
     def sequence(name: str, model: nn.Module, x: Tensor) -> tuple[nn.Sequential, Tensor]:
         layers = sequences.as_sequence(model, x.shape[-2:])
