@@ -22,8 +22,8 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// What a tensor was when the forward read it. Not a SavedVariable: hooks on saved tensors are for tensors that are
-// saved, and these are only looked at.
+// A tensor and its version when the forward read it. Not a SavedVariable, because that calls the hooks on saved
+// tensors, and these tensors are only checked, not saved.
 struct Noted {
   explicit Noted(const at::Tensor& tensor)
       : tensor(tensor.tensor_data()), version(tensor.is_inference() ? 0 : tensor._version()) {}
@@ -58,7 +58,7 @@ class GPipeBackward final : public torch::autograd::Node {
     }
     const std::shared_ptr<MiniBatch> minibatch = checked();
     variable_list result(num_outputs());
-    // PyTorch counts the outputs that can need a gradient alone.
+    // PyTorch passes gradients only for outputs that can need one.
     Tensors of_outputs(sizes_.size());
     bool any = false;
     for (size_t i = 0, next = 0; i < of_outputs.size(); ++i) {
@@ -88,7 +88,7 @@ class GPipeBackward final : public torch::autograd::Node {
   }
 
  private:
-  // The mini-batch, if it is still there and nothing it reads was changed.
+  // Returns the mini-batch. Throws if it was freed, or if an input or a parameter was changed in place.
   std::shared_ptr<MiniBatch> checked() {
     const std::lock_guard<std::mutex> lock(state_mutex_);
     TORCH_CHECK(minibatch_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
@@ -108,12 +108,12 @@ class GPipeBackward final : public torch::autograd::Node {
   const std::vector<bool> differentiable_;  // which outputs can need a gradient
   const std::shared_ptr<Pipeline> pipeline_;
   const Sizes sizes_;
-  std::mutex state_mutex_;  // of the two below: backwards may come from several threads
+  std::mutex state_mutex_;  // guards the two fields below: several threads may run a backward
   std::shared_ptr<MiniBatch> minibatch_;
   std::vector<Noted> noted_;
 };
 
-// What PyTorch refers to nodes by: std::shared_ptr, from 2.14 on an intrusive pointer.
+// PyTorch's pointer type for nodes: std::shared_ptr; an intrusive pointer from 2.14 on.
 using NodePointer = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 
 template <class Pointer, class... Arguments>

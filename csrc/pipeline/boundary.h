@@ -1,4 +1,4 @@
-// What crosses boundaries between runs of layers: tensors, how they are nested, and skip connections.
+// Boundary tensors, which cross from one segment to the next: tensors, their nesting, and skip connections.
 #pragma once
 
 #include "device/stream.h"
@@ -15,38 +15,39 @@ namespace gpipe_fast {
 
 using Tensors = std::vector<at::Tensor>;
 
-// At a place that may not be there yet.
+// Stores a tensor at `index`, and grows the vector if needed.
 inline void put(Tensors& tensors, int64_t index, at::Tensor tensor) {
   if (static_cast<size_t>(index) >= tensors.size()) tensors.resize(index + 1);
   tensors[index] = std::move(tensor);
 }
 
-// An object of Python's, handed through; whoever lets go of it last takes the GIL.
+// A Python object, opaque to C++. Releasing the last reference acquires the GIL.
 using Opaque = std::shared_ptr<void>;
 
-// How the tensors at a boundary are nested, and which of them need gradients.
+// The form of boundary tensors: how they are nested, and which of them need gradients. It has no sizes.
 struct Form {
-  Opaque structure;  // equal ones are the same object, but for those not seen for long
+  Opaque structure;  // interned in an LRU cache: equal structures are nearly always the same object
   std::vector<bool> needs_gradient;
-  // Of skip connections, whose tensors come after the others: which need gradients; nothing for None.
+  // Skip tensors, which follow the other tensors: whether each needs a gradient; nullopt for None.
   std::vector<std::optional<bool>> skips = {};
 };
 
-// What crosses into a run of layers, or out of it, for one micro-batch.
+// The boundary tensors that enter or leave a segment, for one micro-batch.
 struct Boundary {
   Tensors tensors;
   std::shared_ptr<const Form> form;
 };
 
-// A skip connection of one micro-batch: what one layer stashes and a later one pops. It belongs to no stage: whoever
-// stashes puts it here, whoever pops takes it out, and with the gradient it is the other way round.
+// A skip connection of one micro-batch: one layer stashes a tensor and a later layer pops it. It belongs to no
+// stage: in the forward the stash stores the tensor here and the pop takes it; in the backward the pop stores its
+// gradient here and the stash takes it.
 struct Skip {
   at::Tensor tensor;  // undefined for None
   bool needs_gradient = false;
   at::Tensor gradient = {};
-  int32_t stage = 0;  // that put here what there is last, and when
-  Moment made = {};
+  int32_t stage = 0;  // the stage that last stored the tensor or gradient
+  Moment made = {};   // stream event after it was computed
 };
-using Skips = std::vector<Skip>;  // by number
+using Skips = std::vector<Skip>;  // by index of the skip connection
 
 }  // namespace gpipe_fast

@@ -25,7 +25,7 @@ Tensors aliases_of(const Tensors& tensors, const GraphMaker::Alias& alias) {
   return aliases;
 }
 
-// Copies of one device, made by one call.
+// Copies on one device, to be made by one call.
 struct Copies {
   Tensors from, to;
 };
@@ -48,7 +48,7 @@ void CapturedMiniBatch::end_forward(const GraphMaker::Alias& alias) {
                 {},
                 addresses_of(stage.module_buffers)};
     for (Cell& cell : given.cells) {
-      cell.there = {};  // a moment of the capture
+      cell.there = {};  // recorded during the capture, so invalid outside it
       for (Link& link : cell.links) {
         for (Tensors* tensors : {&link.inputs, &link.buffers, &link.saved})
           *tensors = aliases_of(*tensors, alias);
@@ -107,7 +107,7 @@ void CapturedMiniBatch::give_forward(MiniBatch& other, std::shared_ptr<const voi
   other.memory_owner_ = std::move(owner);
   for (size_t i = 0; i < given_.size(); ++i) {
     StageState& its = other.stages_[i];
-    // The copies of parameters among them, which the graph writes too.
+    // These include the copies of replicated parameters, which the graph writes.
     its.parameters = given_[i].parameters;
     its.forward.buffers = given_[i].buffers;
     its.reached = given_[i].reached;
@@ -125,7 +125,7 @@ void CapturedMiniBatch::give_backward(MiniBatch& other) const {
     for (size_t j = 0; j < given.gradients.size(); ++j) {
       const at::Tensor& gradient = given.gradients[j];
       if (!gradient.defined()) continue;
-      // The next mini-batch's is made in the same place.
+      // A copy, because the next replay overwrites the gradient.
       at::Tensor& copy = its.backward.gradients[j] = at::empty_like(gradient);
       Copies& copies = devices[its.device.index()];
       copies.from.push_back(gradient);
@@ -134,7 +134,7 @@ void CapturedMiniBatch::give_backward(MiniBatch& other) const {
     for (size_t m = 0; m < its.cells.size(); ++m) {
       its.cells[m].tangents.clear();
       its.cells[m].input_gradients = given.input_gradients[m];
-      its.cells[m].links.clear();  // the graph has overwritten what they kept
+      its.cells[m].links.clear();  // the graph has overwritten the tensors that they kept
     }
   }
   for (auto& [device, copies] : devices) at::_foreach_copy_(copies.to, copies.from, /*non_blocking=*/true);

@@ -1,5 +1,5 @@
-// The mini-batch that was run while its plan's graphs were captured: it holds what has fixed addresses, and is only looked
-// at from then on.
+// The mini-batch that ran while its plan's graphs were captured. It holds the tensors with fixed addresses, and
+// does not run again.
 #pragma once
 
 #include "device/graph.h"
@@ -17,34 +17,35 @@ class CapturedMiniBatch {
   explicit CapturedMiniBatch(std::shared_ptr<MiniBatch> minibatch);
 
   MiniBatch& minibatch() { return *minibatch_; }
-  // Once its forward is captured: what a graph leaves there is what another mini-batch is given later. `alias` makes tensors
-  // that own none of the graphs' memory.
+  // Call once the forward is captured: keeps aliases of the tensors that the graph writes, to give them to later
+  // mini-batches. `alias` makes tensors that own none of the graphs' memory.
   void end_forward(const GraphMaker::Alias& alias);
-  // Once its backward is.
+  // Call once the backward is captured.
   void end_backward(const GraphMaker::Alias& alias);
-  // Lets go of the graphs' memory, once nothing more is captured.
+  // Releases the graphs' memory. Call after the last capture.
   void release();
-  // Whether another has the same parameters and buffers, at the same addresses.
+  // Returns whether another mini-batch has the same parameters and buffers, at the same addresses.
   bool has_memory_of(const MiniBatch& other) const;
-  // Whether a stage draws; and another's keys, in this one's place, on the calling thread's stream.
+  // draws() returns whether a stage needs random keys. draw_for() overwrites them with keys of another mini-batch,
+  // on the calling thread's stream.
   bool draws(size_t stage) const { return minibatch_->stages_[stage].keys.defined(); }
   void draw_for(MiniBatch& other, size_t stage);
-  // After a graph, instead of a run: what this one holds is the other's, which keeps the owner of its memory; gradients of
-  // parameters are copied, on the calling thread's streams.
+  // Call after a replay, which replaces a run: gives `other` the tensors that the graph wrote. `other` keeps
+  // `owner`, which owns their memory. Gradients of parameters are copied, on the calling thread's streams.
   void give_forward(MiniBatch& other, std::shared_ptr<const void> owner) const;
   void give_backward(MiniBatch& other) const;
-  // Memory of programs that its plan uses.
+  // Returns the arenas of its plan's programs.
   std::vector<c10::Storage> arenas() const;
 
  private:
-  // What a stage of another mini-batch is given. It owns nothing.
+  // Tensors to give to a stage of another mini-batch. They own no memory.
   struct Given {
     Tensors parameters, buffers;
     std::vector<bool> reached;
     std::vector<Cell> cells;
     Tensors gradients;
     std::vector<Tensors> input_gradients;  // by micro-batch
-    std::vector<const void*> places;       // of the module's buffers
+    std::vector<const void*> places;       // addresses of the module's buffers
   };
 
   const std::shared_ptr<MiniBatch> minibatch_;

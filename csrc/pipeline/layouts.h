@@ -1,4 +1,4 @@
-// How tensors are laid out that come to a graph, whose own are laid out the same.
+// Layouts of the tensors that enter a captured graph; the graph's own tensors have the same layouts.
 #pragma once
 
 #include "pipeline/boundary.h"
@@ -9,18 +9,19 @@
 
 namespace gpipe_fast {
 
-// Nothing for an undefined tensor.
+// By tensor; nullopt for an undefined one.
 using Layouts = std::vector<std::optional<Layout>>;
 
 Layouts layouts_of(const Tensors& tensors);
 bool match(const Layouts& layouts, const Tensors& tensors);
 
-// Of zeros; nothing if some such tensor has gaps in memory, or overlaps itself.
+// Returns zeros with these layouts; nullopt if one of them has gaps in memory, or overlaps itself other than by
+// expanded dimensions.
 std::optional<Tensors> made_like(const Layouts& layouts, at::Device device);
 
-// The elements of an expanded tensor, once each.
+// Returns a view in which expanded dimensions have size 1, so that each element occurs once.
 at::Tensor elements(const at::Tensor& tensor);
-// A tensor with memory of its own, laid out the same where it can be.
+// Returns an uninitialized tensor with memory of its own, and with the same strides if those have no gaps.
 at::Tensor like(const at::Tensor& tensor);
 
 }  // namespace gpipe_fast

@@ -29,7 +29,7 @@ const at::Tensor& find(const Port& port, const Link& link, const Tensors& tangen
     case Role::tangent:
       return tangents.at(port.index);
     default:
-      GPIPE_CHECK(false, "a program reads a port that only results have");
+      GPIPE_CHECK(false, "a program's input has a role that only outputs can have");
   }
 }
 
@@ -91,7 +91,8 @@ Segment::Result LoweredSegment::forward(const Visit& visit, Boundary arrived) co
   return {std::move(outputs), writes_inputs};
 }
 
-// Where a backward can come, that may be another segment's, which reads any input and any buffer.
+// Frees what no backward reads. A possible backward keeps all inputs and buffers, because a fallback segment may
+// read any of them.
 void LoweredSegment::keep_only(const StageState& stage, Link& link) const {
   if (!stage.keeps || !differentiable(*returns)) {
     link.inputs.clear();
@@ -100,8 +101,8 @@ void LoweredSegment::keep_only(const StageState& stage, Link& link) const {
     link.key.reset();
     return;
   }
-  // The module's own buffer is written when the forward has succeeded, and the recompute must read what stood there
-  // before.
+  // The module's own buffer is written after the forward has succeeded, and the recompute must read its previous
+  // values.
   for (const Port& port : pass->forward.outputs) {
     if (port.role != Role::buffer) continue;
     at::Tensor& buffer = link.buffers.at(port.index);
@@ -123,7 +124,7 @@ void LoweredSegment::check_buffers(const StageState& stage) const {
                 "operation: buffer ",
                 port.index, " of stage ", stage.index, " [", buffer.toString(), " ", buffer.sizes(),
                 "] is at version ", buffer._version(), "; expected version ", version,
-                " instead, with the same data");
+                " instead, at the same address");
   }
 }
 
@@ -140,7 +141,8 @@ void LoweredSegment::open(const Visit& visit) const {
     foreign = foreign || state.foreign.count(index) != 0;
   }
   if (foreign && defined == pass->gradients.size()) {
-    // Added to in place: the uses of a parameter add up one by one, also after those of a micro-batch in Python.
+    // Clones the gradients from Python, so that the program accumulates in place: it then adds the gradients of a
+    // parameter's uses one by one, as after a lowered micro-batch.
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (int64_t index : pass->gradients) {
       if (state.foreign.erase(index) != 0) state.gradients[index] = state.gradients[index].clone();
@@ -161,7 +163,7 @@ void LoweredSegment::open(const Visit& visit) const {
 
 Tensors LoweredSegment::backward(const Visit& visit, const Tensors& arrived, bool whole) const {
   const PortedProgram& program = pass->backward;
-  if (!program.program) return {};  // nothing from here on needs a gradient
+  if (!program.program) return {};  // nothing before this segment's outputs needs a gradient
   if (!visit.stage.backward.open) open(visit);
   Program::Run& run = visit.stage.backward.open->run;
   for (size_t i = 0; i < program.inputs.size(); ++i) {

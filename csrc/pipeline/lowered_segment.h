@@ -1,4 +1,5 @@
-// A run of layers lowered to programs, for one signature of what reaches it and one layout of the gradients that come.
+// A segment that is lowered to programs, for one signature of its inputs and one set of layouts of its output
+// gradients.
 #pragma once
 
 #include "pipeline/segment.h"
@@ -12,19 +13,19 @@
 
 namespace gpipe_fast {
 
-// A program and what its inputs and outputs are.
+// A program and the roles of its inputs and outputs.
 struct PortedProgram {
   std::shared_ptr<Program> program;
   std::vector<Port> inputs;
   std::vector<Port> outputs;
 };
 
-// A forward and the backward that goes with it: either the forward saves and the backward reads what it
-// saved, or the forward keeps nothing and the backward recomputes. No backward in inference.
+// A forward program and its backward program. Either the forward saves tensors that the backward reads, or the
+// forward saves nothing and the backward recomputes. In inference there is no backward.
 struct Pass {
   PortedProgram forward;
   PortedProgram backward;
-  std::vector<int64_t> gradients;  // the stage's parameters whose gradients the backward accumulates
+  std::vector<int64_t> gradients;  // indices of the parameters whose gradients the backward accumulates
 };
 
 class LoweredSegment final : public Segment {
@@ -41,13 +42,13 @@ class LoweredSegment final : public Segment {
   std::shared_ptr<Arena> arena() const override;
 
   std::shared_ptr<const Pass> pass;
-  std::vector<Layout> inputs;  // what it was lowered for, as are `takes` and `tangents`
+  std::vector<Layout> inputs;  // it was lowered for these `inputs`, `takes` and `tangents`
   std::shared_ptr<const Form> takes, returns;
-  std::vector<std::optional<Layout>> tangents;  // by output; none where none arrives
+  std::vector<std::optional<Layout>> tangents;  // by output; nullopt if no gradient arrives
   std::optional<int64_t> draws;                 // see draws_from
   bool writes_inputs = false;
-  std::vector<int64_t> reached;  // the stage's parameters that its outputs depend on
-  Opaque origin;                 // for the finder of a segment that stands in
+  std::vector<int64_t> reached;  // indices of the stage's parameters that its outputs depend on
+  Opaque origin;                 // opaque to C++; from it the segment finder finds a fallback
 
  private:
   void keep_only(const StageState& stage, Link& link) const;

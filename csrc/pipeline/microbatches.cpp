@@ -10,7 +10,7 @@
 namespace gpipe_fast {
 namespace {
 
-// What each micro-batch has of a tensor; nothing where one has none.
+// Returns the micro-batches' tensors at an index; empty if one of them is undefined.
 Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
   Tensors parts;
   for (const Tensors& microbatch : microbatches) {

@@ -1,4 +1,5 @@
-// A mini-batch cut into micro-batches, and micro-batches joined. All below autograd: a mini-batch is one node of the graph.
+// Splits mini-batches into micro-batches and concatenates micro-batches. Everything runs below autograd, because a
+// mini-batch is one node of the autograd graph.
 #pragma once
 
 #include "pipeline/boundary.h"
@@ -11,7 +12,7 @@
 
 namespace gpipe_fast {
 
-// Each tensor's parts, by micro-batch; undefined for an undefined tensor.
+// Splits tensor i by `split(i)`, and returns the parts by micro-batch. An undefined tensor has undefined parts.
 template <class Split>
 std::vector<Tensors> cut(const Tensors& tensors, int64_t num_parts, const Split& split) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -24,19 +25,20 @@ std::vector<Tensors> cut(const Tensors& tensors, int64_t num_parts, const Split&
   return microbatches;
 }
 
-// Of what is joined, how long each part is, by tensor and micro-batch.
+// Lengths of the concatenated parts, by tensor and micro-batch.
 using Sizes = std::vector<std::vector<int64_t>>;
 Sizes sizes_of(const std::vector<Boundary>& parts, int64_t dim);
 
-// All parts' tensors, joined along a dimension.
+// Concatenates the tensors of all parts along a dimension.
 Boundary join(const std::vector<Boundary>& parts, int64_t dim);
 
-// Gradients of what was joined, by micro-batch.
+// Splits the gradients of concatenated tensors, by micro-batch.
 std::vector<Tensors> cut_gradients(const Tensors& gradients, const Sizes& sizes, int64_t num_parts,
                                    int64_t dim);
 
-// Gradients of inputs: joined, or of replicated ones added up as autograd does, the last micro-batch first. None of them
-// lies where the micro-batches' do, which may be in a graph's memory.
+// Combines the micro-batches' gradients of inputs. Gradients of split inputs are concatenated along `dims`;
+// gradients of whole inputs (nullopt) are summed as autograd does, the last micro-batch first. The results never
+// alias the micro-batches' gradients, which may lie in a graph's memory.
 Tensors join_gradients(const std::vector<Tensors>& microbatches,
                        const std::vector<std::optional<int64_t>>& dims);
 

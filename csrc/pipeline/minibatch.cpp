@@ -15,7 +15,7 @@
 namespace gpipe_fast {
 namespace {
 
-// As draws read it, from memory of the host that a device can copy at once.
+// Words of a random key, as random operators read it. Keys are made in pinned host memory for asynchronous copies.
 constexpr int64_t kKeyWords = 3;
 
 void write_key(int64_t* key, int64_t minibatch, int64_t microbatch, int64_t first_layer) {
@@ -46,7 +46,7 @@ MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Tra
     stage.device = plan.device;
     stage.keeps = plan_->backward != nullptr;
     stage.key = key;
-    // Not the parameters themselves: `p.data = ...` between forward and backward must not reach the backward.
+    // Holds tensor_data(), so that `p.data = ...` between forward and backward does not affect the backward.
     for (int64_t index : plan.parameters) stage.parameters.push_back(parameters.at(index).tensor_data());
     for (int64_t position : plan.replicas) stage.homes.emplace(position, stage.parameters.at(position));
     for (int64_t index : plan.buffers) stage.module_buffers.push_back(buffers.at(index));
@@ -73,7 +73,7 @@ void MiniBatch::replicate() {
   }
 }
 
-// A stage's, where one is there.
+// Returns the work stream of a stage on this device, if there is one; else the calling thread's stream.
 Stream MiniBatch::stream_on(at::Device device) const {
   for (size_t i = 0; i < plan_->stages.size(); ++i) {
     if (plan_->stages[i].device == device) return transport_->work(static_cast<int32_t>(i));
@@ -86,7 +86,7 @@ at::Tensor MiniBatch::draw_keys(size_t index) {
   if (!plan.known) return {};
   std::vector<int64_t>& first = stages_[index].first_keys;
   first.clear();
-  std::vector<std::pair<int64_t, int64_t>> drawing;  // micro-batches, first layers
+  std::vector<std::pair<int64_t, int64_t>> drawing;  // micro-batch, first layer
   for (size_t m = 0; m < plan.chains.size(); ++m) {
     first.push_back(static_cast<int64_t>(drawing.size()));
     for (const auto& segment : plan.chains[m]) {
@@ -108,7 +108,7 @@ at::Tensor MiniBatch::key_of(const Action& action, int64_t first_layer) const {
   const StageState& stage = stages_[action.stage];
   const int32_t m = action.microbatch;
   if (!stage.keys.defined()) return make_key(stage.key(), m, first_layer, stage.device);
-  // The segment's own link is the last.
+  // The last context is this segment's own.
   const std::vector<Link>& links = stage.cells[m].links;
   const auto before = std::count_if(links.begin(), links.end() - 1,
                                     [](const Link& link) { return link.segment->draws_from().has_value(); });
@@ -117,7 +117,7 @@ at::Tensor MiniBatch::key_of(const Action& action, int64_t first_layer) const {
 
 void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
   GPIPE_CHECK(static_cast<int64_t>(microbatches.size()) == plan_->num_microbatches(), "a plan for ",
-              plan_->num_microbatches(), " micro-batches got ", microbatches.size());
+              plan_->num_microbatches(), " micro-batches got inputs for ", microbatches.size());
   for (size_t i = 0; i < stages_.size(); ++i) {
     StageState& stage = stages_[i];
     stage.cells = std::vector<Cell>(microbatches.size());
@@ -198,7 +198,7 @@ void MiniBatch::abandon() {
   phase_ = Phase::idle;
 }
 
-// Layers in Python write the module's own buffers.
+// Restores the module's own buffers, because layers in Python write them in place.
 void MiniBatch::restore_noted() {
   for (StageState& stage : stages_) {
     auto& noted = stage.forward.noted;
@@ -250,7 +250,7 @@ void MiniBatch::run(const Action& action, Watch& watch) {
     }
     case ActionKind::recv_forward:
     case ActionKind::recv_backward:
-      transport_->receive(action.stage, cell.there);  // where the sender has put it
+      transport_->receive(action.stage, cell.there);  // the sender has stored the tensors here
       return;
   }
 }

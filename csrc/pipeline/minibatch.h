@@ -1,17 +1,17 @@
-// A mini-batch between its forward and its backward: the work that the engine's actions do.
+// A mini-batch, from its forward to its backward: the work of the engine's actions.
 //
-// Boundary tensors lie with the stage that receives them; a SEND puts them there:
+// Boundary tensors are stored with the stage that receives them; a SEND moves them there:
 //
-//   stage 0, cell m   [ links ]   kept for 0Bm   tangents <-------+
-//                       | 0Fm                       | 0Bm         | 1SEND_Bm
-//                     outputs --+ 0SEND_Fm         ...   input_gradients
-//                               |                                 | 1Bm
-//   stage 1, cell m   arrived <-+ --1Fm--> [ links ]   kept for 1Bm
+//   stage 0, micro-batch m   [ contexts ]   kept for 0Bm   tangents <-------+
+//                              | 0Fm                          | 0Bm         | 1SEND_Bm
+//                            outputs --+ 0SEND_Fm            ...   input_gradients
+//                                      |                                    | 1Bm
+//   stage 1, micro-batch m   arrived <-+ --1Fm--> [ contexts ]   kept for 1Bm
 //
-// A link is what a segment keeps. Nearly always a stage is one segment.
+// The contexts are those of the stage's segments. Nearly every stage is a single segment.
 //
-// What a layer stashes for a later one lies with the micro-batch. Whoever pops it comes after a chain of sends that begins
-// after the stash, so it needs no slot of its own.
+// Stashed skip tensors are stored with the micro-batch. They need no slots, because a pop follows a chain of sends
+// that begins after the stash.
 #pragma once
 
 #include "engine/engine.h"
@@ -31,57 +31,60 @@
 
 namespace gpipe_fast {
 
-// begin_forward, the engine's run of the forward actions, end_forward; then the same for the backward. Needs no GIL, but
-// for layers in Python.
+// Call begin_forward(), run the forward actions on the engine, and call end_forward(); then the same for the
+// backward. Only layers in Python need the GIL.
 class MiniBatch final : public Work {
  public:
-  // `parameters` and `buffers` are the whole module's, which the plan's stages index. `key` draws the key of what is
-  // random, always the same, when there is something.
+  // `parameters` and `buffers` belong to the whole module; the plan's stages index them. `key` returns the
+  // mini-batch's random key, always the same; it is called only if something is random.
   MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Transport> transport,
             const Tensors& parameters, const Tensors& buffers, const std::function<int64_t()>& key);
 
-  // On the stages' streams, before the forward's run: draws keys; copies parameters that live on other stages' devices.
+  // Call both before the forward's run. draw() makes the random keys, replicate() copies parameters that live on
+  // other stages' devices; both copy on the stages' streams.
   void draw();
   void replicate();
 
-  // The first stage's boundary inputs, by micro-batch. Workers take over the calling thread's surroundings.
+  // Takes the first stage's boundary inputs, by micro-batch. Workers take over the calling thread's state.
   void begin_forward(std::vector<Tensors> microbatches);
-  // After the run, once: the last stage's outputs, by micro-batch.
+  // Returns the last stage's outputs, by micro-batch. Call once, after the run.
   std::vector<Boundary> take_outputs();
-  // Writes the buffers, which autograd notices.
+  // Writes the module's buffers in place, which increments their autograd versions.
   void end_forward();
 
-  // Gradients of the last stage's outputs, by micro-batch. Throws if a buffer that it reads was changed in place since.
-  // Tensors kept by the forward are dropped as the backward goes, unless `retain`: only then there can be another.
+  // Takes the gradients of the last stage's outputs, by micro-batch. Throws if a buffer that the backward reads was
+  // changed in place after the forward. The backward frees the forward's tensors as it proceeds, unless `retain`;
+  // only then may another backward follow.
   void begin_backward(std::vector<Tensors> microbatches, bool retain);
   struct Gradients {
-    std::vector<Tensors> inputs;  // by micro-batch; undefined where none is due
-    Tensors parameters;           // of the whole module; undefined where none is due
+    std::vector<Tensors> inputs;  // by micro-batch; undefined where no gradient is due
+    Tensors parameters;           // the whole module's; undefined where no gradient is due
   };
-  // Adds up what several stages have of one parameter, and rounds what was added up in more precision than its
-  // parameter's. `callers`: the streams of the calling thread.
+  // Sums the gradients of a parameter that several stages use, and rounds gradients that were accumulated in higher
+  // precision than their parameter's. `callers`: the calling thread's streams.
   Gradients end_backward(const std::vector<Stream>& callers);
 
-  // After a backward that retained, as if it had not.
+  // Frees the tensors that a backward with `retain` kept.
   void release();
 
-  // After a failed run: drops what was under way. What the forward kept stays only for a backward that retains.
+  // Call after a failed run: frees its intermediate tensors, and also those kept by the forward unless the failed
+  // run was a backward with `retain`.
   void abandon();
 
-  // Bytes kept for the backward now: boundary inputs, saved tensors, and buffers of each micro-batch; storage
-  // that several share counts once.
+  // Returns the bytes that are currently kept for the backward: boundary inputs, saved tensors, and each
+  // micro-batch's buffers. Storage that several tensors share counts once.
   int64_t kept_bytes() const;
-  // What a stage holds, in words, and how it could hold less: for the message of an error, before `abandon`.
+  // Returns a text for error messages: what a stage's memory holds, and how to reduce it. Call before abandon().
   std::string memory_of(int32_t stage) const;
 
-  // Of the whole module's parameters, those that outputs of the forward depend on: others get no gradient.
+  // Returns, for each of the module's parameters, whether an output depends on it; others get no gradient.
   std::vector<bool> reached() const;
-  // Whether all gradients of the latest backward came as they were expected.
+  // Returns whether the latest backward needed no fallback segment.
   bool as_expected() const { return as_expected_; }
-  // Whether a backward can come.
+  // Returns whether a backward may follow.
   bool kept() const { return kept_; }
   const std::shared_ptr<const Plan>& plan() const { return plan_; }
-  // The streams of the thread that called the forward.
+  // Returns the streams of the thread that called the forward.
   const std::vector<Stream>& callers() const { return callers_; }
 
   void enter(int32_t stage, const std::function<void()>& walk) override;
@@ -92,7 +95,8 @@ class MiniBatch final : public Work {
 
   enum class Phase { idle, forward, backward };
 
-  // Of a stage whose segments are all known before: a row for each that draws; undefined if none does.
+  // Returns a stage's random keys, one row for each segment that needs one; undefined if none does, or if the stage's
+  // chains are not known.
   at::Tensor draw_keys(size_t stage);
   Stream stream_on(at::Device device) const;
   at::Tensor key_of(const Action& action, int64_t first_layer) const;
@@ -100,7 +104,8 @@ class MiniBatch final : public Work {
   void restore_noted();
   void round(Tensors& gradients, const std::vector<Stream>& callers) const;
   void send(Tensors& tensors, int32_t sender, int32_t receiver, Way way, Cell& there) const;
-  // Skip connections on another device's stream are brought to the stage's; what it puts there itself is marked.
+  // fetch() brings skip tensors and gradients that another stage stored to this stage's device and stream; put_down()
+  // marks those that this stage stored with a stream event.
   void fetch(const std::vector<int64_t>& numbers, Skips& skips, int32_t stage) const;
   void put_down(const std::vector<int64_t>& numbers, Skips& skips, int32_t stage) const;
   void forward(const Action& action, Watch& watch);
@@ -112,12 +117,12 @@ class MiniBatch final : public Work {
   std::shared_ptr<const Transport> transport_;
   std::vector<Stream> callers_;
   size_t num_parameters_;
-  std::shared_ptr<const void> memory_owner_;  // of graphs whose memory has its tensors
+  std::shared_ptr<const void> memory_owner_;  // keeps alive the graph memory that holds its tensors
   std::vector<StageState> stages_;
   std::vector<Skips> skips_;  // by micro-batch
   Phase phase_ = Phase::idle;
   bool kept_ = false;
-  bool gradients_on_callers_ = false;  // not on the stages' streams
+  bool gradients_on_callers_ = false;  // whether their streams made the parameter gradients
   std::atomic<bool> as_expected_ = true;
   std::optional<Surroundings> surroundings_;
 };

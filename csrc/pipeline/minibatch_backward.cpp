@@ -13,7 +13,8 @@ namespace gpipe_fast {
 
 namespace {
 
-// As programs and autograd take them, whose layout is compared with what was lowered for.
+// Makes gradients strided, with conjugation and negation resolved: programs and autograd need them like this, and
+// only then are their layouts comparable with those that a segment was lowered for.
 void make_plain(Tensors& tangents) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (at::Tensor& tangent : tangents) {
@@ -26,9 +27,11 @@ void make_plain(Tensors& tangents) {
 }  // namespace
 
 void MiniBatch::begin_backward(std::vector<Tensors> microbatches, bool retain) {
-  GPIPE_CHECK(kept_, "what the forward kept is gone: a second backward needs retain_graph=True in the first");
+  GPIPE_CHECK(
+      kept_,
+      "the forward's saved tensors were freed; for a second backward, pass retain_graph=True to the first");
   GPIPE_CHECK(static_cast<int64_t>(microbatches.size()) == plan_->num_microbatches(),
-              "the backward needs the gradients of ", plan_->num_microbatches(), " micro-batches, got ",
+              "the backward needs gradients for ", plan_->num_microbatches(), " micro-batches, got ",
               microbatches.size());
   for (StageState& stage : stages_) {
     for (const Cell& cell : stage.cells) {
@@ -62,7 +65,7 @@ MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& callers)
   Gradients gradients;
   for (Cell& cell : stages_.front().cells) gradients.inputs.push_back(std::move(cell.input_gradients));
   gradients.parameters.resize(num_parameters_);
-  // Of a parameter that several stages have, the last one's first, as a backward meets them.
+  // The gradients of a parameter that several stages use are summed in the order of a backward, the last stage first.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (size_t i = stages_.size(); i-- > 0;) {
     const std::vector<int64_t>& indices = plan_->stages[i].parameters;
@@ -75,7 +78,7 @@ MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& callers)
         own = transport_->copy(own,
                                gradients_on_callers_ ? callers[i] : transport_->work(static_cast<int32_t>(i)),
                                Stream::of_thread(home->second.device()));
-      if (sum.defined()) {  // on the callers' streams
+      if (sum.defined()) {  // the sum runs on the callers' streams
         transport_->hand_over(sum, callers);
         transport_->hand_over(own, callers);
       }
@@ -107,8 +110,8 @@ void MiniBatch::backward(const Action& action, Watch& watch) {
   StageState& stage = stages_[action.stage];
   Cell& cell = stage.cells[action.microbatch];
   const auto visit = [&](Link& link) { return Visit{action, stage, link, watch}; };
-  // The parts of a backward lie apart at a stage's ends alone: its last segment's begins early, and its first one's ends
-  // late.
+  // Only the two ends of a stage split their backward: the last segment may start before the boundary gradient
+  // arrives, and the first segment may finish after the input gradients are sent.
   switch (action.kind) {
     case ActionKind::recompute:
       return cell.links.back().segment->open(visit(cell.links.back()));

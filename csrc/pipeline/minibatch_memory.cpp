@@ -1,4 +1,4 @@
-// What a mini-batch holds, in bytes: for tests, and for messages when memory runs out.
+// Memory of a mini-batch in bytes, for tests and for out-of-memory errors.
 #include "pipeline/minibatch.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace gpipe_fast {
 namespace {
 
-// Bytes of storage, of which what several tensors share counts once.
+// Sums the bytes of storages; a storage that several tensors share counts once.
 class Bytes {
  public:
   void add(const Tensors& tensors) {
@@ -32,7 +32,8 @@ int64_t bytes_of(const Tensors& tensors) {
   return bytes.sum();
 }
 
-// Of the elements alone: boundary tensors of the first stage are parts of the whole input.
+// Returns the bytes of the elements, not of the storages: the first stage's boundary tensors are views of the whole
+// input.
 int64_t own_bytes(const Tensors& tensors) {
   int64_t sum = 0;
   for (const at::Tensor& tensor : tensors)
@@ -51,7 +52,7 @@ std::string text(int64_t bytes) {
   return out.str();
 }
 
-// Scratch memory, which all programs of a stage share.
+// Returns the size of the scratch memory that all programs of a stage share.
 int64_t arena_bytes(const StagePlan& plan) {
   for (const Chain& chain : plan.chains) {
     for (const auto& segment : chain) {
@@ -78,7 +79,7 @@ int64_t MiniBatch::kept_bytes() const {
 std::string MiniBatch::memory_of(int32_t index) const {
   const StageState& stage = stages_.at(index);
   const StagePlan& plan = plan_->stages.at(index);
-  int64_t boundary = 0;  // of the micro-batch that has most
+  int64_t boundary = 0;  // maximum over the micro-batches
   Bytes saved;
   for (const Cell& cell : stage.cells) {
     int64_t own = own_bytes(cell.arrived.tensors);
@@ -90,13 +91,13 @@ std::string MiniBatch::memory_of(int32_t index) const {
   }
   const size_t number = stage.cells.size();
   std::ostringstream out;
-  out << "stage " << index << " on " << plan.device << " has " << text(bytes_of(stage.parameters))
+  out << "stage " << index << " on " << plan.device << " holds " << text(bytes_of(stage.parameters))
       << " of parameters, " << text(bytes_of(stage.backward.gradients)) << " of their gradients so far, "
       << text(boundary) << " of boundary tensors for each of " << number << " micro-batches ("
-      << text(static_cast<int64_t>(number) * boundary) << " in all), " << text(saved.sum())
-      << " saved of activations so far, and " << text(arena_bytes(plan))
-      << " of scratch memory; more chunks, checkpoint='always', or a balance with fewer layers in this stage "
-         "need less";
+      << text(static_cast<int64_t>(number) * boundary) << " in total), " << text(saved.sum())
+      << " of saved activations so far, and " << text(arena_bytes(plan))
+      << " of scratch memory; to reduce this, use more chunks, checkpoint='always', or a balance with fewer "
+         "layers in this stage";
   return out.str();
 }
 

@@ -17,9 +17,9 @@
 namespace gpipe_fast {
 namespace {
 
-// The error as it was, naming the action and, where a program knows it, the layer; layers in Python add a note of the same
-// words (gpipe_fast/runtime/eager.py). As c10::Error where there is one of the kind, since PyTorch's autograd makes a
-// RuntimeError of every other type.
+// Rethrows the error, and adds the action and, if a program reported it, the layer to its message; layers in Python
+// add a note with the same text (gpipe_fast/runtime/eager.py). Uses the c10::Error subclass of the same kind, if
+// there is one, because PyTorch's autograd turns every other type into a RuntimeError.
 [[noreturn]] void raise(const Failure& failure, const MiniBatch& minibatch) {
   const Action& action = failure.action;
   std::string where = "in action " + action.name();
@@ -43,10 +43,10 @@ namespace {
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(with(error));
   }
-  std::abort();  // unreachable: what has no place for a message comes out as it is
+  std::abort();  // unreachable: exceptions without a message were rethrown unchanged
 }
 
-// Streams made the calling thread's.
+// Makes streams the calling thread's current streams while it lives.
 class On {
  public:
   explicit On(const std::vector<Stream>& streams) {
@@ -62,8 +62,9 @@ class On {
   std::vector<std::unique_ptr<Stream::Current>> current_;
 };
 
-// A thread of autograd's has the stream of the outputs' device alone from the forward's caller, and knows of work on no
-// other. So a backward is on the forward's streams, after what is on the thread's; and the outputs' comes after it.
+// Runs a backward on the streams of the forward's caller. An autograd thread takes over only the caller's stream on
+// the outputs' device, and is ordered after no other stream. So the forward's streams first wait for the thread's.
+// At the end the thread's streams wait for the forward's, and the outputs' stream waits for all of them.
 class OfForward {
  public:
   OfForward(std::vector<Stream> own, const std::vector<Stream>& forward)
@@ -85,7 +86,7 @@ class OfForward {
     if (!(later == stream)) later.wait(Moment(stream));
   }
 
-  const std::vector<Stream> own_;  // one for each stage, as are the others
+  const std::vector<Stream> own_;  // by stage, as is `forward_`
   const std::vector<Stream>& forward_;
   std::optional<On> on_;
 };
@@ -100,8 +101,8 @@ struct AbandonOnError {
 
 }  // namespace
 
-// One thread's turn at the engine. It may be interrupted while it waits. A signal handler that runs while its own thread
-// waits for a run must not ask for another.
+// A lock on the engine for one thread. Waiting for it polls, so it can be interrupted. Throws if a signal handler
+// starts a run while its own thread waits for one.
 class Pipeline::Turn {
  public:
   explicit Turn(Pipeline& pipeline) : pipeline_(pipeline) {
@@ -129,7 +130,7 @@ auto Pipeline::held_at_exit(const Body& body) {
   try {
     return body();
   } catch (const Closed&) {
-  } catch (const Stopped&) {  // while it was captured
+  } catch (const Stopped&) {  // closed during a capture
   }
   for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
 }
@@ -145,8 +146,8 @@ Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& grad
   return held_at_exit([&] { return backward_once(minibatch, gradients, sizes, retain); });
 }
 
-// Runs the body; if memory runs out, frees the graphs and runs it once more. Not with layers in Python, which may do
-// something else the second time.
+// Runs `body`; if memory runs out, frees the graphs and runs it once more. Plans with layers in Python are not
+// repeated, because the layers may behave differently the second time.
 template <class Body>
 void Pipeline::with_memory(const Plan& plan, MiniBatch& minibatch, const Body& body) {
   try {
@@ -173,7 +174,7 @@ Boundary Pipeline::forward_once(const std::shared_ptr<const Plan>& plan, const T
     std::vector<Boundary> parts;
     with_memory(*plan, *minibatch, [&] {
       parts = run_forward(minibatch, inputs, make);
-      // First, as it may fail; then nothing can.
+      // Checked before the buffers are written, because it may throw.
       if (plan->check_outputs) plan->check_outputs(parts);
       outputs = join(parts, plan->join_along);
     });
@@ -201,7 +202,7 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
   minibatch->begin_forward(captured ? std::vector<Tensors>(num_parts) : of.cut(inputs));
   if (replays_are_due()) {
     if (const auto* parts = replays_->forward(minibatch, of, another)) return *parts;
-    if (captured) minibatch->begin_forward(of.cut(inputs));  // no longer
+    if (captured) minibatch->begin_forward(of.cut(inputs));  // not replayed after all
   }
   run(*plan->forward, *minibatch);
   if (replays_) replays_->after_forward(plan);
@@ -226,7 +227,7 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
   {
     const Turn turn(*this);
     check_open();
-    // What the forward kept stays for a second attempt while there are graphs to let go of.
+    // The forward's tensors are kept for a second attempt if there are graphs to free.
     const bool repeats = replays_ && plan.is_lowered() && replays_->can_let_go();
     AbandonOnError guard{minibatch, /*done=*/true};
     with_memory(plan, minibatch, [&] {
@@ -235,7 +236,7 @@ Pipeline::Gradients Pipeline::backward_once(MiniBatch& minibatch, const Tensors&
                                retain || repeats);
       guard.done = false;
       if (!replays_are_due() || !replays_->backward(of)) {
-        if (captured) minibatch.begin_backward(of.cut(gradients), retain || repeats);  // no longer
+        if (captured) minibatch.begin_backward(of.cut(gradients), retain || repeats);  // not replayed
         run(*plan.backward, minibatch);
         if (replays_) replays_->after_backward(of);
       }
@@ -265,7 +266,7 @@ void Pipeline::set_up(const Plan& plan) {
   });
 }
 
-// What is disturbed or recorded runs as it is.
+// Runs with injected faults, and recorded runs, are uncaptured.
 bool Pipeline::replays_are_due() const {
   return replays_ && capture_ && disturbance_.longest_delay_us == 0 && disturbance_.faults.empty() &&
          engine_.recorded() == 0;
@@ -309,7 +310,7 @@ void Pipeline::check_open() const {
 }
 
 void Pipeline::after_fork() {
-  new (&turn_) std::timed_mutex;  // a thread that is no more may have held it
+  new (&turn_) std::timed_mutex;  // a thread of the parent may have held it
   running_in_.store(std::thread::id());
   engine_.after_fork();
 }

@@ -1,4 +1,4 @@
-// A pipeline: one engine, and mini-batches through it from the module's input to its output and back.
+// A pipeline: runs the forward and backward of mini-batches through one engine.
 #pragma once
 
 #include "engine/disturbance.h"
@@ -18,50 +18,52 @@
 
 namespace gpipe_fast {
 
-// Lengths along the dimension of the batch: of each output, of each micro-batch.
-
-// Thread safe: programs and their memory serve one run at a time, so the runs of several threads take turns.
+// Thread safe. Programs and their memory serve one run at a time, so a lock serializes the runs of several threads.
 class Pipeline : public std::enable_shared_from_this<Pipeline> {
  public:
-  // `poll` is called by the thread that waits for a run, about every 20 ms; what it throws ends the run.
+  // The thread that waits for a run calls `poll` about every 20 ms. An exception from `poll` ends the run.
   Pipeline(int32_t num_stages, std::function<void()> poll, Choice transport);
 
-  // One mini-batch: cuts the inputs along the dimensions of their batch, runs the stages, joins the outputs, and ties them into
-  // the autograd graph where a gradient can be needed. `parameters` and `buffers` are the whole module's.
-  // `key` draws its key, when something random is met first; whenever it is asked, it answers the same.
+  // Runs the forward of one mini-batch: splits the inputs along their batch dimensions, runs the stages,
+  // concatenates the outputs, and connects them to the autograd graph if they can need gradients. `parameters` and
+  // `buffers` belong to the whole module. `key` draws the mini-batch's random key on its first call, when a random
+  // operator needs it; later calls return the same key.
   Boundary forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& parameters,
                    const Tensors& buffers, const std::function<int64_t()>& key);
 
   struct Gradients {
-    Tensors inputs;      // undefined where none is due; so below
-    Tensors parameters;  // of the whole module
+    Tensors inputs;      // undefined where no gradient is due
+    Tensors parameters;  // the whole module's, as above
   };
-  // Of one mini-batch, given the gradients of its outputs, which may be undefined.
+  // Runs the backward of one mini-batch. `gradients` belong to its outputs and may be undefined. `sizes`: the
+  // outputs' lengths by micro-batch. `retain`: another backward may follow.
   Gradients backward(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes, bool retain);
 
-  // For the interpreter's exit: ends the run that is under way, and refuses every later one of this thread. Other threads
-  // that come here are held until the process ends, as the interpreter does with those that ask for the GIL.
+  // Call when the interpreter exits: cancels the current run, and makes later runs of this thread throw. Other
+  // threads that use the pipeline block until the process ends, like threads that request the GIL of an exiting
+  // interpreter.
   void close();
 
-  // In the child of a fork: forgets what other threads of the parent were doing.
+  // Call in the child of a fork: discards the runs of the parent's other threads.
   void after_fork();
 
-  // See Engine. They wait for their turn.
+  // See Engine. Each call waits until no run is in progress.
   void record(int64_t events_per_stage);
   int64_t recorded();
   std::vector<std::vector<Event>> events();
-  // From now on, for tests.
+  // Sets the delays and failures that later runs inject, for tests.
   void disturb(Disturbance disturbance);
 
-  // Whether runs on GPUs are captured as graphs, from now on; and what is known of those there are.
+  // Sets whether later runs on GPUs are captured as graphs. False also frees all graphs.
   void set_capture(bool capture);
-  // Of plans that do not come again.
+  // Frees all graphs. Call when their plans will not be used again.
   void forget_replays();
+  // Returns one report for each plan in the graph cache; empty on the CPU.
   std::vector<ReplayReport> replays();
 
  private:
   class Turn;
-  struct Closed {};  // ends what a thread was doing when the pipeline was closed
+  struct Closed {};  // unwinds a thread whose pipeline was closed
 
   template <class Body>
   static auto held_at_exit(const Body& body);
@@ -71,13 +73,13 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   Gradients backward_once(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes, bool retain);
   void check_open() const;
   void set_up(const Plan& plan);
-  // Of outputs by micro-batch.
+  // Returns the outputs by micro-batch. `another` makes a second mini-batch of the plan, to be captured.
   std::vector<Boundary> run_forward(const std::shared_ptr<MiniBatch>& minibatch, const Tensors& inputs,
                                     const Replays::Make& another);
   bool replays_are_due() const;
   template <class Body>
   void with_memory(const Plan& plan, MiniBatch& minibatch, const Body& body);
-  // As it is.
+  // Runs the actions uncaptured.
   void run(const Actions& actions, MiniBatch& minibatch);
 
   std::timed_mutex turn_;
@@ -86,7 +88,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   const Choice choice_;
   std::once_flag is_set_up_;
   std::shared_ptr<const Transport> transport_;
-  std::unique_ptr<Replays> replays_;  // none on the CPU
+  std::unique_ptr<Replays> replays_;  // null on the CPU
   bool capture_ = true;
   std::function<void()> poll_;
   Disturbance disturbance_;

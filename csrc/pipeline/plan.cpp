@@ -15,7 +15,7 @@ std::shared_ptr<const Segment> StagePlan::segment(int32_t microbatch, size_t pla
 
 std::shared_ptr<const Segment> StagePlan::stand_in(int32_t microbatch, const Segment& segment,
                                                    const Tensors& tangents) const {
-  if (!known) chains.at(microbatch).clear();  // the next forward expects what came
+  if (!known) chains.at(microbatch).clear();  // so that the next forward searches again
   return finder->stand_in(segment, tangents);
 }
 

@@ -1,4 +1,5 @@
-// A plan: what one signature makes of a pipeline. Made once, run for every mini-batch of that signature.
+// A plan: everything that a pipeline runs for one input signature. Built once, run for every mini-batch of that
+// signature.
 #pragma once
 
 #include "engine/actions.h"
@@ -16,57 +17,58 @@
 
 namespace gpipe_fast {
 
-// Finds a stage's segments while it runs.
+// Finds the segments of a stage while it runs.
 class Finder {
  public:
   virtual ~Finder() = default;
-  // The one for what comes to a layer.
+  // Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors.
   virtual std::shared_ptr<const Segment> find(int64_t layer, int32_t microbatch, const Boundary& boundary,
                                               const Skips& skips) = 0;
-  // The one that takes these gradients of a lowered segment's outputs, which that one does not expect. It recomputes
-  // everything.
+  // Returns the fallback for a lowered segment whose backward does not accept these gradients of its outputs. The
+  // fallback accepts them, and recomputes everything.
   virtual std::shared_ptr<const Segment> stand_in(const Segment& segment, const Tensors& tangents) = 0;
 };
 
 struct StagePlan {
   int64_t num_layers = 0;
-  // Which of the module's parameters and buffers are the stage's, in the order of its ports.
+  // The stage's parameters and buffers, as indices into the module's. Ports refer to positions in these lists.
   std::vector<int64_t> parameters;
   std::vector<int64_t> buffers;
-  // Of its parameters, those that live on another stage's device. The stage has copies on its own, made anew for every
-  // mini-batch: an update through `p.data` shows nowhere. Their gradients go where the parameters are.
+  // Positions of the parameters that live on another stage's device. The stage uses copies on its own device, made
+  // anew for every mini-batch because an update through `p.data` cannot be detected. Their gradients are copied
+  // back to the device of the originals.
   std::vector<int64_t> replicas;
   at::Device device = at::kCPU;
   std::vector<Statistics> statistics;
-  // By micro-batch. All there is to run, and lasting, where that is known before; else as they were last, and changed by
-  // the stage's worker.
+  // By micro-batch. If `known`, complete and constant. Otherwise the chains of the latest run, which the stage's
+  // worker updates.
   mutable std::vector<Chain> chains;
   bool known = false;
   std::shared_ptr<Finder> finder;
 
-  // Whether nothing that it runs is in Python.
+  // Returns whether all its layers are known to be lowered.
   bool is_lowered() const;
 
-  // The segment at a place in a micro-batch's chain.
+  // Returns the segment at position `place` of a micro-batch's chain, and finds it if the cached one does not fit.
   std::shared_ptr<const Segment> segment(int32_t microbatch, size_t place, int64_t layer,
                                          const Boundary& boundary, const Skips& skips) const;
-  // The one that takes gradients that another does not expect.
+  // Returns the fallback for a segment that does not accept these gradients.
   std::shared_ptr<const Segment> stand_in(int32_t microbatch, const Segment& segment,
                                           const Tensors& tangents) const;
 };
 
 struct Plan {
   std::vector<StagePlan> stages;
-  int64_t num_skips = 0;  // skip connections of the module
+  int64_t num_skips = 0;  // skip connections in the module
   std::shared_ptr<const Actions> forward;
-  std::shared_ptr<const Actions> backward;  // none in inference
-  int num_threads = 1;                      // intra-op threads of each stage; programs were lowered for it
+  std::shared_ptr<const Actions> backward;  // null in inference
+  int num_threads = 1;  // intra-op threads of each stage; programs were lowered for this number
   std::shared_ptr<const Form> inputs;
-  // The dimension along which each input is cut, none for what every micro-batch gets as a whole; and the one along which
-  // outputs are joined.
+  // The dimension along which each input is split; nullopt if every micro-batch gets the whole input.
   std::vector<std::optional<int64_t>> cut_along;
+  // The dimension along which outputs are concatenated.
   int64_t join_along = 0;
-  // Throws unless the micro-batches' outputs can be joined; null where that is known.
+  // Throws unless the micro-batches' outputs can be concatenated; null if that is known in advance.
   std::function<void(const std::vector<Boundary>&)> check_outputs;
 
   bool is_lowered() const;

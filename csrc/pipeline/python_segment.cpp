@@ -30,7 +30,7 @@ Segment::Result PythonSegment::forward(const Visit& visit, Boundary arrived) con
   return {std::move(result.outputs), result.writes_inputs};
 }
 
-// Lowered layers that share one have written a copy.
+// Copies the latest values to the module's buffers: lowered layers that share a buffer have written a copy of it.
 void PythonSegment::bring_buffers(StageState& stage) const {
   at::NoGradGuard no_grad;
   for (int64_t index : buffers) {

@@ -1,4 +1,4 @@
-// A run of layers that run as they are, in Python.
+// A segment whose layers run in Python.
 #pragma once
 
 #include "pipeline/segment.h"
@@ -12,24 +12,24 @@
 
 namespace gpipe_fast {
 
-// Called by a stage's worker, without the GIL.
+// The layers of a segment. A stage's worker calls them without holding the GIL.
 class PythonLayers {
  public:
   virtual ~PythonLayers() = default;
-  // Their state as it is, before a mini-batch; and puts it back after one that failed.
+  // note() returns a snapshot of the layers' state before a mini-batch; restore() restores it after a failure.
   virtual Opaque note() = 0;
   virtual void restore(const Opaque& noted) = 0;
   struct Result {
     Boundary outputs;
     Opaque kept;  // for the backward
     bool writes_inputs;
-    std::vector<bool> reached;  // the layers' parameters that outputs depend on; if asked for
+    std::vector<bool> reached;  // by parameter: whether an output depends on it; empty unless requested
   };
-  // `key`: draws the mini-batch's, when first asked. `tell_reached`: whether the result tells it.
+  // `key` draws the mini-batch's random key on its first call. `tell_reached` requests `Result::reached`.
   virtual Result forward(const Boundary& inputs, const std::function<int64_t()>& key, int32_t microbatch,
                          const std::string& action, bool tell_reached) = 0;
-  // Takes gradients of the outputs, returns those of the inputs, and adds to `gradients`, by parameter; all may be
-  // undefined.
+  // Takes gradients of the outputs, returns gradients of the inputs, and adds to `gradients`, one for each of the
+  // layers' parameters. All of them may be undefined.
   virtual Tensors backward(const Opaque& kept, const Tensors& tangents, Tensors& gradients, bool retain,
                            const std::string& action) = 0;
 };
@@ -47,8 +47,8 @@ class PythonSegment final : public Segment {
   void finish(const Visit& visit) const override {}
 
   std::shared_ptr<PythonLayers> layers;
-  std::vector<int64_t> parameters, buffers;  // of the stage, that it has
-  bool provisional = false;                  // to be looked for again the next time
+  std::vector<int64_t> parameters, buffers;  // indices into the stage's lists
+  bool provisional = false;                  // never reused: the next mini-batch searches again
 
  private:
   void bring_buffers(StageState& stage) const;

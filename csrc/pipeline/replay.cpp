@@ -13,20 +13,20 @@
 namespace gpipe_fast {
 namespace {
 
-// Mini-batches of a plan that run as they are before one is captured.
+// Number of a plan's mini-batches that run uncaptured before the capture.
 constexpr int64_t kWarmUp = 2;
-// Plans that are captured, or may come to be; the least recently used goes first.
+// Capacity of the graph cache in plans; the least recently used one is evicted first.
 constexpr size_t kMostPlans = 8;
 
-// What keeps a plan from being captured, as far as it can be seen from outside; empty if nothing does.
+// Returns why a plan cannot be captured, as far as that is known before an attempt; empty if it may be capturable.
 std::string obstacle_of(const Plan& plan) {
   for (size_t i = 0; i < plan.stages.size(); ++i) {
     const StagePlan& stage = plan.stages[i];
     const std::string name = "stage " + std::to_string(i);
     if (stage.device.is_cpu()) return name + " runs on the CPU";
-    if (!stage.is_lowered()) return name + " has layers in Python before it or in it";
+    if (!stage.is_lowered()) return name + ", or a stage before it, has layers that run in Python";
   }
-  if (plan.check_outputs) return "its outputs are known only when they are there";
+  if (plan.check_outputs) return "its outputs are not known before it runs";
   return {};
 }
 
@@ -48,21 +48,22 @@ std::vector<Stream> distinct(const std::vector<Stream>& streams) {
 struct Replays::Entry {
   std::shared_ptr<const Plan> plan;
   ReplayReport report;
-  // How the gradients were laid out that came to the latest backward; if it was run as it is, and they and those of all
-  // segments came as expected. While a backward is captured nothing else can be run.
+  // Layouts of the output gradients of the latest backward, if it ran uncaptured and needed no fallback segment. A
+  // capture cannot run anything else, such as the search for a fallback.
   std::optional<Layouts> settled;
-  std::string settings = settings_now(), numerics;  // the latter while it is captured
-  // It is captured once so many mini-batches have run as they are; whenever memory runs out it waits for twice as many.
+  std::string settings = settings_now(), numerics;  // `numerics`: as of the capture
+  // It is captured once `due` mini-batches have run uncaptured. Whenever memory runs out, `wait` doubles.
   int64_t wait = kWarmUp, due = kWarmUp;
 
-  // While it is captured; graphs are waited for before their memory goes.
+  // Set while it is captured. The graphs are last, so that they are destroyed, after they have finished, before their
+  // memory.
   Tensors inputs, gradients;
   std::vector<Boundary> outputs;
   std::vector<c10::Storage> arenas;
   std::optional<CapturedMiniBatch> captured;
   std::shared_ptr<Graph> forward, backward;
 
-  // Whether its backward can be replayed now. Choices among operators are made in the forward.
+  // Returns whether its backward can be replayed. Only numerics are compared: the forward has chosen the operators.
   bool takes(const RunOf& run) const {
     return backward && !run.retain && match(layouts_of(gradients), run.tensors) && numerics == numerics_now();
   }
@@ -210,7 +211,7 @@ bool Replays::backward(const RunOf& run) {
   return true;
 }
 
-// What cannot be captured runs as it is from now on.
+// Captures the work of `body`; null if it cannot be captured, and then the plan runs uncaptured from now on.
 template <class Body>
 std::shared_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
   mixed_ = true;
@@ -233,7 +234,8 @@ std::shared_ptr<Graph> Replays::capture(Entry& entry, const Body& body) {
 }
 
 void Replays::capture_both(Entry& entry, const RunOf& run, const Make& another) {
-  // What the forward used on several streams is not free for the backward on one of them.
+  // Until both are captured, holds tensors that the forward used on several streams: the backward must not reuse
+  // their memory on one of them.
   const Stream::Holding holding(streams_);
   entry.numerics = numerics_now();
   capture_forward(entry, run, another);
@@ -263,13 +265,13 @@ void Replays::capture_forward(Entry& entry, const RunOf& run, const Make& anothe
   entry.add(*entry.forward);
 }
 
-// For gradients that are laid out as the latest ones, before any of them is there.
+// Captures the backward for gradients with the layouts of the latest ones, before the actual gradients exist.
 void Replays::capture_backward(Entry& entry) {
   const Plan& plan = *entry.plan;
   std::optional<Tensors> gradients;
   beside(plan.stages.size() - 1, [&] { gradients = made_like(*entry.settled, plan.stages.back().device); });
   if (!gradients) {
-    entry.report.obstacle = "a gradient of its outputs has gaps in memory, or overlaps itself";
+    entry.report.obstacle = "a gradient of its outputs has gaps in memory or overlaps itself";
     return;
   }
   entry.gradients = std::move(*gradients);
@@ -284,7 +286,8 @@ void Replays::capture_backward(Entry& entry) {
   entry.add(*entry.backward);
 }
 
-// With the first elements that are to come, so that they are defined when it is captured.
+// Returns copies of the run's tensors at the addresses that the graph will read. They are initialized with this run's
+// values before the capture.
 Tensors Replays::own_copies(const RunOf& run) {
   before_run();
   Tensors copies;

@@ -1,16 +1,17 @@
-// Replays: plans whose runs are captured as graphs, one for the forward and one for the backward, over all devices.
+// The graph cache: plans whose runs are captured as graphs, one forward and one backward graph across all devices.
 //
-// A plan's first mini-batches run as they are, by which libraries choose their algorithms and make their handles. Then
-// the engine runs once more while the streams are captured, and from then on a run is one call:
+// A plan's first mini-batches run uncaptured, so that libraries choose their algorithms and create their handles.
+// Then the engine runs once more while the streams are captured. From then on a run is one graph launch:
 //
 //   caller    x ───────┐                                             ┌── cat ── y
 //   stage 0         copy in ── graph: [ 0F0 0F1 ..  1F0 1F1 .. ] ────┘
 //
-// What is inside has fixed addresses: copies of the inputs, all that is kept for the backward, and gradients, which
-// are copied out. Both are captured before one is replayed, and then own nothing: all graphs of a pipeline share memory,
-// so that several plans need what the largest one needs. So one mini-batch at a time is in flight in this memory, from
-// its forward to its backward; others that come between run as they are. A backward frees what it has read, so one that
-// retains it runs as it is too.
+// A graph's tensors have fixed addresses: copies of the inputs, all tensors kept for the backward, and the
+// gradients, which are copied out. Both graphs are captured before either is replayed, and then own no memory: all
+// graphs of a pipeline share one pool, so that several plans need only as much memory as the largest. Therefore
+// only one mini-batch at a time is in flight in this memory, from its forward to its backward; the mini-batches in
+// between run uncaptured. The captured backward reuses the memory of tensors that it has read, so a backward with
+// `retain` runs uncaptured, too.
 #pragma once
 
 #include "device/graph.h"
@@ -30,67 +31,70 @@
 
 namespace gpipe_fast {
 
-// What is known of a plan's graphs.
+// The state of a plan's graphs.
 struct ReplayReport {
   bool forward = false, backward = false;  // whether they are captured
   int64_t num_nodes = 0;
-  int64_t bytes = 0;        // of the devices' memory, beside what earlier captures had taken
-  int64_t replays = 0;      // mini-batches whose forward was one call
-  int64_t as_they_are = 0;  // the others
-  std::string obstacle;     // why it cannot be captured, if so
+  int64_t bytes = 0;        // device memory, in addition to that of earlier captures
+  int64_t replays = 0;      // mini-batches whose forward was replayed
+  int64_t as_they_are = 0;  // mini-batches whose forward ran uncaptured
+  std::string obstacle;     // why it cannot be captured; empty if it can
   std::string setback;      // why its capture was postponed; empty if it was not
 };
 
-// Of one pipeline, whose runs take turns. What a mini-batch's run needs, the caller brings:
+// One mini-batch's forward or backward, as the graph cache sees it.
 struct RunOf {
   MiniBatch& minibatch;
-  const Tensors& tensors;                                   // inputs, or gradients of outputs
-  size_t stage;                                             // on whose device they are
-  std::function<std::vector<Tensors>(const Tensors&)> cut;  // by micro-batch
-  bool retain = false;                                      // of a backward: another can come
+  const Tensors& tensors;                                   // inputs of the forward, or gradients of outputs
+  size_t stage;                                             // whose device holds the tensors
+  std::function<std::vector<Tensors>(const Tensors&)> cut;  // splits them by micro-batch
+  bool retain = false;                                      // another backward may follow this one
 };
 
+// The graph cache of one pipeline. Not thread safe: the pipeline serializes its runs.
 class Replays {
  public:
-  // Runs actions by the engine; without polling.
+  // Runs actions on the engine, without polling.
   using Engine = std::function<void(const Actions&, MiniBatch&)>;
   using Make = std::function<std::shared_ptr<MiniBatch>()>;
 
   Replays(std::shared_ptr<const Transport> transport, Engine engine);
   ~Replays();
 
-  // By a graph, captured now if it is time, with another mini-batch of the plan; after begin_forward. The outputs by
-  // micro-batch, which stay until the next replay; null if this one has to run as it is.
+  // Replays the forward graph; if the plan is warm, captures it first, with the mini-batch that `another` makes.
+  // Call after begin_forward(). Returns the outputs by micro-batch, valid until the next replay; null if this
+  // mini-batch must run uncaptured.
   const std::vector<Boundary>* forward(const std::shared_ptr<MiniBatch>& minibatch, const RunOf& run,
                                        const Make& another);
-  // Whether there is a graph for what comes, which then needs nothing by micro-batch.
+  // Return whether there is a graph for a run, so that its tensors need not be split by micro-batch.
   bool has_forward(const Plan& plan) const;
   bool has_backward(const RunOf& run) const;
-  // By a graph, after begin_backward; false if it has to run as it is.
+  // Replays the backward graph. Call after begin_backward(). Returns false if this mini-batch must run uncaptured.
   bool backward(const RunOf& run);
 
-  // Before and after a run as it is.
+  // Call before and after an uncaptured run.
   void before_run();
   void after_forward(const std::shared_ptr<const Plan>& plan);
   void after_backward(const RunOf& run);
-  // Callers have put work on their streams that reads what a replay made.
+  // Call after the callers have enqueued work that reads the results of a replay.
   void after_use(const std::vector<Stream>& callers);
 
-  // Frees all graphs, because memory has run out elsewhere; they are captured again after more mini-batches. Returns false
-  // if there are none, or if a mini-batch is in flight.
+  // let_go() frees all graphs, because memory ran out in an uncaptured run; they are captured again after more
+  // mini-batches. Both return false if there are no graphs, or if a mini-batch is in flight.
   bool can_let_go() const;
   bool let_go();
 
+  // Frees all graphs and their plans.
   void forget();
   std::vector<ReplayReport> reports() const;
 
  private:
   struct Entry;
-  // How far a plan is on its way to a graph of its forward.
+  // A plan's progress towards a captured forward.
   enum class State {
     refused,   // it cannot be captured
-    cold,      // it has to run as it is some more times
-    warm,      // it is time to capture it
+    cold,      // it must run uncaptured a few more times
+    warm,      // the next run captures it
     captured,  // its graph can be replayed
   };
   Entry& entry_of(const std::shared_ptr<const Plan>& plan);
@@ -100,16 +104,19 @@ class Replays {
   void capture_both(Entry& entry, const RunOf& run, const Make& another);
   void capture_forward(Entry& entry, const RunOf& run, const Make& another);
   void capture_backward(Entry& entry);
-  // Whether a mini-batch is between a forward that was replayed and its backward.
+  // Returns whether a mini-batch is between its replayed forward and its backward.
   bool in_flight() const;
+  // Returns whether the entry's graph ran the forward of this mini-batch.
   bool serves(const Entry& entry, const MiniBatch& minibatch) const;
   Tensors own_copies(const RunOf& run);
   template <class Body>
   std::shared_ptr<Graph> capture(Entry& entry, const Body& body);
-  // Around a replay: what comes before it, to which inputs are copied; what comes after.
+  // Call around a replay. begin() waits for earlier work and copies the run's tensors to `into`; end() makes the
+  // callers wait for the replay.
   void begin(const RunOf& run, const Tensors& into);
   void end(const MiniBatch& minibatch);
-  // Beside a graph: on its stream, or where that is another device's, on a stage's, before and after what is on it.
+  // Runs `body` on the graphs' stream; for a stage on another device, on the stage's stream instead, ordered after
+  // the earlier and before the later work of the graphs' stream.
   template <class Body>
   void beside(size_t stage, const Body& body);
   const Stream& origin() const { return streams_.front(); }
@@ -118,11 +125,11 @@ class Replays {
   const Engine engine_;
   const std::vector<Stream> streams_;
   std::unique_ptr<GraphMaker> maker_;
-  std::list<Entry> entries_;                     // the latest used first
-  bool mixed_ = true;                            // something has run as it is since the last replay
-  std::optional<Moment> replayed_;               // the last, if not
+  std::list<Entry> entries_;        // most recently used first
+  bool mixed_ = true;               // an uncaptured run or a capture has followed the last replay
+  std::optional<Moment> replayed_;  // the last replay's event, unless an uncaptured run has followed
   std::vector<std::pair<Stream, Moment>> used_;  // see after_use
-  std::weak_ptr<const MiniBatch> latest_;        // that was replayed
+  std::weak_ptr<const MiniBatch> latest_;        // the last mini-batch whose forward was replayed
 };
 
 }  // namespace gpipe_fast

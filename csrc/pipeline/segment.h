@@ -1,4 +1,4 @@
-// A segment: a run of a stage's layers, lowered or in Python. A mini-batch knows the interface alone.
+// A segment: consecutive layers of a stage, lowered or in Python. MiniBatch depends on this interface alone.
 #pragma once
 
 #include "engine/actions.h"
@@ -16,18 +16,18 @@ class Arena;
 class Segment;
 struct StageState;
 
-// What a segment keeps of one micro-batch from its forward to its backward.
+// A segment's state of one micro-batch between forward and backward (like autograd's ctx).
 struct Link {
   std::shared_ptr<const Segment> segment;
-  // By lowered layers: what their backward reads, or that of a segment which stands in for them.
+  // Kept by lowered layers: tensors that their backward, or the fallback segment's, reads.
   Tensors inputs, buffers, saved;
   at::Tensor key;
-  Opaque kept;  // by layers in Python
-  // Where there are skip connections: how what it took and what it returned was nested.
+  Opaque kept;  // kept by layers in Python
+  // The forms of the segment's inputs, if it pops skip tensors, and of its outputs, if it stashes some; else null.
   std::shared_ptr<const Form> takes, returns;
 };
 
-// One action of one micro-batch at a segment.
+// The arguments of a call to a segment, for one action of one micro-batch.
 struct Visit {
   const Action& action;
   StageState& stage;
@@ -40,35 +40,36 @@ class Segment {
   virtual ~Segment() = default;
 
   virtual bool is_lowered() const = 0;
-  // The first layer that its draws by a key are counted from; nothing if it needs no key.
+  // Returns the layer index in its random key: its first layer, counted within the module. nullopt if it needs no key.
   virtual std::optional<int64_t> draws_from() const = 0;
-  // Whether it can run what comes to this layer.
+  // Returns whether it can run `layer` for these boundary tensors and stashed skip tensors.
   virtual bool fits(int64_t layer, const Boundary& boundary, const Skips& skips) const = 0;
-  // Whether its backward can take gradients of its outputs as these are, some undefined.
+  // Returns whether its backward accepts these gradients of its outputs, some of which may be undefined.
   virtual bool expects(const Tensors& tangents) const = 0;
 
   struct Result {
     Boundary outputs;
-    bool writes_inputs;  // copies of them, since they are not its own
+    bool writes_inputs;  // its layers change inputs in place; they get copies
   };
   virtual Result forward(const Visit& visit, Boundary arrived) const = 0;
-  // Throws if a buffer that its backward reads was changed in place since the forward.
+  // Throws if a buffer that its backward reads was changed in place after the forward.
   virtual void check_buffers(const StageState& stage) const = 0;
-  // The part of its backward that needs no gradient of its outputs.
+  // Starts the backward: runs the part that needs no gradients of its outputs.
   virtual void open(const Visit& visit) const = 0;
-  // From gradients of its outputs, of which some is defined, to those of its inputs; with `whole`, to its weights' too.
+  // Returns the gradients of its inputs, given those of its outputs, at least one of which is defined. With `whole`,
+  // also accumulates the gradients of its parameters; otherwise finish() does.
   virtual Tensors backward(const Visit& visit, const Tensors& tangents, bool whole) const = 0;
-  // What `backward` left.
+  // Runs the rest of a backward without `whole`.
   virtual void finish(const Visit& visit) const = 0;
 
-  // Scratch memory of its programs; null where it has none.
+  // Returns the scratch memory of its programs; null if it has none.
   virtual std::shared_ptr<Arena> arena() const { return nullptr; }
 
-  int64_t begin = 0, end = 0;          // layers, counted within the stage
-  std::vector<int64_t> pops, stashes;  // skip connections of the module, in the order of their layers
+  int64_t begin = 0, end = 0;          // range of layers, counted within the stage
+  std::vector<int64_t> pops, stashes;  // indices of the module's skip connections, in layer order
 };
 
-// The runs of layers that a micro-batch goes through in a stage.
+// The segments of a stage that a micro-batch runs through, in order.
 using Chain = std::vector<std::shared_ptr<const Segment>>;
 
 }  // namespace gpipe_fast

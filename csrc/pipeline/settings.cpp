@@ -10,7 +10,7 @@
 namespace gpipe_fast {
 namespace {
 
-// How each choice that is on or off is read and set.
+// Getters and setters of the settings that are on or off.
 struct Flag {
   bool (at::Context::*get)() const;
   void (at::Context::*set)(bool);
@@ -36,12 +36,12 @@ void add_if_told(std::string& to, const Ask& ask) {
   try {
     add(to, static_cast<int64_t>(ask()));
   } catch (const c10::Error&) {
-    add(to, int64_t{-1});  // set in a way that cannot be asked for like this
+    add(to, int64_t{-1});  // this getter rejects how the setting was set
   }
 }
 
-// By backend and kind of operator, in PyTorch's order: {generic, cuda, mkldnn} and {all, conv, rnn, matmul}. The getter
-// takes enumerations, in older releases their names.
+// Adds the precision by backend and kind of operator, in PyTorch's order: {generic, cuda, mkldnn} and {all, conv,
+// rnn, matmul}. The getter takes enumerations; in older releases it takes their names.
 template <class Precision, class Backend, class Op>
 void add_float32_precision(std::string& to, Precision (at::Context::*get)(Backend, Op) const) {
   static constexpr const char* kBackends[] = {"generic", "cuda", "mkldnn"};

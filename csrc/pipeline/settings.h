@@ -1,19 +1,20 @@
-// PyTorch's process-wide settings on which results depend, as bytes that are only compared.
+// PyTorch's process-wide settings on which results depend, encoded as bytes to compare and restore.
 #pragma once
 
 #include <string>
 
 namespace gpipe_fast {
 
-// What decides, while layers are traced, which operators are called: the kernels that attention may choose from, in
-// their order; whether cuDNN may be used, which batch norm asks; whether attention in 16 bits may sum in 16 bits.
+// Returns the settings that decide which operators are called while layers are traced: the enabled attention kernels
+// and their priority, whether cuDNN is enabled (batch norm queries it), and whether attention in 16-bit dtypes may
+// accumulate in 16 bits.
 std::string choices_now();
-// Sets them for the whole process, as they once were.
+// Restores the result of an earlier choices_now(), for the whole process.
 void choose(const std::string& choices);
 
-// What decides while operators run how they compute. What was captured under others computes as those say.
+// Returns the settings that decide how operators compute when they run. A captured graph keeps those of its capture.
 std::string numerics_now();
-// Both.
+// Returns choices_now() followed by numerics_now().
 std::string settings_now();
 
 }  // namespace gpipe_fast

@@ -37,14 +37,14 @@ void check_not_stashed(const Segment& segment, const Skips& skips, const Tensors
   for (const Skip& skip : skips) {
     if (skip.tensor.defined()) stashed.insert(skip.tensor.storage().unsafeGetStorageImpl());
   }
-  // What was popped first: it counts as stashed for the rest.
+  // Popped skip tensors, the last inputs, come first: they count as stashed for the other inputs.
   for (size_t i = taken.size(); i-- > 0;) {
     const void* storage = taken[i].storage().unsafeGetStorageImpl();
     GPIPE_CHECK(
         stashed.count(storage) == 0, "layers ", segment.begin, " to ", segment.end - 1,
-        " of the stage change in place what comes to them, and a tensor of shape ", taken[i].sizes(),
-        " of that is stashed, too: whoever pops it would not see the change. Stash a clone, or let the "
-        "layers compute out of place");
+        " of the stage change an input of shape ", taken[i].sizes(),
+        " in place, and the same memory is also stashed: the layer that pops it would not see the change. "
+        "Stash a clone, or make the layers compute out of place");
     if (i >= num_plain) stashed.insert(storage);
   }
 }

@@ -1,22 +1,23 @@
-// Where skip connections leave a run of layers and enter another: what is stashed lies with the micro-batch until it is
-// popped, and its gradient likewise on the way back.
+// Skip connections at segments. The micro-batch holds a stashed tensor from its stash to its pop, and the gradient
+// from the pop's backward to the stash's backward.
 #pragma once
 
 #include "pipeline/segment.h"
 
 namespace gpipe_fast {
 
-// What a segment takes: what comes to it, and behind that what it pops.
+// Returns a segment's inputs: `value`, followed by the skip tensors that the segment pops.
 Boundary pop(const Segment& segment, Skips& skips, Boundary value);
-// What it hands on: what it returned without what it stashed.
+// Moves the skip tensors that a segment stashed from its outputs to `skips`, and returns the other outputs.
 Boundary stash(const Segment& segment, Skips& skips, Boundary outputs);
-// Throws if layers changed in place what they took, `num_plain` tensors and what they popped, and the same memory is
-// stashed: in a pipeline they change a copy, and whoever pops the other would not see it.
+// Throws if one of a segment's inputs shares memory with a stashed tensor. Call if the layers change inputs in place:
+// in a pipeline they change a copy, so the pop would not see the change. `taken`: `num_plain` boundary tensors,
+// followed by the popped skip tensors.
 void check_not_stashed(const Segment& segment, const Skips& skips, const Tensors& taken, size_t num_plain);
 
-// The gradients of all that a segment returned, given those of what it handed on.
+// Given the gradients of a segment's other outputs, appends those of the skip tensors that it stashed.
 void pop_gradients(const Segment& segment, const Form& returned, Skips& skips, Tensors& tangents);
-// Those that it hands back, of all that it took.
+// Given the gradients of all inputs of a segment, moves those of the skip tensors that it popped to `skips`.
 void stash_gradients(const Segment& segment, const Form& taken, Skips& skips, Tensors& gradients);
 
 }  // namespace gpipe_fast

@@ -1,4 +1,4 @@
-// What a stage has of one mini-batch. Used by the stage's worker while it runs.
+// Per-stage state of one mini-batch. The stage's worker uses it while a run is in progress.
 #pragma once
 
 #include "pipeline/boundary.h"
@@ -17,39 +17,39 @@ namespace gpipe_fast {
 
 class PythonLayers;
 
-// A backward of which a part is still to come.
+// A backward that has started and has not finished.
 struct OpenBackward {
   OpenBackward(Program& program, Tensors& gradients, bool first) : run(program, gradients, first) {}
-  // Into gradients of its own, which are then added.
+  // Accumulates into separate gradients, which are added to the stage's at the end.
   OpenBackward(Program& program, size_t num_parameters) : apart(num_parameters), run(program, apart, true) {}
 
   Tensors apart;
   Program::Run run;
 };
 
-// What a forward has under way.
+// State of a running forward.
 struct ForwardState {
-  Tensors buffers;                  // as the latest micro-batch left them
-  std::vector<Tensors> statistics;  // what running statistics were, by `StagePlan::statistics`
-  // The state of layers in Python, as of the mini-batch's begin.
+  Tensors buffers;                  // as of the latest micro-batch
+  std::vector<Tensors> statistics;  // previous running statistics, by `StagePlan::statistics`
+  // Snapshots of the state of layers in Python, made before they ran.
   std::vector<std::pair<std::shared_ptr<PythonLayers>, Opaque>> noted;
 };
 
-// What a backward has under way.
+// State of a running backward.
 struct BackwardState {
   Tensors gradients;
-  std::set<int64_t> foreign;  // gradients that came from Python, whose memory may be shared
+  std::set<int64_t> foreign;  // indices of gradients from Python, whose memory may be shared
   std::unique_ptr<OpenBackward> open;
 };
 
-// What a stage holds of one micro-batch. `arrived` and `tangents` are written by its neighbours' workers.
+// A stage's state of one micro-batch. The neighbouring stages' workers write `arrived` and `tangents`.
 struct Cell {
-  Boundary arrived;  // until F
-  Boundary outputs;  // from F to SEND_F
+  Boundary arrived;  // boundary activation that enters the stage, until F
+  Boundary outputs;  // boundary activation that leaves it, from F to SEND_F
   std::vector<Link> links;
-  Tensors tangents;         // boundary gradient, until B
-  Tensors input_gradients;  // boundary gradient, from B to SEND_B
-  Moment there;             // when what was sent here last has come
+  Tensors tangents;         // boundary gradient that enters the stage, until B
+  Tensors input_gradients;  // boundary gradient that leaves it, from B to SEND_B
+  Moment there;             // stream event: the latest sent tensors have arrived
 };
 
 struct StageState {
@@ -60,21 +60,22 @@ struct StageState {
 
   int32_t index = 0;
   at::Device device = at::kCPU;
-  bool keeps = false;               // a backward can come
-  bool retains = false;             // another one can come after this
-  std::function<int64_t()> key;     // draws the mini-batch's
-  at::Tensor keys;                  // a row for each segment that draws, where all are known before
-  std::vector<int64_t> first_keys;  // of each micro-batch, which row is its first
+  bool keeps = false;               // a backward may follow
+  bool retains = false;             // another backward may follow this one
+  std::function<int64_t()> key;     // draws the mini-batch's random key
+  at::Tensor keys;                  // one row for each segment that needs a key, if the chains are known
+  std::vector<int64_t> first_keys;  // by micro-batch: its first row in `keys`
   Tensors parameters;
-  std::map<int64_t, at::Tensor> homes;  // the originals of those that are replicas
+  std::map<int64_t, at::Tensor> homes;  // originals of the replicated parameters, by position
   Tensors module_buffers;
-  std::vector<bool> reached;              // the parameters that outputs depend on: others get no gradient
-  std::map<size_t, Noted> noted_buffers;  // the module's own that a backward can read, by index
+  std::vector<bool> reached;  // by parameter: whether an output depends on it; others get no gradient
+  std::map<size_t, Noted> noted_buffers;  // module buffers that a backward may read, by index
   ForwardState forward;
   BackwardState backward;
   std::vector<Cell> cells;  // by micro-batch
 
-  // Points a program at the parameters, once in a run. It is held, since another could be made where one was freed.
+  // Binds a program to the parameters, once per run. Holds the program, because a new one could be allocated at the
+  // address of a freed one.
   void bind(const std::shared_ptr<Program>& program);
   void release_programs() { bound_.clear(); }
 

@@ -10,15 +10,16 @@ std::vector<at::Tensor> Statistics::begin(std::vector<at::Tensor>& buffers) cons
   std::vector<at::Tensor> before;
   for (int64_t index : {mean, variance, count}) {
     at::Tensor& buffer = buffers.at(index);
-    // Layers in Python write the module's own.
+    // A copy, because layers in Python write the module's own buffer.
     before.push_back(buffer.clone());
     buffer = at::zeros_like(buffer);
   }
   return before;
 }
 
-// As PyTorch's batch norm (aten/src/ATen/native/Normalization.cpp): running = (1 - f) running + f new, where the variance
-// is n / (n - 1) that of the elements. On the device alone: nothing is read back.
+// The formula of PyTorch's batch norm (aten/src/ATen/native/Normalization.cpp): running = (1 - f) running + f new,
+// where the new variance is the population variance times n / (n - 1). Runs on the device, without synchronizing
+// the host.
 void Statistics::end(std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& before) const {
   const at::Tensor n = buffers.at(count).to(at::kDouble);
   const at::Tensor met = n.gt(0).to(at::kDouble);

@@ -1,4 +1,4 @@
-// Running statistics of a batch norm that come from the whole mini-batch, not from each micro-batch.
+// Running statistics of a batch norm, computed over the whole mini-batch instead of each micro-batch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,16 +9,17 @@
 
 namespace gpipe_fast {
 
-// Where they are among a stage's buffers. While a forward runs, these hold mean, variance (that of the elements, not the
-// estimate from a sample) and number of the elements met so far, beginning with zeros; each micro-batch adds its own.
+// Indices of the statistics among a stage's buffers. While a forward runs, these buffers hold the mean, the
+// population variance (not the sample estimate) and the number of the elements seen so far, starting at zero; each
+// micro-batch adds its own elements.
 struct Statistics {
   int64_t mean, variance, count;
-  std::optional<double> momentum;  // none: the average over all mini-batches
+  std::optional<double> momentum;  // nullopt: the average over all mini-batches
 
-  // Lets the buffers begin with zeros; returns what they were, which is not written when they are.
+  // Replaces the buffers by zeros, and returns copies of their previous values.
   std::vector<at::Tensor> begin(std::vector<at::Tensor>& buffers) const;
-  // What the module's buffers become, given what they were: as after one call with the whole mini-batch; as they were if
-  // the batch norm was not called.
+  // Replaces the buffers by the module's new values, given the values that begin() returned: the result of one call
+  // with the whole mini-batch, or the previous values if the batch norm was not called.
   void end(std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& before) const;
 };
 

@@ -3,15 +3,15 @@
 #include <ATen/Parallel.h>
 #include <omp.h>
 
-// MKL is inside of torch's own library, where torch has it.
+// Torch's own library contains MKL, if torch was built with it.
 extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
 
 namespace gpipe_fast {
 namespace {
 
 void set_num_threads(int num_threads) {
-  // at::set_num_threads would set MKL's count for all threads. PyTorch itself does so when a thread first asks for its
-  // count; after that it leaves the thread alone.
+  // at::set_num_threads would set MKL's thread count for all threads. PyTorch initializes a thread's count when the
+  // thread first queries it, and does not change the count afterwards.
   (void)at::get_num_threads();
   omp_set_num_threads(num_threads);
   if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(num_threads);

@@ -1,4 +1,4 @@
-// What a worker takes over from the thread that calls: how it computes, and who watches it.
+// The thread state: the caller's thread-local settings that a worker takes over (thread count, rounding, profiler).
 #pragma once
 
 #include <ATen/record_function.h>
@@ -10,19 +10,20 @@
 
 namespace gpipe_fast {
 
-// Taken by the calling thread; used by any number of workers. Not taken over are grad and inference mode, autocast and
-// dispatch modes: programs run below all of them.
+// The calling thread captures it; any number of workers apply it. It excludes grad mode, inference mode, autocast and
+// dispatch modes, because programs run below all of them.
 class Surroundings {
  public:
   // `num_threads`: intra-op threads of each worker.
   explicit Surroundings(int num_threads);
 
-  // Runs `body` in them, in this thread. Its OpenMP and MKL thread counts stay; those of other threads do not change.
+  // Runs `body` in this thread with these settings. This thread keeps the OpenMP and MKL thread counts afterwards;
+  // those of other threads do not change.
   void run(const std::function<void()>& body) const;
 
  private:
   int num_threads_;
-  std::fenv_t floating_point_;  // rounding, and whether denormals are flushed to zero
+  std::fenv_t floating_point_;  // rounding mode, and whether denormals are flushed to zero
   at::RecordFunctionTLS observers_;
   std::shared_ptr<c10::ThreadLocalDebugInfo> debug_info_;
 };

@@ -252,7 +252,7 @@ def test_in_place_changes_of_what_is_stashed(balance: list[int], backend: str) -
     if balance in ([4], [1, 3]):
         assert unequal(pipeline_step(pipe, features()), loop_step(model, features(), M)) == []
     else:
-        with pytest.raises(RuntimeError, match=r"change in place what comes to them.* is stashed, too"):
+        with pytest.raises(RuntimeError, match=r"change an input of shape .* in place.* is also stashed"):
             pipe(features())
 
 

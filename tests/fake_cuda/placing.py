@@ -115,10 +115,10 @@ def too_large() -> None:
 
 
 MESSAGE = (
-    r"\(in action 1{action}\d.*; stage 1 on cuda:1 has \d+ bytes of parameters, \d+ bytes of their "
+    r"\(in action 1{action}\d.*; stage 1 on cuda:1 holds \d+ bytes of parameters, \d+ bytes of their "
     r"gradients so far, (\d+\.\d) MiB of boundary tensors for each of 4 micro-batches "
-    r"\((\d+\.\d) MiB in all\), .* saved of activations so far, and .* of scratch memory; more chunks, "
-    r"checkpoint='always', or a balance with fewer layers in this stage need less\)"
+    r"\((\d+\.\d) MiB in total\), .* of saved activations so far, and .* of scratch memory; to reduce this, "
+    r"use more chunks, checkpoint='always', or a balance with fewer layers in this stage\)"
 )
 
 

@@ -137,8 +137,9 @@ def test_a_planted_lack_of_memory_says_who_holds_what() -> None:
     for action, step in (("1F2", lambda: pipe(x)), ("0B1", lambda: pipe(x).sum().backward())):
         plant_failure(pipe, action, "OutOfMemoryError", after=1)
         message = (
-            rf"planted OutOfMemoryError \(in action {action}: .*; stage {action[0]} on cpu has 160 bytes of "
-            r"parameters, .* 32 bytes of boundary tensors for each of 4 micro-batches \(128 bytes in all\)"
+            rf"planted OutOfMemoryError \(in action {action}: .*; stage {action[0]} on cpu holds 160 bytes "
+            r"of parameters, .* 32 bytes of boundary tensors for each of 4 micro-batches "
+            r"\(128 bytes in total\)"
         )
         with pytest.raises(torch.OutOfMemoryError, match=message):
             step()
