@@ -42,13 +42,13 @@ class LoweredSegment final : public Segment {
   std::shared_ptr<Arena> arena() const override;
 
   std::shared_ptr<const Pass> pass;
-  std::vector<Layout> inputs;  // it was lowered for these `inputs`, `takes` and `tangents`
+  std::vector<Layout> inputs;  // the segment was lowered for these `inputs`, `takes` and `tangents`
   std::shared_ptr<const Form> takes, returns;
   std::vector<std::optional<Layout>> tangents;  // by output; nullopt if no gradient arrives
   std::optional<int64_t> draws;                 // see draws_from
   bool writes_inputs = false;
   std::vector<int64_t> reached;  // indices of the stage's parameters that its outputs depend on
-  Opaque origin;                 // opaque to C++; from it the segment finder finds a fallback
+  Opaque origin;                 // opaque to C++; the segment finder uses it to find a fallback
 
  private:
   void keep_only(const StageState& stage, Link& link) const;

@@ -6,7 +6,7 @@
 //                              | 0Fm                          | 0Bm         | 1SEND_Bm
 //                            outputs --+ 0SEND_Fm            ...   input_gradients
 //                                      |                                    | 1Bm
-//   stage 1, micro-batch m   arrived <-+ --1Fm--> [ contexts ]   kept for 1Bm
+//   stage 1, micro-batch m  received <-+ --1Fm--> [ contexts ]   kept for 1Bm
 //
 // The contexts are those of the stage's segments. Nearly every stage is a single segment.
 //
@@ -35,8 +35,8 @@ namespace gpipe_fast {
 // backward. Only layers in Python need the GIL.
 class MiniBatch final : public Work {
  public:
-  // `parameters` and `buffers` belong to the whole module; the plan's stages index them. `key` returns the
-  // mini-batch's random key, always the same; it is called only if something is random.
+  // `parameters` and `buffers` belong to the module; the plan's stages index them. `key` returns the mini-batch's
+  // random key, always the same; it is called only if something is random.
   MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Transport> transport,
             const Tensors& parameters, const Tensors& buffers, const std::function<int64_t()>& key);
 
@@ -58,7 +58,7 @@ class MiniBatch final : public Work {
   void begin_backward(std::vector<Tensors> microbatches, bool retain);
   struct Gradients {
     std::vector<Tensors> inputs;  // by micro-batch; undefined where no gradient is due
-    Tensors parameters;           // the whole module's; undefined where no gradient is due
+    Tensors parameters;           // the module's; undefined where no gradient is due
   };
   // Sums the gradients of a parameter that several stages use, and rounds gradients that were accumulated in higher
   // precision than their parameter's. `callers`: the calling thread's streams.
@@ -122,7 +122,8 @@ class MiniBatch final : public Work {
   std::vector<Skips> skips_;  // by micro-batch
   Phase phase_ = Phase::idle;
   bool kept_ = false;
-  bool gradients_on_callers_ = false;  // whether their streams made the parameter gradients
+  bool gradients_on_callers_ =
+      false;  // parameter gradients were made on the callers' streams, not the stages'
   std::atomic<bool> as_expected_ = true;
   std::optional<Surroundings> surroundings_;
 };

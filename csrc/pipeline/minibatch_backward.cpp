@@ -13,8 +13,8 @@ namespace gpipe_fast {
 
 namespace {
 
-// Makes gradients strided, with conjugation and negation resolved: programs and autograd need them like this, and
-// only then are their layouts comparable with those that a segment was lowered for.
+// Makes gradients strided, and resolves conjugation and negation. Programs and autograd require this, and it makes the
+// layouts comparable with those that a segment was lowered for.
 void make_plain(Tensors& tangents) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (at::Tensor& tangent : tangents) {

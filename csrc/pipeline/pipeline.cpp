@@ -46,7 +46,7 @@ namespace {
   std::abort();  // unreachable: exceptions without a message were rethrown unchanged
 }
 
-// Makes streams the calling thread's current streams while it lives.
+// Scope guard: makes streams the calling thread's current streams.
 class On {
  public:
   explicit On(const std::vector<Stream>& streams) {
@@ -62,9 +62,10 @@ class On {
   std::vector<std::unique_ptr<Stream::Current>> current_;
 };
 
-// Runs a backward on the streams of the forward's caller. An autograd thread takes over only the caller's stream on
-// the outputs' device, and is ordered after no other stream. So the forward's streams first wait for the thread's.
-// At the end the thread's streams wait for the forward's, and the outputs' stream waits for all of them.
+// Scope guard: runs a backward on the streams of the forward's caller. An autograd thread takes over only the
+// caller's stream on the outputs' device, and is ordered after no other stream. So the forward's streams first wait
+// for the thread's. At the end the thread's streams wait for the forward's, and the outputs' stream waits for all
+// of them.
 class OfForward {
  public:
   OfForward(std::vector<Stream> own, const std::vector<Stream>& forward)

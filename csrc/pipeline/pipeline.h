@@ -73,7 +73,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   Gradients backward_once(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes, bool retain);
   void check_open() const;
   void set_up(const Plan& plan);
-  // Returns the outputs by micro-batch. `another` makes a second mini-batch of the plan, to be captured.
+  // Returns the outputs by micro-batch. May capture a second mini-batch of the plan first.
   std::vector<Boundary> run_forward(const std::shared_ptr<MiniBatch>& minibatch, const Tensors& inputs,
                                     const Replays::Make& another);
   bool replays_are_due() const;

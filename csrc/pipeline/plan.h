@@ -46,10 +46,11 @@ struct StagePlan {
   bool known = false;
   std::shared_ptr<Finder> finder;
 
-  // Returns whether all its layers are known to be lowered.
+  // Returns whether its chains are fixed and contain lowered segments only.
   bool is_lowered() const;
 
-  // Returns the segment at position `place` of a micro-batch's chain, and finds it if the cached one does not fit.
+  // Returns the segment at `place` in a micro-batch's chain. Searches for it if the cached one does not take these
+  // tensors.
   std::shared_ptr<const Segment> segment(int32_t microbatch, size_t place, int64_t layer,
                                          const Boundary& boundary, const Skips& skips) const;
   // Returns the fallback for a segment that does not accept these gradients.
@@ -68,7 +69,7 @@ struct Plan {
   std::vector<std::optional<int64_t>> cut_along;
   // The dimension along which outputs are concatenated.
   int64_t join_along = 0;
-  // Throws unless the micro-batches' outputs can be concatenated; null if that is known in advance.
+  // Throws unless the micro-batches' outputs can be concatenated; null if that is certain in advance.
   std::function<void(const std::vector<Boundary>&)> check_outputs;
 
   bool is_lowered() const;

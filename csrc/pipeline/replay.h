@@ -61,9 +61,9 @@ class Replays {
   Replays(std::shared_ptr<const Transport> transport, Engine engine);
   ~Replays();
 
-  // Replays the forward graph; if the plan is warm, captures it first, with the mini-batch that `another` makes.
-  // Call after begin_forward(). Returns the outputs by micro-batch, valid until the next replay; null if this
-  // mini-batch must run uncaptured.
+  // Replays the forward graph; if the plan is warm, captures it first, with a second mini-batch of the plan. Call
+  // after begin_forward(). Returns the outputs by micro-batch, valid until the next replay; null if this mini-batch
+  // must run uncaptured.
   const std::vector<Boundary>* forward(const std::shared_ptr<MiniBatch>& minibatch, const RunOf& run,
                                        const Make& another);
   // Return whether there is a graph for a run, so that its tensors need not be split by micro-batch.
@@ -84,7 +84,7 @@ class Replays {
   bool can_let_go() const;
   bool let_go();
 
-  // Frees all graphs and their plans.
+  // Frees all graphs and removes their plans.
   void forget();
   std::vector<ReplayReport> reports() const;
 

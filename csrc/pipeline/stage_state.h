@@ -49,7 +49,7 @@ struct Cell {
   std::vector<Link> links;
   Tensors tangents;         // boundary gradient that enters the stage, until B
   Tensors input_gradients;  // boundary gradient that leaves it, from B to SEND_B
-  Moment there;             // stream event: the latest sent tensors have arrived
+  Moment there;             // stream event: arrival of the latest sent tensors
 };
 
 struct StageState {
