@@ -122,8 +122,7 @@ class MiniBatch final : public Work {
   std::vector<Skips> skips_;  // by micro-batch
   Phase phase_ = Phase::idle;
   bool kept_ = false;
-  bool gradients_on_callers_ =
-      false;  // parameter gradients were made on the callers' streams, not the stages'
+  bool gradients_on_callers_ = false;  // parameter gradients were made on the callers' streams
   std::atomic<bool> as_expected_ = true;
   std::optional<Surroundings> surroundings_;
 };
