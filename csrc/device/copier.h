@@ -1,5 +1,5 @@
-// Copies between memories, as a kind of device makes them itself; csrc/cuda/copier.cpp has CUDA's. What torch's
-// device-neutral interface can do is no part of it.
+// Asynchronous copies between host and device memories, for operations that torch's device-neutral interface
+// lacks. csrc/cuda/copier.cpp has the CUDA implementation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,20 +14,22 @@ class Copier {
  public:
   virtual ~Copier() = default;
 
-  // Whether each of two devices accesses the other's memory; asked for the first time, it sees to that. False where they
-  // cannot, and where it fails. Not to be asked for the first time while work is captured.
+  // Returns whether the two devices can access each other's memory. The first call for a pair of devices
+  // enables peer access; it must not happen during a capture. Returns false if peer access is unsupported or
+  // cannot be enabled.
   virtual bool connects(at::Device one, at::Device other) const = 0;
 
-  // Puts a copy on the stream that the calling thread has on a device, `on`. Memory of the host is pinned.
+  // Enqueues a copy on the calling thread's current stream of the device `on`. Host memory must be pinned.
   virtual void copy(const at::Tensor& target, const at::Tensor& source, at::Device on) const = 0;
 
-  // Once a block of pinned memory is let go of, nobody else gets it before all is done that is then on that stream.
+  // Records that the calling thread's current stream of the device `on` uses a block of pinned memory: once
+  // freed, the block is reused only after the work that is on that stream at that time has finished.
   virtual void keep_for_stream(const at::Tensor& pinned, at::Device on) const = 0;
 };
 
-// CUDA's; null in a build without it.
+// Returns the CUDA copier; null in a build without CUDA.
 const Copier* copier();
-// Called while libraries are loaded.
+// Registers the copier. Called while libraries are loaded.
 bool offer_copier(const Copier& copier);
 
 }  // namespace gpipe_fast

@@ -1,4 +1,4 @@
-// Graphs: work on the streams of several devices, captured once and then started as a whole, by one call.
+// Graphs: work on the streams of several devices, captured once and then launched as a whole by one call.
 #pragma once
 
 #include "device/stream.h"
@@ -16,34 +16,37 @@ namespace gpipe_fast {
 class Graph {
  public:
   virtual ~Graph() = default;
-  // All of it comes after what is on the stream, and before what will be.
+  // Launches the graph on `stream`: it runs after the work already enqueued there and before any later work.
   virtual void replay(const Stream& stream) = 0;
   virtual int64_t num_nodes() const = 0;
-  // What its devices have less of since it is there.
+  // Returns the device memory that capturing took, in bytes, summed over the devices.
   virtual int64_t bytes() const = 0;
 };
 
-// Graphs that share memory, which is theirs alone: what a capture frees, later captures allocate again. So while anything
-// that a replay left in this memory is still to be read, no other graph may be replayed.
+// Captures graphs that share one private memory pool. A capture may reuse memory that an earlier capture
+// freed. So while a result that a replay left in this memory is still to be read, no other graph may be
+// replayed.
 class GraphMaker {
  public:
   virtual ~GraphMaker() = default;
-  // Why nothing can be captured in this process; empty if it can.
+  // Returns the reason why nothing can be captured in this process; empty if capture is possible.
   virtual std::string obstacle() const = 0;
-  // Captures what `body`, and threads that it waits for, put on streams, all of which are given; nothing of it is done.
-  // What they allocate there comes from the graphs' memory. Throws what `body` throws, and where something cannot be
-  // captured, and leaves no stream in a state of capture. The memory is not given back while any of the graphs lives.
+  // Captures, without running it, the work that `body` and the threads it waits for enqueue; `streams` must
+  // list every stream they use. Allocations on these streams come from the graphs' pool, which keeps its
+  // memory while any of the graphs lives. Rethrows exceptions of `body`, and throws if an operation cannot be
+  // captured; either way no stream is left capturing.
   virtual std::shared_ptr<Graph> capture(const std::vector<Stream>& streams,
                                          const std::function<void()>& body) = 0;
-  // Makes tensors in the same places that own nothing of the graphs' memory, as it is now; what lies elsewhere stays as it
-  // is. They let other captures have the memory, and can be read until one of these is replayed.
+  // Returns a function that maps a tensor in the graphs' memory, as allocated at the time of this call, to a
+  // non-owning alias, and any other tensor to itself. An alias does not prevent later captures from reusing
+  // the memory; it is valid until one of those is replayed.
   using Alias = std::function<at::Tensor(const at::Tensor&)>;
   virtual Alias alias() const = 0;
 };
 
-// Null where the extension was built without CUDA.
+// Returns null if the extension was built without CUDA.
 std::unique_ptr<GraphMaker> make_graph_maker();
-// What the CUDA part brings.
+// Registers the implementation. The CUDA part of the extension constructs one.
 struct GraphMakerRegistration {
   explicit GraphMakerRegistration(std::unique_ptr<GraphMaker> (*make)());
 };

@@ -16,11 +16,11 @@ struct Less {
   }
 };
 
-// What nobody uses any more, by device.
+// Unused objects for reuse, by device.
 template <class Kept>
 class Pool {
  public:
-  // Nothing if none is left.
+  // Returns nullopt if the pool has none for this device.
   std::optional<Kept> take(at::Device device) {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<Kept>& free = free_[device];
@@ -39,7 +39,8 @@ class Pool {
   std::map<at::Device, std::vector<Kept>, Less> free_;
 };
 
-// Never destroyed: events must not outlive the driver's end. An event belongs to the device of its first stream.
+// The pool is never destroyed, because events cannot be destroyed after the driver has shut down. It is keyed
+// by device because an event belongs to the device of the first stream it is recorded on.
 Pool<std::unique_ptr<c10::Event>>& events() {
   static auto* const made = new Pool<std::unique_ptr<c10::Event>>;
   return *made;
@@ -52,7 +53,8 @@ std::shared_ptr<c10::Event> take_event(at::Device device) {
           [device](c10::Event* done) { events().give_back(device, std::unique_ptr<c10::Event>(done)); }};
 }
 
-// Streams are never destroyed: allocators know memory by them, and would take another one at the same address for it.
+// Streams are never destroyed: allocators identify memory by stream, and would mistake a new stream at the
+// same address for the destroyed one.
 Pool<c10::Stream>& streams() {
   static auto* const made = new Pool<c10::Stream>;
   return *made;
@@ -64,7 +66,7 @@ StreamMaker& offered() {
 }
 
 std::atomic<int> num_holding{0};
-std::mutex holding_mutex;  // of all that hold, and of what they do
+std::mutex holding_mutex;  // guards all_holding() and every held_
 std::vector<Stream::Holding*>& all_holding() {
   static auto* const made = new std::vector<Stream::Holding*>;
   return *made;
@@ -143,7 +145,7 @@ Stream::Current::Current(const Stream& stream) {
 Stream::Current::~Current() {
   if (!impl_) return;
   impl_->exchangeStream(*stream_);
-  impl_->uncheckedSetDevice(*device_);  // a device that has failed is told of elsewhere
+  impl_->uncheckedSetDevice(*device_);  // a device failure is reported elsewhere
 }
 
 }  // namespace gpipe_fast

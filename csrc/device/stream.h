@@ -1,5 +1,5 @@
-// Streams and moments: in which order a device does what several threads ask of it. On the CPU, where work is done when
-// a call returns, there is nothing to them.
+// Streams and stream events: the order in which a device executes work that several threads enqueue. On the
+// CPU, where work is complete when a call returns, they do nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,49 +15,52 @@ namespace gpipe_fast {
 
 class Stream;
 
-// A point in the work of a stream: what was put on it before. Copies are the same one.
+// A stream event: a point in the work of a stream. It completes when all work enqueued before it has. Copies
+// share it.
 class Moment {
  public:
-  // The CPU's: now.
+  // An event of the CPU, which is complete.
   Moment() = default;
   explicit Moment(const Stream& stream);
 
-  // Until it has come.
+  // Blocks the calling thread until the event completes.
   void synchronize() const;
 
  private:
   friend class Stream;
-  std::shared_ptr<c10::Event> event_;  // from a pool, and back to it
+  std::shared_ptr<c10::Event> event_;  // from a pool, returned to it by the deleter
 };
 
-// Makes a stream of a device, which lives as long as the process.
+// Creates a stream on a device. The stream lives as long as the process.
 using StreamMaker = c10::Stream (*)(at::Device device);
-// Called while libraries are loaded; torch's pool stands in where nothing was offered.
+// Registers the function that creates streams. Called while libraries are loaded; without one, torch's pool
+// is used.
 bool offer_streams(StreamMaker make);
 
 class Stream {
  public:
-  // The one that the calling thread puts work on.
+  // Returns the calling thread's current stream of a device.
   static Stream of_thread(at::Device device);
-  // Takes a stream that nobody else uses until it is given back. PyTorch's own pool deals out each stream several times. A
-  // stream that is given back still finishes its work.
+  // Takes a stream for exclusive use until give_back(); PyTorch's own pool hands out each stream several
+  // times. A stream that is given back still finishes its work.
   static Stream take(at::Device device);
   static void give_back(const Stream& stream);
 
   at::Device device() const { return device_; }
-  // PyTorch's; not of the CPU.
+  // Returns PyTorch's stream. Must not be called for the CPU.
   c10::Stream whole() const { return stream_.value(); }
   bool is_cpu() const { return !stream_; }
   bool operator==(const Stream& other) const { return device_ == other.device_ && stream_ == other.stream_; }
 
-  // What is put on it from now on begins after a moment of another.
+  // Makes later work on this stream begin only after a stream event, usually of another stream.
   void wait(const Moment& moment) const;
-  // Work that is on it now uses the memory of a tensor, so nobody else's must come into it before that is done, also if
-  // the tensor is let go of.
+  // Records that work already on this stream uses a tensor's memory. Even if the tensor is freed, its memory
+  // is not reused before that work has finished.
   void uses(const at::Tensor& tensor) const;
 
-  // While one of these lives, what is used on its streams is held on to instead, whoever lets go of it: for streams that
-  // are captured, of which an allocator cannot ask when they are done.
+  // While a Holding lives, it owns the tensors that uses() receives on its streams, instead of recording them
+  // with the allocator. For streams that are being captured: an allocator cannot query when their work has
+  // finished.
   class Holding {
    public:
     explicit Holding(std::vector<Stream> streams);
@@ -71,7 +74,8 @@ class Stream {
     std::vector<at::Tensor> held_;
   };
 
-  // Makes it the calling thread's, and its device, as long as it lives.
+  // A guard: makes a stream and its device current in the calling thread, and restores the previous ones at
+  // the end.
   class Current {
    public:
     explicit Current(const Stream& stream);
@@ -81,7 +85,7 @@ class Stream {
 
    private:
     std::optional<c10::impl::VirtualGuardImpl> impl_;
-    std::optional<at::Device> device_;  // what they were
+    std::optional<at::Device> device_;  // the previous device and stream
     std::optional<c10::Stream> stream_;
   };
 

@@ -16,17 +16,18 @@ std::string Action::name() const {
 
 Actions::Actions(std::vector<std::vector<Action>> stages, int64_t capacity)
     : stages_(std::move(stages)), capacity_(capacity) {
-  GPIPE_CHECK_ARG(!stages_.empty(), "a pipeline has at least one stage");
-  GPIPE_CHECK_ARG(capacity > 0, "at least one boundary tensor must be able to wait, got room for ", capacity);
+  GPIPE_CHECK_ARG(!stages_.empty(), "a pipeline must have at least one stage, got none");
+  GPIPE_CHECK_ARG(capacity > 0, "capacity must be at least 1, got ", capacity);
   const int32_t last = num_stages() - 1;
   std::set<int64_t> ranks;
   for (int32_t stage = 0; stage <= last; ++stage) {
     int64_t rank = -1;
     for (const Action& action : stages_[stage]) {
-      GPIPE_CHECK_ARG(action.stage == stage, action.name(), " stands among the actions of stage ", stage);
-      GPIPE_CHECK_ARG(action.rank > rank, action.name(), " has rank ", action.rank, " after one of rank ",
+      GPIPE_CHECK_ARG(action.stage == stage, action.name(), " is listed among the actions of stage ", stage);
+      GPIPE_CHECK_ARG(action.rank > rank, action.name(), " has rank ", action.rank, ", which must exceed ",
                       rank);
-      GPIPE_CHECK_ARG(ranks.insert(action.rank).second, action.name(), " shares its rank ", action.rank);
+      GPIPE_CHECK_ARG(ranks.insert(action.rank).second, action.name(),
+                      " has the rank of another action: ", action.rank);
       rank = action.rank;
     }
   }
@@ -56,8 +57,8 @@ void Actions::check_edge(int32_t sender, ActionKind send, int32_t receiver, Acti
     GPIPE_CHECK_ARG(sends[i].rank < receives[i].rank, receives[i].name(), " ranks before ", sends[i].name());
     const size_t slots = static_cast<size_t>(capacity_);
     GPIPE_CHECK_ARG(i < slots || receives[i - slots].rank < sends[i].rank, sends[i].name(),
-                    " ranks before a slot is free: of ", capacity_, " one is freed by ",
-                    receives[i < slots ? 0 : i - slots].name());
+                    " ranks before a slot is free: capacity is ", capacity_,
+                    " and the next slot is freed by ", receives[i < slots ? 0 : i - slots].name());
   }
 }
 

@@ -1,4 +1,5 @@
-// Actions: what every stage does, in order. Data; the schedules of gpipe_fast/schedule/ make it.
+// Actions: the ordered steps of every stage, as plain data. The schedules in gpipe_fast/schedule/ generate
+// them.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +10,13 @@ namespace gpipe_fast {
 
 enum class ActionKind : uint8_t {
   forward,
-  recompute,         // what a backward can do before its boundary gradient is there
-  backward,          // all, or what a recompute left
-  backward_inputs,   // up to the boundary gradient for the stage before
-  backward_weights,  // what that left
+  recompute,         // the part of a backward that needs no boundary gradient
+  backward,          // the whole backward, or the rest after a recompute
+  backward_inputs,   // computes the boundary gradient for the previous stage
+  backward_weights,  // the rest after backward_inputs
   send_forward,      // boundary activation to the next stage
   recv_forward,
-  send_backward,  // boundary gradient to the stage before
+  send_backward,  // boundary gradient to the previous stage
   recv_backward,
 };
 
@@ -23,18 +24,18 @@ struct Action {
   ActionKind kind;
   int32_t stage;
   int32_t microbatch;
-  // Position in schedule order: no other action's, and higher than that of everything it waits for.
+  // Position in schedule order: unique, and higher than the rank of every action that this one waits for.
   int64_t rank;
 
-  // In the field's notation: 2F0 is stage 2, forward, micro-batch 0.
+  // Returns the name in the notation of torch.distributed.pipelining: 2F0 is stage 2, forward, micro-batch 0.
   std::string name() const;
 };
 
-// The actions of every stage, checked once.
+// The actions of every stage. The constructor validates them.
 class Actions {
  public:
-  // Throws unless every receive has its send, in order, and ranks show that nothing waits in a circle.
-  // `capacity`: boundary tensors that may wait on one edge in one direction.
+  // Throws std::invalid_argument unless sends and receives match in order and the ranks rule out a deadlock.
+  // `capacity`: how many boundary tensors may be in flight on one edge in one direction.
   Actions(std::vector<std::vector<Action>> stages, int64_t capacity);
 
   const std::vector<Action>& of(int32_t stage) const { return stages_[stage]; }

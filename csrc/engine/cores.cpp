@@ -49,7 +49,7 @@ std::vector<int> spread(const std::vector<int>& now, const std::vector<int>& all
 
 Cores::Cores(int32_t num_threads) {
   cpu_set_t mask;
-  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) return;  // more cores than a mask has room for
+  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) return;  // more cores than a cpu_set_t holds
   for (int core = 0; core < CPU_SETSIZE; ++core) {
     if (CPU_ISSET(core, &mask)) allowed_.push_back(core);
   }
@@ -67,7 +67,7 @@ void Cores::enter(int32_t thread) const {
   cpu_set_t mask, one;
   CPU_ZERO(&one);
   CPU_SET(wanted_[thread], &one);
-  // What it may use can have been changed from outside.
+  // The affinity mask may have been changed from outside since the constructor read it.
   if (sched_getaffinity(0, sizeof(mask), &mask) != 0 || !CPU_ISSET(wanted_[thread], &mask)) return;
   if (sched_setaffinity(0, sizeof(one), &one) == 0) sched_setaffinity(0, sizeof(mask), &mask);
 }

@@ -1,4 +1,4 @@
-// Which cores the threads of a pool run on.
+// CPU placement: the cores on which the threads of a pool run.
 #pragma once
 
 #include <cstdint>
@@ -6,30 +6,33 @@
 
 namespace gpipe_fast {
 
-// Where threads should run that run on the cores `now`, given those they may use: no two neighbours on one core, and none
-// that has more of them than it must. Who is well placed stays; with one core, all.
+// Returns one core per thread, given the cores `now` on which the threads run and the cores that they are
+// `allowed` to use: neighbouring threads get different cores, and no core gets more threads than necessary. A
+// thread whose core satisfies this stays there. With a single allowed core, all threads stay.
 std::vector<int> spread(const std::vector<int>& now, const std::vector<int>& allowed);
 
-// Keeps threads apart that hand work to each other. Left to itself, a thread that wakes stays on the core it was on, and
-// the kernel looks for a better one only every few milliseconds: many short runs later, in which threads wait for a core
-// while another has nothing to do.
+// Keeps threads that hand work to each other on different cores. Linux wakes a thread on its previous core
+// and rebalances only every few milliseconds. Until then, many short runs pass in which threads wait for one
+// core while another is idle.
 //
-// A thread is moved, and may then run wherever it might before. Does nothing but on Linux.
+// A thread is migrated by narrowing its affinity mask, which is restored at once. Has no effect except on
+// Linux.
 class Cores {
  public:
-  // Of threads that the calling one will start, and that may use the cores which it may use.
+  // For threads that the calling thread will start: they inherit its affinity mask.
   explicit Cores(int32_t num_threads);
 
-  // By the thread that starts a run, while no other is in here.
+  // Decides which threads to migrate. Called by the thread that starts a run, while no other thread calls
+  // this object.
   void arrange();
-  // By each thread when its part of a run begins, and when it ends.
+  // Called by each thread when its part of a run begins (migrates the thread if necessary) and ends.
   void enter(int32_t thread) const;
   void leave(int32_t thread);
 
  private:
   std::vector<int> allowed_;
-  std::vector<int> now_;     // by thread, where it was last; below 0 before its first run
-  std::vector<int> wanted_;  // by thread; empty if all may stay
+  std::vector<int> now_;     // by thread: the core at its latest leave(); negative before its first run
+  std::vector<int> wanted_;  // by thread: the target core; empty if no thread has to move
 };
 
 }  // namespace gpipe_fast

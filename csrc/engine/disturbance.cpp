@@ -8,7 +8,7 @@
 namespace gpipe_fast {
 namespace {
 
-// Fails at the given look, if there are as many.
+// Raises the fault at the cancellation check with the number `fault->step`, if there is one.
 class Failing final : public Watch {
  public:
   Failing(Watch& inner, const Fault* fault) : inner_(inner), fault_(fault) {}
@@ -42,10 +42,10 @@ void Disturbed::delay(const Action& action, uint64_t salt, Watch& watch) const {
   if (disturbance_.longest_delay_us == 0) return;
   std::mt19937_64 random(disturbance_.seed * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(action.rank) * 2 +
                          salt);
-  // Most are short: the order of two actions turns on microseconds.
+  // Most delays are short, because microseconds decide the order of two actions.
   const uint64_t longest = static_cast<uint64_t>(disturbance_.longest_delay_us) >> (random() % 8);
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(random() % (longest + 1));
-  // In pieces, so that a cancelled action stops as soon as one with real operators would.
+  // Sleeps in short pieces, so that a cancelled action stops as promptly as one that runs operators.
   for (auto now = std::chrono::steady_clock::now(); now < end; now = std::chrono::steady_clock::now()) {
     watch.look();
     std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(end - now, std::chrono::milliseconds(1)));

@@ -1,4 +1,5 @@
-// Delays and failures planted in a pipeline, so that tests can show that no timing and no error does harm.
+// Fault injection: delays and failures with which tests show that a pipeline is correct under any timing and
+// any error.
 #pragma once
 
 #include "engine/engine.h"
@@ -11,18 +12,18 @@
 namespace gpipe_fast {
 
 struct Fault {
-  std::string action;           // as Action::name() has it
-  int64_t step;                 // how many steps of its program go before; with fewer it fails at its end
+  std::string action;           // an Action::name()
+  int64_t step;                 // program steps to run before failing; past the last step, fails at the end
   std::function<void()> raise;  // throws
 };
 
 struct Disturbance {
   uint64_t seed = 0;
-  int64_t longest_delay_us = 0;  // before and after every action, so before a slot is given on too
+  int64_t longest_delay_us = 0;  // before and after every action, thus also before a slot is passed on
   std::vector<Fault> faults;
 };
 
-// The inner work, disturbed.
+// Runs the inner work with injected delays and failures.
 class Disturbed final : public Work {
  public:
   Disturbed(Work& inner, const Disturbance& disturbance) : inner_(inner), disturbance_(disturbance) {}

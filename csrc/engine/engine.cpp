@@ -24,7 +24,7 @@ int64_t now() {
 
 }  // namespace
 
-// The workers and all they share.
+// The worker threads and their shared state.
 struct Engine::Pool {
   Pool(int32_t num_stages, int64_t recorded)
       : process(getpid()),
@@ -37,7 +37,7 @@ struct Engine::Pool {
       for (int32_t stage = 0; stage < num_stages; ++stage) {
         threads.emplace_back([this, stage] { serve(stage); });
       }
-    } catch (...) {  // the system has no more threads
+    } catch (...) {  // the system cannot create another thread
       stop();
       throw;
     }
@@ -74,14 +74,16 @@ struct Engine::Pool {
         }
       });
     } catch (const Stopped&) {
-      // Thrown by something else, such as an engine within the action, it is a failure: nobody would be woken.
+      // If this action was not cancelled, the exception came from elsewhere, such as an engine inside the
+      // action. It is then a failure: otherwise no cancellation would wake the waiting stages.
       if (!cancellation.covers(current->rank)) fail(*current, std::current_exception(), std::move(place));
     } catch (...) {
       fail(*current, std::current_exception(), std::move(place));
     }
   }
 
-  // False if cancelled while it waited. `place`: where it failed, if it throws and knows.
+  // Runs one action. Returns false if it was cancelled while waiting at its slot. If the action throws,
+  // `place` may name the part that failed.
   bool step(const Action& action, std::string& place) {
     struct Cancelled final : Watch {
       Cancelled(const Cancellation& cancellation, int64_t rank, std::string& place)
@@ -114,7 +116,8 @@ struct Engine::Pool {
     return true;
   }
 
-  // The slots at which an action meets a neighbour; null if it meets none.
+  // Returns the slots through which the action synchronises with a neighbouring stage; null for a local
+  // action.
   Slots* slots_of(const Action& action) {
     switch (action.kind) {
       case ActionKind::send_forward:
@@ -166,15 +169,15 @@ struct Engine::Pool {
   const pid_t process;
   Cores cores;
 
-  // Of the run; written by the caller while no worker walks.
+  // State of the current run. The caller writes it while no worker is running.
   const Actions* actions = nullptr;
   Work* work = nullptr;
   Cancellation cancellation;
   std::mutex failure_mutex;
   std::optional<Failure> failure;
 
-  std::vector<Slots> forward;   // [stage]: from it to the next
-  std::vector<Slots> backward;  // [stage]: from it to the one before
+  std::vector<Slots> forward;   // [stage]: from this stage to the next
+  std::vector<Slots> backward;  // [stage]: from this stage to the previous one
   std::vector<Recorder> recorders;
 
   std::atomic<int64_t> generation{0};
@@ -185,17 +188,18 @@ struct Engine::Pool {
 };
 
 Engine::Engine(int32_t num_stages) : num_stages_(num_stages) {
-  GPIPE_CHECK_ARG(num_stages > 0, "an engine has at least one stage, got ", num_stages);
+  GPIPE_CHECK_ARG(num_stages > 0, "an engine must have at least one stage, got ", num_stages);
 }
 
 Engine::~Engine() {
-  // The threads of a parent do not exist in the child that a fork made: what they share is left as it is.
+  // After fork(), the parent's threads do not exist in the child, so their shared state is leaked instead of
+  // destroyed.
   if (pool_ && pool_->process != getpid()) (void)pool_.release();
 }
 
 std::optional<Failure> Engine::run(const Actions& actions, Work& work, const std::function<void()>& poll) {
-  GPIPE_CHECK_ARG(actions.num_stages() == num_stages_, "an engine of ", num_stages_,
-                  " stages got actions for ", actions.num_stages());
+  GPIPE_CHECK_ARG(actions.num_stages() == num_stages_, "the engine has ", num_stages_,
+                  " stages, but received actions for ", actions.num_stages());
   Pool& pool = begin();
   pool.start_run(actions, work);
   std::exception_ptr thrown;
@@ -210,7 +214,7 @@ std::optional<Failure> Engine::run(const Actions& actions, Work& work, const std
     }
   }
   const bool interrupted = end();
-  // Taken in every case: an exception must not stay alive in the pool.
+  // Always moved out of the pool, so that the pool does not keep an exception alive.
   std::optional<Failure> failure = std::exchange(pool.failure, std::nullopt);
   if (thrown) std::rethrow_exception(thrown);
   if (interrupted) throw Stopped();
@@ -234,7 +238,7 @@ bool Engine::end() {
 }
 
 void Engine::after_fork() {
-  new (&mutex_) std::mutex;  // a thread that is no more may have held it
+  new (&mutex_) std::mutex;  // a thread that does not exist in the child may have held the lock
   running_ = interrupted_ = false;
   (void)pool_.release();
 }

@@ -1,4 +1,4 @@
-// What one stage's worker recorded: a ring, allocated ahead.
+// Recorded events of one stage's worker, in a preallocated ring buffer.
 #pragma once
 
 #include "engine/engine.h"
@@ -11,7 +11,7 @@ namespace gpipe_fast {
 
 class Recorder {
  public:
-  // Forgets everything, and keeps `size` events from now on.
+  // Discards all events. From now on keeps the latest `size` events; 0 turns recording off.
   void resize(int64_t size) {
     events_.assign(static_cast<size_t>(size), Event{});
     count_ = 0;

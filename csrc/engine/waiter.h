@@ -1,4 +1,4 @@
-// Waiting until another thread makes a condition true: looks for a while, then sleeps.
+// Waits until another thread makes a condition true: spins for a while, then sleeps.
 #pragma once
 
 #include <atomic>
@@ -8,8 +8,8 @@
 
 namespace gpipe_fast {
 
-// Whoever makes the condition true stores what it reads with seq_cst order, then calls wake(): a waiter either sees
-// the new state or is seen by wake().
+// The thread that makes the condition true stores the state that the condition reads with seq_cst order, then
+// calls wake(). Either the waiter sees the new state, or wake() sees the waiter.
 class Waiter {
  public:
   template <class Condition>
@@ -24,7 +24,7 @@ class Waiter {
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
-  // Sleeps at once, and gives up after a time. Returns the condition.
+  // Sleeps without spinning, for at most `duration`. Returns whether the condition holds.
   template <class Condition, class Duration>
   bool wait_for(const Condition& condition, Duration duration) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -36,7 +36,8 @@ class Waiter {
 
   void wake() {
     if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
-    // A sleeper that has read the old state is inside wait() once the mutex can be had.
+    // Once this thread has had the mutex, every sleeper that read the old state is blocked in
+    // changed_.wait().
     {
       std::lock_guard<std::mutex> lock(mutex_);
     }
@@ -44,8 +45,8 @@ class Waiter {
   }
 
  private:
-  // So many looks take about as long as falling asleep and being woken, some 40 µs. The core is given away
-  // between them, since the thread that is waited for may need it: stages can outnumber cores.
+  // Number of spins: they take about as long as falling asleep and being woken, some 40 µs. The waiter yields
+  // its core between them because the other thread may need it: stages can outnumber cores.
   static constexpr int kLooks = 100;
 
   std::mutex mutex_;

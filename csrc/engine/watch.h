@@ -1,4 +1,4 @@
-// How a running action learns that it should stop.
+// Cancellation token: how a running action learns that it should stop.
 #pragma once
 
 #include <exception>
@@ -6,17 +6,17 @@
 
 namespace gpipe_fast {
 
-// Ends a cancelled action; never a failure.
+// Thrown to end a cancelled action. It is not a failure.
 struct Stopped : std::exception {
-  const char* what() const noexcept override { return "stopped"; }
+  const char* what() const noexcept override { return "cancelled"; }
 };
 
-// Asked between the operators of a program.
+// The cancellation token of one action. A program checks it between its operators.
 class Watch {
  public:
-  // Throws Stopped once the action is cancelled.
+  // Throws `Stopped` once the action is cancelled.
   virtual void look() = 0;
-  // Told, by an action that fails, in which part of the work it did: a name for people.
+  // Called by an action that is about to fail: `place` names, for the error message, the part that failed.
   virtual void blame(const std::string& place) = 0;
 
  protected:

@@ -349,13 +349,13 @@ void test_refusals() {
   constexpr ActionKind F = ActionKind::forward, SF = ActionKind::send_forward, RF = ActionKind::recv_forward,
                        SB = ActionKind::send_backward, RB = ActionKind::recv_backward;
   const std::tuple<Stages, int64_t, std::string> cases[] = {
-      {{}, 1, "a pipeline has at least one stage"},
-      {{{}}, 0, "at least one boundary tensor must be able to wait, got room for 0"},
-      {{{}}, -2, "at least one boundary tensor must be able to wait, got room for -2"},
-      {{{{F, 1, 0, 0}}, {}}, 1, "1F0 stands among the actions of stage 0"},
-      {{{{F, 0, 0, -1}}}, 1, "0F0 has rank -1 after one of rank -1"},
-      {{{{F, 0, 0, 3}, {F, 0, 1, 3}}}, 1, "0F1 has rank 3 after one of rank 3"},
-      {{{{F, 0, 0, 3}}, {{F, 1, 0, 3}}}, 1, "1F0 shares its rank 3"},
+      {{}, 1, "a pipeline must have at least one stage, got none"},
+      {{{}}, 0, "capacity must be at least 1, got 0"},
+      {{{}}, -2, "capacity must be at least 1, got -2"},
+      {{{{F, 1, 0, 0}}, {}}, 1, "1F0 is listed among the actions of stage 0"},
+      {{{{F, 0, 0, -1}}}, 1, "0F0 has rank -1, which must exceed -1"},
+      {{{{F, 0, 0, 3}, {F, 0, 1, 3}}}, 1, "0F1 has rank 3, which must exceed 3"},
+      {{{{F, 0, 0, 3}}, {{F, 1, 0, 3}}}, 1, "1F0 has the rank of another action: 3"},
       {{{{SF, 0, 0, 0}, {SF, 0, 1, 1}}, {{RF, 1, 0, 2}}},
        2,
        "stage 0 sends 2 tensors to stage 1, which receives 1"},
@@ -372,7 +372,7 @@ void test_refusals() {
       {{{{RB, 0, 0, 0}}, {{SB, 1, 0, 1}}}, 1, "0RECV_B0 ranks before 1SEND_B0"},
       {{{{SF, 0, 0, 0}, {SF, 0, 1, 1}}, {{RF, 1, 0, 2}, {RF, 1, 1, 3}}},
        1,
-       "0SEND_F1 ranks before a slot is free: of 1 one is freed by 1RECV_F0"},
+       "0SEND_F1 ranks before a slot is free: capacity is 1 and the next slot is freed by 1RECV_F0"},
   };
   for (const auto& [stages, capacity, message] : cases) {
     const std::string got =
@@ -381,14 +381,14 @@ void test_refusals() {
       std::fprintf(stderr, "got      \"%s\"\nexpected \"%s\"\n", got.c_str(), message.c_str());
     CHECK(got == message);
   }
-  CHECK(refusal([] { Engine(0); }) == "an engine has at least one stage, got 0");
+  CHECK(refusal([] { Engine(0); }) == "an engine must have at least one stage, got 0");
   CHECK(refusal([] { Engine(1).record(-1); }) == "cannot keep -1 events");
   struct Nothing final : Work {
     void run(const Action&, Watch&) override {}
   } nothing;
   Engine engine(2);
   CHECK(refusal([&] { (void)engine.run(Actions({{}}, 1), nothing); }) ==
-        "an engine of 2 stages got actions for 1");
+        "the engine has 2 stages, but received actions for 1");
   CHECK(!engine.run(Actions({{}, {{F, 1, 0, 0}}}, 1), nothing));
 }
 
