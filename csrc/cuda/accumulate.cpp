@@ -31,7 +31,8 @@ std::optional<ElementType> element_type(const at::Tensor& tensor) {
   }
 }
 
-// Whether both hold their elements in one order along memory, without gaps: then they add as flat arrays.
+// Returns whether both tensors are dense and in the same memory order, so that they can be added as flat
+// arrays.
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return (a.is_contiguous() && b.is_contiguous()) ||
          (a.is_non_overlapping_and_dense() && a.strides() == b.strides());
@@ -49,7 +50,7 @@ struct Pair {
   }
 };
 
-// Fills one table and launches it whenever it is full and at the end.
+// Collects pairs in a table. Launches the kernel whenever the table is full; the caller launches the rest.
 class Launcher {
  public:
   Launcher(const Pair& first, cudaStream_t stream) : stream_(stream) {
@@ -84,7 +85,7 @@ class Launcher {
   cudaStream_t stream_;
 };
 
-// Nothing but launches, with their tables as arguments: it can be captured.
+// Only launches kernels, with the tables as kernel arguments, so it can be captured in a CUDA graph.
 void add_cuda(at::TensorList accumulators, at::TensorList gradients) {
   const c10::cuda::CUDAGuard guard(accumulators[0].device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -124,7 +125,7 @@ void accumulate_cuda(at::TensorList accumulators, at::TensorList gradients) {
   check_pairs(accumulators, gradients);
   check_disjoint(accumulators, gradients);
   if (accumulators.empty()) return;
-  // As add_ does; without it autograd would not see that a saved tensor has changed.
+  // add_ does the same; without it autograd would not detect that a saved tensor was modified.
   for (const at::Tensor& accumulator : accumulators) {
     if (!accumulator.is_inference()) accumulator.unsafeGetTensorImpl()->bump_version();
   }

@@ -17,7 +17,7 @@ constexpr int kVectorBytes = 16;
 template <typename A, typename G>
 using Compute = std::conditional_t<std::is_same_v<A, double> || std::is_same_v<G, double>, double, float>;
 
-// Spelled out because torch's flags turn the halves' own conversions off.
+// Explicit, because torch's compiler flags disable the implicit conversions of __half and __nv_bfloat16.
 template <typename C, typename T>
 __device__ C widen(T value) {
   return static_cast<C>(value);
@@ -37,13 +37,13 @@ __device__ A sum(A accumulator, G gradient) {
   return narrow<A>(widen<C>(accumulator) + widen<C>(gradient));
 }
 
-// Aligned to one vector load even where it takes several.
+// Aligned to one vector load even if it spans several.
 template <typename T, int N>
 struct alignas(kVectorBytes) Pack {
   T values[N];
 };
 
-// The pair that owns `chunk`: the last one whose first chunk is not after it.
+// Returns the pair that owns `chunk`: the last one whose first chunk is not after it.
 __device__ int pair_of_chunk(const AccumulateArgs& args, int32_t chunk) {
   int low = 0;
   int high = args.num_tensors;
@@ -56,7 +56,7 @@ __device__ int pair_of_chunk(const AccumulateArgs& args, int32_t chunk) {
 
 template <typename A, typename G>
 __global__ void __launch_bounds__(kThreads) accumulate_kernel(const __grid_constant__ AccumulateArgs args) {
-  // As many elements as fill one vector load of the narrower side; chunks start at multiples of it.
+  // The number of elements in one vector load of the narrower type. Chunks start at multiples of it.
   constexpr int kPack = kVectorBytes / (sizeof(A) < sizeof(G) ? sizeof(A) : sizeof(G));
   static_assert(AccumulateArgs::kChunkElements % kPack == 0);
 

@@ -1,4 +1,4 @@
-// One launch of the accumulation kernel: up to kMaxTensors pairs, in chunks of kChunkElements.
+// One launch of the accumulation kernel: up to kMaxTensors pairs, split into chunks of kChunkElements.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,9 +31,8 @@ struct AccumulateArgs {
 
 static_assert(sizeof(AccumulateArgs) <= 4096, "kernel arguments are limited to 4 KiB");
 
-// Enqueues accumulator += gradient for every pair of `args` on `stream`; the memory must stay valid until
-// that point of the stream is reached. Computes in float, or in double where either side is double, and
-// rounds once.
+// Enqueues accumulator += gradient for every pair of `args` on `stream`. The memory must stay valid until the
+// stream has executed it. Computes in float, or in double if either type is double, and rounds once.
 void launch_accumulate(const AccumulateArgs& args, cudaStream_t stream);
 
 }  // namespace gpipe_fast

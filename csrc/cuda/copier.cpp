@@ -1,7 +1,7 @@
-// Copies by CUDA's copy engines, and which devices reach each other's memory.
+// Copies with CUDA's copy engines, and peer access between devices.
 #include "device/copier.h"
 
-// Torch aligns to cache lines, of whichever processor the compiler thinks.
+// torch's header aligns to the compiler's guess of the cache line size, about which GCC warns.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpragmas"
 #pragma GCC diagnostic ignored "-Winterference-size"
@@ -22,13 +22,14 @@
 namespace gpipe_fast {
 namespace {
 
-// What torch has enabled also holds for its allocator's memory that is mapped later. It throws where a device says that
-// it can, and then cannot.
+// Returns whether `device` can access the memory of `other`; enables the access. torch also enables it for
+// memory that its allocator maps later. It throws if a device reports peer access as possible but enabling it
+// fails.
 bool reaches(c10::DeviceIndex device, c10::DeviceIndex other) {
   try {
     return at::cuda::get_p2p_access(device, other);
   } catch (const std::exception&) {
-    static_cast<void>(cudaGetLastError());  // else the next call would answer for it
+    static_cast<void>(cudaGetLastError());  // clears the error, so that the next call does not report it
     return false;
   }
 }
@@ -68,7 +69,7 @@ class CudaCopier final : public Copier {
   mutable std::map<std::pair<c10::DeviceIndex, c10::DeviceIndex>, bool> connected_;
 };
 
-// Never destroyed: pipelines may go later.
+// The copier is never destroyed, because pipelines may outlive static objects.
 [[maybe_unused]] const bool offered = offer_copier(*new CudaCopier);
 
 }  // namespace

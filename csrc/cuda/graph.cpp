@@ -1,11 +1,11 @@
-// Graphs of CUDA, by capture of streams.
+// CUDA graphs, made by stream capture.
 //
-// The capture is relaxed: it begins on one stream and takes in all others, whichever threads put work on them, and other
-// threads may go on as they like. Allocations that are made on these streams come from a pool of PyTorch's allocator that
-// is the graphs' own, cuBLAS's workspaces included.
+// The capture mode is relaxed: the capture begins on one stream and includes the other given streams,
+// whichever threads enqueue work on them; other threads are unrestricted. Allocations on these streams,
+// including cuBLAS workspaces, come from a private pool of PyTorch's allocator that only the graphs use.
 //
-// While a capture is under way that allocator frees none of its cached blocks, so the cache is emptied before, as
-// torch.cuda.graph does it. It must not be emptied while another thread captures.
+// The allocator frees no cached blocks during a capture, so the cache is emptied beforehand, as in
+// torch.cuda.graph. It must not be emptied while another thread captures.
 #include "device/graph.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -44,14 +44,15 @@ int64_t free_bytes(const Devices& devices) {
   return bytes;
 }
 
-// Routes allocations on streams to a pool, while it lives; `keep` says that the pool is still needed then.
+// A guard that routes allocations on the given streams to a pool. It releases the pool at the end, unless
+// keep() was called.
 class Allocating {
  public:
   Allocating(const Devices& devices, c10::MempoolId_t pool, const std::vector<Stream>& streams)
       : devices_(devices), pool_(pool) {
     std::vector<cudaStream_t> own;
     for (const Stream& stream : streams) own.push_back(raw(stream));
-    // Workspaces that are there already somebody else may give back.
+    // Existing cuBLAS workspaces are not in the pool, and other code may free them.
     at::cuda::clearCublasWorkspaces();
     for (c10::DeviceIndex device : devices_) {
       CUDACachingAllocator::beginAllocateToPool(device, pool_, [own](cudaStream_t stream) {
@@ -77,7 +78,8 @@ class Allocating {
   bool kept_ = false;
 };
 
-// From 2.12 or so on PyTorch's allocator wants to be told of a capture; before, that its pool is in use says so.
+// From about version 2.12 on, PyTorch's allocator must be notified of a capture. Earlier versions infer a
+// capture from a pool being in use.
 template <class Allocator>
 auto tell_of_begin(Allocator& allocator, c10::DeviceIndex device, int)
     -> decltype(allocator.markCaptureBegin(device)) {
@@ -94,7 +96,7 @@ auto tell_of_end(Allocator& allocator, c10::DeviceIndex device, int)
 template <class Allocator>
 void tell_of_end(Allocator&, c10::DeviceIndex, long) {}
 
-// A capture that has begun; ends it, whatever happens.
+// A capture in progress. The destructor ends it if end() was not called.
 class Capturing {
  public:
   Capturing(const Devices& devices, const std::vector<Stream>& streams)
@@ -132,7 +134,7 @@ class Capturing {
   }
   void drop() {
     cudaGraph_t graph = nullptr;
-    (void)stop(graph);  // it says again that something went wrong
+    (void)stop(graph);  // its error only repeats that the capture failed
     if (graph != nullptr) (void)cudaGraphDestroy(graph);
     (void)cudaGetLastError();
   }
@@ -155,9 +157,9 @@ class CudaGraph final : public Graph {
   }
   ~CudaGraph() override {
     try {
-      last_.synchronize();  // its memory is somebody else's afterwards
+      last_.synchronize();  // its memory may be reused afterwards
     } catch (const std::exception&) {
-      // The device failed: nothing runs there any more.
+      // The device has failed, so no work runs there any more.
     }
     (void)cudaGraphExecDestroy(executable_);
     (void)cudaGetLastError();
@@ -182,7 +184,7 @@ class CudaGraph final : public Graph {
   Moment last_;
 };
 
-// Of a pool: what PyTorch's allocator has asked of its devices for it.
+// The address ranges that PyTorch's allocator has obtained from the devices for a pool.
 class Segments {
  public:
   explicit Segments(const c10::MempoolId_t& pool) {
@@ -198,10 +200,10 @@ class Segments {
   }
 
  private:
-  std::map<size_t, size_t> ends_;  // by where they begin
+  std::map<size_t, size_t> ends_;  // end address by start address
 };
 
-// Never destroyed: a thread may still capture while the process ends.
+// The mutex is never destroyed, because a thread may still be capturing when the process exits.
 std::mutex& capture_mutex() {
   static auto* const made = new std::mutex;
   return *made;
@@ -210,14 +212,14 @@ std::mutex& capture_mutex() {
 class CudaGraphMaker final : public GraphMaker {
  public:
   std::string obstacle() const override {
-    // The variable counts whatever its value is, as for PyTorch.
+    // PyTorch checks only that the variable is set, whatever its value.
     if (std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING") != nullptr || !CUDACachingAllocator::isEnabled())
-      return "a graph's memory must stay where it is, and PyTorch's allocator caches nothing "
-             "(PYTORCH_NO_CUDA_MEMORY_CACHING is set, or it was switched off)";
+      return "CUDA graphs need PyTorch's caching allocator, but caching is disabled "
+             "(PYTORCH_NO_CUDA_MEMORY_CACHING is set, or caching was switched off)";
     const std::string name = CUDACachingAllocator::get()->name();
     if (name == "native") return {};
-    return "memory comes from the allocator '" + name +
-           "', and only PyTorch's native one can be captured with";
+    return "the CUDA allocator is '" + name +
+           "', but CUDA graphs can be captured only with PyTorch's native allocator";
   }
 
   std::shared_ptr<Graph> capture(const std::vector<Stream>& streams,
@@ -228,7 +230,7 @@ class CudaGraphMaker final : public GraphMaker {
     CUDACachingAllocator::emptyCache();
     const int64_t before = free_bytes(devices);
     const Stream::Current current(streams.front());
-    // PyTorch takes a pool that nothing uses any more for gone.
+    // PyTorch discards a pool that nothing uses any more, so a new one is needed then.
     std::shared_ptr<const c10::MempoolId_t> pool = pool_.lock();
     if (!pool) pool = std::make_shared<c10::MempoolId_t>(at::cuda::graph_pool_handle());
     Allocating allocating(devices, *pool, streams);
@@ -261,7 +263,7 @@ class CudaGraphMaker final : public GraphMaker {
   }
 
  private:
-  std::weak_ptr<const c10::MempoolId_t> pool_;  // that of the graphs there are
+  std::weak_ptr<const c10::MempoolId_t> pool_;  // the pool of the living graphs; expired if there are none
 };
 
 const GraphMakerRegistration registration([]() -> std::unique_ptr<GraphMaker> {

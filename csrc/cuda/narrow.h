@@ -1,4 +1,4 @@
-// Conversions that kernels make before they store.
+// Conversions from the compute type of a kernel to its output type.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,8 +8,8 @@
 
 namespace gpipe_fast {
 
-// As ATen converts, spelled out because torch's flags turn the halves' own conversions off: a double that becomes a half
-// is rounded to float first.
+// Converts as ATen does: a double is rounded to float before it is rounded to a 16-bit type. Explicit,
+// because torch's compiler flags disable the implicit conversions of __half and __nv_bfloat16.
 template <typename T, typename C>
 __device__ T narrow(C value) {
   if constexpr (std::is_same_v<T, __half>) {

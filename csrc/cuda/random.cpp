@@ -1,4 +1,4 @@
-// The CUDA kernels of the keyed random ops, taken where the key is on a GPU.
+// The CUDA backend of the keyed random ops. The dispatcher selects it if the key is on a GPU.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -34,11 +34,12 @@ DrawType type_of(at::ScalarType dtype) {
     case at::kBool:
       return DrawType::kBool;
     default:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, "a keyed draw of ", dtype, " on a GPU");
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "keyed random ops do not support ", dtype, " on a GPU");
   }
 }
 
-// Allocates on the key's device, launches there, and copies to where else it is wanted.
+// Allocates the output on the key's device, launches the kernel there, and copies the output if `device` is
+// another one.
 template <typename Launch>
 at::Tensor draw(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                 at::ScalarType dtype, at::Device device, const Launch& launch) {
@@ -59,7 +60,7 @@ at::Tensor keyed_bernoulli(const at::Tensor& key, int64_t layer, int64_t ordinal
   const uint64_t ones = words_of_ones(p), one = pattern_of_one(dtype);
   const auto itemsize = static_cast<int64_t>(c10::elementSize(dtype));
   return draw(key, layer, ordinal, size, dtype, device, [&](const DrawTarget& target) {
-    // No word says that nothing is a one, but zeros among the patterns do.
+    // `ones` must not be 0, so for p = 0 the pattern of one is replaced by zero.
     launch_bernoulli(target, ones == 0 ? 1 : ones, ones == 0 ? 0 : one, itemsize);
   });
 }

@@ -1,4 +1,4 @@
-// Each thread computes one block of words, and the elements that draw from it.
+// Keyed draws: each thread computes one block of Philox words and the elements drawn from it.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -14,7 +14,7 @@ namespace gpipe_fast {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 1 << 20;  // of threads; each goes on to the next words
+constexpr int64_t kMaxBlocks = 1 << 20;  // of threads; each thread loops over further blocks of words
 constexpr int64_t kNoLayer = 0xFFFF;
 
 __device__ PhiloxStream stream_of(const DrawTarget& target) {
@@ -23,7 +23,8 @@ __device__ PhiloxStream stream_of(const DrawTarget& target) {
           static_cast<uint32_t>(layer << 16 | target.ordinal)};
 }
 
-// Elements of a block of words, which `loop` makes of it, in the type in which they are drawn.
+// Fills the output. For each block of words, `loop` computes kPerBlock elements of type V, which are
+// converted to T.
 template <typename T, typename V, int kPerBlock, typename Loop>
 __global__ void __launch_bounds__(kThreads) fill(DrawTarget target, Loop loop) {
   const PhiloxStream stream = stream_of(target);
@@ -50,10 +51,11 @@ void launch(const DrawTarget& target, const Loop& loop) {
   const int64_t grid = std::min((blocks + kThreads - 1) / kThreads, kMaxBlocks);
   fill<T, V, kPerBlock><<<static_cast<unsigned>(grid), kThreads, 0, target.stream>>>(target, loop);
   const cudaError_t error = cudaGetLastError();
-  GPIPE_CHECK(error == cudaSuccess, "a keyed draw: ", cudaGetErrorString(error));
+  GPIPE_CHECK(error == cudaSuccess, "launch of a keyed random op failed: ", cudaGetErrorString(error));
 }
 
-// Float and double in their own precision, the 16-bit types in float and then rounded. `make`: of the type of a draw.
+// Draws float and double in their own precision, and the 16-bit types in float, rounded afterwards.
+// `make(V{})` returns the loop for the type V of the draw.
 template <typename Make>
 void launch_floating(const DrawTarget& target, DrawType type, const Make& make) {
   switch (type) {
@@ -66,7 +68,7 @@ void launch_floating(const DrawTarget& target, DrawType type, const Make& make) 
     case DrawType::kFloat64:
       return launch<double, double, 2>(target, make(double{}));
     default:
-      GPIPE_CHECK(false, "a keyed draw of floating-point numbers was asked for integers");
+      GPIPE_CHECK(false, "a keyed random op for floating-point types got an integer dtype");
   }
 }
 

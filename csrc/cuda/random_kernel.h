@@ -1,5 +1,5 @@
-// Keyed draws on a GPU, with the bits of csrc/random/random.cpp; in double precision the last bits of normal and
-// exponential draws may differ.
+// Keyed draws on a GPU. They have the same bits as those of csrc/random/random.cpp, except that in double
+// precision the last bits of normal and exponential draws may differ.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,7 +8,7 @@
 
 namespace gpipe_fast {
 
-// Of what is drawn.
+// Element type of a draw.
 enum class DrawType : int32_t {
   kFloat32,
   kFloat16,
@@ -22,8 +22,9 @@ enum class DrawType : int32_t {
   kBool,
 };
 
-// Where a draw goes, and from where it comes. The key is read by the kernel, so a captured launch draws anew when it has
-// changed; what is out of range in it, which only the host could say, draws something else.
+// Output, key and stream of one draw. The kernel reads the key from memory, so replaying a captured launch
+// draws with the key's current values. The kernel does not check their ranges; out-of-range values give
+// unspecified draws.
 struct DrawTarget {
   void* out;
   int64_t size;
@@ -33,7 +34,8 @@ struct DrawTarget {
   cudaStream_t stream;
 };
 
-// `one`: its bits, of so many bytes, for words below `ones`, which is not 0.
+// Writes `one`, a bit pattern of `itemsize` bytes, for words below `ones`, and zero for the others. `ones`
+// must not be 0.
 void launch_bernoulli(const DrawTarget& target, uint64_t ones, uint64_t one, int64_t itemsize);
 void launch_uniform(const DrawTarget& target, DrawType type, int digits, double low, double high,
                     double limit);

@@ -1,5 +1,5 @@
-// Streams beside those of PyTorch's pool, of which there are 32 for each device, dealt out in turn: pipelines of many stages,
-// or other threads, would put work on the same ones, and it would be captured with theirs.
+// CUDA streams outside PyTorch's pool. That pool has 32 streams per device and hands them out round-robin, so
+// pipelines with many stages, or other threads, would share streams and capture each other's work.
 #include "device/stream.h"
 
 #include <c10/cuda/CUDAException.h>

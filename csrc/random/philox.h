@@ -1,14 +1,16 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): random words that are a
-// pure function of a key and a counter. Plain C++, no torch.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): random words that
+// are a pure function of a key and a counter. Plain C++, no torch.
 #pragma once
 
 #include <cstdint>
 
-// One source loop, compiled for several instruction sets; the best one is picked when the library is loaded. Products and
-// sums are never contracted to fused multiply-adds, so that every instruction set computes the same bits.
-// Extensions are built with Python's own -fwrapv, under which an index such as 2 * i + 1 keeps a loop from vectorising.
+// Macros around loops that are compiled for several instruction sets; the best variant is selected when the
+// library is loaded. Products and sums are never contracted to fused multiply-adds, so that every instruction
+// set computes the same bits. The macros also undo -fwrapv, Python's flag for extensions: with it an index
+// such as 2 * i + 1 prevents vectorisation.
 //
-// For a GPU, whose thread runs them for one block of words, they are compiled with --fmad=false, to the same end.
+// On a GPU each thread runs a loop for one block of words; the compiler flag --fmad=false prevents
+// contraction there.
 #if defined(__CUDACC__)
 #define GPIPE_FAST_BEGIN_LOOPS
 #define GPIPE_FAST_END_LOOPS
@@ -32,7 +34,7 @@
 #define GPIPE_FAST_LOOP
 #endif
 
-// Not worth more than one instruction set.
+// For loops that would not gain from several instruction sets.
 #if defined(__CUDACC__)
 #define GPIPE_FAST_PLAIN_LOOP __device__
 #define GPIPE_FAST_UNROLL_10 _Pragma("unroll")
@@ -94,8 +96,8 @@ GPIPE_FAST_LOOP static void philox_blocks_portable(const PhiloxStream& stream, u
 }
 
 #ifdef GPIPE_FAST_AVX512
-// The same with each word in the lower half of a 64-bit lane, where a product needs no rearranging, as it does in
-// what the compiler makes of the loop above. The upper halves hold leftovers that no product reads.
+// The same function with each word in the lower half of a 64-bit lane, so that products need no shuffles; the
+// compiler's code for the loop above needs them. The upper halves hold leftovers that no product reads.
 __attribute__((target("avx512f"))) static void philox_blocks_avx512(const PhiloxStream& stream,
                                                                     uint64_t first_block, int64_t num_blocks,
                                                                     uint32_t* words) {
@@ -128,8 +130,8 @@ __attribute__((target("avx512f"))) static void philox_blocks_avx512(const Philox
 #endif
 
 #if !defined(__CUDACC__)
-// Writes blocks first_block .. first_block + num_blocks - 1, four words each. The lower 32 bits of the block index must
-// not overflow within one call; `words` has room for a multiple of kLanes blocks.
+// Writes blocks first_block .. first_block + num_blocks - 1, four words each. The lower 32 bits of the block
+// index must not overflow within one call; `words` has room for a multiple of kLanes blocks.
 inline void philox_blocks(const PhiloxStream& stream, uint64_t first_block, int64_t num_blocks,
                           uint32_t* words) {
 #ifdef GPIPE_FAST_AVX512

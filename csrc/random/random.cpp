@@ -1,10 +1,10 @@
-// Keyed random ops: each draw is a deterministic function of its arguments, so it can be recomputed, moved to another
-// stage or run on another number of threads and stays the same, bit for bit.
+// Keyed random ops: each draw is a deterministic function of its arguments. It is bitwise the same when it is
+// recomputed, moved to another stage, or run with another number of threads.
 //
 //   Philox key      = mini-batch key (64 bits)
 //   Philox counter  = ( block, low 32 bits | block, high 32 bits | micro-batch | (first_layer + layer) << 16 | ordinal )
 //
-// An element draws by its index in contiguous order; see random.h for which word it gets.
+// An element's index in contiguous order selects its words; see random.h for the mapping.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -21,9 +21,9 @@
 namespace gpipe_fast {
 namespace {
 
-constexpr int64_t kTileBlocks = 256;  // 4 KiB of words: they stay in the first-level cache
+constexpr int64_t kTileBlocks = 256;  // 4 KiB of words, which fit in the L1 cache
 constexpr int64_t kTileWords = kTileBlocks * kWordsPerBlock;
-// Tiles below which starting a second thread is not worth it.
+// Grain size: with fewer tiles, starting a second thread costs more than it saves.
 constexpr int64_t kParallelTiles = 256;
 
 PhiloxStream make_stream(const at::Tensor& key, int64_t layer, int64_t ordinal) {
@@ -40,7 +40,8 @@ PhiloxStream make_stream(const at::Tensor& key, int64_t layer, int64_t ordinal) 
           static_cast<uint32_t>(absolute_layer << 16 | ordinal)};
 }
 
-// Allocates where the draw is computed. Another device gets a copy of the same bits.
+// Allocates and fills the output on the CPU, then copies it if `device` is another one. On meta, only
+// allocates.
 template <typename Fill>
 at::Tensor draw_on_cpu(at::IntArrayRef size, at::ScalarType dtype, at::Device device, const Fill& fill) {
   at::Tensor out =
@@ -52,8 +53,8 @@ at::Tensor draw_on_cpu(at::IntArrayRef size, at::ScalarType dtype, at::Device de
   return device.is_cpu() ? out : out.to(device);
 }
 
-// Calls fill(words, offset, count) for every tile of the output: `count` elements from `offset` on. Tiles depend on the
-// size alone, never on the number of threads.
+// Calls fill(words, offset, count) for every tile of the output: `count` elements starting at `offset`. The
+// tiles depend only on the size, never on the number of threads.
 template <typename Fill>
 void for_each_tile(const PhiloxStream& stream, int64_t numel, int64_t elements_per_block, const Fill& fill) {
   const int64_t tile = kTileBlocks * elements_per_block;
@@ -69,7 +70,8 @@ void for_each_tile(const PhiloxStream& stream, int64_t numel, int64_t elements_p
   });
 }
 
-// float and double are drawn in their own precision, the 16-bit types in float and then rounded.
+// The type of a draw: float and double are drawn in their own precision, the 16-bit types in float and then
+// rounded.
 template <typename T>
 using draw_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -85,7 +87,7 @@ void fill_as(at::Tensor& out, const PhiloxStream& stream, const Loop& loop) {
         return;
       }
     }
-    // normal_loop writes pairs, so an odd rest goes through a buffer.
+    // normal_loop writes pairs, so an odd count goes through a buffer.
     alignas(64) draw_t<T> values[kTileBlocks * kPerBlock];
     loop(words, count, values);
     std::copy_n(values, count, data + offset);
@@ -171,7 +173,7 @@ at::Tensor keyed_integer(const at::Tensor& key, int64_t layer, int64_t ordinal, 
   });
 }
 
-// For tests: one block at any counter, through the loop that every draw uses.
+// For tests: computes one block at any counter, with the loop that all draws use.
 at::Tensor philox_block(int64_t key, at::IntArrayRef counter) {
   TORCH_CHECK_VALUE(counter.size() == 4, "counter must be four 32-bit words, but got ", counter);
   uint32_t words[kWordsPerBlock * kLanes];
@@ -213,7 +215,7 @@ TORCH_LIBRARY_FRAGMENT(gpipe_fast, m) {
   m.def("philox_block(int key, int[4] counter) -> Tensor");
 }
 
-// The key decides the backend: a kernel for another device registers under that device's key tensor.
+// The key's device selects the backend: kernels for another device register under that device's dispatch key.
 TORCH_LIBRARY_IMPL(gpipe_fast, CPU, m) {
   m.impl("keyed_bernoulli", &keyed_bernoulli);
   m.impl("keyed_uniform", &keyed_uniform);

@@ -1,4 +1,5 @@
-// What each distribution makes of Philox words: loops the compiler vectorises. Plain C++, no torch.
+// Loops that turn Philox words into draws of each distribution, written for vectorisation. Plain C++, no
+// torch.
 //
 // A block of four words gives four elements of a 32-bit draw, or two of a 64-bit draw:
 //
@@ -6,7 +7,8 @@
 //   32 bits    e0  e1  e2  e3 | e4  e5  e6  e7 |
 //   64 bits    e0      e1     | e2      e3     |
 //
-// A normal draw makes a pair of elements from a pair of uniforms (Box-Muller): e0 and e1 from w0 and w1, and so on.
+// A normal draw computes a pair of elements from a pair of uniforms (Box-Muller): e0 and e1 from w0 and w1,
+// and so on.
 #pragma once
 
 #include <cmath>
@@ -19,9 +21,11 @@ namespace gpipe_fast {
 
 GPIPE_FAST_BEGIN_LOOPS
 
-// Uniform in (0, 1], both ends of the range as fine as the type allows: never 0, so that its logarithm is finite.
+// Returns a uniform number in (0, 1], as finely spaced at both ends as the type allows. It is never 0, so
+// that its logarithm is finite.
 GPIPE_FAST_INLINE float open_uniform(uint32_t word) {
-  // The conversion from a signed integer is the one AVX2 has; the halves keep it exact to 24 bits.
+  // AVX2 converts only from signed integers. Splitting the word into halves keeps the result exact to 24
+  // bits.
   const float high = static_cast<float>(static_cast<int32_t>(word >> 16)) * 0x1p-16f;
   const float low = static_cast<float>(static_cast<int32_t>(word & 0xffff)) * 0x1p-32f;
   return (high + low) + 0x1p-33f;
@@ -35,8 +39,8 @@ GPIPE_FAST_INLINE double open_uniform(uint64_t word) {
   return (static_cast<double>(word >> 11) + 0.5) * 0x1p-53;
 }
 
-// Natural logarithm of a positive normal number; the reduction and the polynomial are those of fdlibm's e_logf.c.
-// Below 1 ulp. Branch-free, and the same bits on every instruction set.
+// Returns the natural logarithm of a positive normal number, with the reduction and the polynomial of
+// fdlibm's e_logf.c. The error is below 1 ulp. Branch-free, with the same bits on every instruction set.
 GPIPE_FAST_INLINE float fast_log(float x) {
   constexpr uint32_t kSqrtHalf = 0x3f3504f3;
   uint32_t bits;
@@ -56,8 +60,8 @@ GPIPE_FAST_INLINE float fast_log(float x) {
   return s * (half_square + (odd + even)) + k * 9.0580006145e-06f - half_square + f + k * 6.9313812256e-01f;
 }
 
-// Square root of a number that is not negative: three Newton steps towards its reciprocal, below 3 ulp. The compiler
-// would not vectorise std::sqrt, which may set errno.
+// Returns the square root of a non-negative number, by three Newton steps towards its reciprocal; the error
+// is below 3 ulp. The compiler would not vectorise std::sqrt, which may set errno.
 GPIPE_FAST_INLINE float fast_sqrt(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -71,8 +75,8 @@ GPIPE_FAST_INLINE float fast_sqrt(float x) {
   return x * y;
 }
 
-// Cosine and sine of 2 pi word / 2^32. The quadrant is taken off in integers, so the reduction is exact; the
-// polynomials on [-pi/4, pi/4] are those of Cephes' sinf.c: absolute error below 1.3e-7.
+// Computes cosine and sine of 2 pi word / 2^32. The quadrant is subtracted in integers, so the reduction is
+// exact. The polynomials on [-pi/4, pi/4] are from Cephes' sinf.c; the absolute error is below 1.3e-7.
 GPIPE_FAST_INLINE void fast_cos_sin(uint32_t word, float* cosine, float* sine) {
   const uint32_t quadrant = (word + 0x20000000u) >> 30;
   const int32_t rest = static_cast<int32_t>(word - (quadrant << 30));
@@ -88,7 +92,8 @@ GPIPE_FAST_INLINE void fast_cos_sin(uint32_t word, float* cosine, float* sine) {
   *sine = (quadrant & 2) != 0 ? -abs_sine : abs_sine;
 }
 
-// One where word <= last. `one` is the bit pattern of 1 in the output type, so that every type shares four loops.
+// Writes one where word <= last, else zero. `one` is the bit pattern of 1 in the output type, so four loops
+// serve all types.
 template <typename Bits>
 GPIPE_FAST_INLINE void select_one(const uint32_t* words, int64_t count, uint32_t last, uint64_t one,
                                   void* out) {
@@ -114,7 +119,7 @@ GPIPE_FAST_LOOP static void bernoulli_loop(const uint32_t* words, int64_t count,
   }
 }
 
-// low + (high - low) u with u in [0, 1) of `digits` bits, at most `limit`.
+// Computes low + (high - low) u, clamped to `limit`, where u in [0, 1) has `digits` bits.
 GPIPE_FAST_LOOP static void uniform_loop(const uint32_t* __restrict__ words, int64_t count, int digits,
                                          float low, float high, float limit, float* __restrict__ out) {
   const float range = high - low;
@@ -137,7 +142,7 @@ GPIPE_FAST_LOOP static void uniform_loop(const uint32_t* __restrict__ words, int
   }
 }
 
-// Writes an even number of elements: `out` has room for one more than an odd count.
+// Writes an even number of elements: if `count` is odd, `out` must have room for one more.
 GPIPE_FAST_LOOP static void normal_loop(const uint32_t* __restrict__ words, int64_t count, float mean,
                                         float std, float* __restrict__ out) {
   const int32_t pairs = static_cast<int32_t>((count + 1) / 2);
@@ -160,7 +165,8 @@ GPIPE_FAST_PLAIN_LOOP static void normal_loop(const uint32_t* words, int64_t cou
   }
 }
 
-// -log(u) / lambda, kept above zero: a zero would make p / draw infinite in the races that use it.
+// Computes -log(u) / lambda, clamped above zero: with a zero, p / draw would be infinite in exponential-race
+// sampling.
 GPIPE_FAST_LOOP static void exponential_loop(const uint32_t* __restrict__ words, int64_t count, float scale,
                                              float* __restrict__ out) {
   const int32_t n = static_cast<int32_t>(count);
@@ -178,8 +184,8 @@ GPIPE_FAST_PLAIN_LOOP static void exponential_loop(const uint32_t* words, int64_
   }
 }
 
-// smallest + floor(span u): the upper 64 bits of a 128-bit product, biased by less than span / 2^64. Span 0 stands
-// for 2^64.
+// Computes smallest + floor(span u) from the upper 64 bits of a 128-bit product; the bias is below span /
+// 2^64. A span of 0 means 2^64.
 GPIPE_FAST_PLAIN_LOOP static void integer_loop(const uint32_t* words, int64_t count, int64_t smallest,
                                                uint64_t span, int64_t* out) {
   for (int64_t i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-// What draws take beside the key, for CPU and GPU alike.
+// Checks and derived parameters of the keyed random ops, shared by the CPU and GPU backends.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -12,7 +12,7 @@
 
 namespace gpipe_fast {
 
-// A random op outside of every layer draws as this layer; see gpipe_fast/randomness/random.py.
+// The layer index for random ops outside all layers; see gpipe_fast/randomness/random.py.
 constexpr int64_t kNoLayer = 0xFFFF;
 
 inline void check_key(const at::Tensor& key) {
@@ -27,13 +27,13 @@ inline void check_ordinal(int64_t ordinal) {
                     "a layer may hold at most 65536 random ops, but got ordinal ", ordinal);
 }
 
-// Of the 2^32 words, how many give one: p is rounded to a multiple of 2^-32.
+// Returns how many of the 2^32 words give a one: p is rounded to a multiple of 2^-32.
 inline uint64_t words_of_ones(double p) {
   TORCH_CHECK_VALUE(p >= 0.0 && p <= 1.0, "p must be in [0, 1], but got ", p);
   return static_cast<uint64_t>(std::llround(p * 0x1p32));
 }
 
-// The bits of a one.
+// Returns the bit pattern of 1 in `dtype`.
 inline uint64_t pattern_of_one(at::ScalarType dtype) {
   uint64_t one = 0;
   AT_DISPATCH_ALL_TYPES_AND3(at::kHalf, at::kBFloat16, at::kBool, dtype, "keyed_bernoulli", [&] {
@@ -43,7 +43,8 @@ inline uint64_t pattern_of_one(at::ScalarType dtype) {
   return one;
 }
 
-// The largest number of the output type below `high`, as rounding must not reach the open end, and the type's digits.
+// `limit`: the largest number of the output type below `high`, because rounding must not reach the open end
+// of the range. `digits`: the number of significand bits of the output type.
 struct UniformEnd {
   double limit;
   int digits;
@@ -71,7 +72,7 @@ inline void check_rate(double rate) {
   TORCH_CHECK_VALUE(rate > 0.0, "rate must be positive, but got ", rate);
 }
 
-// How many integers there are; 0 stands for 2^64.
+// Returns the number of integers in [smallest, largest]; 0 means 2^64.
 inline uint64_t span_of(int64_t smallest, int64_t largest) {
   TORCH_CHECK_VALUE(smallest <= largest, "smallest must not be above largest, but got [", smallest, ", ",
                     largest, "]");

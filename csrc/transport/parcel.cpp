@@ -9,7 +9,7 @@
 namespace gpipe_fast {
 namespace {
 
-// How many elements there are from the first one to the last.
+// Returns the number of elements that a tensor's memory spans, gaps included.
 int64_t extent(const at::Tensor& tensor) {
   int64_t elements = 1;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) elements += (tensor.size(dim) - 1) * tensor.stride(dim);

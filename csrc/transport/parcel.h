@@ -1,12 +1,13 @@
-// Parcels: as what the tensors of a boundary go to another device.
+// Coalesced copies: how boundary tensors are packed into byte buffers for the copy to another device.
 //
-// A tensor goes as its bytes from the first element to the last, gaps included, so that its strides stay. Small ones go
-// as one, one behind the other:
+// A tensor is copied as its bytes from the first element to the last, gaps included, so that its strides are
+// preserved. Small tensors are coalesced into one buffer:
 //
-//   parcel      [ mask . ][ sizes . ][ scale . ]      each begins at a multiple of 512 bytes, as torch's allocator
-//   receiver    one block of memory, and views        aligns what has a block to itself
+//   sender      [ mask . ][ sizes . ][ scale . ]      each begins at a multiple of 512 bytes, the
+//   receiver    one block of memory, and views        alignment of blocks from torch's allocator
 //
-// Several copies then become one, and one kernel that puts them together; there are none where they arrive.
+// One copy then replaces several, at the cost of one kernel on the sender that packs the buffer. The receiver
+// needs no kernel.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,24 +19,27 @@ namespace gpipe_fast {
 
 struct Parcel {
   struct Part {
-    size_t index;       // among the tensors
-    at::Tensor tensor;  // as it is on the sender's device
-    int64_t offset;     // in the parcel, in bytes
+    size_t index;       // among the tensors passed to pack()
+    at::Tensor tensor;  // on the sender's device
+    int64_t offset;     // in the buffer, in bytes
   };
-  at::Tensor bytes;  // on the sender's device, in one dimension
+  at::Tensor bytes;  // the buffer: one-dimensional, on the sender's device
   std::vector<Part> parts;
 
-  // What a small tensor has at most, and so many there must be: fewer copies take no longer than the kernel and the copy
-  // that would replace them, and how long a larger one takes is no longer what beginning it takes.
+  // Only tensors of at most kSmallBytes are coalesced, and only if there are at least kFewest of them. The
+  // copy of a larger tensor is not dominated by its launch cost, and fewer copies are as fast as the kernel
+  // and the copy that would replace them.
   static constexpr int64_t kSmallBytes = int64_t{256} << 10;
   static constexpr size_t kFewest = 3;
   static constexpr int64_t kAlignment = 512;
 };
 
-// Of all tensors that are there and have elements. What is put on the calling thread's stream of their device is told by
-// `computed`: with `together`, it puts small ones together.
+// Packs all tensors that are defined and have elements; with `together`, coalesces small ones. Sets
+// `computed` if packing enqueued work on the calling thread's current stream of their device; otherwise
+// leaves it unchanged.
 std::vector<Parcel> pack(const std::vector<at::Tensor>& tensors, bool together, bool& computed);
-// Puts the parcel's tensors in their places, once its bytes are, or will be, on another device.
+// Replaces each packed tensor in `tensors` by a view of `arrived`: the buffer's copy on another device, or
+// the memory into which that copy has been enqueued.
 void unpack(const Parcel& parcel, const at::Tensor& arrived, std::vector<at::Tensor>& tensors);
 
 }  // namespace gpipe_fast

@@ -1,9 +1,10 @@
-// A ring of pinned blocks, through which bytes go from one device to another by way of the host, both halves at once:
+// A ring of pinned blocks: copies bytes from one device to another through host memory. The copies to and
+// from the host overlap:
 //
-//   sender's out stream    ─to 0─┬─to 1─┬─to 2─┬─ ...        a block is filled when its last use is done
-//   receiver's in stream         └from 0┴from 1┴from 2─      and emptied once it is filled
+//   sender's out stream    ─to 0─┬─to 1─┬─to 2─┬─ ...        fills a block once its previous use has finished
+//   receiver's in stream         └from 0┴from 1┴from 2─      empties the block once it is filled
 //
-// Streams wait for events, the host for nothing.
+// The streams wait for stream events; the host never waits.
 #pragma once
 
 #include "device/copier.h"
@@ -19,8 +20,8 @@ namespace gpipe_fast {
 
 class Ring {
  public:
-  // Blocks this large keep what nothing overlaps, the first half of the first and the second of the last, short beside
-  // a large tensor, and what an event costs small beside a block.
+  // Block size. The copies that nothing overlaps (the first block in, the last block out) are short relative
+  // to a large tensor, and a stream event is cheap relative to a block.
   static constexpr int64_t kBlockBytes = int64_t{1} << 20;
   static constexpr int kNumBlocks = 8;
 
@@ -28,22 +29,25 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Bytes on the sender's device, from what is on its stream on, to as many on the receiver's, in the order of its.
+  // Enqueues the copy of `source`, bytes on the sender's device, to `target`, as many bytes on the receiver's
+  // device. The copy begins after the work already on the out stream; it is complete for later work on the in
+  // stream.
   void carry(const at::Tensor& source, const at::Tensor& target);
 
-  // All blocks are free from now on: the one stream begins after what is on the other. So nothing is waited for that was
-  // before, and what follows can be captured by itself, in a capture that has begun on both streams, or on none yet.
+  // Frees all blocks by making the out stream wait for the in stream. Later copies then wait for no earlier
+  // stream event, so a capture can contain them; at this call it must have begun on both streams or on
+  // neither.
   void begin();
-  // What is done with the blocks comes, on the receiver's stream, before this.
+  // Keeps the blocks' memory from being reused before `moment`, by making the in stream wait for it.
   void keep_until(const Moment& moment) const { in_.wait(moment); }
 
  private:
   const Copier& copier_;
   const Stream out_, in_;
   std::mutex mutex_;
-  at::Tensor memory_;  // all blocks
-  std::array<Moment, kNumBlocks> emptied_;
-  int64_t used_ = 0;  // blocks since the begin, counted anew whenever they come round
+  at::Tensor memory_;                       // of all blocks
+  std::array<Moment, kNumBlocks> emptied_;  // by block: the end of its latest use
+  int64_t used_ = 0;                        // number of block uses since begin()
 };
 
 }  // namespace gpipe_fast

@@ -16,7 +16,8 @@ namespace {
 
 constexpr int kWays = 3;
 
-// Before what is put on a stream, or done by the thread itself, from now on.
+// Makes later work on a stream wait for a stream event; on the CPU, blocks the calling thread until the event
+// completes.
 void await(const Stream& stream, const Moment& moment) {
   if (stream.is_cpu()) {
     moment.synchronize();
@@ -25,7 +26,7 @@ void await(const Stream& stream, const Moment& moment) {
   }
 }
 
-// Room for bytes on a device; memory of the host is pinned, since a device writes it.
+// Allocates bytes on a device. Host memory is pinned, because a device copies into it.
 at::Tensor room(int64_t bytes, at::Device device) {
   return at::empty({bytes}, at::TensorOptions(at::kByte).device(device).pinned_memory(device.is_cpu()));
 }
@@ -49,7 +50,7 @@ Transport::Transport(const std::vector<at::Device>& devices, Choice choice) {
       const std::optional<Route> found = choose(devices[sender], devices[receiver], choice);
       const bool neighbours = sender + 1 == receiver || receiver + 1 == sender;
       GPIPE_CHECK_ARG(found || !neighbours, "transport='peer', but ", devices[sender], " and ",
-                      devices[receiver], " do not reach each other's memory");
+                      devices[receiver], " cannot access each other's memory");
       routes_.push_back(found.value_or(Route::pinned));
       if (routes_.back() != Route::hand_over) copies[sender] = copies[receiver] = true;
     }
@@ -65,12 +66,12 @@ Transport::Transport(const std::vector<at::Device>& devices, Choice choice) {
 
 Transport::~Transport() {
   try {
-    // Blocks go to others when all that uses them is done; what uses them may have been put on any stage's stream.
+    // The rings' blocks must not be reused before their last use, which may be on any stage's work stream.
     for (const auto& [edge, ring] : rings_) {
       for (const Stage& stage : stages_) ring->keep_until(Moment(stage.work));
     }
   } catch (const std::exception&) {
-    // The device is lost, and nothing runs there any more.
+    // The device has failed, so no work runs there any more.
   }
   for (const Stream& stream : streams()) Stream::give_back(stream);
 }
@@ -133,7 +134,7 @@ Moment Transport::send(std::vector<at::Tensor>& tensors, int32_t sender, const M
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<Parcel> parcels;
   from.out.wait(made);
-  if (way == Way::skip) {  // the sender does something else now
+  if (way == Way::skip) {  // the sender may be running another action now
     const Stream::Current on_sender(from.out);
     bool computed = false;
     parcels = pack(tensors, /*together=*/false, computed);
@@ -171,7 +172,8 @@ at::Tensor Transport::copy(const at::Tensor& tensor, const Stream& made, const S
 
 void Transport::receive(int32_t receiver, const Moment& there) const { await(stages_[receiver].work, there); }
 
-// From what is on the sender's out stream on.
+// Enqueues the copies after the work already on the sender's out stream. Returns the event that completes
+// them.
 Moment Transport::carry(const std::vector<Parcel>& parcels, std::vector<at::Tensor>& tensors,
                         const Edge& edge, const Stream& used) const {
   const Stream& out = stages_[edge.sender].out;
@@ -179,7 +181,8 @@ Moment Transport::carry(const std::vector<Parcel>& parcels, std::vector<at::Tens
   const Route way = route(edge.sender, edge.receiver);
   std::vector<at::Tensor> arrived;
   {
-    // In the order of this stream others get the memory when it is let go of.
+    // Allocate on the in stream: the allocator reuses freed memory in the order of the stream it was
+    // allocated on.
     const Stream::Current on_receiver(in);
     for (const Parcel& parcel : parcels) arrived.push_back(room(parcel.bytes.numel(), used.device()));
     for (at::Tensor& tensor : tensors) {
@@ -208,12 +211,12 @@ Moment Transport::carry(const std::vector<Parcel>& parcels, std::vector<at::Tens
         break;
       }
       case Route::hand_over:
-        std::abort();  // unreachable: nothing is carried
+        std::abort();  // unreachable: send() copies nothing on this route
     }
     unpack(parcels[i], arrived[i], tensors);
   }
   if (way == Route::peer) in.wait(Moment(out));
-  // Torch's copies from one GPU to another end on the stream of the second.
+  // Copies to a GPU, torch's own included, are complete for later work on the receiver's in stream.
   return used.is_cpu() ? Moment(out) : Moment(in);
 }
 

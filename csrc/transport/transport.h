@@ -1,15 +1,15 @@
-// Transport: the streams of a pipeline's stages, and how tensors get from one stage to another.
+// Transport: the streams of a pipeline's stages, and the copies of tensors from one stage to another.
 //
-// Each stage has a stream for its work, and for each direction one on which arrives what is copied to its device;
-// copies out of a device are made on a stream of the sender's, so that a device computes and copies at once:
+// Each stage has a work stream, an out stream for copies from its device, and for each direction an in stream
+// for copies to its device, so that computation and copies overlap:
 //
-//   stage 0, cuda:0    work   ──F0──┬──F1──────────       record a moment, go on
+//   stage 0, cuda:0    work   ──F0──┬──F1──────────       record a stream event, go on
 //                      out          └─copy─┐              wait for it, copy
 //   stage 1, cuda:1    in                  └┐             wait for the copy
-//                      work                 └──F0──       wait for what came in
+//                      work                 └──F0──       wait for the in stream
 //
-// Between stages of one device a tensor is handed over as it is, and only waited for. Between GPUs it goes from one's
-// memory to the other's where they reach each other, else through a ring of pinned blocks.
+// Between stages on one device a tensor is handed over without a copy; the receiver only waits for it.
+// Between GPUs it is copied directly if they have peer access, else through a ring of pinned blocks.
 #pragma once
 
 #include "device/stream.h"
@@ -26,68 +26,74 @@
 
 namespace gpipe_fast {
 
-// The way of a boundary tensor, or of a skip connection's.
+// The direction of a boundary tensor: forward, backward, or along a skip connection.
 enum class Way : uint8_t { forward, backward, skip };
 
-// How tensors get from one device to another.
+// How tensors are copied from one device to another.
 enum class Route : uint8_t {
-  hand_over,
-  peer,    // a copy between GPUs that reach each other
-  pinned,  // through a ring of pinned blocks
-  copy,    // as torch makes it, between host and device
+  hand_over,  // no copy: both stages are on one device
+  peer,       // a direct copy between GPUs with peer access
+  pinned,     // through a ring of pinned blocks
+  copy,       // torch's copy, between host and device
 };
-// What is asked for between GPUs: peer and pinned even on one device.
+// The user's choice for copies between GPUs. `peer` and `pinned` force a copy even between stages on one
+// device.
 enum class Choice : uint8_t { automatic, peer, pinned };
 
-// Nothing where peers are asked for, and the devices do not reach each other.
+// Returns the route between two devices; nullopt if the choice is `peer` and the devices have no peer access.
 std::optional<Route> choose(at::Device sender, at::Device receiver, Choice choice);
 
 class Transport {
  public:
-  // The devices of the stages. Throws if peers are asked for and neighbours do not reach each other.
+  // `devices`: by stage. Throws std::invalid_argument if the choice is `peer` and neighbours have no peer
+  // access.
   explicit Transport(const std::vector<at::Device>& devices, Choice choice = Choice::automatic);
   ~Transport();
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
 
   const Stream& work(int32_t stage) const { return stages_[stage].work; }
-  // All there are; the first is the first stage's, for its work.
+  // Returns the streams of all stages; the first is the first stage's work stream.
   std::vector<Stream> streams() const;
-  // Whether all stages run on the CPU: then all that follows does nothing.
+  // Returns whether all stages run on the CPU. If so, there is nothing to synchronise.
   bool is_cpu() const { return is_cpu_; }
 
-  // The calling thread's streams, one for each stage; none where all are the CPU's.
+  // Returns the calling thread's current streams, one per stage; empty if all stages run on the CPU.
   std::vector<Stream> callers() const;
-  // All stages' work from now on begins after what is on such streams; and the other way round. For what runs between
-  // the two, all blocks are free: it waits for no moment of before, but those of the callers.
+  // Begins a run: every stage's later work waits for the work now on the caller's stream. Also frees all
+  // blocks of the rings, so that the run waits for no earlier stream event except the callers'.
   void enter(const std::vector<Stream>& callers) const;
-  // Of all rings, in a run that is captured, and after it: what is captured waits for nothing outside, and the other way
-  // round. All streams have joined before.
+  // Frees all blocks of all rings. Called at the start of a capture and after it, because captured work must
+  // not wait for stream events outside the capture, nor the reverse. All streams must have joined before.
   void free_blocks() const;
-  // After a run that failed nobody may have received what is on its way, and it may be the caller's own.
+  // Ends a run: the callers' later work waits for the stages' work. After a failed run it also waits for the
+  // out streams: tensors in flight may not have been received, and may be the caller's own.
   void leave(const std::vector<Stream>& callers, bool failed) const;
 
-  // For a tensor that stages have made, before callers use it on their streams.
+  // Records that callers will use, on their streams, a tensor made by a stage (see Stream::uses).
   void hand_over(const at::Tensor& tensor, const std::vector<Stream>& callers) const;
 
-  // Tensors on their way; called by the sender's worker, or, for a skip connection, by the receiver's. Brings them to
-  // the receiver's device, strides and all, and returns when they are there; undefined ones stay. `made`: when. Of a
-  // boundary, small ones may come to share memory.
+  // Enqueues copies to the receiver's device, replaces `tensors` by the copies, which have the same strides,
+  // and returns the stream event that completes them. Undefined tensors stay undefined; small boundary
+  // tensors may share memory afterwards. `made`: the stream event after which `tensors` can be read. Called
+  // by the sender's worker; for a skip connection, by the receiver's.
   Moment send(std::vector<at::Tensor>& tensors, int32_t sender, const Moment& made, int32_t receiver,
               Way way) const;
-  // A copy of a tensor that was put on one stream, for another, in whose order it is. For the calling thread.
+  // Returns a copy of a tensor that was computed on the stream `made`, for later work on the stream `used`,
+  // which waits for the copy. Called by the thread that runs a mini-batch, not by workers.
   at::Tensor copy(const at::Tensor& tensor, const Stream& made, const Stream& used) const;
-  // Before the receiver uses what was sent.
+  // Makes the receiver's later work wait for the stream event that send() returned.
   void receive(int32_t receiver, const Moment& there) const;
 
  private:
   struct Stage {
     Stream work;
-    // For copies, where there are some to make; else the same one.
+    // The streams for copies. If the stage makes none, they are the work stream.
     Stream out;
-    std::vector<Stream> in;  // by way
+    std::vector<Stream> in;  // by direction
   };
-  // From one stage to another. Without a way of the run's: copies for callers, which may come at any time.
+  // A connection from one stage to another. Without a direction it serves copy(), which may be called at any
+  // time.
   struct Edge {
     int32_t sender, receiver;
     std::optional<Way> way;
@@ -104,7 +110,7 @@ class Transport {
   std::vector<Route> routes_;  // by sender, then receiver
   bool is_cpu_ = true;
   mutable std::mutex mutex_;
-  mutable std::map<Edge, std::unique_ptr<Ring>> rings_;  // made when first needed
+  mutable std::map<Edge, std::unique_ptr<Ring>> rings_;  // created on first use
 };
 
 }  // namespace gpipe_fast
