@@ -66,7 +66,7 @@ StreamMaker& offered() {
 }
 
 std::atomic<int> num_holding{0};
-std::mutex holding_mutex;  // guards all_holding() and every held_
+std::mutex holding_mutex;  // guards `all_holding()` and every `held_`
 std::vector<Stream::Holding*>& all_holding() {
   static auto* const made = new std::vector<Stream::Holding*>;
   return *made;

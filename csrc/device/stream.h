@@ -41,7 +41,7 @@ class Stream {
  public:
   // Returns the calling thread's current stream of a device.
   static Stream of_thread(at::Device device);
-  // Takes a stream for exclusive use until give_back(); PyTorch's own pool hands out each stream several
+  // Takes a stream for exclusive use until `give_back()`; PyTorch's own pool hands out each stream several
   // times. A stream that is given back still finishes its work.
   static Stream take(at::Device device);
   static void give_back(const Stream& stream);
@@ -58,9 +58,9 @@ class Stream {
   // is not reused before that work has finished.
   void uses(const at::Tensor& tensor) const;
 
-  // While a Holding lives, it owns the tensors that uses() receives on its streams, instead of recording them
-  // with the allocator. For streams that are being captured: an allocator cannot query when their work has
-  // finished.
+  // While a `Holding` lives, it owns the tensors that `uses()` receives on its streams, instead of recording
+  // them with the allocator. For streams that are being captured: an allocator cannot query when their work
+  // has finished.
   class Holding {
    public:
     explicit Holding(std::vector<Stream> streams);

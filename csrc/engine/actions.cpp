@@ -17,7 +17,7 @@ std::string Action::name() const {
 Actions::Actions(std::vector<std::vector<Action>> stages, int64_t capacity)
     : stages_(std::move(stages)), capacity_(capacity) {
   GPIPE_CHECK_ARG(!stages_.empty(), "a pipeline must have at least one stage, got none");
-  GPIPE_CHECK_ARG(capacity > 0, "capacity must be at least 1, got ", capacity);
+  GPIPE_CHECK_ARG(capacity > 0, "at least one slot is required, got ", capacity);
   const int32_t last = num_stages() - 1;
   std::set<int64_t> ranks;
   for (int32_t stage = 0; stage <= last; ++stage) {
@@ -57,8 +57,8 @@ void Actions::check_edge(int32_t sender, ActionKind send, int32_t receiver, Acti
     GPIPE_CHECK_ARG(sends[i].rank < receives[i].rank, receives[i].name(), " ranks before ", sends[i].name());
     const size_t slots = static_cast<size_t>(capacity_);
     GPIPE_CHECK_ARG(i < slots || receives[i - slots].rank < sends[i].rank, sends[i].name(),
-                    " ranks before a slot is free: capacity is ", capacity_,
-                    " and the next slot is freed by ", receives[i < slots ? 0 : i - slots].name());
+                    " ranks before a slot is free: of ", capacity_, " slots, the next one is freed by ",
+                    receives[i < slots ? 0 : i - slots].name());
   }
 }
 

@@ -35,7 +35,7 @@ struct Action {
 class Actions {
  public:
   // Throws std::invalid_argument unless sends and receives match in order and the ranks rule out a deadlock.
-  // `capacity`: how many boundary tensors may be in flight on one edge in one direction.
+  // `capacity`: how many boundary tensors may be in flight between two stages in one direction.
   Actions(std::vector<std::vector<Action>> stages, int64_t capacity);
 
   const std::vector<Action>& of(int32_t stage) const { return stages_[stage]; }

@@ -26,9 +26,9 @@ struct Parcel {
   at::Tensor bytes;  // the buffer: one-dimensional, on the sender's device
   std::vector<Part> parts;
 
-  // Only tensors of at most kSmallBytes are coalesced, and only if there are at least kFewest of them. The
-  // copy of a larger tensor is not dominated by its launch cost, and fewer copies are as fast as the kernel
-  // and the copy that would replace them.
+  // Only tensors of at most `kSmallBytes` are coalesced, and only if there are at least `kFewest` of them.
+  // The copy of a larger tensor is not dominated by its launch cost, and fewer copies are as fast as the
+  // kernel and the copy that would replace them.
   static constexpr int64_t kSmallBytes = int64_t{256} << 10;
   static constexpr size_t kFewest = 3;
   static constexpr int64_t kAlignment = 512;

@@ -70,7 +70,7 @@ class Transport {
   // out streams: tensors in flight may not have been received, and may be the caller's own.
   void leave(const std::vector<Stream>& callers, bool failed) const;
 
-  // Records that callers will use, on their streams, a tensor made by a stage (see Stream::uses).
+  // Records that callers will use, on their streams, a tensor made by a stage (see `Stream::uses`).
   void hand_over(const at::Tensor& tensor, const std::vector<Stream>& callers) const;
 
   // Enqueues copies to the receiver's device, replaces `tensors` by the copies, which have the same strides,

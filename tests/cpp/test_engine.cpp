@@ -350,8 +350,8 @@ void test_refusals() {
                        SB = ActionKind::send_backward, RB = ActionKind::recv_backward;
   const std::tuple<Stages, int64_t, std::string> cases[] = {
       {{}, 1, "a pipeline must have at least one stage, got none"},
-      {{{}}, 0, "capacity must be at least 1, got 0"},
-      {{{}}, -2, "capacity must be at least 1, got -2"},
+      {{{}}, 0, "at least one slot is required, got 0"},
+      {{{}}, -2, "at least one slot is required, got -2"},
       {{{{F, 1, 0, 0}}, {}}, 1, "1F0 is listed among the actions of stage 0"},
       {{{{F, 0, 0, -1}}}, 1, "0F0 has rank -1, which must exceed -1"},
       {{{{F, 0, 0, 3}, {F, 0, 1, 3}}}, 1, "0F1 has rank 3, which must exceed 3"},
@@ -372,7 +372,7 @@ void test_refusals() {
       {{{{RB, 0, 0, 0}}, {{SB, 1, 0, 1}}}, 1, "0RECV_B0 ranks before 1SEND_B0"},
       {{{{SF, 0, 0, 0}, {SF, 0, 1, 1}}, {{RF, 1, 0, 2}, {RF, 1, 1, 3}}},
        1,
-       "0SEND_F1 ranks before a slot is free: capacity is 1 and the next slot is freed by 1RECV_F0"},
+       "0SEND_F1 ranks before a slot is free: of 1 slots, the next one is freed by 1RECV_F0"},
   };
   for (const auto& [stages, capacity, message] : cases) {
     const std::string got =
