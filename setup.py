@@ -12,14 +12,14 @@ from pathlib import Path
 
 from setuptools import setup
 
-# The GPUs to compile for where torch does not say for which ones it was built itself.
+# The GPU architectures to compile for if torch does not report those that it was built for.
 DEFAULT_ARCHS = "8.0;9.0+PTX"
 
 
 def find_toolkit():
     """Returns the root and version of the CUDA toolkit, or (None, None).
 
-    An nvcc without headers beside it is a wrapper, not a toolkit.
+    An nvcc without CUDA headers beside it is a wrapper, not a toolkit.
     """
     nvcc = shutil.which("nvcc")
     beside_nvcc = Path(nvcc).resolve().parents[1] if nvcc else None
@@ -32,9 +32,9 @@ def find_toolkit():
 
 
 def choose_cuda(request, torch_cuda, toolkit):
-    """Returns whether to build with CUDA, and why.
+    """Returns whether to build with CUDA, and the reason.
 
-    `request` is GPIPE_FAST_CUDA, '' when unset; `torch_cuda` and `toolkit` are versions or None.
+    `request` is the value of GPIPE_FAST_CUDA, '' if unset; `torch_cuda` and `toolkit` are versions or None.
     """
     found = f"torch built with CUDA: {torch_cuda or 'no'}, CUDA toolkit: {toolkit or 'not found'}"
     usable = bool(torch_cuda and toolkit and torch_cuda.split(".")[0] == toolkit.split(".")[0])
@@ -42,31 +42,33 @@ def choose_cuda(request, torch_cuda, toolkit):
         raise SystemExit(f"GPIPE_FAST_CUDA must be 0 or 1, but is {request!r}")
     if request == "1" and not usable:
         raise SystemExit(
-            f"GPIPE_FAST_CUDA=1 needs torch and a toolkit of one major CUDA version; found {found}"
+            f"GPIPE_FAST_CUDA=1 needs a torch and a toolkit of the same major CUDA version; found {found}"
         )
     return usable and request != "0", f"GPIPE_FAST_CUDA={request}, {found}" if request else found
 
 
 def choose_archs(requested, visible, torch_flags):
-    """Returns the GPU architectures to compile for, and why.
+    """Returns the GPU architectures to compile for, and the reason.
 
-    `visible` are the capabilities of the GPUs here; `torch_flags` are the architectures that torch was built
-    for, such as "sm_80 sm_90 compute_90". Built without a GPU, the extension runs on all of these, and by its
-    PTX on later ones.
+    `visible` lists the compute capabilities of the visible GPUs; `torch_flags` lists the architectures that
+    torch was built for, such as "sm_80 sm_90 compute_90". An extension built without a visible GPU supports
+    all of torch's architectures, and later ones through PTX.
     """
     if requested:
         return requested, "TORCH_CUDA_ARCH_LIST"
     if visible:
-        return ";".join(sorted({f"{major}.{minor}" for major, minor in visible})), "the GPUs here"
+        return ";".join(sorted({f"{major}.{minor}" for major, minor in visible})), "the visible GPUs"
     numbers = sorted({int(number) for number in re.findall(r"\bsm_([0-9]+)\b", torch_flags or "")})
     if not numbers:
-        return DEFAULT_ARCHS, "the default, no GPU here"
-    return ";".join(f"{n // 10}.{n % 10}" for n in numbers) + "+PTX", "what torch was built for, no GPU here"
+        return DEFAULT_ARCHS, "the default, since no GPU is visible"
+    return ";".join(
+        f"{n // 10}.{n % 10}" for n in numbers
+    ) + "+PTX", "those of torch, since no GPU is visible"
 
 
 @contextlib.contextmanager
 def progress():
-    """Shortens what ninja prints on each command, "[3/37] c++ ...", to the file that is compiled."""
+    """Shortens ninja's output for each command, "[3/37] c++ ...", to the name of the compiled file."""
     sys.stdout.flush()
     terminal, (read, write) = os.dup(1), os.pipe()
 
@@ -85,30 +87,30 @@ def progress():
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(terminal, 1)  # closes the pipe, whose other end closes the copy of the terminal
+        os.dup2(terminal, 1)  # closes the pipe, so that the thread ends and closes `terminal`
         thread.join()
 
 
 def build_arguments():
-    """Returns setup()'s `ext_modules` and `cmdclass`."""
-    # pip puts ninja beside the interpreter, which is on PATH only in an activated environment.
+    """Returns the `ext_modules` and `cmdclass` arguments of setup()."""
+    # pip installs ninja beside the interpreter, in a folder that is on PATH only in an activated environment.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     try:
         import torch
     except ImportError as error:
         raise SystemExit(
-            "gpipe_fast is built against the torch that will run it: install torch, then run "
+            "gpipe_fast must be built against the torch that will run it: install torch, then run "
             f"`pip install --no-build-isolation .` ({error})"
         ) from error
     toolkit, version = find_toolkit()
-    if toolkit:  # before cpp_extension is imported: its own search takes any nvcc on PATH for a toolkit
+    if toolkit:  # must be set before importing cpp_extension, whose search accepts any nvcc on PATH
         os.environ["CUDA_HOME"] = toolkit
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
     cuda, reason = choose_cuda(os.environ.get("GPIPE_FAST_CUDA", ""), torch.version.cuda, version)
     cuda_sources = set(glob("csrc/cuda/*"))
     sources, macros = sorted(set(glob("csrc/*/*.cpp")) - cuda_sources), []
-    # Products and sums are not contracted: random draws have the bits of the CPU's.
+    # No contraction to fused multiply-add, so that random draws are bitwise equal on CUDA and the CPU.
     nvcc = ["-O3", "--fmad=false"]
     flags = {"cxx": ["-O3", "-g0", "-Wall", "-fvisibility=hidden", "-fopenmp"], "nvcc": nvcc}
     if cuda:
@@ -119,7 +121,7 @@ def build_arguments():
         os.environ["TORCH_CUDA_ARCH_LIST"] = archs
         sources += sorted(path for path in cuda_sources if path.endswith((".cpp", ".cu")))
         macros += [("GPIPE_FAST_CUDA", "1"), ("GPIPE_FAST_CUDA_ARCHS", archs)]
-        # torch's wheels carry the headers of the math libraries; system includes yield to the toolkit's own.
+        # NVIDIA's wheels have the headers of the math libraries; with -isystem the toolkit's take precedence.
         wheels = Path(torch.__file__).parents[1] / "nvidia" / f"cu{version.split('.')[0]}" / "include"
         for compiler in flags.values():
             compiler += ["-isystem", str(wheels)]

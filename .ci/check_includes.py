@@ -1,14 +1,14 @@
-"""Checks which folder of csrc/ includes which: `python .ci/check_includes.py`, from the root of the tree.
+"""Checks the includes between folders of csrc/. Run `python .ci/check_includes.py` from the repository root.
 
-A folder includes headers of its own and of the folders that BELOW lists for it, nothing else of ours; the
-engine includes no header of PyTorch, so that it builds and runs under sanitizers in seconds.
+Of this project's headers, a folder may include its own and those of the folders that BELOW lists for it. The
+engine must not include PyTorch headers, so that its tests build and run under sanitizers in seconds.
 """
 
 import re
 import sys
 from pathlib import Path
 
-# docs/architecture.md draws this. check.h, which all include, lies in csrc/ itself.
+# docs/architecture.md shows these dependencies as a diagram. Every folder may include csrc/check.h.
 BELOW = {
     "engine": set(),
     "random": set(),
@@ -24,16 +24,16 @@ OURS = re.compile(r'#include "(?:([a-z_]+)/)?[a-z_]+\.h"')
 
 
 def find_errors(root: Path) -> list[str]:
-    """One line for every include that is not allowed."""
+    """Returns one line for every forbidden include."""
     errors = []
     for path in sorted(root.glob("*/*")):
         folder = path.parent.name
         for number, line in enumerate(path.read_text().splitlines(), 1):
             where = f"{path}:{number}: {folder}/"
             if folder not in BELOW:
-                errors.append(f"{where} is a folder that .ci/check_includes.py does not know")
+                errors.append(f"{where} is not a folder listed in .ci/check_includes.py: add it to BELOW")
             elif folder == "engine" and TORCH.match(line):
-                errors.append(f"{where} must do without PyTorch: {line}")
+                errors.append(f"{where} must not include PyTorch headers: {line}")
             elif (ours := OURS.match(line)) and ours[1] and ours[1] not in BELOW[folder] | {folder}:
                 errors.append(f"{where} must not include {ours[1]}/, only {sorted(BELOW[folder])}: {line}")
     return errors

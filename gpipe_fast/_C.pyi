@@ -1,4 +1,4 @@
-"""The types of the C++ extension, which csrc/bindings/ defines."""
+"""Type stubs of the C++ extension, which csrc/bindings/ implements."""
 
 import enum
 from collections.abc import Callable, Iterable, Sequence

@@ -1,6 +1,6 @@
-"""The one file that imports the compiled extension, which also registers torch.ops.gpipe_fast."""
+"""The only file that imports the compiled extension, which also registers torch.ops.gpipe_fast."""
 
-import torch  # first: it loads the libraries that the extension links against
+import torch  # must come first: loads the libraries that the extension links against
 
 _HOW_TO_BUILD = "run `make` in the source tree, or `pip install --no-build-isolation .`"
 
@@ -11,8 +11,8 @@ except ImportError as error:
         f"gpipe_fast's C++ extension does not load under torch {torch.__version__}: {error}; {_HOW_TO_BUILD}"
     ) from error
 
-# Another torch's layouts may load and then misbehave, so a mismatch is refused here, before
-# any other name is read; builds of one release may differ in what follows major.minor.
+# An extension built against another torch may load and then misbehave, because class layouts differ. So a
+# mismatch raises here, before any other name is read. Only major.minor must match.
 if _C.build_info()["torch"].split(".")[:2] != torch.__version__.split(".")[:2]:
     raise ImportError(
         f"gpipe_fast's C++ extension was built against torch {_C.build_info()['torch']}, "

@@ -1,4 +1,4 @@
-// The Python module gpipe_fast._C: how it was built, and what the binding files beside this one add to it.
+// The Python module gpipe_fast._C: its build information, and the classes and functions of the other binding files.
 #include "bindings/bindings.h"
 
 #include <pybind11/pybind11.h>
@@ -26,7 +26,7 @@ bool built_with_cuda() {
 #endif
 }
 
-// What this binary was built against; "none" where it was built without.
+// Returns the versions that this binary was built against; "none" for a component that it was built without.
 std::map<std::string, std::string> build_info() {
   return {
       {"torch", TORCH_VERSION},
@@ -44,8 +44,8 @@ std::map<std::string, std::string> build_info() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("built_with_cuda", &built_with_cuda, "Whether this extension has CUDA kernels.");
-  m.def("build_info", &build_info, "The torch, CUDA, GPU architectures and compiler it was built with.");
+  m.def("built_with_cuda", &built_with_cuda, "Returns whether this extension was built with CUDA kernels.");
+  m.def("build_info", &build_info, "Returns the torch, CUDA, GPU architectures and compiler of the build.");
   bind_program(m);
   bind_plan(m);
   bind_pipeline(m);

@@ -1,4 +1,4 @@
-// What each binding file adds to the module; together they are the only C++ that knows Python types.
+// The function of each binding file that adds its classes to the module. No other C++ code knows Python types.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// Watches what runs in Python while a layer is traced: which functions of the user's, and which C functions they call.
+// Observes Python while a layer is traced: which of the user's functions run, and which C functions they call.
 #include "bindings/bindings.h"
 
 #include <unordered_map>
@@ -11,22 +11,24 @@ namespace py = pybind11;
 namespace gpipe_fast {
 namespace {
 
-// Whose code a frame runs.
+// Classifies the code of a Python frame.
 enum class Code : uint8_t {
-  opaque,       // PyTorch's, this library's: what it calls by itself is not the layer's doing
-  own,          // the user's
-  transparent,  // the standard library's: on behalf of whoever called it
-  reported,     // as transparent; every call is reported, not the first one alone
-  importing,    // Python's import: whatever runs on its behalf is done once anyway
+  opaque,       // PyTorch or this library; the layer is not responsible for what such code calls
+  own,          // the user's code
+  transparent,  // the standard library, attributed to its caller
+  reported,     // transparent, but every call is reported instead of only the first
+  importing,    // Python's import system; code that an import runs is executed only once anyway
 };
 
-// A profile function for the thread that starts it, in C++ since tracing makes a million calls. It takes the place of
-// another profiler, which is put back at the end.
+// A profile function (PyEval_SetProfile) for the thread that starts it, in C++ because tracing makes about a million
+// calls. Replaces an active profile function until stop().
 class Observer {
  public:
-  // `kind_of(frame)` returns a Code, the same for all frames of one function. `on_frame(frame)` is called before the user's code, or the standard library's on its
-  // behalf, runs for the first time. `on_call(function)` is called before these call a function written in C, and
-  // returns whether that one may be called from now on without asking. What either raises comes out of the call.
+  // `kind_of(frame)` returns a Code, which must be the same for all frames of one function. `on_frame(frame)` is called
+  // before a user function, or a standard library function on behalf of user code, runs for the first time (with
+  // Code::reported: every time).
+  // `on_call(function)` is called before such a function calls a function written in C; if it returns true, it is not
+  // called for that C function again. An exception from on_frame or on_call propagates from the observed call.
   Observer(py::function kind_of, py::function on_frame, py::function on_call)
       : kind_of_(std::move(kind_of)), on_frame_(std::move(on_frame)), on_call_(std::move(on_call)) {}
   ~Observer() { forget(); }
@@ -40,7 +42,7 @@ class Observer {
     PyEval_SetProfile(&Observer::notice, self);
   }
 
-  // In between nothing is watched, at no cost.
+  // Between pause() and resume() calls are not observed and have no overhead.
   void pause() { PyEval_SetProfile(nullptr, nullptr); }
   void resume(PyObject* self) { PyEval_SetProfile(&Observer::notice, self); }
 
@@ -132,9 +134,9 @@ class Observer {
   }
 
   const py::function kind_of_, on_frame_, on_call_;
-  std::unordered_map<PyObject*, Known> known_;  // holds the code objects, until `stop`
-  std::unordered_set<const void*> harmless_;    // definitions of C functions
-  const PyFrameObject* importing_ = nullptr;    // the frame that began to import
+  std::unordered_map<PyObject*, Known> known_;  // owns references to the code objects until stop()
+  std::unordered_set<const void*> harmless_;    // definitions of C functions that on_call approved
+  const PyFrameObject* importing_ = nullptr;    // the frame of the outermost import in progress
   Py_tracefunc before_ = nullptr;
   py::object before_object_;
 };

@@ -1,4 +1,4 @@
-// Python's way to pipelines.
+// Bindings of pipelines.
 #include "bindings/bindings.h"
 #include "bindings/interpreted.h"
 
@@ -22,14 +22,14 @@ namespace py = pybind11;
 namespace gpipe_fast {
 namespace {
 
-// As GPipe's argument has it.
+// Returns the transport for the value of GPipe's `transport` argument.
 Choice choice_of(const std::string& transport) {
   static const std::map<std::string, Choice> choices = {
       {"auto", Choice::automatic}, {"peer", Choice::peer}, {"pinned", Choice::pinned}};
   return choices.at(transport);
 }
 
-// How tensors go from one device to another; nothing where they cannot as is asked for.
+// Returns the route of tensors from one device to another; nullopt if the requested transport does not support it.
 std::optional<std::string> route(at::Device sender, at::Device receiver, const std::string& transport) {
   static const std::map<Route, std::string> names = {{Route::hand_over, "hand-over"},
                                                      {Route::peer, "peer"},
@@ -39,7 +39,8 @@ std::optional<std::string> route(at::Device sender, at::Device receiver, const s
   return found ? std::optional<std::string>(names.at(*found)) : std::nullopt;
 }
 
-// Lets Ctrl-C through, which only reaches the thread that waits: what layers are doing in Python ends, too.
+// Runs pending signal handlers, such as Ctrl-C's. If one raises, also interrupts the layers that are running in Python,
+// whose threads receive no signals, and throws the error.
 void check_signals(const Interpreted& interpreted) {
   if (!Py_IsInitialized()) return;
   const py::gil_scoped_acquire gil;
@@ -49,7 +50,7 @@ void check_signals(const Interpreted& interpreted) {
   throw error;
 }
 
-// Action, whether it is a wait, begin and end in nanoseconds, run.
+// Action, is_wait, begin and end in nanoseconds, run.
 using PlainEvent = std::tuple<std::string, bool, int64_t, int64_t, int64_t>;
 
 std::vector<std::vector<PlainEvent>> events(Pipeline& pipeline) {
@@ -97,7 +98,8 @@ std::function<int64_t()> drawn(const std::variant<int64_t, std::function<int64_t
 }  // namespace
 
 void bind_pipeline(py::module_& m) {
-  // Workers that end give back what autograd's queues hold on their threads, for which they may want the GIL.
+  // The destructor joins the workers. A worker that exits frees the objects in its thread's autograd queues, which may
+  // require the GIL, so the destroying thread releases it.
   const auto destroy = [](Pipeline* pipeline) {
     std::optional<py::gil_scoped_release> no_gil;
     if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();

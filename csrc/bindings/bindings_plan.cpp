@@ -1,4 +1,4 @@
-// Python's way to plans: programs with ports, segments, and what every stage runs.
+// Bindings of plans: programs with ports, boundary forms, segments, and stage plans.
 #include "bindings/bindings.h"
 #include "bindings/interpreted.h"
 
@@ -22,7 +22,7 @@ namespace py = pybind11;
 namespace gpipe_fast {
 namespace {
 
-// As gpipe_fast/schedule/actions.py writes them.
+// The names of action kinds in gpipe_fast/schedule/actions.py.
 const std::map<std::string, ActionKind>& action_kinds() {
   static const std::map<std::string, ActionKind> kinds = {
       {"F", ActionKind::forward},
@@ -38,7 +38,7 @@ const std::map<std::string, ActionKind>& action_kinds() {
   return kinds;
 }
 
-// Kind, micro-batch, rank; by stage.
+// Returns the actions of every stage, given as (kind, micro-batch, rank).
 std::shared_ptr<Actions> make_actions(
     const std::vector<std::vector<std::tuple<std::string, int32_t, int64_t>>>& stages, int64_t capacity) {
   std::vector<std::vector<Action>> result;
@@ -52,7 +52,7 @@ std::shared_ptr<Actions> make_actions(
   return std::make_shared<Actions>(std::move(result), capacity);
 }
 
-// Calls a gpipe_fast.runtime.eager.EagerLayers.
+// Forwards calls to a gpipe_fast.runtime.eager.EagerLayers.
 class LayersObject final : public PythonLayers {
  public:
   LayersObject(py::object layers, std::shared_ptr<Interpreted> interpreted)
@@ -106,7 +106,7 @@ class LayersObject final : public PythonLayers {
   const std::shared_ptr<Interpreted> interpreted_;
 };
 
-// Calls a gpipe_fast.runtime.plan.Finder. The Python object is let go of under the GIL.
+// Forwards calls to a gpipe_fast.runtime.plan.Finder. Releases its reference under the GIL.
 class FinderObject final : public Finder {
  public:
   explicit FinderObject(py::object finder) : finder_(opaque(std::move(finder))) {}
@@ -114,7 +114,7 @@ class FinderObject final : public Finder {
   std::shared_ptr<const Segment> find(int64_t layer, int32_t microbatch, const Boundary& boundary,
                                       const Skips& skips) override {
     const py::gil_scoped_acquire gil;
-    std::vector<std::pair<at::Tensor, bool>> stashed;  // None if there is nothing, or None
+    std::vector<std::pair<at::Tensor, bool>> stashed;  // undefined tensors become None
     for (const Skip& skip : skips) stashed.emplace_back(skip.tensor, skip.needs_gradient);
     return object(finder_)
         .attr("find")(layer, microbatch, boundary, stashed)
@@ -133,7 +133,7 @@ class FinderObject final : public Finder {
   const Opaque finder_;
 };
 
-// Makes one from its attributes, given as keywords.
+// Returns a new T whose attributes are set from keyword arguments.
 template <class T>
 std::shared_ptr<T> by_keywords(const py::kwargs& attributes) {
   auto made = std::make_shared<T>();
@@ -142,7 +142,7 @@ std::shared_ptr<T> by_keywords(const py::kwargs& attributes) {
   return made;
 }
 
-// Attributes that Python sets and does not read.
+// Defines an attribute that Python can set but not read.
 template <class Class, class Of, class T>
 void settable(Class& wrapped, const char* name, T Of::* member) {
   wrapped.def_property(name, nullptr, [member](Of& object, T value) { object.*member = std::move(value); });
@@ -271,9 +271,9 @@ void bind_plan(py::module_& m) {
   settable(plan, "inputs", &Plan::inputs);
   settable(plan, "cut_along", &Plan::cut_along);
   settable(plan, "join_along", &Plan::join_along);
-  // Called, and let go of, by pybind's own wrapper, which takes the GIL.
+  // pybind11's function wrapper takes the GIL to call and to destroy the Python function.
   settable(plan, "check_outputs", &Plan::check_outputs);
-  // Of a stage and a micro-batch, the layers of each segment, and whether it is lowered: as they were last.
+  // Returns (begin, end, is_lowered) of each segment in the latest chain of a stage and micro-batch.
   plan.def("segments", [](const Plan& own, int32_t stage, int32_t microbatch) {
     std::vector<std::tuple<int64_t, int64_t, bool>> found;
     for (const auto& segment : own.stages.at(stage).chains.at(microbatch))

@@ -1,4 +1,4 @@
-// Python's way to build and run a Program.
+// Bindings that build and run a Program.
 #include "bindings/bindings.h"
 
 #include "check.h"
@@ -19,7 +19,7 @@ namespace py = pybind11;
 namespace gpipe_fast {
 namespace {
 
-// A value's number, told apart from a constant integer.
+// A value's slot, as a type of its own to distinguish it from a constant integer.
 struct Value {
   Slot slot;
 };
@@ -44,7 +44,7 @@ Argument to_argument(Program& program, py::handle object, const c10::TypePtr& ty
   const bool number =
       py::isinstance<py::int_>(object) || py::isinstance<py::float_>(object) || PyComplex_Check(object.ptr());
   if (type->kind() == c10::TypeKind::TensorType && number) {
-    // As eager does with `tensor + 1`: a number does not widen the result's dtype.
+    // As in eager mode's `tensor + 1`, a wrapped number does not promote the result's dtype.
     at::Tensor tensor = at::scalar_to_tensor(torch::jit::toIValue(object, c10::NumberType::get()).toScalar());
     tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
     return c10::IValue(tensor);

@@ -1,4 +1,4 @@
-// Guards on Python state: whether anything that programs were made from has changed since it was recorded.
+// Guards on Python state: a snapshot checks whether any state that programs were traced from has changed.
 #include "bindings/bindings.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -15,8 +15,9 @@ namespace py = pybind11;
 namespace gpipe_fast {
 namespace {
 
-// gpipe_fast.trace.fingerprint records what it is about to read, object by object; everything is then compared by
-// identity, arrays by content. Refers to all it has seen, so that no address comes to mean something else.
+// A record of Python objects. gpipe_fast.trace.fingerprint records every object before it reads the object. The check
+// compares objects by identity, and arrays by content. The snapshot owns references to all recorded objects, so that
+// no address is reused for another object.
 class Snapshot {
  public:
   Snapshot() = default;
@@ -24,14 +25,14 @@ class Snapshot {
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
 
-  // The modules themselves, in order.
+  // Records the modules themselves, in order.
   void set_roots(const py::iterable& modules) {
     for (py::handle module : modules) {
       roots_.push_back(module.ptr());
       hold(module.ptr());
     }
   }
-  // An object's class and its `__dict__`; with everything in it, if wanted.
+  // Records an object's class and `__dict__`; with `items`, also all items of the `__dict__`.
   void add_attributes(py::handle object, bool items) {
     if (!is_new(object)) return;
     types_.push_back({object.ptr(), Py_TYPE(object.ptr())});
@@ -41,7 +42,7 @@ class Snapshot {
     attributes_.push_back({object.ptr(), dict});
     if (items) add_container(dict);
   }
-  // All items of a dict, list, set or deque.
+  // Records all items of a dict, list, set or deque.
   void add_container(py::handle object) {
     if (!is_new(object)) return;
     Container container{object.ptr(), {}};
@@ -52,7 +53,7 @@ class Snapshot {
     });
     containers_.push_back(std::move(container));
   }
-  // Some items of a dict, which may be absent, and how many there are if that counts.
+  // Records some items of a dict, or their absence; with `count`, also the size of the dict.
   void add_items(const py::dict& dict, const py::iterable& keys, bool count) {
     hold(dict.ptr());
     Items items{dict.ptr(), count ? PyDict_Size(dict.ptr()) : -1, {}};
@@ -64,14 +65,14 @@ class Snapshot {
     }
     items_.push_back(std::move(items));
   }
-  // What a variable of an enclosing function refers to.
+  // Records the content of a closure cell, which is a variable of an enclosing function.
   void add_cell(py::handle cell) {
     if (!is_new(cell)) return;
     PyObject* content = PyCell_GET(cell.ptr());
     if (content != nullptr) hold(content);
     cells_.push_back({cell.ptr(), content});
   }
-  // The attributes of a class itself, not of its bases.
+  // Records the attributes of a class, without those of its bases.
   void add_class(const py::type& type) {
     if (!is_new(type)) return;
     auto* object = reinterpret_cast<PyTypeObject*>(type.ptr());
@@ -85,24 +86,24 @@ class Snapshot {
     recorded.version = version_of(object);
     classes_.push_back(std::move(recorded));
   }
-  // Class, shape, strides, dtype, device and need of a gradient.
+  // Records a tensor's class, shape, strides, dtype, device and requires_grad.
   void add_tensor(py::handle object) {
     if (!is_new(object)) return;
     types_.push_back({object.ptr(), Py_TYPE(object.ptr())});
     const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
     if (tensor.layout() != at::kStrided || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
-      complete_ = false;  // lazy parameters are among these
+      complete_ = false;  // for example a lazy module's parameter
       return;
     }
     tensors_.push_back({object.ptr(), tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(),
                         tensor.device(), tensor.requires_grad()});
   }
-  // The bytes of an array.
+  // Records the bytes of an array.
   void add_buffer(py::handle object) {
     if (!is_new(object)) return;
     buffers_.push_back({object.ptr(), bytes_of(object.ptr())});
   }
-  // An attribute that lies in a slot of its object.
+  // Records an attribute that is stored in a slot (`__slots__`) of its object.
   void add_slot(py::handle object, const py::str& name) {
     hold(object.ptr());
     hold(name.ptr());
@@ -111,7 +112,7 @@ class Snapshot {
     slots_.push_back(slot);
   }
 
-  // Whether `modules` are the roots, and nothing recorded has changed. Microseconds.
+  // Returns whether `modules` are the roots and no recorded state has changed. Takes microseconds.
   bool unchanged(const py::iterable& modules) const {
     size_t count = 0;
     for (py::handle module : modules) {
@@ -146,7 +147,7 @@ class Snapshot {
   };
   struct Container {
     PyObject* object;
-    std::vector<PyObject*> items;  // of a dict, keys and values in turn
+    std::vector<PyObject*> items;  // for a dict, alternating keys and values
     bool same() const { return holds(object); }
     bool holds(PyObject* container) const {
       size_t index = 0;
@@ -169,8 +170,8 @@ class Snapshot {
   };
   struct Items {
     PyObject* dict;
-    Py_ssize_t size;                                     // -1 if it does not count
-    std::vector<std::pair<PyObject*, PyObject*>> found;  // null: absent
+    Py_ssize_t size;                                     // -1 if not recorded
+    std::vector<std::pair<PyObject*, PyObject*>> found;  // null if absent
     bool same() const {
       if (size >= 0 && PyDict_Size(dict) != size) return false;
       for (const auto& [key, value] : found) {
@@ -187,7 +188,7 @@ class Snapshot {
   struct Class {
     PyTypeObject* type;
     mutable unsigned int
-        version;  // Python gives a class another one when it or a base is changed; 0 for none
+        version;  // Python assigns a new one when the class or a base changes; 0 if unassigned
     Container dict;
     bool same() const {
       if (version != 0 && type->tp_version_tag == version) return true;
@@ -226,7 +227,7 @@ class Snapshot {
     return true;
   }
 
-  // Borrowed.
+  // Returns a borrowed reference; null if the key is absent.
   static PyObject* item_of(PyObject* dict, PyObject* key) {
     PyObject* value = PyDict_GetItemWithError(dict, key);
     if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
@@ -247,7 +248,7 @@ class Snapshot {
 #endif
   }
 
-  // A look at an attribute lets Python give the class a version if it has none.
+  // Returns the class's version tag. The attribute lookup makes Python assign one to a class without.
   static unsigned int version_of(PyTypeObject* type) {
     const auto name = py::reinterpret_steal<py::object>(
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__init__"));
@@ -265,7 +266,7 @@ class Snapshot {
     return bytes;
   }
 
-  // Until `visit` returns false; then false.
+  // Calls `visit` for each item until one call returns false. Returns false if one did.
   template <class Visit>
   static bool visit_items(PyObject* object, const Visit& visit) {
     if (PyDict_Check(object)) {
@@ -304,7 +305,7 @@ class Snapshot {
   bool complete_ = true;
 };
 
-// A layer may refer to whatever refers to the snapshot, so the garbage collector must see through it.
+// Adds garbage collection to the Python type: a layer can refer to an owner of the snapshot, which makes a cycle.
 void collect(PyHeapTypeObject* heap_type) {
   PyTypeObject* type = &heap_type->ht_type;
   type->tp_flags |= Py_TPFLAGS_HAVE_GC;

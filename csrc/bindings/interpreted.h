@@ -1,4 +1,4 @@
-// Objects of Python's in C++, and the workers that run Python.
+// Python objects owned by C++, and the workers that are running Python.
 #pragma once
 
 #include "pipeline/boundary.h"
@@ -10,7 +10,8 @@
 
 namespace gpipe_fast {
 
-// An object of Python's for C++ to hold without the GIL. At the interpreter's end it is left alone.
+// Returns an owning handle of a Python object, which may be copied and destroyed without the GIL. A handle that is
+// destroyed after the interpreter's exit leaks the object.
 inline Opaque opaque(pybind11::object value) {
   return Opaque(value.release().ptr(), [](void* held) {
     if (!Py_IsInitialized()) return;
@@ -19,14 +20,15 @@ inline Opaque opaque(pybind11::object value) {
   });
 }
 
+// Returns the Python object of a handle. Requires the GIL.
 inline pybind11::object object(const Opaque& held) {
   return pybind11::reinterpret_borrow<pybind11::object>(static_cast<PyObject*>(held.get()));
 }
 
-// The workers of one pipeline that run layers in Python now. Used under the GIL.
+// The workers of one pipeline that are running layers in Python. Requires the GIL.
 class Interpreted {
  public:
-  // Takes the GIL for a worker.
+  // Holds the GIL for the calling worker and registers the worker.
   class Here {
    public:
     explicit Here(Interpreted& all) : all_(all), thread_(PyThread_get_thread_ident()) {
@@ -39,9 +41,10 @@ class Interpreted {
    private:
     const pybind11::gil_scoped_acquire gil_;
     Interpreted& all_;
-    const unsigned long thread_;  // Python's number for it
+    const unsigned long thread_;  // Python's thread identifier
   };
 
+  // Raises KeyboardInterrupt in every registered worker.
   void interrupt() const {
     for (unsigned long thread : threads_) PyThreadState_SetAsyncExc(thread, PyExc_KeyboardInterrupt);
   }

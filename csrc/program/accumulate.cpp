@@ -1,4 +1,4 @@
-// The schema of gpipe_fast::accumulate_, its checks, and its kernels but CUDA's.
+// The schemas of gpipe_fast::accumulate_ and gpipe_fast::_accumulate_, the checks, and all kernels except CUDA's.
 #include "program/accumulate.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -40,7 +40,7 @@ struct Span {
   size_t index;
 };
 
-// The bytes from the first element to the last one's end; empty for an empty tensor.
+// Returns the bytes from the start of the first element to the end of the last one; an empty span for an empty tensor.
 Span span_of(const at::Tensor& tensor, size_t index) {
   const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
   if (tensor.numel() == 0) return {begin, begin, index};
@@ -75,7 +75,7 @@ void check_disjoint(at::TensorList accumulators, at::TensorList gradients) {
 
 namespace {
 
-// What every device can do; CUDA brings its own.
+// The kernel for every device; CUDA overrides it.
 void add_one_by_one(at::TensorList accumulators, at::TensorList gradients) {
   for (size_t i = 0; i < accumulators.size(); ++i) accumulators[i].add_(gradients[i]);
 }
@@ -93,7 +93,7 @@ TORCH_LIBRARY_FRAGMENT(gpipe_fast, m) {
   m.def("_accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients) -> ()");
 }
 
-// This key also serves empty lists, which name no device.
+// This dispatch key also serves empty lists, which have no device.
 TORCH_LIBRARY_IMPL(gpipe_fast, CompositeExplicitAutograd, m) {
   m.impl("accumulate_", &accumulate_one_by_one);
   m.impl("_accumulate_", &add_one_by_one);

@@ -60,7 +60,7 @@ class Boxed final : public Operator {
     } else if (value.isTensorList()) {
       for (const at::Tensor& tensor : value.toTensorVector()) results.push_back(tensor);
     } else {
-      results.emplace_back();  // a number that no graph reads, such as a seed
+      results.emplace_back();  // a number that graphs never read, such as a seed
     }
   }
 

@@ -1,4 +1,4 @@
-// Operators called by their C++ function: no boxing, constants converted once.
+// Operators called directly through their C++ functions: without boxing, with constants converted once.
 #include "program/operator.h"
 
 #include <ATen/ops/_log_softmax_backward_data_ops.h>
@@ -43,7 +43,7 @@
 namespace gpipe_fast {
 namespace {
 
-// Held<T> keeps one argument of type T: converted once if constant, read through a pointer if a tensor.
+// Holds one argument of type T: a constant is converted once, a tensor is read through a pointer at each call.
 template <class T>
 struct Held {
   explicit Held(const Argument& argument) : value(std::get<c10::IValue>(argument).to<T>()) {}

@@ -15,7 +15,7 @@
 namespace gpipe_fast {
 namespace {
 
-// Adding small gradients costs more in set-up than in additions, so the plain case is a loop.
+// An add_() of a small gradient spends more time on set-up than on additions, so small contiguous tensors use a loop.
 constexpr int64_t kLoopElements = 16384;
 
 template <class T>
@@ -101,7 +101,7 @@ Slot Program::add_result(Layout layout) {
 }
 
 Slot Program::add_view(Slot base, int64_t offset_elements, Layout layout) {
-  GPIPE_CHECK(!values_.at(base).base, "a view's base must not be a view, got value ", base);
+  GPIPE_CHECK(!values_.at(base).base, "add_view: the base must not be a view itself, got value ", base);
   at::Tensor tensor = hollow(layout);
   Slot slot = add_value(std::move(layout), std::move(tensor));
   values_[slot].base = base;
@@ -166,7 +166,8 @@ void Program::set_outputs(std::vector<Slot> outputs) {
 void Program::set_parts(int64_t before_results, int64_t before_rest) {
   GPIPE_CHECK(0 <= before_results && before_results <= before_rest &&
                   before_rest <= static_cast<int64_t>(steps_.size()),
-              "parts of ", steps_.size(), " steps cannot begin at ", before_results, " and ", before_rest);
+              "set_parts: expected 0 <= before_results <= before_rest <= ", steps_.size(), ", got ",
+              before_results, " and ", before_rest);
   for (int64_t i = before_results; i < static_cast<int64_t>(steps_.size()); ++i) {
     steps_[i]->part = i < before_rest ? Part::results : Part::rest;
   }
@@ -188,9 +189,9 @@ void Program::set(Slot slot, at::Tensor tensor) {
   repoint(slot);
 }
 
-// What an operator returns, and what comes in, may be laid out, or for statistics typed, otherwise than tracing
-// foresaw. Operators read it as they would in eager mode; only views, whose strides were computed ahead, need what was
-// foreseen. What tracing saw as empty bytes is a library's reserve, of a size that is the library's business.
+// Operator results and inputs may differ from tracing's prediction in layout or, for statistics, in dtype. Operators
+// read such a tensor as in eager mode; only views, whose strides were precomputed, need the predicted layout. A tensor
+// that tracing saw as empty bytes is the reserve space of a library (cuDNN), which chooses its size.
 void Program::take_result(Slot slot, at::Tensor tensor) {
   const Value& value = values_[slot];
   const bool reserve = value.layout.dtype == at::kByte && value.layout.sizes == std::vector<int64_t>{0};
@@ -201,8 +202,8 @@ void Program::take_result(Slot slot, at::Tensor tensor) {
   }
 }
 
-// A tensor of another layout than the one lowered for is copied into that layout: every stride that follows
-// from it was computed ahead.
+// Copies a tensor of another layout into the layout that the value was lowered for, from which the strides of its
+// views and of later values were precomputed.
 void Program::take_in(Slot slot, at::Tensor tensor) {
   const Layout& layout = values_[slot].layout;
   if (tensor.defined() && !layout.matches(tensor)) {
@@ -216,13 +217,14 @@ void Program::take_in(Slot slot, at::Tensor tensor) {
   set(slot, std::move(tensor));
 }
 
-// Some operators return an argument when they have nothing to do. What a program owns it may hand out or add to.
+// Returns a tensor that aliases neither the arena nor an input, since some operators return an argument unchanged if
+// there is nothing to do. A program may return its own tensors or accumulate into them.
 at::Tensor Program::owned(at::Tensor tensor) const {
   if (!tensor.defined()) return tensor;
   const auto& storage = tensor.storage();
   bool shared = storage.is_alias_of(arena_->storage());
   for (const Input& input : inputs_) {
-    const at::Tensor& given = slots_[input.slot];  // or not yet
+    const at::Tensor& given = slots_[input.slot];  // undefined before Run::take()
     shared = shared || (given.defined() && storage.is_alias_of(given.storage()));
   }
   return shared ? tensor.clone() : tensor;
@@ -247,7 +249,8 @@ void Program::release(Slot slot) {
   }
 }
 
-// A view's own tensor is pointed elsewhere by the next run, so what leaves is another one.
+// Returns the tensor of a slot for use outside of the program. The next run repoints a view's tensor, so a view is
+// returned as a new tensor.
 at::Tensor Program::hand_out(Slot slot) const {
   const at::Tensor& tensor = slots_[slot];
   return values_[slot].base ? tensor.detach() : tensor;
@@ -268,14 +271,14 @@ Program::Run::Run(Program& program, std::vector<at::Tensor>& accumulators, bool 
     : program_(program), accumulators_(accumulators), first_(first), drop_at_end_{program} {
   program_.settle_in_arena();
   if (first_) return;
-  // Below autograd, and without version counters; so below.
+  // Excludes autograd and version counters, here and in the functions below.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (const Indexed& accumulator : program_.accumulators_) {
     at::Tensor& tensor = accumulators_.at(accumulator.index);
     GPIPE_CHECK(tensor.defined(), "the mini-batch's first backward made no gradient of parameter ",
                 accumulator.index);
     program_.take_in(accumulator.slot, tensor);
-    // A program for another shape may have laid it out differently.
+    // The program of another shape may have allocated the accumulator with another layout.
     tensor = program_.slots_[accumulator.slot];
   }
 }
@@ -293,7 +296,7 @@ void Program::Run::take(size_t position, const at::Tensor& tensor) {
 }
 
 void Program::Run::execute(Part part, Watch* watch) {
-  // What runs here was differentiated when it was traced.
+  // The steps need no autograd: tracing has already differentiated them.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const std::vector<const Step*>& steps = first_ ? program_.first_ : program_.later_;
   const auto before = [](const Step* step, Part wanted) { return step->part < wanted; };

@@ -38,21 +38,22 @@ struct Layout {
 // Index of a value in its program.
 using Slot = int64_t;
 
-// The parts of a run, in order: what needs no late input, what makes the results, and the rest.
+// The parts of a run, in order: the steps before the first that reads a late input (a boundary gradient), the steps
+// up to the last that writes a result, and the remaining steps.
 enum class Part : uint8_t { early, results, rest };
 
-// In which runs of a mini-batch a step takes part: the first one makes the accumulators.
+// The runs of a mini-batch in which a step is executed; the first run allocates the accumulators.
 enum class When : uint8_t { always, first, later };
 
-// A block of memory that the programs of one stage use in turn. Not thread safe: a stage has one worker.
+// A block of memory that the programs of one stage use in turn. Not thread-safe: a stage has one worker.
 class Arena {
  public:
-  // Grows to at least `bytes`; programs notice by the generation.
+  // Grows the block to at least `bytes`. A new block increments generation(), by which programs detect it.
   void reserve(int64_t bytes, at::Device device);
   const c10::Storage& storage() const { return block_.storage(); }
   int64_t bytes() const { return bytes_; }
   int64_t generation() const { return generation_; }
-  // For what operators allocate themselves.
+  // Serves the memory that operators allocate themselves.
   Recycler& recycler() { return *recycler_; }
 
  private:
@@ -68,8 +69,8 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
-  // Building: a value is added before the steps that use it. Each returns the new value's slot.
-  // `any_dtype`: as an operator of another program returned it, which may differ from what tracing foresaw.
+  // Building: a value must be added before the steps that use it. Each function returns the new value's slot.
+  // `any_dtype`: accepts the dtype that an operator of another program returned, even if tracing predicted another.
   Slot add_input(Layout layout, bool any_dtype = false);
   Slot add_parameter(int64_t index, Layout layout);
   Slot add_constant(at::Tensor value);
@@ -79,51 +80,53 @@ class Program {
   Slot add_result(Layout layout);
   Slot add_view(Slot base, int64_t offset_elements, Layout layout);
 
-  // Which layer the steps that are added from now on belong to, as errors call it; at first none.
+  // Sets the layer, by its title in error messages, to which the steps added from now on belong. Initially none.
   void set_layer(std::string title);
-  // Appends a call that writes its results into tensors it was given.
+  // Appends an operator call that writes its results into its argument tensors.
   void add_call(std::unique_ptr<Operator> op, When when);
-  // Appends a call whose results are taken in; null where nobody reads one.
+  // Appends an operator call that returns its results; a null slot discards a result.
   void add_call_returning(std::unique_ptr<Operator> op, std::vector<std::optional<Slot>> results, When when);
-  // Makes a fresh value or an accumulator, uninitialised.
+  // Appends the allocation of a fresh value or an accumulator, uninitialized.
   void add_make(Slot value, When when);
-  // accumulator += value.
+  // Appends accumulator += value.
   void add_accumulate(Slot accumulator, Slot value, When when);
-  // The same for several at once, of which none shares memory with another's; where it can, by one kernel.
+  // Appends accumulator += value for several pairs, in one kernel where possible. No two tensors may share memory.
   void add_accumulate_all(const std::vector<Slot>& accumulators, const std::vector<Slot>& values, When when);
-  // The accumulator becomes the value's tensor, which nothing else refers to.
+  // Appends accumulator = value without a copy. Nothing else may refer to the value's tensor.
   void add_take(Slot accumulator, Slot value);
-  // Drops a value of this run, and all views of it.
+  // Appends the release of a value of this run and of all its views.
   void add_release(Slot value);
-  // The results, in order. None may lie in the arena.
+  // Sets the results, in order. No result may be in the arena.
   void set_outputs(std::vector<Slot> outputs);
-  // Of all steps, how many come before the second part, and before the third, by which results are made; by default
-  // there is but the first.
+  // Sets the number of steps before Part::results and before Part::rest. By default all steps are in Part::early.
   void set_parts(int64_t before_results, int64_t before_rest);
   void set_arena_bytes(int64_t bytes) { arena_bytes_ = bytes; }
 
-  // For building operators: the tensor of a slot; its address stays, its content changes with every run.
+  // Returns the tensor of a slot, for building operators. Its address is fixed; its content changes with every run.
   at::Tensor* tensor(Slot slot) { return &slots_.at(slot); }
 
-  // Points parameter values at `parameters`, indexed as in add_parameter. Once per mini-batch.
+  // Points parameter values at `parameters`, indexed as in add_parameter(). Call once per mini-batch.
   void bind(const std::vector<at::Tensor>& parameters);
 
-  // A run whose parts may lie apart in time; needs no GIL. `accumulators`, which outlives it, is indexed as in
-  // add_accumulator: with `first` this program's are made, else added to. `watch`, where given, is asked before every
-  // step, and told the layer of a step that throws. What an exception ends, and what does not finish, leaves the accumulators undefined; the program can be run
-  // again. Of the programs of one arena one runs at a time.
+  // One run, whose parts may be executed at different times; needs no GIL. At most one program of an arena may run
+  // at a time.
+  //
+  // `accumulators` is indexed as in add_accumulator() and must outlive the run: if `first`, the run allocates this
+  // program's accumulators, otherwise it adds to them. `watch`, if not null, is checked before every step and
+  // receives the layer of a step that throws. A run that throws, or that is never finished, leaves the accumulators
+  // undefined; the program can be run again.
   class Run {
    public:
     Run(Program& program, std::vector<at::Tensor>& accumulators, bool first);
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
 
-    // An input, by position: before the first part that reads it.
+    // Sets an input, by position. Call before the first part that reads the input.
     void take(size_t position, const at::Tensor& input);
     void execute(Part part, Watch* watch = nullptr);
-    // The results, once they are made.
+    // Returns the results. Call after Part::results.
     std::vector<at::Tensor> outputs() const;
-    // After the last part.
+    // Stores the accumulators that a first run allocated. Call after the last part.
     void finish();
 
    private:
@@ -136,7 +139,7 @@ class Program {
     bool first_;
     DropAtEnd drop_at_end_;
   };
-  // All of one.
+  // Executes a complete run and returns its results.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& accumulators,
                               bool first, Watch* watch = nullptr);
 
@@ -152,7 +155,7 @@ class Program {
   struct Value {
     Layout layout;
     std::vector<View> views;
-    std::optional<Slot> base;  // of a view
+    std::optional<Slot> base;  // if this value is a view
   };
   struct Input {
     Slot slot;
@@ -165,10 +168,10 @@ class Program {
   struct Step {
     enum class Kind : uint8_t { call, call_returning, make, accumulate, accumulate_all, take, release } kind;
     std::unique_ptr<Operator> op;
-    std::vector<std::optional<Slot>> slots;  // to accumulate all: accumulators, then as many values
-    bool leaves = false;  // a result outlives the run, so its memory must not be the recycler's
+    std::vector<std::optional<Slot>> slots;  // for accumulate_all: the accumulators, then their values
+    bool leaves = false;  // a result outlives the run, so the caching allocator must not serve it
     Part part = Part::early;
-    const std::string* layer = nullptr;  // its title; null if it belongs to none
+    const std::string* layer = nullptr;  // title of the step's layer; null if none
   };
 
   Slot add_value(Layout layout, at::Tensor tensor);
@@ -178,7 +181,7 @@ class Program {
   void execute(const Step& step);
   void accumulate_all(const Step& step);
 
-  at::Tensor hollow(const Layout& layout) const;  // laid out, but over no memory
+  at::Tensor hollow(const Layout& layout) const;  // has sizes and strides, but no memory
   at::Tensor make(const Layout& layout) const;
   void set(Slot slot, at::Tensor tensor);
   void take_in(Slot slot, at::Tensor tensor);
@@ -190,19 +193,19 @@ class Program {
 
   std::shared_ptr<Arena> arena_;
   at::Device device_;
-  at::Tensor nothing_;  // its storage stands in where a value has none
+  at::Tensor nothing_;  // its storage is the placeholder of values without memory
   int64_t arena_bytes_ = 0;
   int64_t arena_generation_ = -1;
 
-  std::deque<at::Tensor> slots_;  // a deque: operators keep the addresses
+  std::deque<at::Tensor> slots_;  // a deque, because operators keep the addresses
   std::vector<Value> values_;
   std::vector<Input> inputs_;
-  std::vector<Indexed> parameters_, accumulators_, in_arena_;  // the last one's index: offset in bytes
-  std::vector<Slot> of_this_run_;                              // dropped when it ends
+  std::vector<Indexed> parameters_, accumulators_, in_arena_;  // in_arena_'s index: offset in bytes
+  std::vector<Slot> of_this_run_;                              // released at the end of the run
   std::vector<Slot> outputs_;
   std::vector<std::unique_ptr<Step>> steps_;
   std::vector<const Step*> first_, later_;
-  std::deque<std::string> layers_;    // titles; a deque: steps keep the addresses
+  std::deque<std::string> layers_;    // titles; a deque, because steps keep the addresses
   std::vector<at::Tensor> returned_;  // scratch
 };
 

@@ -13,12 +13,12 @@
 namespace gpipe_fast {
 namespace {
 
-constexpr size_t kSmallest = 32 * 1024;  // what the C library keeps by itself is left to it
+constexpr size_t kSmallest = 32 * 1024;  // the C library caches smaller blocks itself
 constexpr size_t kGranularity = 4096;
 
 thread_local Recycler* active = nullptr;
 
-// Stands before PyTorch's CPU allocator and asks it, but for large blocks while a recycler is in use.
+// Wraps PyTorch's CPU allocator: forwards every request except large ones in the scope of a caching allocator.
 class Allocator final : public c10::Allocator {
  public:
   explicit Allocator(c10::Allocator* original) : original_(original) {}
@@ -37,7 +37,7 @@ class Allocator final : public c10::Allocator {
   c10::Allocator* original_;
 };
 
-// Put in place by the first use, once and for the life of the process, as tensors keep pointers to it.
+// Installs the wrapper on first use, for the lifetime of the process, because tensors keep pointers to it.
 void install() {
   static const bool installed = [] {
     c10::SetCPUAllocator(new Allocator(c10::GetCPUAllocator()), 255);
@@ -46,13 +46,14 @@ void install() {
   (void)installed;
 }
 
-// Whose block it is, and how large. Kept beside the blocks, which are just what PyTorch's own allocator would have made:
-// code that releases one by hand (raw_deallocate) frees it rightly, and only leaves an entry behind.
+// The allocator that owns a block, and the block's size. Stored outside of the block, so that a block is identical to
+// one from PyTorch's own allocator: raw_deallocate() frees it correctly, and only leaks its entry here.
 struct Owner {
   size_t size;
   std::shared_ptr<Recycler> recycler;
 };
-// Of all recyclers; its mutex is theirs too. Never destroyed: tensors may be freed after everything else.
+// The owners of all blocks of all caching allocators, and the mutex that guards them and the allocators. Never
+// destroyed, because tensors may be freed after static destruction.
 struct Registry {
   std::mutex mutex;
   std::unordered_map<void*, Owner> owners;
@@ -61,7 +62,7 @@ struct Registry {
 Registry& registry() {
   static Registry* const blocks = [] {
     auto* made = new Registry;
-    // The child of a fork must not find it locked by a thread that it does not have.
+    // Held across fork(): otherwise the child could inherit it locked by a thread that does not exist there.
     pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
                    [] { registry().mutex.unlock(); });
     return made;
@@ -105,7 +106,7 @@ void* Recycler::take(size_t bytes) {
 }
 
 void Recycler::give_back(void* block) {
-  Owner owner;  // may be the last reference: it goes when the mutex has been given back
+  Owner owner;  // may hold the last reference, so it is destroyed after the mutex is unlocked
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     owner = std::move(registry().owners.extract(block).mapped());

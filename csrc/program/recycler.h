@@ -1,7 +1,7 @@
-// Memory that operators allocate inside a program, used again instead of being given back.
+// A caching allocator for the CPU memory that operators allocate inside a program.
 //
-// The C library unmaps large blocks when they are freed, and new ones come as pages to be zeroed one by one. A program's
-// operators ask for the same sizes in every run.
+// The C library unmaps a large block when it is freed, and the kernel zeroes every page of a new one at the first
+// access. A program's operators allocate the same sizes in every run, so freed blocks are cached for the next run.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,12 @@
 
 namespace gpipe_fast {
 
-// Blocks of one stage. They outlive it where a tensor still lies in them, and may be freed by any thread.
+// The blocks of one stage. A block may outlive the stage, as long as a tensor uses it, and any thread may free it.
 class Recycler : public std::enable_shared_from_this<Recycler> {
  public:
   ~Recycler();
 
-  // While one of these lives, large CPU allocations of this thread come from the recycler.
+  // During its lifetime, large CPU allocations of the current thread come from `recycler`. Scopes can be nested.
   class Use {
    public:
     explicit Use(Recycler& recycler);
@@ -28,16 +28,16 @@ class Recycler : public std::enable_shared_from_this<Recycler> {
     Recycler* before_;
   };
 
-  // At least `bytes`, aligned as PyTorch aligns.
+  // Returns a block of at least `bytes`, aligned as PyTorch aligns its own.
   void* take(size_t bytes);
-  // Returns what `take` gave to the recycler it came from.
+  // Frees a block: returns it to the allocator whose take() returned it, or to the system.
   static void give_back(void* block);
 
-  // Free bytes kept now: never more than were in use at once.
+  // Returns the cached free bytes, which never exceed the peak of bytes in use.
   size_t kept_bytes() const;
 
  private:
-  // False if there are enough blocks. Under the mutex that all share.
+  // Caches a freed block. Returns false if the cache is full. Requires the shared mutex to be locked.
   bool keep(void* block, size_t size);
 
   std::unordered_map<size_t, std::vector<void*>> free_;  // by size

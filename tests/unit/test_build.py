@@ -66,7 +66,7 @@ def test_an_unknown_request_is_refused(setup_py):
 def test_architectures(setup_py):
     flags = "sm_75 sm_80 sm_90 sm_100 compute_120"
     assert setup_py.choose_archs("8.0;9.0", [(9, 0)], flags) == ("8.0;9.0", "TORCH_CUDA_ARCH_LIST")
-    assert setup_py.choose_archs(None, [(9, 0), (8, 6), (9, 0)], flags) == ("8.6;9.0", "the GPUs here")
+    assert setup_py.choose_archs(None, [(9, 0), (8, 6), (9, 0)], flags) == ("8.6;9.0", "the visible GPUs")
     assert setup_py.choose_archs("", [], flags)[0] == "7.5;8.0;9.0;10.0+PTX"
     assert setup_py.choose_archs("", [], "")[0] == setup_py.DEFAULT_ARCHS
     assert setup_py.choose_archs("", [], None)[0] == setup_py.DEFAULT_ARCHS
