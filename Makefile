@@ -1,8 +1,8 @@
-# Builds gpipe_fast in an environment of its own, checks it and runs it; `make help` lists the targets.
+# Builds, checks and runs gpipe_fast in a virtual environment; `make help` lists the targets.
 
 PYTHON ?= python3
 TORCH ?= 2.14.1
-# torchvision 0.26 goes with torch 2.11, 0.27 with 2.12, and so on.
+# torchvision 0.26 belongs to torch 2.11, 0.27 to torch 2.12, and so on.
 TORCHVISION = 0.$(shell expr 15 + $(word 2,$(subst ., ,$(TORCH)))).*
 VENV ?= .venv
 ARGS ?=
@@ -10,9 +10,9 @@ ARGS ?=
 # The second environment: the Python and torch of the reference GPU machine.
 REFERENCE_PYTHON ?= 3.12
 REFERENCE_TORCH ?= 2.11.0
-# The versions between that one and the newest: each commit is tried with one of them, by turns.
+# The torch versions between the reference and the newest; alternate commits are tested with alternate versions.
 BETWEEN ?= $(word $(shell expr 1 + $$(git rev-list --count HEAD 2>/dev/null || echo 0) % 2),2.12.0 2.13.0)
-# What `make wheelhouse` may gather: 64 MiB.
+# The size limit of `make wheelhouse`: 64 MiB.
 WHEELHOUSE_BYTES := 67108864
 
 export MAX_JOBS ?= $(shell nproc)
@@ -20,17 +20,18 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := build
-# The tests come last, so that their summary is the last thing to read; ninja and pytest are parallel by themselves.
+# Prerequisites run in order, so that the summary of the tests is printed last; ninja and pytest run in parallel
+# themselves.
 .NOTPARALLEL:
 
 PY := $(VENV)/bin/python
-# One worker for each core; idle OpenMP threads sleep, so that workers do not keep each other from computing.
+# One worker per core; idle OpenMP threads sleep instead of spinning, so that they do not slow down other workers.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(MAX_JOBS) --dist loadgroup
 INSTALLED := $(VENV)/.installed-torch-$(TORCH)
-# The file's name carries the Python version, so environments of different Pythons share the tree.
+# The file name contains the Python version, so environments of different Python versions can share the tree.
 EXT_SUFFIX := $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
-# Directories change when a file comes or goes, so a deleted source is noticed too.
+# Includes directories, whose modification time changes when a file is deleted.
 SOURCES := setup.py csrc $(wildcard csrc/* csrc/*/*)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
@@ -43,19 +44,19 @@ help:  ## list the targets
 build: $(EXTENSION)  ## create .venv, install pinned dependencies, build the extension (TORCH=2.11.0 to 2.14.1)
 
 $(PY):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"Python 3.10 or later is needed, not {sys.version}")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"gpipe_fast needs Python 3.10 or later, but PYTHON is {sys.version}")'
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): requirements.txt | $(PY)
 	$(PY) -m pip install --quiet torch==$(TORCH) -r requirements.txt
-	@# Without its dependencies, which name one patch release of torch.
+	@# --no-deps, because torchvision requires one patch release of torch.
 	$(PY) -m pip install --quiet --no-deps 'torchvision==$(TORCHVISION)'
 	@rm -f $(VENV)/.installed-torch-*
-	@# The tree itself is what this environment imports, from any directory.
+	@# From any directory, this environment imports gpipe_fast from the tree.
 	@echo '$(CURDIR)' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpipe_fast.pth"
 	@touch $@
 
-# One directory of object files for each environment and torch: they are built against different headers.
+# One directory of object files per environment and torch version, because their headers differ.
 $(EXTENSION): $(INSTALLED) $(SOURCES)
 	$(PY) setup.py --quiet build_ext --inplace --build-temp build/$(notdir $(VENV))-torch-$(TORCH)
 
@@ -65,13 +66,13 @@ import: build
 check: lint build  ## before every commit: lint, types, unit tests (under 3 minutes)
 	$(PYTEST) tests/unit $(ARGS)
 
-test: lint build import  ## install, lint, build, import, test (16 minutes on two cores); says what it left out
+test: lint build import  ## install, lint, build, import, test (16 minutes on two cores); lists omitted tests
 	$(PYTEST) $(ARGS)
 
-test-all: test smoke-reference smoke-between  ## `make test`, then the rest, and other versions of torch
+test-all: test smoke-reference smoke-between  ## `make test`, the remaining tests, and other torch versions
 	$(PYTEST) --tier=rest $(ARGS)
 
-lint: $(INSTALLED)  ## ruff, mypy --strict, directions of imports and includes, clang-format; changes nothing
+lint: $(INSTALLED)  ## check ruff, mypy --strict, import and include directions, clang-format; change no file
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy --strict gpipe_fast bench
@@ -79,21 +80,21 @@ lint: $(INSTALLED)  ## ruff, mypy --strict, directions of imports and includes, 
 	$(PY) .ci/check_includes.py
 	@$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 
-format: $(INSTALLED)  ## rewrite the sources as lint wants them
+format: $(INSTALLED)  ## reformat the sources for `make lint`
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
-demo: build  ## train the demo; pass it ARGS="..."
+demo: build  ## train the demo (arguments: ARGS="...")
 	$(PY) -m examples.gpt $(ARGS)
 
-bench: build  ## run the benchmarks; pass them ARGS="..."
+bench: build  ## run the benchmarks (arguments: ARGS="...")
 	$(PY) -m bench $(ARGS)
 
-bench-ours: build  ## headline steps of ours alone under pytest-benchmark; pass it ARGS="--benchmark-..."
+bench-ours: build  ## time gpipe_fast's headline steps with pytest-benchmark (ARGS="--benchmark-...")
 	$(PY) -m pytest -q bench --benchmark-only $(ARGS)
 
-soak: build  ## every test, the long ones too
+soak: build  ## run every test, including the long ones
 	$(PYTEST) --tier=soak $(ARGS)
 
 smoke: build
@@ -105,17 +106,17 @@ smoke-reference:  ## build and smoke test with Python 3.12 and torch 2.11.0 in .
 	    exec $(MAKE) smoke PYTHON="$$python" VENV=.venv-reference TORCH=$(REFERENCE_TORCH); \
 	  fi; \
 	done; \
-	echo 'SKIPPED smoke-reference: no Python $(REFERENCE_PYTHON) that can make environments, on PATH or in ~/.pyenv/versions'; \
+	echo 'SKIPPED smoke-reference: no Python $(REFERENCE_PYTHON) with ensurepip on PATH or in ~/.pyenv/versions'; \
 	[ "$${GPIPE_FAST_REQUIRE_REFERENCE:-0}" != 1 ]
 
-# In a copy of the tree, since the file of an extension is named after the version of Python, not of torch.
-smoke-between:  ## build and smoke test with torch 2.12 or 2.13, by turns (BETWEEN=2.13.0)
+# Builds in a copy of the tree, because the extension's file name contains the Python version, but not torch's.
+smoke-between:  ## build and smoke test with torch 2.12 or 2.13, alternating by commit (BETWEEN=2.13.0)
 	@rm -rf build/between && mkdir -p build/between
 	@git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory=build/between
 	@$(MAKE) -C build/between smoke TORCH=$(BETWEEN) VENV=$(CURDIR)/.venv-between
 
-# What travels to the GPU machine with the tree; its platform names are pip's, each matched exactly.
-wheelhouse:  ## download wheels of peers for a GPU machine without network into ./wheelhouse
+# The wheels go to the GPU machine together with the tree. pip matches each platform name exactly.
+wheelhouse:  ## download peer libraries for a GPU machine without network into ./wheelhouse
 	rm -rf wheelhouse
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest wheelhouse \
 	  --python-version $(REFERENCE_PYTHON) --implementation cp \
@@ -123,22 +124,22 @@ wheelhouse:  ## download wheels of peers for a GPU machine without network into 
 	  -r bench/wheelhouse.txt -c requirements.txt
 	@bytes=$$(cat wheelhouse/*.whl | wc -c); echo "wheelhouse: $$(ls wheelhouse | wc -l) wheels, $$bytes bytes"; \
 	if [ $$bytes -gt $(WHEELHOUSE_BYTES) ]; then \
-	  echo 'wheelhouse: above $(WHEELHOUSE_BYTES) bytes, more than travels'; exit 1; \
+	  echo 'wheelhouse: larger than the limit of $(WHEELHOUSE_BYTES) bytes'; exit 1; \
 	fi
 
-# For a GPU machine whose PYTHON already has torch: needs no network, installs nothing into that PYTHON, and is
-# done in ten minutes. What was built beforehand against the same torch is taken as it is. bench/on_gpu.py lists the
-# phases and their files; ARGS="models plans" runs some.
+# For a GPU machine whose PYTHON already has torch: needs no network, installs nothing into that PYTHON, and takes
+# ten minutes. An extension that was already built against the same torch is used. bench/on_gpu.py lists the phases
+# and their output files; ARGS="models plans" selects phases.
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/wheelhouse
-gpu:  ## on a GPU machine: build, compare, measure and test with PYTHON in phases, write bench/results
+gpu:  ## on a GPU machine: build, compare, measure and test with PYTHON in phases; write bench/results
 	@mkdir -p bench/results
 	@rm -rf build/wheelhouse
 	@if compgen -G 'wheelhouse/*.whl' >/dev/null; then \
 	  $(PYTHON) -m pip install --quiet --no-index --no-deps --target build/wheelhouse wheelhouse/*.whl \
-	    || echo 'gpu: the wheelhouse could not be installed'; \
+	    || echo 'gpu: could not install the wheelhouse'; \
 	fi
 	@$(PYTHON) -m bench.on_gpu $(ARGS)
 
-clean:  ## remove what was built; the environments stay
+clean:  ## remove build outputs; keep the environments
 	rm -rf build dist wheelhouse *.egg-info gpipe_fast/_C*.so .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -61,9 +61,7 @@ def choose_archs(requested, visible, torch_flags):
     numbers = sorted({int(number) for number in re.findall(r"\bsm_([0-9]+)\b", torch_flags or "")})
     if not numbers:
         return DEFAULT_ARCHS, "the default, since no GPU is visible"
-    return ";".join(
-        f"{n // 10}.{n % 10}" for n in numbers
-    ) + "+PTX", "those of torch, since no GPU is visible"
+    return ";".join(f"{n // 10}.{n % 10}" for n in numbers) + "+PTX", "as torch, since no GPU is visible"
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-// What the engine itself costs: steps of empty programs, and bare hand-overs between two threads, in turn.
+// The engine's overhead: times steps of empty programs, alternating with bare hand-overs between two threads.
 //
 //   engine [rounds] [steps per sample]
 //
-// Every round prints a line for each size: stages, micro-batches, then microseconds of a step without
-// recording, of one with it, of one whose runs find the workers asleep, and of one hand-over.
+// Every round prints a line per size: stages, micro-batches, and the microseconds of a step without recording, of a
+// step with recording, of a step whose two runs begin with sleeping workers, and of one hand-over.
 #include "engine/engine.h"
 
 #include <chrono>
@@ -29,7 +29,7 @@ void check(bool condition, const char* what) {
   std::exit(1);
 }
 
-// One direction of fill-drain: its actions for every stage, the backward with the last micro-batch first.
+// Returns the actions of every stage in one direction of fill-drain; backward begins with the last micro-batch.
 Actions fill_drain(int32_t num_stages, int32_t num_microbatches, bool forward) {
   const ActionKind receive = forward ? ActionKind::recv_forward : ActionKind::recv_backward;
   const ActionKind compute = forward ? ActionKind::forward : ActionKind::backward;
@@ -54,7 +54,7 @@ double microseconds_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
 }
 
-// Keeps its core, as the caller's own work between two runs does.
+// Spins for 300 µs, like the caller's own work between two runs; meanwhile the workers fall asleep.
 void rest() {
   for (const auto begin = Clock::now(); microseconds_since(begin) < 300;) {
   }
@@ -70,12 +70,12 @@ struct Pipeline {
         backward(fill_drain(num_stages, num_microbatches, false)),
         engine(num_stages) {}
 
-  void run(const Actions& actions) { check(!engine.run(actions, nothing), "an empty program failed"); }
+  void run(const Actions& actions) { check(!engine.run(actions, nothing), "a run of empty actions failed"); }
   void step() {
     run(forward);
     run(backward);
   }
-  // Microseconds of a step whose runs both find the workers asleep.
+  // Returns the mean microseconds of a step whose two runs begin with sleeping workers.
   double time_rested(int steps) {
     double total = 0;
     for (int i = 0; i < 2 * steps; ++i) {
@@ -86,11 +86,11 @@ struct Pipeline {
     }
     return total / steps;
   }
-  // An event for every action of a step, and for every wait.
+  // Returns a bound on the events that a stage records in one step: actions and waits.
   int64_t events_per_stage() const {
     return 6 * static_cast<int64_t>(forward.of(0).size() + backward.of(0).size());
   }
-  // Every action ran: forwards first, each stage's in its order.
+  // Checks that every action ran once: in each stage the forward's, then the backward's, in their order.
   void check_recorded() const {
     const auto events = engine.events();
     for (int32_t stage = 0; stage < engine.num_stages(); ++stage) {
@@ -111,7 +111,7 @@ struct Pipeline {
   Nothing nothing;
 };
 
-// Two threads that wake each other through one mutex and one condition variable.
+// The baseline: two threads that wake each other through one mutex and one condition variable.
 class HandOver {
  public:
   HandOver() : partner_([this] { serve(); }) {}
@@ -152,7 +152,8 @@ class HandOver {
   std::thread partner_;
 };
 
-// Microseconds of one call, after as many untimed: threads have woken and found their cores by then.
+// Returns the mean microseconds of a call. Warms up with the same number of calls, so that threads are awake and the
+// kernel has placed them on cores.
 template <class Call>
 double time(int calls, const Call& call) {
   for (int i = 0; i < calls; ++i) call();
