@@ -1,10 +1,10 @@
-// What the C++ tests check with.
+// The check macro of the C++ tests.
 #pragma once
 
 #include <cstdio>
 #include <cstdlib>
 
-// Other threads may run, so it ends the process at once, without running destructors beside them.
+// Exits the process at once, because other threads may be running, with which destructors would race.
 #define CHECK(condition)                                                   \
   do {                                                                     \
     if (!(condition)) {                                                    \

@@ -1,4 +1,4 @@
-// What the engine's tests run: a Work that passes numbers, with delays, failures and endless actions.
+// The Work that the engine tests run: passes numbers, with delays, failures and endless actions.
 #pragma once
 
 #include "engine/engine.h"
@@ -30,7 +30,7 @@ inline void delay(Random& random) {
   if (what == 1) std::this_thread::yield();
 }
 
-// What can be thrown, and what it says it was.
+// The exceptions that actions throw, and a description of each.
 struct Bare {
   int64_t rank;
 };
@@ -63,13 +63,13 @@ inline std::string description_for(int64_t rank) {
   return kNames[rank % 3] + std::to_string(rank);
 }
 
-// What goes wrong in a run.
+// The failures and endless actions of a run.
 struct Trouble {
   std::set<int64_t> failing;                        // ranks
-  int32_t failing_before = -1, failing_after = -1;  // stages whose enter throws, around its walk
-  int64_t endless = -1;                             // rank of an action that goes on until it is stopped
+  int32_t failing_before = -1, failing_after = -1;  // stages whose enter() throws before or after walk()
+  int64_t endless = -1;                             // rank of an action that runs until it is cancelled
 
-  // The lowest rank that fails, and how; -1 if none.
+  // Returns the lowest rank that fails and the description of its exception; -1 if none fails.
   std::pair<int64_t, std::string> first(const Actions& actions) const {
     std::map<int64_t, std::string> all;
     if (failing_after >= 0) all[actions.of(failing_after).back().rank] = "InEnter";
@@ -80,9 +80,9 @@ struct Trouble {
   }
 };
 
-// Passes numbers along as a pipeline passes tensors, through plain memory: a missing happens-before is a data
-// race. Micro-batch m enters stage k as 100 m + k. In the last stage that is its gradient too, to which every
-// send backwards adds one.
+// Passes numbers as a pipeline passes tensors, through plain memory, so that a missing happens-before relation is a
+// data race. Micro-batch m enters stage k as 100 m + k. In the last stage this number is also the gradient, which every
+// backward send increments by one.
 class Numbers final : public Work {
  public:
   Numbers(const Shape& shape, int64_t capacity, Random& random, Trouble trouble = {})
@@ -138,12 +138,12 @@ class Numbers final : public Work {
         backward_[k - 1].put(stage.gradients[m] + 1);
         break;
       default:
-        CHECK(false);  // parts of a backward: the same to an engine, and not drawn
+        CHECK(false);  // recompute and split backward actions are not generated; the engine treats them alike
     }
     delay(stage.random);
   }
 
-  // Every stage was entered once a run, and acted in its order; with `whole`, to the end.
+  // Checks that every run entered each stage once and that its actions ran in order; with `whole`, that all ran.
   void check_ran(const std::vector<const Actions*>& runs, bool whole) const {
     for (int32_t k = 0; k <= last_; ++k) {
       CHECK(stages_[k].entered == static_cast<int>(runs.size()));
@@ -166,20 +166,20 @@ class Numbers final : public Work {
     int entered = 0;
     std::vector<int64_t> ran, activations, gradients;
   };
-  // As many places as tensors may wait, used in turn: what is sent too early overwrites one.
+  // A ring buffer of `capacity` places. A tensor that is sent too early would overwrite an unreceived one.
   struct Edge {
     explicit Edge(int64_t capacity) : places(capacity, kNone) {}
     void put(int64_t value) { CHECK(std::exchange(places[sent++ % places.size()], value) == kNone); }
     int64_t take() { return std::exchange(places[taken++ % places.size()], kNone); }
     std::vector<int64_t> places;
-    size_t sent = 0;               // the sender's
-    alignas(64) size_t taken = 0;  // the receiver's
+    size_t sent = 0;               // written by the sender
+    alignas(64) size_t taken = 0;  // written by the receiver
   };
 
   int32_t last_;
   Trouble trouble_;
   std::vector<Stage> stages_;
-  std::vector<Edge> forward_, backward_;  // by receiver
+  std::vector<Edge> forward_, backward_;  // by receiving stage
 };
 
 }  // namespace gpipe_fast

@@ -1,4 +1,4 @@
-// Random schedules for the engine's tests: any order that could happen, with ranks that prove it.
+// Random schedules for the engine tests: any feasible order of actions, with ranks that prove its feasibility.
 #pragma once
 
 #include "engine/actions.h"
@@ -24,8 +24,8 @@ struct Shape {
   int64_t capacity;
 };
 
-// Stages act in turn at random, each doing something that could be done next, until all is done: the position
-// in this sequence is an action's rank. With Order::any a stage has no order of its own.
+// Simulates a pipeline: repeatedly picks a random stage and one of its feasible next actions, until all actions are
+// done. The rank of an action is its position in this sequence. With Order::any a stage's order is random, too.
 class Draw {
  public:
   Draw(const Shape& shape, Order order, bool forward, bool backward)
@@ -49,7 +49,7 @@ class Draw {
     }
   }
 
-  // A fixed order can need more room than asked for; then it gets that.
+  // Returns a random schedule. If a fixed order needs more than the shape's capacity, uses the capacity it needs.
   Actions make(Random& random) {
     for (;; ++shape_.capacity) {
       if (auto stages = walk(random)) return Actions(std::move(*stages), shape_.capacity);
@@ -57,25 +57,27 @@ class Draw {
   }
 
  private:
-  // One direction. A micro-batch is received, computed and sent on, where there is a neighbour.
+  // One direction: a micro-batch is received, computed and sent, where the stage has the neighbour.
   struct Lane {
     std::array<ActionKind, 3> kinds;
-    int32_t step;                               // to the stage that receives
-    std::vector<std::vector<int32_t>> done;     // of the three, by stage and micro-batch
-    std::vector<std::deque<int32_t>> arriving;  // micro-batches on the edge to a stage
+    int32_t step;                               // from a stage to the one it sends to
+    std::vector<std::vector<int32_t>> done;     // number of `kinds` done, by stage and micro-batch
+    std::vector<std::deque<int32_t>> arriving;  // micro-batches in flight to each stage
   };
 
   bool is_stage(int32_t k) const { return k >= 0 && k < shape_.num_stages; }
-  // The first of the three from `done` on that this stage has; 3 if none is left.
+  // Returns the index in `kinds` of the first action from `done` on that stage k has; 3 if none is left.
   int32_t next(const Lane& lane, int32_t k, int32_t done) const {
     if (done == 0 && !is_stage(k - lane.step)) done = 1;
     return done == 2 && !is_stage(k + lane.step) ? 3 : done;
   }
+  // Appends all actions of a micro-batch to the fixed order of stage k.
   void want(const Lane& lane, int32_t k, int32_t m) {
     for (int32_t i = next(lane, k, 0); i < 3; i = next(lane, k, i + 1))
       wanted_[k].push_back({lane.kinds[i], m});
   }
 
+  // Returns whether action i of `kinds` is feasible now and, in a fixed order, next.
   bool could(const Lane& lane, int32_t k, int32_t m, int32_t i) const {
     if (i == 3) return false;
     if (i == 0 && (lane.arriving[k].empty() || lane.arriving[k].front() != m)) return false;
@@ -84,6 +86,7 @@ class Draw {
     return wanted_[k].empty() || wanted_[k][stages_[k].size()] == std::make_pair(lane.kinds[i], m);
   }
 
+  // Returns the actions of every stage; nullopt if the simulation deadlocks.
   std::optional<std::vector<std::vector<Action>>> walk(Random& random) {
     stages_.assign(shape_.num_stages, {});
     for (Lane& lane : lanes_) {
@@ -94,7 +97,7 @@ class Draw {
       Lane* lane;
       int32_t stage, microbatch;
     };
-    const uint32_t favoured = random() % 3;  // the stages before, those behind, or none
+    const uint32_t favoured = random() % 3;  // 0 favours early stages, 1 late stages, 2 none
     for (int64_t rank = 0;; ++rank) {
       std::vector<Choice> choices;
       bool finished = true;
@@ -125,7 +128,7 @@ class Draw {
 
   Shape shape_;
   std::vector<Lane> lanes_;
-  std::vector<std::vector<std::pair<ActionKind, int32_t>>> wanted_;  // by stage; empty: any order
+  std::vector<std::vector<std::pair<ActionKind, int32_t>>> wanted_;  // fixed order by stage; empty: any order
   std::vector<std::vector<Action>> stages_;
 };
 

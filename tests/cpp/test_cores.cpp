@@ -1,5 +1,5 @@
-// Threads that share a core are moved apart, and may then run wherever they might before; without torch and under
-// sanitizers.
+// Tests that Cores moves threads that share a core apart and then restores their affinity masks; without torch and
+// under sanitizers.
 #include "engine/cores.h"
 #include "expect.h"
 
@@ -19,18 +19,18 @@ namespace {
 using Numbers = std::vector<int>;
 
 void test_spread() {
-  // Nothing to choose from.
+  // One core, or no threads.
   CHECK((spread({0, 0, 0}, {0}) == Numbers{0, 0, 0}));
   CHECK((spread({}, {0, 1}) == Numbers{}));
-  // Neighbours apart, and as many here as there.
+  // Separates neighbours and balances the cores.
   CHECK((spread({0, 0}, {0, 1}) == Numbers{0, 1}));
   CHECK((spread({1, 1, 1, 1}, {0, 1}) == Numbers{1, 0, 1, 0}));
   CHECK((spread({0, 0, 1, 1}, {0, 1}) == Numbers{0, 1, 0, 1}));
   CHECK((spread({0, 1, 2, 0, 0, 0}, {0, 1, 2}) == Numbers{0, 1, 2, 0, 1, 2}));
-  // Who is well placed stays.
+  // Leaves well-placed threads on their cores.
   CHECK((spread({1, 0, 1, 0}, {0, 1}) == Numbers{1, 0, 1, 0}));
   CHECK((spread({5, 9, 5}, {3, 5, 9, 11}) == Numbers{5, 9, 3}));
-  // A core that may no longer be used is left.
+  // Moves threads away from a core that is no longer allowed.
   CHECK((spread({7, 4}, {3, 4}) == Numbers{3, 4}));
 }
 
@@ -42,7 +42,7 @@ cpu_set_t mask_of_this_thread() {
   return mask;
 }
 
-// Runs on a thread of its own, since it changes where that may run.
+// Runs `body` on a new thread, because `body` changes its thread's affinity mask.
 template <class Body>
 void in_thread(const Body& body) {
   std::thread thread(body);
@@ -56,13 +56,13 @@ void go_to(int core) {
   CHECK(sched_setaffinity(0, sizeof(one), &one) == 0);
 }
 
-// Two threads of the pool that last ran on one core; returns whether the second one's next part runs elsewhere.
+// Runs two threads on the same core, then returns whether the next run moves the second thread to another core.
 bool moves_apart(int core, const cpu_set_t& mask) {
   Cores cores(2);
   cores.arrange();
   bool moved = false;
   const auto first_run = [&](int thread) {
-    cores.enter(thread);  // nothing is known yet
+    cores.enter(thread);  // does nothing before the first run
     go_to(core);
     cores.leave(thread);
   };
@@ -80,13 +80,13 @@ bool moves_apart(int core, const cpu_set_t& mask) {
   });
   in_thread([&] {
     go_to(core);
-    cores.enter(0);  // well placed
+    cores.enter(0);  // stays on its core
     CHECK(sched_getcpu() == core);
   });
   return moved;
 }
 
-// Where a thread may not run it is not sent.
+// A thread is not moved to a core that its affinity mask excludes.
 void test_a_mask_from_outside_is_kept(int core) {
   Cores cores(2);
   for (int thread = 0; thread < 2; ++thread) {
@@ -115,7 +115,7 @@ int main() {
   const cpu_set_t mask = mask_of_this_thread();
   const int core = sched_getcpu();
   if (CPU_COUNT(&mask) > 1) {
-    // The kernel may move a thread, too.
+    // Not always, since the kernel may move a thread, too.
     int moved = 0;
     for (int i = 0; i < 100; ++i) moved += moves_apart(core, mask);
     CHECK(moved > 75);

@@ -1,4 +1,4 @@
-"""Builds the C++ tests of what needs no torch, with sanitizers, and runs them."""
+"""Builds and runs the C++ tests of the torch-free code, with sanitizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SANITIZERS = {
 
 @dataclass(frozen=True)
 class Program:
-    """What a program of tests/cpp is linked with, from csrc, and the sanitizers it runs under."""
+    """The csrc sources that a test program is linked with, and the sanitizers that it runs under."""
 
     sources: tuple[str, ...] = ()
     sanitizers: tuple[str, ...] = ("address",)
@@ -38,7 +38,7 @@ PROGRAMS = {
 
 
 def build(name: str, sanitizer: str) -> Path:
-    """The binary of a program."""
+    """Returns the binary of a test program, built if necessary."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
     sources = [f"tests/cpp/{name}.cpp", *(f"csrc/{source}" for source in PROGRAMS[name].sources)]
     command = [compiler, *FLAGS, *SANITIZERS[sanitizer], *sources]
@@ -52,11 +52,11 @@ def build(name: str, sanitizer: str) -> Path:
 
 @functools.cache
 def fixed_addresses() -> tuple[str, ...]:
-    """What to put before a command: some kernels' random addresses lie outside ThreadSanitizer's map."""
+    """Returns a command prefix without address randomization, which ThreadSanitizer needs on some kernels."""
     prefix = ("setarch", "-R")
     if shutil.which("setarch") is None:
         return ()
-    refused = subprocess.run([*prefix, "true"], capture_output=True).returncode  # some containers do
+    refused = subprocess.run([*prefix, "true"], capture_output=True).returncode  # by some containers
     return () if refused else prefix
 
 

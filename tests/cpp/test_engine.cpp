@@ -1,4 +1,4 @@
-// The engine under random schedules, delays, failures and interruptions; without torch and under sanitizers.
+// Tests the engine under random schedules, delays, failures and interruptions; without torch and under sanitizers.
 //
 //   test_engine [rounds] [seed]
 #include "engine/engine.h"
@@ -36,7 +36,7 @@ Shape draw_shape(Random& random, int32_t num_stages) {
 }
 Order draw_order(Random& random) { return static_cast<Order>(random() % 3); }
 
-// Nothing goes wrong; now and then as two runs that share their data, as a step's forward and backward do.
+// Checks a run without failures; sometimes as two runs that share data, like the forward and backward of a step.
 void run_whole(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
   const Order order = draw_order(random);
@@ -56,7 +56,7 @@ void run_whole(Random& random, Engine& engine) {
   numbers.check_ran(pointers, true);
 }
 
-// Whatever the timing, what comes out is the failure of lowest rank.
+// Checks that a failing run returns the failure of lowest rank, whatever the timing.
 void run_failing(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
   const Actions actions = Draw(shape, draw_order(random), true, random() % 4 != 0).make(random);
@@ -67,7 +67,7 @@ void run_failing(Random& random, Engine& engine) {
   if (random() % 4 == 0) trouble.failing_after = below(random, shape.num_stages);
   for (int i = below(random, 4); i >= 0; --i) trouble.failing.insert(below(random, total));
   const auto [rank, what] = trouble.first(actions);
-  // An endless action behind it is stopped by it.
+  // The failure cancels an endless action of higher rank.
   if (random() % 2) trouble.endless = rank + 1 + below(random, total);
   Numbers numbers(shape, actions.capacity(), random, trouble);
   const std::optional<Failure> failure = engine.run(actions, numbers);
@@ -77,7 +77,7 @@ void run_failing(Random& random, Engine& engine) {
   numbers.check_ran({&actions}, false);
 }
 
-// An action that never ends by itself, until `poll` throws.
+// Checks that an exception from `poll` cancels an endless action.
 void run_polling(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
   const Actions actions = Draw(shape, draw_order(random), true, true).make(random);
@@ -101,7 +101,8 @@ void run_polling(Random& random, Engine& engine) {
   numbers.check_ran({&actions}, false);
 }
 
-// Interrupted at any moment, before and after a run too: that says so, or the run had come to its end.
+// Checks that a run throws `Stopped`, fails or completes if it is interrupted at a random moment, possibly before its
+// begin or after its end.
 void run_interrupted(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
   const Actions actions = Draw(shape, draw_order(random), true, true).make(random);
@@ -142,7 +143,7 @@ void test_random(int rounds, Random& random) {
   }
 }
 
-// No wake-up is lost in the moment between a look and the sleep.
+// Checks that no wake-up is lost between the check of the condition and the sleep.
 void test_waiter(Random& random) {
   Waiter waiters[2];
   std::atomic<int> turn{0};
@@ -162,12 +163,12 @@ void test_waiter(Random& random) {
   other.join();
 }
 
-// What throws in `poll` is not called again, and no further action begins.
+// Checks that `poll` is not called again after it throws, and that no further action begins.
 void test_poll_throws_once(Random& random) {
   struct Slow final : Work {
     void run(const Action&, Watch&) override {
       ++ran;
-      sleep_us(100000);  // several polls
+      sleep_us(100000);  // lasts several poll intervals
     }
     int ran = 0;
   } slow;
@@ -183,7 +184,7 @@ void test_poll_throws_once(Random& random) {
   CHECK(thrown && polled == 1 && slow.ran == 1);
 }
 
-// While nothing runs there is nothing to interrupt.
+// Checks that interrupting an idle engine has no effect on later runs.
 void test_interrupting_nothing(Random& random) {
   Engine engine(2);
   engine.interrupt();
@@ -192,7 +193,7 @@ void test_interrupting_nothing(Random& random) {
   run_whole(random, engine);
 }
 
-// Stopped is no failure of an action that was cancelled, but one of an action that was not.
+// Checks that `Stopped` is a failure if the action that throws it was not cancelled.
 void test_stopped_by_itself() {
   struct Stopping final : Work {
     void run(const Action& action, Watch&) override {
@@ -209,7 +210,7 @@ void test_stopped_by_itself() {
 
 bool meets(ActionKind kind) { return kind != ActionKind::forward && kind != ActionKind::backward; }
 
-// The latest events, in order of time: each action's wait, if it has one, and then the action.
+// Checks the latest events, in time order: for each action its wait, if it has one, then the action itself.
 void check_events(const Engine& engine, const Actions& actions, int runs, size_t kept) {
   std::map<std::string, int64_t> sent, received;
   const auto events = engine.events();
@@ -274,14 +275,14 @@ size_t num_threads() {
   const std::filesystem::directory_iterator tasks("/proc/self/task");
   return std::distance(begin(tasks), end(tasks));
 }
-// A thread that was joined stands in /proc a moment longer.
+// Waits, because a joined thread stays in /proc for a moment.
 void check_num_threads(size_t expected) {
   for (int i = 0; i < 10000 && num_threads() != expected; ++i) sleep_us(1000);
   CHECK(num_threads() == expected);
 }
 
 void test_engines_come_and_go(Random& random) {
-  std::thread([] {}).join();  // a sanitizer may start a thread of its own with the first
+  std::thread([] {}).join();  // a sanitizer may start a background thread with the first thread
   sleep_us(10000);
   const size_t before = num_threads();
   for (int i = 0; i < 1000; ++i) {
@@ -292,7 +293,7 @@ void test_engines_come_and_go(Random& random) {
   check_num_threads(before);
 }
 
-#if !defined(__SANITIZE_THREAD__)  // which does not follow a fork of several threads
+#if !defined(__SANITIZE_THREAD__)  // ThreadSanitizer does not support fork() with several threads
 template <class Child>
 void run_in_child(const Child& child) {
   const pid_t pid = fork();
@@ -300,7 +301,7 @@ void run_in_child(const Child& child) {
   if (pid == 0) {
     alarm(120);
     child();
-    _exit(0);  // what the parent holds is no leak of the child
+    _exit(0);  // skips the leak check, which would report the parent's objects
   }
   int status = 0;
   CHECK(waitpid(pid, &status, 0) == pid);
@@ -322,7 +323,7 @@ void test_fork(Random& random) {
     engine.reset();
     check_num_threads(1);
   });
-  run_in_child([&] {  // an engine that only its parent has used
+  run_in_child([&] {  // the child does not run the engine
     engine->interrupt();
     engine->record(10);
     (void)engine->events();

@@ -1,5 +1,5 @@
-// The loops behind keyed draws, without torch and under sanitizers: published vectors, equal instruction sets, and
-// no byte written beyond the end.
+// Tests the loops of keyed random draws, without torch and under sanitizers: published test vectors, bitwise equality
+// between instruction sets, and no out-of-bounds writes.
 #include "expect.h"
 #include "random/random.h"
 
@@ -13,7 +13,7 @@ using namespace gpipe_fast;
 
 namespace {
 
-// Random123's known answers (kat_vectors): counter, key, result.
+// Known-answer tests of Random123 (kat_vectors): counter, key, result.
 void test_published_vectors() {
   struct Vector {
     uint32_t counter[4], key[2], result[4];
@@ -66,7 +66,8 @@ void test_ranges() {
   CHECK(std::abs(squares / count - 1) < 4 * std::sqrt(2.0 / count));
 }
 
-// Every count writes exactly its elements; a normal draw of an odd count one more, for which callers leave room.
+// Checks that every loop writes exactly `count` elements; a normal draw of an odd count writes one more, which callers
+// allocate.
 void test_ends() {
   std::vector<uint32_t> words(256);
   philox_blocks({1, 2, 3}, 0, 64, words.data());
