@@ -69,7 +69,7 @@ std::vector<std::vector<PlainEvent>> events(Pipeline& pipeline) {
 }
 
 [[noreturn]] void raise_planted(const std::string& error) {
-  const std::string message = "planted " + error;
+  const std::string message = "injected " + error;
   if (error == "IndexError") TORCH_CHECK_INDEX(false, message);
   if (error == "ValueError") TORCH_CHECK_VALUE(false, message);
   if (error == "TypeError") TORCH_CHECK_TYPE(false, message);

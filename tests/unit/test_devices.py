@@ -137,7 +137,7 @@ def test_a_planted_lack_of_memory_says_who_holds_what() -> None:
     for action, step in (("1F2", lambda: pipe(x)), ("0B1", lambda: pipe(x).sum().backward())):
         plant_failure(pipe, action, "OutOfMemoryError", after=1)
         message = (
-            rf"planted OutOfMemoryError \(in action {action}: .*; stage {action[0]} on cpu holds 160 bytes "
+            rf"injected OutOfMemoryError \(in action {action}: .*; stage {action[0]} on cpu holds 160 bytes "
             r"of parameters, .* 32 bytes of boundary tensors for each of 4 micro-batches "
             r"\(128 bytes in total\)"
         )
@@ -152,7 +152,7 @@ def test_an_error_of_a_gpu_stays_one(action: str) -> None:
     pipe = GPipe(layers(4), [2, 2], devices=["cpu"] * 2, chunks=4)
     plant_failure(pipe, action, "AcceleratorError", after=1)
     with pytest.raises(
-        torch.AcceleratorError, match=rf"planted AcceleratorError \(in action {action}: stage"
+        torch.AcceleratorError, match=rf"injected AcceleratorError \(in action {action}: stage"
     ):
         pipe(torch.randn(8, 4)).sum().backward()
     disturb_no_more(pipe)

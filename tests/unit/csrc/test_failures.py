@@ -159,7 +159,7 @@ def test_equal_stages_name_their_own_layers(kind: str, checkpoint: str, layers: 
                 pipe(x).square().sum().backward()
             disturb_no_more(pipe)
             found.add(str(caught.value))
-        begin = f"planted ValueError (in action {stage}{kind}1"
+        begin = f"injected ValueError (in action {stage}{kind}1"
         after = {f"{begin})"}  # the last operator no layer is at work
         places = [(2 * stage + layer, model[2 * stage + layer]) for layer in layers]
         assert found - after == {f"{begin}: stage {stage}, {title(*at)}, micro-batch 1)" for at in places}
@@ -253,7 +253,7 @@ def test_memory_is_released_after_a_failed_backward(retain: bool) -> None:
     gradient, alone_gradient = gradient_like(output), uses(gradient_like(output))
     assert uses(x) >= alone + M
     plant_failure(opened.pipe, "1I1", after=3)
-    with pytest.raises(ValueError, match="planted"):
+    with pytest.raises(ValueError, match="injected"):
         output.backward(gradient, retain_graph=retain)
     assert (kept_bytes(output) > 0) == retain
     assert uses(gradient) == alone_gradient
@@ -266,7 +266,7 @@ def test_memory_is_released_after_a_failed_forward() -> None:
     before = uses(opened.x)
     for action in fill_drain(K, M, backward=False).order():
         plant_failure(opened.pipe, action, after=3)
-        with pytest.raises(ValueError, match="planted"):
+        with pytest.raises(ValueError, match="injected"):
             opened.pipe(opened.x)
         assert uses(opened.x) == before, action
     gone = weakref.ref(opened.pipe)

@@ -132,7 +132,7 @@ def fail_in_backward(opened: Pipe, case: Case) -> None:
 def check_error(error: Exception, planted: str, action: Action) -> None:
     assert type(error) is ERRORS[planted]
     place = rf": stage {action.stage}, layer \d+ \(\w+\), micro-batch {action.microbatch}"
-    assert re.fullmatch(rf"planted {planted} \(in action {action}({place})?\)", str(error))
+    assert re.fullmatch(rf"injected {planted} \(in action {action}({place})?\)", str(error))
 
 
 def run_case(opened: Pipe, case: Case) -> None:
@@ -177,7 +177,7 @@ def test_the_checks_can_fail(opened: Pipe) -> None:
     output.backward(gradient_like(output))
     assert any("gradient" in name for name in unequal(opened.state(), before))
     opened.start_again()
-    for error in (ValueError("planted TypeError (in action 1I2)"), TypeError("planted TypeError")):
+    for error in (ValueError("injected TypeError (in action 1I2)"), TypeError("injected TypeError")):
         with pytest.raises(AssertionError):
             check_error(error, case.error, case.action)
     plant(opened, case)

@@ -194,7 +194,7 @@ def test_a_step_or_a_failure_leaves_the_callers_counts() -> None:
         assert (counts(), counts_of_a_new_thread()) == before
         for action, run in (("1F1", lambda: pipe(features())), ("0B0", output.sum().backward)):
             plant_failure(pipe, action)
-            with pytest.raises(ValueError, match="planted"):
+            with pytest.raises(ValueError, match="injected"):
                 run()
             assert (counts(), counts_of_a_new_thread()) == before
         disturb_no_more(pipe)

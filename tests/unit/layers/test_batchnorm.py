@@ -187,7 +187,7 @@ def test_a_failure_leaves_them_as_they_were() -> None:
         pipe(images())
         before = {name: b.clone() for name, b in pipe.named_buffers()}
         plant_failure(pipe, "1F3", "RuntimeError")
-        with pytest.raises(RuntimeError, match="planted"):
+        with pytest.raises(RuntimeError, match="injected"):
             pipe(images(seed=2))
         disturb_no_more(pipe)
         assert all(torch.equal(b, before[name]) for name, b in pipe.named_buffers())

@@ -53,7 +53,7 @@ def use(number: int, model: nn.Sequential, x: Tensor) -> None:
         return
     if number % 10 == 8:
         plant_failure(pipe, "1F1")
-        with pytest.raises(ValueError, match="planted"):
+        with pytest.raises(ValueError, match="injected"):
             pipe(x)
         return
     output = pipe(x)

@@ -370,7 +370,7 @@ def test_recordings_without_a_whole_step_have_no_figures() -> None:
         pass
     assert nothing.stages == ((), (), ())
     plant_failure(pipe, "1F1")
-    with pipe.recording() as failed, pytest.raises(ValueError, match="planted"):
+    with pipe.recording() as failed, pytest.raises(ValueError, match="injected"):
         step(pipe)
     disturb_no_more(pipe)
     assert "1F1" not in map(str, failed.latest)
