@@ -80,7 +80,7 @@ class Program {
   Slot add_result(Layout layout);
   Slot add_view(Slot base, int64_t offset_elements, Layout layout);
 
-  // Sets the layer, by its title in error messages, to which the steps added from now on belong. Initially none.
+  // Sets the layer of the steps that are added from now on, by its title in error messages; initially none.
   void set_layer(std::string title);
   // Appends an operator call that writes its results into its argument tensors.
   void add_call(std::unique_ptr<Operator> op, When when);

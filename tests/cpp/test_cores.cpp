@@ -115,7 +115,7 @@ int main() {
   const cpu_set_t mask = mask_of_this_thread();
   const int core = sched_getcpu();
   if (CPU_COUNT(&mask) > 1) {
-    // Not always, since the kernel may move a thread, too.
+    // The kernel may move a thread, too, so some attempts fail.
     int moved = 0;
     for (int i = 0; i < 100; ++i) moved += moves_apart(core, mask);
     CHECK(moved > 75);
