@@ -1,8 +1,8 @@
-"""Schedules: which stage does what, and in which order.
+"""Schedules: the ordered actions of every stage.
 
-The numbers of stages and micro-batches come in; a `Schedule`, the validated actions of every stage, goes out.
-The package is plain Python on integers: it imports neither torch nor anything of gpipe_fast, and any other
-package may import it.
+The input is the number of stages and of micro-batches; the output is a `Schedule`, the validated actions of
+every stage. The package is plain Python on integers: it imports neither torch nor other packages of
+gpipe_fast, and any package may import it.
 """
 
 from gpipe_fast.schedule.actions import BACKWARD, TRANSFERS, Action, Kind

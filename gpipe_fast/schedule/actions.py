@@ -1,4 +1,4 @@
-"""Actions: what one stage does with one micro-batch, in the notation of the field."""
+"""Actions: single steps of one stage on one micro-batch, in torch.distributed.pipelining's notation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """What an action does; torch.distributed.pipelining has the same names, but for R."""
+    """The kind of an action. torch.distributed.pipelining uses the same names, except R."""
 
     F = "F"
-    R = "R"  # recompute: all of a backward that needs no boundary gradient
-    B = "B"  # backward: what R left of it, or all
-    I = "I"  # noqa: E741 the field's name: of that, up to the boundary gradient that is sent
-    W = "W"  # what I left: gradients of weights
+    R = "R"  # recompute: the part of a backward that needs no boundary gradient
+    B = "B"  # full backward; after an R, the rest of it
+    I = "I"  # noqa: E741 the field's name: input gradient, the part of B up to its SEND_B
+    W = "W"  # weight gradients: the rest of B after an I
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -39,29 +39,29 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads ``2F0``, ``1SEND_F3`` and the like.
+        """Parses an action such as ``2F0`` or ``1SEND_F3``.
 
         Raises:
-            ValueError: the text is no action.
+            ValueError: the text is not an action.
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no action; actions read like 2F0, 2B0, 1SEND_F3 or 2RECV_F3")
+            raise ValueError(f"{text!r} is not an action; expected a form like 2F0, 1SEND_F3 or 2RECV_F3")
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
 
 def tick(action: Action) -> float:
-    """Durations to think in: 1 for a forward, a backward or a part of one, nothing for a transfer."""
+    """Returns a nominal duration: 1 for a forward, a backward or a part of a backward, 0 for a transfer."""
     return 0.0 if action.kind in TRANSFERS else 1.0
 
 
 def forward_steps(stage: int, num_stages: int) -> list[Kind]:
-    """What a stage does with one micro-batch in its forward, in order."""
+    """Returns the kinds of a stage's forward actions for one micro-batch, in order."""
     return [Kind.RECV_F] * (stage > 0) + [Kind.F] + [Kind.SEND_F] * (stage < num_stages - 1)
 
 
 def backward_steps(stage: int, num_stages: int, *, recompute: bool, split: bool) -> list[Kind]:
-    """What a stage does with one micro-batch in its backward, in order."""
+    """Returns the kinds of a stage's backward actions for one micro-batch, in order."""
     before = [Kind.R] * recompute + [Kind.RECV_B] * (stage < num_stages - 1)
     send = [Kind.SEND_B] * (stage > 0)
     return [*before, Kind.I, *send, Kind.W] if split else [*before, Kind.B, *send]

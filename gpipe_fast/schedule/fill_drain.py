@@ -1,7 +1,7 @@
 """Fill-drain, GPipe's schedule: all forwards, then all backwards, the last micro-batch first.
 
-K = 3 stages, M = 4 micro-batches. A column is one tick, the time of a forward or a backward; transfers, not
-drawn, take none::
+K = 3 stages, M = 4 micro-batches. A column is one tick, the duration of a forward or a backward. Transfers
+take no time and are not drawn::
 
     stage 0  0F0 0F1 0F2 0F3  .   .   .   .  0B3 0B2 0B1 0B0
     stage 1   .  1F0 1F1 1F2 1F3  .   .  1B3 1B2 1B1 1B0
@@ -24,17 +24,18 @@ def fill_drain(
     backward: bool = True,
     recomputed: Collection[int] | None = None,
 ) -> Schedule:
-    """GPipe's schedule: all forwards, then all backwards, the last micro-batch first.
+    """Returns GPipe's schedule: all forwards, then all backwards, the last micro-batch first.
 
     Args:
         num_stages: K.
         num_microbatches: M.
-        slots: boundary tensors that may wait on one edge in one direction; if None M, so that no SEND waits.
+        slots: boundary tensors that may wait on one edge in one direction; None means M, so no SEND waits.
         backward: False for inference.
-        recomputed: which micro-batches recompute. If given, backwards are in parts, so that nobody waits for
-            what it does not need: a stage recomputes before the boundary gradient arrives, and sends its own
-            on before it makes the gradients of its weights. With all recomputed, and F, R, I and W equally
-            long, all backwards take 3 M + K - 1 ticks; whole ones, if None, 3 (M + K - 1).
+        recomputed: the micro-batches that recompute. If given, backwards are split, so that no action waits
+            for a tensor that it does not need: a stage recomputes before the boundary gradient arrives, and
+            sends its own boundary gradient before it computes weight gradients. If all micro-batches
+            recompute, and F, R, I and W take equally long, all backwards take 3 M + K - 1 ticks. None means
+            full backwards, which then take 3 (M + K - 1) ticks.
 
     Raises:
         ValueError: a number is not positive.
@@ -55,16 +56,17 @@ def fill_drain(
 
 
 def bubble(num_stages: int, num_microbatches: int) -> float:
-    """The share of fill-drain in which a stage is idle, if all take equally long and transfers no time.
+    """Returns the fraction of fill-drain in which a stage is idle.
 
-    (K - 1) / (M + K - 1), from arXiv 1811.06965, section 2.3. Backwards in parts leave less.
+    (K - 1) / (M + K - 1), from arXiv 1811.06965, section 2.3. The formula assumes that all stages take
+    equally long and that transfers take no time. Split backwards have a smaller bubble.
 
     Raises:
         ValueError: a number is not positive.
     """
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError(
-            f"there must be a stage and a micro-batch, got {num_stages} stages, {num_microbatches} "
+            f"expected at least one stage and one micro-batch, got {num_stages} stages, {num_microbatches} "
             "micro-batches"
         )
     return (num_stages - 1) / (num_microbatches + num_stages - 1)

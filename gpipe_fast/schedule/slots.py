@@ -1,4 +1,11 @@
-"""How many boundary tensors lie between two stages at once, whatever the timing: from a schedule alone."""
+"""Vector clocks of a schedule: how many boundary tensors are in flight between two stages, for any timing.
+
+A stage's vector clock counts, for every stage, the actions that have certainly completed before the stage's
+next action (C. J. Fidge, "Timestamps in message-passing systems that preserve the partial ordering", 1988;
+F. Mattern, "Virtual time and global states of distributed systems", 1989). A transfer is the message that
+carries a clock: a RECV merges the clock of its SEND, and a SEND that reuses a slot merges the clock of the
+RECV that freed the slot. Merging takes the element-wise maximum.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +16,11 @@ from gpipe_fast.schedule.schedule import Schedule
 
 
 def most_at_once(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """By sender and receiver, the most micro-batches whose boundary tensors may lie there at once.
+    """Returns the maximum number of micro-batches in flight, by sender and receiver.
 
-    A slot is taken when its SEND begins, and free when the receiver has done the last that it does with the
-    micro-batch: what arrives for a forward is kept for the backward. Counted are all that the order of
-    actions does not keep apart, so that no timing needs more.
+    A micro-batch is in flight from the begin of its SEND to the end of the receiver's last compute action on
+    it, because a forward's boundary activation is kept for the backward. Two micro-batches count as in flight
+    together unless the partial order of the actions excludes it, so no timing exceeds the result.
     """
     place = {action: i for actions in schedule.stages for i, action in enumerate(actions)}
     last = {
@@ -24,10 +31,11 @@ def most_at_once(schedule: Schedule) -> dict[tuple[int, int], int]:
         for action in row:
             if action.kind in (Kind.RECV_F, Kind.RECV_B):
                 received[_edge(action)].append(action)
-    # Of every stage, how many of each stage's actions are done before its next one.
+    # known[i] is the vector clock of stage i: known[i][j] actions of stage j precede its next action.
     known = [[0] * schedule.num_stages for _ in range(schedule.num_stages)]
-    after: dict[Action, list[int]] = {}  # likewise, behind a transfer
-    ends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of each slot: its last use
+    after: dict[Action, list[int]] = {}  # the sender's or receiver's clock after a transfer
+    # By edge, the receiver's index of the last compute action on each micro-batch sent so far.
+    ends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     needed: defaultdict[tuple[int, int], int] = defaultdict(int)
     for action in schedule.order():
         clock = known[action.stage]
@@ -52,7 +60,7 @@ def most_at_once(schedule: Schedule) -> dict[tuple[int, int], int]:
 
 
 def _edge(action: Action) -> tuple[int, int]:
-    """Sender and receiver of a transfer."""
+    """Returns the sender and the receiver of a transfer."""
     match action.kind:
         case Kind.SEND_F:
             return action.stage, action.stage + 1
@@ -65,5 +73,6 @@ def _edge(action: Action) -> tuple[int, int]:
 
 
 def _sent(receive: Action) -> Action:
+    """Returns the SEND that matches a RECV."""
     kind = Kind.SEND_F if receive.kind is Kind.RECV_F else Kind.SEND_B
     return Action(_edge(receive)[0], kind, receive.microbatch)

@@ -103,7 +103,7 @@ FUNCTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, "the recording holds no step: call the model inside", lambda: Recording().bubble()),
     (ValueError, "the recording holds no step: call the model inside", lambda: Recording().span()),
     (ValueError, "the recording holds no step: call", lambda: Recording().critical_path()),
-    (ValueError, "there must be a stage and a micro-batch, got 0 stages", lambda: bubble(0, 1)),
+    (ValueError, "expected at least one stage and one micro-batch, got 0 stages", lambda: bubble(0, 1)),
     (TypeError, "stash must be a list of names, such as stash=['skip']", lambda: skippable(stash="skip")),
     (TypeError, "pop must be a list of names", lambda: skippable(pop=3)),  # type: ignore[arg-type]
     (TypeError, "costs must be a list with a number for each layer, got 3", lambda: balance_by_cost(2, 3)),  # type: ignore[arg-type]

@@ -260,9 +260,9 @@ def test_refuses_just_what_cannot_run() -> None:
         ("0RECV_F0,0F0", "stage 0 does 0RECV_F0 0F0, where it has to do 0F0"),
         ("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F1,1F1,1RECV_F0,1F0", "1RECV_F1 meets 0SEND_F0: an edge keeps"),
         ("0RECV_B1,0B1,0RECV_B0,0B0\n1B0,1SEND_B0,1B1,1SEND_B1", "0RECV_B1 meets 1SEND_B0: an edge keeps"),
-        ("0F0,F1", "'F1' is no action; actions read like 2F0"),
-        ("0F0,0F-1", "'0F-1' is no action"),
-        ("0F0,0F1 0B1", "'0F1 0B1' is no action"),
+        ("0F0,F1", "'F1' is not an action; expected a form like 2F0"),
+        ("0F0,0F-1", "'0F-1' is not an action"),
+        ("0F0,0F1 0B1", "'0F1 0B1' is not an action"),
         ("", "num_stages must be at least 1, got 0"),
     ],
 )
