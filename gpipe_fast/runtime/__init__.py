@@ -1,7 +1,7 @@
-"""A call to the plan that runs it.
+"""Plans: what one call of the module runs.
 
-The user's stages and the signature of a call come in; a `Plan` goes out, which the C++ pipeline runs without
-Python. It is made once per signature, and again after a change. The package imports what a plan is made of
-(`schedule`, `layers`, `randomness`, `trace`, `lower`) and the extension; only `gpipe`, `stages`,
-`inspect` and the public `recording` import it.
+The input is the user's stages and the signature of a call; the output is a `Plan`, which the C++ pipeline
+runs without Python. A plan is made once per signature, and again after a change of the module. The package
+imports the packages that a plan is made with (`schedule`, `layers`, `randomness`, `trace`, `lower`) and the
+extension; only `gpipe`, `stages`, `inspect` and the public `recording` import this package.
 """

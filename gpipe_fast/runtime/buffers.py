@@ -1,4 +1,4 @@
-"""Buffers of layers in Python as they were: put back after a failure, and for a second run of the layers."""
+"""Snapshots of buffers of layers in Python, restored after a failure and for a recompute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 class NotedBuffer(NamedTuple):
-    """A buffer at some time, or a parameter that the forward writes."""
+    """A snapshot of a buffer, or of a parameter that the forward writes."""
 
     module: nn.Module
     name: str
@@ -20,13 +20,13 @@ class NotedBuffer(NamedTuple):
     copy: Tensor
 
     def is_changed(self) -> bool:
-        """Whether it is another tensor, or has other elements."""
-        # Batch norm writes its statistics without telling their version counters.
+        """Returns whether the module holds another tensor now, or the tensor has other elements."""
+        # Batch norm writes its running statistics without incrementing their version counters.
         replaced = getattr(self.module, self.name, None) is not self.buffer
         return replaced or not torch.equal(self.buffer, self.copy)
 
     def put_back(self) -> None:
-        """Makes it the module's again, with its elements."""
+        """Restores the tensor and its elements in the module."""
         if getattr(self.module, self.name, None) is not self.buffer:
             setattr(self.module, self.name, self.buffer)
         with torch.no_grad():
@@ -34,7 +34,7 @@ class NotedBuffer(NamedTuple):
 
 
 def buffers_now(layers: Sequence[nn.Module]) -> list[NotedBuffer]:
-    """The buffers as they are, and what embeddings with ``max_norm`` shorten in their forward."""
+    """Takes snapshots of all buffers, and of the tables that embeddings with ``max_norm`` renormalize."""
     return [
         NotedBuffer(module, name, tensor, tensor.detach().clone())
         for layer in layers
@@ -45,13 +45,14 @@ def buffers_now(layers: Sequence[nn.Module]) -> list[NotedBuffer]:
 
 
 def _shortened(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Returns the parameters that an embedding with ``max_norm`` renormalizes in its forward."""
     is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     return module._parameters if is_table and module.max_norm is not None else {}
 
 
 @contextlib.contextmanager
 def as_they_were(buffers: Sequence[NotedBuffer]) -> Iterator[None]:
-    """Lets buffers be for a block what a forward found, unnoticed by autograd."""
+    """Restores the snapshots for a block, without incrementing version counters that autograd checks."""
     names = [(noted.module, noted.name) for noted in buffers]
     now = [NotedBuffer(m, n, b, b.detach().clone()) for m, n in names if (b := getattr(m, n)) is not None]
     tensors = {id(noted.buffer): noted.buffer for noted in (*buffers, *now)}

@@ -1,4 +1,4 @@
-"""Stages and what reaches them to compiled stages: equal ones are traced and lowered once."""
+"""The compiler: from stages and boundary specs to compiled stages. Equal stages are traced only once."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from gpipe_fast.trace.trace import Joint, Setting, trace, trace_symbolic
 
 @dataclass(frozen=True)
 class Refusal:
-    """A pipeline that cannot be compiled: the first stage that stands in the way, and why."""
+    """The result for a pipeline that cannot be compiled: the first untraceable stage, and the reason."""
 
     stage_index: int
     untraceable: Untraceable
 
 
-# How often a stage is traced for what differs in shapes, or in constants, and no template is right for.
+# The maximum number of traces of a stage, for shapes or constants that no template covers.
 TRACES = 64
-# How often a template is tried for one kind.
+# The maximum number of symbolic traces for one kind.
 _ATTEMPTS = 3
 
 
 class TooManyTraces(Untraceable):
-    """A stage that met too many shapes, or constants, to trace it for each."""
+    """The reason not to trace a stage that has been traced for too many shapes or constants already."""
 
 
 @dataclass
 class _Kind:
-    """What differs in sizes alone.
+    """A stage for inputs that differ only in sizes.
 
     Attributes:
-        samples: of it, the first two.
-        template: for all sizes.
-        num_attempts: how many there were to make one.
+        samples: the first two traces.
+        template: a symbolic trace for all sizes; None if there is none yet.
+        num_attempts: the number of attempts to make a template.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -57,25 +57,25 @@ class _Kind:
 
 
 class Compiler:
-    """Compiles pipelines.
+    """A compiler of pipelines, with caches of traces, templates and compiled stages.
 
     Attributes:
-        num_traces: how many stages have been traced so far.
-        num_written: how many were written out from a template instead.
+        num_traces: the number of traces so far.
+        num_written: the number of graphs written out from a template instead of traced.
     """
 
     def __init__(self, limit: int = 128, most: int | None = None) -> None:
-        """Makes one.
+        """Makes a compiler with empty caches.
 
         Args:
-            limit: remembers so many traces, those used last.
-            most: traces a stage so often as it is, in equal modes; None for no end.
+            limit: the maximum number of cached traces; the least recently used are dropped.
+            most: the maximum number of traces without symbols of one stage in equal modes; None for no limit.
         """
         self.num_traces = self.num_written = 0
         self._limit = limit
         self._most = most
         self._times: Counter[tuple[Hashable, Modes]] = Counter()
-        # What layers of a fingerprint were seen to read when they were traced first.
+        # By fingerprint, the Python state that the layers read during their first trace.
         self._reads: OrderedDict[Hashable, list[Reads]] = OrderedDict()
         self._traces: OrderedDict[Hashable, Traced] = OrderedDict()
         self._kinds: OrderedDict[tuple[Hashable, Hashable, Modes], _Kind] = OrderedDict()
@@ -84,13 +84,13 @@ class Compiler:
     def compile(
         self, stages: Sequence[Stage], microbatches: Sequence[Boundary]
     ) -> list[list[CompiledStage]] | Refusal:
-        """Traces all stages for the micro-batches of a mini-batch, under the present grad and autocast modes.
+        """Compiles all stages for the micro-batches of a mini-batch, under the calling thread's modes.
 
-        Gradients are taken to come in the layouts of the stages' outputs.
+        Assumes that every boundary gradient arrives in the layout of its boundary activation.
 
         Args:
             stages: the pipeline.
-            microbatches: what reaches the first stage, each different signature once, in order.
+            microbatches: the inputs of the first stage, each distinct spec once, in order.
         """
         pipelines: list[list[CompiledStage]] = []
         for inputs in microbatches:
@@ -117,13 +117,13 @@ class Compiler:
         join_along: int = 0,
         num_microbatches: int = 2,
     ) -> list[list[CompiledStage]] | Refusal:
-        """Compiles pipelines for the gradients that come as they did last, or else as they are likely to.
+        """Compiles pipelines for the gradient layouts that arrived last, or else for the likely ones.
 
         Args:
-            pipelines: compiled for gradients in the layouts of their stages' outputs.
-            arrived: as they came last.
+            pipelines: pipelines compiled for gradients in the layouts of their stages' outputs.
+            arrived: the history of gradient layouts.
             join_along: the dimension along which outputs are joined.
-            num_microbatches: how many there are; all but the last are as the first.
+            num_microbatches: M; only the last micro-batch may differ in shape from the first.
         """
         outputs = [compiled[-1].outputs.tensors for compiled in pipelines]
         joined = _joined(outputs, join_along, num_microbatches)
@@ -138,7 +138,7 @@ class Compiler:
     def _expecting(
         self, compiled: Sequence[CompiledStage], gradients: Gradients, arrived: Arrived
     ) -> list[CompiledStage] | Refusal:
-        """From the last stage on, tells each in what layout its gradients come, or that they do not."""
+        """Propagates gradient layouts from the last stage to the first, and compiles each stage for them."""
         found = list(compiled)
         of_skips: dict[int, tuple[int, ...]] = {}
         for index, base in reversed(list(enumerate(compiled))):
@@ -158,20 +158,20 @@ class Compiler:
     def compiled(
         self, part: Stage, place: Place, gradients: Gradients | None = None, limited: bool = True
     ) -> CompiledStage | Untraceable:
-        """A stage or a part of one, under the present modes, which are the place's.
+        """Returns a compiled stage or part of a stage. The calling thread's modes must equal the place's.
 
         Args:
-            part: what to compile.
-            place: what to compile it for.
-            gradients: in which layouts they come to its outputs; by default in those of the outputs.
-            limited: whether there may be too many traces.
+            part: the layers to compile.
+            place: the inputs and modes to compile them for.
+            gradients: the strides of the outputs' gradients; None for the outputs' own strides.
+            limited: whether the limit on traces applies.
         """
         base = self._compiled.find((place, ()))
         if base is None:
             traced = self.trace(part, place.arriving, (), limited)
             if isinstance(traced, Untraceable):
                 return traced
-            # The trace may have shown more of what the layers read.
+            # The trace may have revealed more Python state that the layers read.
             place = Place.of(part, place.arriving, place.modes)
             base = self._compiled.find((place, ())) or CompiledStage(part, place, traced)
             self._compiled[place, ()] = base
@@ -185,12 +185,12 @@ class Compiler:
         return found
 
     def find(self, place: Place, gradients: Gradients) -> CompiledStage | None:
-        """What was compiled before, if it was."""
+        """Returns the cached compiled stage, or None."""
         base = self._compiled.find((place, ()))
         return None if base is None else self._compiled.find((place, base.arrivals(gradients)))
 
     def blamed(self, stage: Stage, inputs: Boundary, untraceable: Untraceable) -> Untraceable:
-        """Names the layer without which the layers before it could be traced, where the trace names none."""
+        """Returns the reason with a layer: bisects for the untraceable layer if the trace named none."""
         if untraceable.layer is not None or isinstance(untraceable, TooManyTraces):
             return untraceable
         good, bad = 0, len(stage.layers)
@@ -204,13 +204,13 @@ class Compiler:
     def trace(
         self, stage: Stage, inputs: Boundary, arrivals: Arrivals, limited: bool = True
     ) -> Traced | Untraceable:
-        """Traces one stage, or remembers it, under the present modes.
+        """Traces a stage under the calling thread's modes, or returns the cached trace.
 
         Args:
-            stage: what to trace.
-            inputs: what reaches it.
-            arrivals: which gradients come otherwise than their outputs are laid out, or not at all.
-            limited: whether there may be too many traces.
+            stage: the layers to trace.
+            inputs: the specs of the stage's inputs.
+            arrivals: the outputs whose gradients arrive in another layout than the output's, or not at all.
+            limited: whether the limit on traces applies.
         """
         layers, modes = self._fingerprint(stage), Modes.now()
         key = (layers, inputs, arrivals, modes, stage.grad_dtype)
@@ -222,10 +222,10 @@ class Compiler:
         joint = self._write_out(kind, stage, inputs, arrivals)
         if joint is None:
             if limited and self._most is not None and self._times[layers, modes] >= self._most:
-                return TooManyTraces(None, f"it was traced {self._most} times for what it met")
+                return TooManyTraces(None, f"it was traced {self._most} times for different inputs")
             found = self._trace_as_it_is(kind, stage, inputs, arrivals)
             if isinstance(found, Untraceable):
-                # Perhaps for what came in, which says nothing of other calls.
+                # The reason may be these inputs, so the attempt does not count for other calls.
                 kind.num_attempts = num_attempts
                 return found
             joint = found
@@ -238,13 +238,13 @@ class Compiler:
         return traced
 
     def _fingerprint(self, stage: Stage) -> Hashable:
-        """The fingerprint of a stage's layers, of which as much is known as of equal ones traced before."""
+        """Returns the fingerprint of a stage's layers, including state that equal layers read when traced."""
         layers = fingerprint(stage.layers)
         known = self._reads.get(layers)
         return fingerprint(stage.layers) if known is not None and reads.note(stage.layers, known) else layers
 
     def _after_trace(self, stage: Stage, before: Hashable) -> Hashable:
-        """The fingerprint with what the trace showed that forward reads."""
+        """Returns the fingerprint after a trace, and moves cache entries to it if the trace changed it."""
         layers = fingerprint(stage.layers)
         if layers != before:
             self._reads[before] = [r for layer in stage.layers if (r := reads.reads_of(layer)) is not None]
@@ -257,6 +257,7 @@ class Compiler:
     def _trace_as_it_is(
         self, kind: _Kind, stage: Stage, inputs: Boundary, arrivals: Arrivals
     ) -> Joint | Untraceable:
+        """Traces a stage for these sizes, without symbols, and keeps the trace as a sample of its kind."""
         self.num_traces += 1
         joint = trace(stage.layers, _examples(inputs), arrivals, inputs.structure, _setting(stage, inputs))
         if isinstance(joint, Joint) and len(kind.samples) < 2:
@@ -264,7 +265,10 @@ class Compiler:
         return joint
 
     def _write_out(self, kind: _Kind, stage: Stage, inputs: Boundary, arrivals: Arrivals) -> Joint | None:
-        """The graph as a template has it, if there is one; it is made when two shapes have been traced."""
+        """Returns the graph that the kind's template gives for these sizes, or None.
+
+        The template is made here, by a symbolic trace, once two sizes have been traced.
+        """
         shapes, strides = [s.shape for s in inputs.tensors], [s.strides for s in inputs.tensors]
         if kind.template is not None:
             joint = kind.template.write_out(shapes, strides, arrivals)
@@ -273,7 +277,7 @@ class Compiler:
                 return joint
         varying = _varying([*(sample.shapes for sample in kind.samples), tuple(shapes)])
         sizes = [size for shape, dims in zip(shapes, varying, strict=True) for size in compress(shape, dims)]
-        # PyTorch takes sizes of 0 and 1 for special.
+        # PyTorch specializes symbolic traces on sizes of 0 and 1.
         if len(kind.samples) < 2 or kind.num_attempts == _ATTEMPTS or min(sizes, default=0) < 2:
             return None
         kind.num_attempts += 1
@@ -293,12 +297,12 @@ class Compiler:
 
 
 def _varying(seen: Sequence[Sequence[Sequence[int]]]) -> list[list[bool]]:
-    """Which dimensions of each tensor differ between the calls seen, given the shapes of each."""
+    """Returns, for each tensor, which dimensions differ between calls, given the shapes in each call."""
     return [[len(set(sizes)) > 1 for sizes in zip(*each, strict=True)] for each in zip(*seen, strict=True)]
 
 
 def _agrees(template: Template, samples: Sequence[Sample]) -> bool:
-    """Whether what was traced for shapes is what a template has for them, as far as it has any."""
+    """Returns whether a template reproduces the sample traces; at least one must be within its range."""
     again = [(s.joint, template.write_out(s.shapes, s.strides, s.arrivals)) for s in samples]
     known = [equal(joint, written) for joint, written in again if written is not None]
     return bool(known) and all(known)
@@ -313,19 +317,20 @@ def sent(spec: Spec | None, sender: Stage, receiver: Stage) -> Spec | None: ...
 
 
 def sent(spec: Spec | None, sender: Stage, receiver: Stage) -> Spec | None:
-    """What a tensor is when it has crossed: between devices every one is copied to the receiver's."""
+    """Returns a tensor's spec at the receiver: a transfer between devices changes the device alone."""
     if spec is None or sender.device == receiver.device:
         return spec
     return replace(spec, device=receiver.device)
 
 
 def _tensors_of(skips: Sequence[int], boundary: Boundary) -> Iterator[tuple[int, int]]:
-    """The places of skip connections among the tensors of a boundary, and their numbers; but for None."""
+    """Yields, for each skip tensor that is not None, its index in the boundary and its skip's number."""
     tensors = (number for number, is_tensor in zip(skips, boundary.skips, strict=True) if is_tensor)
     return enumerate(tensors, boundary.num_plain)
 
 
 def _setting(stage: Stage, inputs: Boundary) -> Setting:
+    """Returns the context of the stage's layers in a trace: its skip connections, batch norm and device."""
     pops, stashes = stage.keys(stage.pops), stage.keys(stage.stashes)
     return Setting(pops, inputs.skips, stashes, stage.deferred, stage.device)
 
@@ -340,7 +345,7 @@ def _sample(inputs: Boundary, arrivals: Arrivals, joint: Joint) -> Sample:
 
 
 def _kind_of(inputs: Boundary, arrivals: Arrivals) -> Hashable:
-    """All but the sizes."""
+    """Returns everything about the inputs and their gradients except sizes."""
     return (
         inputs.structure,
         inputs.skips,
@@ -350,14 +355,17 @@ def _kind_of(inputs: Boundary, arrivals: Arrivals) -> Hashable:
 
 
 def _joined(outputs: Sequence[tuple[Spec, ...]], dim: int, count: int) -> list[Gradients]:
-    """Strides of each micro-batch's part of the module's outputs; losses lay gradients out like these."""
+    """Returns, for each distinct micro-batch, the strides of its slices of the module's joined outputs.
+
+    A loss usually produces gradients in this layout.
+    """
     found: list[Gradients] = [{} for _ in outputs]
     for index in range(min(len(specs) for specs in outputs)):
         parts = [specs[index].on_meta() for specs in outputs]
-        # What cannot be joined is refused later, with its shape.
+        # A later check raises for outputs that cannot be joined, with their shapes.
         strides: tuple[int, ...] = ()
         if all(part.dim() for part in parts) and (dim == 0 or _fit(parts, dim)):
-            # Along another dimension than the first, strides depend on the whole length.
+            # Unless outputs are joined along dimension 0, the strides depend on the total length.
             whole = [parts[0]] * ((2 if dim == 0 else count) - len(parts)) + parts
             strides = torch.cat(whole, dim).stride()
         for gradients in found:
@@ -366,7 +374,7 @@ def _joined(outputs: Sequence[tuple[Spec, ...]], dim: int, count: int) -> list[G
 
 
 def _fit(parts: Sequence[Tensor], dim: int) -> bool:
-    """Whether they can be joined along a dimension."""
+    """Returns whether tensors can be concatenated along a dimension."""
     if any(not -part.dim() <= dim < part.dim() for part in parts):
         return False
     return len({part.narrow(dim, 0, 0).shape for part in parts}) == 1

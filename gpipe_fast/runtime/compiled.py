@@ -1,4 +1,4 @@
-"""A run of layers compiled for what reaches it, and for the gradients that come back to it."""
+"""Compiled stages: runs of layers compiled for given inputs and given layouts of their outputs' gradients."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from gpipe_fast.trace.arrival import Arrivals
 from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.trace import Joint, Port, Role, buffers_of
 
-Gradients = dict[int, tuple[int, ...]]  # the strides of those that arrive, by output
+Gradients = dict[int, tuple[int, ...]]  # by output, its gradient's strides; no entry if none arrives
 
-# Places and segments that are remembered, of each sort.
+# The maximum number of entries in each cache of places or segments, per stage.
 REMEMBERED = 64
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -33,9 +33,10 @@ _Value = TypeVar("_Value")
 
 
 class Cache(OrderedDict[_Key, _Value]):
-    """Keeps so many, those used last."""
+    """A least-recently-used cache with a maximum number of entries."""
 
     def __init__(self, limit: int) -> None:
+        """Makes an empty cache of at most `limit` entries."""
         super().__init__()
         self._limit = limit
 
@@ -45,26 +46,26 @@ class Cache(OrderedDict[_Key, _Value]):
             self.popitem(last=False)
 
     def find(self, key: _Key) -> _Value | None:
-        """What is kept, if it is, used now."""
+        """Returns the entry, or None, and marks the entry as the most recently used."""
         found = self.get(key)
-        with contextlib.suppress(KeyError):  # another thread may have dropped it
+        with contextlib.suppress(KeyError):  # another thread may have evicted the entry
             self.move_to_end(key)
         return found
 
 
 @dataclass(frozen=True)
 class Place:
-    """A run of layers and what reaches it: all that it is compiled for but the gradients that come back.
+    """A cache key: everything that a run of layers is compiled for, except the layouts of gradients.
 
     Attributes:
-        first_layer: in the whole model.
-        num_layers: how many.
-        arriving: what reaches the first.
-        modes: PyTorch's global ones.
+        first_layer: the index of the run's first layer in the whole model.
+        num_layers: the number of layers in the run.
+        arriving: the specs of the run's inputs.
+        modes: PyTorch's modes.
         layers: the layers' fingerprint.
-        parameters: which of its stage's they have.
-        buffers: which of its stage's buffers they have.
-        snapshot: of the layers when the fingerprint was taken.
+        parameters: the layers' parameters, as indices into the stage's parameters.
+        buffers: the layers' buffers, as indices into the stage's buffers.
+        snapshot: a snapshot of the layers, taken with the fingerprint.
     """
 
     first_layer: int
@@ -78,28 +79,28 @@ class Place:
 
     @classmethod
     def of(cls, part: Stage, arriving: Boundary, modes: Modes) -> Place:
-        """That of a stage or a part of one, whose layers are as they are now."""
+        """Returns the place of a stage or part of a stage, for the current state of its layers."""
         snapshot = Snapshot()
         layers = fingerprint(part.layers, snapshot=snapshot)
         parameters, buffers = tuple(part.parameters()), tuple(part.buffers())
         return cls(part.first_layer, len(part.layers), arriving, modes, layers, parameters, buffers, snapshot)
 
     def is_current(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether its layers are as they were; meanwhile a trace may have shown more of what they read."""
+        """Returns whether the layers are unchanged, even if a trace has extended their fingerprint since."""
         return fingerprint(layers) == self.layers or self.snapshot.unchanged(layers)
 
 
 class Arrived(Cache[Place, Gradients]):
-    """In which layouts gradients came last to what a place hands on, where they came otherwise than expected.
+    """By place, the layouts in which the outputs' gradients arrived last, if they differed from the expected.
 
     Attributes:
-        changes: how often that changed.
+        changes: the number of changes so far.
     """
 
     changes = 0
 
     def note(self, place: Place, tangents: Sequence[Tensor | None]) -> Gradients:
-        """Notes gradients that came, and returns their layouts."""
+        """Records the layouts of gradients that arrived, and returns them."""
         gradients = {i: t.stride() for i, t in enumerate(tangents) if t is not None}
         if self.find(place) != gradients:
             self[place] = gradients
@@ -109,12 +110,12 @@ class Arrived(Cache[Place, Gradients]):
 
 @dataclass(frozen=True)
 class Lowered:
-    """A traced stage under one checkpoint policy, as data.
+    """A traced stage under one checkpoint policy, lowered to programs as data.
 
     Attributes:
-        split: the graphs, and what is saved between them.
-        forward: the forward that goes with ``backward``.
-        backward: None in inference, and where nothing needs a gradient.
+        split: the forward and backward graphs, and the tensors saved between them.
+        forward: the forward program that saves what ``backward`` reads.
+        backward: the backward program; None in inference, and if no tensor needs a gradient.
     """
 
     split: Split
@@ -124,14 +125,14 @@ class Lowered:
 
 @dataclass
 class Traced:
-    """A joint graph and its lowered forms by the share of activations that is saved."""
+    """A joint graph and its lowered stages, by the fraction of activations that a micro-batch saves."""
 
     joint: Joint
     accumulation: Accumulation = field(default_factory=Accumulation)
     lowered: dict[Share, Lowered] = field(default_factory=dict)
 
     def lower(self, share: Share) -> Lowered:
-        """Splits and lowers, once per share (see ``split``)."""
+        """Splits and lowers the joint graph, once per fraction (see ``split``)."""
         if share not in self.lowered:
             parts = split(self.joint, share)
             backward = None if parts.backward is None else lower(parts.backward, self.accumulation)
@@ -140,17 +141,24 @@ class Traced:
 
 
 class CompiledStage:
-    """A stage, or a part of one, for one signature and one layout of the gradients that come to its outputs.
+    """A stage or part of a stage, compiled for one place and one layout of its outputs' gradients.
 
     Attributes:
-        stage: what was compiled.
-        place: what it was compiled for.
-        outputs: what leaves it.
+        stage: the stage or part.
+        place: the inputs and modes that it was compiled for.
+        outputs: the specs of its outputs.
         traced: its graph, possibly shared with other stages.
     """
 
     def __init__(self, stage: Stage, place: Place, traced: Traced, base: CompiledStage | None = None) -> None:
-        """Makes one; ``base`` is the one for gradients laid out as its outputs, where this one is not."""
+        """Makes a compiled stage.
+
+        Args:
+            stage: the stage or part.
+            place: the inputs and modes.
+            traced: the trace for this place and these gradient layouts.
+            base: the compiled stage for gradients in the outputs' layouts; None if this is the one.
+        """
         self.stage = stage
         self.place = place
         self.outputs: Boundary = _outputs(traced.joint) if base is None else base.outputs
@@ -162,26 +170,26 @@ class CompiledStage:
 
     @property
     def inputs(self) -> Boundary:
-        """What reaches it."""
+        """The specs of the stage's inputs."""
         return self.place.arriving
 
     def written_buffers(self) -> list[Tensor]:
-        """The buffers that its forward writes."""
+        """Returns the buffers that the stage's forward writes."""
         buffers = buffers_of(self.stage.layers)
         return [buffers[n.port.index] for n in self.traced.joint.outputs if n.port.role is Role.BUFFER]
 
     def draws(self) -> bool:
-        """Whether any of its operators is random."""
+        """Returns whether any operator of the stage draws random numbers."""
         return any(n.port.role is Role.KEY and bool(n.node.users) for n in self.traced.joint.inputs)
 
     def input_gradients(self) -> Gradients:
-        """In which layouts it hands back gradients of its inputs."""
+        """Returns the strides of the gradients of the stage's inputs."""
         given = self.traced.joint.of(Role.INPUT_GRADIENT)
         return {i: node.meta["val"].stride() for i, node in given.items()}
 
     def arrivals(self, gradients: Gradients) -> Arrivals:
-        """The gradients of its outputs that come otherwise than they are laid out, or not at all."""
-        # Strides of dimensions of size one count: they tell channels_last from contiguous.
+        """Returns the outputs whose gradients differ in layout from the output, or do not arrive."""
+        # Strides of size-one dimensions are compared, too: they distinguish channels_last from contiguous.
         return tuple(
             (index, gradients.get(index))
             for index, tangent in self.traced.joint.of(Role.TANGENT).items()
@@ -189,7 +197,7 @@ class CompiledStage:
         )
 
     def segment(self, share: Share) -> Segment:
-        """The programs of this stage, in its own memory, for one share; built on first use."""
+        """Returns the segment with this stage's programs for one saved fraction; builds it on first use."""
         if share not in self._segments:
             self._segments[share] = self._build(self.traced.lower(share))
         return self._segments[share]

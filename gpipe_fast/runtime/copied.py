@@ -1,4 +1,4 @@
-"""Copies of tensors that layers may write, and from which they compute the same bits."""
+"""Writable copies of tensors, from which layers compute the same bits as from the originals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from gpipe_fast.strides import span
 
-# To which PyTorch aligns memory, in bytes; matrix products may round otherwise where it is not.
+# PyTorch's alignment of memory in bytes; matrix products of memory aligned differently may round differently.
 _ALIGNMENT = 64
 
 
 class _Copied(torch.autograd.Function):
-    """A copy whose memory is laid out and aligned as the original's, overlaps and gaps included."""
+    """A copy with the original's strides and alignment, including overlaps and gaps in memory."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ class _Copied(torch.autograd.Function):
         beyond = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNMENT
         begin = beyond // tensor.element_size()
         memory[begin : begin + length].copy_(tensor.as_strided((length,), (1,)))
-        # Not a view of it, which a layer may not write.
+        # A tensor on the same storage, not a view: autograd forbids writing a view that a Function returns.
         storage = memory.untyped_storage()
         return tensor.new_empty(0).set_(storage, begin, tensor.shape, tensor.stride())
 
@@ -33,7 +33,7 @@ class _Copied(torch.autograd.Function):
 
 
 def copied_for_writing(tensor: Tensor) -> Tensor:
-    """A copy that is laid out and aligned as the original, and differentiable."""
+    """Returns a differentiable copy with the original's strides and alignment."""
     if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
         return tensor.clone()
     if tensor.data_ptr() % _ALIGNMENT == 0:

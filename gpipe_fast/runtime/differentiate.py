@@ -1,4 +1,4 @@
-"""From gradients of the roots of an autograd graph to those of its sources, in the thread that asks."""
+"""Gradients of the sources of an autograd graph, computed in the calling thread."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Found = Sequence[Tensor | None]
 def differentiate(
     roots: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], retain: bool, reentrant: bool
 ) -> Found:
-    """Gradients of the sources, None where there is none.
+    """Returns the gradients of the sources; None for a source that the roots do not depend on.
 
     Args:
         roots: tensors and their gradients.
-        sources: what to differentiate by.
-        retain: whether the graph may be needed again.
-        reentrant: whether it has reentrant checkpoints.
+        sources: tensors with respect to which to differentiate.
+        retain: whether to keep the graph for another backward.
+        reentrant: whether the graph contains reentrant checkpoints.
     """
     outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
     with _in_this_thread(roots):
@@ -32,13 +32,13 @@ def differentiate(
 
 
 def _in_this_thread(roots: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
-    """Autograd gives what is on a GPU to that GPU's thread, where the pipeline's backward may be waiting."""
+    """Keeps autograd in this thread: a GPU's autograd thread may be waiting in the pipeline's backward."""
     of_host = all(root.device.type == "cpu" for root, _ in roots)
     return torch.autograd.set_multithreading_enabled(of_host and torch._C._is_multithreading_enabled())
 
 
 def _backward(roots: list[Tensor], gradients: list[Tensor], sources: list[Tensor], retain: bool) -> Found:
-    """What reentrant checkpoints want instead: they add to ``grad`` themselves."""
+    """Returns the gradients by ``backward()``, which reentrant checkpoints need: they add to ``grad``."""
     before = [source.grad for source in sources]
     try:
         for source in sources:
@@ -52,7 +52,7 @@ def _backward(roots: list[Tensor], gradients: list[Tensor], sources: list[Tensor
 
 @contextlib.contextmanager
 def without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Hooks on parameters see the whole mini-batch's gradient, not each micro-batch's."""
+    """Disables parameters' hooks for a block: hooks run on the mini-batch's gradient, not a micro-batch's."""
     hooked = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
     try:
         for parameter, _ in hooked:

@@ -1,11 +1,11 @@
-"""Python's and NumPy's random numbers in layers that a backward runs again: the second run draws the same.
+"""Python's and NumPy's random generators in layers that are recomputed: the recompute draws the same numbers.
 
 PyTorch's random operators draw by key (`gpipe_fast.randomness`), but ``random`` and ``numpy.random`` have one
-state for all threads. So layers that draw from them run one at a time, and a second run begins where the
-first one began::
+state for all threads. So layers that draw from them hold a lock while they run, and a recompute restores the
+state that the forward began with::
 
-    stage 0    forward  |--draws--|                                     second run |--same--|
-    stage 1                        |--draws--|   second run |--same--|
+    stage 0    forward  |--draws--|                                     recompute  |--same--|
+    stage 1                        |--draws--|   recompute  |--same--|
                        state:  s0          s1         s2    back to s1, then s2    back to s0, then s2
 """
 
@@ -30,7 +30,7 @@ from gpipe_fast.trace import kinds
 from gpipe_fast.trace.kinds import Kind, kind_of
 from gpipe_fast.trace.reads import names_of
 
-# Values that are looked through for generators, those nearest to the layers.
+# The maximum number of values searched for generators, breadth-first from the layers.
 _MOST = 5_000
 
 _drawing = threading.RLock()
@@ -39,12 +39,13 @@ os.register_at_fork(after_in_child=_drawing._at_fork_reinit)  # type: ignore[att
 
 @dataclass
 class Drawn:
-    """What a forward drew, as far as a second run needs to know.
+    """The generator states that a recompute needs from its forward.
 
     Attributes:
-        before: states of the generators when it began.
-        after: when it ended.
-        repeatable: whether a second run may take its place: it did not draw beside others.
+        before: the generators' states when the forward began.
+        after: the generators' states when the forward ended.
+        repeatable: whether a recompute can draw the same numbers. False if the forward drew without the lock,
+            so that other threads may have drawn at the same time.
     """
 
     before: Sequence[object] = ()
@@ -53,18 +54,19 @@ class Drawn:
 
 
 class Draws:
-    """The generators that some layers can draw from: the global ones, and those they hold."""
+    """The generators that layers can draw from: the global generators, and the layers' own."""
 
-    # Whether layers drew in some run; those that are not here have not run yet.
+    # By layer, whether any run drew random numbers; a layer without an entry has not run yet.
     _drew: ClassVar[weakref.WeakKeyDictionary[nn.Module, bool]] = weakref.WeakKeyDictionary()
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
+        """Searches the layers for generators."""
         self._layers = layers
         self._held, self._can_draw = _generators_of(layers)
 
     @contextlib.contextmanager
     def forward(self, repeated: bool) -> Iterator[Drawn]:
-        """Around a run of the layers; ``repeated`` says that the backward will run them again."""
+        """Wraps a forward of the layers; ``repeated`` means that the backward will recompute it."""
         drew = [self._drew.get(layer) for layer in self._layers]
         alone = self._can_draw and (any(drew) or (repeated and None in drew))
         with _drawing if alone else contextlib.nullcontext():
@@ -81,12 +83,12 @@ class Draws:
 
     @contextlib.contextmanager
     def repeated(self, drawn: Drawn, name: str) -> Iterator[None]:
-        """Around the second run of the layers called ``name``; the generators are put back after it.
+        """Wraps the recompute of the layers called ``name``; the generators' states are restored after it.
 
         Raises:
-            RuntimeError: the second run did not draw what the first one drew.
+            RuntimeError: the recompute drew different numbers than the forward.
         """
-        if drawn.before == drawn.after:  # nothing, or nothing that anybody looked at
+        if drawn.before == drawn.after:  # the forward drew nothing, or its states were not recorded
             yield
             return
         with _drawing:
@@ -100,25 +102,26 @@ class Draws:
                 _restore(generators, now)
         if not same:
             raise RuntimeError(
-                f"{name} drew other random numbers when the backward ran it again: another thread draws from "
-                "the same generator of Python or NumPy; draw with torch, or use checkpoint='never'"
+                f"{name} drew different random numbers when the backward recomputed it: another thread draws "
+                "from the same Python or NumPy generator; draw with torch, or use checkpoint='never'"
             )
 
     def _generators(self) -> list[Any]:
+        """Returns Python's global generator, the layers' own, and last NumPy's global one if it is loaded."""
         numpy = sys.modules.get("numpy.random")
         every = [random._inst, *self._held]
         return every if numpy is None else [*every, numpy.mtrand._rand]
 
 
 def _state_of(generator: Any) -> object:
-    """A generator's state, as a value that can be compared."""
+    """Returns a generator's state as a comparable value."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     return pickle.dumps(kinds.state_of(generator))
 
 
 def _restore(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    # NumPy may have been loaded meanwhile; its generator comes last.
+    # NumPy may have been loaded since the states were taken; its generator comes last.
     for generator, state in zip(generators, states, strict=False):
         if isinstance(generator, random.Random):
             generator.setstate(state)
@@ -127,10 +130,10 @@ def _restore(generators: Sequence[Any], states: Sequence[Any]) -> None:
 
 
 def _generators_of(layers: Sequence[nn.Module]) -> tuple[list[Any], bool]:
-    """The generators that layers can reach, but for the global ones; and whether they can draw at all.
+    """Returns the generators that layers can reach, except the global ones, and whether the layers can draw.
 
-    Layers that neither reach a generator nor name a module that draws do not draw. That spares most layers
-    the look at states, and nobody blames them for what other threads draw.
+    Layers that neither reach a generator nor name a module of random functions cannot draw. Most layers
+    therefore need no comparison of states, and are not blamed for what other threads draw.
     """
     found: dict[int, Any] = {}
     can_draw = False
@@ -155,7 +158,7 @@ def _generators_of(layers: Sequence[nn.Module]) -> tuple[list[Any], bool]:
 
 
 def _named_by(function: FunctionType) -> list[Any]:
-    """The global variables and modules that a function names, and what it names in these modules."""
+    """Returns the values of globals and modules that a function names, and of names in those modules."""
     names = names_of(function.__code__)
     values = [function.__globals__[name] for name in names.globals if name in function.__globals__]
     values += [sys.modules[name] for name in names.imports if name in sys.modules]
@@ -166,6 +169,6 @@ def _named_by(function: FunctionType) -> list[Any]:
 
 
 def _draws(value: object) -> bool:
-    """Whether a value is a module that draws, or a function of one."""
+    """Returns whether a value is a module of random functions, or a function of such a module."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     return kinds.root_package(name) in ("random", "secrets", "numpy") and kind_of(value) is not Kind.CLASS

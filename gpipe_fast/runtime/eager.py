@@ -1,4 +1,4 @@
-"""Layers that run as they are, in Python: what cannot be traced, and all under ``backend='eager'``."""
+"""Layers that run in Python: the untraceable ones, and under ``backend='eager'`` all."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from gpipe_fast.trace.trace import parameters_of
 
 @dataclass(frozen=True)
 class _Arrived:
-    """A micro-batch at the first of the layers.
+    """The input of the layers for one micro-batch.
 
     Attributes:
-        tensors: detached; those of skip connections last.
-        structure: how the others are nested.
-        needs_gradient: which of the others do.
-        skips: of skip connections, which do; nothing for those that are None.
+        tensors: the detached boundary tensors; skip tensors last.
+        structure: how the tensors other than skip tensors are nested.
+        needs_gradient: which of the tensors other than skip tensors need gradients.
+        skips: whether each skip tensor needs a gradient; None if the skip connection carries None.
         key: draws the mini-batch's key.
-        microbatch: its number.
+        microbatch: the micro-batch's number.
     """
 
     tensors: Sequence[Tensor]
@@ -51,14 +51,14 @@ class _Arrived:
     microbatch: int
 
     def leaves(self) -> list[Tensor]:
-        """The tensors, each the root of an autograd graph of its own where it needs a gradient."""
+        """Returns the tensors as new leaves of autograd graphs."""
         needs = (*self.needs_gradient, *(skip for skip in self.skips if skip is not None))
         return [t.detach().requires_grad_(need) for t, need in zip(self.tensors, needs, strict=True)]
 
 
 @dataclass
 class _Run:
-    """One run of the layers: the leaves and the roots of its autograd graph."""
+    """One run of the layers: the leaves and the outputs of its autograd graph."""
 
     leaves: list[Tensor]
     outputs: list[Tensor]
@@ -67,24 +67,24 @@ class _Run:
     writes_inputs: bool
 
     def roots(self) -> list[Tensor]:
-        """All that leaves."""
+        """Returns all tensors that leave the layers: the outputs, then the stashed skip tensors."""
         return [*self.outputs, *(tensor for tensor in self.stashed if tensor is not None)]
 
 
 @dataclass
 class _Kept:
-    """What a forward keeps for its backward.
+    """State that a forward saves for its backward.
 
     Attributes:
-        run: with its graph; None if it is to be recomputed.
-        every: parameter.
-        parameters: that need gradients.
-    The rest is for a recompute:
-        arrived: what came in.
-        buffers: those that the forward wrote or replaced, as it found them.
-        generators: as the forward found those of PyTorch's that the layers bring themselves.
-        drawn: from Python's and NumPy's generators.
-        data: where the parameters' elements were.
+        run: the run with its autograd graph; None if the backward recomputes it.
+        every: all parameters of the layers.
+        parameters: the parameters that need gradients.
+    Only a recompute needs the rest:
+        arrived: the input.
+        buffers: snapshots, from before the forward, of the buffers that the forward wrote or replaced.
+        generators: states, from before the forward, of the layers' own PyTorch generators.
+        drawn: states of Python's and NumPy's generators.
+        data: the addresses of the parameters' elements.
     """
 
     run: _Run | None
@@ -98,16 +98,16 @@ class _Kept:
 
 
 class Result(NamedTuple):
-    """What one micro-batch's forward returns to C++.
+    """The result of one micro-batch's forward, for C++.
 
     Attributes:
-        outputs: detached, those that are stashed last.
-        structure: how the others are nested.
-        needs_gradient: which of the others need gradients.
-        kept: what `EagerLayers.backward` needs.
-        skips: which that are stashed need gradients; nothing for None.
-        writes_inputs: whether inputs were changed in place.
-        reached: which parameters the outputs depend on, if that was asked for.
+        outputs: the detached outputs; stashed skip tensors last.
+        structure: how the outputs other than skip tensors are nested.
+        needs_gradient: which of the outputs other than skip tensors need gradients.
+        kept: the state that `EagerLayers.backward` needs.
+        skips: whether each stashed tensor needs a gradient; None if None was stashed.
+        writes_inputs: whether the layers wrote their inputs in place.
+        reached: which parameters the outputs depend on, if requested.
     """
 
     outputs: list[Tensor]
@@ -120,10 +120,10 @@ class Result(NamedTuple):
 
 
 class EagerLayers:
-    """A run of layers in Python, called by the worker of their stage for every micro-batch.
+    """A run of layers in Python, called by their stage's worker for every micro-batch.
 
-    Inputs are cloned, since a layer may write them; the numbers are those of the plain loop, also of sums of
-    several contributions to one gradient.
+    Inputs are copied, because a layer may write them. The results are bitwise equal to a sequential
+    micro-batch loop's, including the order of additions to a gradient.
     """
 
     def __init__(
@@ -136,16 +136,16 @@ class EagerLayers:
         on_tangents: Callable[[Sequence[Tensor | None]], object] | None = None,
         after: Callable[[], object] | None = None,
     ) -> None:
-        """Makes one.
+        """Makes a run of layers.
 
         Args:
-            part: whose layers to call one after the other.
-            name: what errors call them.
-            modes: PyTorch's global modes to run them under.
-            share: of the activations that is kept; less than all means none, and to run them again, but for
-                layers whose second run would do something else, such as to count on.
-            busy: held while the layers run.
-            on_tangents: is told the gradients that come to the outputs.
+            part: the layers, called in order.
+            name: the layers' name in error messages.
+            modes: PyTorch's modes to run the layers under.
+            share: the fraction of activations to save. Less than 1 saves none, and recomputes the forward,
+                unless a second run of the layers would have other effects, such as incrementing a counter.
+            busy: a lock held while the layers run.
+            on_tangents: called with the gradients of the outputs.
             after: called when a forward has succeeded.
         """
         self._part = part
@@ -156,17 +156,17 @@ class EagerLayers:
         self._busy = busy
         self._on_tangents = on_tangents
         self._draws = Draws(self._layers)
-        self._at: int | None = None  # the layer whose forward runs, counted within the run
+        self._at: int | None = None  # index of the layer whose forward is running
         self._after = after
         self._checked = False
         self._reentrant = False
 
     def note(self) -> list[NotedBuffer]:
-        """The buffers as they are, and what embeddings with ``max_norm`` shorten in their forward."""
+        """Takes snapshots of all buffers, and of the tables that embeddings with ``max_norm`` renormalize."""
         return buffers_now(self._layers)
 
     def restore(self, noted: Sequence[NotedBuffer]) -> None:
-        """Puts buffers back, after a failure."""
+        """Restores buffers from their snapshots, after a failure."""
         for buffer in noted:
             if buffer.is_changed():
                 buffer.put_back()
@@ -182,7 +182,7 @@ class EagerLayers:
         action: str,
         tell_reached: bool,
     ) -> Result:
-        """Runs one micro-batch; `tell_reached` asks for the parameters that its outputs depend on."""
+        """Runs one micro-batch; `tell_reached` requests the parameters that the outputs depend on."""
         arrived = _Arrived(tensors, structure, needs_gradient, skips, key, microbatch)
         with self._busy, self._blamed(action), phase.entered(checkpointing=self._recompute):
             before = self.note() if self._recompute else []
@@ -230,17 +230,17 @@ class EagerLayers:
         retain: bool,
         action: str,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Goes back through one micro-batch.
+        """Runs the backward of one micro-batch.
 
         Args:
-            kept: by its forward.
-            tangents: gradients of its outputs.
-            gradients: of the layers' parameters so far, in the order of `parameters_of`.
-            retain: whether there may be another backward.
-            action: what the engine calls it.
+            kept: the state that the forward saved.
+            tangents: gradients of the outputs.
+            gradients: the parameters' accumulated gradients so far, in the order of `parameters_of`.
+            retain: whether to keep the graph for another backward.
+            action: the engine's name of the action.
 
         Returns:
-            Gradients of the inputs, and those of the parameters with this micro-batch's added.
+            Gradients of the inputs, and the parameters' gradients with this micro-batch's added.
         """
         if self._on_tangents is not None:
             self._on_tangents(tangents)
@@ -251,8 +251,8 @@ class EagerLayers:
                 return self._differentiate(kept, kept.run, tangents, gradients, retain)
             if [p.data_ptr() for p in kept.parameters] != kept.data:
                 raise RuntimeError(
-                    f"a parameter of {self._name} was given other data between forward and backward, which "
-                    "runs the forward again"
+                    f"the data of a parameter of {self._name} was replaced between forward and backward, but "
+                    "the backward recomputes the forward; replace the data after the backward"
                 )
             again = self._draws.repeated(kept.drawn, self._name)
             with phase.entered(recomputing=True), as_they_were(kept.buffers), again:
@@ -287,7 +287,7 @@ class EagerLayers:
         return _Run(leaves, outputs, structure, stashed, writes_inputs)
 
     def _key(self, arrived: _Arrived) -> Tensor:
-        """Of the micro-batch's draws, where the layers are."""
+        """Returns the micro-batch's random key, on the layers' device."""
         key = make_key(arrived.key(), arrived.microbatch, self._part.first_layer)
         device = self._part.device
         return key if device.type == "cpu" else key.pin_memory().to(device, non_blocking=True)
@@ -303,8 +303,9 @@ class EagerLayers:
         so_far = {id(p): g for p, g in zip(kept.every, gradients, strict=True)}
         dtype = self._part.grad_dtype
         sums = {id(p): so_far.pop(id(p)) for p in kept.parameters if sum_dtype(p.dtype, dtype) != p.dtype}
-        # A parameter as a root takes in what there is, before its uses add theirs one by one, as autograd
-        # does for all micro-batches of a loop. What is added up in more precision is no gradient of its.
+        # A parameter with an accumulated gradient is a root, too: its uses then add their contributions to
+        # that gradient one by one, in the order in which autograd adds them in a loop over micro-batches. A
+        # sum in another dtype cannot be a root's gradient; this micro-batch's gradient is added to it below.
         begun = [(p, so_far.get(id(p))) for p in kept.parameters]
         roots = [
             (root, gradient)
@@ -320,10 +321,10 @@ class EagerLayers:
         return of_inputs, [of.get(id(p), so_far.get(id(p))) for p in kept.every]
 
     def _reached(self, run: _Run, parameters: Sequence[Tensor]) -> list[bool]:
-        """Which parameters the outputs depend on; looks for checkpoints, which hide theirs.
+        """Returns which parameters the outputs depend on: all, if a reentrant checkpoint hides its own.
 
         Raises:
-            RuntimeError: they depend on a tensor whose gradient would be lost.
+            RuntimeError: the outputs depend on a tensor whose gradient would be lost.
         """
         known = {id(tensor) for tensor in (*run.leaves, *parameters)}
         nodes = _graph_of(run.roots())
@@ -333,7 +334,7 @@ class EagerLayers:
             if id(leaf) not in known:
                 raise RuntimeError(
                     f"{self._name} uses a tensor of shape {list(leaf.shape)} that needs a gradient and is "
-                    "not one of its parameters; make it one, or pass it through the layers"
+                    "not one of its parameters; make it a parameter, or pass it through the layers"
                 )
         self._checked = True
         found = {id(leaf) for leaf in leaves}
@@ -341,18 +342,19 @@ class EagerLayers:
 
     @contextlib.contextmanager
     def _blamed(self, action: str) -> Iterator[None]:
+        """Adds a note with the action, the layer and the micro-batch to an error raised in the block."""
         try:
             yield
         except BaseException as error:
             if hasattr(error, "add_note"):  # from Python 3.11 on
-                # The words of csrc/pipeline/pipeline.cpp: raise.
+                # The same text as in csrc/pipeline/pipeline.cpp, raise().
                 microbatch = Action.parse(action).microbatch
                 error.add_note(f"in action {action}: {self._at_work()}, micro-batch {microbatch}")
             self._at = None
             raise
 
     def _at_work(self) -> str:
-        """The layer whose forward runs; in a backward nobody knows, so all of them."""
+        """Returns the name of the layer whose forward is running; in a backward, the name of all layers."""
         if self._at is None:
             return self._name
         stage = self._name.partition(", ")[0]
@@ -360,14 +362,14 @@ class EagerLayers:
 
 
 def _added(total: Tensor | None, gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """A sum in another dtype, with one more gradient."""
+    """Returns a sum with one more gradient added, in the sum's dtype."""
     if gradient is None:
         return total
     return gradient.to(dtype) if total is None else total + gradient.to(dtype)
 
 
 def _graph_of(roots: Iterable[Tensor]) -> set[Node]:
-    """All nodes of the graph that leads to these."""
+    """Returns all nodes of the autograd graph of the roots."""
     pending: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(pending)
     while pending:

@@ -1,4 +1,4 @@
-"""Edges: which stages send to which, how what they send gets there, and how much of it lies there."""
+"""Edges: pairs of stages that exchange boundary tensors, their routes, and the bytes in flight on them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gpipe_fast.strides import span
 
 @dataclass(frozen=True)
 class Edge:
-    """Two stages of which the first sends activations to the second, and gets gradients back.
+    """A pair of stages: the sender sends boundary activations to the receiver, and receives gradients.
 
     Attributes:
-        sender: index of the first.
-        receiver: of the second.
-        skips: numbers of the skip connections that go straight there; empty for what neighbours hand on.
-        devices: of both.
-        route: 'hand-over' on one device, 'peer' from the one's memory to the other's, 'pinned' through pinned
-            memory of the host, 'copy' between the host and a GPU.
+        sender: index of the sending stage.
+        receiver: index of the receiving stage.
+        skips: numbers of the skip connections between the two stages; empty for the edge of neighbours.
+        devices: the devices of sender and receiver.
+        route: 'hand-over' within a device, 'peer' by direct copies between GPUs, 'pinned' through pinned host
+            memory, 'copy' between the host and a GPU.
     """
 
     sender: int
@@ -42,12 +42,12 @@ class Edge:
 
 @dataclass(frozen=True)
 class Lying:
-    """What may lie at the receiving end of an edge at once, in one direction.
+    """The boundary tensors that may be in flight on an edge at the same time, in one direction.
 
     Attributes:
-        slots: of how many micro-batches, at most.
-        bytes: of the largest of them.
-        tensors: how many it has.
+        slots: the maximum number of micro-batches in flight.
+        bytes: the bytes of the largest of these micro-batches.
+        tensors: the number of tensors per micro-batch.
     """
 
     slots: int
@@ -64,16 +64,16 @@ class Lying:
 def edges_of(
     balance: Sequence[int], devices: Sequence[torch.device], skips: Sequence[Skip], transport: str
 ) -> list[Edge]:
-    """Neighbours first, then skip connections by where they go.
+    """Returns the edges of neighbours, then the edges of skip connections, sorted by stages.
 
     Args:
-        balance: layers of each stage.
-        devices: of each stage.
-        skips: of the layers.
-        transport: how boundary tensors go between GPUs.
+        balance: the number of layers of each stage.
+        devices: the device of each stage.
+        skips: the skip connections of the model.
+        transport: how boundary tensors are copied between GPUs.
 
     Raises:
-        ValueError: ``transport`` is 'peer', and two devices do not reach each other.
+        ValueError: ``transport`` is 'peer', and two devices have no peer access.
     """
     stage_of = [i for i, size in enumerate(balance) for _ in range(size)]
     straight: dict[tuple[int, int], list[int]] = {}
@@ -88,15 +88,15 @@ def edges_of(
         route = _extension.route(*ends, transport)
         if route is None:
             raise ValueError(
-                f"transport='peer', but {ends[0]} and {ends[1]}, of stages {sender} and {receiver}, do not "
-                "reach each other's memory; 'auto' goes through memory of the host there"
+                f"transport='peer', but {ends[0]} and {ends[1]} (stages {sender} and {receiver}) have no "
+                "peer access to each other's memory; use 'auto', which copies through pinned host memory"
             )
         edges.append(Edge(sender, receiver, tuple(numbers), ends, route))
     return edges
 
 
 def lying(edge: Edge, plan: Plan) -> tuple[Lying, Lying] | None:
-    """What may lie at an edge's ends, of activations and of gradients; None if that shows only as it runs."""
+    """Returns the activations and the gradients in flight on an edge; None if known only at run time."""
     if plan.handed is None:
         return None
     slots = most_at_once(plan.schedule)
@@ -107,7 +107,7 @@ def lying(edge: Edge, plan: Plan) -> tuple[Lying, Lying] | None:
         backward.append([_bytes(spec) for spec in specs if spec.requires_grad])
     found = []
     for way, each in (((edge.sender, edge.receiver), forward), ((edge.receiver, edge.sender), backward)):
-        # What skips stages may lie there as long as its micro-batch is under way.
+        # A skip tensor may be in flight as long as its micro-batch is.
         number = plan.schedule.num_microbatches if edge.skips else slots.get(way, 0)
         largest = max(each, key=sum)
         found.append(Lying(number, sum(largest), len(largest) if number else 0))
@@ -115,25 +115,26 @@ def lying(edge: Edge, plan: Plan) -> tuple[Lying, Lying] | None:
 
 
 def described(edges: Sequence[Edge], plan: Plan | None) -> list[str]:
-    """A line for each edge; with a plan, what lies there."""
+    """Returns a line of text for each edge; with a plan, including the bytes in flight."""
     lines = []
     for edge in edges:
         sizes = None if plan is None else lying(edge, plan)
         if plan is not None and sizes is None:
-            lines.append(f"{edge}; sizes show only as it runs")
+            lines.append(f"{edge}; sizes are known only at run time")
         elif sizes is None:
             lines.append(str(edge))
         else:
-            lines.append(f"{edge}; at most {sizes[0]} there, {sizes[1]} back")
+            lines.append(f"{edge}; in flight at most {sizes[0]} forward, {sizes[1]} backward")
     return lines
 
 
 def _crossing(edge: Edge, handed: Handed) -> list[Spec]:
+    """Returns the specs of the boundary tensors that cross an edge for one micro-batch."""
     if not edge.skips:
         return list(handed.tensors)
     return [spec for number in edge.skips if (spec := handed.skips[number]) is not None]
 
 
 def _bytes(spec: Spec) -> int:
-    """From the first element to the last."""
+    """Returns the bytes from the first element to the last, including gaps."""
     return span(spec.shape, spec.strides) * spec.dtype.itemsize

@@ -1,4 +1,4 @@
-"""C++ pipelines in the life of a process: its exit, at which none may still run, and its forks."""
+"""Process exit and fork: closes C++ pipelines at exit, and resets them in the child of a fork."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _open: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 def open_pipeline(
     num_stages: int, interpreted: Interpreted | None = None, transport: str = "auto"
 ) -> Pipeline:
-    """Makes a pipeline that is closed at exit, if it is still there.
+    """Makes a pipeline that is closed at exit, unless it has been destroyed before.
 
     Args:
-        num_stages: how many.
-        interpreted: where its workers are noted that run layers in Python, which Ctrl-C then ends.
-        transport: how boundary tensors go between GPUs.
+        num_stages: the number of stages.
+        interpreted: the registry of workers that are running Python, which Ctrl-C interrupts.
+        transport: how boundary tensors are copied between GPUs.
     """
     pipeline = Pipeline(num_stages, interpreted or Interpreted(), transport)
     _open.add(pipeline)
     return pipeline
 
 
-# Seconds in which daemon threads come back from runs, at the latest for the next one, which holds them.
+# Seconds for daemon threads to return to Python from a finished run; a closed pipeline blocks their next run.
 _GRACE = 0.05
 
 
@@ -39,8 +39,8 @@ def _close_all() -> None:
     pipelines = list(_open)
     for pipeline in pipelines:
         pipeline.close()
-    # A thread whose run has ended may still wait for the GIL, to return to Python. Once the interpreter is
-    # gone it would be ended where it waits, inside of C++ that cannot be unwound, and so would the process.
+    # A thread whose run has ended may still wait for the GIL to return to Python. At finalization the
+    # interpreter terminates such a thread inside C++ frames that cannot be unwound: the process aborts.
     if pipelines and threading.active_count() > 1:
         time.sleep(_GRACE)
 
@@ -48,8 +48,8 @@ def _close_all() -> None:
 def _after_fork() -> None:
     for pipeline in list(_open):
         pipeline.after_fork()
-    # PyTorch makes its intra-op pool anew when a child first asks for it; of several workers that ask at once
-    # some would get none ("Invalid thread pool!").
+    # The child's intra-op thread pool is created on first use. Concurrent first uses by several workers race,
+    # and some fail with "Invalid thread pool!", so this call creates the pool.
     if _open:
         torch.set_num_threads(torch.get_num_threads())
 
@@ -57,9 +57,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# PyTorch's autograd counts the devices when it first runs, and makes a thread for each but the CPU. Tracing
-# fakes a GPU, which would be counted: the children of a fork could then run no backward, and waited 10 s at
-# their exit for a thread that they do not have. So it counts before anything is traced.
+# PyTorch's autograd counts the devices on its first backward, and starts a thread for each except the CPU.
+# The fake GPU of a trace would be counted, too: the child of a fork could then run no backward, and would
+# wait 10 s at exit for a thread that it does not have. This backward makes autograd count before any trace.
 if not torch.cuda.is_available():
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones((), requires_grad=True).backward()

@@ -1,4 +1,4 @@
-"""A plan: what every stage runs, for every micro-batch of one signature, and in which order."""
+"""Plans: the segments and actions of every stage, for all micro-batches of one signature."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from gpipe_fast.runtime.stage import Boundary, Spec, Stage, form_of
 from gpipe_fast.schedule import Schedule, fill_drain
 from gpipe_fast.trace.trace import buffers_of, parameters_of
 
-# Boundary activations that may wait on an edge where none is kept for a backward anyway.
+# Slots of an edge in inference, where no backward keeps the boundary activations of all micro-batches alive.
 _SLOTS_IN_INFERENCE = 4
 
 
 class Handed(NamedTuple):
-    """What a stage hands on of one micro-batch: to the next, and of each skip connection that leaves it."""
+    """The specs of a stage's outputs for one micro-batch: boundary tensors, and stashed skip tensors."""
 
     tensors: tuple[Spec, ...]
     skips: dict[int, Spec | None]
 
     @classmethod
     def by(cls, compiled: CompiledStage) -> Handed:
-        """What a compiled stage does."""
+        """Returns the specs of a compiled stage's outputs."""
         plain, stashed = compiled.outputs.apart()
         return cls(plain.tensors, dict(zip(compiled.stage.stashes, stashed, strict=True)))
 
@@ -42,11 +42,11 @@ class Plan:
     """A mini-batch's work, ready to run.
 
     Attributes:
-        native: what the C++ pipeline runs.
-        schedule: the order it runs in.
-        draws: whether any operator is random; None if that shows when it runs.
-        handed: what the stages hand on, of the first micro-batch and of the last, which alone can differ;
-            None if that shows when it runs.
+        native: the plan that the C++ pipeline runs.
+        schedule: the schedule of its actions.
+        draws: whether any operator draws random numbers; None if known only at run time.
+        handed: the stages' outputs for the first micro-batch, and for the last, which alone may differ; None
+            if known only at run time.
     """
 
     native: _extension.Plan
@@ -55,20 +55,20 @@ class Plan:
     handed: Sequence[Sequence[Handed]] | None
 
 
-# Of each skip connection what is stashed now, if that is a tensor, and whether it needs a gradient.
+# By skip connection, the stashed tensor or None, and whether the tensor needs a gradient.
 Stashed = Sequence[tuple[Tensor | None, bool]]
 
 
 class Finder(Protocol):
-    """Finds a stage's segments while they run."""
+    """The interface by which C++ finds a stage's segments at run time."""
 
     def find(
         self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed
     ) -> _extension.Segment:
-        """The segment for what comes to a layer, and what is stashed of each skip connection."""
+        """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors."""
 
     def stand_in(self, origin: Any, tangents: Sequence[Tensor | None]) -> _extension.Segment:
-        """The one for gradients that came to the outputs of another; it recomputes everything."""
+        """Returns a segment, which recomputes everything, for gradients that `origin`'s segment rejects."""
 
 
 CheckOutputs = Callable[[Sequence[_extension.Boundary]], None]
@@ -84,21 +84,21 @@ def make_plan(
     known: Sequence[Sequence[CompiledStage]] | None,
     check_outputs: CheckOutputs | None = None,
 ) -> Plan:
-    """Lays out a mini-batch.
+    """Makes the plan of a mini-batch.
 
     Args:
-        stages: of the pipeline.
-        finders: of each stage.
-        inputs: what reaches the first stage.
-        shares: for each micro-batch, the share of activations that it saves.
-        num_threads: intra-op threads of each stage; what the stages were compiled with.
-        dims: along which inputs are cut, and outputs joined.
-        known: the compiled stages that each micro-batch runs through; None where it shows only while it runs
-            what crosses from stage to stage.
-        check_outputs: raises unless the micro-batches' outputs can be joined; None where that is known.
+        stages: the stages of the pipeline.
+        finders: the segment finder of each stage.
+        inputs: the specs of the first stage's inputs.
+        shares: for each micro-batch, the fraction of activations that it saves.
+        num_threads: intra-op threads of each stage; the count that the stages were compiled with.
+        dims: the dimensions along which inputs are cut and outputs are joined.
+        known: the compiled stages of each micro-batch; None if the boundary tensors between stages are known
+            only at run time.
+        check_outputs: raises unless the micro-batches' outputs can be joined; None if already checked.
 
     Raises:
-        RuntimeError: a stage that is not lowered shares a parameter with one on another device.
+        RuntimeError: a stage that is not lowered shares a parameter with a stage on another device.
         ValueError: two stages share a buffer, and one of them could write it.
     """
     if known is None:
@@ -131,7 +131,7 @@ def make_plan(
 def _chains(
     stages: Sequence[Stage], shares: Sequence[Share], known: Sequence[Sequence[CompiledStage]] | None
 ) -> list[list[list[_extension.Segment]]]:
-    """The segments of each stage, by micro-batch."""
+    """Returns the chain of segments of each stage, by micro-batch."""
     if known is None:
         return [[[] for _ in shares] for _ in stages]
     return [
@@ -153,7 +153,7 @@ def _needs_backward(
 def _written(
     stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]] | None
 ) -> dict[int, list[Tensor]]:
-    """By stage, the buffers that its forward may write: in training all, for all that is known."""
+    """Returns, by stage, the buffers that its forward may write; if not compiled, all in training."""
     if known is not None:
         return {i: stage.written_buffers() for i, stage in enumerate(known[0])}
     writing = any(layer.training for stage in stages for layer in stage.layers)
@@ -165,13 +165,13 @@ def _refuse_replicas(stages: Sequence[Stage]) -> None:
         if _replicas(stage):
             raise RuntimeError(
                 f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1} share a "
-                f"parameter with layers on another device than their own, {stage.device}: only lowered ones "
-                "can, and here a layer runs in Python; keep the layers that share it in one stage"
+                f"parameter with layers on another device, but are on {stage.device}: all layers must be "
+                "lowered for that, but one runs in Python; keep the layers that share it in one stage"
             )
 
 
 class _Described(TypedDict):
-    """What a plan has of a stage beside its segments; parameters and buffers are numbered among all."""
+    """Arguments of the C++ StagePlan besides its segments; parameters and buffers by index in the model."""
 
     num_layers: int
     parameters: list[int]
@@ -198,15 +198,15 @@ def _described(stages: Sequence[Stage]) -> list[_Described]:
 
 
 def _replicas(stage: Stage) -> list[int]:
-    """The parameters that are on the device of another stage, which has them too."""
+    """Returns the indices of the stage's parameters that another stage owns, on another device."""
     return [i for i, p in enumerate(parameters_of(stage.layers)) if is_elsewhere(p, stage)]
 
 
 def check_placed(stages: Sequence[Stage]) -> None:
-    """Refuses parameters and buffers that are not on the device of a stage that has them.
+    """Checks that every parameter and buffer is on the device of a stage that holds it.
 
     Raises:
-        ValueError: there is one; the message names it.
+        ValueError: a tensor is not; the message names it.
     """
     at_home = {
         id(tensor)
@@ -221,18 +221,19 @@ def check_placed(stages: Sequence[Stage]) -> None:
                 if id(tensor) not in at_home and not tensor.is_meta:
                     raise ValueError(
                         f"{title(number, layer)} has {name!r} on {tensor.device}, but runs "
-                        f"in stage {index} on {stage.device}; move it there, all of it"
+                        f"in stage {index} on {stage.device}; move the whole layer to that device"
                     )
 
 
 def is_elsewhere(parameter: Tensor, stage: Stage) -> bool:
-    """Whether a stage computes with a copy of a parameter."""
+    """Returns whether a parameter is on another device, so that the stage computes with a copy."""
     return elsewhere(parameter.device, stage.device)
 
 
 def _actions(
     num_stages: int, shares: Sequence[Share], training: bool
 ) -> tuple[Schedule, _extension.Actions, _extension.Actions | None]:
+    """Returns the schedule, and its forward and backward parts for C++; None for no backward."""
     schedule = fill_drain(
         num_stages,
         len(shares),
@@ -251,7 +252,7 @@ def _refuse_shared_writes(stages: Sequence[Stage], written: Mapping[int, Sequenc
                 if other != writer and any(b is buffer for b in buffers_of(stage.layers)):
                     raise ValueError(
                         f"stage {writer} writes a buffer of shape {list(buffer.shape)} that stage {other} "
-                        "has too, and both run at once; keep the layers that share it in one stage"
+                        "uses, too, and both run concurrently; keep the layers that share it in one stage"
                     )
 
 

@@ -1,4 +1,4 @@
-"""From a call to its plan: made when such a call is first seen, and again only after a change."""
+"""The planner: makes a plan on the first call of a signature, and again only after a change."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from gpipe_fast.runtime.state import State
 from gpipe_fast.trace.refuse import refuse_uninitialised
 from gpipe_fast.trace.trace import parameters_of
 
-# Signatures whose programs a module remembers.
+# The maximum number of signatures whose programs a module caches.
 _SIGNATURES = 32
 
 
 @dataclass(frozen=True)
 class Signature:
-    """All that the programs of a mini-batch depend on.
+    """A cache key: everything that the programs of a mini-batch depend on.
 
     Attributes:
-        inputs: what the module is called with.
-        dims: along which it is cut, and outputs are joined.
-        chunks: into how many micro-batches it is cut, at most.
+        inputs: the specs of the module's inputs.
+        dims: the dimensions along which inputs are cut, and outputs are joined.
+        chunks: the maximum number of micro-batches.
         threads: intra-op threads of each stage.
-        modes: PyTorch's global modes.
+        modes: PyTorch's modes.
         layers: the layers' fingerprint.
     """
 
@@ -52,19 +52,19 @@ class Signature:
 
     @classmethod
     def of(cls, inputs: Inputs, chunks: int, threads: int, state: State) -> Signature:
-        """The signature of a call under the present modes."""
+        """Returns the signature of a call under the calling thread's modes."""
         boundary = _boundary(inputs.tensors, inputs.tensors, inputs.structure)
         return cls(boundary, inputs.dims, chunks, threads, Modes.now(), state.fingerprint)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a plan is made for.
+    """A call to make a plan for.
 
     Attributes:
-        signature: of the call.
-        microbatches: what reaches the first stage.
-        shares: of the activations that each saves.
+        signature: the call's signature.
+        microbatches: for each micro-batch, the specs of the first stage's inputs.
+        shares: for each micro-batch, the fraction of activations that it saves.
     """
 
     signature: Signature
@@ -78,21 +78,21 @@ class _Call:
         return cls(signature, microbatches, checkpoint.shares(len(microbatches)))
 
     def check_arrived(self) -> CheckOutputs:
-        """Raises, given the outputs of the micro-batches, unless these can be joined."""
+        """Returns a function that raises unless the micro-batches' outputs can be joined."""
         dims = self.signature.dims
         lengths = [_length(dims, boundary) for boundary in self.microbatches]
         return functools.partial(_check_arrived, dim=dims.outputs, lengths=lengths)
 
 
-# A call, and the layouts in which gradients came last to the places of its chains.
+# A plan's cache key: the call, and the gradient layouts that arrived last at the compiled stages, if known.
 _Key = tuple[Signature, Checkpoint, tuple[Hashable, ...]]
 
 
 class Planner:
-    """Plans for the calls of one module.
+    """The cache of plans for the calls of one module.
 
     Attributes:
-        remarks: what runs in Python, and why; what costs more than it has to.
+        remarks: warnings about layers that run in Python, and about avoidable costs.
         latest: the plan of the latest call; None before the first.
     """
 
@@ -110,24 +110,24 @@ class Planner:
             Segments(stage, f"stage {i}", shared, functools.partial(self.remarks.add, i, stage), lock)
             for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
-        # By signature, the stages of the first micro-batch and of the last, which alone can differ.
+        # By signature, the compiled stages of the first micro-batch, and of the last if its shape differs.
         self._compiled: Cache[Signature, list[list[CompiledStage]]] = Cache(_SIGNATURES)
         self._plans: Cache[_Key, Plan] = Cache(_SIGNATURES)
-        # The latest call and its plan: comparing is cheaper than hashing.
+        # The latest call and its plan, because comparing one key is cheaper than hashing it.
         self._last: tuple[Signature, Checkpoint, int, Plan] | None = None
 
     def plan(self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> Plan:
-        """The plan for such a call.
+        """Returns the plan for a call, from the cache or newly made.
 
         Args:
-            signature: of the call.
-            inputs: what the module is called with; only described.
-            checkpoint: the share of activations that micro-batches save.
+            signature: the call's signature.
+            inputs: the module's inputs; only their metadata is read.
+            checkpoint: the fraction of activations that micro-batches save.
 
         Raises:
-            TypeError: the last layer returns no tensor, or a stage, under ``backend='aten'``, something that
-                cannot be passed on.
-            RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
+            TypeError: the last layer returns no tensor; or, under ``backend='aten'``, a stage returns a value
+                that cannot be passed to the next stage.
+            RuntimeError: under ``backend='aten'``, a stage cannot be traced; the message names the layer and
                 the reason.
         """
         if self._found.is_set():
@@ -150,7 +150,7 @@ class Planner:
         return plan
 
     def rename(self, before: Signature, now: Signature) -> None:
-        """Lets a call's plan be that of the same call, of whose layers more is known by now."""
+        """Moves cache entries to a call's new signature, after a trace has extended its fingerprint."""
         compiled = self._compiled.pop(before, None)
         if compiled is not None:
             self._compiled[now] = compiled
@@ -159,7 +159,7 @@ class Planner:
         self._last = None
 
     def _key(self, signature: Signature, checkpoint: Checkpoint) -> _Key:
-        """What a plan is remembered by: where chains are known, the gradients that came last count, too."""
+        """Returns the cache key of a plan; it includes gradient layouts if the stages are compiled."""
         arrived = [
             None if (found := self._arrived.get(stage.place)) is None else tuple(found.items())
             for compiled in self._compiled.get(signature, ())
@@ -170,10 +170,10 @@ class Planner:
     def _make(
         self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint
     ) -> tuple[Plan, bool]:
-        """Makes a plan; it is for this time only where it is not known yet what has to run in Python.
+        """Makes a plan; returns False beside it if it is valid for this call only.
 
-        It is not while another thread runs layers, since none is traced then; nor where one could not be
-        traced: that may be the fault of this call, whose error the layer then raises in Python.
+        That is so while another thread runs layers, because layers are not traced then, and after a layer
+        could not be traced: the reason may be this call's inputs, for which the layer raises in Python.
         """
         check_placed(self._stages)
         call = _Call.of(signature, inputs, checkpoint)
@@ -190,10 +190,10 @@ class Planner:
                 return self._lay_out(call, self._searches(call), known), True
 
     def _compile(self, call: _Call) -> list[list[CompiledStage]] | Refusal:
-        """The compiled stages of each micro-batch, for the gradients that came last.
+        """Returns the compiled stages of each micro-batch, for the gradient layouts that arrived last.
 
         Raises:
-            RuntimeError: there are none, and no layer may run in Python instead.
+            RuntimeError: a stage cannot be compiled, and its layers may not run in Python instead.
         """
         compiled = self._compiled.find(call.signature)
         found: list[list[CompiledStage]] | Refusal
@@ -230,7 +230,7 @@ class Planner:
         )
 
     def _lay_out_unknown(self, call: _Call, eager: bool = False, refusal: Refusal | None = None) -> Plan:
-        """A plan of which it shows only while it runs what crosses from stage to stage."""
+        """Makes a plan whose chains are found at run time, because boundary tensors are not known before."""
         for index, stage in enumerate(self._stages):
             untraceable = refuse_uninitialised(stage.layers)
             if untraceable is not None:
@@ -247,12 +247,12 @@ class Planner:
         return self._lay_out(call, searches, None)
 
     def _searches(self, call: _Call, eager: bool = False) -> list[Search]:
-        # Programs are lowered for the stages' thread count, which their workers have.
+        # Programs are lowered for the intra-op thread count of the stages' workers.
         modes = call.signature.modes._replace(num_threads=call.signature.threads)
         return [Search(segments, modes, call.shares, eager) for segments in self._segments]
 
     def _checked(self, refusal: Refusal) -> Refusal:
-        """Raises where no layer may run in Python instead."""
+        """Returns the refusal, or raises it if no layer may run in Python instead."""
         reason = refusal.untraceable
         if self._backend == "aten" or reason.final:
             raise reason.error(_explain(refusal, self._stages))
@@ -260,14 +260,14 @@ class Planner:
 
 
 def _boundary(tensors: Sequence[Tensor], wholes: Sequence[Tensor], structure: Structure) -> Boundary:
-    """Describes one micro-batch, or all; detached parts need gradients if what they are cut from does."""
+    """Returns the specs of a micro-batch or mini-batch; a detached part needs gradients if its whole does."""
     grad = torch.is_grad_enabled()
     specs = tuple(Spec.of(t, grad and w.requires_grad) for t, w in zip(tensors, wholes, strict=True))
     return Boundary(specs, structure)
 
 
 def _unfused(compiled: Sequence[CompiledStage]) -> list[str]:
-    """Names layers whose attention with dropout a GPU computes without a fused kernel."""
+    """Returns the names of layers whose attention with dropout runs without a fused kernel on a GPU."""
     return [
         f"stage {index}, {title(each.stage.first_layer + layer, each.stage.layers[layer])}"
         for index, each in enumerate(compiled)
@@ -276,7 +276,7 @@ def _unfused(compiled: Sequence[CompiledStage]) -> list[str]:
 
 
 def _length(dims: Dims, microbatch: Boundary) -> int:
-    """How many samples a micro-batch has."""
+    """Returns the number of samples of a micro-batch."""
     cuts = zip(microbatch.tensors, dims.inputs, strict=True)
     return next(spec.shape[dim] for spec, dim in cuts if dim is not None)
 
@@ -288,29 +288,29 @@ def _check_arrived(microbatches: Sequence[_extension.Boundary], dim: int, length
 def _check_outputs(
     microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]], dim: int, lengths: Sequence[int]
 ) -> None:
-    """Refuses structures and shapes that cannot be joined along a dimension, given the samples of each."""
+    """Checks that outputs can be joined along a dimension, given each micro-batch's number of samples."""
     structure, shapes = microbatches[0]
     for other, _ in microbatches:
         if other != structure:
             raise RuntimeError(
-                "the last layer returns what differs between micro-batches beside its tensors: "
+                "the last layer's return value differs between micro-batches in more than its tensors: "
                 f"{structure} and {other}"
             )
     if not shapes:
         value = structure.build([])
         raise TypeError(
             f"expected Tensor, but the last layer returned {reprlib.repr(value)} of type "
-            f"{type(value).__name__}, in which there is none to concatenate; return a tensor for each "
-            "micro-batch, or several in tuples, lists and dicts, beside None, bools, numbers and strings"
+            f"{type(value).__name__}, which contains no tensor to concatenate; return a tensor, or tuples, "
+            "lists and dicts of tensors, which may also contain None, bools, numbers and strings"
         )
     for index, shape in enumerate(shapes):
         if not len(shape):
             raise RuntimeError(
-                f"output {index} of the last layer is 0-dimensional, so those of the micro-batches cannot be "
+                f"output {index} of the last layer is 0-dimensional, so the micro-batches' outputs cannot be "
                 f"concatenated; return a tensor whose {'first ' if dim == 0 else ''}dimension "
                 f"{'' if dim == 0 else f'{dim} '}is the batch"
             )
-    if dim != 0:  # along the first one lengths may differ from the inputs', as they may in a loop
+    if dim != 0:  # along dimension 0, an output's length may differ from its input's, as in a loop
         for (_, each), length in zip(microbatches, lengths, strict=True):
             for index, shape in enumerate(each):
                 _check_batched(index, shape, dim, length)
@@ -320,8 +320,8 @@ def _check_batched(index: int, shape: Sequence[int], dim: int, length: int) -> N
     if not -len(shape) <= dim < len(shape) or shape[dim] != length:
         raise RuntimeError(
             f"output {index} of the last layer has shape {list(shape)} for a micro-batch of {length}, so its "
-            f"batch is not in dimension {dim}, along which outputs are joined as batch_dim says; return a "
-            "tensor whose batch is there"
+            f"batch is not in dimension {dim}, along which batch_dim joins outputs; return a tensor whose "
+            "batch is in that dimension"
         )
 
 
@@ -334,7 +334,7 @@ def _explain(refusal: Refusal, stages: Sequence[Stage]) -> str:
 
 
 def _locks(stages: Sequence[Stage]) -> list[threading.RLock]:
-    """One each, or the same for all where stages share parameters."""
+    """Returns a lock for each stage; the same lock for all stages if any two share a parameter."""
     parameters = [id(p) for stage in stages for p in parameters_of(stage.layers)]
     if len(set(parameters)) == len(parameters):
         return [threading.RLock() for _ in stages]

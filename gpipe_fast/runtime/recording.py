@@ -1,4 +1,4 @@
-"""What the stages did and when: measured begins and ends of every action and of every wait at a slot."""
+"""Recordings: the measured begin and end of every action, and of every wait at a slot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tabulate import tabulate
 from gpipe_fast._extension import Pipeline
 from gpipe_fast.schedule import BACKWARD, Action, Schedule
 
-# Events kept of each stage, 48 bytes each: a step of 5,400 micro-batches.
+# The capacity for events per stage, at 48 bytes per event: enough for a step of 5,400 micro-batches.
 CAPACITY = 65536
 
 
@@ -20,14 +20,14 @@ _HOW_TO_RECORD = "call the model inside 'with model.recording() as recording:', 
 
 @dataclass(frozen=True)
 class Event:
-    """An action, or the wait at its slot just before it.
+    """The execution of an action, or the wait at its slot just before it.
 
     Attributes:
-        action: which.
-        is_wait: whether this is the wait.
+        action: the action.
+        is_wait: whether the event is the wait.
         begin: seconds, on the clock of ``time.monotonic()``.
-        end: likewise.
-        run: which of the engine's runs it is of, counted up; a forward is one, and a backward.
+        end: seconds, on the same clock.
+        run: number of the engine run, increasing; a forward and its backward are separate runs.
     """
 
     action: Action
@@ -38,11 +38,11 @@ class Event:
 
 
 class Recording:
-    """The events of a block of code, which the end of the block fills in.
+    """The events of a block of code, available after the block.
 
-    The figures are of one training step, or of one forward; of what ran several times, the latest counts.
-    The user's loss lies between forward and backward, so time is counted in each by itself. ``print`` shows a
-    summary.
+    Durations and the bubble refer to one training step, or to one forward; if several ran, to the latest.
+    The user's loss runs between forward and backward, so the time between them is not counted. ``print``
+    shows a summary.
 
     Attributes:
         stages: events by stage, in order of time.
@@ -53,18 +53,18 @@ class Recording:
 
     @property
     def latest(self) -> dict[Action, Event]:
-        """What ran in the latest forward and in the latest backward after it, by stage, in order of time."""
+        """The events of the latest forward and of the latest backward after it, by stage and time."""
         actions = [e for stage in self.stages for e in stage if not e.is_wait]
         forward = max((e.run for e in actions if not _is_backward(e)), default=0)
         backward = max((e.run for e in actions if _is_backward(e) and e.run >= forward), default=forward)
         return {e.action: e for e in actions if e.run == (backward if _is_backward(e) else forward)}
 
     def seconds(self) -> dict[Action, float]:
-        """How long each action took, without its wait."""
+        """Returns the seconds that each action took, without its wait."""
         return {action: event.end - event.begin for action, event in self.latest.items()}
 
     def phases(self) -> list[Schedule]:
-        """What ran: the forwards, then the backwards if there were any.
+        """Returns the recorded schedules: the forwards, then the backwards if any ran.
 
         Raises:
             ValueError: the recording holds no whole step.
@@ -78,7 +78,7 @@ class Recording:
         return [whole.forward_part(), whole.backward_part()] if backward else [whole]
 
     def span(self) -> float:
-        """Seconds from the first begin to the last end.
+        """Returns the seconds from the first begin to the last end, summed over forward and backward.
 
         Raises:
             ValueError: the recording holds no whole step.
@@ -90,7 +90,7 @@ class Recording:
         return total
 
     def bubble(self) -> float:
-        """The share of the stages' time in which they ran no action, but waited.
+        """Returns the fraction of the stages' time in which they ran no action.
 
         Raises:
             ValueError: the recording holds no whole step.
@@ -98,11 +98,10 @@ class Recording:
         return 1 - sum(self.seconds().values()) / (len(self.stages) * self.span())
 
     def __str__(self) -> str:
-        """A line on the step, then a row for each stage.
+        """Returns a line about the step, then a table with a row for each stage.
 
-        A stage is busy while it runs actions. It waits at the slots of its neighbours; the idle share is all
-        of the step in which it runs no action, so it counts waits, and the time before the first action and
-        after the last.
+        A stage is busy while it runs actions, and waiting while it waits at a slot. It is idle whenever it
+        runs no action, so idle time includes waits, and the time before its first and after its last action.
         """
         try:
             phases = self.phases()
@@ -123,7 +122,7 @@ class Recording:
         return f"{headline}\n\n{table}"
 
     def _waiting(self, stage: int) -> float:
-        """Seconds that a stage waited at slots while others ran actions."""
+        """Returns the seconds that a stage waited at slots, between the first begin and last end of a run."""
         waiting = 0.0
         for run in {event.run for event in self.latest.values()}:
             ran = [event for event in self.latest.values() if event.run == run]
@@ -133,7 +132,7 @@ class Recording:
         return waiting
 
     def critical_path(self) -> float:
-        """Seconds that the step needs at least: its schedule replayed with the measured durations.
+        """Returns the minimum seconds of the step: its schedule simulated with the measured durations.
 
         Raises:
             ValueError: the recording holds no whole step.
@@ -148,7 +147,7 @@ def _is_backward(event: Event) -> bool:
 
 @contextlib.contextmanager
 def record(pipeline: Pipeline) -> Iterator[Recording]:
-    """Records what ``pipeline`` does inside the block."""
+    """Records the actions that ``pipeline`` runs inside the block."""
     if pipeline.recorded():
         raise RuntimeError("this module is being recorded already; recordings cannot be nested")
     recording = Recording()

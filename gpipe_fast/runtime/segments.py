@@ -1,13 +1,13 @@
-"""The one place that searches: from what reaches a layer, or comes back to it, to the segment that takes it.
+"""The search for segments: the only place that maps boundary tensors, or gradients, at a layer to a segment.
 
-A stage is a chain of segments: runs of layers that are lowered, and between them those that cannot be::
+A stage is a chain of segments: lowered runs of layers, and between them layers that cannot be lowered::
 
     stage 1    [ 2  3 ]─▶( 4 )─▶[ 5  6  7 ]        layer 4 in Python
-                   lowered     lowered, for what layer 4 returned
+                   lowered     lowered, for the outputs of layer 4
 
-Where all stages can be lowered the chains are known before a mini-batch runs. Else they are found while it
-runs, since what a layer in Python returns shows only then, and every micro-batch remembers its chain: where
-the next mini-batch brings the same, nothing is searched, and lowered segments run without Python.
+If all stages can be lowered, their chains are known before a mini-batch runs. Otherwise they are found at run
+time, because the outputs of a layer in Python are known only then. Every micro-batch caches its chain: if the
+next mini-batch has equal boundary tensors, no search takes place, and lowered segments run without Python.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from gpipe_fast.runtime.stage import TURN, Boundary, Modes, Spec, Stage, choosin
 from gpipe_fast.trace.refuse import Untraceable
 from gpipe_fast.uncompiled import uncompiled
 
-# Tells of a stage why one of its layers, or all for a shape, run in Python.
+# Reports that a layer of a stage runs in Python (None: all layers, for new inputs), and the reason.
 Report = Callable[[int | None, str], None]
 
 _Wanted = tuple[Place, Share]
 
 
-# Plans refer to segments, and segments to layers in Python, from where no cycle would be found: so those do
-# not refer back to what made them, and call these.
+# Plans hold segments in C++, and segments hold layers in Python. Python's garbage collector does not see
+# references held by C++, and would not free a cycle. So layers in Python do not refer to the `Segments` that
+# made them, and call these functions instead.
 def _want(wanted: dict[_Wanted, None], found: threading.Event, place: Place, share: Share) -> None:
     wanted[place, share] = None
     found.set()
@@ -54,13 +55,13 @@ def _blame(in_python: set[int], report: Report, layer: int, reason: str) -> None
 
 @dataclass(frozen=True)
 class Shared:
-    """What the stages of a module have in common.
+    """State that all stages of a module share.
 
     Attributes:
-        compiler: of all stages.
-        arrived: in which layouts gradients came.
-        interpreted: of the pipeline.
-        found: set when there is something to lower.
+        compiler: the compiler.
+        arrived: the history of gradient layouts.
+        interpreted: the pipeline's registry of workers that are running Python.
+        found: set when there are layers to lower.
         busy: the locks of all stages, in order.
     """
 
@@ -72,24 +73,24 @@ class Shared:
 
 
 class Segments:
-    """One stage's segments, for all signatures.
+    """The cache of one stage's segments, for all signatures.
 
-    Where chains are not known, what comes to a layer for the first time runs in Python; then it is known what
-    to trace, and for which gradients, and no layer runs while it is traced.
+    If chains are not known, layers run in Python for inputs that they have not received before. That run
+    shows for which inputs and gradients to trace the layers. The trace follows later, while no layer runs.
     """
 
     def __init__(
         self, stage: Stage, name: str, shared: Shared, report: Report, busy: threading.RLock
     ) -> None:
-        """Makes one.
+        """Makes an empty cache.
 
         Args:
             stage: the stage.
-            name: what errors call it.
-            shared: with the other stages.
-            report: called when a layer turns out to run in Python.
-            busy: held by layers while they run in Python, and while they are traced; the same one for stages
-                that share parameters, whose hooks are put aside for backwards.
+            name: the stage's name in error messages.
+            shared: state shared with the other stages.
+            report: called when a layer is found to be untraceable.
+            busy: a lock held while layers run in Python, and while they are traced. Stages that share
+                parameters share the lock, because a backward temporarily removes the parameters' hooks.
         """
         self.stage = stage
         self.name = name
@@ -99,7 +100,7 @@ class Segments:
         self._busy = busy
         self._lowered: Cache[tuple[Place, Share], Segment] = Cache(REMEMBERED)
         self._interpreted: Cache[Hashable, Segment] = Cache(REMEMBERED)
-        # What was found and is not lowered yet.
+        # The runs of layers to lower, in order of discovery.
         self._wanted: dict[_Wanted, None] = {}
 
     def find(
@@ -111,9 +112,10 @@ class Segments:
         modes: Modes,
         suspects: Mapping[int, str],
     ) -> Segment:
-        """The segment for what comes to a layer, and what is stashed of each skip connection.
+        """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors.
 
-        Layers that are suspected, for a reason, run in Python, and are blamed once they have.
+        Suspects, layers with the reason why a trace failed, run in Python. A suspect that has run without an
+        error is reported, and runs in Python from then on.
         """
         in_python = {*self.in_python, *suspects}
         end = min((p for p in in_python if p >= layer), default=len(self.stage.layers))
@@ -128,14 +130,14 @@ class Segments:
         return self.run_in_python(layer, end, share, modes, place) if found is None else found
 
     def hold(self, held: contextlib.ExitStack) -> bool:
-        """Keeps layers from being run in Python while something is held; False if they are now."""
+        """Acquires the stage's lock until `held` is closed; returns False if layers are running in Python."""
         if not self._busy.acquire(blocking=False):
             return False
         held.callback(self._busy.release)
         return True
 
     def lower_wanted(self) -> None:
-        """Lowers what was found, unless another thread runs layers now."""
+        """Lowers the runs of layers found, unless another thread is running layers."""
         with contextlib.ExitStack() as held:
             while self._wanted:
                 if not self.hold(held):
@@ -154,7 +156,7 @@ class Segments:
         return self.stage.part(begin, begin + place.num_layers)
 
     def _lower(self, part: Stage, place: Place, share: Share) -> None:
-        """Lowers a run of layers, or blames one of them, without which the next run is found."""
+        """Lowers a run of layers, or reports the untraceable layer, so that the next search splits there."""
         with _under(place.modes):
             compiler = self._shared.compiler
             found = compiler.compiled(part, place, self._shared.arrived.find(place))
@@ -169,22 +171,22 @@ class Segments:
                 _blame(self.in_python, self._report, begin + found.layer, found.reason)
 
     def stand_in(self, origin: tuple[Stage, Place], tangents: Sequence[Tensor | None]) -> Segment:
-        """The segment that takes gradients that came to the outputs of another; it recomputes everything.
+        """Returns a segment for gradients that the segment from `origin` rejects; it recomputes everything.
 
-        The next forward expects what came. Equal gradients share one segment.
+        Records the gradients' layouts for the next forward. Gradients of equal layouts share one segment.
 
         Raises:
-            RuntimeError: the layers were changed since.
+            RuntimeError: the layers were changed since the forward, or cannot be traced for the gradients.
         """
         part, place = origin
         gradients = self._shared.arrived.note(place, tangents)
         for other, share in list(self._lowered):
-            if other == place:  # for other gradients
+            if other == place:  # lowered for other gradient layouts
                 _want(self._wanted, self._shared.found, place, share)
         compiled = self._shared.compiler.find(place, gradients)
         if compiled is None:
-            # No layer runs in any stage while one is traced. Those that do may wait for their turn, inside of
-            # their forward: so that comes last.
+            # No layer of any stage may run during a trace. A running layer may itself wait for the tracing
+            # lock inside its forward, so the tracing lock is acquired last.
             with contextlib.ExitStack() as held:
                 for lock in (*self._shared.busy, TURN):
                     held.enter_context(lock)
@@ -194,13 +196,13 @@ class Segments:
     def _compile_now(self, part: Stage, place: Place) -> CompiledStage:
         if not place.is_current(part.layers):
             raise RuntimeError(
-                f"the module was changed between forward and backward, and {self.name} got gradients "
-                "laid out otherwise than before; call the module again"
+                f"the module was changed between forward and backward, and {self.name} received gradients "
+                "in a new layout; call the module again"
             )
         with _under(place.modes):
             found = self._shared.compiler.compiled(part, place, self._shared.arrived[place], limited=False)
         if isinstance(found, Untraceable):
-            raise RuntimeError(f"{self.name} cannot be traced for the gradients that came: {found.reason}")
+            raise RuntimeError(f"{self.name} cannot be traced for the gradients received: {found.reason}")
         return found
 
     def run_in_python(
@@ -213,16 +215,16 @@ class Segments:
         blamed: str | None = None,
         after: Callable[[], object] | None = None,
     ) -> Segment:
-        """The segment of layers as they are.
+        """Returns the segment that runs layers in Python.
 
         Args:
-            begin: the first of them.
-            end: behind the last.
-            share: of the activations that it saves.
-            modes: PyTorch's global modes.
-            place: what they are to be lowered for, once they have run.
-            blamed: why the layer, the only one, is blamed once it has run.
-            after: called once they have run.
+            begin: index of the first layer in the stage.
+            end: index after the last layer.
+            share: the fraction of activations to save.
+            modes: PyTorch's modes.
+            place: the place to lower the layers for, after they have run.
+            blamed: the reason to report for the single layer, after it has run.
+            after: called after the layers have run, unless `place` or `blamed` is given.
         """
         part = self.stage.part(begin, end)
         parameters, buffers = part.parameters(), part.buffers()
@@ -258,15 +260,15 @@ class Segments:
 
 @dataclass(frozen=True)
 class Search:
-    """Finds the segments of one stage for the mini-batches of one signature.
+    """The search for one stage's segments, for the mini-batches of one signature.
 
     Attributes:
-        segments: the stage's.
-        modes: PyTorch's global modes.
-        shares: for each micro-batch, the share of activations that it saves.
-        eager: lower nothing.
-        suspects: layers that could not be traced, and why.
-        after: called once a run of layers that is not lowered has run.
+        segments: the stage's segments.
+        modes: PyTorch's modes.
+        shares: for each micro-batch, the fraction of activations that it saves.
+        eager: whether all layers run in Python.
+        suspects: by layer, the reason why a trace failed.
+        after: called after a forward in Python, if `eager`.
     """
 
     segments: Segments
@@ -277,22 +279,22 @@ class Search:
     after: Callable[[], object] | None = None
 
     def find(self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed) -> Segment:
-        """The segment for what comes to a layer of the stage, and what is stashed."""
+        """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors."""
         share, end = self.shares[microbatch], len(self.segments.stage.layers)
         if self.eager:
             return self.segments.run_in_python(layer, end, share, self.modes, after=self.after)
         return self.segments.find(layer, boundary, stashed, share, self.modes, self.suspects)
 
-    # A backward within a compiled function calls it, and Dynamo would trace what makes segments.
+    # A backward inside a function under torch.compile calls this, and Dynamo would trace the compiler's code.
     @uncompiled
     def stand_in(self, origin: tuple[Stage, Place], tangents: Sequence[Tensor | None]) -> Segment:
-        """The segment for gradients that came to the outputs of another."""
+        """Returns a segment for gradients that the segment from `origin` rejects."""
         return self.segments.stand_in(origin, tangents)
 
 
 @contextlib.contextmanager
 def _under(modes: Modes) -> Iterator[None]:
-    """Under what a place is compiled for, but for determinism, which is the process's."""
+    """Sets a place's modes for a block, except determinism and default dtype, which are process-wide."""
     with (
         torch.set_grad_enabled(modes.grad),
         under(modes.autocast),
@@ -303,7 +305,7 @@ def _under(modes: Modes) -> Iterator[None]:
 
 
 def _described(boundary: _extension.Boundary, popped: Stashed) -> Boundary | None:
-    """What crosses, if it is something that can be traced for."""
+    """Returns the specs of boundary tensors and popped skip tensors; None if they cannot be traced for."""
     form = boundary.form
     if any(
         type(t) is not Tensor or t.layout is not torch.strided or t.is_conj() or t.is_neg() or t.is_quantized

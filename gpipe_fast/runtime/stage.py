@@ -1,4 +1,4 @@
-"""Stages, and what reaches them: all that programs are specialised on."""
+"""Stages, boundary specs and modes: everything that programs are specialised on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpipe_fast.trace.trace import buffers_of, parameters_of
 
 @dataclass(frozen=True)
 class Spec:
-    """What a program is specialised on of one boundary tensor."""
+    """The properties of a boundary tensor that a program is specialised on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -34,34 +34,34 @@ class Spec:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, requires_grad)
 
     def on_meta(self) -> Tensor:
-        """Shape and strides alone."""
+        """Returns a meta tensor of this shape, strides and dtype."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
     def example(self) -> Tensor:
-        """A tensor that this describes, its elements arbitrary."""
+        """Returns an uninitialized tensor of this spec."""
         empty = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         return empty.requires_grad_(self.requires_grad)
 
 
-# Held while tracing, which changes state of PyTorch's own, for all threads.
+# A lock held while tracing, because a trace changes process-wide state of PyTorch.
 TURN = threading.RLock()
-# The child of a fork must not find it held by a thread that it does not have.
+# In the child of a fork, the lock must not be held by a thread of the parent.
 os.register_at_fork(after_in_child=TURN._at_fork_reinit)  # type: ignore[attr-defined]
 
 Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 class Modes(NamedTuple):
-    """The global state that a program depends on.
+    """PyTorch's thread-local and process-wide settings that a program depends on.
 
     Attributes:
         grad: whether gradients are enabled.
-        autocast: the kinds of devices for which it is, and to what.
-        num_threads: intra-op threads.
-        deterministic: whether algorithms have to be.
-        default_dtype: of new tensors.
-        choices: which operators attention and batch norm come to be (csrc/pipeline/settings.h).
-        fast_attention: whether attention in inference may be one operator.
+        autocast: the device types with autocast enabled, and their autocast dtypes.
+        num_threads: the number of intra-op threads.
+        deterministic: whether only deterministic algorithms are allowed.
+        default_dtype: the default dtype of new tensors.
+        choices: settings that select the operators of attention and batch norm (csrc/pipeline/settings.h).
+        fast_attention: whether multi-head attention may use its fused fast path in inference.
     """
 
     grad: bool
@@ -73,12 +73,12 @@ class Modes(NamedTuple):
     fast_attention: bool
 
     def process_wide(self) -> Hashable:
-        """Those that are not a thread's own."""
+        """Returns the modes that are process-wide, not thread-local."""
         return self.deterministic, self.default_dtype, self.choices, self.fast_attention
 
     @classmethod
     def now(cls) -> Modes:
-        """Those of this thread, at present."""
+        """Returns the modes of the calling thread."""
         autocast = tuple(
             (kind, torch.get_autocast_dtype(kind))
             for kind in ("cpu", "cuda")
@@ -98,7 +98,7 @@ class Modes(NamedTuple):
 
 @contextlib.contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
-    """Sets the calling thread's count for the block: what is lowered depends on it."""
+    """Sets the calling thread's intra-op thread count for a block, because lowering depends on it."""
     before = torch.get_num_threads()
     if number == before:
         yield
@@ -112,7 +112,7 @@ def intra_op_threads(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def choosing(modes: Modes) -> Iterator[None]:
-    """Sets the process's choices of operators for the block: traces in a backward need their forward's."""
+    """Sets the process-wide choices of operators for a block: a trace in a backward uses its forward's."""
     mha = torch.backends.mha
     before = choices_now(), mha.get_fastpath_enabled()
     if before == (modes.choices, modes.fast_attention):
@@ -129,7 +129,7 @@ def choosing(modes: Modes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def under(autocast: Autocast) -> Iterator[None]:
-    """Under exactly these for a block, as a pipeline computes: with every cast made anew."""
+    """Enables autocast for exactly these device types in a block, without caching casts, as pipelines do."""
     wanted = dict(autocast)
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):
@@ -142,12 +142,12 @@ def under(autocast: Autocast) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses into a stage, or out of it, for one micro-batch.
+    """The specs of a stage's inputs or outputs for one micro-batch.
 
     Attributes:
-        tensors: in order; those of skip connections last.
-        structure: how the others are nested, and what is beside them.
-        skips: of the skip connections that the stage pops, or stashes, which are tensors, not None.
+        tensors: the specs of the boundary tensors, in order; skip tensors last.
+        structure: how the tensors other than skip tensors are nested, and the values beside them.
+        skips: whether each skip connection that the stage pops or stashes carries a tensor, not None.
     """
 
     tensors: tuple[Spec, ...]
@@ -156,23 +156,23 @@ class Boundary:
 
     @property
     def num_plain(self) -> int:
-        """How many tensors are not of skip connections."""
+        """The number of tensors that are not skip tensors."""
         return len(self.tensors) - sum(self.skips)
 
     def with_skips(self, skips: Sequence[Spec | None]) -> Boundary:
-        """With skip connections, where there were none."""
+        """Returns the specs with skip tensors appended; there must be none yet."""
         tensors = (*self.tensors, *(spec for spec in skips if spec is not None))
         return Boundary(tensors, self.structure, tuple(spec is not None for spec in skips))
 
     def apart(self) -> tuple[Boundary, list[Spec | None]]:
-        """Without them, and these."""
+        """Returns the specs without skip tensors, and the specs of the skip tensors."""
         of_skips = iter(self.tensors[self.num_plain :])
         skips = [next(of_skips) if is_tensor else None for is_tensor in self.skips]
         return Boundary(self.tensors[: self.num_plain], self.structure), skips
 
 
 def form_of(boundary: Boundary) -> Form:
-    """How what crosses is nested, and which of it needs gradients, as C++ has it."""
+    """Returns the C++ form of boundary specs: their nesting, and which tensors need gradients."""
     plain, skips = boundary.apart()
     return Form(
         shared(boundary.structure),
@@ -182,18 +182,19 @@ def form_of(boundary: Boundary) -> Form:
 
 
 class Stage:
-    """A run of consecutive layers placed on a device, and the scratch memory its programs share.
+    """A run of consecutive layers placed on a device, and the scratch memory that its programs share.
 
     Attributes:
         layers: the layers.
-        first_layer: index of the first one in the whole model.
-        device: where they are.
+        first_layer: index of the first layer in the whole model.
+        device: the device of the layers.
         arena: scratch memory.
         skips: the skip connections of the whole model.
-        pops: which of them it takes from layers before it, in the order of its own.
-        stashes: which it leaves to layers after it, likewise.
-        deferred: whether batch norm's running statistics wait for the whole mini-batch.
-        grad_dtype: in what gradients of lower precision are added up over micro-batches; None for their own.
+        pops: numbers of the skip connections from earlier layers that the stage pops, in numerical order.
+        stashes: numbers of the skip connections to later layers that the stage stashes, in stash order.
+        deferred: whether batch norm's running statistics are updated once per mini-batch.
+        grad_dtype: the dtype in which gradients of lower precision are accumulated over micro-batches; None
+            for the gradients' own dtype.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class Stage:
         self.first_layer = first_layer
         self.device = device
         self.arena: Arena = Arena() if whole is None else whole.arena
-        # Not itself, since such a cycle would keep the memory until the collector comes.
+        # None instead of self, because a reference cycle would keep the arena until garbage collection.
         self._whole = whole
         self.skips = skips
         self.deferred = deferred
@@ -224,30 +225,30 @@ class Stage:
 
     @property
     def whole(self) -> Stage:
-        """The stage that this is a part of, or itself."""
+        """The stage that this is a part of, or this stage itself."""
         return self._whole or self
 
     def part(self, begin: int, end: int) -> Stage:
-        """Some of its layers, which share its memory."""
+        """Returns a part of the stage, layers `begin` to `end`, which shares the stage's arena."""
         first = self.first_layer + begin
         layers = self.layers[begin:end]
         return Stage(layers, first, self.device, self.whole, self.skips, self.deferred, self.grad_dtype)
 
     def narrowed(self, arriving: Boundary, part: Stage) -> Boundary:
-        """Of what arrives here, what would arrive at a part with the same first layer."""
+        """Returns the specs of the inputs of a part with the same first layer, given the stage's inputs."""
         plain, popped = arriving.apart()
         return plain.with_skips([s for i, s in zip(self.pops, popped, strict=True) if i in part.pops])
 
     def keys(self, skips: Sequence[int]) -> list[Key]:
-        """What the layers know some skip connections by."""
+        """Returns the keys under which layers stash and pop these skip connections."""
         return [self.skips[i].key for i in skips]
 
     def parameters(self) -> list[int]:
-        """Of the parameters of the whole, those that it has, in the order of its ports."""
+        """Returns the layers' parameters as indices into the whole stage's, in the order of the ports."""
         return _positions(parameters_of(self.layers), parameters_of(self.whole.layers))
 
     def buffers(self) -> list[int]:
-        """Likewise."""
+        """Returns the layers' buffers as indices into the whole stage's, in the order of the ports."""
         return _positions(buffers_of(self.layers), buffers_of(self.whole.layers))
 
 

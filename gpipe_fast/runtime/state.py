@@ -1,4 +1,4 @@
-"""What a call needs to know of the layers, found again only after a change."""
+"""The cached state of a module's layers: fingerprint, parameters and buffers, updated after a change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpipe_fast.trace.trace import buffers_of, parameters_of
 
 
 class _Hashed:
-    """A value whose hash is computed once, and that is first compared by identity."""
+    """A value with a cached hash, compared by identity first."""
 
     def __init__(self, value: Hashable) -> None:
         self._value = value
@@ -27,31 +27,31 @@ class _Hashed:
 
 
 class State:
-    """Fingerprint, parameters and buffers of layers.
+    """The fingerprint, parameters and buffers of layers, as of the last look().
 
     Attributes:
-        layers: the layers, as seen last.
-        fingerprint: what their programs depend on (see `fingerprint`).
-        parameters: of all layers, tied ones once.
-        buffers: likewise.
+        layers: the layers.
+        fingerprint: everything about the layers that programs depend on (see `fingerprint`).
+        parameters: the parameters of all layers; a shared parameter once.
+        buffers: the buffers of all layers; a shared buffer once.
     """
 
     def __init__(self, in_python: Set[int] = frozenset()) -> None:
-        """Knows nothing; ``in_python`` says which layers run in Python, and may grow."""
+        """Makes an empty state; ``in_python`` holds the layers that run in Python, and may grow."""
         self._in_python = in_python
         self.layers: list[nn.Module] = []
         self.fingerprint: Hashable = None
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[Tensor] = []
         self._snapshot: Snapshot | None = None
-        self._known = -1  # of what layers read
+        self._known = -1  # reads.version() at the last look()
 
     def is_behind(self) -> bool:
-        """Whether a trace has shown more of what layers read since the last look."""
+        """Returns whether a trace has extended the Python state that layers read since the last look()."""
         return self._known != reads.version()
 
     def look(self, layers: Collection[nn.Module]) -> bool:
-        """Brings everything up to date; returns whether anything was changed."""
+        """Updates everything, and returns whether the layers were changed."""
         known = reads.version()
         if self._snapshot is not None and self._known == known and self._snapshot.unchanged(layers):
             return False

@@ -276,8 +276,8 @@ def test_an_output_without_a_tensor_is_refused(value: object, backend: str) -> N
     pipe = GPipe(nn.Sequential(nn.Identity(), returning), [1, 1], chunks=2, backend=backend)
     message = (
         f"expected Tensor, but the last layer returned {reprlib.repr(value)} of type {type(value).__name__}, "
-        "in which there is none to concatenate; return a tensor for each micro-batch, or several in tuples, "
-        "lists and dicts, beside None, bools, numbers and strings"
+        "which contains no tensor to concatenate; return a tensor, or tuples, lists and dicts of tensors, "
+        "which may also contain None, bools, numbers and strings"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         pipe(features())

@@ -214,7 +214,7 @@ def test_a_parameter_given_other_data_before_its_recompute_is_refused() -> None:
     with quiet():
         output = pipe(features())
         layers[2].held.weight.data = layers[2].held.weight.data.clone()
-        with pytest.raises(RuntimeError, match="was given other data between forward and backward"):
+        with pytest.raises(RuntimeError, match="was replaced between forward and backward"):
             output.sum().backward()
 
 

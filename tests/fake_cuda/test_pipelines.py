@@ -238,7 +238,7 @@ def test_what_is_told_of_transports(told: Callable[..., list[str]]) -> None:
         "stage 2 (cuda:1) -> stage 3 (cpu)": "copy",
         "stage 0 (cuda:0) -> stage 3 (cpu), skip connection": "copy",
     }
-    lying = "; at most 4 x 48 bytes there, 4 x 48 bytes back"
+    lying = "; in flight at most 4 x 48 bytes forward, 4 x 48 bytes backward"
     for edge, way in ways.items():
         found = [line.strip() for line in lines if line.strip().startswith(edge + ":")]
         assert found == [f"{edge}: {way}", *[f"{edge}: {way}{lying}"] * 2], edge
@@ -261,6 +261,6 @@ def test_a_peer_path_that_is_unplugged(told: Callable[..., list[str]]) -> None:
 def test_peers_that_are_asked_for_and_not_there(peers: str, told: Callable[..., list[str]]) -> None:
     lines = told("cuda:0,cuda:1,cuda:1,cuda:0", "peer", peers=peers)
     assert lines == [
-        "transport='peer', but cuda:0 and cuda:1, of stages 0 and 1, do not reach each other's memory; "
-        "'auto' goes through memory of the host there"
+        "transport='peer', but cuda:0 and cuda:1 (stages 0 and 1) have no peer access to each other's "
+        "memory; use 'auto', which copies through pinned host memory"
     ]

@@ -209,7 +209,7 @@ def test_a_buffer_that_two_stages_share_is_not_written() -> None:
     """Both run at once, so neither would read what the plain loop's order makes of it."""
     first, second = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
     second.running_mean = first.running_mean
-    with pytest.raises(ValueError, match=r"stage 0 writes a buffer of shape \[8\] that stage 1 has too"):
+    with pytest.raises(ValueError, match=r"stage 0 writes a buffer of shape \[8\] that stage 1 uses, too"):
         Pipe([first, second], [1, 1], data(), [0.0] * M)
     x = data()
     expected = nn.Sequential(first.eval(), second.eval())(x)

@@ -88,12 +88,13 @@ def test_a_model_before_and_after_its_first_call() -> None:
     after = doctor(model)
     # A micro-batch of two samples, six floats each.
     assert section(after, "transport") == [
-        "stage 0 (cpu) -> stage 1 (cpu): hand-over; at most 4 x 48 bytes there, 4 x 48 bytes back"
+        "stage 0 (cpu) -> stage 1 (cpu): hand-over; in flight at most 4 x 48 bytes forward, "
+        "4 x 48 bytes backward"
     ]
     assert section(after, "layers in Python") == ["none"]
     with torch.no_grad():
         model(torch.ones(8, 4))
-    assert "at most 4 x 48 bytes there, nothing back" in section(doctor(model), "transport")[0]
+    assert "at most 4 x 48 bytes forward, nothing backward" in section(doctor(model), "transport")[0]
 
 
 def test_layers_in_python_are_told_with_the_reason_also_once_warned_of() -> None:
@@ -103,7 +104,7 @@ def test_layers_in_python_are_told_with_the_reason_also_once_warned_of() -> None
         (line,) = section(doctor(model), "layers in Python")
         assert line.startswith("stage 1, layer 1 (Branching) runs in Python: ")
     assert section(doctor(model), "transport") == [
-        "stage 0 (cpu) -> stage 1 (cpu): hand-over; sizes show only as it runs"
+        "stage 0 (cpu) -> stage 1 (cpu): hand-over; sizes are known only at run time"
     ]
 
 
@@ -132,10 +133,12 @@ def test_several_tensors_and_skip_connections() -> None:
     model = GPipe(nn.Sequential(Down(), Middle(), Up()), [1, 1, 1], chunks=4)
     step(model)
     assert section(doctor(model), "transport") == [
-        "stage 0 (cpu) -> stage 1 (cpu): hand-over; at most 4 x 2 tensors, 40 bytes there, 4 x 32 bytes back",
-        "stage 1 (cpu) -> stage 2 (cpu): hand-over; at most 4 x 32 bytes there, 4 x 32 bytes back",
-        "stage 0 (cpu) -> stage 2 (cpu), skip connection: hand-over; at most 4 x 64 bytes there, "
-        "4 x 64 bytes back",
+        "stage 0 (cpu) -> stage 1 (cpu): hand-over; in flight at most 4 x 2 tensors, 40 bytes forward, "
+        "4 x 32 bytes backward",
+        "stage 1 (cpu) -> stage 2 (cpu): hand-over; in flight at most 4 x 32 bytes forward, "
+        "4 x 32 bytes backward",
+        "stage 0 (cpu) -> stage 2 (cpu), skip connection: hand-over; in flight at most 4 x 64 bytes forward, "
+        "4 x 64 bytes backward",
     ]
 
 

@@ -128,7 +128,7 @@ def test_other_draws_than_the_first_ones_are_an_error() -> None:
     with draws.forward(repeated=True) as drawn:
         random.random()
     with (
-        pytest.raises(RuntimeError, match="layer 1 drew other random numbers"),
+        pytest.raises(RuntimeError, match="layer 1 drew different random numbers"),
         draws.repeated(drawn, "layer 1"),
     ):
         random.random()
