@@ -33,7 +33,7 @@ class Refusal:
 
 # The maximum number of traces of a stage, for shapes or constants that no template covers.
 TRACES = 64
-# The maximum number of symbolic traces for one kind.
+# The maximum number of symbolic traces for stages that differ only in sizes.
 _ATTEMPTS = 3
 
 
@@ -117,7 +117,7 @@ class Compiler:
         join_along: int = 0,
         num_microbatches: int = 2,
     ) -> list[list[CompiledStage]] | Refusal:
-        """Compiles pipelines for the gradient layouts that arrived last, or else for the likely ones.
+        """Compiles pipelines for the latest gradient layouts, or else for the likely ones.
 
         Args:
             pipelines: pipelines compiled for gradients in the layouts of their stages' outputs.
@@ -158,11 +158,11 @@ class Compiler:
     def compiled(
         self, part: Stage, place: Place, gradients: Gradients | None = None, limited: bool = True
     ) -> CompiledStage | Untraceable:
-        """Returns a compiled stage or part of a stage. The calling thread's modes must equal the place's.
+        """Returns a compiled stage or part of a stage. The calling thread's modes must equal the key's.
 
         Args:
             part: the layers to compile.
-            place: the inputs and modes to compile them for.
+            place: the segment key to compile them for.
             gradients: the strides of the outputs' gradients; None for the outputs' own strides.
             limited: whether the limit on traces applies.
         """
@@ -257,7 +257,7 @@ class Compiler:
     def _trace_as_it_is(
         self, kind: _Kind, stage: Stage, inputs: Boundary, arrivals: Arrivals
     ) -> Joint | Untraceable:
-        """Traces a stage for these sizes, without symbols, and keeps the trace as a sample of its kind."""
+        """Traces a stage for these sizes, without symbols, and keeps the trace as a sample."""
         self.num_traces += 1
         joint = trace(stage.layers, _examples(inputs), arrivals, inputs.structure, _setting(stage, inputs))
         if isinstance(joint, Joint) and len(kind.samples) < 2:
@@ -265,7 +265,7 @@ class Compiler:
         return joint
 
     def _write_out(self, kind: _Kind, stage: Stage, inputs: Boundary, arrivals: Arrivals) -> Joint | None:
-        """Returns the graph that the kind's template gives for these sizes, or None.
+        """Returns the graph that the template gives for these sizes, or None.
 
         The template is made here, by a symbolic trace, once two sizes have been traced.
         """

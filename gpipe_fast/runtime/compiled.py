@@ -25,7 +25,7 @@ from gpipe_fast.trace.trace import Joint, Port, Role, buffers_of
 
 Gradients = dict[int, tuple[int, ...]]  # by output, its gradient's strides; no entry if none arrives
 
-# The maximum number of entries in each cache of places or segments, per stage.
+# The maximum number of entries in each cache of segments or gradient layouts, per stage.
 REMEMBERED = 64
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -79,7 +79,7 @@ class Place:
 
     @classmethod
     def of(cls, part: Stage, arriving: Boundary, modes: Modes) -> Place:
-        """Returns the place of a stage or part of a stage, for the current state of its layers."""
+        """Returns the key of a stage or part of a stage, for the current state of its layers."""
         snapshot = Snapshot()
         layers = fingerprint(part.layers, snapshot=snapshot)
         parameters, buffers = tuple(part.parameters()), tuple(part.buffers())
@@ -91,7 +91,7 @@ class Place:
 
 
 class Arrived(Cache[Place, Gradients]):
-    """By place, the layouts in which the outputs' gradients arrived last, if they differed from the expected.
+    """By segment key, the latest layouts of the outputs' gradients, if they differed from the expected ones.
 
     Attributes:
         changes: the number of changes so far.
@@ -100,7 +100,7 @@ class Arrived(Cache[Place, Gradients]):
     changes = 0
 
     def note(self, place: Place, tangents: Sequence[Tensor | None]) -> Gradients:
-        """Records the layouts of gradients that arrived, and returns them."""
+        """Records the layouts of received gradients, and returns them."""
         gradients = {i: t.stride() for i, t in enumerate(tangents) if t is not None}
         if self.find(place) != gradients:
             self[place] = gradients
@@ -141,11 +141,11 @@ class Traced:
 
 
 class CompiledStage:
-    """A stage or part of a stage, compiled for one place and one layout of its outputs' gradients.
+    """A stage or part of a stage, compiled for one segment key and one layout of its outputs' gradients.
 
     Attributes:
         stage: the stage or part.
-        place: the inputs and modes that it was compiled for.
+        place: the segment key that it was compiled for.
         outputs: the specs of its outputs.
         traced: its graph, possibly shared with other stages.
     """
@@ -155,8 +155,8 @@ class CompiledStage:
 
         Args:
             stage: the stage or part.
-            place: the inputs and modes.
-            traced: the trace for this place and these gradient layouts.
+            place: the segment key.
+            traced: the trace for this key and these gradient layouts.
             base: the compiled stage for gradients in the outputs' layouts; None if this is the one.
         """
         self.stage = stage

@@ -84,7 +84,7 @@ class _Call:
         return functools.partial(_check_arrived, dim=dims.outputs, lengths=lengths)
 
 
-# A plan's cache key: the call, and the gradient layouts that arrived last at the compiled stages, if known.
+# A plan's cache key: the call, and the latest gradient layouts at the compiled stages, if known.
 _Key = tuple[Signature, Checkpoint, tuple[Hashable, ...]]
 
 
@@ -190,7 +190,7 @@ class Planner:
                 return self._lay_out(call, self._searches(call), known), True
 
     def _compile(self, call: _Call) -> list[list[CompiledStage]] | Refusal:
-        """Returns the compiled stages of each micro-batch, for the gradient layouts that arrived last.
+        """Returns the compiled stages of each micro-batch, for the latest gradient layouts.
 
         Raises:
             RuntimeError: a stage cannot be compiled, and its layers may not run in Python instead.

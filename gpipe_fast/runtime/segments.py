@@ -1,4 +1,4 @@
-"""The search for segments: the only place that maps boundary tensors, or gradients, at a layer to a segment.
+"""The search for segments: maps boundary tensors, or gradients, at a layer to the segment that takes them.
 
 A stage is a chain of segments: lowered runs of layers, and between them layers that cannot be lowered::
 
@@ -222,7 +222,7 @@ class Segments:
             end: index after the last layer.
             share: the fraction of activations to save.
             modes: PyTorch's modes.
-            place: the place to lower the layers for, after they have run.
+            place: the segment key to lower the layers for, after they have run.
             blamed: the reason to report for the single layer, after it has run.
             after: called after the layers have run, unless `place` or `blamed` is given.
         """
@@ -294,7 +294,7 @@ class Search:
 
 @contextlib.contextmanager
 def _under(modes: Modes) -> Iterator[None]:
-    """Sets a place's modes for a block, except determinism and default dtype, which are process-wide."""
+    """Sets a segment's modes for a block, except determinism and default dtype, which are process-wide."""
     with (
         torch.set_grad_enabled(modes.grad),
         under(modes.autocast),
