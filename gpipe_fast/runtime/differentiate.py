@@ -32,7 +32,7 @@ def differentiate(
 
 
 def _in_this_thread(roots: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
-    """Keeps autograd in this thread: a GPU's autograd thread may be waiting in the pipeline's backward."""
+    """Disables autograd's GPU threads for a block: they may be waiting in the pipeline's backward."""
     of_host = all(root.device.type == "cpu" for root, _ in roots)
     return torch.autograd.set_multithreading_enabled(of_host and torch._C._is_multithreading_enabled())
 

@@ -170,10 +170,10 @@ class Planner:
     def _make(
         self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint
     ) -> tuple[Plan, bool]:
-        """Makes a plan; returns False beside it if it is valid for this call only.
+        """Makes a plan, and returns whether to cache it.
 
-        That is so while another thread runs layers, because layers are not traced then, and after a layer
-        could not be traced: the reason may be this call's inputs, for which the layer raises in Python.
+        A plan is valid for one call only if another thread is running layers, because no layer is traced
+        then, or if a trace failed: the reason may be the call's inputs, for which the layer then raises.
         """
         check_placed(self._stages)
         call = _Call.of(signature, inputs, checkpoint)
