@@ -1,6 +1,6 @@
-"""Keyed random draws: a draw depends on its place in the model, never on when or where it runs.
+"""Keyed random draws: a draw depends on its position in the model, never on when or where it runs.
 
-PyTorch's random operators come in; operators that draw by a key go out, for eager execution and for tracing.
-Of gpipe_fast the package imports only the extension, which implements these operators. `trace`, `runtime`,
-`gpipe` and `inspect` import it, and users get `keyed_rng` from it for a plain loop.
+The package replaces PyTorch's random operators with operators that draw by a key, in eager mode and in
+traces. It imports the extension, which implements these operators, and the titles of layers from `layers`.
+`trace`, `runtime`, `gpipe` and `inspect` import it, and users call its `keyed_rng` in plain loops.
 """

@@ -1,8 +1,8 @@
-"""Keyed randomness: a random op draws by its place in the model, never by when or where it runs.
+"""Keyed randomness: a random op's draw depends on its position in the model, never on when or where it runs.
 
 A draw is a function of four numbers: the mini-batch's key, the micro-batch, the layer, and the op's ordinal
 among the random ops of that layer. `KeyedRandomMode` replaces PyTorch's random ops with such draws, below
-autograd, so that every backward formula stays as it is::
+autograd, so that PyTorch's backward formulas apply unchanged::
 
     layer 1 = Sequential(Linear, Dropout, GELU, Dropout), micro-batch 2
                                  │              └── keyed_bernoulli(key, layer=1, ordinal=1, ...)
@@ -33,28 +33,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpipe_fast.layers.title import title
 from gpipe_fast.randomness.random_rules import RULES
 
-# The layer of a random op that runs outside of every layer; no stage's layers count this far.
+# The layer index of random ops outside of all layers; larger than any stage's number of layers.
 NO_LAYER = 0xFFFF
 
 
 class UnkeyedRandomOp(RuntimeError):
-    """A random op that cannot be drawn by key; the message names the op and the reason."""
+    """Raised by a random op that cannot be drawn by key; the message gives the op and the reason."""
 
 
 def minibatch_key() -> int:
-    """Draws a mini-batch's key from PyTorch's default CPU generator, so ``torch.manual_seed`` governs it."""
+    """Draws a mini-batch's key from PyTorch's default CPU generator, which ``torch.manual_seed`` seeds."""
     return int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
 class MinibatchKey:
-    """A mini-batch's key: given, or drawn when it is first asked for, by whichever thread."""
+    """A mini-batch's key: given, or drawn by the first call. Thread-safe."""
 
     def __init__(self, key: int | None = None) -> None:
         self._lock = threading.Lock()
         self._key = key
 
     def __call__(self) -> int:
-        """The key."""
+        """Returns the key."""
         with self._lock:
             if self._key is None:
                 self._key = minibatch_key()
@@ -67,23 +67,27 @@ def make_key(minibatch: int, microbatch: int, first_layer: int = 0) -> Tensor:
 
 
 class GeneratorStates:
-    """The states of generators that layers bring themselves, as their random ops find them."""
+    """States of the layers' own generators, saved before each random op for the recompute."""
 
     def __init__(self, keep: bool) -> None:
-        """Begins with none; ``keep`` those that come, so that they can be drawn from again."""
+        """Starts without states; ``keep`` says whether to save them for `replayed`."""
         self._keep = keep
         self._kept: list[Tensor] = []
         self._again: Iterator[Tensor] | None = None
 
     def replayed(self) -> GeneratorStates:
-        """Those of a second run of the same ops."""
+        """Returns an object that gives the saved states to a second run of the same ops."""
         states = GeneratorStates(False)
         states._again = iter(self._kept)
         return states
 
     @contextlib.contextmanager
     def at(self, generator: torch.Generator) -> Iterator[None]:
-        """Around the next op: draws from the generator, or again from what it was, leaving it as it is."""
+        """Surrounds the next op that draws from ``generator``.
+
+        In the first run, saves the generator's state if the states are kept. In a second run, sets the state
+        of the first run, and afterwards restores the present state.
+        """
         now = generator.get_state()
         if self._again is None:
             if self._keep:
@@ -98,16 +102,16 @@ class GeneratorStates:
 
 
 class KeyedRandomMode(TorchDispatchMode):
-    """Replaces every random op by a draw from ``torch.ops.gpipe_fast``, in eager mode and under tracing.
+    """Replaces every random op by a draw from ``torch.ops.gpipe_fast``, in eager mode and in traces.
 
     Args:
-        key: ``[minibatch_key, microbatch, first_layer]``, int64, on the CPU; real, fake, or a trace's input;
-            or a function that returns it.
-        generators: in eager mode, for what has no keyed counterpart: such an op draws from a generator of its
-            own, seeded by what a keyed one draws by, or from the one that it brings.
+        key: ``[minibatch_key, microbatch, first_layer]``, int64, on the CPU; a real or fake tensor, or a
+            function that returns the key.
+        generators: only in eager mode; allows random ops without a keyed counterpart. Such an op draws from
+            its own generator if it has one, or else from a new one, seeded by key, layer and ordinal.
 
     Raises:
-        UnkeyedRandomOp: on any other random op.
+        UnkeyedRandomOp: on a random op that cannot be drawn by key, nor by ``generators``.
     """
 
     def __init__(self, key: Tensor | Callable[[], Tensor], generators: GeneratorStates | None = None) -> None:
@@ -119,23 +123,23 @@ class KeyedRandomMode(TorchDispatchMode):
         self.set_key(key)
 
     def set_key(self, key: Tensor | Callable[[], Tensor]) -> None:
-        """Goes on to another micro-batch, outside of every layer; a function is asked at the first draw."""
+        """Starts another micro-batch, outside of all layers; a function is called at the first draw."""
         self._key = key
         self._layer = NO_LAYER
         self._ordinals = {NO_LAYER: 0}
 
     def enter_layer(self, layer: int) -> None:
-        """Starts layer ``layer``, counted from the key's first layer: its random ops count from 0."""
+        """Starts layer ``layer``, counted from the key's first layer; the ordinals start from 0."""
         self._layer = layer
         self._ordinals[layer] = 0
 
     @property
     def unfused_attention(self) -> bool:
-        """Whether attention with dropout on a GPU has been computed without a fused kernel."""
+        """Whether attention with dropout has run without a fused kernel on a GPU."""
         return self._attention is not None and self._attention.on_gpu
 
     def leave_layer(self) -> None:
-        """Ends the layer; what is drawn before the next one counts on as layer ``NO_LAYER``."""
+        """Ends the layer. Draws before the next layer continue the ordinals of layer ``NO_LAYER``."""
         self._layer = NO_LAYER
 
     def __enter__(self) -> KeyedRandomMode:
@@ -155,8 +159,8 @@ class KeyedRandomMode(TorchDispatchMode):
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is None and self._generators is not None and _is_composite(func):
-            # In inference mode such come whole, with what they draw inside. Not `decompose`: PyTorch's Python
-            # version of an LSTM leaves its dropout out.
+            # In inference mode composite ops reach this mode undecomposed, with the random ops inside. This
+            # does not call `decompose`, because PyTorch's Python decomposition of LSTM omits the dropout.
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if rule is None:
@@ -176,7 +180,7 @@ class KeyedRandomMode(TorchDispatchMode):
                 raise UnkeyedRandomOp(f"{func} has no keyed counterpart")
             return func(*args, **kwargs | {"generator": self._own_generator()})
         if self._generators is None:
-            raise UnkeyedRandomOp(f"{func} brings its own generator, which a recompute would advance again")
+            raise UnkeyedRandomOp(f"{func} draws from its own generator, which a recompute advances again")
         with self._generators.at(generator):
             return func(*args, **kwargs)
 
@@ -198,10 +202,11 @@ class KeyedRandomMode(TorchDispatchMode):
         return drawn
 
     def _next(self) -> tuple[Tensor, int]:
-        """The key, and the ordinal of the layer's next draw."""
+        """Returns the key and the ordinal of the layer's next draw, and increments the ordinal."""
         if _inside_checkpoint():
             raise UnkeyedRandomOp(
-                "a random op inside torch.utils.checkpoint would not draw the same when recomputed"
+                "a random op inside torch.utils.checkpoint would draw other numbers when recomputed; use "
+                "GPipe's checkpoint argument instead"
             )
         if not isinstance(self._key, Tensor):
             self._key = self._key()
@@ -212,30 +217,30 @@ class KeyedRandomMode(TorchDispatchMode):
     def draw_like(
         self, op: Any, like: Tensor, *parameters: float, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Draws as many elements as ``like`` has, in its dtype and on its device unless told otherwise."""
+        """Draws a tensor with the shape and device of ``like``, and its dtype unless ``dtype`` is given."""
         return self.draw(op, like.shape, *parameters, dtype=dtype or like.dtype, device=like.device)
 
 
 @functools.cache
 def _is_composite(func: OpOverload[Any, Any]) -> bool:
-    """Whether it is made of other operators, on every device."""
-    if func.namespace == "prim":  # not of the dispatcher
+    """Returns whether an operator is composed of other operators on every device."""
+    if func.namespace == "prim":  # not registered with the dispatcher
         return False
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU") and not has_kernel("CUDA")
 
 
 class _UnfusedAttention(TorchFunctionMode):
-    """Sends attention with dropout down the unfused path: fused kernels draw for themselves.
+    """Makes attention with dropout use the unfused kernels, because fused kernels draw without a key.
 
-    None of them takes a seed. The forwards (`_flash_attention_forward`, `_efficient_attention_forward`,
-    `_cudnn_attention_forward`) ask PyTorch's default CUDA generator for a Philox state on the host, under its
-    lock, and return seed and offset for the backward alone. To set the generator before each call would not
-    do: it is one for all stages and threads of a device, and in a captured graph the state comes from memory
-    that PyTorch fills from the generator before each replay, the same for every micro-batch's key.
+    No fused kernel accepts a seed. The forwards (`_flash_attention_forward`, `_efficient_attention_forward`,
+    `_cudnn_attention_forward`) take a Philox state from PyTorch's default CUDA generator on the host, under
+    the generator's lock, and return seed and offset only for the backward. Setting the generator before each
+    call would not help: all stages and threads of a device share it, and in a captured graph the state comes
+    from memory that PyTorch fills from the generator before each replay, whatever the micro-batch's key.
 
     Attributes:
-        on_gpu: whether that happened to tensors on a GPU.
+        on_gpu: whether such attention has run on a GPU.
     """
 
     on_gpu = False
@@ -256,7 +261,7 @@ def _is_on_gpu(query: Tensor) -> bool:
 def _attends_with_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if func is F.scaled_dot_product_attention:
         return bool((args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0)
-    # Inside of it a function mode sees nothing.
+    # A function mode does not see the calls inside F.multi_head_attention_forward.
     if func is F.multi_head_attention_forward:
         given = _MULTI_HEAD.bind(*args, **kwargs)
         given.apply_defaults()
@@ -268,13 +273,13 @@ _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 def _inside_checkpoint() -> bool:
-    # Non-reentrant checkpointing is a pair of saved-tensor hooks; PyTorch offers no other way to ask.
+    # Non-reentrant checkpointing sets a pair of saved-tensor hooks; PyTorch has no other way to detect it.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _draws(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a random op draws at all: attention without dropout, for one, does not."""
+    """Returns whether this call of a random op draws; attention without dropout, for example, does not."""
     if func is torch.ops.aten._fused_sdp_choice.default:
         return False
     arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
@@ -286,44 +291,44 @@ def _draws(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: dict[str, An
 def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRandomMode]:
     """Lets a plain micro-batch loop draw the same random bits as `GPipe`.
 
-    One context is one mini-batch. Inside it every call of ``module`` is the next micro-batch; if its layers
-    are called one by one, in order, every call of the first layer begins the next one. Every random op draws
-    by its layer and its place in the layer. What runs outside of the layers draws by key
-    too, but `GPipe` has no such place to agree with::
+    One context is one mini-batch. Inside it every call of ``module`` is the next micro-batch; if the layers
+    are called one by one, in order, every call of the first layer starts the next micro-batch. Every random
+    op draws by its layer and its position in the layer. Random ops outside of the layers draw by key, too,
+    but `GPipe` has no corresponding draws::
 
         torch.manual_seed(0)
         with gpipe_fast.keyed_rng(model):
             y = torch.cat([model(c) for c in x.chunk(8)])
         loss(y).backward()
 
-    Guaranteed: after equal ``torch.manual_seed`` calls, the bits are those of ``GPipe(model, chunks=8)(x)``,
-    for any balance, checkpoint policy and number of threads.
+    After the same ``torch.manual_seed`` call, the bits are guaranteed to equal those of
+    ``GPipe(model, chunks=8)(x)``, for any balance, checkpoint policy and number of threads.
 
     Args:
         module: the unpartitioned model, called through ``module(...)`` or layer by layer.
-        key: the mini-batch's key, a signed 64-bit integer; None draws one as `GPipe` does.
+        key: the mini-batch's key, a signed 64-bit integer; None draws a key as `GPipe` does.
 
     Yields:
         The active `KeyedRandomMode`.
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``.
-        UnkeyedRandomOp: a random op that cannot be drawn by key.
-        ValueError: ``key`` is no such integer.
-        RuntimeError: layers are called in another order than their own.
+        UnkeyedRandomOp: a random op cannot be drawn by key.
+        ValueError: ``key`` is no signed 64-bit integer.
+        RuntimeError: layers are called out of order.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, but is {type(module).__name__}")
     if key is not None and not (type(key) is int and -(2**63) <= key < 2**63):
         raise ValueError(f"key must be a signed 64-bit integer or None, got {key!r}")
-    # Drawn when first needed: what draws nothing leaves PyTorch's generator as it was, here and in GPipe.
+    # The key is drawn lazily: without random ops PyTorch's generator does not advance, as in GPipe.
     minibatch = MinibatchKey(key)
     mode = KeyedRandomMode(lambda: make_key(minibatch(), 0), GeneratorStates(False))
     progress = _Progress(mode, module, minibatch)
     with contextlib.ExitStack() as hooks:
         hooks.callback(module.register_forward_pre_hook(progress.begin_module, prepend=True).remove)
         hooks.callback(module.register_forward_hook(progress.end_module, always_call=True).remove)
-        for child in module.children():  # each object once, also where it stands in several places
+        for child in module.children():  # yields a layer that occurs several times only once
             hooks.callback(child.register_forward_pre_hook(progress.begin_layer, prepend=True).remove)
             hooks.callback(child.register_forward_hook(progress.end_layer, always_call=True).remove)
         with mode:
@@ -331,7 +336,7 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
 
 
 class _Progress:
-    """Tells a mode, from the calls of a Sequential and its children, which micro-batch and layer run."""
+    """Hooks of a Sequential and its layers that tell a `KeyedRandomMode` which micro-batch and layer run."""
 
     def __init__(self, mode: KeyedRandomMode, module: nn.Sequential, minibatch: Callable[[], int]) -> None:
         self._mode = mode
@@ -339,8 +344,8 @@ class _Progress:
         self._minibatch = minibatch
         self._microbatch = 0
         self._next_layer = 0
-        self._depth = 0  # above 1, a layer calls a child of the Sequential by itself
-        self._in_module = False  # else layers are called one by one
+        self._depth = 0  # nested calls of layers; above 1, a layer itself calls another layer
+        self._in_module = False  # whether ``module`` runs; if not, layers are called one by one
 
     def begin_module(self, module: nn.Module, args: Any) -> None:
         self._in_module, self._depth = True, 0
@@ -377,8 +382,8 @@ class _Progress:
         if not self._in_module:
             wanted.append(f"{title(0, self._layers[0])} for the next micro-batch")
         return (
-            f"layers must be called in order: a {type(child).__name__} was called out of order, where "
-            f"{' or '.join(wanted) or 'no layer'} was expected"
+            f"layers were called out of order: got a {type(child).__name__}, expected "
+            f"{' or '.join(wanted) or 'no layer'}"
         )
 
     def end_layer(self, child: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which keyed draw replaces which of PyTorch's random ops."""
+"""Replacement rules: the keyed draw for each of PyTorch's random ops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _keyed = torch.ops.gpipe_fast
 
 
 class Drawer(Protocol):
-    """What a rule draws with: it knows the key, the layer and the ordinal."""
+    """Draws on behalf of a rule; knows the key, the layer and the ordinal."""
 
     def draw(
         self, op: Any, size: Sequence[int], *parameters: float, dtype: torch.dtype, device: torch.device
@@ -27,7 +27,7 @@ class Drawer(Protocol):
     def draw_like(
         self, op: Any, like: Tensor, *parameters: float, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Draws as many elements as ``like`` has, in its dtype and on its device unless told otherwise."""
+        """Draws a tensor with the shape and device of ``like``, and its dtype unless ``dtype`` is given."""
 
 
 Rule = Callable[..., Any]
@@ -41,10 +41,10 @@ def _overload(name: str) -> OpOverload[Any, Any] | None:
 
 
 def _rule(*names: str) -> Callable[[R], R]:
-    """Registers what replaces the ops ``names``: called with a drawer and the op's own arguments."""
+    """Registers a rule for the ops ``names``; the rule is called with a drawer and the op's arguments."""
 
     def register(rule: R) -> R:
-        # Newer releases of PyTorch have more overloads.
+        # Older releases of PyTorch lack some overloads.
         RULES.update((op, rule) for op in map(_overload, names) if op is not None)
         return rule
 
@@ -52,9 +52,9 @@ def _rule(*names: str) -> Callable[[R], R]:
 
 
 def _sampler(functional: str, in_place: str) -> Callable[[R], R]:
-    """Registers a rule that draws as many elements as its first tensor has.
+    """Registers a rule that draws a tensor with the shape of its first argument.
 
-    The functional op returns the draw, the in-place op stores it in that tensor.
+    The functional op returns the draw; the in-place op copies it into the first argument.
     """
 
     def register(rule: R) -> R:
@@ -66,7 +66,7 @@ def _sampler(functional: str, in_place: str) -> Callable[[R], R]:
 
 
 def _laid_out_as(like: Tensor, drawn: Tensor) -> Tensor:
-    # Draws are contiguous; torch's functional ops keep the memory format of their input.
+    # Draws are contiguous, but torch's functional ops preserve the memory format of their input.
     return drawn if like.is_contiguous() else torch.empty_like(like, dtype=drawn.dtype).copy_(drawn)
 
 
@@ -115,13 +115,13 @@ def _cauchy(drawer: Drawer, like: Tensor, median: float = 0.0, scale: float = 1.
 
 @_sampler("geometric", "geometric_")
 def _geometric(drawer: Drawer, like: Tensor, p: float) -> Tensor:
-    # An exponential of this rate, rounded up, counts the trials until the first success.
+    # An exponential variate with this rate, rounded up, is the number of trials until the first success.
     waits = drawer.draw_like(_keyed.keyed_exponential, like, -math.log1p(-p), dtype=torch.float64)
     return waits.ceil_().to(like.dtype)
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """The largest integer ``random_`` draws by default: up to here every integer is exact in ``dtype``."""
+    """Returns the largest integer that ``random_`` draws by default; up to it ``dtype`` is exact."""
     if dtype.is_floating_point:
         return int(2 / torch.finfo(dtype).eps)
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
@@ -143,7 +143,11 @@ def _integers_between(drawer: Drawer, like: Tensor, low: int, end: int | None) -
 
 
 def _factory(sized: Sequence[str], like: Sequence[str] = ()) -> Callable[[R], R]:
-    """Registers a rule that takes a size: last for ``sized`` ops, as a tensor and first for ``like`` ops."""
+    """Registers a rule for factory ops.
+
+    The rule receives the size, which is the last argument of the ``sized`` ops, and the shape of the first
+    argument of the ``like`` ops.
+    """
 
     def register(rule: R) -> R:
         def of_size(drawer: Drawer, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
@@ -203,7 +207,7 @@ def _randint(
 
 @_factory(["randperm", "randperm.generator"])
 def _randperm(drawer: Drawer, n: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    # Equal draws of 53 bits are rarer than a wrong bit in memory.
+    # Two of the n draws of 53 bits are equal so rarely that the bias is negligible.
     order = drawer.draw(_keyed.keyed_uniform, [n], 0.0, 1.0, dtype=torch.float64, device=device).argsort()
     return order.to(dtype or torch.int64)
 
@@ -263,18 +267,20 @@ def _rrelu_in_place(drawer: Drawer, input: Tensor, noise: Tensor, *args: Any) ->
 def _multinomial(drawer: Drawer, weights: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
     weights = weights.double()
     if replacement:
-        # The first category whose cumulative weight is above a uniform share of the total.
+        # Inverse transform sampling: the first category whose cumulative weight exceeds a uniform share of
+        # the total weight.
         cumulative = weights.cumsum(-1)
         size = [*weights.shape[:-1], num_samples]
         share = drawer.draw(_keyed.keyed_uniform, size, 0.0, 1.0, dtype=torch.float64, device=weights.device)
         return torch.searchsorted(cumulative, share * cumulative[..., -1:], right=True)
-    # Each category arrives after an exponential wait with its weight as rate; the first to arrive are taken.
+    # Each category waits for an exponential time with its weight as rate; the shortest waits win. This draws
+    # without replacement.
     waits = drawer.draw_like(_keyed.keyed_exponential, weights, 1.0)
     return (weights / waits).topk(num_samples, dim=-1).indices
 
 
 def _register_shapes() -> None:
-    """Says what the keyed ops return without drawing: for fake tensors, and so for tracing."""
+    """Registers fake kernels of the keyed ops, which return results without drawing."""
 
     def like_empty(key: Tensor, layer: int, ordinal: int, size: Sequence[int], *_: Any, **to: Any) -> Tensor:
         return torch.empty(size, **to)

@@ -1,7 +1,7 @@
-"""A stage to a graph.
+"""Traces a stage to a graph.
 
-The layers of a stage and a description of the tensors that reach them come in; a joint forward-and-backward
-ATen graph (`Joint`) goes out, or the reason why the stage cannot be traced faithfully (`Untraceable`). The
-package imports `layers` and `randomness`; only `lower` and `runtime` import it. `aot` and `fake` call
-PyTorch's private tracing API, and `symbolic` uses its fake tensors; no other file does.
+The input is the layers of a stage and a description of the stage's input tensors; the result is a joint
+forward-and-backward ATen graph (`Joint`), or the reason why the stage cannot be traced faithfully
+(`Untraceable`). The package imports `layers` and `randomness`; only `lower` and `runtime` import it. `aot`
+and `fake` call PyTorch's private tracing API, and `symbolic` uses PyTorch's fake tensors; no other file does.
 """

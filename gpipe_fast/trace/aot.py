@@ -1,4 +1,4 @@
-"""The one place that calls PyTorch's private ahead-of-time tracer and its min-cut partitioner."""
+"""PyTorch's private ahead-of-time tracer and min-cut partitioner; no other file calls them."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ __all__ = [
 ]
 
 _PYTHON_KERNELS = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
-# Batch norm's Python kernel computes nothing: it names the functional operator, whose new running
-# statistics the trace must see as results.
+# Batch norm's Python kernel decomposes nothing: it calls the functional operator, which returns the new
+# running statistics, and the trace needs them as results.
 _KEPT = ("native_batch_norm",)
 
 
 @contextlib.contextmanager
 def without_python_decompositions() -> Iterator[None]:
-    """Takes PyTorch's Python re-implementations of composite operators away.
+    """Removes PyTorch's Python decompositions of composite operators.
 
-    While tracing they would stand in for the C++ ones (upsampling, dropout, recurrent layers) and round
-    differently; eager mode never uses them.
+    A trace would use them in place of the C++ kernels (upsampling, dropout, recurrent layers), and they round
+    differently. Eager mode never uses them.
     """
     taken: list[tuple[OpOverload[Any, Any], dict[Any, Any]]] = []
     for packet in list(vars(torch.ops.aten).values()):
@@ -94,11 +94,12 @@ def _cudnn_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Batch norm by cuDNN, as operators whose schemas say that running statistics change.
+    """Calls cuDNN's batch norm by operators whose schemas declare that the running statistics change.
 
-    The schema of `cudnn_batch_norm` does not, so that a trace would lose them, and PyTorch's Python version
-    is the native kernel, which rounds differently. The operator in its place chooses a kernel when it runs,
-    by the function that eager asks (`_select_batch_norm_backend`), and so does its backward.
+    The schema of `cudnn_batch_norm` does not declare this, so that a trace would lose the new statistics.
+    PyTorch's Python decomposition calls the native kernel, which rounds differently. The operator called here
+    instead selects its kernel at run time, with the function that eager mode uses
+    (`_select_batch_norm_backend`); so does the operator's backward.
     """
     aten = torch.ops.aten
     if training and running_mean is not None:
@@ -106,7 +107,7 @@ def _cudnn_batch_norm(
             input, weight, bias, running_mean, running_var, momentum, eps
         )
         return found
-    # Without statistics, or only reading them, it is functional.
+    # Without running statistics, or in eval mode, `cudnn_batch_norm` is functional.
     with _batch_norm_kernel(None):
         found = aten.cudnn_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
     return found
@@ -114,7 +115,7 @@ def _cudnn_batch_norm(
 
 @contextlib.contextmanager
 def _batch_norm_kernel(kernel: Callable[..., Any] | None) -> Iterator[None]:
-    """Sets the Python kernel that stands for cuDNN's batch norm in a trace, or none."""
+    """Sets the Python kernel of cuDNN's batch norm for a trace; None removes the present one."""
     op, key = torch.ops.aten.cudnn_batch_norm.default, torch._C.DispatchKey.Autograd
     before = op.py_kernels.pop(key, None)
     if kernel is not None:
@@ -131,15 +132,15 @@ def _batch_norm_kernel(kernel: Callable[..., Any] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unsized_reserve() -> Iterator[None]:
-    # How much cuDNN's batch norm keeps for its backward, cuDNN tells for numbers, not for symbols, and only
-    # on a GPU. Programs take it whatever its size.
+    # cuDNN reports the size of the reserve space that its batch norm saves for the backward only for integer
+    # sizes, not for symbols, and only on a GPU. Programs accept a reserve space of any size.
     name = "_get_cudnn_batch_norm_reserve_space_size"
     asking = getattr(torch._C, name, None)
     setattr(torch._C, name, lambda input, training: 0)
     try:
         yield
     finally:
-        if asking is None:  # builds for the CPU alone need not have it
+        if asking is None:  # CPU-only builds may lack the function
             delattr(torch._C, name)
         else:
             setattr(torch._C, name, asking)
@@ -147,7 +148,7 @@ def _unsized_reserve() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fast_attention() -> Iterator[None]:
-    # In inference nn.MultiheadAttention calls one fused operator, unless it notices that it is traced.
+    # In inference nn.MultiheadAttention calls one fused operator, but not if it detects a trace.
     module = torch.nn.modules.activation
     noticing = module._is_make_fx_tracing
     module._is_make_fx_tracing = lambda: False
@@ -159,8 +160,8 @@ def _fast_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncached_autocast() -> Iterator[None]:
-    # A cached cast of a weight is shared by every use within one autocast region, and so would be its
-    # gradient: a loop without the cache, which is what a pipeline computes, gives other numbers.
+    # With the cache, all uses of a weight within one autocast region share one cast, and its gradient. A
+    # pipeline computes the bits of a loop without the cache, which differ.
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -174,10 +175,10 @@ class Symbols:
     """The symbols of a trace.
 
     Attributes:
-        sizes: of each input, in order: a symbol, or a number.
-        strides: likewise; None where it follows from sizes.
-        guards: what must hold of them, for the graph to be what any tracing would find.
-        ranges: the smallest and the largest value of each.
+        sizes: the sizes of each input: symbols or numbers.
+        strides: the strides of each input: symbols or numbers, or None where they follow from the sizes.
+        guards: conditions on the symbols; where they hold, a new trace would give the same graph.
+        ranges: the smallest and the largest value of each symbol.
     """
 
     sizes: tuple[tuple[sympy.Symbol | int | None, ...], ...]
@@ -188,7 +189,7 @@ class Symbols:
     def solve(
         self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]
     ) -> dict[sympy.Symbol, int] | None:
-        """The symbols' values for inputs of these shapes and strides; None if they do not fit."""
+        """Returns the symbols' values for inputs of these shapes and strides; None if the guards fail."""
         values: dict[sympy.Symbol, int] = {}
         own = chain(chain.from_iterable(self.sizes), chain.from_iterable(self.strides))
         given = chain(chain.from_iterable(shapes), chain.from_iterable(strides))
@@ -207,7 +208,7 @@ class Symbols:
 
 
 class _Dynamic:
-    """Inputs some of whose sizes are symbols."""
+    """Fake inputs with symbols for some sizes."""
 
     def __init__(self, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]) -> None:
         self._env = ShapeEnv()
@@ -227,7 +228,7 @@ class _Dynamic:
         self._strides = tuple(tuple(map(_symbol, fake.stride())) for fake in self.inputs)
 
     def symbols(self) -> Symbols | None:
-        """What the trace found out about them; None if a size depends on data."""
+        """Returns the symbols and their guards after the trace; None if a size depends on data."""
         env = self._env
         known = set(chain.from_iterable(self._sizes + self._strides))
         if env.deferred_runtime_asserts or not set(env.var_to_range) <= known:
@@ -245,15 +246,15 @@ def _symbol(size: int | torch.SymInt) -> sympy.Symbol | int | None:
 def export_symbolic(
     module: nn.Module, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]
 ) -> tuple[fx.GraphModule, Symbols | None]:
-    """As `export_joint`, with symbols for sizes.
+    """Traces like `export_joint`, with symbols for some sizes.
 
     Args:
-        module: as there.
-        inputs: as there.
-        varying: of each input, which sizes are symbols.
+        module: as for `export_joint`.
+        inputs: real tensors, as for `export_joint`.
+        varying: for each size of each input, whether it is a symbol.
 
     Returns:
-        The graph, and its symbols; none if it depends on data.
+        The graph, and its symbols; None instead of the symbols if a size depends on data.
     """
     dynamic = _Dynamic(inputs, varying)
     graph = export_joint(module, dynamic.inputs, dynamic.mode)
@@ -263,12 +264,12 @@ def export_symbolic(
 def export_joint(
     module: nn.Module, inputs: tuple[Tensor, ...], mode: FakeTensorMode | None = None
 ) -> fx.GraphModule:
-    """Traces ``module(*inputs)`` and, where gradients are enabled and asked for, its backward.
+    """Traces ``module(*inputs)`` and, if gradients are enabled and required, the backward.
 
     Args:
-        module: called once, on fake tensors of the shapes, dtypes and strides of ``inputs``.
-        inputs: real tensors; they are only described, never read. Or fake ones of ``mode``.
-        mode: makes fake tensors.
+        module: called once, on fake tensors with the shapes, dtypes and strides of ``inputs``.
+        inputs: real tensors, whose contents are never read, or fake tensors of ``mode``.
+        mode: the fake mode; a new `RealLayouts` by default.
 
     Returns:
         A flat functional ATen graph whose placeholders and results carry ``meta['desc']``.
@@ -286,26 +287,27 @@ def export_joint(
         # loss.backward() runs outside the autocast region of the forward.
         functorch_config.patch(backward_pass_autocast="off"),
     ):
-        # A function mode, which would only note names, keeps nn.MultiheadAttention from its fused operator.
+        # The metadata mode only records names, but like any function mode it would keep
+        # nn.MultiheadAttention from its fused operator.
         joint = aot_export_joint_with_descriptors(stack, module, inputs, _disable_torch_fn_metadata_mode=True)
         graph_module: fx.GraphModule = joint.graph_module
     return graph_module
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A graph and what it refers to, without code, which is written when it is called first."""
+    """Returns a graph module whose code is generated lazily, at its first call."""
     with _use_lazy_graph_module(True):
         made: fx.GraphModule = _make_graph_module(root, graph)
     return made
 
 
 def min_cut_saved(joint: fx.GraphModule, num_forward_outputs: int, budget: float) -> set[str]:
-    """Names of the forward nodes that a min-cut at the given activation memory budget saves.
+    """Returns the names of the forward nodes that a min-cut saves at the given activation memory budget.
 
     Args:
-        joint: placeholders named ``primals_*`` and ``tangents_*``.
-        num_forward_outputs: results of the joint graph that belong to the forward.
-        budget: 0 saves only inputs, 1 whatever saves most time (``activation_memory_budget``).
+        joint: a graph with placeholders named ``primals_*`` and ``tangents_*``.
+        num_forward_outputs: the number of the graph's results that belong to the forward.
+        budget: ``activation_memory_budget``: 0 saves only inputs, 1 minimizes the time of recomputing.
     """
     clone = copy.deepcopy(joint)
     with functorch_config.patch(activation_memory_budget=budget):

@@ -1,13 +1,14 @@
-"""Boundary gradients in the layout in which they arrive, which need not be that of the boundary activation.
+"""Layouts in which boundary gradients arrive; they may differ from the boundary activations' layouts.
 
-In eager mode a gradient reaches a layer as the next one laid it out: expanded by a mean, channels_last from a
-convolution. Tracing assumes the layout of the output instead, and products and sums would round otherwise. So
-the traced stage ends in an identity whose backward names the layout that arrives::
+In eager mode a layer receives its gradient in the layout that the next layer produced: expanded by a mean,
+channels_last from a convolution. Tracing assumes the output's own layout instead, with which products and
+sums would round differently. The traced stage therefore ends in an identity whose backward names the layout
+of the arriving gradient::
 
     forward    y = layer(x) ──clone──▶ output
     backward   tangent ──arrive(strides)──▶ layer's backward
 
-and afterwards ``arrive`` is taken out: its argument is what it stood for.
+`take_out` then removes ``arrive`` from the graph and gives its layout to the tangent.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch import Tensor, fx
 
 from gpipe_fast.trace.fake import hint
 
-# Of the outputs whose gradient differs from what tracing assumes: its strides, or None if none arrives.
+# (index, strides) of each output whose gradient is not laid out as tracing assumes; None if none arrives.
 Arrivals = tuple[tuple[int, tuple[int, ...] | None], ...]
 
-# Never called: no kernel, only a shape.
+# The operator has a fake kernel only: no program ever calls it.
 torch.library.define("gpipe_fast::arrive", "(Tensor gradient, SymInt[] strides) -> Tensor")
 
 
@@ -46,11 +47,11 @@ class _Arrives(torch.autograd.Function):
 
 
 def finish(outputs: Sequence[Tensor], arrivals: Arrivals) -> tuple[Tensor, ...]:
-    """Clones a stage's outputs, noting how their gradients arrive.
+    """Clones a stage's outputs and marks the layouts in which their gradients arrive.
 
-    Clones, so that no output is a view of an input or of another output: such get no gradient. Lowering
-    drops those that copy for nothing. An output whose gradient never comes must not enter the backward as a
-    gradient of zeros.
+    An output that is a view of an input or of another output would get no gradient; clones are not views.
+    Lowering removes the clones that turn out to be unnecessary. An output whose gradient never arrives is
+    detached, so that it does not contribute a gradient of zeros to the backward.
     """
     known = dict(arrivals)
 
@@ -67,26 +68,26 @@ def finish(outputs: Sequence[Tensor], arrivals: Arrivals) -> tuple[Tensor, ...]:
 
 
 def _symbolic(strides: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides as products of sizes, where those are symbols."""
+    """Returns the strides as products of sizes if any size is a symbol, else unchanged."""
     if not any(isinstance(size, torch.SymInt) for size in shape):
         return strides
     found: list[int] = [0] * len(strides)
     expected: int = 1
     for dim in reversed(layout_of(strides)):
         if hint(expected) != strides[dim]:
-            raise RuntimeError(f"strides {strides} are not those of a dense tensor, permuted or expanded")
+            raise RuntimeError(f"strides {strides} do not describe a dense tensor, permuted or expanded")
         found[dim] = expected
         expected = expected * shape[dim]
     return tuple(found)
 
 
 def layout_of(strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions that are not expanded, from the slowest to the fastest."""
+    """Returns the dimensions with nonzero stride (not expanded), from the largest stride to the smallest."""
     return tuple(sorted((d for d in range(len(strides)) if strides[d]), key=lambda d: (-strides[d], d)))
 
 
 def take_out(tangent: fx.Node) -> None:
-    """Lets a tangent be what ``arrive`` makes of it."""
+    """Removes ``arrive`` behind a tangent and gives the tangent its layout."""
     for user in list(tangent.users):
         if user.target is torch.ops.gpipe_fast.arrive.default:
             user.replace_all_uses_with(tangent)

@@ -1,4 +1,4 @@
-"""Python state as it was before a trace, to find what the trace changed and to put it back."""
+"""A copy of the Python state before a trace, to detect and undo the changes that the trace makes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gpipe_fast.trace.fingerprint import LARGEST_ARRAY, OWN
 from gpipe_fast.trace.kinds import Kind, kind_of
 from gpipe_fast.trace.reads import Entry
 
-# How generators are named that drew.
+# Prefix of `Change.what` for random generators.
 GENERATOR = "the NumPy generator"
-# Containers and objects of which copies are kept, those that are nearest to the layers.
+# Maximum number of containers and objects that are copied, nearest to the layers first.
 _MOST = 20_000
 
 
 class Change(NamedTuple):
-    """Something that is not what it was.
+    """One piece of Python state that was changed.
 
     Attributes:
-        layer: index of the layer that holds it; None for what lies outside of the layers.
-        what: what messages call it.
+        layer: index of the layer that holds the state; None for state outside of the layers.
+        what: the state's name in messages.
     """
 
     layer: int | None
@@ -36,7 +36,7 @@ class Change(NamedTuple):
 
 @dataclass
 class _Noted:
-    """One thing that can change; ``now`` returns what it is at present."""
+    """One piece of mutable state; ``now`` returns its current value."""
 
     change: Change
     is_changed: Callable[[], bool]
@@ -45,10 +45,12 @@ class _Noted:
 
 
 class Before:
-    """Copies of what layers hold and refer to; more can be noted while they run, before it is used.
+    """Copies of the state that layers hold and refer to.
+
+    State outside of the layers is added by `note` while the layers run, before they use it.
 
     Attributes:
-        iterators: what cannot be copied, since to read it is to change it.
+        iterators: state that cannot be copied, because reading it would change it.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -69,7 +71,7 @@ class Before:
         self._work_off()
 
     def note(self, entry: Entry) -> None:
-        """Notes an item of a namespace, and what it refers to."""
+        """Copies an item of a namespace, and the values to which it refers."""
         if entry.key not in entry.namespace:
             return
         namespace, key, value = entry.namespace, entry.key, entry.namespace[entry.key]
@@ -87,21 +89,18 @@ class Before:
         self._work_off()
 
     def changed_outside(self) -> list[Change]:
-        """What lies outside of the layers and is not what it was."""
+        """Returns the changes to state outside of the layers."""
         return [noted.change for noted in self._noted if noted.change.layer is None and noted.is_changed()]
 
     def changes(self) -> list[Change]:
-        """What is not what it was.
-
-        Parameters and buffers are left out: tracing swaps them, and ties confuse it.
-        """
+        """Returns all changes, except to parameters and buffers, which tracing swaps itself."""
         found = [noted.change for noted in self._noted if noted.is_changed()]
         found += [Change(index, _join(name, key)) for index, name, _, _, key in self._changed_attributes()]
         own = {_join(name, key) for _, name, _, _ in self._modules for key in OWN}
         return [change for change in dict.fromkeys(found) if change.layer is None or change.what not in own]
 
     def holds_tracing_tensors(self) -> bool:
-        """Whether anything of a trace lies in what was changed."""
+        """Returns whether any changed state refers to a tensor or symbol of the trace."""
         values = [noted.now() for noted in self._noted if noted.is_changed()]
         values += [vars(module).get(key) for _, _, module, _, key in self._changed_attributes()]
         seen: set[int] = set()
@@ -115,14 +114,14 @@ class Before:
         return bool(values)
 
     def put_back(self) -> None:
-        """Puts everything back."""
+        """Restores all state."""
         for noted in self._noted:
             if noted.is_changed():
                 noted.put_back()
         self._put_attributes_back(lambda key: True)
 
     def put_tensors_back(self) -> None:
-        """Puts back what tracing itself swaps: parameters and buffers."""
+        """Restores the parameters and buffers, which tracing swaps, and no other state."""
         self._put_attributes_back(lambda key: key in OWN)
         for noted in self._noted:
             if noted.change.what.split(".")[-1] in OWN and noted.is_changed():
@@ -255,6 +254,6 @@ def _join(name: str, key: str) -> str:
 
 
 def _identities(container: Any) -> list[int] | set[int]:
-    """Those of all that lies in a container, in order where it has one."""
+    """Returns the ids of all keys and values in a container, in order unless the container is a set."""
     found = list(map(id, kinds.referred_to_by(container)))
     return set(found) if isinstance(container, set) else found

@@ -1,4 +1,4 @@
-"""Fake tensors laid out as the real kernels lay theirs out."""
+"""Fake tensors with the strides and dtypes of the real kernels' results."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from gpipe_fast.strides import span
 
-# Their fake kernels are right, and the real ones expensive.
+# Operators whose fake kernels return the right layout, and whose real kernels are expensive.
 _TRUSTED = frozenset({torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
 
 
 class RealLayouts(FakeTensorMode):
-    """A fake mode that asks the real kernel for the strides of its results where the fake one may be wrong.
+    """A fake mode that takes strides and dtypes from the real kernel where the fake kernel's may be wrong.
 
-    For permuted and channels_last arguments some fake kernels (group and batch norm, padding, gated units)
-    give other strides than the real ones, and what follows would sum in another order; that of batch norm
-    gives statistics of a narrower dtype than its weights', which the real backward would not take. The real
-    kernel runs once, on zeros, while tracing.
+    For permuted and channels_last arguments, some fake kernels (group and batch norm, padding, gated units)
+    return other strides than the real kernels, so that later operators would sum in another order. The fake
+    batch norm returns statistics of a narrower dtype than its weights', which the real backward would not
+    accept. The real kernel runs once, on zeros, during the trace.
     """
 
     def __init__(self, shape_env: ShapeEnv | None = None) -> None:
-        # Plain tensor attributes and list indexing bring real tensors into the trace.
-        # Only inputs, which say so, have symbols for sizes.
+        # Plain tensor attributes and list indexing bring real tensors into the trace. static_shapes: only the
+        # inputs, which override it, have symbols for sizes.
         super().__init__(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the fake kernel, then lays its results out anew if the real kernel would."""
+        """Runs the fake kernel, and replaces results whose strides or dtype differ from the real kernel's."""
         fake = super().__torch_dispatch__(func, types, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if not _is_doubtful(func) or (all(map(_is_laid_out_plainly, tensors)) and not _mixes(func, tensors)):
@@ -41,7 +41,7 @@ class RealLayouts(FakeTensorMode):
         try:
             with _disable_current_modes(), torch.no_grad():
                 real = func(*_stand_ins(args), **_stand_ins(kwargs or {}))
-        except Exception:  # zeros need not be valid arguments; the fake layout then stands
+        except Exception:  # zeros need not be valid arguments; then the fake results are kept
             return fake
         leaves, structure = tree_flatten(fake)
         with self:
@@ -60,14 +60,14 @@ def _is_doubtful(func: Any) -> bool:
 
 
 def _mixes(func: OpOverload[Any, Any], tensors: list[Tensor]) -> bool:
-    """Whether it is a batch norm of another dtype than its weights, as under autocast."""
+    """Returns whether an operator is a batch norm with input and weights of different dtypes (autocast)."""
     return "batch_norm" in func.__name__ and len({t.dtype for t in tensors if t.is_floating_point()}) > 1
 
 
 def _is_laid_out_plainly(tensor: Tensor) -> bool:
-    """Whether it is contiguous, in the strides of its dimensions of size one too.
+    """Returns whether a tensor is contiguous, including the strides of its dimensions of size one.
 
-    A channels_last tensor of 1 x 1 images counts as contiguous, but the kernels tell it apart.
+    ``is_contiguous`` is true for a channels_last tensor of 1 x 1 images, which the kernels treat differently.
     """
     if tensor.dim() < 3:
         return True
@@ -84,7 +84,7 @@ def _stand_ins(arguments: Any) -> Any:
 
 
 def _stand_in(value: Any) -> Any:
-    """Zeros for a tensor, and for a symbol the number that it is now."""
+    """Returns real zeros for a tensor, and the hint for a symbol."""
     if not isinstance(value, Tensor):
         return hint(value)
     shape, strides = tuple(map(hint, value.shape)), tuple(map(hint, value.stride()))
@@ -93,7 +93,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """The number that a size is while tracing, without a guard on it."""
+    """Returns a size as the number that it has in the trace, without adding a guard."""
     if not isinstance(size, torch.SymInt):
         return size
     number = size.node.hint
@@ -102,7 +102,7 @@ def hint(size: int | torch.SymInt) -> int:
 
 
 class LayoutDependsOnSizes(RuntimeError):
-    """A real kernel lays its result out otherwise than the fake one, which is known for one size alone."""
+    """Raised if real and fake strides differ and sizes are symbols; real strides hold for one size only."""
 
 
 def _laid_out(fake: Any, real: Any) -> Any:

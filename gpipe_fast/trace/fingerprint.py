@@ -1,8 +1,8 @@
-"""What of Python a lowered program depends on, as a value that can be compared and hashed.
+"""The Python state that a lowered program depends on, as a hashable value.
 
-One walk reads modules, their attributes, what these refer to, and what forward was seen to read beside them
-(`reads`). Given a `Snapshot`, it records every object there before reading it, so that C++ can tell later, in
-microseconds, whether anything has changed.
+One walk reads modules, their attributes, the objects that these refer to, and the state outside of the
+modules that forward reads (`reads`). If a `Snapshot` is given, the walk records every object in it before
+reading the object, so that C++ can check later, in microseconds, whether anything has changed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gpipe_fast.trace.kinds import Kind, kind_of
 from gpipe_fast.trace.reads import Entry, Reads, reads_of
 
 OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
-# Arrays of more bytes are not compared with every call.
+# Bytes of the largest array that is compared before every call.
 LARGEST_ARRAY = 1 << 16
-# Items of containers and objects that one layer may have compared with every call.
+# Maximum number of items in containers and objects that are compared before every call, per layer.
 MOST_ITEMS = 20_000
 _MISSING = ("missing",)
 
 
 class _Identity:
-    """An object compared by identity; holding it keeps its address from being used again."""
+    """An object compared by identity. Holds the object, so that its address is not reused."""
 
     __slots__ = ("value",)
 
@@ -44,7 +44,7 @@ class _Identity:
 
 
 class _Unrecorded:
-    """Stands for a snapshot where none is wanted."""
+    """A snapshot that records nothing."""
 
     def ignore(self, *arguments: object) -> None:
         """Does nothing."""
@@ -54,9 +54,10 @@ class _Unrecorded:
 
 
 class _Walk:
-    """One fingerprint in the making; tensors are numbered by first appearance, so that ties show.
+    """The walk that computes one fingerprint.
 
-    So are namespaces of skip connections: which layers share one is all that counts.
+    Tensors, and namespaces of skip connections, are numbered by first appearance: a fingerprint says which
+    tensors are tied and which layers share a namespace, not which objects they are.
     """
 
     def __init__(self, reads: Iterable[Reads | None], snapshot: Snapshot | None) -> None:
@@ -65,16 +66,16 @@ class _Walk:
         self.entries: dict[tuple[int, Any], Entry] = {}
         for read in known:
             self.entries |= read.entries
-        # Before the first trace nobody knows which attributes are read.
+        # None: no layer was traced yet, so the attributes that forward reads are unknown.
         self.names = frozenset[str]().union(*(r.attributes for r in known)) if known else None
         self.any_attribute = any(r.any_attribute for r in known)
-        self.numbers: dict[int, int] = {}  # of modules, objects and functions
+        self.numbers: dict[int, int] = {}  # of modules, objects and functions, by id
         self.tensors: dict[int, int] = {}
         self.namespaces: dict[Namespace, int] = {}
         self.classes: dict[type, Hashable] = {}
-        self.inside: set[int] = set()  # containers around the present value
-        self.held: list[object] = []  # keeps numbered objects from being replaced by others
-        self.attributes = True  # whether they count
+        self.inside: set[int] = set()  # ids of the containers around the current value
+        self.held: list[object] = []  # keeps numbered objects alive, so that their ids are not reused
+        self.attributes = True  # whether attributes of modules are part of the fingerprint
         self.num_items = 0
         self.problem: str | None = None
 
@@ -99,7 +100,7 @@ class _Walk:
     def attribute(self, value: Any, label: str = "") -> Hashable:
         kind = kind_of(value)
         if kind is Kind.PLAIN:
-            # 1, 1.0 and True are equal and trace differently.
+            # 1, 1.0 and True are equal but trace differently.
             return (type(value), value)
         if kind is Kind.MODULE:
             return self.module(value)
@@ -132,7 +133,7 @@ class _Walk:
             self.snapshot.add_attributes(module, False)
         state = vars(module)
         for name in ("_parameters", "_buffers", "_modules"):
-            if isinstance(state[name], dict):  # a TorchScript module has something else
+            if isinstance(state[name], dict):  # not so in a TorchScript module
                 self.snapshot.add_container(state[name])
         if not self.attributes:
             self.snapshot.add_items(state, ["training", "momentum"], False)
@@ -146,21 +147,21 @@ class _Walk:
         )
 
     def entry(self, entry: Entry) -> Hashable:
-        """The value of a global variable, or another item of a namespace."""
+        """Returns the key and the value of a namespace item, such as a global variable."""
         value = entry.namespace.get(entry.key, _MISSING)
         return (str(entry.key), _MISSING if value is _MISSING else self.attribute(value, entry.label))
 
     def _of_module(self, key: str, value: Any) -> Hashable:
-        # Plans have the momentum of deferred batch norms.
+        # A plan depends on the momentum of deferred batch norms.
         if not self.attributes and not key.endswith("_hooks") and key != "momentum":
             return None
-        if isinstance(value, (dict, set)) and not value:  # the hook tables of a plain module
+        if isinstance(value, (dict, set)) and not value:  # an empty hook table
             self.snapshot.add_container(value)
             return None
         return self.attribute(value, key)
 
     def _number(self, value: object) -> tuple[int, bool]:
-        """An object's number, and whether it is met for the first time."""
+        """Returns an object's number, and whether this is its first appearance."""
         number = self.numbers.get(id(value))
         if number is not None:
             return number, False
@@ -170,7 +171,7 @@ class _Walk:
 
     def _container(self, value: Any, kind: Kind, label: str) -> Hashable:
         if id(value) in self.inside:
-            return ("within itself",)
+            return ("recursive",)
         self.inside.add(id(value))
         if kind is Kind.CONTAINER:
             self.snapshot.add_container(value)
@@ -194,7 +195,7 @@ class _Walk:
         if not is_new:
             return (cls, number)
         if self.names is None and not dataclasses.is_dataclass(value):
-            return (cls, number)  # not known to be read
+            return (cls, number)  # its reads are unknown before the first trace
         self._class(cls)
         every = self.names is None or self.any_attribute or kinds.computes_attributes(cls)
         state = kinds.attributes_of(value)
@@ -224,7 +225,7 @@ class _Walk:
             self.snapshot.add_cell(cell)
             try:
                 found.append(self.attribute(cell.cell_contents, f"the variable {name}"))
-            except ValueError:  # not set yet
+            except ValueError:  # an empty cell
                 found.append(_MISSING)
         for value in (function.__defaults__, function.__kwdefaults__, function.__dict__ or None):
             if value is not None:
@@ -232,7 +233,7 @@ class _Walk:
         return tuple(found)
 
     def _class(self, cls: type) -> None:
-        """Takes in the attributes of a class and its bases, once."""
+        """Adds the attributes of a class and its bases, once per class."""
         for base in cls.__mro__:
             if base in self.classes or not kinds.is_heap_type(base):
                 continue
@@ -254,8 +255,8 @@ class _Walk:
         if view.nbytes > LARGEST_ARRAY:
             if self.names is None or label in self.names or " " in label:
                 self.problem = self.problem or (
-                    f"it reads {label}, an array of {view.nbytes:,} bytes, more than is compared with every "
-                    "call; a buffer of the module has no such limit"
+                    f"it reads {label}, an array of {view.nbytes:,} bytes, too large to be compared before "
+                    "every call; store it in a buffer of the module instead"
                 )
             return _Identity(value)
         self.snapshot.add_buffer(value)
@@ -265,19 +266,19 @@ class _Walk:
 def fingerprint(
     layers: Iterable[nn.Module], in_python: Container[int] = (), snapshot: Snapshot | None = None
 ) -> Hashable:
-    """A value that differs whenever a trace of ``layers`` would.
+    """Returns a value that differs whenever a trace of ``layers`` would differ.
 
-    It covers classes, train or eval, attributes (plain values, containers, objects and functions by value,
-    all else by identity), hooks, and of parameters and buffers shape, strides, dtype, device, whether they
-    need gradients and which are tied; not their contents. Of global variables, environment variables and the
-    attributes of objects and classes it covers those that the layers were seen to read while they were
-    traced. Equal layers have equal fingerprints.
+    The fingerprint covers classes, training mode, attributes (plain values, containers, objects and functions
+    by value, all others by identity), hooks, and the shape, strides, dtype, device, ``requires_grad`` and
+    ties of parameters and buffers, but not their contents. It covers the global variables, environment
+    variables and attributes of objects and classes that the layers read in earlier traces. Equal layers have
+    equal fingerprints.
 
     Args:
         layers: the layers.
-        in_python: which of them are not traced, so that their attributes may change as they run: only
-            hooks, of those, count.
-        snapshot: records everything that is read.
+        in_python: indices of layers that run in Python. Of their attributes, which may change as the layers
+            run, only ``training``, ``momentum`` and hooks are covered.
+        snapshot: records every object that is read.
     """
     layers = list(layers)
     if snapshot is not None:
@@ -302,20 +303,20 @@ def _record(walk: _Walk) -> None:
 
 
 def state_is_hidden(label: str, value: object) -> str:
-    """Why a value that can neither be copied nor compared cannot be guarded."""
+    """Returns the message for a value that cannot be guarded, since it can neither be copied nor compared."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return f"it reads {label} ({kind}), whose state cannot be compared"
 
 
 def unguardable(layer: nn.Module) -> str | None:
-    """Why not all that a layer was seen to read can be compared with every call; None if it can be."""
+    """Returns why the state that a layer reads cannot be guarded; None if it can."""
     walk = _Walk([reads_of(layer)], None)
     walk.module(layer)
     for entry in walk.entries.values():
         walk.entry(entry)
     if walk.problem is None and walk.num_items > MOST_ITEMS:
         return (
-            f"it reads Python state of {walk.num_items:,} items, more than the {MOST_ITEMS:,} that are "
-            "compared with every call"
+            f"it reads Python state of {walk.num_items:,} items, more than the {MOST_ITEMS:,} that can be "
+            "compared before every call"
         )
     return walk.problem

@@ -1,4 +1,4 @@
-"""Layers as one function of a key and their inputs, which is what a trace runs."""
+"""The function that a trace runs: a stage's layers as one function of a key and their inputs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from gpipe_fast.trace.observe import Observation
 
 @dataclass(frozen=True)
 class Setting:
-    """What surrounds the layers of a stage: skip connections into it and out of it, and batch norm's ways.
+    """The context of a stage's layers: skip connections into and out of the stage, batch norm mode, device.
 
     Attributes:
-        pops: what its layers take from layers before, in their order.
-        popped: which of these are tensors, inputs too, behind the others; the rest are None.
-        stashes: what they leave to layers after.
-        deferred: whether batch norm's running statistics wait for the whole mini-batch.
-        device: where the layers run, with copies of parameters that are elsewhere; None for where these are.
+        pops: the skip connections that the layers pop from earlier layers, in their order.
+        popped: for each of ``pops``, whether it is a tensor (else None). Popped tensors are inputs of the
+            graph, after the boundary activations.
+        stashes: the skip connections that the layers stash for later layers.
+        deferred: whether batch norm updates its running statistics once per mini-batch.
+        device: the device on which the layers run, with copies of parameters that are on others; None for the
+            parameters' own devices.
     """
 
     pops: Sequence[Key] = ()
@@ -39,19 +41,19 @@ class Setting:
 
 
 class Refused(Exception):
-    """The layers cannot be traced; the message says why."""
+    """Raised where layers cannot be traced; the message says why."""
 
 
 class NotPassedOn(Refused):
-    """A stage returns something else than tensors and constants."""
+    """Raised where a stage returns a value that is not made of tensors and constants."""
 
 
 class ChangesInput(Exception):
-    """A layer changes an input in place."""
+    """Raised where a layer changes an input in place."""
 
 
 class _Mode(KeyedRandomMode):
-    """Draws by key, and lets nobody watch PyTorch's own work on an operator, which is most of a trace."""
+    """Draws by key, and pauses the observer inside operators, where a trace spends most of its time."""
 
     def __init__(self, key: Tensor, observer: Observer) -> None:
         super().__init__(key)
@@ -66,14 +68,15 @@ class _Mode(KeyedRandomMode):
 
 
 class LayersFunction(nn.Module):
-    """The layers as one function of (key, inputs) whose results alias nothing.
+    """The layers as one function of (key, inputs), whose results do not alias each other or an input.
 
     Attributes:
-        returns: how the last layer's outputs are nested, once it has run.
-        stashed: which of the stashes are tensors, once it has run.
-        unfused: layers whose attention with dropout a GPU computes without a fused kernel, once it has run.
-        observation: what Python code does meanwhile.
-        copy_inputs: whether layers change inputs in place, which are copied for them.
+        returns: the nesting of the last layer's outputs; set by `forward`.
+        stashed: for each stashed skip connection, whether it is a tensor; set by `forward`.
+        unfused: indices of layers whose attention with dropout runs without a fused kernel on a GPU; set by
+            `forward`.
+        observation: observes the layers' Python code.
+        copy_inputs: whether the inputs are copied, because layers change them in place.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class LayersFunction(nn.Module):
         self.arrivals = arrivals
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Runs the layers; returns their outputs, and behind them what they stash for layers after."""
+        """Runs the layers; returns the last layer's outputs, followed by the stashed skip tensors."""
         arrived = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
         setting = self.setting
         num_plain = len(arrived) - sum(setting.popped)
@@ -115,7 +118,7 @@ class LayersFunction(nn.Module):
         try:
             outputs, self.returns = flatten(value, once=True)
         except TypeError as error:
-            raise NotPassedOn(f"the stage returns what cannot be passed on: {error}") from None
+            raise NotPassedOn(f"the stage returns a value that cannot be passed on: {error}") from None
         self.stashed = tuple(tensor is not None for tensor in stashed)
         return finish([*outputs, *(tensor for tensor in stashed if tensor is not None)], self.arrivals)
 

@@ -1,4 +1,4 @@
-"""Which Python values have parts that can change, and how these are found."""
+"""Kinds of Python values: which of them can change, and how their parts are read and restored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Values that cannot change.
+# Classes of immutable values.
 PLAIN = (
     bool,
     int,
@@ -38,23 +38,23 @@ PLAIN = (
 
 
 class Kind(Enum):
-    """What a value is made of."""
+    """How a value is guarded, and which parts it has."""
 
     PLAIN = enum.auto()
-    TUPLE = enum.auto()  # and frozensets: containers that cannot change themselves
+    TUPLE = enum.auto()  # tuple, frozenset: immutable containers
     CONTAINER = enum.auto()  # list, dict, set, deque
     MODULE = enum.auto()
     OBJECT = enum.auto()  # attributes in a __dict__ or in slots
     FUNCTION = enum.auto()
     CLASS = enum.auto()
-    PARTS = enum.auto()  # refers for good to other values, such as a partial or a bound method
+    PARTS = enum.auto()  # has immutable references to other values, as a partial or a bound method
     ARRAY = enum.auto()  # bytes outside of PyTorch, such as a NumPy array
-    GENERATOR = enum.auto()  # NumPy's random numbers
-    UNGUARDABLE = enum.auto()  # cannot be looked at without changing it, or differs between threads
+    GENERATOR = enum.auto()  # NumPy's random generators
+    UNGUARDABLE = enum.auto()  # an iterator, which reading would advance, or thread-local
     OPAQUE = enum.auto()  # compared by identity
 
 
-# Packages whose classes and functions are taken as fixed: their own state is not a layer's.
+# Packages whose classes and functions are assumed not to change.
 _FIXED = frozenset(
     {
         "torch",
@@ -77,22 +77,22 @@ _FIXED = frozenset(
     }
 )
 _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
-# Classes of the standard library that users keep settings in.
+# Classes of the standard library in which users keep settings.
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 
 
 def root_package(name: object) -> str:
-    """The first part of a module's name."""
+    """Returns the first component of a module's name; "" if the name is no string."""
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
 def is_standard(name: object) -> bool:
-    """Whether a module belongs to the standard library."""
+    """Returns whether a module belongs to the standard library."""
     return root_package(name) in _STANDARD
 
 
 def is_fixed(name: object) -> bool:
-    """Whether a module belongs to PyTorch, this library or Python itself."""
+    """Returns whether a module's classes and functions are assumed not to change."""
     return root_package(name) in _FIXED or is_standard(name)
 
 
@@ -118,7 +118,7 @@ def _kind_of_class(cls: Any) -> Kind:
 
 
 def is_heap_type(cls: type) -> bool:
-    """Whether a class was made at run time, and can be changed; the others are C's."""
+    """Returns whether a class was created at run time and is mutable; the others are static types in C."""
     return bool(cls.__flags__ & 1 << 9)
 
 
@@ -137,14 +137,14 @@ _BY_CLASS: tuple[tuple[Kind, Any], ...] = (
 
 
 def kind_of(value: Any) -> Kind:
-    """What a value is made of."""
+    """Returns the kind of a value, by its class."""
     cls: Any = type(value)
     kind: Kind = _kind_of_class(cls)
     return kind
 
 
 def parts_of(value: Any) -> tuple[object, ...]:
-    """What a value of kind PARTS refers to."""
+    """Returns the values to which a value of kind PARTS refers."""
     match value:
         case functools.partial():
             return (value.func, value.args, value.keywords)
@@ -156,7 +156,10 @@ def parts_of(value: Any) -> tuple[object, ...]:
 
 
 def items_of(container: Any) -> list[Any]:
-    """What lies in a list, tuple, set, deque or dict, pairs there; not what a subclass makes of it."""
+    """Returns the elements of a list, tuple, set or deque, or the (key, value) pairs of a dict.
+
+    Methods that a subclass overrides are not called.
+    """
     for cls in (collections.OrderedDict, dict):
         if isinstance(container, cls):
             return list(cls.items(container))
@@ -164,11 +167,11 @@ def items_of(container: Any) -> list[Any]:
     for other in others:
         if isinstance(container, other):
             return list(other.__iter__(container))
-    raise TypeError(f"no container: {type(container).__name__}")
+    raise TypeError(f"expected a list, tuple, set, deque or dict, got a {type(container).__name__}")
 
 
 def fill(container: Any, items: list[Any]) -> None:
-    """Makes a list, set, deque or dict hold just these; see `items_of`."""
+    """Replaces the contents of a list, set, deque or dict by items as `items_of` returns them."""
     for cls in (collections.OrderedDict, dict, list, set, collections.deque):
         if isinstance(container, cls):
             methods: Any = cls
@@ -179,14 +182,14 @@ def fill(container: Any, items: list[Any]) -> None:
 
 
 class Slot(NamedTuple):
-    """An attribute that its class keeps in a slot, outside of any ``__dict__``."""
+    """An attribute that is stored in a slot (``__slots__``), not in a ``__dict__``."""
 
     name: str
     value: object
 
 
 def slots_of(value: Any) -> Iterator[Slot]:
-    """An object's attributes in slots, but for those that are unset."""
+    """Yields an object's attributes in slots, except unset ones."""
     cls: Any = type(value)
     for name in _slot_names(cls):
         try:
@@ -203,7 +206,7 @@ def _slot_names(cls: Any) -> tuple[str, ...]:
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:
-    """The ``__dict__`` of an object; None where it has none."""
+    """Returns the ``__dict__`` of an object; None if the object has none."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -212,12 +215,12 @@ def attributes_of(value: object) -> dict[str, Any] | None:
 
 
 def state_of(generator: Any) -> Any:
-    """The state of one of NumPy's generators, the newer ones' or a ``RandomState``'s."""
+    """Returns the state of a NumPy ``Generator`` or ``RandomState``."""
     return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Sets what `state_of` returned."""
+    """Sets a NumPy generator's state to one that `state_of` returned."""
     if hasattr(generator, "bit_generator"):
         generator.bit_generator.state = state
     else:
@@ -225,7 +228,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def computes_attributes(cls: type) -> bool:
-    """Whether a class answers for attributes in Python, so that their names need not be those it keeps."""
+    """Returns whether a class computes attributes in Python (``__getattr__``), from others that it stores."""
     return any(
         isinstance(vars(base).get(name), types.FunctionType)
         for base in cls.__mro__
@@ -234,7 +237,7 @@ def computes_attributes(cls: type) -> bool:
 
 
 def cells_of(function: Any) -> dict[str, Any]:
-    """The cells of the variables that a function has from those around it; but for those not set yet."""
+    """Returns the closure cells of a function by variable name, except empty ones."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):
@@ -244,7 +247,7 @@ def cells_of(function: Any) -> dict[str, Any]:
 
 
 def referred_to_by(value: Any) -> list[Any]:
-    """The values that a value refers to, among which may be some that can change."""
+    """Returns the values to which a value refers, if any of them may be mutable."""
     match kind_of(value):
         case Kind.TUPLE | Kind.CONTAINER:
             items = items_of(value)

@@ -1,8 +1,8 @@
-"""Watches a trace: what forward reads from Python is noted, and what a trace cannot repeat is refused.
+"""Observes the Python code that runs in a trace: records its reads, and stops at side effects.
 
-A forward that draws from Python's or NumPy's generators, reads the clock, writes a file or changes what lies
-outside of its layer does so with every call; its trace would do so once. The first such call ends the trace
-before it takes effect.
+A forward that draws from Python's or NumPy's generators, reads the clock, writes a file or changes state
+outside its layer does so in every call; its trace would do so once. The observer raises `Unrepeatable` before
+such a call takes effect.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gpipe_fast.trace.kinds import is_fixed, is_standard, root_package
 from gpipe_fast.trace.reads import Entry, Reads, names_of
 from gpipe_fast.trace.refuse import Untraceable
 
-# As csrc/bindings/bindings_observer.cpp: Code counts them.
+# The values of Code in csrc/bindings/bindings_observer.cpp.
 _OPAQUE, _OWN, _TRANSPARENT, _REPORTED, _IMPORTING = range(5)
 
 _IMPORT = frozenset({"importlib", "_frozen_importlib", "_frozen_importlib_external", "zipimport"})
-# A message that is shown once is no side effect of each call.
+# A message that is shown only once is not a side effect of every call.
 _SHOWN_ONCE = frozenset({"warning_once", "warn_once", "info_once"})
 
-# Modules written in C whose functions all answer something else each time, or act on the world outside.
+# C modules whose functions read the clock, or do input and output.
 _CLOCKS = frozenset({"time", "_datetime"})
 _OUTSIDE = frozenset({"posix", "nt", "_socket", "_io", "io", "select", "_posixsubprocess", "mmap", "fcntl"})
 _HARMLESS = frozenset({"fspath", "getpid", "_path_normpath", "register_at_fork", "text_encoding"})
@@ -48,11 +48,11 @@ _BUILTINS = {
 
 
 class Unrepeatable(Exception):
-    """A layer does something that a trace would do once instead of with every call."""
+    """A layer has a side effect that a trace would have once instead of in every call."""
 
 
 def _kind_of(frame: FrameType) -> int:
-    """Whose code a frame runs, by the name of its module."""
+    """Returns how a frame's code is observed, according to its module's name."""
     name = frame.f_globals.get("__name__")
     return _OPAQUE if frame.f_code.co_name in _SHOWN_ONCE else _kind_of_module(name)
 
@@ -60,7 +60,7 @@ def _kind_of(frame: FrameType) -> int:
 @functools.lru_cache(maxsize=4096)
 def _kind_of_module(name: object) -> int:
     root = root_package(name)
-    if name is None or root.startswith("namedtuple_"):  # made at run time, for whoever asked
+    if name is None or root.startswith("namedtuple_"):  # generated, and run on its caller's behalf
         return _TRANSPARENT
     if not is_fixed(name):
         return _OWN
@@ -72,7 +72,7 @@ def _kind_of_module(name: object) -> int:
 
 
 def reason_against(function: Any) -> str | None:
-    """Why a call of a function written in C cannot be traced; None if it can be."""
+    """Returns why a call of a C function cannot be traced; None if it can."""
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
     if isinstance(owner, random.Random):
@@ -85,26 +85,27 @@ def reason_against(function: Any) -> str | None:
         if owner.__name__ in ("builtins", "io", "_io") and name in _BUILTINS:
             return _BUILTINS[name]
         if owner.__name__ in _OUTSIDE and name not in _HARMLESS:
-            return f"it calls {owner.__name__}.{name}, which acts outside of the program or reads from there"
+            return f"it calls {owner.__name__}.{name}, which does I/O or calls the operating system"
     elif isinstance(owner, type):
         if owner.__module__ == "datetime" and name in ("now", "utcnow", "today"):
             return f"it reads the clock (datetime.{name})"
     elif isinstance(owner, io.IOBase) and not isinstance(owner, (io.StringIO, io.BytesIO)):
-        return f"it calls {name} of a file"
+        return f"it calls the file method {name}"
     elif type(owner).__module__ == "_contextvars":
         return (
-            "it reads or sets a context variable, which has another value in the pipeline's threads; pass it "
-            "through the layers, or as an attribute"
+            "it reads or sets a context variable, whose value differs in the pipeline's threads; pass the "
+            "value through the layers, or set it as an attribute"
         )
     return None
 
 
 class Observation:
-    """One trace of some layers, as seen from Python.
+    """The Python side of one trace: reads, changes and side effects of the layers.
 
     Attributes:
-        reads: what each layer's forward was seen to read.
-        refusal: why they cannot be traced, once that is known.
+        layer: index of the layer that is running; None outside of the layers.
+        reads: the Python state that each layer's forward reads.
+        refusal: why the layers cannot be traced; None while no reason is known.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -121,7 +122,7 @@ class Observation:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Observer]:
-        """Watches what this thread runs inside a block; yields what can be paused."""
+        """Observes the code that this thread runs in the block; yields the observer, which can be paused."""
         observer = Observer(_kind_of, self._enter, self._call)
         observer.start()
         try:
@@ -130,16 +131,19 @@ class Observation:
             observer.stop()
 
     def leave_layer(self) -> None:
-        """Notes what the present layer changed outside of itself."""
+        """Attributes new changes outside of the layers to the layer that just ran."""
         for change in self._before.changed_outside():
             self._changed_by.setdefault(change.what, self.layer)
 
     def changes(self) -> list[Change]:
-        """What the trace changed, with the layers that did."""
+        """Returns what the trace changed, with the layers that changed it."""
         return [change._replace(layer=self._layer_of(change)) for change in self._before.changes()]
 
     def keep_caches(self) -> bool:
-        """Leaves what was changed, if it may be something that forward does at its first call alone."""
+        """Keeps the trace's changes if they may be caches that the first call fills; returns whether it did.
+
+        Changes by random generators and changes that contain tensors of the trace are not kept.
+        """
         is_cache = not any(change.what.startswith(GENERATOR) for change in self._before.changes())
         if is_cache and not self._before.holds_tracing_tensors():
             self._before.put_tensors_back()
@@ -147,14 +151,14 @@ class Observation:
         return False
 
     def put_back(self) -> None:
-        """Puts back what the trace changed."""
+        """Restores what the trace changed."""
         self._before.put_back()
 
     def _layer_of(self, change: Change) -> int | None:
         return self._changed_by.get(change.what) if change.layer is None else change.layer
 
     def cannot_repeat(self, layer: int | None) -> None:
-        """Notes that a second run of a layer does something else than the first one."""
+        """Records that a second run of a layer, or of all if None, may differ from the first."""
         for index, reads in enumerate(self.reads):
             if layer is None or index == layer:
                 reads.repeatable = False
@@ -185,7 +189,7 @@ class Observation:
             self._refuse_iterators(code)
 
     def _refuse_iterators(self, code: CodeType) -> None:
-        """Ends the trace before a function runs that names what it would use up."""
+        """Stops the trace before a function runs that names an iterator, which it would advance."""
         names = names_of(code)
         known = {*names.globals, *names.attributes, *code.co_freevars}
         for change, value in self._before.iterators:
@@ -217,7 +221,10 @@ class Observation:
 
 
 def _backward_of(frame: FrameType) -> Any:
-    """The backward of an ``autograd.Function`` whose forward a frame runs; it runs later, unwatched."""
+    """Returns the backward of the ``autograd.Function`` whose forward a frame runs; else None.
+
+    Autograd runs the backward later, when the observer does not see it.
+    """
     names = frame.f_code.co_varnames
     if frame.f_code.co_name != "forward" or not names:
         return None
@@ -228,13 +235,13 @@ def _backward_of(frame: FrameType) -> Any:
 
 
 def _numpy_generator() -> Any:
-    """NumPy's global generator, if the program has loaded it."""
+    """Returns NumPy's global generator; None if the program has not imported ``numpy.random``."""
     module = sys.modules.get("numpy.random")
     return None if module is None else module.mtrand._rand
 
 
 def line_of(error: BaseException) -> str:
-    """Where in the user's code an error came from: " (model.py, line 12: if x.sum() > 0:)"; or nothing."""
+    """Returns the user's line that raised, as " (model.py, line 12: if x.sum() > 0:)"; "" if none did."""
     found = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         if _kind_of(frame) == _OWN:

@@ -1,8 +1,8 @@
-"""What a layer's forward reads from Python, beside its module: global variables and attributes, by name.
+"""Python state that a layer's forward reads outside its module: global variables and attributes, by name.
 
-A trace runs forward once, so whatever it reads becomes a constant. While it runs, every Python function that
-takes part is looked at: its bytecode names the global variables and attributes that it can read. From then on
-these are guarded; see `fingerprint`.
+A trace runs forward once, so every value that it reads becomes a constant. The bytecode of each Python
+function that runs during the trace names the global variables and attributes that the function can read. From
+then on these are guarded; see `fingerprint`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any
 
 from torch import nn
 
-# Builtins that read attributes by names which the bytecode does not show.
+# Names whose use reads attributes that the bytecode does not name.
 _BY_NAME = frozenset(
     {"getattr", "hasattr", "vars", "__dict__", "attrgetter", "__getstate__", "dir", "asdict"}
 )
-# Modules within modules that are looked into, as in a.b.c.
+# Maximum nesting of modules within modules that is followed, as in a.b.c.
 _DEPTH = 4
 
 
 @dataclass(frozen=True)
 class Names:
-    """What one function can read.
+    """The names that one function can read.
 
     Attributes:
         globals: names of global variables.
-        attributes: names of attributes, and strings that may be keys or names of some.
-        imports: modules that are imported when the function runs.
-        any_attribute: whether it also reads attributes by names computed at run time.
+        attributes: names of attributes, and string constants, which may be attribute names or keys.
+        imports: names of modules that the function imports.
+        any_attribute: whether the function also reads attributes by names computed at run time.
     """
 
     globals: tuple[str, ...]
@@ -46,7 +46,7 @@ class Names:
 
 @functools.lru_cache(maxsize=4096)
 def names_of(code: CodeType) -> Names:
-    """What the bytecode of a function shows."""
+    """Returns the names in a function's bytecode."""
     globals_: dict[str, None] = {}
     attributes = {constant for constant in code.co_consts if isinstance(constant, str)}
     imports: dict[str, None] = {}
@@ -69,9 +69,9 @@ class Entry:
     """One item of a namespace, such as a global variable.
 
     Attributes:
-        namespace: the dict that holds it.
-        key: its key there.
-        label: what messages call it.
+        namespace: the dict that holds the item.
+        key: the item's key in the namespace.
+        label: the item's name in messages.
     """
 
     namespace: dict[Any, Any]
@@ -80,20 +80,20 @@ class Entry:
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """The same for two entries that are one item; only while both exist."""
+        """A key that is equal for entries of the same item; valid while their namespaces exist."""
         return id(self.namespace), self.key
 
 
 @dataclass
 class Reads:
-    """What forward was seen to read; it grows with every trace.
+    """Python state that a layer's forward can read, as observed in its traces; it grows with every trace.
 
     Attributes:
         entries: global variables, attributes of modules, environment variables.
         attributes: names of attributes.
-        any_attribute: whether it reads any attribute of what it can reach.
-        repeatable: whether a second run does what the first one did, but for random numbers, as far as is
-            known: nothing outside of the layer changes with every call.
+        any_attribute: whether forward may read every attribute of the objects that it can reach.
+        repeatable: whether, as far as is known, a second run computes the same as the first apart from random
+            numbers: forward has no side effect that every call repeats, and reads no clock or file.
     """
 
     entries: dict[tuple[int, Any], Entry] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Reads:
     repeatable: bool = True
 
     def add(self, other: Reads) -> bool:
-        """Takes in what another one has; returns whether anything was new."""
+        """Adds everything that ``other`` contains; returns whether anything was new."""
         grows = not (other.entries.keys() <= self.entries.keys() and other.attributes <= self.attributes)
         grows = grows or other.any_attribute > self.any_attribute
         self.entries |= other.entries
@@ -112,7 +112,7 @@ class Reads:
         return grows
 
     def add_function(self, code: CodeType, namespace: dict[str, Any]) -> list[Entry]:
-        """Takes in what one function can read; returns the entries that are new."""
+        """Adds everything that one function can read; returns the new entries."""
         names = names_of(code)
         self.attributes |= names.attributes
         self.any_attribute = self.any_attribute or names.any_attribute
@@ -127,13 +127,13 @@ class Reads:
         return found
 
     def add_attributes(self, code: CodeType) -> None:
-        """Takes in the attributes that a function of the standard library can read on behalf of forward."""
+        """Adds the attributes that a standard library function called by forward can read."""
         names = names_of(code)
         self.attributes |= names.attributes
         self.any_attribute = self.any_attribute or names.any_attribute
 
     def add_environment(self, key: str | None) -> list[Entry]:
-        """Takes in one environment variable, or all of them."""
+        """Adds one environment variable, or all of them if ``key`` is None; returns the new entries."""
         data: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
         if key is None:
             entry = Entry({"os.environ": data}, "os.environ", "os.environ")
@@ -164,23 +164,23 @@ _known: weakref.WeakKeyDictionary[nn.Module, Reads] = weakref.WeakKeyDictionary(
 
 
 class _Version:
-    """How often a layer was found to read more than was known."""
+    """Counts how often something was added to any layer's reads."""
 
     number = 0
 
 
 def version() -> int:
-    """Changes whenever more becomes known about any layer."""
+    """Returns a number that changes whenever something is added to any layer's reads."""
     return _Version.number
 
 
 def reads_of(layer: nn.Module) -> Reads | None:
-    """What a layer's forward was seen to read; None before its first trace."""
+    """Returns the state that a layer's forward reads; None before the layer's first trace."""
     return _known.get(layer)
 
 
 def note(layers: Iterable[nn.Module], found: Iterable[Reads]) -> bool:
-    """Remembers what forwards were seen to read; returns whether anything was new."""
+    """Adds the reads observed in one trace to the layers' known reads; returns whether anything was new."""
     grown = False
     for layer, reads in zip(layers, found, strict=True):
         known = _known.get(layer)
@@ -193,11 +193,11 @@ def note(layers: Iterable[nn.Module], found: Iterable[Reads]) -> bool:
 
 
 def cannot_repeat(layer: nn.Module) -> None:
-    """Remembers that a second run of a layer does something else than the first one."""
+    """Records that a second run of a layer may differ from the first."""
     _known.setdefault(layer, Reads()).repeatable = False
 
 
 def are_repeatable(layers: Iterable[nn.Module]) -> bool:
-    """Whether a backward may run layers again, as far as is known."""
+    """Returns whether, as far as is known, a backward may run these layers again (recompute)."""
     found = map(_known.get, layers)
     return all(known is None or known.repeatable for known in found)

@@ -1,4 +1,4 @@
-"""What cannot be traced faithfully, before and after the tracing."""
+"""Checks, before and after a trace, that the trace is faithful."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch._ops import OpOverload
 
 @dataclass(frozen=True)
 class Untraceable:
-    """A stage that cannot be traced faithfully.
+    """The reason why a stage cannot be traced faithfully.
 
     Attributes:
-        layer: index of the layer within the stage, or None when no single layer is to blame.
-        reason: what stands in the way, one sentence without a full stop.
-        final: whether the layer cannot run in a pipeline at all.
-        error: what to raise where the layer does not run in Python instead.
+        layer: index of the layer within the stage, or None if no single layer is the cause.
+        reason: the reason, one sentence without a full stop.
+        final: whether the layer cannot run in a pipeline at all, not even in Python.
+        error: the exception to raise if the layer must not run in Python instead.
     """
 
     layer: int | None
@@ -29,7 +29,11 @@ class Untraceable:
 
 
 def refuse_uninitialised(layers: Sequence[nn.Module]) -> Untraceable | None:
-    """Layers whose parameters are made by their first call."""
+    """Checks that no layer has lazy parameters or buffers, which its first call initialises.
+
+    Returns:
+        The first lazy module, or None.
+    """
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -48,7 +52,11 @@ def _kind(module: nn.Module, name: str) -> str:
 
 
 def refuse_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
-    """Layers known to trace unfaithfully, or whose effects a trace does not see."""
+    """Checks layers for modules that trace unfaithfully, or with side effects that a trace does not record.
+
+    Returns:
+        The first such module, or None.
+    """
     uninitialised = refuse_uninitialised(layers)
     if uninitialised is not None:
         return uninitialised
@@ -57,19 +65,20 @@ def refuse_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
             kind = _kind(module, name)
             if isinstance(module, nn.RNNBase):
                 return Untraceable(
-                    index, f"{kind}: recurrent layers differ in bits when traced and unroll with the length"
+                    index,
+                    f"{kind}: recurrent layers are not bitwise equal when traced, and unroll with the length",
                 )
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-                return Untraceable(index, f"{kind}: max_norm changes a parameter in the forward")
+                return Untraceable(index, f"{kind}: max_norm changes a parameter in forward")
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                return Untraceable(index, f"{kind}: sparse gradients")
+                return Untraceable(index, f"{kind}: it has sparse gradients")
             if isinstance(module, torch.jit.ScriptModule):
                 return Untraceable(index, f"{kind}: a TorchScript module is opaque")
             for hook in _hooks(module):
                 if not getattr(hook, "__module__", "").startswith("torch."):
                     return Untraceable(
                         index,
-                        f"{kind}: the hook {getattr(hook, '__name__', hook)!s} would run once, while tracing",
+                        f"{kind}: the hook {getattr(hook, '__name__', hook)!s} would run only in the trace",
                     )
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None and (
@@ -89,32 +98,36 @@ def _hooks(module: nn.Module) -> list[object]:
 
 
 def layer_of(node: fx.Node) -> int | None:
-    """The layer, counted within the stage, that a node was traced from."""
+    """Returns the index within the stage of the layer from which a node was traced; None if there is none."""
     layer = (node.meta.get("custom") or {}).get("layer")
     return layer if isinstance(layer, int) else None
 
 
 def refuse_graph(module: fx.GraphModule) -> Untraceable | None:
-    """What a finished trace shows that lowering it would get wrong."""
+    """Checks a finished trace for nodes that a lowered program would compute wrongly.
+
+    Returns:
+        The first such node's layer and the reason, or None.
+    """
     for node in module.graph.nodes:
         layer = layer_of(node)
         if node.op == "get_attr":
             value = getattr(module, str(node.target))
             if isinstance(value, Tensor) and (value.requires_grad or isinstance(value, nn.Parameter)):
                 return Untraceable(
-                    layer, "it uses a tensor that needs a gradient and is not one of its parameters"
+                    layer, "it uses a tensor that requires a gradient but is not one of its parameters"
                 )
             if not isinstance(value, Tensor):
                 return Untraceable(layer, f"it traces to a nested graph ({type(value).__name__})")
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         if _draws(node, node.target):
-            return Untraceable(layer, f"{node.target} draws outside the forward of a layer")
+            return Untraceable(layer, f"{node.target} draws random numbers outside a layer's forward")
         if not node.target._schema.returns:
-            return Untraceable(layer, f"{node.target} returns nothing: it acts by a side effect")
+            return Untraceable(layer, f"{node.target} returns nothing, so that it must have a side effect")
         if node.target._schema.is_mutable:
             return Untraceable(
-                layer, f"{node.target} changes a tensor that is neither a buffer nor made by the layer"
+                layer, f"{node.target} changes a tensor that is neither a buffer nor created by the layer"
             )
     return None
 
@@ -123,5 +136,5 @@ def _draws(node: fx.Node, op: OpOverload[Any, Any]) -> bool:
     if op.namespace != "aten" or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     given = dict(zip((a.name for a in op._schema.arguments), node.args, strict=False)) | node.kwargs
-    # Fused attention carries the tag for its dropout alone, which is 0 unless given.
+    # Fused attention has the tag only for its dropout, whose probability is 0 by default.
     return bool(given.get("dropout_p", "dropout_p" not in (a.name for a in op._schema.arguments)))

@@ -1,12 +1,13 @@
-"""One trace for many shapes: sizes that vary are symbols, and a graph for given sizes is written out from it.
+"""Templates: one trace with symbols for the sizes that vary, instantiated for the shapes of each call.
 
-Tracing a stage takes a tenth of a second and more, writing a graph out from a template much less. A template
-proves itself: written out for shapes that were traced as they are, it must be the same graph, operator by
-operator. For all others its guards are checked, by which PyTorch notes on what the trace turned::
+Tracing a stage takes a tenth of a second or more, instantiating a template much less. A template is verified:
+instantiated for the shapes that were traced with fixed sizes, it must give the same graphs, operator by
+operator. For all other shapes the template's guards are checked: the conditions on sizes that PyTorch
+recorded during the trace::
 
-    shapes seen     (4, 17, 64)  (4, 23, 64)       (4, 9, 64)        (4, 31, 64), ...
-    traced          as it is     as it is          (4, s0, 64)       -
-    written out     -            -                 for s0 = 17: equal to the first? for s0 = 9, 31, ...
+    input shape     (4, 17, 64)   (4, 23, 64)   (4, 9, 64)                         (4, 31, 64), ...
+    traced          fixed sizes   fixed sizes   (4, s0, 64)                        -
+    instantiated    -             -             s0 = 17, 23 to verify; s0 = 9      s0 = 31, ...
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class _DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Sample:
-    """A trace of one shape, and what it is of.
+    """A trace with fixed sizes, and its signature.
 
     Attributes:
-        shapes: of each input.
-        strides: of each input.
-        arrivals: as it was traced for.
+        shapes: the shape of each input.
+        strides: the strides of each input.
+        arrivals: the layouts of the gradients.
         joint: the graph.
     """
 
@@ -55,7 +56,7 @@ class Template:
 
     Attributes:
         joint: the graph.
-        symbols: what they are in its inputs, and what must hold of them.
+        symbols: the symbols of the inputs' sizes, and the guards on them.
     """
 
     joint: Joint
@@ -64,14 +65,17 @@ class Template:
     def write_out(
         self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], arrivals: Arrivals
     ) -> Joint | None:
-        """The graph for inputs of given sizes and strides; None if it would be another one.
+        """Instantiates the template for inputs of given shapes and strides.
 
         Args:
-            shapes: of each input.
-            strides: of each input.
-            arrivals: as the graph was traced for, at these sizes.
+            shapes: the shape of each input.
+            strides: the strides of each input.
+            arrivals: the layouts of the gradients; as in the template's trace, at these sizes.
+
+        Returns:
+            The graph; None if the template does not hold for these inputs.
         """
-        values = self.symbols.solve([(3,), *shapes], [(1,), *strides])  # a key comes first
+        values = self.symbols.solve([(3,), *shapes], [(1,), *strides])  # the key is the first input
         if values is None:
             return None
         try:
@@ -88,7 +92,7 @@ class Template:
 
 
 class _Writer:
-    """Writes a graph out for given values of its symbols."""
+    """Copies a graph with numbers in place of its symbols."""
 
     def __init__(self, values: dict[sympy.Symbol, int]) -> None:
         self._values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
@@ -121,7 +125,7 @@ class _Writer:
         )
 
     def _plain(self, argument: Any) -> Any:
-        """An argument with numbers instead of symbols."""
+        """Returns an argument with numbers in place of its symbols."""
         if isinstance(argument, _Symbolic):
             return self._number(argument)
         if isinstance(argument, (list, tuple)):
@@ -134,7 +138,7 @@ class _Writer:
         if not isinstance(value, _Symbolic):
             return value
         if isinstance(value, torch.SymFloat):
-            raise _DoesNotFit  # exact arithmetic would round otherwise than Python's
+            raise _DoesNotFit  # SymPy's exact arithmetic rounds differently from Python's
         expression = value.node.expr
         if expression not in self._known:
             number = expression.xreplace(self._values)
@@ -158,7 +162,7 @@ class _Writer:
 
 
 def equal(a: Joint, b: Joint) -> bool:
-    """Whether two graphs are the same, operator by operator, shape by shape."""
+    """Returns whether two graphs are the same: operators, arguments, shapes and ports."""
     if len(a.module.graph.nodes) != len(b.module.graph.nodes):
         return False
     same: dict[fx.Node, fx.Node] = {}
@@ -179,7 +183,7 @@ def equal(a: Joint, b: Joint) -> bool:
 
 
 def _what(joint: Joint, node: fx.Node) -> Any:
-    """What a node calls, or holds."""
+    """Returns the operator that a node calls, or the shape and dtype of the constant that it refers to."""
     if node.op != "get_attr":
         return node.target if node.op == "call_function" else None
     held = getattr(joint.module, str(node.target))

@@ -1,4 +1,4 @@
-"""A stage and a signature to one joint forward-and-backward graph, or the reason why not."""
+"""Traces a stage for one signature to a joint forward-and-backward graph, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gpipe_fast.trace.refuse import Untraceable, refuse_graph, refuse_layers
 
 
 class Role(str, Enum):
-    """What a tensor that enters or leaves a stage's graph is."""
+    """The role of a tensor that enters or leaves a stage's graph."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -41,7 +41,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class Port:
-    """One placeholder or result of a graph: its role, and its index among those of that role."""
+    """One placeholder or result of a graph: its role, and its index among the tensors with that role."""
 
     role: Role
     index: int
@@ -62,14 +62,15 @@ class Joint:
     """The traced forward and backward of one stage.
 
     Attributes:
-        module: the graph, functional, and the constants it refers to.
-        inputs: every placeholder, in graph order. Parameters and buffers that are tied count once.
-        outputs: forward results, new values of written buffers, gradients; absent gradients are left out.
-        num_layers: how many layers were traced; ``node.meta['custom']['layer']`` counts from 0.
-        structure: how the last layer's outputs are nested.
-        stashed: which of the stashes are tensors, outputs too, behind the last layer's; the others are None.
-        writes_inputs: whether layers change inputs in place; copies of them, here.
-        unfused: layers whose attention with dropout a GPU computes without a fused kernel.
+        module: the functional graph, and the constants that it refers to.
+        inputs: every placeholder, in graph order. Tied parameters and buffers count once.
+        outputs: forward results, new values of written buffers, gradients. Absent gradients are left out.
+        num_layers: the number of traced layers; ``node.meta['custom']['layer']`` counts them from 0.
+        structure: the nesting of the last layer's outputs.
+        stashed: for each stashed skip connection, whether it is a tensor (else None). Stashed tensors are
+            outputs of the graph, after the last layer's.
+        writes_inputs: whether layers change their inputs in place; in the graph they change copies.
+        unfused: indices of layers whose attention with dropout runs without a fused kernel on a GPU.
     """
 
     module: fx.GraphModule
@@ -82,26 +83,26 @@ class Joint:
     unfused: tuple[int, ...] = ()
 
     def of(self, role: Role) -> dict[int, fx.Node]:
-        """Nodes of the results (else the placeholders) with this role, by index."""
+        """Returns the result nodes with this role by index, or the placeholders if no result has it."""
         found = {n.port.index: n.node for n in self.outputs if n.port.role is role}
         return found or {n.port.index: n.node for n in self.inputs if n.port.role is role}
 
     def differentiable_outputs(self) -> frozenset[int]:
-        """Which outputs take a gradient."""
+        """Returns the indices of the outputs that take a gradient."""
         return frozenset(n.port.index for n in self.inputs if n.port.role is Role.TANGENT)
 
 
 def parameters_of(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of a stage, tied ones once, in the order of their ports."""
+    """Returns the parameters of a stage in the order of their ports, tied parameters once."""
     return list({id(p): p for layer in layers for p in layer.parameters()}.values())
 
 
 def buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
-    """The buffers of a stage, tied ones once, in the order of their ports."""
+    """Returns the buffers of a stage in the order of their ports, tied buffers once."""
     return list({id(b): b for layer in layers for b in layer.buffers()}.values())
 
 
-# Layers with nothing around them.
+# No skip connections, no deferred batch norm.
 _ALONE = Setting()
 
 
@@ -112,18 +113,22 @@ def trace(
     takes: Structure | None = None,
     setting: Setting = _ALONE,
 ) -> Joint | Untraceable:
-    """Traces one stage for inputs of the given shapes, dtypes, strides and need of gradients.
+    """Traces one stage for inputs with the given shapes, dtypes, strides and ``requires_grad``.
 
-    With gradients enabled the graph holds forward and backward; under ``no_grad``, the forward alone, traced
-    by itself because some layers then take another path.
+    With gradients enabled the graph contains forward and backward. Under ``no_grad`` it contains the forward
+    alone; this needs a trace of its own, because some layers then run other code.
 
     Args:
-        layers: the stage's layers. They are left as they were.
-        inputs: one micro-batch of the stage's input; only described, never read.
+        layers: the stage's layers. The trace restores their state.
+        inputs: one micro-batch of the stage's input. Only shapes, dtypes, strides and ``requires_grad`` are
+            used, never the contents.
         arrivals: outputs whose gradient arrives in another layout than their own, or never.
-        takes: how the inputs are nested in what the first layer is called with; by default it is a tensor, or
-            a tuple of several.
-        setting: what surrounds the layers.
+        takes: the nesting of the inputs in the first layer's argument; by default the argument is one tensor,
+            or a tuple of several.
+        setting: skip connections, batch norm mode and device of the layers.
+
+    Returns:
+        The graph, or the reason why the stage cannot be traced faithfully.
     """
     if takes is None:
         takes = ONE_TENSOR if len(inputs) == 1 else tuple_of(len(inputs))
@@ -141,7 +146,11 @@ def trace_symbolic(
     setting: Setting,
     varying: Sequence[Sequence[bool]],
 ) -> tuple[Joint, aot.Symbols] | None:
-    """As `trace`, with symbols for the sizes that ``varying`` names; None if that cannot be done."""
+    """Traces like `trace`, with symbols for the sizes that ``varying`` selects.
+
+    Returns:
+        The graph and its symbols; None if the stage cannot be traced, or if a size depends on data.
+    """
     joint, symbols = _trace(layers, inputs, arrivals, takes, setting, [(False,), *varying])
     return None if isinstance(joint, Untraceable) or symbols is None else (joint, symbols)
 
@@ -168,11 +177,11 @@ def _trace(
     try:
         found, symbols = attempt(copy_inputs, first)
     except ChangesInput:
-        # As the first layers of a model change its caller's tensor; a pipeline's input stays as it was.
+        # The first layer would change the caller's tensor. A pipeline's input stays unchanged: copy it.
         copy_inputs, first = True, Observation(layers)
         found, symbols = attempt(copy_inputs, first)
     if isinstance(found, _SideEffect) and first.keep_caches():
-        # What only the first call changes is a cache; what the second one changes too is a side effect.
+        # A change that only the first call makes fills a cache; one that the second repeats is a side effect.
         found, symbols = attempt(copy_inputs, second := Observation(layers))
         if isinstance(found, Untraceable):
             second.put_back()
@@ -226,7 +235,7 @@ def _attempt(
         changes = observation.changes() if traced and observation.refusal is None else []
         if not changes:
             observation.put_back()
-    if observation.refusal is not None:  # which the layer itself may have caught
+    if observation.refusal is not None:  # the layer may have caught the exception
         return observation.refusal, None
     if failure is not None:
         return failure, None
@@ -240,7 +249,7 @@ def _attempt(
 
 @dataclass(frozen=True)
 class _SideEffect(Untraceable):
-    """A trace that changed something; whether ``draws`` says that it was a generator's state."""
+    """A trace that changed Python state; ``draws`` says whether it was a random generator's state."""
 
     draws: bool = False
 
@@ -254,7 +263,7 @@ class _SideEffect(Untraceable):
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """Keeps PyTorch from logging a trace that fails, since the layer then runs in Python."""
+    """Keeps PyTorch from logging a failed trace: the layer then runs in Python, which is no error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -265,7 +274,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def _bring(layers: Sequence[nn.Module], device: torch.device | None) -> None:
-    """Gives layers parameters on a device, whose elements nobody reads, in place of those elsewhere."""
+    """Replaces parameters on other devices by uninitialized ones on ``device``; a trace reads no elements."""
     instead: dict[Tensor, nn.Parameter] = {}
     for module in (module for layer in layers for module in layer.modules()):
         for name, parameter in module._parameters.items():
@@ -281,7 +290,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunction) -> Joint:
-    """Translates PyTorch's descriptors into ports."""
+    """Reads an exported graph: translates PyTorch's descriptors of placeholders and results into ports."""
     names = nn.Module()
     names.layers = nn.ModuleList(layers)
     parameter_index = {id(p): i for i, p in enumerate(parameters_of(layers))}
@@ -313,7 +322,7 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunc
             case aot.GradAOTOutput(grad_of=aot.PlainAOTInput() as plain):
                 return Port(Role.INPUT_GRADIENT, plain.idx - 1)
         raise Refused(
-            f"the trace has {desc}, which is neither a parameter, a buffer, an input nor their gradient"
+            f"the trace has {desc}, which is no parameter, buffer, input or output, and no gradient of these"
         )
 
     for tangent in module.graph.find_nodes(op="placeholder"):
@@ -337,7 +346,7 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunc
 
 
 def _unclone(output: Node) -> Node:
-    """An output before ``LayersFunction`` cloned it, and so with its own strides."""
+    """Returns an output as it was before ``LayersFunction`` cloned it, with its own strides."""
     if output.port.role is not Role.OUTPUT or output.node.target is not torch.ops.aten.clone.default:
         return output
     original = output.node.args[0]

@@ -208,10 +208,10 @@ def test_keyed_rng_begins_the_next_microbatch_after_a_layer_that_failed() -> Non
 def test_keyed_rng_refuses_layers_out_of_order() -> None:
     model, x = nn.Sequential(nn.Dropout(0.5), nn.ReLU(), nn.Tanh()), torch.ones(3)
     for calls, expected in (
-        ([1], r"a ReLU was called out of order, where layer 0 \(Dropout\) or"),
-        ([0, 2], r"a Tanh was called out of order, where layer 1 \(ReLU\) or layer 0 \(Dropout\) for"),
-        ([0, 0, 1, 1], r"a ReLU was called out of order, where layer 2 \(Tanh\) or layer 0"),
-        ([0, 1, 2, 1], r"a ReLU was called out of order, where layer 0 \(Dropout\) for the next micro"),
+        ([1], r"out of order: got a ReLU, expected layer 0 \(Dropout\) or"),
+        ([0, 2], r"out of order: got a Tanh, expected layer 1 \(ReLU\) or layer 0 \(Dropout\) for"),
+        ([0, 0, 1, 1], r"out of order: got a ReLU, expected layer 2 \(Tanh\) or layer 0"),
+        ([0, 1, 2, 1], r"out of order: got a ReLU, expected layer 0 \(Dropout\) for the next micro"),
     ):
         with keyed_rng(model):
             for call in calls[:-1]:

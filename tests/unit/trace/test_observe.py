@@ -73,8 +73,8 @@ def test_a_layer_that_catches_the_refusal_is_refused() -> None:
     [
         (lambda: os.urandom(4), "random bytes from the operating system"),
         (lambda: open(os.devnull), "opens a file"),  # noqa: SIM115
-        (lambda: sys.stderr.write(""), "calls write of a file"),
-        (lambda: os.path.exists("/"), "acts outside of the program"),
+        (lambda: sys.stderr.write(""), "calls the file method write"),
+        (lambda: os.path.exists("/"), "does I/O or calls the operating system"),
         (lambda: os.environ.__setitem__("GPIPE_FAST_OTHER", "1"), "changes os.environ"),
         (lambda: logging.getLogger("gpipe_fast_test").warning("each time"), "logs messages"),
     ],

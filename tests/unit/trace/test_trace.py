@@ -123,12 +123,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "nested recurrent": (lambda: nn.Sequential(nn.GRU(4, 4)), "GRU 0: recurrent layers"),
     "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), "max_norm changes a parameter"),
     "sparse": (lambda: nn.Embedding(4, 4, sparse=True), "sparse gradients"),
-    "hook": (hooked, "the hook <lambda> would run once"),
+    "hook": (hooked, "the hook <lambda> would run only in the trace"),
     "lazy": (lambda: nn.LazyLinear(4), "weight is not initialised yet"),
     "script": (lambda: torch.jit.script(nn.ReLU()), "a TorchScript module is opaque"),
     "parameter of others": (
         lambda: Apply(lambda self, x: F.linear(x, self.others[0].weight), others=[LINEAR]),
-        "needs a gradient and is not one of its parameters",
+        "requires a gradient but is not one of its parameters",
     ),
 }
 
@@ -159,7 +159,7 @@ def test_refuses_what_is_no_tensor() -> None:
     result = trace([Apply(lambda self, x: {x})], [X])
     assert isinstance(result, Untraceable)
     assert result.reason.startswith(
-        "the stage returns what cannot be passed on: expected Tensor, but got set"
+        "the stage returns a value that cannot be passed on: expected Tensor, but got set"
     )
 
 
