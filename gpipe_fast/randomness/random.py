@@ -111,14 +111,14 @@ class KeyedRandomMode(TorchDispatchMode):
             its own generator if it has one, or else from a new one, seeded by key, layer and ordinal.
 
     Raises:
-        UnkeyedRandomOp: on a random op that cannot be drawn by key, nor by ``generators``.
+        UnkeyedRandomOp: on a random op that can be drawn neither by key nor with ``generators``.
     """
 
     def __init__(self, key: Tensor | Callable[[], Tensor], generators: GeneratorStates | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generators = generators
-        # Only CUDA has fused attention with dropout, and a function mode keeps Transformer layers in eval
-        # from their fast path.
+        # Only CUDA has fused attention with dropout. Elsewhere no function mode is entered, because any such
+        # mode disables the fast path of Transformer layers in eval mode.
         self._attention = _UnfusedAttention() if torch.cuda.is_available() else None
         self.set_key(key)
 
@@ -289,7 +289,7 @@ def _draws(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: dict[str, An
 
 @contextlib.contextmanager
 def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRandomMode]:
-    """Lets a plain micro-batch loop draw the same random bits as `GPipe`.
+    """Makes a plain micro-batch loop draw the same random bits as `GPipe`.
 
     One context is one mini-batch. Inside it every call of ``module`` is the next micro-batch; if the layers
     are called one by one, in order, every call of the first layer starts the next micro-batch. Every random
@@ -312,9 +312,9 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
         The active `KeyedRandomMode`.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``.
+        TypeError: ``module`` is not an ``nn.Sequential``.
         UnkeyedRandomOp: a random op cannot be drawn by key.
-        ValueError: ``key`` is no signed 64-bit integer.
+        ValueError: ``key`` is not a signed 64-bit integer.
         RuntimeError: layers are called out of order.
     """
     if not isinstance(module, nn.Sequential):

@@ -82,7 +82,7 @@ _HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, col
 
 
 def root_package(name: object) -> str:
-    """Returns the first component of a module's name; "" if the name is no string."""
+    """Returns the first component of a module's name; "" if the name is not a string."""
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 

@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Template:
-    """A graph whose sizes are expressions.
+    """A graph with symbolic sizes, to be instantiated.
 
     Attributes:
         joint: the graph.

@@ -51,7 +51,7 @@ class Port:
 
 
 class Node(NamedTuple):
-    """A port and the graph node behind it."""
+    """A port and its graph node."""
 
     port: Port
     node: fx.Node
@@ -119,7 +119,7 @@ def trace(
     alone; this needs a trace of its own, because some layers then run other code.
 
     Args:
-        layers: the stage's layers. The trace restores their state.
+        layers: the stage's layers. The trace restores their state, except caches that it fills.
         inputs: one micro-batch of the stage's input. Only shapes, dtypes, strides and ``requires_grad`` are
             used, never the contents.
         arrivals: outputs whose gradient arrives in another layout than their own, or never.
@@ -263,7 +263,7 @@ class _SideEffect(Untraceable):
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """Keeps PyTorch from logging a failed trace: the layer then runs in Python, which is no error."""
+    """Keeps PyTorch from logging a failed trace: the layer then runs in Python, which is not an error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -321,9 +321,7 @@ def _read(module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunc
                 return Port(Role.PARAMETER_GRADIENT, parameters[parameter.target])
             case aot.GradAOTOutput(grad_of=aot.PlainAOTInput() as plain):
                 return Port(Role.INPUT_GRADIENT, plain.idx - 1)
-        raise Refused(
-            f"the trace has {desc}, which is no parameter, buffer, input or output, and no gradient of these"
-        )
+        raise Refused(f"the trace has {desc}, which is not a parameter, buffer, input, output or gradient")
 
     for tangent in module.graph.find_nodes(op="placeholder"):
         take_out(tangent)
