@@ -170,7 +170,7 @@ class Hidden(nn.Module):
 
 
 def test_a_parameter_that_is_no_parameter_is_refused() -> None:
-    assert "needs a gradient" in refused(Hidden(), x=batch())
+    assert "requires a gradient" in refused(Hidden(), x=batch())
 
 
 def test_a_parameter_that_is_no_parameter_without_rule_gets_no_gradient() -> None:
