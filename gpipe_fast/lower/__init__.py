@@ -1,6 +1,6 @@
-"""A graph to programs.
+"""Lowering: turns a stage's joint graph into programs.
 
-A stage's joint graph and the share of activations to save come in; `Program`s go out, which are the lists of
-operators, memory offsets and accumulations that C++ runs. The package imports `trace` and the extension; only
-`runtime` imports it.
+The input is a joint graph and the fraction of activations to save. The output is `Program`s: lists of
+operator calls, memory offsets and gradient accumulations that C++ runs. The package imports `trace` and the
+extension; only `runtime` imports the package.
 """

@@ -1,4 +1,4 @@
-"""How gradients of parameters are added up over micro-batches: in what precision, and by what."""
+"""Accumulation of parameter gradients over micro-batches: its precision and the kernels that add."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gpipe_fast._extension import When
 from gpipe_fast.lower.exactness import accumulates_exactly
 from gpipe_fast.lower.program import Accumulate, AccumulateAll
 
-# Gradients with more bytes are added as soon as they are there: beside adding them, a launch is little.
+# Gradients of more bytes are added as soon as they are computed: their launch overhead is negligible.
 LARGE = 1 << 20
-# Of those that wait to be added together: their memory cannot be used for anything else meanwhile.
+# The largest total size, in bytes, of the gradients pending for one kernel: pending gradients occupy memory.
 WAITING = 8 << 20
 
 
 def sum_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """In what gradients of a parameter are added up over micro-batches.
+    """Returns the dtype in which a parameter's gradients are summed over micro-batches.
 
     Args:
         own: the parameter's dtype.
@@ -30,34 +30,33 @@ def sum_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """What programs do with gradients.
+    """How programs accumulate parameter gradients.
 
     Attributes:
-        dtype: in what those of lower precision are added up; None for their own.
-        deterministic: whether sums on a GPU are those of the plain loop, bit for bit; on the CPU they always
-            are.
+        dtype: the dtype in which bfloat16 and float16 gradients are summed; None for the gradient's dtype.
+        deterministic: whether sums on a GPU equal the plain loop's bit for bit; sums on the CPU always do.
     """
 
     dtype: torch.dtype | None = None
     deterministic: bool = False
 
     def sum_dtype(self, gradient: Tensor) -> torch.dtype:
-        """Of the accumulator for such a gradient."""
+        """Returns the dtype of the accumulator for a gradient like `gradient`."""
         return sum_dtype(gradient.dtype, self.dtype)
 
     def is_higher(self, gradient: Tensor) -> bool:
-        """Whether the accumulator is of more precision.
+        """Returns whether the accumulator's dtype differs from the gradient's, and so has more precision.
 
-        A micro-batch's gradient is then what autograd makes of it, in its own dtype, also where a parameter
-        is used several times; what is summed in the other dtype are those.
+        In that case the contributions of one micro-batch are first summed in the gradient's dtype, as
+        autograd sums them, also where a parameter has several uses; only the sum over micro-batches uses
+        the accumulator's dtype.
         """
         return self.sum_dtype(gradient) != gradient.dtype
 
     def in_product(self, a: Tensor, b: Tensor) -> bool:
-        """Whether the product of two matrices may add to the accumulator itself.
+        """Returns whether a matrix product may add its result to the accumulator (`addmm`).
 
-        On a GPU that is one kernel instead of two, and no temporary. It rounds once where product and sum
-        would twice.
+        On a GPU this saves one kernel and a temporary, but rounds once where a product and a sum round twice.
         """
         if a.device.type == "cuda":
             return not self.deterministic and a.is_floating_point()
@@ -65,9 +64,9 @@ class Accumulation:
 
     @staticmethod
     def in_cast(node: fx.Node) -> bool:
-        """Whether a sum can take what a node casts, as autocast does with gradients, as it was before.
+        """Returns whether a sum can read the operand of `node`, a cast to float32 such as autocast inserts.
 
-        It is exact, and saves a GPU a kernel and a temporary.
+        Widening casts are exact, so the sum is the same, and a GPU saves a kernel and a temporary.
         """
         if node.target is not torch.ops.aten._to_copy.default or not isinstance(node.args[0], fx.Node):
             return False
@@ -77,7 +76,7 @@ class Accumulation:
 
 
 class Waiting:
-    """Gradients on a GPU that are added together, by one kernel, instead of by one each."""
+    """Pending gradients on a GPU, which one kernel adds to their accumulators."""
 
     def __init__(self) -> None:
         self._accumulators: list[int] = []
@@ -85,7 +84,7 @@ class Waiting:
         self._bytes = 0
 
     def add(self, accumulator: int, value: int, like: Tensor) -> list[Accumulate | AccumulateAll]:
-        """Takes a gradient, for later runs of the program; returns what to do at once."""
+        """Adds a gradient for later runs of the program; returns the steps to append now."""
         size = like.numel() * like.element_size()
         if like.device.type != "cuda" or size > LARGE:
             return [Accumulate(accumulator, value, When.LATER)]
@@ -96,7 +95,7 @@ class Waiting:
         return before
 
     def done(self) -> list[Accumulate | AccumulateAll]:
-        """Adds all that wait."""
+        """Returns the steps that add all pending gradients, and clears them."""
         accumulators, values = self._accumulators, self._values
         self._accumulators, self._values, self._bytes = [], [], 0
         if not values:

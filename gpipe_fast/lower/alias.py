@@ -1,4 +1,4 @@
-"""Which values of a functional graph are other values looked at differently."""
+"""Alias analysis of a functional graph: which values are views of other values."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
-# Copies by contract, not by need: in a graph that changes nothing in place a copy with the strides of its
-# original can be the original.
+# Copies that can be elided: in a graph without in-place operators, a copy with its original's strides can be
+# replaced by its original.
 _COPIES = frozenset(
     {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default, aten._unsafe_view.default}
 )
 
 
 class Source(NamedTuple):
-    """Where a value's elements lie: ``offset`` elements into the tensor ``base`` (itself no view)."""
+    """The location of a value: it starts ``offset`` elements into ``base``, which is not a view itself."""
 
     base: fx.Node
     offset: int
 
 
 def source_of(node: fx.Node) -> Source:
-    """Follows views (and needless copies) back to the value that owns the memory."""
+    """Returns the value that owns the memory of ``node``, behind any views and elided copies."""
     offset = 0
     while True:
         step = _looks_at(node)
@@ -60,7 +60,7 @@ def _looks_at(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def is_view(op: OpOverload[Any, Any]) -> bool:
-    """Whether the operator's result shares its first argument's memory."""
+    """Returns whether the operator's result aliases its first argument."""
     schema = op._schema
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
@@ -77,7 +77,7 @@ def _same_kind(a: Tensor, b: Tensor) -> bool:
 
 
 def count_reads(user: fx.Node, node: fx.Node) -> int:
-    """How many of ``user``'s arguments are ``node``."""
+    """Returns how many of ``user``'s arguments are ``node``."""
     found = 0
 
     def look(argument: fx.Node) -> fx.Node:

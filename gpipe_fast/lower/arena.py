@@ -1,25 +1,25 @@
-"""Offsets in one block of memory for values whose lifetimes are known."""
+"""Memory planning: offsets in one block of memory for values with known live ranges."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Bytes to which PyTorch aligns what it allocates on a type of device; other types are aligned as the CPU's.
-# Libraries choose algorithms by it (cuBLASLt), and so it changes bits.
+# The alignment of PyTorch's allocations, in bytes, by device type; types not listed use the CPU's alignment.
+# Libraries such as cuBLASLt choose algorithms by alignment, so a different alignment changes bits.
 ALIGNMENT = 64
 ALIGNMENTS = {"cuda": 512}
 
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A value's need of memory.
+    """The live range of a value.
 
     Attributes:
         size: in bytes.
-        begin: the step that writes it first.
-        end: the last step that reads it; at least ``begin``.
-        reuses: values that die at ``begin`` and whose memory the value may take over in place.
+        begin: the step that first writes the value.
+        end: the last step that reads the value; at least ``begin``.
+        reuses: values whose live ranges end at ``begin`` and whose memory the value may reuse in place.
     """
 
     size: int
@@ -29,17 +29,17 @@ class Lifetime:
 
 
 def lay_out(lifetimes: Mapping[int, Lifetime], alignment: int = ALIGNMENT) -> tuple[dict[int, int], int]:
-    """Places values so that no two that live at the same step overlap.
+    """Assigns offsets such that no two values that are live at the same step overlap.
 
-    A value written in place of a dying one takes its offset; the others, the largest first, the lowest free
-    offset (first fit by decreasing size).
+    A value that reuses memory in place takes the offset of the value before it. All others take the lowest
+    free offset, in order of decreasing size (first fit decreasing).
 
     Args:
-        lifetimes: by value.
-        alignment: of offsets, in bytes.
+        lifetimes: live ranges by value.
+        alignment: alignment of offsets, in bytes.
 
     Returns:
-        Each value's offset in bytes, a multiple of ``alignment``, and the bytes needed in all.
+        Each value's offset in bytes, a multiple of ``alignment``, and the total number of bytes.
     """
     chains = _chains(lifetimes)
     placed: list[tuple[int, int, int, int]] = []  # begin, end, low, high
@@ -65,7 +65,7 @@ def lay_out(lifetimes: Mapping[int, Lifetime], alignment: int = ALIGNMENT) -> tu
 
 
 def _chains(lifetimes: Mapping[int, Lifetime]) -> list[Sequence[int]]:
-    """Groups values that succeed one another in the same memory."""
+    """Groups values that reuse one another's memory in place, in order of their live ranges."""
     chain_of: dict[int, list[int]] = {}
     for value in sorted(lifetimes, key=lambda v: lifetimes[v].begin):
         life = lifetimes[value]

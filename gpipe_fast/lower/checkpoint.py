@@ -1,11 +1,11 @@
-"""Checkpointing as one value: the share of its activations that a stage keeps of a micro-batch."""
+"""Checkpointing as one number: the fraction of its activations that a stage saves for the backward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# For the backward, in [0, 1]: of 0 only what crosses into the stage is kept, and the backward recomputes the
-# rest; of 1 all that the backward reads.
+# In [0, 1]. With 0 a stage saves only its boundary inputs, and the backward recomputes every activation; with
+# 1 it saves every activation that the backward reads.
 Share = float
 
 FULL_RECOMPUTE: Share = 0.0
@@ -14,37 +14,40 @@ NO_RECOMPUTE: Share = 1.0
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The share that each micro-batch of a mini-batch keeps, in every stage.
+    """The saved fraction of each micro-batch of a mini-batch, the same in every stage.
 
     Attributes:
-        others: of all micro-batches but the last.
-        last: of the last one, whose backward comes first.
+        others: the saved fraction of all micro-batches but the last.
+        last: the saved fraction of the last micro-batch, whose backward runs first.
     """
 
     others: Share
     last: Share
 
     def shares(self, num_microbatches: int) -> list[Share]:
-        """By micro-batch."""
+        """Returns the saved fraction of each micro-batch."""
         return [self.others] * (num_microbatches - 1) + [self.last]
 
 
 def checkpoint_of(mode: str, training: bool) -> Checkpoint:
-    """What torchgpipe's modes mean: ``'always'``, ``'except_last'`` and ``'never'`` recompute in training."""
+    """Returns the policy for torchgpipe's mode ``'always'``, ``'except_last'`` or ``'never'``.
+
+    Without training, no mode recomputes.
+    """
     others = FULL_RECOMPUTE if training and mode != "never" else NO_RECOMPUTE
     return Checkpoint(others, FULL_RECOMPUTE if training and mode == "always" else NO_RECOMPUTE)
 
 
 def recomputes(share: Share) -> bool:
-    """Whether anything is left for the backward to recompute."""
+    """Returns whether the backward recomputes any activation."""
     return share < NO_RECOMPUTE
 
 
 def check_share(share: Share) -> None:
-    """Refuses what is no share.
+    """Checks a saved fraction.
 
     Raises:
-        ValueError: it is not within 0 and 1.
+        ValueError: ``share`` is not within 0 and 1.
     """
     if not FULL_RECOMPUTE <= share <= NO_RECOMPUTE:
-        raise ValueError(f"the share of activations to save must be within 0 and 1, got {share}")
+        raise ValueError(f"the fraction of activations to save must be within 0 and 1, got {share}")

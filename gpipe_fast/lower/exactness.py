@@ -1,4 +1,4 @@
-"""Whether a matrix product may add to its result in place without changing a bit."""
+"""A test of whether ``addmm`` equals ``mm`` and ``add`` bit for bit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 def accumulates_exactly(a: Tensor, b: Tensor) -> bool:
-    """Whether ``addmm(c, a, b)`` has the bits of ``c + mm(a, b)`` for operands laid out like these.
+    """Returns whether ``addmm(c, a, b)`` equals ``c + mm(a, b)`` bit for bit for operands of these layouts.
 
-    A product kernel that sums a long inner dimension in blocks adds each block to the result, so that
-    ``(c + p1) + p2`` stands where ``c + (p1 + p2)`` should. Where the blocks end is the library's own
-    business, so the answer comes from trying it on random numbers, once per layout and thread count.
+    A product kernel that splits a long inner dimension into blocks adds each block to the result: it computes
+    ``(c + p1) + p2`` instead of ``c + (p1 + p2)``. The library does not document its block sizes, so the
+    function tries random operands, once per layout, dtype and thread count. Returns False off the CPU.
     """
     if a.device.type != "cpu" or not a.is_floating_point() or 0 in (*a.shape, *b.shape):
         return False
     return _tried(_layout(a), _layout(b), a.dtype, torch.get_num_threads())
 
 
-# Results to compare before the order of summation counts as the same.
+# The number of result elements that must be equal before the order of summation counts as the same.
 _ELEMENTS = 512
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -38,10 +38,10 @@ def _tried(a: _Layout, b: _Layout, dtype: torch.dtype, threads: int) -> bool:
         sizes, strides = layout
         distinct = [size if stride else 1 for size, stride in zip(sizes, strides, strict=True)]
         tensor = torch.empty_strided(distinct, strides, dtype=dtype)
-        # In float64, or products of float64 operands would not round at all.
+        # Drawn as float64: random float32 values have so few bits that float64 products would not round.
         return tensor.copy_(torch.randn(distinct, generator=generator, dtype=torch.float64)).expand(sizes)
 
-    # One trial of a small product could come out equal by chance.
+    # A small product is tried several times, since one trial could be equal by chance.
     for _ in range(-(-_ELEMENTS // (a[0][0] * b[0][1]))):
         left, right = random(a), random(b)
         total = torch.randn(a[0][0], b[0][1], generator=generator, dtype=torch.float64).to(dtype)

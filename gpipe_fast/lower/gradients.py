@@ -1,4 +1,4 @@
-"""How the gradient of a parameter is put together within one backward graph."""
+"""The terms of a parameter's gradient within one backward graph."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ aten = torch.ops.aten
 
 
 class Gradient:
-    """The gradient of one parameter on its way into the accumulator."""
+    """The gradient of one parameter, from its terms to the accumulator.
+
+    Attributes:
+        index: the parameter's index.
+        node: the node of the whole gradient.
+        parts: the nodes of its terms, in the order in which they are added.
+        value: the accumulator's value, once it exists.
+        sum: the value of the parts' sum, if the parts are summed before they are accumulated.
+    """
 
     def __init__(self, index: int, node: fx.Node) -> None:
         self.index = index
         self.node = node
         self.parts: list[fx.Node] = []
-        self.value: int | None = None  # the accumulator
-        self.sum: int | None = None  # of the parts, where they are added up before
+        self.value: int | None = None
+        self.sum: int | None = None
 
 
 def contributions(node: fx.Node, uses: int) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The terms of a gradient that autograd summed, in its order, and the sums that they replace.
+    """Returns the terms that autograd summed to a gradient, in autograd's order, and the nodes of the sums.
 
-    Autograd adds the gradient of each use of a parameter to one running sum over all micro-batches; adding
-    up within a micro-batch first would round differently.
+    Autograd adds the gradient of each use of a parameter to one running sum over all micro-batches; summing
+    within a micro-batch first would round differently.
     """
     parts: list[fx.Node] = []
     sums: list[fx.Node] = []
@@ -42,7 +50,7 @@ def contributions(node: fx.Node, uses: int) -> tuple[list[fx.Node], list[fx.Node
 
 
 def only_leads_to(base: fx.Node, part: fx.Node) -> bool:
-    """Whether nothing reads ``base`` but views on the way to ``part``, read once as a gradient."""
+    """Returns whether ``base`` is read only through views on the way to ``part``, read at most once."""
     pending, seen = [base], {base}
     while pending:
         node = pending.pop()
@@ -59,7 +67,7 @@ def only_leads_to(base: fx.Node, part: fx.Node) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a block of memory without gaps or overlaps."""
+    """Returns whether the elements fill a block of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(
         (st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1

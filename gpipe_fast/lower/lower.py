@@ -52,7 +52,7 @@ def lower(graph: StageGraph, accumulation: Accumulation = _PLAIN) -> Program:
 
 
 def lower_plainly(graph: StageGraph) -> Program:
-    """Every operator of the graph, views too, as a call of its own: what ``lower`` is measured against."""
+    """Lowers every operator of the graph, also views, to a separate call: the baseline for ``lower``."""
     return _Lowering(graph, _PLAIN, plain=True).run()
 
 
@@ -66,9 +66,10 @@ class _Lowering:
         self.program = Program(graph.name)
         self.index: dict[fx.Node, int] = {}  # base -> value
         self.views: dict[tuple[Any, ...], int] = {}
-        self.gradient_of: dict[fx.Node, Gradient] = {}  # base written straight into an accumulator -> which
-        self.lasting: set[fx.Node] = set()  # bases that leave the program
-        self.unread: set[fx.Node] = set()  # sums whose terms are taken in their place
+        # Base whose operator writes directly into an accumulator -> the gradient in that accumulator.
+        self.gradient_of: dict[fx.Node, Gradient] = {}
+        self.lasting: set[fx.Node] = set()  # bases that the program returns
+        self.unread: set[fx.Node] = set()  # sums that are elided because their terms are accumulated instead
         self.waiting = Waiting()
 
     def run(self) -> Program:
@@ -95,7 +96,7 @@ class _Lowering:
         return program
 
     def _device_type(self) -> str:
-        """All values are on one device."""
+        """Returns the type of the one device that holds all values."""
         tensors = (node.meta.get("val") for node in self.nodes)
         return next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
 
@@ -122,7 +123,7 @@ class _Lowering:
                 self.index[node] = self._add(node.name, Home.CONSTANT, constant, constant=constant)
 
     def _view(self, name: str, base: int, offset: int, like: Tensor) -> int:
-        """The value ``base`` looked at as ``like`` is laid out."""
+        """Returns a view of ``base`` with the sizes and strides of ``like``, or ``base`` if it has them."""
         whole = self.program.values[base]
         if offset == 0 and whole.sizes == tuple(like.shape) and whole.strides == tuple(like.stride()):
             return base
@@ -162,7 +163,7 @@ class _Lowering:
             return
         outs = []
         for position, base in enumerate(bases):
-            if base is None:  # read by nobody, but the kernel writes it
+            if base is None:  # an unused result, which the kernel writes nevertheless
                 outs.append(self._add(f"{node.name}_{position}", Home.ARENA, metas[position]))
             else:
                 lasts = base in self.lasting
@@ -172,7 +173,7 @@ class _Lowering:
         self._append(call, outs, node)
 
     def _is_multiple_view(self, node: fx.Node) -> bool:
-        # split, unbind: each getitem is a view of the argument, the call itself is nothing.
+        # For split and unbind each getitem is a view of the argument, so the call itself is not needed.
         users = list(node.users)
         return bool(users) and all(
             u.target is operator.getitem and self.sources[u].base is not u for u in users
@@ -206,7 +207,7 @@ class _Lowering:
         self.program.steps.append(Call(call.op, tuple(arguments), results, when, layer_of(node)))
 
     def _copied(self, name: str, value: int, like: Tensor) -> int:
-        """A tensor of its own with the value's elements."""
+        """Adds steps that copy a value to a fresh tensor; returns the copy."""
         copy = self._add(name, Home.FRESH, like)
         self.program.steps.append(Make(copy, When.ALWAYS))
         self.program.steps.append(_copy(copy, value, When.ALWAYS))
@@ -216,7 +217,7 @@ class _Lowering:
         base = self.sources[node].base
         value = self._value(node)
         source = self.program.values[self.index[base]]
-        # What a step or the user changes in place later must not be what was handed out before.
+        # A result must not alias memory that a later step or the user changes in place.
         changes = source.home in (Home.PARAMETER, Home.CONSTANT) or _is_buffer(base, self.graph)
         shared = source.home is Home.INPUT and role is Role.BUFFER
         if (changes or shared) and not self.plain:
@@ -226,7 +227,7 @@ class _Lowering:
     # Gradients of parameters
 
     def _gradients(self) -> list[Gradient]:
-        """One for each parameter; a tied one has a gradient under each name, and their terms join."""
+        """Returns one gradient per parameter; a tied parameter's joins the terms of all its names."""
         found: dict[int, list[fx.Node]] = {}
         for port, node in self.graph.outputs:
             if port.role is Role.PARAMETER_GRADIENT:
@@ -246,7 +247,7 @@ class _Lowering:
         return gradient
 
     def _choose_written(self, gradient: Gradient) -> None:
-        """Notes whether an operator can write the first contribution into the accumulator itself."""
+        """Records whether an operator can write the first contribution directly into the accumulator."""
         part = gradient.parts[0]
         base, offset = self.sources[part]
         value, like = base.meta.get("val"), part.meta["val"]
@@ -259,7 +260,7 @@ class _Lowering:
             self.gradient_of[base] = gradient
 
     def _due(self, gradients: list[Gradient]) -> dict[fx.Node, list[Gradient]]:
-        """After which node the last contribution to each gradient has been made."""
+        """Returns, by node, the gradients whose last contribution that node computes."""
         order = {node: position for position, node in enumerate(self.nodes)}
         due: dict[fx.Node, list[Gradient]] = {}
         for gradient in gradients:
@@ -295,7 +296,10 @@ class _Lowering:
         self.index.setdefault(node, target)
 
     def _finish_gradient(self, gradient: Gradient) -> None:
-        """Adds what no operator has written: whole gradients, and further uses of tied parameters."""
+        """Adds the steps for contributions that no operator writes directly into the accumulator.
+
+        These are whole gradients, and the contributions of a tied parameter's further uses.
+        """
         steps, name = self.program.steps, f"grad_{gradient.index}"
         part = gradient.parts[0]
         like = part.meta["val"]
@@ -318,7 +322,7 @@ class _Lowering:
             steps.append(Accumulate(gradient.value, self._value(part), When.ALWAYS))
 
     def _is_takeable(self, part: fx.Node) -> bool:
-        """Whether a contribution can become the accumulator: nothing else reads its memory."""
+        """Returns whether a contribution can become the accumulator because nothing else reads its memory."""
         base, like = self.sources[part].base, part.meta["val"]
         whole = self.program.values[self.index[base]]
         lone = only_leads_to(base, part) and base not in self.lasting
@@ -326,7 +330,7 @@ class _Lowering:
         return whole.home is Home.RESULT and lone and fits and not self.accumulation.is_higher(like)
 
     def _sum_parts(self, gradient: Gradient) -> None:
-        """Adds what a tied parameter's gradient consists of in its own dtype, as autograd does."""
+        """Adds steps that sum the gradient's terms in the gradient's dtype, as autograd does."""
         gradient.sum = self._value(gradient.parts[0])
         for part in gradient.parts[1:]:
             like = part.meta["val"]
@@ -337,8 +341,8 @@ class _Lowering:
             gradient.sum = into
 
     def _accumulate(self, gradient: Gradient, accumulator: int, value: int, like: Tensor) -> None:
-        """Adds to an accumulator in later runs; what one kernel adds together, at the end of the program."""
-        if len(gradient.parts) > 1 and gradient.sum is None:  # one after the other
+        """Adds a value to an accumulator in later runs, together with other pending gradients if possible."""
+        if len(gradient.parts) > 1 and gradient.sum is None:  # autograd's order of summation
             self.program.steps.append(Accumulate(accumulator, value, When.LATER))
         else:
             self.program.steps += self.waiting.add(accumulator, value, like)

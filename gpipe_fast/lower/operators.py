@@ -1,4 +1,4 @@
-"""How an operator of a graph is called: its arguments in order, and a form that writes where it is told."""
+"""Operator calls: arguments in schema order, and the out variant where the operator has a faithful one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
-# Operators that write into tensors they are given with the bits and strides they would return. Only these:
-# many others resize their result to what an intermediate needs, or compute elsewhere and copy.
+# Operators whose out variant writes the bits and strides that the functional variant returns. Many other out
+# variants resize their result for an intermediate, or compute into a temporary and copy.
 _WRITING = frozenset(
     """
     mm addmm bmm baddbmm cat max_pool2d_with_indices
@@ -35,8 +35,8 @@ class OperatorCall:
     Attributes:
         op: the operator to call.
         arguments: graph nodes, lists of them, and constants.
-        writes: None if the results are returned, else the positions of ``arguments`` that take the tensors
-            to write (they hold None until then).
+        writes: None if the operator returns its results; else the positions in ``arguments`` of the out
+            tensors (placeholders, None until they are filled in).
     """
 
     op: OpOverload[Any, Any]
@@ -45,20 +45,20 @@ class OperatorCall:
 
 
 def returning(node: fx.Node) -> OperatorCall:
-    """The call as the graph has it."""
+    """Returns the call of the functional variant, as in the graph."""
     op = node.target
     assert isinstance(op, OpOverload)
     return OperatorCall(op, _in_order(op, node), None)
 
 
 def writing(node: fx.Node) -> OperatorCall | None:
-    """The same call, its bits too, writing into tensors it is given; None if the operator cannot."""
+    """Returns a bitwise equal call of the out variant, or None if there is no faithful out variant."""
     op = node.target
     assert isinstance(op, OpOverload)
     arguments = _in_order(op, node)
     if op in (aten.clone.default, aten._to_copy.default):
         return OperatorCall(aten.copy_.default, (None, arguments[0], False), (0,))
-    if op is aten.relu.default:  # whose own kernel is clamp_min at zero
+    if op is aten.relu.default:  # relu's kernel is clamp_min at zero
         return OperatorCall(aten.clamp_min.out, (arguments[0], 0, None), (2,))
     out = _out_variant(op)
     if out is None:
@@ -75,7 +75,7 @@ def _in_order(op: OpOverload[Any, Any], node: fx.Node) -> tuple[Any, ...]:
 
 @functools.cache
 def _out_variant(op: OpOverload[Any, Any]) -> OpOverload[Any, Any] | None:
-    """The overload that takes its results as arguments, if it is known to be faithful."""
+    """Returns the out overload if it is known to be faithful, else None."""
     if op.namespace != "aten" or str(op).removeprefix("aten.").removesuffix(".default") not in _WRITING:
         return None
     inputs = [(a.name, str(a.type)) for a in op._schema.arguments]
@@ -90,5 +90,5 @@ def _out_variant(op: OpOverload[Any, Any]) -> OpOverload[Any, Any] | None:
 
 
 def is_pointwise(op: OpOverload[Any, Any]) -> bool:
-    """Whether each result element depends on the input elements at its own place alone."""
+    """Returns whether each result element depends only on the input elements at the same position."""
     return torch.Tag.pointwise in op.tags or op in (aten.copy_.default, aten.clamp_min.out)

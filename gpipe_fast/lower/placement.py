@@ -1,4 +1,4 @@
-"""Where a program's values lie in memory, when they are dropped, and which steps wait for what."""
+"""Memory of a program's values: arena offsets, releases after the last use, and the parts of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gpipe_fast.trace.trace import Role
 
 
 def place(program: Program, device_type: str) -> None:
-    """Gives arena values their offsets and drops the others after their last use."""
+    """Assigns offsets to arena values, and releases the other values after their last use."""
     values, steps = program.values, program.steps
     base_of = _bases(values)
     first: dict[int, int] = {}
@@ -59,7 +59,7 @@ def place(program: Program, device_type: str) -> None:
 
 
 def parts(program: Program) -> tuple[int, int]:
-    """Where the second part of a program begins, and where the third (see ``Program.parts``)."""
+    """Returns the steps at which a program's second and third parts begin (see ``Program.parts``)."""
     values, steps = program.values, program.steps
     base_of = _bases(values)
     inputs = (i for i, v in enumerate(values) if v.home is Home.INPUT)
@@ -75,7 +75,7 @@ def parts(program: Program) -> tuple[int, int]:
 
 
 def _bases(values: Sequence[Value]) -> list[int]:
-    """Of each value itself, or what it is a view of."""
+    """Returns the base of each value: the value that a view views, or else the value itself."""
     return [v.index if v.home is Home.VIEW else i for i, v in enumerate(values)]
 
 
@@ -113,7 +113,7 @@ def _refs(argument: Any) -> list[int]:
 
 
 def _reusable(program: Program, step: Step, value: int, base_of: list[int]) -> tuple[int, ...]:
-    """Arguments of an element-by-element call whose memory its result may take over."""
+    """Returns the arguments of a pointwise call whose memory the call's result may reuse."""
     if not isinstance(step, Call) or step.results is not None or not is_pointwise(step.op):
         return ()
     refs = [r for r in _refs(step.arguments) if r != value]
@@ -122,7 +122,7 @@ def _reusable(program: Program, step: Step, value: int, base_of: list[int]) -> t
     for ref in refs:
         other = program.values[ref]
         same = (other.sizes, other.strides, other.dtype) == (own.sizes, own.strides, own.dtype)
-        # Another view of the same memory might be read after it was overwritten.
+        # A kernel could read another view of the same memory after overwriting it.
         if same and other.home is Home.ARENA and all(r == ref for r in refs if base_of[r] == ref):
             found.append(ref)
     return tuple(found)

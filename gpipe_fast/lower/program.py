@@ -1,4 +1,4 @@
-"""A program as data: its values, its steps, how it reads to a person, and how it becomes a C++ object."""
+"""A program as data: its values and steps, a readable description, and the construction of the C++ object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpipe_fast.trace.trace import Port
 
 
 class Home(str, Enum):
-    """Where a value's memory is (csrc/program/program.h has the picture)."""
+    """The kind of memory that holds a value (csrc/program/program.h draws it)."""
 
     INPUT = "input"
     PARAMETER = "parameter"
@@ -35,15 +35,16 @@ class Value:
     """One tensor of a program.
 
     Attributes:
-        name: the graph's name for it.
-        home: where its memory is.
+        name: the value's name in the graph.
+        home: the kind of memory that holds the value.
         sizes: in elements.
         strides: in elements.
-        dtype: of its elements.
-        index: of the parameter or accumulator; an arena value's offset in bytes; a view's base; of an input,
-            1 if another program's operator typed it.
-        offset: of a view, in elements from its base.
-        constant: the tensor, if it is one.
+        dtype: the dtype of the elements.
+        index: the index of the parameter or of the accumulator's parameter; the offset in bytes of an arena
+            value; the base of a view; for an input, 1 if its dtype is checked at run time only, because an
+            operator of another program returned it, and else 0.
+        offset: the offset of a view from its base, in elements.
+        constant: the tensor of a constant.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Call:
-    """Calls an operator; ``results`` is None if it writes into its arguments."""
+    """Calls an operator; ``results`` is None if the operator writes its results into arguments."""
 
     op: OpOverload[Any, Any]
     arguments: tuple[Any, ...]
@@ -76,7 +77,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Make:
-    """Makes a fresh value or an accumulator, uninitialised."""
+    """Allocates a fresh value or an accumulator, uninitialised."""
 
     value: int
     when: When
@@ -93,7 +94,7 @@ class Accumulate:
 
 @dataclass(frozen=True)
 class AccumulateAll:
-    """accumulator += value for several, in no order."""
+    """accumulator += value for several pairs, in unspecified order."""
 
     accumulators: tuple[int, ...]
     values: tuple[int, ...]
@@ -102,7 +103,7 @@ class AccumulateAll:
 
 @dataclass(frozen=True)
 class Take:
-    """The accumulator becomes the value, in a mini-batch's first run."""
+    """Adopts a value's tensor as the accumulator, in the first run of a mini-batch."""
 
     accumulator: int
     value: int
@@ -110,7 +111,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Release:
-    """Drops a value and its views."""
+    """Releases the memory of a value and its views."""
 
     value: int
 
@@ -123,16 +124,16 @@ class Program:
     """A lowered graph.
 
     Attributes:
-        name: of the graph it came from.
-        inputs: the ports its ``run`` takes, in order; parameters are bound apart.
-        outputs: the ports it returns, in order.
-        gradients: parameters whose gradients it accumulates.
-        values: its tensors.
-        steps: what it does, in order.
+        name: the name of the lowered graph.
+        inputs: the ports of the arguments of ``run``, in order; parameters are bound separately.
+        outputs: the ports of the results of ``run``, in order.
+        gradients: indices of the parameters whose gradients the program accumulates.
+        values: the program's tensors.
+        steps: the steps, in order.
         results: indices of the returned values.
-        arena_bytes: the scratch memory it needs.
-        parts: of all steps, how many read no boundary gradient and come before all that do; and how many it
-            takes until the results are there.
+        arena_bytes: the size of the scratch memory that the program needs.
+        parts: the number of steps before the first step that reads a boundary gradient, and the number of
+            steps after which all results are computed.
     """
 
     name: str
@@ -154,14 +155,14 @@ class Program:
         titles: Sequence[str] = (),
         direct: bool = True,
     ) -> NativeProgram:
-        """Makes the C++ object. Not thread safe: of those that share an arena, one runs at a time.
+        """Builds the C++ program. Not thread-safe: programs that share an arena must run one at a time.
 
         Args:
             arena: scratch memory, shared by the programs of one stage.
-            device: where all values are.
-            parameters: where its parameters and their gradients are among those it is run with; by default
-                they are all.
-            titles: what errors call the layers; by default they name none.
+            device: the device of all values.
+            parameters: maps a parameter's index in this program to its index in the list that is bound at
+                run time; by default the two indices are equal.
+            titles: the names of the layers in error messages; by default errors name no layer.
             direct: call operators by their C++ function where known, not through the boxed dispatcher.
         """
         native = NativeProgram(arena, device)
@@ -199,7 +200,7 @@ class Program:
         return native
 
     def describe(self) -> str:
-        """The program as text: one line a step, with shapes, places and the layer each came from."""
+        """Returns the program as text: one line per step, with shapes, arena offsets and layers."""
         calls = [s for s in self.steps if isinstance(s, Call)]
         views = sum(v.home is Home.VIEW for v in self.values)
         lines = [
@@ -228,16 +229,16 @@ class Program:
                 note = "" if layer is None else f"  # layer {layer}"
                 return f"{left} = {op._schema.name.removeprefix('aten::')}({right}){_when(when)}{note}"
             case Make(value, when):
-                return f"make {self._place(value)}{_when(when)}"
+                return f"allocate {self._place(value)}{_when(when)}"
             case Accumulate(accumulator, value, when):
                 return f"{self.values[accumulator].name} += {self.values[value].name}{_when(when)}"
             case AccumulateAll(accumulators, values, when):
                 pairs = zip(accumulators, values, strict=True)
                 sums = (f"{self.values[a].name} += {self.values[v].name}" for a, v in pairs)
-                return f"at once: {', '.join(sums)}{_when(when)}"
+                return f"one kernel: {', '.join(sums)}{_when(when)}"
             case Take(accumulator, value):
                 return (
-                    f"{self.values[accumulator].name} = {self.values[value].name}, taken{_when(When.FIRST)}"
+                    f"{self.values[accumulator].name} = {self.values[value].name}, adopted{_when(When.FIRST)}"
                 )
             case Release(value):
                 return f"release {self.values[value].name}"
@@ -259,13 +260,14 @@ class Program:
         if value.home is not Home.VIEW:
             return value.name
         offset = f"+{value.offset}" if value.offset else ""
-        return f"{self.values[value.index].name}{offset}<{list(value.sizes)} by {list(value.strides)}>"
+        return f"{self.values[value.index].name}{offset}<{list(value.sizes)}, strides {list(value.strides)}>"
 
 
 def _layers_of(steps: Sequence[Step]) -> list[int | None]:
-    """The layer of each step: of what is no call, or of a call without one, that of the call before.
+    """Returns the layer of each step, or None.
 
-    Memory is made for the call after, so there it is that one's.
+    A step without a layer gets the layer of the call before it; an allocation gets the layer of the call
+    after it, which it serves.
     """
     layers: list[int | None] = []
     latest: int | None = None
@@ -280,7 +282,7 @@ def _layers_of(steps: Sequence[Step]) -> list[int | None]:
 
 
 def is_written(argument: torch._C.Argument) -> bool:
-    """Whether an operator changes this argument, as its schema has it."""
+    """Returns whether the operator's schema says that the operator writes this argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 

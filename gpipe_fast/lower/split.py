@@ -1,4 +1,4 @@
-"""A joint graph to the graphs a stage runs, according to what is saved between forward and backward."""
+"""Partitioning of a joint graph into forward and backward, given the fraction of activations to save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, Share, che
 from gpipe_fast.trace import aot
 from gpipe_fast.trace.trace import Joint, Node, Port, Role
 
-# In a node's meta: its place in the joint graph, which is autograd's order.
+# The key in a node's meta for its position in the joint graph, which is autograd's order.
 JOINT_POSITION = "gpipe_fast_position"
 
 
@@ -25,9 +25,9 @@ class StageGraph:
     Attributes:
         name: ``forward``, ``forward_saving``, ``backward`` or ``backward_recompute``.
         module: the graph and its constants.
-        inputs: its placeholders; several may share a port when parameters are tied.
-        outputs: its results.
-        parameter_uses: how often the stage's forward reads each parameter.
+        inputs: the placeholders; several may share a port when parameters are tied.
+        outputs: the results.
+        parameter_uses: the number of reads of each parameter in the stage's forward.
     """
 
     name: str
@@ -39,14 +39,14 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor that the forward keeps for the backward.
+    """One tensor that the forward saves for the backward.
 
     Attributes:
         name: the value's name in the joint graph.
         shape: in elements.
-        dtype: of its elements.
-        bytes: what it occupies.
-        layer: the layer that made it, counted within the stage, or None.
+        dtype: the dtype of the elements.
+        bytes: the size in bytes.
+        layer: the layer that computed the tensor, as an index within the stage, or None.
     """
 
     name: str
@@ -58,13 +58,15 @@ class Saved:
 
 @dataclass(frozen=True)
 class Split:
-    """What one checkpoint policy makes of a joint graph.
+    """The graphs of a joint graph under one checkpoint policy.
 
     Attributes:
-        forward: keeps nothing.
-        forward_saving: as ``forward``, and hands out ``saved``; the same graph when nothing is saved.
-        backward: from ``saved``, boundary inputs and boundary gradients to gradients; None in inference.
-        saved: what is kept per micro-batch besides the boundary inputs.
+        forward: the forward that saves nothing.
+        forward_saving: the forward that also returns ``saved``; the same object as ``forward`` if nothing is
+            saved.
+        backward: computes the gradients from ``saved``, boundary inputs and boundary gradients; None in
+            inference.
+        saved: the tensors saved per micro-batch, besides the boundary inputs.
     """
 
     forward: StageGraph
@@ -77,12 +79,12 @@ def split(joint: Joint, share: Share) -> Split:
     """Cuts a joint graph into forward and backward.
 
     Args:
-        joint: a traced stage.
-        share: of the activations that are saved; between none and all PyTorch's min-cut chooses
-            (``activation_memory_budget``).
+        joint: the joint graph of a traced stage.
+        share: the fraction of activations to save; strictly between 0 and 1, PyTorch's min-cut partitioner
+            chooses the activations (``activation_memory_budget``).
 
     Raises:
-        ValueError: the share is not within 0 and 1.
+        ValueError: ``share`` is not within 0 and 1.
     """
     check_share(share)
     results = [n for n in joint.outputs if n.port.role in (Role.OUTPUT, Role.BUFFER)]
@@ -100,7 +102,7 @@ def split(joint: Joint, share: Share) -> Split:
 
 
 def _choose(joint: Joint, num_results: int, share: Share) -> list[fx.Node]:
-    """The forward values to keep, in graph order, none of them a view or a placeholder."""
+    """Returns the forward values to save, in graph order; none is a view or a placeholder."""
     if share == FULL_RECOMPUTE:
         return []
     nodes = [n for n in joint.module.graph.nodes if n.op == "call_function"]
@@ -109,7 +111,7 @@ def _choose(joint: Joint, num_results: int, share: Share) -> list[fx.Node]:
     else:
         names = aot.min_cut_saved(joint.module, num_results, share)
         read = {n for n in nodes if n.name in names}
-    # A view costs nothing to make again, so what is kept is the tensor it looks at.
+    # Recomputing a view is free, so its base is saved.
     bases = {source_of(n).base for n in read}
     return [n for n in nodes if n in bases and isinstance(n.meta.get("val"), Tensor)]
 
@@ -125,7 +127,7 @@ def _describe(node: fx.Node) -> Saved:
 
 
 def _extract(joint: Joint, name: str, inputs: Iterable[Node], outputs: Iterable[Node]) -> StageGraph:
-    """The part of the joint graph that computes ``outputs`` from ``inputs``, and nothing else."""
+    """Extracts the part of the joint graph that computes ``outputs`` from ``inputs``."""
     inputs, outputs = list(inputs), list(outputs)
     given = {n.node: n.port for n in inputs}
     needed = _needed(given, (n.node for n in outputs))
@@ -150,10 +152,11 @@ def _extract(joint: Joint, name: str, inputs: Iterable[Node], outputs: Iterable[
 
 
 def _in_parts(nodes: Iterable[fx.Node], joint: Joint) -> list[fx.Node]:
-    """Orders a graph by what its parts wait for, else as it is.
+    """Orders nodes into three parts, and keeps the order within each part.
 
-    What needs no boundary gradient comes first, since it can run before one arrives; then what leads to the
-    stage's own boundary gradients, since the stage before waits for them; then the rest.
+    First come the nodes that need no boundary gradient, since they can run before one arrives; then the
+    nodes that lead to the gradients of the stage's inputs, since the previous stage waits for them; then the
+    rest.
     """
     given = {n.node: n.port for n in joint.inputs}
     early = _needed(given, (n.node for n in joint.outputs if n.port.role is Role.INPUT_GRADIENT))

@@ -184,13 +184,13 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
         backward_recompute: 7 calls, 3 views, arena 256 bytes
           input[0] = input[0]:float32[4, 3]
           tangent[0] = tangent[0]:float32[4, 5]
-            0  addmm:float32[4, 5]@0 = addmm(parameter[1], input[0], parameter[0]<[3, 5] by [1, 3]>, 1, 1)  # layer 0
+            0  addmm:float32[4, 5]@0 = addmm(parameter[1], input[0], parameter[0]<[3, 5], strides [1, 3]>, 1, 1)  # layer 0
             1  relu:float32[4, 5]@0 = clamp_min(addmm, 0)  # layer 1
             2  threshold_backward:float32[4, 5]@128 = threshold_backward(tangent[0], relu, 0)  # layer 1
-            3  make grad_0:float32[5, 3]  (first run)
-            4  grad_0:float32[5, 3] = mm(threshold_backward<[5, 4] by [1, 5]>, input[0])  (first run)  # layer 0
-            5  grad_0:float32[5, 3] = addmm(grad_0, threshold_backward<[5, 4] by [1, 5]>, input[0], 1, 1)  (later runs)  # layer 0
-            6  make grad_1:float32[5]  (first run)
+            3  allocate grad_0:float32[5, 3]  (first run)
+            4  grad_0:float32[5, 3] = mm(threshold_backward<[5, 4], strides [1, 5]>, input[0])  (first run)  # layer 0
+            5  grad_0:float32[5, 3] = addmm(grad_0, threshold_backward<[5, 4], strides [1, 5]>, input[0], 1, 1)  (later runs)  # layer 0
+            6  allocate grad_1:float32[5]  (first run)
             7  grad_1:float32[1, 5] = sum(threshold_backward, [0], True, None)  (first run)  # layer 0
             8  sum_1:float32[1, 5]@0 = sum(threshold_backward, [0], True, None)  (later runs)  # layer 0
             9  grad_1 += sum_1  (later runs)
