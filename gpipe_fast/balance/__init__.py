@@ -1,9 +1,9 @@
-"""Balances: how many layers each stage takes.
+"""Load balancing: chooses the number of layers of each stage.
 
-Layers, or the cost of each layer, come in; a balance, which is the number of layers of each partition, goes
-out. The cut itself (`partition`) imports nothing of gpipe_fast; the files that measure layers import `layers`
-and `devices`, and nothing that traces or runs a pipeline. Only `gpipe`, `stages` and the
-public `profile` import it.
+The input is layers, or a cost per layer; the output is a balance, the number of layers of each partition. The
+partitioning algorithm (`partition`) imports nothing from gpipe_fast. The files that measure layers import
+`layers` and `devices`, and nothing that traces or runs a pipeline. Only `gpipe`, `stages` and the public
+`profile` import the package.
 """
 
 from gpipe_fast.balance.automatic import balance_by_size, balance_by_time

@@ -1,4 +1,4 @@
-"""How many layers each partition takes: found from what the layers cost, measured or given."""
+"""Automatic balancing: measures the cost of each layer and partitions the layers by it."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def balance_by_time(
     timeout: float = 1.0,
     device: Device | None = None,
 ) -> list[int]:
-    """Cuts layers so that the slowest partition takes as little time as possible, forward and backward.
+    """Balances layers such that the slowest partition takes the least time, forward plus backward.
 
-    Every layer is timed by itself (see `profile_layers`), on as many intra-op threads as a stage would get of
-    the caller's; what counts is the median. Nothing of the module, its gradients or the sample is changed::
+    Times each layer separately (see `profile_layers`), with the caller's intra-op threads divided by the
+    number of partitions, and uses the medians. Changes neither the module nor its gradients nor the sample::
 
         sample = torch.randn(16, 3, 224, 224)  # a micro-batch
         model = GPipe(module, balance_by_time(4, module, sample), chunks=8)
 
     Args:
-        partitions: how many.
+        partitions: the number of partitions.
         module: the layers, as a ``Sequential`` or a `GPipe`.
-        sample: best a micro-batch; as `GPipe` takes it as its only argument.
-        timeout: seconds to go on measuring for; at least three rounds are made.
-        device: where to measure; by default CUDA if there is any, else the CPU.
+        sample: the only argument of a `GPipe` call, ideally of a micro-batch's size.
+        timeout: the time to measure for, in seconds; at least three rounds are measured.
+        device: the device to measure on; by default CUDA if available, else the CPU.
 
     Returns:
-        Layers per partition, as `GPipe` takes it.
+        The number of layers of each partition, `GPipe`'s ``balance``.
 
     Raises:
-        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or there is no tensor in ``sample``.
-        ValueError: there are fewer layers than partitions; a parameter is not there yet; ``timeout`` is no
-            number of seconds.
-        RuntimeError: a layer fails; the message names it.
+        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or ``sample`` contains no tensor.
+        ValueError: there are fewer layers than partitions; a parameter is lazy or on the meta device;
+            ``timeout`` is not a number of seconds.
+        RuntimeError: a layer fails; the message names the layer.
     """
     check_layers(module)
     check_partitions(partitions, len(module))
@@ -65,40 +65,42 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device | None = None,
 ) -> list[int]:
-    """Cuts layers so that the largest partition takes as little memory as possible.
+    """Balances layers such that the largest partition takes the least memory.
 
-    A layer's bytes are what autograd saves of one micro-batch, and parameters with all that goes with them::
+    The size of a layer is the activations that autograd saves for one micro-batch, plus the parameters with
+    their gradients and optimiser state::
 
         activation_bytes + parameter_bytes * param_scale
 
-    (see `LayerProfile`). The micro-batch is really run: torchgpipe runs one sample instead, and multiplies by
-    the micro-batch's size, which a layer that fails on one sample (batch norm) does not survive.
+    (see `LayerProfile`). The function runs a whole micro-batch. torchgpipe runs one sample and multiplies by
+    the micro-batch size, which fails for layers that reject a single sample (batch norm).
 
-    ========================  ===========  ==================================
-    optimiser                 param_scale  beside parameters and gradients
-    ========================  ===========  ==================================
-    SGD                       2, 3         with momentum: its buffer
-    Adam, AdamW               4, 5         two moments; with amsgrad a third
-    RMSprop                   3 to 5       a mean; a buffer; a second mean
+    ========================  ===========  ===========================================
+    optimiser                 param_scale  state besides parameters and gradients
+    ========================  ===========  ===========================================
+    SGD                       2, 3         none; with momentum, a buffer
+    Adam, AdamW               4, 5         two moments; with amsgrad, a third
+    RMSprop                   3 to 5       a mean; momentum buffer; mean if centered
     Adagrad, Adadelta         3, 4         a sum; two means
-    ========================  ===========  ==================================
+    ========================  ===========  ===========================================
 
     Args:
-        partitions: how many.
+        partitions: the number of partitions.
         module: the layers, as a ``Sequential`` or a `GPipe`.
-        input: a mini-batch as it is to be trained, as `GPipe` takes it as its only argument.
-        chunks: micro-batches per mini-batch; the first, the largest, is measured.
-        param_scale: how many times the optimiser needs the memory of the parameters, themselves included.
-        device: where to measure; by default CUDA if there is any, else the CPU.
+        input: a mini-batch of the size used in training: the only argument of a `GPipe` call.
+        chunks: the number of micro-batches per mini-batch; the first one, the largest, is measured.
+        param_scale: the memory of parameters, gradients and optimiser state, as a multiple of the
+            parameters' memory.
+        device: the device to measure on; by default CUDA if available, else the CPU.
 
     Returns:
-        Layers per partition, as `GPipe` takes it.
+        The number of layers of each partition, `GPipe`'s ``balance``.
 
     Raises:
-        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or there is no tensor in ``input``.
-        ValueError: there are fewer layers than partitions; a parameter is not there yet; ``chunks`` is not
-            positive, or ``param_scale`` is no number.
-        RuntimeError: a layer fails; the message names it.
+        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or ``input`` contains no tensor.
+        ValueError: there are fewer layers than partitions; a parameter is lazy or on the meta device;
+            ``chunks`` is not positive, or ``param_scale`` is not a finite number.
+        RuntimeError: a layer fails; the message names the layer.
     """
     check_layers(module)
     check_partitions(partitions, len(module))
@@ -119,20 +121,20 @@ def balance_automatically(
     threads: int | None = None,
     device: Device | None = None,
 ) -> list[int]:
-    """A balance where none is given: that of `balance_by_time`, of at most as many partitions as layers.
+    """Returns the default balance: that of `balance_by_time`, with at most one partition per layer.
 
     Args:
-        partitions: at most so many, at least 1.
-        module: the layers; of none the balance is empty.
-        microbatch: what the first layer takes, also as a `structure.Call`.
-        timeout: seconds to go on measuring for.
-        threads: intra-op threads of a stage; by default those of the caller are divided.
-        device: where to measure; by default CUDA if there is any, else the CPU.
+        partitions: the maximum number of partitions, at least 1.
+        module: the layers; without layers the balance is empty.
+        microbatch: the first layer's argument, or a `structure.Call` with its arguments.
+        timeout: the time to measure for, in seconds.
+        threads: intra-op threads of a stage; by default the caller's threads divided by the partitions.
+        device: the device to measure on; by default CUDA if available, else the CPU.
 
     Raises:
-        TypeError: as `balance_by_time`.
-        ValueError: likewise.
-        RuntimeError: likewise.
+        TypeError: see `balance_by_time`.
+        ValueError: see `balance_by_time`.
+        RuntimeError: see `balance_by_time`.
     """
     check_layers(module)
     if not len(module):
@@ -149,7 +151,7 @@ def _by_time(partitions: int, profiles: list[LayerProfile]) -> list[int]:
 
 @contextlib.contextmanager
 def _threads_of_a_stage(partitions: int, threads: int | None = None) -> Iterator[None]:
-    """Runs a block on as many intra-op threads as each of several stages has."""
+    """Sets the number of intra-op threads to a stage's share for the duration of a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or max(1, before // partitions))
     try:

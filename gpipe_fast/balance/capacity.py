@@ -1,4 +1,4 @@
-"""Whether layers fit on their devices at all."""
+"""Checks that layers fit into the memory of their devices."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gpipe_fast.layers.title import title
 
 
 def capacity(device: torch.device) -> int:
-    """Bytes of memory that a device has."""
+    """Returns the total memory of a device in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def least_bytes(layer: nn.Module) -> int:
-    """What training a layer needs at least: parameters, their gradients, and buffers; no activations."""
+    """Returns the bytes of a layer's parameters, their gradients and buffers; activations are excluded."""
     parameters = sum(p.nbytes * (2 if p.requires_grad else 1) for p in _there(layer.parameters()))
     return parameters + sum(buffer.nbytes for buffer in _there(layer.buffers()))
 
@@ -29,37 +29,38 @@ def _there(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
 
 
 def check_fits(layers: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
-    """Refuses layers that are larger than a device, or have no memory yet.
+    """Checks that each layer fits on the device, and that none is on the meta device.
 
     Raises:
-        ValueError: there is one; the message names it.
+        ValueError: a layer is larger than the device or on the meta device; the message names the layer.
     """
     for name, layer in layers:
         needed, there = least_bytes(layer), capacity(device)
         if needed > there:
             raise ValueError(
                 f"{title(name, layer)} needs {_gib(needed)} for parameters, their gradients and buffers "
-                f"alone, and {device} has {_gib(there)}; make it several layers, or give it a larger device"
+                f"alone, and {device} has {_gib(there)}; split the layer into several, or use a larger device"
             )
         if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
             raise ValueError(
-                f"{title(name, layer)} is on the meta device; give it memory by to_empty(device=...)"
+                f"{title(name, layer)} is on the meta device; give it memory with to_empty(device=...)"
             )
 
 
 def check_all_fit(
     partitions: Iterable[Sequence[tuple[str, nn.Module]]], devices: Sequence[torch.device]
 ) -> None:
-    """Refuses partitions that are larger than their devices, or have no memory yet; nothing is moved before.
+    """Checks that partitions fit on their devices, before any layer is moved.
 
-    Of a GPU, what all its stages need must be there, and what is to be moved to it must be free.
+    Each layer must fit on its device and must not be on the meta device. On a GPU, all its stages together
+    must fit into the total memory, and the tensors to be moved there into the free memory.
 
     Args:
-        partitions: the named layers of each.
-        devices: of each.
+        partitions: the named layers of each partition.
+        devices: the device of each partition.
 
     Raises:
-        ValueError: there is one; the message says what is needed, and where.
+        ValueError: a check fails; the message names the layer or stages, the device and the needed memory.
     """
     on_gpu: dict[torch.device, list[int]] = {}
     layers: dict[torch.device, list[nn.Module]] = {}
@@ -74,7 +75,7 @@ def check_all_fit(
 
 def _check_gpu(layers: nn.Module, device: torch.device, stages: str) -> None:
     needed, total = least_bytes(layers), capacity(device)
-    what_helps = "give them more or larger devices, or another balance"
+    what_helps = "use more or larger devices, or another balance"
     if needed > total:
         raise ValueError(
             f"{stages} need {_gib(needed)} for parameters, their gradients and buffers alone, and {device} "
@@ -85,13 +86,13 @@ def _check_gpu(layers: nn.Module, device: torch.device, stages: str) -> None:
     free = _free(device)
     if coming > free:
         raise ValueError(
-            f"{stages} bring {_gib(coming)} of parameters and buffers to {device}, which has {_gib(free)} "
+            f"{stages} move {_gib(coming)} of parameters and buffers to {device}, which has {_gib(free)} "
             f"free of {_gib(total)}; {what_helps}, or free memory there"
         )
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that can be allocated on a GPU, of what PyTorch holds there too."""
+    """Returns the free memory of a GPU in bytes, including the unused memory of PyTorch's allocator."""
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + held
 

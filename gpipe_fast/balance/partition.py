@@ -1,4 +1,4 @@
-"""Which layers go together: a sequence of costs cut into consecutive partitions. Plain numbers."""
+"""Partitioning of a sequence of costs into consecutive partitions, in exact integer arithmetic."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ OBJECTIVES = ("max", "variance")
 def balance_by_cost(
     partitions: int, costs: Iterable[float], objective: Literal["max", "variance"] = "max"
 ) -> list[int]:
-    """Cuts layers into partitions by what each layer costs.
+    """Balances layers by their costs.
 
-    The answer is exact: costs are added and compared as the fractions that they are, not rounded. Where cuts
-    are equally good under ``'max'``, the one of least variance is taken; where they still are, the one with
-    the most layers in the last partition, then in the one before it, and so on.
+    The result is exactly optimal: costs are added and compared as fractions, without rounding. Ties under
+    ``'max'`` are broken by the least variance; remaining ties by the most layers in the last partition, then
+    in the second to last, and so on.
 
-    It takes O(K L log L) steps for L layers in K partitions; O(K L^2) if a cost is negative.
+    Time is O(K L log L) for L layers in K partitions, or O(K L^2) if a cost is negative.
 
     Args:
-        partitions: how many, K.
-        costs: of each layer, finite, in any unit.
-        objective: ``'max'`` makes the dearest partition as cheap as possible, which is what a pipeline waits
-            for; ``'variance'`` makes the variance of the partitions' costs as small as possible, as the GPipe
-            paper does (arXiv 1811.06965, section 2).
+        partitions: the number of partitions, K.
+        costs: the cost of each layer, finite, in any unit.
+        objective: ``'max'`` minimises the largest cost of a partition, which bounds the throughput of a
+            pipeline; ``'variance'`` minimises the variance of the partitions' costs, as the GPipe paper does
+            (arXiv 1811.06965, section 2).
 
     Returns:
-        Layers per partition, each at least 1.
+        The number of layers of each partition, at least 1.
 
     Raises:
-        TypeError: the costs are no list, or the number of partitions is no integer.
-        ValueError: there are fewer layers than partitions, a cost is not finite, or the objective is none of
-            these.
+        TypeError: ``costs`` is not iterable, or ``partitions`` is not an integer.
+        ValueError: there are fewer layers than partitions, a cost is not finite, or ``objective`` is unknown.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective is not one of 'max' or 'variance', got {objective!r}")
@@ -47,7 +46,7 @@ def balance_by_cost(
     numbers = _as_integers(costs)
     check_partitions(partitions, len(numbers))
     before = [0, *accumulate(numbers)]
-    span = max(before) - min(before)  # no partition costs more
+    span = max(before) - min(before)  # an upper bound on the cost of a partition
     rising = min(numbers) >= 0
     if objective == "variance":
         bound = span
@@ -60,11 +59,11 @@ def balance_by_cost(
 
 
 def check_partitions(partitions: int, num_layers: int) -> None:
-    """Refuses a number of partitions that layers cannot be cut into.
+    """Checks the number of partitions.
 
     Raises:
-        TypeError: it is no integer.
-        ValueError: it is not positive, or more than there are layers.
+        TypeError: ``partitions`` is not an integer.
+        ValueError: ``partitions`` is not positive, or exceeds the number of layers.
     """
     try:
         number = operator.index(partitions)
@@ -77,7 +76,7 @@ def check_partitions(partitions: int, num_layers: int) -> None:
 
 
 def _as_integers(costs: Iterable[float]) -> list[int]:
-    """All of them times the least number that makes each an integer."""
+    """Returns the costs scaled by the least common denominator."""
     fractions: list[Fraction] = []
     for layer, cost in enumerate(costs):
         try:
@@ -89,10 +88,11 @@ def _as_integers(costs: Iterable[float]) -> list[int]:
 
 
 def _least_bound(before: Sequence[int], partitions: int) -> int:
-    """What the dearest partition costs at least, if no cost is negative."""
+    """Returns the minimal cost of the most expensive partition, if no cost is negative."""
 
     def fits(bound: int) -> bool:
-        # Each partition takes all it can. Fewer partitions are as good as all: one more cut costs nothing.
+        # Greedy: each partition takes as many layers as fit. Using fewer partitions is fine, because cutting
+        # one of them further never raises the maximum.
         end = 0
         for _ in range(partitions):
             end = bisect_right(before, before[end] + bound) - 1
@@ -107,9 +107,10 @@ def _least_bound(before: Sequence[int], partitions: int) -> int:
 
 
 def _least_bound_of_any(before: Sequence[int], partitions: int) -> int:
-    """What the dearest partition costs at least, whatever the signs."""
+    """Returns the minimal cost of the most expensive partition, for costs of any sign."""
     num_layers = len(before) - 1
-    # best[n]: the same over the first n layers in k partitions; those of fewer layers are still of k - 1.
+    # best[n]: the minimum for the first n layers in k partitions. Entries that this round has not reached yet
+    # are still for k - 1 partitions, so n runs downwards.
     best = list(before)
     for k in range(2, partitions + 1):
         for n in range(num_layers, k - 1, -1):
@@ -119,22 +120,24 @@ def _least_bound_of_any(before: Sequence[int], partitions: int) -> int:
 
 
 class _Starts:
-    """Finds where partitions begin: those that cost at most a bound, with the least sum of squares.
+    """A solver for the starts of partitions: minimises the sum of squared costs, each cost within a bound.
 
-    Their number and sum are given, so the least sum of squares is the least variance. With ``best_k[n]`` for
-    the first n layers in k partitions, of which the last begins at layer j::
+    The number and the total cost of the partitions are fixed, so the least sum of squares has the least
+    variance. Let ``best_k[n]`` be the minimum for the first n layers in k partitions, of which the last
+    starts at layer j::
 
         best_k[n] = min over j of best_{k-1}[j] + f(before[n] - before[j])
 
-    f is the square, and beyond the bound so much more that no cut within it can be worse. It is convex, so
-    where ``before`` never falls the best j never falls with n either: a row's middle halves the search.
+    f is the square, plus a penalty beyond the bound that exceeds the sum of squares of any cut within it. f
+    is convex, so if ``before`` is non-decreasing, the optimal j is non-decreasing in n: solving the middle n
+    of a row first halves the search for the others (divide and conquer).
 
     Args:
-        before: what all layers before each one cost, and what all cost.
-        partitions: how many.
-        bound: what each may cost; there must be such a cut.
-        span: what none costs more than.
-        rising: whether ``before`` never falls.
+        before: prefix sums of the costs: the cost of all layers before each layer, and then the total.
+        partitions: the number of partitions.
+        bound: the largest cost of a partition; a cut within the bound must exist.
+        span: an upper bound on the cost of any partition.
+        rising: whether ``before`` is non-decreasing.
     """
 
     def __init__(self, before: Sequence[int], partitions: int, bound: int, span: int, rising: bool) -> None:
@@ -145,14 +148,14 @@ class _Starts:
         self._start: list[int] = []
 
     def solve(self) -> list[int]:
-        """The first layer of each partition."""
+        """Returns the first layer of each partition."""
         before, partitions = self._before, self._partitions
         num_layers = len(before) - 1
         self._next = [self._squares([0], n, [0])[0] for n in range(num_layers + 1)]
         table: list[list[int]] = []
         for k in range(2, partitions + 1):
             self._best, self._next, self._start = self._next, [0] * (num_layers + 1), [0] * (num_layers + 1)
-            last = num_layers - partitions + k  # each later partition takes a layer
+            last = num_layers - partitions + k  # each later partition takes at least one layer
             self._fill(max(k, 1), last, k - 1, last - 1)
             table.append(self._start)
         starts, end = [], num_layers
@@ -162,7 +165,7 @@ class _Starts:
         return [0, *reversed(starts)]
 
     def _fill(self, first: int, last: int, low: int, high: int) -> None:
-        """Solves for the first to last n, whose best j are from low to high."""
+        """Solves the row for n from ``first`` to ``last``, whose optimal j lie from ``low`` to ``high``."""
         if first > last:
             return
         n = (first + last) // 2

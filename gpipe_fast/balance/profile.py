@@ -1,4 +1,4 @@
-"""What each layer of a sequence costs: seconds, operations and bytes, measured on copies of the layers."""
+"""The layer profiler: measures time, operations and memory of each layer on copies of the layers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from gpipe_fast.devices import Device
 from gpipe_fast.layers.structure import LayerSequence
 from gpipe_fast.layers.title import title
 
-# Rounds over all layers: at least so many are timed, and so many fit into the timeout if no layer is slow.
+# The minimum number of timed rounds over all layers, and the number that fits into the timeout if no layer is
+# slow.
 LEAST_ROUNDS, USUAL_ROUNDS = 3, 10
-# A bar that nobody asked for shows when profiling takes longer.
+# The delay after which the progress bar appears by default.
 BAR_AFTER_SECONDS = 2.0
 
 _T = TypeVar("_T")
@@ -32,22 +33,22 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs for one micro-batch.
+    """The costs of one layer for one micro-batch.
 
     Attributes:
-        index: its position in the sequence.
-        name: its name there.
-        kind: its class.
-        forward_seconds: median; NaN if nothing was timed.
-        backward_seconds: likewise, with gradients added to those of parameters; 0 if none needs a gradient.
-        flops: floating point operations of the forward alone, a multiplication and an addition counting as
-            two, as far as PyTorch's `FlopCounterMode` knows the operators (matrix products, convolutions,
-            attention).
-        parameter_bytes: of its parameters, without gradients.
-        activation_bytes: of what autograd saves for its backward, each storage once, parameters and buffers
-            left out. Its input counts if it is saved, though the layer before may save it too.
-        boundary_bytes: of what would cross a cut after it: its output, and skip tensors that it or a layer
-            before has stashed and none has popped yet.
+        index: the layer's position in the sequence.
+        name: the layer's name in the sequence.
+        kind: the name of the layer's class.
+        forward_seconds: median time of the forward; NaN if nothing was timed.
+        backward_seconds: median time of the backward, including the accumulation into the parameters'
+            gradients; NaN if nothing was timed, 0 if no output requires a gradient.
+        flops: floating point operations of the forward alone. A multiply-add counts as two. Only the
+            operators that PyTorch's `FlopCounterMode` knows count (matrix products, convolutions, attention).
+        parameter_bytes: size of the parameters, without gradients.
+        activation_bytes: size of the tensors that autograd saves for the backward, each storage counted once,
+            without parameters and buffers. A saved input counts, though the previous layer may save it too.
+        boundary_bytes: size of the tensors that would cross a cut after the layer: the layer's output, and
+            skip tensors stashed by then but not popped yet.
     """
 
     index: int
@@ -70,29 +71,29 @@ def profile_layers(
     chunks: int = 1,
     progress: bool | None = None,
 ) -> list[LayerProfile]:
-    """Measures each layer on a copy of it, in train mode; one copy at a time is on the device.
+    """Measures each layer on a copy in train mode; only one copy at a time is on the device.
 
-    All layers take turns, round after round, so that a slow spell of the machine meets them all. A first
-    round counts bytes and operations. Parameters, buffers, gradients, the sample and PyTorch's
-    random state are afterwards what they were::
+    The layers are timed in rounds over all layers, so that a temporary slowdown of the machine affects all
+    of them. The first round counts bytes and operations. Parameters, buffers, gradients, the sample and
+    PyTorch's random state are left unchanged::
 
         print(table(profile_layers(model, torch.randn(128, 3, 224, 224), chunks=8)))
 
     Args:
         module: the layers, as a ``Sequential`` or a `GPipe`.
-        sample: a mini-batch, as `GPipe` takes it as its only argument; where its tensors require gradients,
-            the first layer computes them.
-        device: where to measure; by default CUDA if there is any, else the CPU.
-        timeout: seconds to go on for, at least three rounds; None times nothing.
-        chunks: into how many micro-batches the sample is cut; the first, the largest, is what layers get.
-        progress: whether to show a bar, through tqdm if it is installed; by default on a terminal, if it
-            takes longer than two seconds.
+        sample: a mini-batch, the only argument of a `GPipe` call; if its tensors require gradients, the first
+            layer's backward computes them.
+        device: the device to measure on; by default CUDA if available, else the CPU.
+        timeout: the time to measure for, in seconds, and for at least three rounds; None skips timing.
+        chunks: the number of micro-batches in the sample; layers run on the first one, the largest.
+        progress: whether to show a progress bar, which needs tqdm; by default only on a terminal, after two
+            seconds.
 
     Raises:
-        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or there is no tensor in ``sample``.
-        ValueError: a parameter is not there yet (on the meta device, or lazy), a layer is larger than the
-            device, which is neither a CPU nor a CUDA device, or ``chunks`` or ``timeout`` is not positive.
-        RuntimeError: a layer fails; the message names it.
+        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or ``sample`` contains no tensor.
+        ValueError: a parameter is lazy or on the meta device; a layer is larger than the device; the device
+            is neither a CPU nor a CUDA device; ``chunks`` is not positive; or ``timeout`` is negative.
+        RuntimeError: a layer fails; the message names the layer.
     """
     check_layers(module)
     if timeout is not None:
@@ -101,20 +102,20 @@ def profile_layers(
 
 
 def check_timeout(timeout: float) -> None:
-    """Refuses what is no number of seconds.
+    """Checks a timeout.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``timeout`` is not a number of seconds, at least 0.
     """
     if not isinstance(timeout, (int, float)) or not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, at least 0, got {timeout!r}")
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuses what has no layers that can be copied and run.
+    """Checks that a module is a sequence of initialised layers.
 
     Raises:
-        TypeError: it is neither a ``Sequential`` nor a `GPipe`.
+        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`.
         ValueError: a layer has lazy parameters.
     """
     if not isinstance(module, (nn.Sequential, LayerSequence)):
@@ -133,14 +134,14 @@ def profile(
     chunks: int = 1,
     progress: bool | None = None,
 ) -> list[LayerProfile]:
-    """`profile_layers` without its checks."""
+    """Measures each layer like `profile_layers`, without checking ``module`` and ``timeout``."""
     layers = _layers(module)
     place = default_device() if device is None else _devices.named_device(device, "device")
     if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"layers are measured on CPU and CUDA devices, got {place}")
+        raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {place}")
     check_fits(layers, place)
     visits = len(layers) * (1 if timeout is None else 1 + LEAST_ROUNDS)
-    # What is not cut into several may be a `Call`, whose tensors are counted otherwise than a mini-batch's.
+    # A sample that is not cut may be a `Call`, to whose tensors `batch_dim` does not apply.
     batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
     with _apart(place), _bar(progress, visits) as advance:
         first = first_microbatch(sample, chunks, place, batch_dim)
@@ -160,15 +161,15 @@ def profile(
 
 
 def table(profiles: Iterable[LayerProfile]) -> str:
-    """A row for each layer.
+    """Formats profiles as a table with one row per layer.
 
     Raises:
-        TypeError: these are no profiles.
+        TypeError: an element is not a `LayerProfile`.
     """
     profiles = list(profiles)
     if not all(isinstance(each, LayerProfile) for each in profiles):
         raise TypeError(
-            f"expected what profile_layers returns, got {', '.join(type(each).__name__ for each in profiles)}"
+            f"expected LayerProfile objects, got {', '.join(type(each).__name__ for each in profiles)}"
         )
     headers = ["layer", "class", "forward ms", "backward ms", "MFLOP"]
     headers += [f"{what} MiB" for what in ("parameters", "activations", "boundary")]
@@ -183,19 +184,19 @@ def table(profiles: Iterable[LayerProfile]) -> str:
 
 
 def default_device() -> torch.device:
-    """CUDA if there is any, else the CPU."""
+    """Returns the first CUDA device if CUDA is available, else the CPU."""
     devices = _devices.default_devices()
     return devices[0] if devices else torch.device("cpu")
 
 
 def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    # Not named_children(), which leaves out a layer that comes again.
+    # named_children() would skip repeated occurrences of a layer.
     return [(name, layer) for name, layer in module._modules.items() if layer is not None]
 
 
 @contextlib.contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Draws of a block leave PyTorch's random state as it was; gradients are on in it."""
+    """Restores PyTorch's random state after a block, and enables gradients inside it."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         yield
@@ -203,7 +204,7 @@ def _apart(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar(show: bool | None, expected: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar; what it yields counts one visit, and takes how many are now expected in all."""
+    """Shows a progress bar; yields a function that counts one visit and sets the expected total of visits."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -211,7 +212,7 @@ def _bar(show: bool | None, expected: int) -> Iterator[Callable[[int], object]]:
     if show is False:
         yield lambda expected: None
         return
-    hidden, delay = (False, 0.0) if show else (None, BAR_AFTER_SECONDS)  # None: where there is no terminal
+    hidden, delay = (False, 0.0) if show else (None, BAR_AFTER_SECONDS)  # None hides the bar off a terminal
     words = {"desc": "profiling", "unit": " layers"}
     with tqdm(total=expected, leave=False, disable=hidden, delay=delay, **words) as bar:
 
@@ -223,14 +224,14 @@ def _bar(show: bool | None, expected: int) -> Iterator[Callable[[int], object]]:
 
 
 class _Rounds:
-    """Visits all layers in order, each with what the one before hands on.
+    """Rounds of visits to all layers in order; each layer runs on the output of the previous one.
 
     Args:
-        layers: with their names.
-        sample: what the first one gets.
-        device: where copies of them run.
-        timeout: seconds to time them for, or None.
-        advance: called after each visit with how many visits are expected in all.
+        layers: the named layers.
+        sample: the input of the first layer.
+        device: the device on which copies of the layers run.
+        timeout: the time to measure for, in seconds, or None.
+        advance: called after each visit with the expected total of visits.
     """
 
     def __init__(
@@ -246,10 +247,10 @@ class _Rounds:
         self._expected = 1 if timeout is None else 1 + LEAST_ROUNDS
 
     def over(self, visit: Callable[[Visit], _T]) -> list[_T]:
-        """One round; what a visit comes to, for each layer.
+        """Runs one round; returns the result of ``visit`` for each layer.
 
         Raises:
-            RuntimeError: a layer fails.
+            RuntimeError: a layer fails; the message names the layer.
         """
         found: list[_T] = []
         arrived = self._sample
@@ -264,7 +265,7 @@ class _Rounds:
         return found
 
     def times(self) -> list[list[Seconds]]:
-        """Every run's, for each layer, in as many rounds as there is time for."""
+        """Returns the times of every run of each layer, in as many rounds as the timeout permits."""
         if self._timeout is None or not self._layers:
             return [[Seconds(math.nan, math.nan)]] * len(self._layers)
         found: list[list[Seconds]] = [[] for _ in self._layers]

@@ -1,4 +1,4 @@
-"""One layer by itself: a copy of it, run on what the layers before hand on, and measured."""
+"""Measurement of one layer: runs a copy of the layer on the output of the layers before it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gpipe_fast.layers.structure import BatchDim, Inputs, Structure, call, flatt
 
 
 class Handed(NamedTuple):
-    """What one layer hands to the next: leaves, which require gradients where those before did.
+    """The output of one layer and input of the next: leaves that require gradients where the output does.
 
     Attributes:
-        tensors: in order.
-        structure: how they are nested.
+        tensors: the output's tensors, in order.
+        structure: the nesting of the tensors.
         waiting: skip tensors that no layer has popped yet.
     """
 
@@ -32,7 +32,7 @@ class Handed(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What is counted in one run; for what it means see `LayerProfile`."""
+    """Operations and bytes of one run; see `LayerProfile`."""
 
     flops: int
     parameter_bytes: int
@@ -41,22 +41,22 @@ class Sizes(NamedTuple):
 
 
 class _Flops(FlopCounterMode):
-    """Counts a pipeline among the layers as nothing, without a warning."""
+    """A FLOP counter that counts a nested pipeline as zero, without a warning."""
 
 
 class Seconds(NamedTuple):
-    """What one run takes."""
+    """The time of one run, in seconds."""
 
     forward: float
     backward: float
 
 
 def first_microbatch(sample: Any, chunks: int, device: torch.device, batch_dim: BatchDim = 0) -> Handed:
-    """What the first layer gets.
+    """Returns the input of the first layer: the first micro-batch of a sample.
 
     Raises:
-        TypeError: there is no tensor in it, or something that is neither a tensor nor a constant.
-        ValueError: it is on the meta device, or ``chunks`` is not positive.
+        TypeError: ``sample`` contains no tensor, or an object that is neither a tensor nor a constant.
+        ValueError: ``sample`` is on the meta device, or ``chunks`` is not positive.
     """
     if type(chunks) is not int or chunks < 1:
         raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
@@ -64,21 +64,21 @@ def first_microbatch(sample: Any, chunks: int, device: torch.device, batch_dim: 
     if not inputs.tensors:
         raise TypeError(f"expected Tensor, but got {type(sample).__name__}")
     if any(tensor.is_meta for tensor in inputs.tensors):
-        raise ValueError("the sample is on the meta device, where layers do not compute")
+        raise ValueError("the sample is on the meta device; pass one with data")
     tensors = inputs.tensors if chunks == 1 else inputs.dims.cut(inputs.tensors, chunks)[0]
     return Handed([_leaf(tensor.to(device)) for tensor in tensors], inputs.structure, {})
 
 
 class Visit:
-    """A copy of a layer in train mode, with what reaches it; it may run any number of times.
+    """A copy of a layer in train mode, with its input; it may run any number of times.
 
     Args:
-        layer: stays as it is.
-        arrived: likewise.
-        device: where the copy runs.
+        layer: the layer to copy; it is not changed.
+        arrived: the layer's input; it is not changed.
+        device: the device on which the copy runs.
 
     Attributes:
-        handed: what the latest run hands on.
+        handed: the output of the latest run.
     """
 
     def __init__(self, layer: nn.Module, arrived: Handed, device: torch.device) -> None:
@@ -91,8 +91,8 @@ class Visit:
         self.handed = arrived
 
     def sizes(self) -> Sizes:
-        """Runs the forward and counts."""
-        saved: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
+        """Runs the forward, and counts operations and bytes."""
+        saved: dict[int, torch.UntypedStorage] = {}  # keeps storages alive so that no address is reused
 
         def pack(tensor: Tensor) -> Tensor:
             if tensor.layout == torch.strided:
@@ -118,10 +118,10 @@ class Visit:
         )
 
     def times(self, seconds: float) -> list[Seconds]:
-        """Runs for about so long, at least once.
+        """Measures runs for about ``seconds``, at least one.
 
-        One run more comes first and is dropped: it warms up, and makes the gradients that later ones add to,
-        as all micro-batches but one do.
+        An additional first run is discarded: it warms up, and creates the gradients to which the later runs
+        add, as do all micro-batches of a mini-batch but one.
         """
         found: list[Seconds] = []
         begun = perf_counter()
@@ -150,12 +150,12 @@ class Visit:
         return perf_counter()
 
     def _inputs(self) -> tuple[Any, dict[Key, Tensor | None]]:
-        """The layer's argument, and what it pops; all copies, for it may write to them."""
+        """Returns copies, which the layer may change, of its argument and of the skip tensors it pops."""
         popped = {key: None if x is None else _leaf(x).clone() for key, x in self._popped.items()}
         return self._arrived.structure.build([_leaf(x).clone() for x in self._arrived.tensors]), popped
 
     def _hand_on(self, output: Any, stashed: Mapping[Key, Tensor | None]) -> list[Tensor]:
-        """Keeps what the layer hands on; returns its tensors with their history."""
+        """Stores the layer's output for the next layer; returns its tensors with their autograd history."""
         tensors, structure = flatten(output, once=True)
         passing = {key: x for key, x in self._arrived.waiting.items() if key not in self._popped}
         waiting = passing | {key: None if x is None else _leaf(x) for key, x in stashed.items()}

@@ -107,7 +107,7 @@ def too_large() -> None:
     del pipe
     taken = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda:0")
     module = layers(1, width)
-    with pytest.raises(ValueError, match=r"stages 0 bring 0\.0 GiB .* to cuda:0, which has 0\.0 GiB free"):
+    with pytest.raises(ValueError, match=r"stages 0 move 0\.0 GiB .* to cuda:0, which has 0\.0 GiB free"):
         GPipe(module, [1], devices=["cuda:0"])
     assert set(devices_of(module)) == {"cpu"}
     del taken  # PyTorch has it still, and can give it away

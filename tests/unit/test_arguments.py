@@ -108,7 +108,7 @@ FUNCTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (TypeError, "pop must be a list of names", lambda: skippable(pop=3)),  # type: ignore[arg-type]
     (TypeError, "costs must be a list with a number for each layer, got 3", lambda: balance_by_cost(2, 3)),  # type: ignore[arg-type]
     (TypeError, "partitions must be a positive integer, got 2.0", lambda: balance_by_cost(2.0, [1, 2])),  # type: ignore[arg-type]
-    (TypeError, "expected what profile_layers returns, got Linear", lambda: table([nn.Linear(1, 1)])),  # type: ignore[list-item]
+    (TypeError, "expected LayerProfile objects, got Linear", lambda: table([nn.Linear(1, 1)])),  # type: ignore[list-item]
     (
         ValueError,
         "timeout must be a number of seconds, at least 0, got None",
@@ -116,7 +116,7 @@ FUNCTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     ),
     (
         ValueError,
-        "layers are measured on CPU and CUDA devices, got meta",
+        "layers can be profiled only on CPU and CUDA devices, got meta",
         lambda: balance_by_time(2, mlp(), features(), device="meta"),
     ),
     (

@@ -125,7 +125,7 @@ def test_what_is_moved_must_be_free(memory: Callable[[int, int], None]) -> None:
     memory(16 * MIB, 4 * MIB)
     check_all_fit([partition()], [GPU])
     memory(16 * MIB, 4 * MIB - 1)
-    with pytest.raises(ValueError, match=r"stages 0 bring 0\.0 GiB .* to cuda:0, which has 0\.0 GiB free of"):
+    with pytest.raises(ValueError, match=r"stages 0 move 0\.0 GiB .* to cuda:0, which has 0\.0 GiB free of"):
         check_all_fit([partition()], [GPU])
 
 

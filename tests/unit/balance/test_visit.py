@@ -214,5 +214,5 @@ def test_refuses_samples_without_tensors() -> None:
         arrived((1, None))
     with pytest.raises(TypeError, match=r"^expected Tensor, but got set"):
         arrived({1})
-    with pytest.raises(ValueError, match=r"^the sample is on the meta device, where layers do not compute$"):
+    with pytest.raises(ValueError, match=r"^the sample is on the meta device; pass one with data$"):
         arrived(torch.randn(5, 6, device="meta"))
