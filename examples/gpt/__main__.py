@@ -1,4 +1,4 @@
-"""The demo: a byte-level GPT learns Python's standard library, trained by `GPipe`."""
+"""The demo: trains a byte-level GPT on Python's standard library with `GPipe`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = b"def "
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains, measures on held-out text before and after, shows what the model writes, and what it took."""
+    """Trains the model, reports its held-out loss before and after, prints a sample, and reports timings."""
     began = time.perf_counter()
     args, text, checkpoint = _settle(argv)
     torch.manual_seed(args.seed)
@@ -43,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(check_equality(model, tokens, targets, args.chunks))
     if checkpoint is not None:
         training.load_state_dict(checkpoint)
-        print(f"going on after {len(training.losses)} of {args.steps} steps")
+        print(f"resuming after {len(training.losses)} of {args.steps} steps")
     print(f"first held-out loss: {held_out_loss(model, text.held_out, args):.3f} bits per byte", flush=True)
     training.run(text.training)
     save_checkpoint(args.save, training, settings_of(args, text))
     finished = len(training.losses) == args.steps
     if not finished:
-        print(f"interrupted after {len(training.losses)} of {args.steps} steps; --resume goes on")
-    print(f"checkpoint: {args.save} (a plain nn.Sequential loads what it has under 'model')", flush=True)
+        print(f"interrupted after {len(training.losses)} of {args.steps} steps; continue with --resume")
+    print(f"checkpoint: {args.save} (a plain nn.Sequential can load its 'model' entry)", flush=True)
 
     print(f"last held-out loss: {held_out_loss(model, text.held_out, args):.3f} bits per byte")
     written = generate(model, PROMPT, args.sample, args.length, args.seed)
@@ -58,23 +58,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if finished:
         print(f"forward, loss and backward of a mini-batch:\n{compare(model, tokens, targets, args)}")
         draw_step(model, tokens, targets, args.picture)
-        print(f"picture of a step: {args.picture}")
-    print(f"done in {time.perf_counter() - began:.0f} s")
+        print(f"timeline of a step: {args.picture}")
+    print(f"finished in {time.perf_counter() - began:.0f} s")
 
 
 def check_equality(model: GPipe, tokens: Tensor, targets: Tensor, chunks: int) -> str:
-    """Compares a step over the first two micro-batches with the plain loop: a line, or what differs."""
+    """Compares a step over the first two micro-batches with the plain loop; returns the result as text."""
     few = 2 * len(tokens.chunk(chunks)[0])
     report = verify(model, tokens[:few], lambda logits: cross_entropy(logits, targets[:few]), chunks=2)
     return report.headline if report else str(report)
 
 
 def check(args: argparse.Namespace, text: Text) -> None:
-    """Refuses settings that do not fit together, before any work starts.
+    """Checks the settings before any work starts.
 
     Raises:
-        ValueError: there are more stages than layers, the heads do not divide the width, the text is too
-            short, or a file cannot be written.
+        ValueError: there are more stages than layers, the heads do not divide the width, the dropout or
+            learning rate is out of range, the text is too short, or a file cannot be written.
     """
     if args.stages > args.layers + 2:
         raise ValueError(
@@ -90,7 +90,7 @@ def check(args: argparse.Namespace, text: Text) -> None:
     for name, part in zip(("training", "held-out"), text, strict=True):
         if len(part) <= args.length:
             raise ValueError(
-                f"the text is too short: its {name} part has {len(part)} bytes, and a window takes "
+                f"the text is too short: its {name} part has {len(part)} bytes, and a window needs "
                 f"{args.length + 1}"
             )
     for path in (args.save, args.picture):
@@ -102,7 +102,7 @@ def _check_writable(path: Path) -> None:
     if path.parent == FOLDER:
         folder.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
-        raise ValueError(f"cannot save to the folder {path}; name a file")
+        raise ValueError(f"cannot save to the folder {path}; pass a file name")
     if not folder.is_dir():
         raise ValueError(f"there is no folder {path.parent} to save to")
     if not os.access(folder, os.W_OK):
@@ -110,7 +110,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _settle(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Text, dict[str, Any] | None]:
-    """The settings, with those that are left to the machine; the text; the checkpoint to go on from."""
+    """Parses and checks the settings, with ``auto`` resolved; also returns the text and the checkpoint."""
     parser = command_line()
     args = parser.parse_args(argv)
     if args.threads:
@@ -129,23 +129,21 @@ def _settle(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Text, dict[
 
 
 def _cores() -> int:
-    """How many this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _describe(args: argparse.Namespace, model: GPipe, text: Text) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     microbatches = len(torch.empty(args.batch).chunk(args.chunks))
-    print(f"text: {len(text.training):,} bytes to train on, {len(text.held_out):,} held out")
-    print(
-        f"model: {parameters:,} parameters in {len(model)} layers, cut into stages of {model.balance} layers"
-    )
+    print(f"text: {len(text.training):,} bytes for training, {len(text.held_out):,} bytes held out")
+    print(f"model: {parameters:,} parameters in {len(model)} layers; layers per stage: {model.balance}")
     print(
         f"step: {args.batch} windows of {args.length} bytes in {microbatches} micro-batches, "
         f"checkpoint={model.checkpoint}, {torch.get_num_threads()} threads"
     )
     if microbatches < args.chunks:
-        print(f"note: a mini-batch of {args.batch} makes {microbatches} micro-batches, not {args.chunks}")
+        print(f"note: a mini-batch of {args.batch} yields {microbatches} micro-batches, not {args.chunks}")
 
 
 def _positive(word: str) -> int:
@@ -160,43 +158,43 @@ def _positive_or_auto(word: str) -> int | Literal["auto"]:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The command line; its defaults take a few minutes on two cores."""
+    """Returns the argument parser; a run with its defaults takes a few minutes on two cores."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.gpt",
         description="Trains a byte-level GPT on Python's standard library as a pipeline of stages.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--steps", type=_positive, default=1200, help="mini-batches to train on")
-    add("--stages", type=_positive_or_auto, default="auto", help="K; auto: one a core, from 2 to 4")
+    add("--steps", type=_positive, default=1200, help="training steps, each on one mini-batch")
+    add("--stages", type=_positive_or_auto, default="auto", help="stages (K); auto: one per core, 2 to 4")
     add(
         "--chunks", type=_positive_or_auto, default="auto", help="micro-batches per mini-batch (M); auto: 4 K"
     )
     add("--checkpoint", choices=CHECKPOINT_MODES, default="except_last", help="which micro-batches recompute")
-    add("--width", type=_positive, default=128, help="of every token's vector")
+    add("--width", type=_positive, default=128, help="size of a token's vector")
     add("--layers", type=_positive, default=4, help="Transformer blocks")
     add("--heads", type=_positive, default=4, help="attention heads per block")
-    add("--dropout", type=float, default=0.0, help="probability")
+    add("--dropout", type=float, default=0.0, help="dropout probability")
     add("--length", type=_positive, default=128, help="bytes per window")
     add("--batch", type=_positive, default=16, help="windows per mini-batch (N)")
-    add("--lr", type=float, default=3e-3, help="highest learning rate")
-    add("--seed", type=int, default=0, help="of the weights, the windows and the sample")
+    add("--lr", type=float, default=3e-3, help="peak learning rate")
+    add("--seed", type=int, default=0, help="random seed of the weights, the windows and the sample")
     add(
         "--threads",
         type=_positive,
         default=None,
-        help="threads, of all stages together; by default PyTorch's",
+        help="threads of all stages together; by default PyTorch's setting",
     )
-    add("--text", type=Path, default=None, help="another file or folder to learn")
-    add("--sample", type=_positive, default=400, help="bytes to write at the end")
+    add("--text", type=Path, default=None, help="a file or folder to train on instead")
+    add("--sample", type=_positive, default=400, help="bytes to generate at the end")
     add(
         "--save",
         type=Path,
         default=FOLDER / "checkpoint.pt",
-        help="write the checkpoint here, also on Ctrl-C",
+        help="checkpoint file, written at the end and on Ctrl-C",
     )
-    add("--resume", action="store_true", help="go on from the checkpoint that --save names")
-    add("--picture", type=Path, default=FOLDER / "step.svg", help="draw a step here")
+    add("--resume", action="store_true", help="resume from the checkpoint file --save")
+    add("--picture", type=Path, default=FOLDER / "step.svg", help="file for the timeline of a step")
     return parser
 
 

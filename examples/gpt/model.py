@@ -1,4 +1,4 @@
-"""The demo's model: a byte-level GPT in plain PyTorch, one layer of an nn.Sequential for every block."""
+"""The demo's model: a byte-level GPT in plain PyTorch, an nn.Sequential with one layer per block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 256  # a token is a byte
 
 
 class Embed(nn.Module):
-    """Tokens (batch, length) to the sum of a token's and a position's vector (batch, length, width)."""
+    """Token plus position embedding: (batch, length), int64, to (batch, length, width)."""
 
     def __init__(self, width: int, length: int, dropout: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Lets every position look at itself and at those before it."""
+        """Lets every position attend to itself and to the positions before it."""
         batch, length, width = x.shape
         split = self.queries_keys_values(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4).unbind()
@@ -58,21 +58,21 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds what attention, then what the MLP makes of ``x``."""
+        """Adds the outputs of the attention branch and then of the MLP branch to ``x``."""
         x = x + self.dropout(self.attention(self.norm_attention(x)))
         result: Tensor = x + self.dropout(self.mlp(self.norm_mlp(x)))
         return result
 
 
 def gpt(width: int, layers: int, heads: int, length: int, dropout: float = 0.0) -> nn.Sequential:
-    """Makes the model: tokens (batch, length), int64, to logits (batch, length, 256) of the next token.
+    """Returns the model: maps tokens (batch, length), int64, to next-token logits (batch, length, 256).
 
     Args:
-        width: of every token's vector, a multiple of ``heads``.
-        layers: how many blocks; the Sequential has two layers more, the embedding and the head.
-        heads: of attention.
-        length: the longest window.
-        dropout: probability, at the end of the embedding and of every branch.
+        width: the size of a token's vector, a multiple of ``heads``.
+        layers: the number of blocks; the Sequential also has an embedding and a head.
+        heads: the number of attention heads.
+        length: the maximum window length.
+        dropout: the dropout probability, at the end of the embedding and of every branch.
     """
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False))
     blocks = [(f"block{i}", Block(width, heads, dropout)) for i in range(layers)]
@@ -82,7 +82,7 @@ def gpt(width: int, layers: int, heads: int, length: int, dropout: float = 0.0) 
 
 
 def _initialise(model: nn.Sequential, layers: int) -> None:
-    """GPT-2's initial weights: normal, smaller where a branch joins the residual stream."""
+    """Initialises weights like GPT-2: normal, and smaller where a branch joins the residual stream."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             joins = name.endswith(("attention.out.weight", "mlp.2.weight"))

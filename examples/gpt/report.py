@@ -1,4 +1,4 @@
-"""The demo's last words: its pipeline beside the plain loop, in figures, and one step as a picture."""
+"""The demo's final report: the pipeline compared with the plain loop, and the timeline of one step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from gpipe_fast._extension import kept_bytes
 from gpipe_fast.inspect.picture import draw
 
 ROUNDS = 5
-KEPT = "kept: by all micro-batches when the forward ends; a recompute adds those of one in a stage"
+KEPT = "activations: total at the end of the forward; a recompute adds those of one micro-batch in one stage"
 
 
 class PlainLoop(nn.Module):
-    """What one would write without `GPipe`: every micro-batch after the other, with PyTorch's checkpointing.
+    """The equivalent without `GPipe`: a sequential loop over micro-batches with PyTorch's checkpointing.
 
-    It recomputes in the same partitions, and of the same micro-batches, as the pipeline.
+    The loop recomputes the same partitions for the same micro-batches as the pipeline.
     """
 
     def __init__(self, model: GPipe, chunks: int, draws: bool) -> None:
@@ -37,7 +37,7 @@ class PlainLoop(nn.Module):
         self.chunks, self.checkpoint, self.draws = chunks, model.checkpoint, draws
 
     def forward(self, input: Tensor) -> Tensor:
-        """Cuts a mini-batch into micro-batches and runs them."""
+        """Cuts a mini-batch into micro-batches, and runs one after the other."""
         parts = input.chunk(self.chunks)
         recomputed = {"always": len(parts), "except_last": len(parts) - 1, "never": 0}[self.checkpoint]
         return torch.cat([self._run(part, index < recomputed) for index, part in enumerate(parts)])
@@ -52,7 +52,7 @@ class PlainLoop(nn.Module):
 
 
 def compare(model: GPipe, tokens: Tensor, targets: Tensor, args: argparse.Namespace) -> str:
-    """Times both, alternating so that a slow spell of the machine meets them alike; returns a table."""
+    """Times the plain loop and the pipeline in turn, so that slowdowns affect both; returns a table."""
     plain = PlainLoop(model, args.chunks, args.dropout > 0)
     candidates: dict[str, nn.Module] = {"plain loop with checkpointing": plain, "GPipe": model}
     times: dict[str, list[float]] = {name: [] for name in candidates}
@@ -62,13 +62,13 @@ def compare(model: GPipe, tokens: Tensor, targets: Tensor, args: argparse.Namesp
             begin = time.perf_counter()
             _step(candidate, tokens, targets)
             times[name].append(time.perf_counter() - begin)
-    medians = [statistics.median(found[1:]) for found in times.values()]  # the first was for warming up
+    medians = [statistics.median(found[1:]) for found in times.values()]  # without the warm-up
     kept = [saved_bytes(plain, tokens), kept_bytes(model(tokens))]
     rows = [
         (name, seconds * 1e3, len(tokens) / seconds, count / 2**20, medians[0] / seconds)
         for name, seconds, count in zip(candidates, medians, kept, strict=True)
     ]
-    headers = ("", "step, ms", "samples/s", "activations kept, MiB", "times as fast")
+    headers = ("", "step, ms", "samples/s", "activations, MiB", "speedup")
     table: str = tabulate(rows, headers, tablefmt="simple", floatfmt=("", ".1f", ".1f", ".2f", ".2f"))
     return f"{table}\n{KEPT}"
 
@@ -79,7 +79,7 @@ def _step(model: nn.Module, tokens: Tensor, targets: Tensor) -> None:
 
 
 def saved_bytes(model: nn.Module, input: Tensor) -> int:
-    """What PyTorch's autograd keeps of a forward for its backward, without parameters."""
+    """Returns the bytes that autograd saves in a forward for the backward, without parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: dict[int, int] = {}
 
@@ -96,7 +96,7 @@ def saved_bytes(model: nn.Module, input: Tensor) -> int:
 
 
 def draw_step(model: GPipe, tokens: Tensor, targets: Tensor, path: Path) -> None:
-    """Records a training step without its update, and draws it."""
+    """Records a training step without the optimiser's update, and writes its timeline as an SVG file."""
     model.train()
     with model.recording() as recording:
         _step(model, tokens, targets)

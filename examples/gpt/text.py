@@ -1,4 +1,4 @@
-"""The demo's text: Python's standard library, a file or a folder, as bytes to train on and bytes held out."""
+"""The demo's text (Python's standard library, a file or a folder): a training set and a held-out set."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Of a folder's entries one in so many is held out, a package whole: files of one package resemble each other.
-# Of a single file, the last such part.
+# One in this many entries of a folder is held out. A package is held out as a whole, because its files
+# resemble each other. Of a single file, the last twentieth is held out.
 HOLD_OUT_EVERY = 20
 _EXCLUDED = {"__pycache__", "idle_test", "site-packages", "test", "tests"}
 
 
 class Text(NamedTuple):
-    """What to train on and what to measure by; uint8, one element a byte, files joined in sorted order."""
+    """The training set and the held-out set: uint8, one element per byte, files joined in sorted order."""
 
     training: Tensor
     held_out: Tensor
 
 
 def load(path: Path | None = None) -> Text:
-    """Reads a text and holds out a part of it: whole modules and packages, the same ones every time.
+    """Reads a text and splits it deterministically; whole modules and packages are held out.
 
     Args:
-        path: a folder, whose files are all read; a file, whose end is held out; None for the Python sources
-            of the running interpreter's standard library. Packages installed beside it and tests are left
-            out, and so are files that are empty or hold a zero byte, which are no text.
+        path: a folder, whose files are all read; a file, whose end is held out; or None for the Python
+            sources of the running interpreter's standard library. Installed packages, tests, empty files and
+            files with a zero byte (binary files) are excluded.
 
     Raises:
-        ValueError: there is nothing at ``path``, or no text.
+        ValueError: ``path`` does not exist.
     """
     if path is not None and not path.exists():
         raise ValueError(f"there is no file or folder {path}")
@@ -46,18 +46,21 @@ def load(path: Path | None = None) -> Text:
 
 
 def standard_library() -> Path:
-    """The folder of the running interpreter's own modules."""
+    """Returns the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def files(root: Path, pattern: str) -> list[Path]:
-    """Lists the files below ``root`` that match, sorted by path."""
+    """Returns the files below ``root`` that match ``pattern``, sorted by path."""
     found = root.rglob(pattern)
     return sorted(p for p in found if p.is_file() and not _EXCLUDED.intersection(p.relative_to(root).parts))
 
 
 def split(paths: Sequence[Path], root: Path) -> tuple[list[Path], list[Path]]:
-    """Parts files into those to train on and those below each twentieth entry of ``root``, or its last."""
+    """Splits files into a training set and a held-out set.
+
+    The held-out set is all files in every twentieth entry of ``root``, or in the last of fewer entries.
+    """
     entries = sorted({p.relative_to(root).parts[0] for p in paths})
     chosen = {*(entries[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY] or entries[-1:])}
     held_out = [p for p in paths if p.relative_to(root).parts[0] in chosen]
@@ -65,7 +68,7 @@ def split(paths: Sequence[Path], root: Path) -> tuple[list[Path], list[Path]]:
 
 
 def read(paths: Sequence[Path]) -> list[bytes]:
-    """Reads files, leaving out those that are empty or no text."""
+    """Reads files; skips empty and binary ones."""
     contents = (p.read_bytes() for p in paths)
     return [c for c in contents if c and b"\0" not in c]
 
@@ -79,7 +82,7 @@ def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
         length: bytes per window.
 
     Returns:
-        The bytes and, for each, the one that follows it; int64, of shape (n, length).
+        The bytes of the windows and, for each byte, the next one; both int64, of shape (n, length).
     """
     positions = starts[:, None] + torch.arange(length + 1)
     cut = text[positions].long()
@@ -87,7 +90,7 @@ def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def spread(text: Tensor, count: int, length: int) -> Tensor:
-    """Where ``count`` windows begin that lie evenly over a text: always the same ones; int64."""
+    """Returns the starts of ``count`` evenly spaced windows of a text, int64; deterministic."""
     return torch.linspace(0, len(text) - length - 1, count, dtype=torch.float64).long()
 
 

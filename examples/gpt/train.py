@@ -1,4 +1,4 @@
-"""The demo's training: an ordinary loop around a module that happens to be a `GPipe`, and what it learned."""
+"""The demo's training loop, evaluation and sampling: ordinary PyTorch code for a module, here a `GPipe`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TEMPERATURE = 0.8
 
 
 class Training:
-    """All that changes from step to step.
+    """The training state: model, optimiser, learning rate schedule, generator and losses.
 
     Attributes:
-        model: tokens (batch, length) to logits (batch, length, 256).
-        losses: of every finished step, in bits per byte.
+        model: maps tokens (batch, length) to logits (batch, length, 256).
+        losses: the loss of every finished step, in bits per byte.
     """
 
     def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
@@ -41,7 +41,7 @@ class Training:
         self._optimizer, self._schedule = _optimizer(model, args)
 
     def run(self, text: Tensor) -> None:
-        """Trains on random windows of ``text``, uint8, until done, or until a step ends after Ctrl-C."""
+        """Trains on random windows of ``text``, uint8, up to the last step or the first one after Ctrl-C."""
         args, losses = self._args, self.losses
         tokens_per_step = args.batch * args.length
         idle = ""
@@ -56,7 +56,7 @@ class Training:
                 bar.update(tokens_per_step)
 
     def _recorded(self) -> AbstractContextManager[Recording | None]:
-        """Measures a step now and then."""
+        """Returns a context that records the step if it is one in ``RECORD_EVERY``."""
         if isinstance(self.model, GPipe) and len(self.losses) % RECORD_EVERY == 1:
             return self.model.recording()
         return nullcontext()
@@ -74,7 +74,7 @@ class Training:
         return loss.item() / math.log(2)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, with the state of PyTorch's own generator, from which dropout draws."""
+        """Returns the training state, including PyTorch's default generator, which dropout uses."""
         return {
             "step": len(self.losses),
             "losses": list(self.losses),
@@ -86,7 +86,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state_dict`` was called."""
+        """Restores the training state that ``state_dict`` returned."""
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
@@ -96,16 +96,16 @@ class Training:
 
 
 def _bar(tokens: int, all_tokens: int) -> Any:
-    # A terminal redraws the bar in place, a log keeps every update.
+    # A terminal redraws the bar in place; a log file keeps every update, so it gets fewer.
     interval = 0.5 if sys.stderr.isatty() else 15.0
     return tqdm(initial=tokens, total=all_tokens, unit=" tokens", unit_scale=True, mininterval=interval)
 
 
 class CtrlC:
-    """Inside its block a first Ctrl-C is only noted, so that no step is left half done; a second one counts.
+    """A context that defers the first Ctrl-C, so that the current step finishes; a second one interrupts.
 
     Attributes:
-        pressed: whether there was one.
+        pressed: whether Ctrl-C was pressed.
     """
 
     def __init__(self) -> None:
@@ -124,14 +124,17 @@ class CtrlC:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of a token, in nats: logits (batch, length, 256), targets (batch, length)."""
+    """Returns the mean loss per token, in nats: logits (batch, length, 256), targets (batch, length)."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _optimizer(
     model: nn.Module, args: argparse.Namespace
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW that decays matrices only, its rate warmed up linearly, then a cosine down to a twentieth."""
+    """Returns AdamW, with weight decay on matrices only, and its schedule.
+
+    The learning rate rises linearly, then falls to a twentieth along a cosine.
+    """
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -147,7 +150,7 @@ def _optimizer(
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: Tensor, args: argparse.Namespace) -> float:
-    """The mean loss, in bits per byte, over windows spread evenly over ``text``: always the same ones."""
+    """Returns the mean loss, in bits per byte, over a fixed set of evenly spaced windows of ``text``."""
     model.eval()
     starts = spread(text, HELD_OUT_WINDOWS, args.length)
     total = 0.0
@@ -159,10 +162,10 @@ def held_out_loss(model: nn.Module, text: Tensor, args: argparse.Namespace) -> f
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: bytes, count: int, length: int, seed: int) -> bytes:
-    """Lets the model continue ``prompt`` by ``count`` bytes and returns both.
+    """Samples ``count`` bytes that continue ``prompt``; returns the prompt and the continuation.
 
-    Every call sees a window of ``length`` tokens, so that the pipeline is lowered once. What fills it up on
-    the right changes nothing: attention is causal, and the last written position is the one that is read.
+    Every call gets a window of ``length`` tokens, so that the pipeline is lowered only once. The padding on
+    the right has no effect: attention is causal, and only the logits of the last written byte are used.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A folder of text to learn."""
+"""A fixture: a folder of text for training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """45 files in two folders, the contents of all different; two files and a folder to leave out."""
+    """45 distinct files in two folders; also two files and a folder that the demo must exclude."""
     for i in range(45):
         file = tmp_path / "text" / ("ab"[i % 2]) / f"{i:02}.py"
         file.parent.mkdir(parents=True, exist_ok=True)

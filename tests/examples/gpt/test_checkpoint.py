@@ -1,4 +1,4 @@
-"""A checkpoint goes on exactly where training was left, and no other is taken for it."""
+"""The demo's checkpoint: training resumes bitwise, and checkpoints that do not match are rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_resumed_run_has_the_losses_of_one_without_a_break(folder: Path, tmp_path: Path) -> None:
-    """Stopped in step 4 of 12, and 5 steps later; with dropout, and other numbers of stages."""
+    """Training with dropout stops in step 4 of 12 and 5 steps later, and resumes with other balances."""
     args, text, path = (
         tiny("--steps", "12", "--dropout", "0.2"),
         demo_text.load(folder),
@@ -66,18 +66,18 @@ def test_a_checkpoint_of_other_settings_is_refused(
     save_checkpoint(path, Training(tiny_model(args), args), settings_of(args, text))
     with pytest.raises(ValueError, match=message):
         load_checkpoint(path, settings_of(tiny("--steps", "3", *change), text))
-    with pytest.raises(ValueError, match="of a run on another text"):
+    with pytest.raises(ValueError, match="comes from a run on another text"):
         load_checkpoint(path, settings_of(args, Text(text.training[1:], text.held_out)))
     load_checkpoint(path, settings_of(args, text))
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no checkpoint .*missing to go on from"):
+    with pytest.raises(ValueError, match=r"there is no checkpoint .*missing to resume from"):
         load_checkpoint(tmp_path / "missing", {})
     for name, content in (("text", "no checkpoint"), ("state", {"a": torch.ones(2)})):
         if isinstance(content, str):
             (tmp_path / name).write_text(content)
         else:
             torch.save(content, tmp_path / name)
-        with pytest.raises(ValueError, match="is no checkpoint of this demo"):
+        with pytest.raises(ValueError, match="is not a checkpoint of this demo"):
             load_checkpoint(tmp_path / name, {})

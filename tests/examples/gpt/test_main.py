@@ -1,4 +1,4 @@
-"""The command: it trains, resumes exactly after Ctrl-C, and refuses bad arguments before it starts."""
+"""The demo's command: it trains, resumes bitwise after Ctrl-C, and rejects invalid arguments at the start."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def test_the_command_from_beginning_to_end(folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.extended
 def test_ctrl_c_and_resume_of_the_command(folder: Path, tmp_path: Path) -> None:
-    """However far it came, it has the losses of a run without a break, and so have the next two steps."""
+    """The losses up to Ctrl-C, and those of two further steps, equal the losses of an uninterrupted run."""
     arguments = [*TINY, "--steps", "1000000", "--text", str(folder), "--dropout", "0.1", "--save", "model.pt"]
     process = run(arguments, tmp_path)
     assert process.stderr is not None
-    while (letter := process.stderr.read(1)) != "%":  # the bar is there
-        assert letter, "it ended before it trained"
+    while (letter := process.stderr.read(1)) != "%":  # until the progress bar appears
+        assert letter, "the demo ended before it started training"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     args, text = tiny(*arguments), demo_text.load(folder)
-    (steps,) = map(int, re.findall("interrupted after ([0-9]+) of 1000000 steps; --resume goes on", out))
+    (steps,) = map(int, re.findall("interrupted after ([0-9]+) of 1000000 steps; continue with", out))
     model = piped(args)
     press_ctrl_c(model, steps + 2)
     losses = trained(model, args, text).losses
@@ -97,11 +97,11 @@ def test_the_command_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         ("--steps 0", "argument --steps: must be at least 1, got 0"),
         ("--lr 0", "the learning rate must be positive, got 0.0"),
         ("--text missing", "there is no file or folder missing"),
-        ("--text short", "the text is too short: its held-out part has 5 bytes, and a window takes 17"),
+        ("--text short", "the text is too short: its held-out part has 5 bytes, and a window needs 17"),
         ("--text nothing", "the text is too short: its training part has 0 bytes"),
         ("--save missing/model.pt", "there is no folder missing to save to"),
         ("--save nothing", "cannot save to the folder nothing"),
-        ("--resume --save model.pt", "there is no checkpoint model.pt to go on from"),
+        ("--resume --save model.pt", "there is no checkpoint model.pt to resume from"),
     ],
 )
 def test_bad_arguments_are_refused_before_work_starts(

@@ -1,4 +1,4 @@
-"""The model sees only the past."""
+"""The demo's model: causality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo reads, and what it holds out."""
+"""The demo's text: which files are read, and which are held out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_whole_files_are_held_out_and_always_the_same(folder: Path) -> None:
     training, held_out = demo_text.split(paths, folder)
     assert sorted(training + held_out) == paths
     assert not set(training) & set(held_out)
-    assert {p.parent.name for p in held_out} == {"b"}  # fewer than twenty entries: the last one
+    assert {p.parent.name for p in held_out} == {"b"}  # the last of fewer than twenty entries
     assert demo_text.split(demo_text.files(folder, "*"), folder) == (training, held_out)
     text = demo_text.load(folder)
     assert bytes(text.held_out.tolist()) == b"\n".join(p.read_bytes() for p in held_out)

@@ -1,4 +1,4 @@
-"""The demo learns as a plain loop does, and stops where it can go on."""
+"""The demo's training: equals a plain loop bit for bit, and stops on Ctrl-C at the end of a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_held_out_loss_falls(folder: Path) -> None:
     first = held_out_loss(model, text.held_out, args)
     losses = trained(model, args, text).losses
     last = held_out_loss(model, text.held_out, args)
-    assert first == pytest.approx(8.0, abs=0.1)  # bits per byte: nothing is known
+    assert first == pytest.approx(8.0, abs=0.1)  # bits per byte: the initial prediction is uniform
     assert last < 4.0
     assert len(losses) == 60
     assert held_out_loss(model, text.held_out, args) == last
@@ -45,7 +45,7 @@ def test_the_held_out_loss_is_the_mean_over_all_windows(folder: Path) -> None:
 @pytest.mark.parametrize("dropout", ["0.0", "0.1"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_training_is_that_of_a_plain_loop_bit_for_bit(folder: Path, dropout: str, checkpoint: str) -> None:
-    """Over more steps than one is recorded."""
+    """Three steps, of which one is recorded."""
     args = tiny("--steps", "3", "--dropout", dropout)
     text = demo_text.load(folder)
     layers = tiny_model(args)

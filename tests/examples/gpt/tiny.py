@@ -1,4 +1,4 @@
-"""What the tests of the demo share: a model that trains in a moment, and Ctrl-C in the middle of a step."""
+"""Helpers of the demo's tests: a tiny model, and Ctrl-C in the middle of a step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def piped(args: argparse.Namespace, balance: Sequence[int] = (2, 2)) -> GPipe:
 
 
 class MicroBatches(nn.Module):
-    """What `GPipe` must equal: the plain model, one micro-batch after the other."""
+    """The reference for `GPipe`: the plain model, one micro-batch after the other."""
 
     def __init__(self, layers: nn.Sequential, chunks: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def trained(model: nn.Module, args: argparse.Namespace, text: Text) -> Training:
 
 
 def press_ctrl_c(model: nn.Module, step: int, times: int = 1) -> None:
-    """In the middle of this step, counted from 1."""
+    """Raises SIGINT ``times`` times in the middle of the given step, counted from 1."""
     steps = itertools.count(1)
 
     def press(*_: object) -> None:
