@@ -1,4 +1,4 @@
-"""Compiles C++ for tests: once for all workers and runs, and again when a source changes."""
+"""A cache of C++ builds for tests: shared by all workers and runs, and rebuilt when a source changes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FOLDER = ROOT / "build" / "tests"
 def built(
     name: str, sources: Iterable[Path], options: Sequence[str], build: Callable[[Path], object]
 ) -> Path:
-    """Returns the folder that ``build`` has filled.
+    """Returns the folder with the output of ``build``; builds only if it is not cached.
 
     Args:
-        name: of the folder, without what tells versions apart.
-        sources: files, or folders of files, whose bytes the result depends on.
-        options: what else it depends on: commands, versions.
-        build: fills the folder that it is given; after a failure the next call starts with an empty one.
+        name: the folder's name without the version hash.
+        sources: files, or folders of files, on whose contents the output depends.
+        options: other inputs of the build, such as commands and versions.
+        build: builds into the empty folder that it is given; a failed build is not cached.
     """
     digest = hashlib.sha256("\0".join(options).encode())
     for source in sources:
@@ -37,7 +37,7 @@ def built(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             build(partial)
-            for old in FOLDER.glob(f"{name}-*[0-9a-f]"):  # no partial one
+            for old in FOLDER.glob(f"{name}-*[0-9a-f]"):  # excludes partial folders
                 shutil.rmtree(old)
             partial.rename(folder)
     return folder

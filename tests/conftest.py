@@ -1,4 +1,4 @@
-"""What every test shares: which tests run here, and a fixture that fixes the thread count."""
+"""Hooks that select the tests to run, and fixtures for all tests."""
 
 import functools
 import importlib.util
@@ -16,22 +16,22 @@ import gpipe_fast.devices
 from gpipe_fast.notes import note_idle_stages
 from tests.sampling import sample, seed
 
-# The markers of tests that run, by tier; "" stands for neither of them.
+# The markers of the tests in each tier; "" stands for tests without a marker.
 TIERS = {"test": {""}, "rest": {"extended"}, "all": {"", "extended"}, "soak": {"", "extended", "soak"}}
 LEFT_OUT = pytest.StashKey[Counter[str]]()
-# Builds of torch for the CPU alone come without Triton.
+# CPU-only builds of torch come without Triton.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore = [] if HAS_TRITON else ["bench", "kernels"]
 
 
 def pytest_configure() -> None:
-    # A shell's background jobs start with Ctrl-C ignored, and so would the tests of what it does.
+    # Background jobs of a shell ignore SIGINT; the tests of Ctrl-C need the default handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache
 def missing_for_cuda() -> str | None:
-    """What this machine lacks for a test marked `cuda`, or None."""
+    """Returns what this machine lacks for tests marked `cuda`, or None."""
     if not torch.cuda.is_available():
         return "no GPU is visible"
     if not gpipe_fast.built_with_cuda():
@@ -44,13 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=TIERS,
         default="test",
-        help="test, the default: what `make test` runs; rest: what it leaves out and `make test-all` runs; "
+        help="test (default): the tests of `make test`; rest: the tests that only `make test-all` runs; "
         "all: both; soak: both and the long runs of `make soak`",
     )
 
 
 def _marker(item: pytest.Item) -> str:
-    """'soak', 'extended' or '': what keeps a test out of `make test`."""
+    """Returns the marker that excludes a test from `make test`: 'soak', 'extended' or '' for none."""
     return next((name for name in ("soak", "extended") if item.get_closest_marker(name)), "")
 
 
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.extended)
     wanted = TIERS[config.getoption("--tier")]
     if config.args_source is pytest.Config.ArgsSource.ARGS and any("::" in arg for arg in config.args):
-        return  # a test that the command line names always runs
+        return  # tests named on the command line always run
     left_out = [item for item in items if _marker(item) not in wanted]
     items[:] = [item for item in items if _marker(item) in wanted]
     config.hook.pytest_deselected(items=left_out)
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes the counts of a pytest-xdist worker; every worker leaves out the same tests."""
+    """Copies the counts from a pytest-xdist worker; all workers deselect the same tests."""
     node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
@@ -91,8 +91,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
     needs_gpu = sum("cuda: " in reason for reason in skipped)
     told = {
-        "extended": "tests that `make test-all` runs",
-        "": "tests that `make test` runs",
+        "extended": "tests of `make test-all`",
+        "": "tests of `make test`",
         "soak": "long runs of `make soak`",
     }
     lines = [f"{left_out[name]} {what}" for name, what in told.items() if left_out[name]]
@@ -100,24 +100,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     lines += [] if HAS_TRITON else ["tests/kernels and tests/bench, which need Triton"]
     if lines:
         terminalreporter.write_line(
-            f"left out: {'; '.join(lines)}. Samples are drawn by GPIPE_FAST_SEED={seed()}"
+            f"not run: {'; '.join(lines)}. Samples are drawn with GPIPE_FAST_SEED={seed()}"
         )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Where there are GPUs, only tests marked `cuda` use them by default, and so in processes they start."""
+    """Hides GPUs from tests not marked `cuda`, and from the processes that such tests start."""
     with pytest.MonkeyPatch.context() as patch:
         if item.get_closest_marker("cuda") is None:
             patch.setattr(gpipe_fast.devices, "default_devices", lambda: None)
-            if missing_for_cuda() is None:  # so CUDA has read the variable, in this process
+            if missing_for_cuda() is None:  # this process has read the variable; only child processes see it
                 patch.setenv("CUDA_VISIBLE_DEVICES", "")
         return (yield)
 
 
 @pytest.fixture
 def nothing_noted() -> Iterator[None]:
-    """The note on too few micro-batches comes as in a new process, in this test and after it."""
+    """Resets, before and after a test, the warning about idle stages, which is given once per process."""
     note_idle_stages.cache_clear()
     yield
     note_idle_stages.cache_clear()
@@ -125,7 +125,7 @@ def nothing_noted() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Runs a test with one intra-op thread; sums depend on how work is divided."""
+    """Runs a test with one intra-op thread, because sums depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -134,7 +134,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """PyTorch's deterministic algorithms, and no TF32; nothing is left under way on a GPU."""
+    """Enables deterministic algorithms, disables TF32, and synchronises the GPU after the test."""
     cudnn = torch.backends.cudnn
     with cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=False):
         torch.use_deterministic_algorithms(True)
@@ -145,7 +145,7 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def libraries() -> tuple[Path, Path]:
-    """A CUDA runtime that is not there, and the operators for its devices."""
+    """Returns the paths of the fake CUDA runtime and of the operators for its devices."""
     from tests.fake_cuda.build import build
 
     return build()

@@ -1,4 +1,4 @@
-"""What tests see and change inside a `GPipe`; the one file of theirs that knows its private attributes."""
+"""Access to the internals of a `GPipe` for tests; the only test file that uses its private attributes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from gpipe_fast.schedule import Schedule
 from gpipe_fast.trace import aot, function
 from gpipe_fast.trace.symbolic import Template
 
-# Failures
+# Fault injection
 
 
 def delay(model: GPipe, seed: int, longest_us: int) -> None:
-    """Delays every action of the steps to come by up to this long, before and after it."""
+    """Delays every action of later steps by random times up to ``longest_us``, before and after it."""
     pipeline_of(model).disturb(seed, longest_us)
 
 
@@ -38,53 +38,53 @@ def plant_failure(
     seed: int = 0,
     longest_us: int = 0,
 ) -> None:
-    """Lets an action raise in the steps to come, after so many operators of its program, beside delays."""
+    """Makes an action raise in later steps, after ``after`` operators of its program; also injects delays."""
     plant_failures(model, [(str(action), after, error)], seed, longest_us)
 
 
 def plant_failures(
     model: GPipe, failures: Sequence[tuple[str, int, str]], seed: int = 0, longest_us: int = 0
 ) -> None:
-    """Lets several actions raise: each by name, after so many operators, this error."""
+    """Makes several actions raise; each failure is an action, a number of operators and an error's name."""
     pipeline_of(model).disturb(seed, longest_us, failures)
 
 
 def disturb_no_more(model: GPipe) -> None:
-    """Takes delays and failures back."""
+    """Removes injected delays and failures."""
     pipeline_of(model).disturb()
 
 
-# What a pipeline has made
+# State of a pipeline
 
 
 def pipeline_of(model: GPipe) -> Pipeline:
-    """The C++ pipeline."""
+    """Returns the C++ pipeline."""
     return model._pipeline
 
 
 def compiler_of(model: GPipe) -> Compiler:
-    """Traces the stages, and counts how often."""
+    """Returns the compiler, which traces the stages and counts the traces."""
     return model._planner._compiler
 
 
 def plan_of(model: GPipe, x: Tensor) -> Plan:
-    """The plan of a call, which is traced for it but not run."""
+    """Returns the plan of a call; traces the stages if necessary, but does not run them."""
     return model._plan(Inputs.of((x,), {}))
 
 
 def latest_plan(model: GPipe) -> Plan:
-    """That of the latest call."""
+    """Returns the plan of the latest call."""
     assert model._planner.latest is not None
     return model._planner.latest
 
 
 def num_plans(model: GPipe) -> int:
-    """How many signatures have one."""
+    """Returns the number of signatures with a plan."""
     return len(model._planner._plans)
 
 
 def plan_by(model: GPipe, x: Tensor, schedule: Schedule) -> None:
-    """Makes the next call with such an input take place in this schedule."""
+    """Makes the next call with an input like ``x`` use the given schedule."""
     model._planner._plans.clear()
     model._planner._last = None
     with mock.patch.object(gpipe_fast.runtime.plan, "fill_drain", return_value=schedule):
@@ -92,24 +92,24 @@ def plan_by(model: GPipe, x: Tensor, schedule: Schedule) -> None:
 
 
 def parts_of(model: GPipe) -> list[object]:
-    """The Python objects that a pipeline owns, but for its layers."""
+    """Returns the Python objects that a pipeline owns, except its layers."""
     return [model._planner, *model._planner._segments, *model._stages]
 
 
 def remembered(model: GPipe) -> tuple[list[tuple[int, int]], int]:
-    """How many segments are remembered, by stage: in Python and lowered; and how many gradients' layouts."""
+    """Returns the sizes of the caches: Python and lowered segments by stage, and gradient layouts."""
     planner = model._planner
     return [(len(s._interpreted), len(s._lowered)) for s in planner._segments], len(planner._arrived)
 
 
 def template_of(compiler: Compiler) -> Template | None:
-    """The one of a compiler that has traced a single kind of input."""
+    """Returns the template of a compiler that has traced a single kind of input."""
     (kind,) = compiler._kinds.values()
     return kind.template
 
 
 def native_call(model: GPipe, x: Tensor) -> mock._Call:
-    """The arguments with which a call reaches the C++ pipeline, which does not run."""
+    """Returns the arguments that a call passes to the C++ pipeline, which a mock replaces."""
     with mock.patch.object(model, "_pipeline") as stand_in:
         stand_in.forward.return_value = ([x], ONE_TENSOR)
         model(x)
@@ -118,7 +118,10 @@ def native_call(model: GPipe, x: Tensor) -> mock._Call:
 
 @contextmanager
 def remembering(count: int) -> Iterator[None]:
-    """Lets the stages of a pipeline that is made here remember so many segments each, and no more."""
+    """Limits the caches of pipelines created inside the block to ``count`` entries per stage.
+
+    The limit applies to Python segments, to lowered segments and to gradient layouts.
+    """
     with (
         mock.patch.object(segments, "REMEMBERED", count),
         mock.patch.object(planner, "REMEMBERED", count),
@@ -128,7 +131,10 @@ def remembering(count: int) -> Iterator[None]:
 
 @contextmanager
 def layers_can_run_while_one_is_compiled(model: GPipe) -> Iterator[list[bool]]:
-    """Lists of every segment that a backward has compiled whether layers could run meanwhile, by stage."""
+    """Yields a list with one entry per stage for every segment that a backward compiles inside the block.
+
+    An entry tells whether the stage's layers could run meanwhile (whether the stage's lock was free).
+    """
     found: list[bool] = []
 
     def try_locks() -> None:
@@ -147,18 +153,18 @@ def layers_can_run_while_one_is_compiled(model: GPipe) -> Iterator[list[bool]]:
         yield found
 
 
-# Rules taken away
+# Disabled safeguards
 
 
 @contextmanager
 def without_watching_buffers() -> Iterator[None]:
-    """Lets tracing overlook that a forward replaces buffers."""
+    """Disables the detection of buffers that a forward replaces during tracing."""
     with mock.patch.object(function, "_tensors", return_value={}):
         yield
 
 
 @contextmanager
 def with_autocast_cache() -> Iterator[None]:
-    """Lets tracing keep autocast's cache of weights."""
+    """Enables autocast's weight cache during tracing."""
     with mock.patch.object(aot, "_uncached_autocast", nullcontext):
         yield

@@ -1,4 +1,4 @@
-"""The small models that whole pipelines are tested with, their mini-batches, and their cuts into stages."""
+"""Small models for tests of whole pipelines, with their mini-batches and balances."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def noisy() -> nn.Sequential:
 
 
 def spectral() -> nn.Sequential:
-    """Buffers that the backward depends on change with every micro-batch."""
+    """Returns a model whose backward depends on buffers that change with every micro-batch."""
     torch.manual_seed(0)
     return nn.Sequential(
         spectral_norm(nn.Linear(6, 8)), nn.Tanh(), spectral_norm(nn.Linear(8, 8)), nn.GELU(), nn.Linear(8, 4)
@@ -74,7 +74,7 @@ every_model = pytest.mark.parametrize(("make", "batch"), MODELS.values(), ids=MO
 
 
 def cut(num_layers: int, num_stages: int) -> list[int]:
-    """Uneven on purpose: the first stages are short."""
+    """Returns an uneven balance: one layer in every stage but the last."""
     sizes = [1] * num_stages
     sizes[-1] += num_layers - num_stages
     return sizes

@@ -1,4 +1,4 @@
-"""Draws samples from large sets of tests, a new one for each commit; `make test-all` runs the whole sets."""
+"""Random samples of large sets of tests, different for each commit; `make test-all` runs the whole sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @functools.cache
 def seed() -> str:
-    """The environment variable GPIPE_FAST_SEED, else the commit, else '0'."""
+    """Returns the seed: the environment variable GPIPE_FAST_SEED, else the commit, else '0'."""
     given = os.environ.get("GPIPE_FAST_SEED")
     if given is not None:
         return given
@@ -28,12 +28,12 @@ def seed() -> str:
 
 
 def sample(items: Sequence[T], count: int, *, salt: str) -> list[T]:
-    """Draws ``count`` of ``items``, or all if there are fewer, in their order.
+    """Draws ``count`` of ``items``, or all if there are fewer; keeps their order.
 
     Args:
-        items: in an order that does not change from process to process.
-        count: how many to draw.
-        salt: a name; samples of different names are independent.
+        items: the items, in an order that is the same in every process.
+        count: the size of the sample.
+        salt: a name; samples with different names are independent.
     """
     chosen = random.Random(f"{seed()}/{salt}").sample(range(len(items)), min(count, len(items)))
     return [items[index] for index in sorted(chosen)]

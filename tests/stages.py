@@ -1,4 +1,4 @@
-"""What the tests of one stage share: tracing it, running its graphs in Python, running its programs."""
+"""Helpers for tests of one stage: trace it, run its graphs in Python, run its programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def joint_of(layers: Sequence[nn.Module], *inputs: Tensor, arrivals: Arrivals = 
 
 
 def given(layers: Sequence[nn.Module], joint: Joint, *inputs: Tensor, seed: int = 0) -> Values:
-    """A value for each port that is filled from outside; gradients of the outputs are random."""
+    """Returns a value for each input port; gradients of the outputs are random."""
     generator = torch.Generator().manual_seed(seed)
     values: Values = {Port(Role.KEY, 0): make_key(seed, 0)}
     values |= {Port(Role.INPUT, i): x.detach() for i, x in enumerate(inputs)}
@@ -44,21 +44,21 @@ def saved(results: Values) -> Values:
 
 
 def run_graph(graph: StageGraph, values: Mapping[Port, Tensor]) -> Values:
-    """The graph as torch.fx runs it: what a program must equal."""
+    """Runs a graph with torch.fx and returns its results by port: the reference for a program."""
     with torch.no_grad():
         results = graph.module(*(values[port] for port, _ in graph.inputs))
     return {port: result for (port, _), result in zip(graph.outputs, results, strict=True)}
 
 
 def run_graphs(parts: Split, values: Values) -> tuple[Values, Values]:
-    """Results of the forward and of the backward."""
+    """Returns the results of the forward and of the backward."""
     forward = run_graph(parts.forward_saving, values)
     assert parts.backward is not None
     return forward, run_graph(parts.backward, values | saved(forward))
 
 
 class Runner:
-    """One program of a stage, with the accumulators of a mini-batch."""
+    """One program of a stage, together with the accumulators of a mini-batch."""
 
     def __init__(
         self, graph: StageGraph, layers: Sequence[nn.Module], plain: bool = False, arena: Arena | None = None
@@ -70,7 +70,7 @@ class Runner:
         self.accumulators: list[Tensor | None] = [None] * len(parameters)
 
     def __call__(self, values: Mapping[Port, Tensor], first: bool = True) -> Values:
-        """Results by port; gradients of parameters are the sums so far."""
+        """Runs the program; returns results by port, with parameter gradients summed over all runs so far."""
         inputs = [values[port] for port in self.program.inputs]
         outputs, self.accumulators = self.native.run(inputs, self.accumulators, first)
         results = dict(zip(self.program.outputs, outputs, strict=True))
@@ -82,7 +82,7 @@ class Runner:
 
 
 def unequal(ours: Values, expected: Values) -> list[str]:
-    """Ports whose values differ in a bit, in shape or in dtype."""
+    """Returns the ports whose values differ in a bit, in shape or in dtype."""
     assert ours.keys() == expected.keys()
     return [
         str(port)

@@ -1,4 +1,4 @@
-"""Layers that cannot be traced, models of them, and what became of their pipelines."""
+"""Layers that cannot be traced, models of such layers, and helpers that inspect their pipelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, LENGTH, BATCH, M = 8, 5, 8, 4
 
 
 class Of(nn.Module):
-    """A function of a linear layer, or what else is held, and of what comes in."""
+    """Applies a function to a module, by default a linear layer, and the layer's arguments."""
 
     def __init__(self, function: Callable[..., Any], held: nn.Module | None = None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Recurrent(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts calls as an attribute, in a buffer written in place, and in one that is replaced."""
+    """A layer with state: an attribute, a buffer written in place, and a buffer that is replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Counting(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Hooks of the user's own, which change what comes out and the gradient that comes back."""
+    """A layer with user hooks that change its output and the gradient of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Hooked(nn.Module):
 
 
 class Tied(nn.Module):
-    """One parameter used three times in one call."""
+    """A layer that uses its parameters three times in one call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Scripted(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Embeds the signs of what comes in; the table's gradients are sparse, or its rows are cut to length."""
+    """Embeds the signs of its input; options make the table's gradients sparse, or bound its rows' norms."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def branch(f: nn.Module, x: Tensor) -> Tensor:
 
 
 def selected(f: nn.Module, x: Tensor) -> Tensor:
-    """As many rows as are positive, scattered back."""
+    """Applies ``f`` to the rows with a positive first element: their number depends on the data."""
     rows = x[..., 0] > 0
     y = x.clone()
     y[rows] = f(x[rows])
@@ -158,7 +158,7 @@ UNTRACEABLE: dict[str, Callable[[], nn.Module]] = {
 
 
 def model(*untraceable: nn.Module) -> nn.Sequential:
-    """Layers with draws and statistics around those that cannot be traced."""
+    """Returns the untraceable layers surrounded by layers with random ops and running statistics."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)]
     for layer in untraceable:
@@ -178,7 +178,7 @@ def quiet() -> Iterator[None]:
 
 
 def chains(pipe: GPipe, microbatch: int = 0) -> list[list[tuple[int, int, bool]]]:
-    """Of every stage, from which layer to which its segments go, and whether they are lowered."""
+    """Returns the segments of every stage: first layer, end layer, and whether the segment is lowered."""
     plan = latest_plan(pipe).native
     return [plan.segments(stage, microbatch) for stage in range(len(pipe.balance))]
 
