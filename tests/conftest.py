@@ -110,7 +110,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     with pytest.MonkeyPatch.context() as patch:
         if item.get_closest_marker("cuda") is None:
             patch.setattr(gpipe_fast.devices, "default_devices", lambda: None)
-            if missing_for_cuda() is None:  # this process has read the variable; only child processes see it
+            if missing_for_cuda() is None:  # CUDA has read the variable in this process
                 patch.setenv("CUDA_VISIBLE_DEVICES", "")
         return (yield)
 

@@ -193,7 +193,7 @@ def command_line() -> argparse.ArgumentParser:
         default=FOLDER / "checkpoint.pt",
         help="checkpoint file, written at the end and on Ctrl-C",
     )
-    add("--resume", action="store_true", help="resume from the checkpoint file --save")
+    add("--resume", action="store_true", help="resume from the checkpoint file given by --save")
     add("--picture", type=Path, default=FOLDER / "step.svg", help="file for the timeline of a step")
     return parser
 

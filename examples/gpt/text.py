@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # One in this many entries of a folder is held out. A package is held out as a whole, because its files
-# resemble each other. Of a single file, the last twentieth is held out.
+# resemble each other. For a single file, the last twentieth of its bytes is held out.
 HOLD_OUT_EVERY = 20
 _EXCLUDED = {"__pycache__", "idle_test", "site-packages", "test", "tests"}
 

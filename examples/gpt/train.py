@@ -41,7 +41,7 @@ class Training:
         self._optimizer, self._schedule = _optimizer(model, args)
 
     def run(self, text: Tensor) -> None:
-        """Trains on random windows of ``text``, uint8, up to the last step or the first one after Ctrl-C."""
+        """Trains on random windows of ``text``, uint8; Ctrl-C stops at the end of the current step."""
         args, losses = self._args, self.losses
         tokens_per_step = args.batch * args.length
         idle = ""

@@ -111,7 +111,7 @@ def _choose(joint: Joint, num_results: int, share: Share) -> list[fx.Node]:
     else:
         names = aot.min_cut_saved(joint.module, num_results, share)
         read = {n for n in nodes if n.name in names}
-    # Recomputing a view is free, so its base is saved.
+    # Recomputing a view is free, so only the view's base is saved.
     bases = {source_of(n).base for n in read}
     return [n for n in nodes if n in bases and isinstance(n.meta.get("val"), Tensor)]
 
