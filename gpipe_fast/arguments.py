@@ -1,4 +1,4 @@
-"""What users pass, checked as torchgpipe checks it and with its messages."""
+"""Checks of user arguments, with torchgpipe's rules and error messages where it has them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TRANSPORTS = ("auto", "peer", "pinned")
 
 
 def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
-    """The number of micro-batches, or 'auto'; text and fractions are converted, as torchgpipe does.
+    """Returns the number of micro-batches, or 'auto'. Converts strings and fractions, as torchgpipe does.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `chunks` is neither a positive integer nor 'auto'.
     """
     if chunks == "auto":
         return "auto"
@@ -39,10 +39,10 @@ def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
 
 
 def checked_mode(checkpoint: str) -> str:
-    """The checkpoint mode.
+    """Returns the checkpoint mode.
 
     Raises:
-        ValueError: there is no such mode.
+        ValueError: `checkpoint` is not one of `CHECKPOINT_MODES`.
     """
     mode = str(checkpoint)
     if mode not in CHECKPOINT_MODES:
@@ -51,21 +51,21 @@ def checked_mode(checkpoint: str) -> str:
 
 
 def checked_grad_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """In what gradients are added up.
+    """Returns the dtype in which gradients are accumulated over micro-batches.
 
     Raises:
-        ValueError: it is neither None nor ``torch.float32``.
+        ValueError: `dtype` is neither None nor ``torch.float32``.
     """
     if dtype is not None and dtype is not torch.float32:
-        raise ValueError(f"grad_dtype is either None or torch.float32, got {dtype!r}")
+        raise ValueError(f"grad_dtype must be None or torch.float32, got {dtype!r}")
     return dtype
 
 
 def checked_transport(transport: str) -> str:
-    """How boundary tensors go between GPUs.
+    """Returns the transport for boundary tensors between GPUs.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: `transport` is not one of `TRANSPORTS`.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is not one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
@@ -73,11 +73,11 @@ def checked_transport(transport: str) -> str:
 
 
 def checked_batch_dim(batch_dim: int | Iterable[int]) -> BatchDim:
-    """The dimension of the batch, of all tensors or of each.
+    """Returns the batch dimension: one for all tensors, or a tuple with one for each tensor that is split.
 
     Raises:
-        TypeError: it is neither an integer nor several.
-        ValueError: there is none.
+        TypeError: `batch_dim` is neither an integer nor an iterable of integers.
+        ValueError: `batch_dim` is empty.
     """
     try:
         return operator.index(batch_dim)  # type: ignore[arg-type]
@@ -87,20 +87,20 @@ def checked_batch_dim(batch_dim: int | Iterable[int]) -> BatchDim:
         dims = tuple(operator.index(dim) for dim in batch_dim)  # type: ignore[union-attr]
     except TypeError:
         raise TypeError(
-            "batch_dim is an integer, or a tuple with one for each tensor of the input that is cut, got "
-            f"{batch_dim!r}"
+            "batch_dim must be an integer, or a tuple with one integer for each input tensor that is split "
+            f"into micro-batches, got {batch_dim!r}"
         ) from None
     if not dims:
-        raise ValueError("batch_dim has no entry; pass one integer, or one for each tensor that is cut")
+        raise ValueError("batch_dim is empty; pass one integer, or one for each input tensor that is split")
     return dims
 
 
 def check_module(module: nn.Sequential) -> None:
-    """Refuses what is no sequence of layers that can be cut.
+    """Checks that the module is a sequence of layers that can be partitioned.
 
     Raises:
-        TypeError: it is no ``Sequential``, or skip connections do not match.
-        ValueError: a layer stands in it twice, or is None.
+        TypeError: `module` is not a ``Sequential``, or its skip connections do not match.
+        ValueError: A layer occurs twice, or is None.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
@@ -113,40 +113,40 @@ def check_module(module: nn.Sequential) -> None:
 
 
 def checked_balance(balance: Iterable[int], num_layers: int) -> list[int]:
-    """Layers per partition.
+    """Returns the number of layers of each partition.
 
     Raises:
-        TypeError: it is not a list of numbers.
-        ValueError: they are not as many as there are, or a partition has none.
+        TypeError: `balance` is not a list of numbers.
+        ValueError: `balance` does not sum to `num_layers`, or a partition has no layer.
     """
     if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
         raise TypeError(
-            f"balance must be a list that says how many layers each stage takes, such as [{num_layers}] for "
+            f"balance must be a list with the number of layers of each stage, such as [{num_layers}] for "
             f"one stage, got {balance!r}; to choose only the number of stages, leave balance out and pass "
-            "devices=['cpu'] * 2, or as many GPUs"
+            "devices, such as ['cpu'] * 2 or ['cuda:0', 'cuda:1']"
         )
     sizes = list(balance)
     if not all(isinstance(size, (Real, Tensor)) for size in sizes):
         raise TypeError(
-            f"all balance numbers must be positive integer (balance: {sizes}); every stage takes a layer"
+            f"all balance numbers must be positive integer (balance: {sizes}); every stage needs a layer"
         )
     if sum(sizes) != num_layers:
         raise ValueError(
             f"module and sum of balance have different length (module: {num_layers}, "
-            f"sum of balance: {sum(sizes)}); balance says how many layers each stage takes"
+            f"sum of balance: {sum(sizes)}); balance is the number of layers of each stage"
         )
     if any(size <= 0 or size != int(size) for size in sizes):
         raise ValueError(
-            f"all balance numbers must be positive integer (balance: {sizes}); every stage takes a layer"
+            f"all balance numbers must be positive integer (balance: {sizes}); every stage needs a layer"
         )
     return [int(size) for size in sizes]
 
 
 def check_holds_tensor(inputs: Inputs) -> None:
-    """Refuses inputs without a tensor.
+    """Checks that the inputs contain a tensor.
 
     Raises:
-        TypeError: there is none.
+        TypeError: The inputs contain no tensor.
     """
     if inputs.tensors:
         return
@@ -160,13 +160,13 @@ def check_holds_tensor(inputs: Inputs) -> None:
 
 
 def check_accepted(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuses arguments that the first layer does not take.
+    """Checks that the first layer's ``forward`` accepts the arguments of a call.
 
     Raises:
-        TypeError: they do not fit its ``forward``.
+        TypeError: The arguments do not match the signature of ``forward``.
     """
     if layer._forward_pre_hooks or (not args and not kwargs):
-        return  # hooks may change the arguments; calls without any have an error of their own
+        return  # hooks may change the arguments; check_inputs() reports calls without arguments
     function = getattr(layer.forward, "__func__", None)
     fault = function and _fault(function, len(args), tuple(kwargs))
     if fault:
@@ -178,7 +178,7 @@ def check_accepted(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
 @functools.lru_cache(maxsize=64)
 def _fault(forward: Callable[..., Any], num_args: int, names: tuple[str, ...]) -> str:
-    """Why a method does not take such arguments; empty if it does, or if nobody knows."""
+    """Returns why a method does not accept these arguments; "" if it does, or if its signature is unknown."""
     try:
         signature = inspect.signature(forward)
     except (TypeError, ValueError):
@@ -194,11 +194,12 @@ def _fault(forward: Callable[..., Any], num_args: int, names: tuple[str, ...]) -
 
 
 def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
-    """Refuses what cannot be cut into micro-batches, or is elsewhere than the first stage.
+    """Checks that the inputs can be split into micro-batches and are on the device of the first stage.
 
     Raises:
-        TypeError: there is no tensor, or one of a kind that programs do not take.
-        ValueError: the tensors do not fit.
+        TypeError: There is no tensor, or a tensor is not dense and strided.
+        ValueError: A tensor lacks the batch dimension or is on another device, batch sizes differ, or all
+            tensors are replicated.
     """
     check_holds_tensor(inputs)
     for tensor, dim in zip(inputs.tensors, inputs.dims.inputs, strict=True):
@@ -212,19 +213,22 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
             )
     parts = [(x, d) for x, d in zip(inputs.tensors, inputs.dims.inputs, strict=True) if d is not None]
     if not parts:
-        raise ValueError("there is nothing to cut into micro-batches: all tensors are replicated")
+        raise ValueError(
+            "the inputs cannot be split into micro-batches, since all tensors are replicated; pass at least "
+            "one tensor without gpipe_fast.replicate(...)"
+        )
     if len(parts) > 1 and len({tensor.size(dim) for tensor, dim in parts}) > 1:
         shapes = ", ".join(str(list(tensor.shape)) for tensor, _ in parts)
         dims = [dim for _, dim in parts]
-        which = f"along dimensions {dims}, as batch_dim says" if any(dims) else "their first dimension"
+        which = f"along dimensions {dims} (batch_dim)" if any(dims) else "their first dimension"
         raise ValueError(
-            f"the inputs must have the same batch size, {which}; got {shapes}; what is not cut "
-            "belongs into gpipe_fast.replicate(...)"
+            f"the inputs must have the same batch size, {which}; got {shapes}; wrap inputs that "
+            "every micro-batch needs whole in gpipe_fast.replicate(...)"
         )
 
 
 def _refuse_kind(tensor: Tensor) -> NoReturn:
-    """Says what an input is, and what to pass instead."""
+    """Raises TypeError for a tensor that is not dense and strided, and names the conversion to apply."""
     if tensor.is_nested:
         kind, instead = "a nested tensor", "torch.nested.to_padded_tensor(x, 0.0)"
     elif tensor.is_quantized:
@@ -238,6 +242,6 @@ def _refuse_dimension(tensor: Tensor, dim: int) -> NoReturn:
     what = "a 0-dimensional tensor" if tensor.dim() == 0 else f"shape {list(tensor.shape)}"
     which = f" {dim}, its batch_dim," if tensor.dim() else ""
     raise ValueError(
-        f"the input has no dimension{which} to cut into micro-batches, got {what}; wrap it in "
-        "gpipe_fast.replicate(...) to give it whole to every micro-batch"
+        f"the input has no dimension{which} to split into micro-batches, got {what}; wrap it in "
+        "gpipe_fast.replicate(...) to pass it whole to every micro-batch"
     )

@@ -1,4 +1,4 @@
-"""A sequence of layers from outside, as it was given: what is there beside training them."""
+"""The `Sequential` interface of a pipeline: layers, partitions, devices and state dict, without training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Container(LayerSequence):
-    """Has the layers of a ``Sequential`` as children of its own, under their names."""
+    """A module whose direct children are the layers of a ``Sequential``, under the same names."""
 
     _balance: list[int]
     _devices: list[torch.device]
@@ -32,14 +32,14 @@ class Container(LayerSequence):
 
     @property
     def balance(self) -> list[int]:
-        """Layers per partition. Assigning cuts the layers anew and moves them to their devices.
+        """The number of layers of each partition; a copy.
 
-        The next call makes new programs. What the optimizer keeps stays where it is: make it after the cut
-        where layers move between devices. The list is a copy; changing it changes nothing.
+        Assigning repartitions the layers and moves them to their devices; the next call builds new programs.
+        Optimizer state is not moved: create the optimizer after repartitioning if layers change their device.
 
         Raises:
-            ValueError: when set to what does not fit the layers, and stays as it was.
-            IndexError: when set to more partitions than there are devices.
+            ValueError: On assignment, the balance does not fit the layers. The old balance is kept.
+            IndexError: On assignment, there are more partitions than devices. The old balance is kept.
         """
         return list(self._balance)
 
@@ -49,11 +49,11 @@ class Container(LayerSequence):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each partition. Assigning moves the layers, as for `balance`.
+        """The device of each partition; a copy. Assigning moves the layers, as for `balance`.
 
         Raises:
-            ValueError: when set to devices on which stages cannot be, and stays as it was.
-            IndexError: when set to fewer devices than there are partitions.
+            ValueError: On assignment, stages cannot run on one of the devices. The old devices are kept.
+            IndexError: On assignment, there are fewer devices than partitions. The old devices are kept.
         """
         return list(self._devices)
 
@@ -62,10 +62,10 @@ class Container(LayerSequence):
         self._arrange(self._balance, devices)
 
     def _adopt(self, module: nn.Sequential) -> None:
-        """Takes a ``Sequential``'s layers, as they are, to their devices.
+        """Registers the layers of a ``Sequential`` as children, uncopied, and moves them to their devices.
 
         Raises:
-            ValueError: one has a name that is taken.
+            ValueError: The name of a layer is an attribute of this class.
         """
         for name, _ in module.named_children():
             if hasattr(self, name):
@@ -82,7 +82,7 @@ class Container(LayerSequence):
                 partition.to(device)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """A layer by position; negative positions count from the end."""
+        """Returns a layer by position. Negative positions count from the end."""
         try:
             position = operator.index(index)
         except TypeError:
@@ -90,39 +90,39 @@ class Container(LayerSequence):
         return list(self)[position]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """The layers in order."""
+        """Iterates over the layers in order."""
         return self.children()
 
     def __setitem__(self, index: object, layer: object) -> NoReturn:
-        """Raises TypeError: the layers are those of the ``Sequential`` that was given."""
+        """Raises TypeError: layers cannot be replaced by position."""
         _deny_changing("; to replace one, assign it under its name: setattr(model, '0', layer)")
 
     def __delitem__(self, index: object) -> NoReturn:
-        """Raises TypeError, as assigning a layer does."""
+        """Raises TypeError: layers cannot be removed."""
         _deny_changing()
 
     def append(self, module: object) -> NoReturn:
-        """Raises TypeError, as assigning a layer does."""
+        """Raises TypeError: layers cannot be added."""
         _deny_changing()
 
     def extend(self, sequential: object) -> NoReturn:
-        """Raises TypeError, as assigning a layer does."""
+        """Raises TypeError: layers cannot be added."""
         _deny_changing()
 
     def insert(self, index: object, module: object) -> NoReturn:
-        """Raises TypeError, as assigning a layer does."""
+        """Raises TypeError: layers cannot be added."""
         _deny_changing()
 
     def pop(self, key: object = -1) -> NoReturn:
-        """Raises TypeError, as assigning a layer does."""
+        """Raises TypeError: layers cannot be removed."""
         _deny_changing()
 
     @property
     def partitions(self) -> nn.ModuleList:
-        """The layers of each stage, as a `Sequential` of its own, under their names.
+        """The layers of each stage as a `Sequential`, under their names.
 
-        A view, made when asked for: it holds the layers themselves, but hooks on it and modules put into it
-        are nobody's.
+        This is a view that is created at each access. It contains the layers themselves, but hooks that are
+        registered on it, or modules that are added to it, have no effect on the pipeline.
         """
         layers, found = iter(self.named_children()), nn.ModuleList()
         for size in self._balance:
@@ -132,24 +132,24 @@ class Container(LayerSequence):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # nn.Module takes any module as a child, properties or not.
+        # nn.Module would register a module as a child even where the name is a property.
         if name == "partitions":
-            raise AttributeError("partitions cannot be set: it is a view of the layers as balance cuts them")
+            raise AttributeError("partitions cannot be set: it is a view of the layers; set balance instead")
         super().__setattr__(name, value)
 
     def cuda(self, device: int | torch.device | None = None) -> NoReturn:
-        """Raises TypeError: every stage has its device."""
+        """Raises TypeError: every stage has its own device. Set `devices` instead."""
         _deny_moving()
 
     def cpu(self) -> NoReturn:
-        """Raises TypeError: every stage has its device."""
+        """Raises TypeError: every stage has its own device. Set `devices` instead."""
         _deny_moving()
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Casts to a dtype or a memory format.
+        """Casts parameters and buffers to a dtype or a memory format.
 
         Raises:
-            TypeError: a device is asked for, or a tensor's; every stage has its own.
+            TypeError: A device, or a tensor that implies one, was passed; every stage has its own device.
         """
         if kwargs.keys() & {"device", "tensor"}:
             _deny_moving()
@@ -158,13 +158,13 @@ class Container(LayerSequence):
         return super().to(*args, **kwargs)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Called by ``torch.jit.script``, and refuses it."""
+        """Raises RuntimeError. ``torch.jit.script`` calls this method."""
         refuse_script()
 
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """What PyTorch calls before it comes to the layers, with a dictionary that is no user's."""
+        """Converts torchgpipe's keys, in a copy of the user's dict; PyTorch visits the layers afterwards."""
         saved.rename(state_dict, prefix, self)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -172,12 +172,12 @@ class Container(LayerSequence):
 def _deny_moving() -> NoReturn:
     raise TypeError(
         "denied to move parameters and buffers, because GPipe should manage device placement; "
-        "pass devices=[...] when making it"
+        "pass devices=[...] to GPipe, or set model.devices"
     )
 
 
 def _deny_changing(hint: str = "") -> NoReturn:
     raise TypeError(
-        "the layers of a GPipe cannot be assigned, added or removed by position; make a new one of the "
+        "the layers of a GPipe cannot be assigned, added or removed by position; create a new GPipe from the "
         f"layers that you want, GPipe(nn.Sequential(*layers), balance=[...]){hint}"
     )

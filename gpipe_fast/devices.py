@@ -1,4 +1,4 @@
-"""Devices of stages: which ones a pipeline may use, and whether two of them are the same."""
+"""Devices of stages: parsing, defaults, checks and comparison."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Device = torch.device | int | str
 
 
 def default_devices() -> list[torch.device] | None:
-    """All visible GPUs; None if there are none, and stages run on the CPU."""
+    """Returns all visible GPUs, or None if there are none and stages run on the CPU."""
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or None
 
 
 def listed_devices(devices: Iterable[Device]) -> list[torch.device]:
-    """The devices that were passed, as ``torch.device``.
+    """Returns the user's devices as ``torch.device`` objects.
 
     Raises:
-        TypeError: it is one device instead of a list, or a list of something else.
-        ValueError: there is no such device.
+        TypeError: `devices` is a single device, or an element is not a device.
+        ValueError: PyTorch does not know a device name.
     """
     if isinstance(devices, (str, int, torch.device)) or not isinstance(devices, Iterable):
         one = repr(str(devices)) if isinstance(devices, (str, torch.device)) else "'cuda:0'"
@@ -31,15 +31,15 @@ def listed_devices(devices: Iterable[Device]) -> list[torch.device]:
 
 
 def named_device(device: Device, argument: str) -> torch.device:
-    """A device from its name or number.
+    """Returns a device from its name or number.
 
     Args:
-        device: as users pass it.
-        argument: what errors call it.
+        device: A name, an index of a GPU or a ``torch.device``.
+        argument: The argument's name in error messages.
 
     Raises:
-        TypeError: it is neither a name, a number nor a device.
-        ValueError: there is no such device.
+        TypeError: `device` is neither a name, a number nor a device.
+        ValueError: PyTorch does not know the device's name.
     """
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise TypeError(f"{argument} must be a device such as 'cpu' or 'cuda:0', got {device!r}")
@@ -53,11 +53,11 @@ def named_device(device: Device, argument: str) -> torch.device:
 
 
 def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int) -> list[torch.device]:
-    """One device for each partition.
+    """Returns one device for each partition; the CPU if `devices` is None.
 
     Raises:
-        IndexError: there are fewer.
-        ValueError: one is neither a CPU nor a CUDA device, or there is no such GPU.
+        IndexError: There are fewer devices than partitions.
+        ValueError: A device is neither a CPU nor a CUDA device, or is a GPU that is not visible.
     """
     if devices is None:
         return [torch.device("cpu")] * num_partitions
@@ -81,10 +81,10 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """With its index, where there are several of a kind."""
+    """Returns a CUDA device with an explicit index; other devices unchanged."""
     return torch.device(device.type, 0) if device.type == "cuda" and device.index is None else device
 
 
 def elsewhere(device: torch.device, wanted: torch.device) -> bool:
-    """Whether two devices differ; one without an index is the first."""
+    """Returns whether two devices differ. A device without an index is the first of its type."""
     return (device.type, device.index or 0) != (wanted.type, wanted.index or 0)

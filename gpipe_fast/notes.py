@@ -1,4 +1,4 @@
-"""Notes on calls that work and are probably not what is meant."""
+"""Warnings about calls that work but are probably unintended."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from gpipe_fast.schedule import bubble
 
 @functools.cache
 def note_idle_stages(num_stages: int, chunks: int, enough: int) -> None:
-    """Warns of too few micro-batches: once in a process for the same numbers, whatever the models.
+    """Warns of too few micro-batches, once per process and set of numbers.
 
-    The filters of `warnings` alone would show it again whenever they are changed, as PyTorch does.
+    The registry of `warnings` does not suffice: any change of its filters clears it, and PyTorch makes some.
     """
     stages = f"{num_stages} stages"
     few = f"1 micro-batch on {stages} leaves" if chunks == 1 else f"{chunks} micro-batches on {stages} leave"
     idle, less = bubble(num_stages, chunks), bubble(num_stages, enough)
     warnings.warn(
-        f"{few} the stages idle for up to {idle:.0%} of a step; {enough} for {less:.0%} (chunks={enough}, or "
-        "chunks='auto')",
+        f"{few} the stages idle for up to {idle:.0%} of a step; pass chunks={enough} or chunks='auto' to "
+        f"reduce it to {less:.0%}",
         stacklevel=8,
     )
 
 
 def note_sequence_first(stages: Iterable[Sequence[nn.Module]], dims: Dims) -> None:
-    """Warns of layers of torch.nn that take the sequence first, where the first dimension is cut.
+    """Warns of torch.nn layers that expect the sequence first, if inputs are split along dimension 0.
 
-    Only of layers of the pipeline itself, or within a ``Sequential`` that is one: another module may well
-    turn its input round.
+    Only layers of the pipeline itself and of nested ``Sequential`` modules are checked: another module may
+    transpose its input before it calls such a layer.
 
     Args:
-        stages: the layers of each.
-        dims: along which inputs are cut.
+        stages: The layers of each stage.
+        dims: The dimensions along which inputs are split.
     """
     if 0 not in dims.inputs:
         return
@@ -47,9 +47,9 @@ def note_sequence_first(stages: Iterable[Sequence[nn.Module]], dims: Dims) -> No
             kind = next((type(m).__name__ for m in _in_order(layer) if _takes_sequence_first(m)), None)
             if kind is not None:
                 warnings.warn(
-                    f"stage {index}, {title(number, layer)}: {kind} has batch_first=False, and micro-batches "
-                    "are cut along dimension 0, which is time for it unless a layer before it turns its "
-                    "input round; pass batch_dim=1 to GPipe, or batch_first=True to the layer",
+                    f"stage {index}, {title(number, layer)}: {kind} has batch_first=False, but micro-batches "
+                    "are split along dimension 0, its time dimension unless an earlier layer transposes the "
+                    "input; pass batch_dim=1 to GPipe, or batch_first=True to the layer",
                     stacklevel=7,
                 )
             number += 1

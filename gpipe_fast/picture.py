@@ -1,4 +1,4 @@
-"""Pictures of recorded steps: `draw` makes an SVG of a `Recording`."""
+"""Timelines of recorded steps: `draw` renders a `Recording` as SVG."""
 
 from gpipe_fast.inspect.picture import draw
 

@@ -1,4 +1,4 @@
-"""What each layer costs: `profile_layers` measures it, `table` prints it."""
+"""The time and memory of each layer: `profile_layers` measures, `table` formats."""
 
 from gpipe_fast.balance.profile import LayerProfile, profile_layers, table
 

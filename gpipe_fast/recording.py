@@ -1,4 +1,4 @@
-"""Recorded steps: what ``with model.recording()`` yields."""
+"""Recordings of steps: the objects that ``with model.recording()`` yields."""
 
 from gpipe_fast.runtime.recording import Event, Recording
 

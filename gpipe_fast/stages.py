@@ -1,4 +1,4 @@
-"""From layers to stages: how many layers each stage takes, and on which device it is."""
+"""Stages from layers: the number of layers and the device of each stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpipe_fast.runtime.stage import Stage
 
 
 def given_devices(devices: Iterable[Device] | None) -> list[torch.device] | None:
-    """The devices that were given, or all GPUs; None for the CPU."""
+    """Returns the given devices, or by default all GPUs; None stands for the CPU."""
     if devices is None:
         return _devices.default_devices()
     return _devices.listed_devices(devices)
@@ -31,16 +31,16 @@ def placed(
     balance: Iterable[int] | None,
     devices: Sequence[torch.device] | None,
 ) -> tuple[list[int], list[torch.device]]:
-    """The balance of named layers, and the device of each partition; checked, and nothing is moved.
+    """Returns the checked balance of named layers, and the device of each partition. Moves nothing.
 
     Args:
-        layers: under their names.
-        balance: layers per partition; None for an even cut by parameter count.
-        devices: at least as many as there are partitions; None for the CPU.
+        layers: (name, layer) pairs, in order.
+        balance: The number of layers of each partition; None balances parameter counts.
+        devices: At least one for each partition; None stands for the CPU.
 
     Raises:
-        ValueError: the balance does not fit the layers, or layers are too large for their devices.
-        IndexError: there are fewer devices than partitions.
+        ValueError: The balance does not fit the layers, or layers are too large for their devices.
+        IndexError: There are fewer devices than partitions.
     """
     found = chosen_balance([layer for _, layer in layers], balance, devices)
     chosen = checked_devices(devices, len(found))
@@ -51,7 +51,7 @@ def placed(
 def chosen_balance(
     layers: Sequence[nn.Module], balance: Iterable[int] | None, devices: Sequence[torch.device] | None = None
 ) -> list[int]:
-    """The balance that was given, checked; or an even cut by parameter count, one partition a device."""
+    """Returns the user's balance, checked; by default one by parameter count, with a partition per device."""
     if balance is not None:
         return checked_balance(balance, len(layers))
     wanted = len(devices) if devices is not None else os.cpu_count() or 1
@@ -65,7 +65,7 @@ _Layer = TypeVar("_Layer")
 
 
 def partitions_of(layers: Iterable[_Layer], balance: Iterable[int]) -> Iterator[list[_Layer]]:
-    """The layers of each partition."""
+    """Yields the layers of each partition."""
     left = iter(layers)
     return (list(islice(left, size)) for size in balance)
 
@@ -77,14 +77,14 @@ def stages_of(
     deferred: bool,
     grad_dtype: torch.dtype | None,
 ) -> list[Stage]:
-    """A stage for each partition.
+    """Returns a stage for each partition.
 
     Args:
-        layers: of the whole model.
-        balance: layers per partition.
-        devices: of each partition.
-        deferred: whether batch norm's running statistics wait for the whole mini-batch.
-        grad_dtype: in what gradients are added up.
+        layers: All layers of the model.
+        balance: The number of layers of each partition.
+        devices: The device of each partition.
+        deferred: Whether running statistics of batch norm are updated once per mini-batch.
+        grad_dtype: The dtype in which gradients are accumulated; None for the parameter's own.
     """
     stages: list[Stage] = []
     skips = skips_of(layers)

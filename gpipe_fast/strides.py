@@ -1,4 +1,4 @@
-"""Strides: how much memory the elements of a strided tensor span."""
+"""Strides: how many elements of memory a strided tensor spans."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The number of elements in memory from a tensor's first to its last, both included; 0 if it has none.
+    """Returns the number of elements in memory from the first to the last of a tensor; 0 if it is empty.
 
-    It is less than the tensor's number of elements where they overlap, and more where there are gaps::
+    The span is less than the number of elements of the tensor if they overlap, and more if there are gaps::
 
         shape (2, 3), strides (4, 1):  0 1 2 . 4 5 6    1 + (2 - 1) * 4 + (3 - 1) * 1 = 7
     """

@@ -1,4 +1,4 @@
-"""Entrances to this library that torch.compile leaves as they are, with all that they call."""
+"""A decorator that keeps public entry points, and all that they call, out of torch.compile."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ _Returned = TypeVar("_Returned")
 
 
 def uncompiled(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
-    """Decorates a function that Dynamo neither traces nor enters; ``fullgraph=True`` refuses it."""
+    """Disables Dynamo for a function: it is neither traced nor entered; ``fullgraph=True`` fails."""
     opaque = torch.compiler.disable(function, reason="a GPipe runs programs of its own")
     return cast(Callable[_Parameters, _Returned], opaque)

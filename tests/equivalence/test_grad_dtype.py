@@ -241,7 +241,7 @@ def test_sparse_gradients_in_python() -> None:
 
 @pytest.mark.parametrize("wanted", [torch.float64, torch.bfloat16, "float32", True], ids=str)
 def test_refused(wanted: object) -> None:
-    with pytest.raises(ValueError, match=r"grad_dtype is either None or torch\.float32, got "):
+    with pytest.raises(ValueError, match=r"grad_dtype must be None or torch\.float32, got "):
         GPipe(nn.Sequential(nn.Linear(2, 2)), [1], grad_dtype=wanted)  # type: ignore[arg-type]
 
 

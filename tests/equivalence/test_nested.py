@@ -234,7 +234,7 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[GPipe], object]]] = {
     ),
     "batch sizes": (
         ValueError,
-        r"got \[8, 6\], \[3, 6\]; what is not cut belongs into gpipe_fast.replicate\(",
+        r"got \[8, 6\], \[3, 6\]; wrap inputs that every micro-batch needs whole in gpipe_fast.replicate\(",
         lambda m: m({"x": features(8), "y": features(3)}),
     ),
 }

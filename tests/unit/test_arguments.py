@@ -30,7 +30,7 @@ def nested(layout: torch.layout) -> Tensor:
 
 
 CONSTRUCTED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"balance": 3}, TypeError, "a list that says how many layers each stage takes, such as [5] for one "),
+    ({"balance": 3}, TypeError, "a list with the number of layers of each stage, such as [5] for one "),
     ({"balance": "23"}, TypeError, "got '23'; to choose only the number of stages, leave balance out and "),
     ({"balance": ["2", 3]}, TypeError, "all balance numbers must be positive integer (balance: ['2', 3])"),
     ({"balance": [2.5, 2.5]}, ValueError, "all balance numbers must be positive integer (balance: [2.5, "),

@@ -135,7 +135,7 @@ BY_POSITION: dict[str, Callable[[Any], object]] = {
 def test_changing_layers_by_position_is_refused(change: Callable[[Any], object]) -> None:
     pipe = GPipe(mlp(), [2, 3])
     before = list(pipe)
-    with pytest.raises(TypeError, match=r"make a new one of the layers .*GPipe\(nn.Sequential\(\*layers\)"):
+    with pytest.raises(TypeError, match=r"create a new GPipe from .*GPipe\(nn.Sequential\(\*layers\)"):
         change(pipe)
     assert list(pipe) == before
 

@@ -158,7 +158,7 @@ ERRORS: list[tuple[BatchDim, Any, nn.Module, type[Exception], str]] = [
         (torch.randn(8, 6), torch.randn(8, 6)),
         nn.Identity(),
         ValueError,
-        r"along dimensions \[0, 1\], as batch_dim says; got \[8, 6\], \[8, 6\]",
+        r"along dimensions \[0, 1\] \(batch_dim\); got \[8, 6\], \[8, 6\]",
     ),
     (
         1,

@@ -37,8 +37,8 @@ def test_layers_that_take_the_sequence_first_are_named_once() -> None:
     x = torch.randn(8, 3, D)
     pipe = GPipe(nn.Sequential(nn.Linear(D, D), nn.Sequential(nn.ReLU(), block())), [1, 1], chunks=8)
     message = (
-        r"^stage 1, layer 1 \(Sequential\): TransformerEncoderLayer has batch_first=False, and micro-batches "
-        "are cut along dimension 0, .*; pass batch_dim=1 to GPipe, or batch_first=True to the layer$"
+        r"^stage 1, layer 1 \(Sequential\): TransformerEncoderLayer has batch_first=False, but micro-batches "
+        "are split along dimension 0, .*; pass batch_dim=1 to GPipe, or batch_first=True to the layer$"
     )
     with pytest.warns(UserWarning, match=message) as noted:
         pipe(x)
