@@ -240,7 +240,7 @@ def _refuse_kind(tensor: Tensor) -> NoReturn:
 
 def _refuse_dimension(tensor: Tensor, dim: int) -> NoReturn:
     what = "a 0-dimensional tensor" if tensor.dim() == 0 else f"shape {list(tensor.shape)}"
-    which = f" {dim}, its batch_dim," if tensor.dim() else ""
+    which = f" {dim} (batch_dim)" if tensor.dim() else ""
     raise ValueError(
         f"the input has no dimension{which} to split into micro-batches, got {what}; wrap it in "
         "gpipe_fast.replicate(...) to pass it whole to every micro-batch"

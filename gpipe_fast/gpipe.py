@@ -1,4 +1,4 @@
-"""GPipe: the user's Sequential, trained as a pipeline."""
+"""`GPipe`: a module that trains the layers of an `nn.Sequential` as a pipeline."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from gpipe_fast.stages import chosen_balance, given_devices, placed, stages_of
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.unsupported import global_hook, is_watched, unwatched
 
-# What a copy makes anew.
+# Attributes that a copy creates anew.
 _NOT_COPIED = frozenset({"_layers", "_stages", "_edges", "_state", "_planner", "_pipeline", "_interpreted"})
-# The last would call the original; PyTorch's modules leave it behind too.
+# A copied `_compiled_call_impl` would call the original module; nn.Module does not copy it either.
 _NOT_COPIED |= {"_hooked", "_compiled_call_impl"}
 
 BACKENDS = ("auto", "aten", "eager")
@@ -55,54 +55,55 @@ BACKENDS = ("auto", "aten", "eager")
 class GPipe(Container):
     """Trains a sequence of layers as a pipeline of stages over micro-batches.
 
-    The numbers are those of ``torch.cat([module(c) for c in x.chunk(chunks)])``: outputs, gradients and
-    buffers, bit for bit on the CPU. Children, parameter names and ``state_dict`` are those of ``module``::
+    Outputs, gradients and buffers equal those of ``torch.cat([module(c) for c in x.chunk(chunks)])``, bit for
+    bit on the CPU. The children, parameter names and ``state_dict`` are those of ``module``::
 
         model = GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
         loss_fn(model(x), y).backward()
 
     Args:
-        module: the layers; they are not copied, and moved to the devices of their stages.
-        balance: layers per partition. By default the first call measures every layer on its first
-            micro-batch, and cuts so that the slowest partition is as fast as possible; until then, and where
-            a layer cannot be measured, it is an even cut by parameter count. There are as many partitions as
-            ``devices``, or processors.
-        devices: one for each partition, what is left over is dropped; by default all GPUs that are visible,
-            and where there are none, CPU stages.
-        chunks: micro-batches per mini-batch, which is cut as ``Tensor.chunk`` cuts it; or ``'auto'``, four
-            for each stage as far as the batch goes.
-        batch_dim: the dimension of the batch, along which inputs are cut into micro-batches and outputs
-            joined, as by ``torch.cat([module(c) for c in x.chunk(chunks, batch_dim)], batch_dim)``; a
-            negative one counts from the end. Or one for each tensor of the input that is cut, in the order of
-            the arguments; outputs are then joined along the first of them.
-        checkpoint: which micro-batches recompute their activations in the backward: ``'always'``,
-            ``'except_last'`` or ``'never'``. In eval mode none does.
-        deferred_batch_norm: let batch norm's running statistics be those of the whole mini-batch, taken once;
-            else they are taken from each micro-batch.
-        grad_dtype: None, or ``torch.float32``: gradients of bfloat16 and float16 parameters are added up over
-            the micro-batches of a mini-batch in that, and rounded once to the parameter's dtype when its
-            backward ends. It takes 4 bytes for each element of such parameters during the backward. Other
-            parameters are not affected.
-        backend: ``'auto'`` lowers layers to C++ programs, and runs those that cannot be traced faithfully in
-            Python, in the same schedule, after a warning that names stage, layer and reason; for ``'aten'``
-            they are an error; ``'eager'`` runs all layers in Python.
-        capture: replay what runs on GPUs alone as CUDA graphs, from the third mini-batch of a shape on, as
-            far as it can be captured; ``doctor()`` says what is not. The CPU's stages have none.
-        transport: how tensors go from stage to stage between GPUs. ``'auto'`` hands them over on one device,
-            copies them where two reach each other's memory, and else through pinned memory of the host;
-            ``'peer'`` and ``'pinned'`` do the one or the other everywhere, on one device, too.
+        module: The layers. They are moved to the devices of their stages, not copied.
+        balance: The number of layers of each partition. By default there is one partition per device, or per
+            processor without GPUs. The first call measures every layer on its first micro-batch and chooses
+            the balance whose slowest partition is fastest; before it, and if a layer cannot be measured,
+            partitions have about equal parameter counts.
+        devices: One device for each partition; surplus devices are ignored. By default all visible GPUs, or
+            the CPU for all stages if there are none.
+        chunks: The number of micro-batches per mini-batch, which is split as by ``Tensor.chunk``; or
+            ``'auto'``, four per stage, but at most one per sample.
+        batch_dim: The dimension along which inputs are split into micro-batches and outputs concatenated, as
+            in ``torch.cat([module(c) for c in x.chunk(chunks, batch_dim)], batch_dim)``; negative dimensions
+            count from the end. Or a tuple with one dimension for each input tensor that is split, in argument
+            order; outputs are then concatenated along the first of them.
+        checkpoint: Which micro-batches recompute their activations in the backward: ``'always'``,
+            ``'except_last'`` or ``'never'``. In eval mode, no micro-batch does.
+        deferred_batch_norm: Update the running statistics of batch norm once per mini-batch, from all of its
+            samples, instead of once per micro-batch.
+        grad_dtype: The dtype in which gradients of bfloat16 and float16 parameters are accumulated over the
+            micro-batches of a mini-batch: None for the parameter's dtype, or ``torch.float32``, from which
+            they are rounded once at the end of the backward. float32 needs 4 bytes per element of these
+            parameters during the backward. Other parameters are not affected.
+        backend: ``'auto'`` lowers layers to C++ programs; layers that cannot be traced faithfully run in
+            Python, in the same schedule, after a warning that names the stage, the layer and the reason.
+            ``'aten'`` raises an error for such layers. ``'eager'`` runs all layers in Python.
+        capture: Replay mini-batches that run on GPUs only as CUDA graphs, from the third one of a shape on;
+            ``doctor()`` reports what cannot be captured. It has no effect on CPU stages.
+        transport: How boundary tensors move between stages on GPUs. ``'auto'`` passes them on by reference
+            within a device, copies them between devices with peer access, and otherwise through pinned host
+            memory. ``'peer'`` and ``'pinned'`` force one kind of copy, also within a device.
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, its skip connections do not match, or ``batch_dim`` is
-            neither an integer nor several.
-        ValueError: ``balance``, ``chunks``, ``checkpoint`` or ``grad_dtype`` does not fit, a layer is there
-            twice or has a name that is taken here, layers are too large for their devices, or ``transport``
-            is ``'peer'`` and devices do not reach each other.
-        IndexError: there are fewer devices than partitions.
+            neither an integer nor an iterable of integers.
+        ValueError: ``balance``, ``chunks``, ``checkpoint``, ``grad_dtype``, ``backend`` or ``transport`` is
+            invalid, a layer occurs twice or has the name of an attribute of this class, layers are too large
+            for their devices, or ``transport`` is ``'peer'`` and two devices have no peer access.
+        IndexError: There are fewer devices than partitions.
 
     Attributes:
-        grad_dtype: in what gradients are added up.
-        transport: as given.
+        backend: As passed.
+        grad_dtype: As passed.
+        transport: As passed.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class GPipe(Container):
         transport: str = "auto",
     ) -> None:
         super().__init__()
-        # Checked in torchgpipe's order, then what is ours; nothing of the module is touched before.
+        # Check in torchgpipe's order, then our own arguments; the module is unchanged until all checks pass.
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.batch_dim = batch_dim
@@ -165,7 +166,7 @@ class GPipe(Container):
         self._state = State(self._planner.remarks.in_python)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copying and pickling keep: all but threads and programs, which are made again when needed."""
+        """Returns the state to copy or pickle: all but threads and programs, which are created on demand."""
         return {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -175,7 +176,7 @@ class GPipe(Container):
         self._begin()
 
     def _arrange(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
-        """Cuts the layers anew and moves them; raises before anything has changed."""
+        """Repartitions the layers and moves them. Raises errors before it changes anything."""
         wanted = given_devices(devices)
         with TURN:
             sizes, places = placed(list(self.named_children()), balance, wanted)
@@ -192,7 +193,7 @@ class GPipe(Container):
 
     @property
     def capture(self) -> bool:
-        """Whether what runs on GPUs is captured and replayed; may be set between calls."""
+        """Whether mini-batches on GPUs are captured and replayed as CUDA graphs; may be set between calls."""
         return self._capture
 
     @capture.setter
@@ -202,10 +203,10 @@ class GPipe(Container):
 
     @property
     def chunks(self) -> int | Literal["auto"]:
-        """Micro-batches per mini-batch, or 'auto': four a stage, as far as the batch goes; may be set.
+        """The number of micro-batches, or 'auto': four per stage, at most one per sample. May be set.
 
         Raises:
-            ValueError: when set to something else, and stays as it was.
+            ValueError: On assignment, the value is invalid. The old value is kept.
         """
         return self._chunks
 
@@ -215,11 +216,11 @@ class GPipe(Container):
 
     @property
     def batch_dim(self) -> BatchDim:
-        """The dimension of the batch, or that of each tensor that is cut; may be set between calls.
+        """The batch dimension, of all inputs or of each input that is split; may be set between calls.
 
         Raises:
-            TypeError: when set to something else, and stays as it was.
-            ValueError: when set to no dimension, and stays as it was.
+            TypeError: On assignment, the value is neither an integer nor an iterable of integers.
+            ValueError: On assignment, the value is empty. The old value is kept after both errors.
         """
         return self._batch_dim
 
@@ -232,7 +233,7 @@ class GPipe(Container):
         """Which micro-batches recompute: 'always', 'except_last' or 'never'; may be set between calls.
 
         Raises:
-            ValueError: when set to something else, and stays as it was.
+            ValueError: On assignment, the value is invalid. The old value is kept.
         """
         return self._checkpoint
 
@@ -242,9 +243,12 @@ class GPipe(Container):
 
     @property
     def threads_per_stage(self) -> int | None:
-        """Intra-op threads of each stage; may be set between calls.
+        """The number of intra-op threads of each stage; may be set between calls.
 
-        None, the default, divides those of the caller (``torch.get_num_threads()``) among the stages.
+        None, the default, divides the caller's threads (``torch.get_num_threads()``) among the stages.
+
+        Raises:
+            ValueError: On assignment, the value is invalid. The old value is kept.
         """
         return self._threads_per_stage
 
@@ -256,27 +260,27 @@ class GPipe(Container):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one mini-batch; `torch.compile` around it leaves it as it is.
+        """Runs one mini-batch. `torch.compile` does not trace into this method.
 
         Args:
-            args: what the first layer takes: tensors of any dtype, nested in tuples, lists and dicts, beside
-                None, bools, numbers and strings. The batch, `batch_dim` of every tensor, is cut into
-                micro-batches; what is wrapped by `replicate` is not, and what is no tensor cannot be: every
-                micro-batch gets all of it.
-            kwargs: likewise, where the first layer takes keyword arguments; ``input`` alone is the one
-                argument, as it is of a ``Sequential``.
+            args: The first layer's arguments: tensors of any dtype, nested in tuples, lists and dicts, with
+                None, bools, numbers and strings. Every tensor is split along `batch_dim` into micro-batches,
+                unless it is wrapped by `replicate`. Every micro-batch gets replicated tensors and all other
+                values whole.
+            kwargs: Keyword arguments of the first layer, of the same types. A single argument ``input`` is
+                passed by position, as by ``Sequential``.
 
         Returns:
-            What the last layer returns for each micro-batch, nested likewise, each tensor concatenated along
-            `batch_dim`; without layers, the argument itself, whatever its dimensions.
+            The last layer's return value, nested as it was returned, with each tensor concatenated over
+            micro-batches along `batch_dim`. Without layers, the argument itself.
 
         Raises:
-            TypeError: there is something in the input, or in what a stage returns, that is neither a tensor
-                nor such a constant; or there is no tensor in the input, or in what the last layer returns.
-            ValueError: the tensors have no such dimension, or batches of different sizes, or are not on the
-                first stage's device.
-            RuntimeError: a stage cannot be traced, under ``backend='aten'``; the message names the layer and
-                the reason. Or the call is within a transform of ``torch.func``, a tracer, or forward-mode AD.
+            TypeError: The input, or the return value of a stage, contains a value of another type; or the
+                input, or the return value of the last layer, contains no tensor.
+            ValueError: The tensors lack the batch dimension, differ in batch size, or are not on the device
+                of the first stage.
+            RuntimeError: A stage cannot be traced and ``backend='aten'``; the message names the layer and the
+                reason. Or the call is inside a ``torch.func`` transform, a tracer, or forward-mode AD.
         """
         if not args and kwargs.keys() == {"input"}:
             args, kwargs = (kwargs["input"],), {}
@@ -293,7 +297,7 @@ class GPipe(Container):
         remarks = self._planner.remarks.texts
         if remarks:
             self._warn()
-        # What draws nothing leaves PyTorch's generator as it was.
+        # A plan without random operators does not advance PyTorch's generator.
         key = MinibatchKey() if plan.draws is None else minibatch_key() if plan.draws else 0
         outputs, structure = pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
         if remarks:
@@ -301,13 +305,13 @@ class GPipe(Container):
         return outputs[0] if structure is ONE_TENSOR else structure.build_apart(outputs)
 
     def _warn(self) -> None:
-        """Says what runs in Python, once."""
+        """Emits the planner's pending warnings, each once."""
         texts = self._planner.remarks.texts
         while texts:
             warnings.warn(texts.pop(0), stacklevel=6)
 
     def _plan(self, inputs: Inputs, hook: str | None = None) -> Plan:
-        """The plan for such a call, of the layers as they are now; in Python under a hook on all modules."""
+        """Returns the plan for these inputs and the present layers, under this global module hook if any."""
         self._look()
         chunks = self._num_chunks(inputs.batch_size)
         if self._to_balance and inputs.batch_size:
@@ -326,26 +330,26 @@ class GPipe(Container):
         return plan
 
     def _hooked_planner(self, hook: str) -> Planner:
-        """The one under which all layers run in Python, where hooks on all modules are called."""
+        """Returns the planner that runs all layers in Python, so that global module hooks are called."""
         if self.backend == "aten":
             raise RuntimeError(
                 f"the global module hook {hook} needs layers in Python, and backend='aten' allows none; "
-                "remove it, or choose backend='auto'"
+                "remove the hook, or pass backend='auto' to GPipe"
             )
         if self._hooked is None:
             self._hooked = Planner(self._stages, "eager", self._interpreted)
             if self.backend != "eager":
                 self._planner.remarks.texts.append(
-                    f"all layers run in Python while the global module hook {hook} is there; registered on "
-                    "single layers it lets the others stay native"
+                    f"all layers run in Python while the global module hook {hook} is registered; to run "
+                    "layers as C++ programs, remove it, or register it only on the layers that need it"
                 )
         return self._hooked
 
     def _look(self) -> None:
-        """Notices what was changed since the last call."""
+        """Detects changes of the layers since the last call, and updates the state and stages accordingly."""
         layers = cast(Collection[nn.Module], self._modules.values())
         if self._state.look(layers) and self._deferred:
-            defer(layers)  # also what has come since
+            defer(layers)  # includes batch norms that were added since
             self._state = State(self._planner.remarks.in_python)
             self._state.look(layers)
         if self._state.layers != self._layers:
@@ -354,7 +358,7 @@ class GPipe(Container):
             self._state.look(layers)
 
     def _balance_by_time(self, inputs: Inputs, chunks: int) -> None:
-        """Cuts the layers by what they take for this mini-batch's first micro-batch."""
+        """Repartitions the layers by their measured time on the first micro-batch of this mini-batch."""
         self._to_balance = False
         first = inputs.dims.cut(inputs.tensors, chunks)[0]
         try:
@@ -366,7 +370,10 @@ class GPipe(Container):
                 device=self._devices[0],
             )
         except Exception as error:
-            warnings.warn(f"layers are cut evenly by their parameters: {error}", stacklevel=7)
+            warnings.warn(
+                f"layers are balanced by parameter count, because measuring their time failed: {error}",
+                stacklevel=7,
+            )
             return
         if found != self._balance:
             self._balance = found
@@ -375,7 +382,7 @@ class GPipe(Container):
             self._look()
 
     def _num_chunks(self, batch: int) -> int:
-        """Into how many micro-batches to cut a mini-batch; a note says what too few of them cost."""
+        """Returns the number of micro-batches for this batch size; warns once if the user's number is low."""
         num_stages = len(self._stages)
         enough = 4 * num_stages
         chunks = max(1, min(enough, batch)) if self.chunks == "auto" else self.chunks
@@ -385,7 +392,7 @@ class GPipe(Container):
         return chunks
 
     def extra_repr(self) -> str:
-        """How the layers are cut and run, and how tensors get from stage to stage where there are GPUs."""
+        """Returns the balance, devices and settings, and the connections of stages if one is on a GPU."""
         places = f"balance={self.balance}, devices={[str(device) for device in self._devices]}"
         lines = [f"{places}, chunks={self.chunks!r}, checkpoint={self.checkpoint!r}"]
         if any(device.type != "cpu" for device in self._devices):
@@ -393,23 +400,16 @@ class GPipe(Container):
         return "\n".join(lines)
 
     def recording(self) -> AbstractContextManager[Recording]:
-        """Records begin and end of every action and of every wait inside a block.
-
-        ::
-
-            with model.recording() as recording:
-                loss_fn(model(x), y).backward()
-            print(recording.bubble())
-        """
+        """Returns a context manager that records the begin and end of every action and every wait."""
         return record(self._pipeline)
 
 
 def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs) -> Any:
-    """Returns the only argument unchanged; nothing cuts it, so it needs no batch dimension."""
+    """Returns the only argument unchanged. A batch dimension is not needed, since no tensor is split."""
     if len(args) != 1 or kwargs:
         raise TypeError(
-            f"a GPipe without layers takes one argument and returns it, got {len(args) + len(kwargs)} "
-            f"({len(kwargs)} of them by keyword)"
+            "a GPipe without layers takes one positional argument and returns it, got "
+            f"{len(args) + len(kwargs)} arguments ({len(kwargs)} by keyword)"
         )
     check_holds_tensor(inputs)
     return inputs.structure.build(inputs.tensors) if None in inputs.dims.inputs else args[0]

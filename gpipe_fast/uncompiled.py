@@ -13,5 +13,5 @@ _Returned = TypeVar("_Returned")
 
 def uncompiled(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
     """Disables Dynamo for a function: it is neither traced nor entered; ``fullgraph=True`` fails."""
-    opaque = torch.compiler.disable(function, reason="a GPipe runs programs of its own")
+    opaque = torch.compiler.disable(function, reason="a GPipe runs its own C++ programs")
     return cast(Callable[_Parameters, _Returned], opaque)

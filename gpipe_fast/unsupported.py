@@ -1,9 +1,9 @@
-"""What PyTorch can put around a call that cannot look into a pipeline: refused, or warned of once.
+"""Transforms, tracers, modes and hooks around a call that cannot observe a pipeline.
 
-A pipeline runs programs in C++, on threads of its own. Transforms, tracers and dual numbers would give wrong
-results and are refused; modes and hooks on saved tensors just see nothing and are warned of. All of it is put
-aside while a plan is made, so that it is not traced with the layers. Every call asks, so what is asked first
-is cheap: PyTorch's own counters.
+A pipeline runs programs in C++, on its own threads. Transforms, tracers and dual numbers would give wrong
+results and are refused. Dispatch and function modes and hooks on saved tensors observe nothing, which is
+reported by one warning each. All of them are disabled while a plan is made, so that they are not traced with
+the layers. The check runs in every call, so it reads PyTorch's cheap counters first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 _INSTEAD = "apply it to the plain Sequential of its layers, nn.Sequential(*model)"
 
 
-# Stand in for what a version of PyTorch does not have.
+# Fallbacks for functions that a version of PyTorch lacks.
 def _nothing(*_: Any) -> Any:
     return None
 
@@ -50,22 +50,22 @@ _warned: set[str] = set()
 
 
 def is_watched(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Module]]) -> bool:
-    """Looks at what is around a call of a pipeline.
+    """Checks the transforms, tracers, modes and hooks around a call of a pipeline.
 
     Args:
-        inputs: of the call.
-        modules: gives those of the pipeline.
+        inputs: The input tensors of the call.
+        modules: Returns the modules of the pipeline.
 
     Returns:
-        Whether there is anything that would see how a plan is made; see `unwatched`.
+        Whether a mode or hook would observe how a plan is made, which `unwatched` then prevents.
 
     Raises:
-        RuntimeError: the call is within a transform of ``torch.func`` or a tracer, or has dual numbers.
+        RuntimeError: The call is inside a ``torch.func`` transform or a tracer, or has dual numbers.
     """
     transform = _transform()
     if transform is not None:
         name = transform.key().name.lower()
-        _refuse(f"torch.func.{name}" + (" (vjp and jacrev are made of it)" if name == "grad" else ""))
+        _refuse(f"torch.func.{name}" + (" (which vjp and jacrev use)" if name == "grad" else ""))
     if _jit_trace() is not None:
         _refuse("torch.jit.trace")
     if getattr(forward_ad, "_current_level", -1) >= 0:
@@ -81,15 +81,14 @@ def is_watched(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Modul
                 _warned.add(kind)
                 name = kind.rsplit(".", 1)[-1].lstrip("_")
                 warnings.warn(
-                    f"{name} {verb} nothing of a GPipe, whose layers run in C++ on threads of their own; "
-                    f"{_INSTEAD}",
-                    stacklevel=6 + hooked,  # nn.Module calls forward from one function more then
+                    f"{name} {verb} nothing of a GPipe, whose layers run in C++ on other threads; {_INSTEAD}",
+                    stacklevel=6 + hooked,  # with hooks, nn.Module has one more frame
                 )
     return watched
 
 
 def _blind() -> Iterator[tuple[str, str]]:
-    """What is around a call and sees nothing of it, by its full name, with its verb."""
+    """Yields the full name of each active mode or hook that cannot observe a pipeline, with its verb."""
     for mode in _dispatch_modes():
         if getattr(mode, "_mode_key", None) is not None:  # PyTorch's tracers
             own = type(mode).__module__.startswith("gpipe_fast.")
@@ -105,7 +104,7 @@ def _blind() -> Iterator[tuple[str, str]]:
 
 
 def _full_name(what: Any, counter: object = None) -> str:
-    """With its module; a counter of operations is who made it."""
+    """Returns the qualified name with its module; for a counter's internal mode, the counter's class."""
     if type(counter).__module__.startswith("gpipe_fast."):
         what = type(counter)
     return f"{getattr(what, '__module__', '')}.{getattr(what, '__qualname__', type(what).__qualname__)}"
@@ -120,7 +119,10 @@ def _function_modes() -> list[Any]:
 
 
 def _refuse_tangents(inputs: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
-    """Of inputs and parameters, and of attributes, which take the place of parameters in forward-mode AD."""
+    """Refuses tangents of inputs, parameters, buffers and tensor attributes.
+
+    Attributes are checked because forward-mode AD replaces parameters by plain attributes.
+    """
     tables = (t for m in modules for t in (m._parameters, m._buffers, vars(m)))
     held = (value for table in tables for value in table.values() if isinstance(value, Tensor))
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in chain(inputs, held)):
@@ -139,13 +141,13 @@ def refuse_script() -> NoReturn:
     """Refuses ``torch.jit.script``.
 
     Raises:
-        RuntimeError: always.
+        RuntimeError: Always.
     """
     _refuse("torch.jit.script")
 
 
 def global_hook() -> str | None:
-    """The name of a hook of the user's on all modules, if there is one; PyTorch's own tools see nothing."""
+    """Returns the name of a global module hook that is not PyTorch's own, or None."""
     for hooks in _HOOKS:
         for hook in hooks.values():
             if not str(getattr(hook, "__module__", "")).startswith("torch."):
@@ -160,7 +162,7 @@ _Returned = TypeVar("_Returned")
 def unwatched(
     function: Callable[_Parameters, _Returned], *args: _Parameters.args, **kwargs: _Parameters.kwargs
 ) -> _Returned:
-    """Calls a function with modes and hooks put aside, but for the default device."""
+    """Calls a function with modes and hooks disabled, except the default device."""
     with contextlib.ExitStack() as stack:
         for put_aside in (
             _no_module_hooks,

@@ -1,5 +1,5 @@
-"""Checkpoints of other libraries.
+"""Compatibility with checkpoints of other libraries.
 
-A state dict that torchgpipe saved comes in; one with the keys of the plain Sequential goes out. The package
-imports nothing of gpipe_fast, and only `container` imports it.
+Its input is a state dict that torchgpipe saved; its output is one with the keys of the plain Sequential. The
+package imports nothing of gpipe_fast, and only `container` imports it.
 """

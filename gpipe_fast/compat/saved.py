@@ -1,4 +1,4 @@
-"""State dicts that torchgpipe saved, read as those of the plain Sequential."""
+"""Conversion of torchgpipe's state dicts to the keys of the plain Sequential."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# What torchgpipe's deferred batch norm keeps beside the buffers of a batch norm.
+# Buffers that torchgpipe's deferred batch norm has in addition to those of a batch norm.
 _SUMS = ("sum", "sum_squares")
 
 
 def rename(state: MutableMapping[str, Any], prefix: str, module: nn.Module) -> None:
-    """Drops what torchgpipe has more, in place.
+    """Renames or removes the keys that only torchgpipe has, in place.
 
     ::
 
         partitions.1.2.running_mean   2.running_mean
-        partitions.1.2.sum            (of deferred batch norm; none)
+        partitions.1.2.sum            (removed: a buffer of torchgpipe's deferred batch norm)
 
     Args:
-        state: everything below ``prefix`` at least.
-        prefix: that of ``module``'s own keys, empty or with a dot at its end.
-        module: has the layers that the names are of, whatever the partitions were.
+        state: A state dict; may contain keys outside of ``prefix``.
+        prefix: The prefix of ``module``'s own keys: empty, or ending with a dot.
+        module: The module whose layers the keys name, whatever the partitions were.
     """
     in_partition = re.compile(re.escape(prefix) + r"partitions\.\d+\.")
     for key in list(state):
@@ -40,7 +40,7 @@ def rename(state: MutableMapping[str, Any], prefix: str, module: nn.Module) -> N
 
 
 def _is_batch_norm(module: nn.Module, path: str, own: str) -> bool:
-    """Whether there is one, without such a tensor of its own."""
+    """Returns whether `path` is a batch norm that has no attribute of this name."""
     try:
         found = module.get_submodule(path)
     except AttributeError:

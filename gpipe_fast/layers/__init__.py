@@ -1,6 +1,6 @@
-"""What a layer may do besides computing: skip tensors, keep statistics, nest values, ask for its phase.
+"""Layer features beyond computation: skip connections, running statistics, nested values, phase queries.
 
-The user's layers and the values that pass between them come in; a description of their skip connections,
-running statistics and nesting goes out. The package imports nothing of gpipe_fast; `balance`, `trace`,
-`runtime` and everything above these may import it, while `schedule` and `kernels` do without.
+Its input is the user's layers and the values that pass between them; its output describes their skip
+connections, running statistics and nesting. The package imports nothing of gpipe_fast; `balance`, `trace`,
+`runtime` and the packages above these may import it, while `schedule` and `kernels` do without.
 """

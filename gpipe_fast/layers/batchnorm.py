@@ -1,7 +1,7 @@
-"""Deferred batch norm: running statistics from the whole mini-batch, once, not from each micro-batch.
+"""Deferred batch norm: running statistics are updated once per mini-batch instead of once per micro-batch.
 
-Micro-batches are normalised with statistics of their own, as without it. What they add up meanwhile stands in
-the buffers that hold the running statistics otherwise (see csrc/pipeline/statistics.h).
+Each micro-batch is still normalised by its own statistics. During a mini-batch, the buffers of the running
+statistics hold the accumulated ones of its micro-batches (see csrc/pipeline/statistics.h).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_fast.layers.title import title
 
-# Where a stage's buffers have mean, variance and number of mini-batches; and the momentum.
+# Indices of mean, variance and number of mini-batches among a stage's buffers; and the momentum.
 Statistics = tuple[int, int, int, float | None]
 
 
@@ -30,7 +30,7 @@ _deferring = _Deferring()
 
 @contextlib.contextmanager
 def deferring(wanted: bool) -> Iterator[None]:
-    """Whether batch norms that this thread calls in a block add up what they meet."""
+    """Sets, for a block, whether batch norms called by this thread accumulate statistics of micro-batches."""
     before, _deferring.now = _deferring.now, wanted
     try:
         yield
@@ -39,10 +39,10 @@ def deferring(wanted: bool) -> Iterator[None]:
 
 
 class _Deferred(_BatchNorm):
-    """A batch norm as it was, but in the stages of a pipeline that defers."""
+    """A batch norm that accumulates statistics inside a deferring pipeline and is unchanged elsewhere."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises a micro-batch, of shape (N, C, ...), by its own statistics."""
+        """Normalises a micro-batch of shape (N, C, ...) by its own statistics."""
         mean, variance, count = self.running_mean, self.running_var, self.num_batches_tracked
         if not (_deferring.now and self.training) or mean is None or variance is None or count is None:
             return super().forward(input)
@@ -57,18 +57,18 @@ class _Deferred(_BatchNorm):
 def _add_up(
     mean: Tensor, variance: Tensor, count: Tensor, own_mean: Tensor, own_variance: Tensor, own_count: int
 ) -> None:
-    """Adds a part's statistics to those so far, in place.
+    """Merges the statistics of one micro-batch into the accumulated ones, in place.
 
-    Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances (1979),
-    for the variance itself instead of the sum of squares, which 16-bit buffers could not hold.
+    Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances
+    (1979), applied to the variance instead of the sum of squares, which 16-bit buffers could not hold.
 
     Args:
-        mean: of all elements so far, by channel.
-        variance: likewise, not that of a sample.
-        count: of them.
-        own_mean: of the part.
-        own_variance: likewise, estimated as from a sample.
-        own_count: at least 2, as batch norm itself demands.
+        mean: Accumulated mean of each channel, shape (C,).
+        variance: Accumulated population variance (biased), shape (C,).
+        count: Accumulated number of elements per channel.
+        own_mean: The micro-batch's mean, shape (C,).
+        own_variance: The micro-batch's sample variance (unbiased), shape (C,).
+        own_count: The micro-batch's number of elements per channel; at least 2, as batch norm itself demands.
     """
     exact = torch.promote_types(mean.dtype, torch.float32)
     share = own_count / (count.to(exact) + own_count)
@@ -80,15 +80,15 @@ def _add_up(
 
 
 class DeferredBatchNorm1d(_Deferred, nn.BatchNorm1d):
-    """`torch.nn.BatchNorm1d` whose statistics a pipeline may defer."""
+    """`torch.nn.BatchNorm1d` whose running statistics a pipeline may defer."""
 
 
 class DeferredBatchNorm2d(_Deferred, nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d` whose statistics a pipeline may defer."""
+    """`torch.nn.BatchNorm2d` whose running statistics a pipeline may defer."""
 
 
 class DeferredBatchNorm3d(_Deferred, nn.BatchNorm3d):
-    """`torch.nn.BatchNorm3d` whose statistics a pipeline may defer."""
+    """`torch.nn.BatchNorm3d` whose running statistics a pipeline may defer."""
 
 
 _KINDS: dict[type, type[_Deferred]] = {
@@ -99,33 +99,33 @@ _KINDS: dict[type, type[_Deferred]] = {
 
 
 def check_can_defer(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuses batch norms that do not let their statistics wait.
+    """Checks that the running statistics of all batch norms can be deferred.
 
     Raises:
-        ValueError: one is synchronised between processes, or is of a class of its own.
+        ValueError: A batch norm is synchronised between processes, or has a custom class.
     """
     for layer_name, layer in named_layers:
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
-                    f"{title(name, module)} takes its statistics from several processes for each "
-                    "micro-batch; deferred_batch_norm=True goes with BatchNorm1d, 2d and 3d"
+                    f"{title(name, module)} synchronises its statistics between processes for each "
+                    "micro-batch; deferred_batch_norm=True supports BatchNorm1d, 2d, 3d"
                 )
             own = isinstance(module, _BatchNorm) and not isinstance(module, _Deferred)
             if own and module.track_running_stats and type(module) not in _KINDS:
                 raise ValueError(
-                    f"{title(name, module)} is a class of its own: what it computes is not known, so its "
-                    "statistics cannot be deferred; those of BatchNorm1d, 2d and 3d can"
+                    f"{title(name, module)} has a custom class, whose statistics cannot be deferred because "
+                    "its computation is unknown; deferred_batch_norm=True supports BatchNorm1d, 2d, 3d"
                 )
 
 
 def defer(layers: Iterable[nn.Module]) -> None:
-    """Lets batch norms add up statistics where they run in a pipeline that defers.
+    """Enables batch norms to accumulate their statistics inside a deferring pipeline.
 
-    They stay the objects that they are, as a parametrized module does, with the same parameters and buffers.
+    Changes their class in place, as parametrization does; the objects, parameters and buffers stay the same.
 
     Raises:
-        ValueError: as `check_can_defer`.
+        ValueError: The statistics of a batch norm cannot be deferred (see `check_can_defer`).
     """
     layers = list(layers)
     check_can_defer((str(index), layer) for index, layer in enumerate(layers))
@@ -135,7 +135,7 @@ def defer(layers: Iterable[nn.Module]) -> None:
 
 
 def statistics_of(layers: Iterable[nn.Module], buffers: Sequence[Tensor]) -> list[Statistics]:
-    """Where those of batch norms in training are among the buffers of a stage."""
+    """Returns where the running statistics of batch norms in training mode are among a stage's buffers."""
     places = {id(buffer): place for place, buffer in enumerate(buffers)}
     found: dict[int, Statistics] = {}
     for layer in layers:
@@ -146,7 +146,7 @@ def statistics_of(layers: Iterable[nn.Module], buffers: Sequence[Tensor]) -> lis
 
 
 def names_of_statistics(module: nn.Module) -> set[str]:
-    """What a ``state_dict`` calls those that a pipeline defers in the present modes."""
+    """Returns the ``state_dict`` keys of the statistics that a pipeline defers, given the modules' modes."""
     return {f"{name}.{own}" for name, _ in _adding_up(module) for own in _STATISTICS}
 
 

@@ -1,4 +1,4 @@
-"""What the stage that calls a layer is doing: asked by layers that count, print or keep statistics."""
+"""Phase queries: layers that count, print or keep statistics ask whether they are being recomputed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class AskedWhileTracing(RuntimeError):
-    """A layer asked, and so may do something else in a recompute, which a trace would not show."""
+    """Raised when a traced layer queries its phase: a recompute may differ, which a trace cannot show."""
 
 
 class _Phase(threading.local):
@@ -21,21 +21,24 @@ _phase = _Phase()
 
 
 def is_checkpointing() -> bool:
-    """Whether this is the forward of a micro-batch whose activations are recomputed in the backward.
+    """Returns whether this is a forward whose activations the backward will recompute.
 
-    A layer that asks runs in Python, so that it is asked for every micro-batch.
+    A layer that calls this runs in Python, so that the query is answered for every micro-batch.
     """
     return _asked(_phase.checkpointing)
 
 
 def is_recomputing() -> bool:
-    """Whether this is such a recompute: the second run of the same forward."""
+    """Returns whether this is a recompute, the second run of a checkpointed forward.
+
+    A layer that calls this runs in Python, so that the query is answered for every micro-batch.
+    """
     return _asked(_phase.recomputing)
 
 
 def _asked(answer: bool) -> bool:
     if _phase.tracing:
-        raise AskedWhileTracing("it asks whether it is checkpointing or recomputing")
+        raise AskedWhileTracing("it calls is_checkpointing() or is_recomputing()")
     return answer
 
 
@@ -43,7 +46,7 @@ def _asked(answer: bool) -> bool:
 def entered(
     *, checkpointing: bool = False, recomputing: bool = False, tracing: bool = False
 ) -> Iterator[None]:
-    """Lets this thread be in a phase for a block."""
+    """Sets the phase of the calling thread for a block."""
     before = vars(_phase).copy()
     _phase.checkpointing, _phase.recomputing, _phase.tracing = checkpointing, recomputing, tracing
     try:

@@ -1,4 +1,4 @@
-"""Skip connections: a layer stashes a tensor, a later one pops it; those between know nothing of it."""
+"""Skip connections: one layer stashes a tensor and a later one pops it, bypassing the layers between."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]
 
 @dataclass(frozen=True, order=True)
 class Namespace:
-    """Keeps skip tensors of equal names apart (see `Skippable.isolate`). Copies are equal to it."""
+    """Distinguishes skip tensors that have the same name (see `Skippable.isolate`). Copies compare equal."""
 
     id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
 
 class Key(NamedTuple):
-    """What a skip tensor is known by.
+    """The identity of a skip tensor.
 
     Attributes:
-        namespace: None is the one that all share.
-        name: as declared.
+        namespace: None is the default namespace, which all layers share.
+        name: As declared.
     """
 
     namespace: Namespace | None
@@ -35,11 +35,11 @@ class Key(NamedTuple):
 
 
 class stash:
-    """Hands a tensor to the layer that pops it: ``yield stash('name', tensor)``.
+    """Passes a tensor to the layer that pops it: ``yield stash('name', tensor)``.
 
     Args:
-        name: as the layer declares it.
-        tensor: of any shape and dtype, its first dimension the micro-batch; or None.
+        name: A name that the layer declares.
+        tensor: A tensor of any shape and dtype whose first dimension is the micro-batch; or None.
     """
 
     __slots__ = ("name", "tensor")
@@ -50,10 +50,10 @@ class stash:
 
 
 class pop:
-    """Takes what an earlier layer stashed: ``tensor = yield pop('name')``.
+    """Takes a tensor that an earlier layer stashed: ``tensor = yield pop('name')``.
 
     Args:
-        name: as the layer declares it.
+        name: A name that the layer declares.
     """
 
     __slots__ = ("name",)
@@ -63,7 +63,7 @@ class pop:
 
 
 class _Held(threading.local):
-    """What was stashed and not popped yet, by thread."""
+    """Skip tensors that were stashed and not yet popped, per thread."""
 
     def __init__(self) -> None:
         self.tensors: dict[Key, Tensor | None] = {}
@@ -74,7 +74,7 @@ _held = _Held()
 
 @contextlib.contextmanager
 def carrying(popped: Mapping[Key, Tensor | None]) -> Iterator[dict[Key, Tensor | None]]:
-    """Lets layers that run in this thread pop these alone; what they leave stashed is in the dictionary."""
+    """Replaces the calling thread's skip tensors for a block; yields a dictionary that receives new ones."""
     before = _held.tensors
     _held.tensors = dict(popped)
     try:
@@ -87,11 +87,11 @@ _Self = TypeVar("_Self", bound="Skippable")
 
 
 class Skippable(nn.Module):
-    """A module that stashes or pops; `skippable` makes classes of these.
+    """A module that stashes or pops skip tensors; base class of the classes that `skippable` creates.
 
     Attributes:
-        module: an instance of the decorated class.
-        namespaces: of the names that are isolated.
+        module: An instance of the decorated class.
+        namespaces: The namespace of each isolated name.
     """
 
     module_cls: ClassVar[type[nn.Module]]
@@ -99,29 +99,29 @@ class Skippable(nn.Module):
     poppable_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the decorated class's module, with its own arguments."""
+        """Creates the module of the decorated class from the latter's arguments."""
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
         self.namespaces: dict[str, Namespace] = {}
 
     def __repr__(self) -> str:
-        """As of the decorated class, marked."""
+        """Returns the decorated module's representation, marked by ``@skippable``."""
         return f"@skippable({self.module})"
 
     def namespaced(self, name: str) -> Key:
-        """The key of a name here."""
+        """Returns the key of a name that this module declares."""
         return Key(self.namespaces.get(name), name)
 
     def stashable(self) -> list[Key]:
-        """What it stashes, in the order declared."""
+        """Returns the keys that this module stashes, in the order of their declaration."""
         return [self.namespaced(name) for name in self.stashable_names]
 
     def poppable(self) -> list[Key]:
-        """What it pops, in the order declared."""
+        """Returns the keys that this module pops, in the order of their declaration."""
         return [self.namespaced(name) for name in self.poppable_names]
 
     def isolate(self: _Self, ns: Namespace, *, only: Iterable[str] | None = None) -> _Self:
-        """Puts names of this module into a namespace, in which the same name is another tensor's.
+        """Puts names of this module into a namespace, in which equal names denote other tensors.
 
         ::
 
@@ -131,14 +131,14 @@ class Skippable(nn.Module):
             )
 
         Args:
-            ns: the namespace.
-            only: these names; by default all that the module declares.
+            ns: The namespace.
+            only: The names to isolate; by default all that the module declares.
 
         Returns:
             This module.
 
         Raises:
-            ValueError: it declares no such name.
+            ValueError: The module does not declare one of the names.
         """
         declared = (*self.stashable_names, *self.poppable_names)
         names = declared if only is None else tuple(only)
@@ -149,14 +149,15 @@ class Skippable(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the decorated module, and does what it yields.
+        """Runs the decorated module and executes the `stash` and `pop` commands that it yields.
 
         Raises:
-            RuntimeError: it stashes or pops something else than it declares, or what is not there.
-            TypeError: it yields something else than `stash` and `pop`.
+            RuntimeError: The module stashes or pops an undeclared name, omits a declared one, pops a name
+                twice, or pops a tensor that has not been stashed.
+            TypeError: The module yields something other than `stash` and `pop`.
         """
         held = _held.tensors
-        # As torchgpipe: what is popped is looked for first, and what is stashed shows when all has gone well.
+        # As in torchgpipe, pops are looked up before the module runs; stashes become visible if it succeeds.
         popped: dict[str, Tensor | None] = {}
         for key in self.poppable():
             if key not in held:
@@ -177,7 +178,7 @@ class Skippable(nn.Module):
         self, commands: Any, stashed: dict[str, Tensor | None], popped: dict[str, Tensor | None]
     ) -> Any:
         if not isinstance(commands, Generator):
-            return commands  # a forward that never yields
+            return commands  # the forward is not a generator
         answer: Tensor | None = None
         while True:
             try:
@@ -219,18 +220,18 @@ def skippable(
 
         model = nn.Sequential(Layer1(), Layer2(), Layer3())
 
-    In a pipeline the tensor, and its gradient, go straight from the one stage to the other. Elsewhere it
-    waits in the thread that stashed it.
+    In a pipeline, the tensor and its gradient are sent directly between the two stages. Outside of a
+    pipeline, the tensor is stored in thread-local storage until it is popped.
 
     Args:
-        stash: names of what it stashes.
-        pop: names of what it pops.
+        stash: The names that the module stashes.
+        pop: The names that the module pops.
 
     Returns:
-        A decorator; parameters of what it makes are called ``module.<name>``.
+        A class decorator. Parameters of the decorated modules are named ``module.<name>``.
 
     Raises:
-        TypeError: ``stash`` or ``pop`` is no list of names.
+        TypeError: ``stash`` or ``pop`` is not a list of names.
     """
     stashable_names, poppable_names = _names("stash", stash), _names("pop", pop)
 
@@ -247,7 +248,7 @@ def skippable(
                 "poppable_names": poppable_names,
             },
         )
-        # Where pickling finds it, now that its own name stands for what is made of it.
+        # Pickling finds the class here: its own name now denotes the Skippable subclass.
         module_cls.__qualname__ += ".module_cls"
         return made
 
@@ -255,7 +256,7 @@ def skippable(
 
 
 def _names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
-    """The names that a skippable declares; a text alone would be taken for a list of letters."""
+    """Returns the names that a skippable declares. Rejects a single string, an iterable of letters."""
     if not isinstance(names, str) and isinstance(names, Iterable):
         found = tuple(names)
         if all(isinstance(name, str) for name in found):
@@ -267,14 +268,14 @@ def verify_skippables(module: nn.Module) -> None:
     """Checks that each skip tensor is stashed by one layer and popped by one later layer.
 
     Raises:
-        TypeError: it is not so; with a line for each that does not match.
+        TypeError: Some do not match; the message has a line for each.
     """
     stashed: set[Key] = set()
     popped: set[Key] = set()
     faults: list[str] = []
     for name, layer in module.named_children():
         stashes, pops = declared(layer)
-        # Modules deeper within a layer may pass some among themselves; one alone cannot.
+        # Submodules of a layer may pass tensors to each other; a single module cannot pass one to itself.
         within = set(stashes) & set(pops)
         own = (layer.stashable_names, layer.poppable_names) if isinstance(layer, Skippable) else ((), ())
         for both in (each for each in own[0] if each in own[1]):
@@ -299,20 +300,20 @@ def verify_skippables(module: nn.Module) -> None:
 
 
 def declared(layer: nn.Module) -> tuple[list[Key], list[Key]]:
-    """What a layer, with all in it, stashes and pops, in order."""
+    """Returns the keys that a layer, including its submodules, stashes and pops, in order."""
     parts = [module for module in layer.modules() if isinstance(module, Skippable)]
     return [key for p in parts for key in p.stashable()], [key for p in parts for key in p.poppable()]
 
 
 @dataclass(frozen=True)
 class Skip:
-    """One skip connection of a sequence of layers.
+    """A skip connection between two layers of a sequence.
 
     Attributes:
-        key: its own.
-        source: the layer that stashes it.
-        target: the layer that pops it.
-        stash_order: its place among all that are stashed.
+        key: The identity of its tensor.
+        source: Index of the layer that stashes the tensor.
+        target: Index of the layer that pops the tensor.
+        stash_order: Position in the order of all stashes.
     """
 
     key: Key
@@ -322,9 +323,9 @@ class Skip:
 
 
 def skips_of(layers: Iterable[nn.Module]) -> list[Skip]:
-    """The skip connections from one layer to another, in the order in which they are popped.
+    """Returns the skip connections between layers, in the order of their pops.
 
-    Those within a layer do not show. The layers are as `verify_skippables` wants them.
+    Connections within a layer are omitted. The layers must pass `verify_skippables`.
     """
     sources: dict[Key, tuple[int, int]] = {}
     found: list[Skip] = []
@@ -340,10 +341,10 @@ def skips_of(layers: Iterable[nn.Module]) -> list[Skip]:
 
 
 def take(held: dict[Key, Tensor | None], keys: Sequence[Key]) -> list[Tensor | None]:
-    """Takes what layers have left for later ones.
+    """Removes and returns the skip tensors with these keys.
 
     Raises:
-        RuntimeError: there is something else.
+        RuntimeError: A tensor has not been stashed.
     """
     missing = [key.name for key in keys if key not in held]
     if missing:

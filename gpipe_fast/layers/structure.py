@@ -1,4 +1,4 @@
-"""Nested values as tensors and a structure: what users pass and get, and what crosses between stages."""
+"""Nested values as flat tensors and a structure: model arguments, outputs, and stage boundaries."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-# What may stand beside tensors: values that nobody can change.
+# Types allowed beside tensors: all are immutable.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A value beside tensors, passed on as it is.
+    """A value beside tensors that is passed on unchanged.
+
+    Constants are equal if their type and text are, so 1 differs from True, and NaN equals NaN.
 
     Attributes:
-        kind: its type.
-        text: what it reads like; by type and text constants are equal, so 1 is not True, and NaN is NaN.
-        value: itself.
+        kind: The type of the value.
+        text: The ``repr`` of the value.
+        value: The value.
     """
 
     kind: type
@@ -33,11 +35,11 @@ class Constant:
 
 @dataclass(frozen=True)
 class Structure:
-    """How tensors are nested, and what stands beside them.
+    """The nesting of tensors, and the constants beside them.
 
     Attributes:
-        spec: tuples, lists, dicts and named tuples, as PyTorch flattens them.
-        leaves: in order; a number is a tensor's, and stands twice where that tensor does.
+        spec: Nested tuples, lists, dicts and named tuples, as PyTorch's pytree flattens them.
+        leaves: Constants and tensor indices, in order; an index occurs twice if the tensor does.
     """
 
     spec: pytree.TreeSpec
@@ -48,21 +50,21 @@ class Structure:
         return hash((self.spec, self.leaves))
 
     def __hash__(self) -> int:
-        """Computed once: every call looks its signature up."""
+        """Returns the hash, computed once: every call looks up a signature by it."""
         return self._hash
 
     def __str__(self) -> str:
-        """The value, with tensors as three dots."""
+        """Returns the value's string, with ``...`` for each tensor."""
         return str(self.build([_Dots()] * len(self.leaves)))
 
     def build(self, tensors: Sequence[Any]) -> Any:
-        """The value with these tensors."""
+        """Returns the nested value with these tensors."""
         return pytree.tree_unflatten(
             [tensors[leaf] if isinstance(leaf, int) else leaf.value for leaf in self.leaves], self.spec
         )
 
     def build_apart(self, tensors: Sequence[Tensor]) -> Any:
-        """The value with these tensors, but none twice: copies instead."""
+        """Returns the nested value with these tensors; a tensor that occurs again is replaced by a copy."""
         seen: set[int] = set()
         leaves: list[Any] = []
         for leaf in self.leaves:
@@ -80,15 +82,15 @@ class _Dots:
 
 
 def flatten(value: object, *, once: bool = False) -> tuple[list[Tensor], Structure]:
-    """Takes a value apart; ``structure.build(tensors)`` puts it together.
+    """Flattens a value into tensors and a structure; ``structure.build(tensors)`` is the inverse.
 
     Args:
-        value: nested in whatever way.
-        once: take a tensor that stands in several places once, so that whoever gets the value sees that it is
-            one: the gradients of all its uses are then added up as if nothing lay between.
+        value: A nested value.
+        once: List a tensor that occurs several times once, so that the recipient of the rebuilt value sees
+            one tensor and accumulates the gradients of its uses as without the round trip.
 
     Raises:
-        TypeError: it holds what is neither a tensor nor a constant.
+        TypeError: The value contains a leaf that is neither a tensor nor a constant.
     """
     leaves, spec = pytree.tree_flatten(value)
     tensors: list[Tensor] = []
@@ -118,17 +120,17 @@ _, ONE_TENSOR = flatten(torch.empty(0))
 
 
 def tuple_of(count: int) -> Structure:
-    """That of a tuple of so many tensors."""
+    """Returns the structure of a tuple of `count` tensors."""
     return flatten(tuple(torch.empty(0) for _ in range(count)))[1]
 
 
-# Structures that C++ compares by identity, the latest.
+# The most recently created structures; C++ compares structures by identity.
 _shared: OrderedDict[Structure, Structure] = OrderedDict()
 _SHARED_LIMIT = 1024
 
 
 def shared(structure: Structure) -> Structure:
-    """The one object that stands for all equal ones, as far as it was asked for lately."""
+    """Returns the canonical object among equal structures, while it is among the latest `_SHARED_LIMIT`."""
     if structure == ONE_TENSOR:
         return ONE_TENSOR
     found = _shared.setdefault(structure, structure)
@@ -137,71 +139,77 @@ def shared(structure: Structure) -> Structure:
     return found
 
 
-# The dimension of the batch: of all tensors, or of each that is cut.
+# The batch dimension: one for all tensors, or one for each tensor that is split.
 BatchDim = int | tuple[int, ...]
 
 
 class LayerSequence(nn.Module):
-    """A module whose children are layers that run one after the other, as those of a ``Sequential`` do."""
+    """A module whose children are layers that run one after the other, as in a ``Sequential``."""
 
     @property
     def batch_dim(self) -> BatchDim:
-        """Along which dimension inputs are cut, or each of them is."""
+        """The dimension along which inputs are split: one for all, or one for each."""
         return 0
 
     def __len__(self) -> int:
-        """The number of layers."""
+        """Returns the number of layers."""
         return len(self._modules)
 
 
 class Call(NamedTuple):
-    """The arguments of a call, where they are not one value alone."""
+    """The arguments of a call that is not just one positional argument."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def call(function: Any, value: Any) -> Any:
-    """Calls with a value, or with the arguments that it stands for."""
+    """Calls a function with a value, or with the arguments that a `Call` holds."""
     return function(*value.args, **value.kwargs) if isinstance(value, Call) else function(value)
 
 
 class Replicated:
-    """What every micro-batch gets as a whole; `replicate` makes it."""
+    """A value that every micro-batch gets whole; created by `replicate`."""
 
     def __init__(self, value: object) -> None:
         self.value = value
 
 
 def replicate(value: object) -> Any:
-    """Marks an input, or a part of one, that is not cut: every micro-batch gets all of it.
+    """Marks an input, or a part of an input, that is not split: every micro-batch gets it whole.
 
     ::
 
         model((x, gpipe_fast.replicate(mask)))
 
-    The gradient of a tensor in it is the sum over micro-batches.
+    The gradient of a replicated tensor is the sum of its gradients over micro-batches.
+
+    Args:
+        value: A tensor, or a nested value with tensors.
+
+    Returns:
+        A wrapper to pass to a `GPipe` in place of the value.
     """
     return Replicated(value)
 
 
 class Dims(NamedTuple):
-    """Along which dimensions a mini-batch is cut into micro-batches, and joined again.
+    """The dimensions along which a mini-batch is split into micro-batches and its outputs concatenated.
 
     Attributes:
-        inputs: of each tensor; None for one that every micro-batch gets as a whole.
-        outputs: of all outputs.
+        inputs: The dimension of each tensor; None for a tensor that every micro-batch gets whole.
+        outputs: The dimension of all outputs.
     """
 
     inputs: tuple[int | None, ...]
     outputs: int = 0
 
     def batch_size(self, tensors: Sequence[Tensor]) -> int:
-        """The length of the first tensor that is cut."""
+        """Returns the number of samples: the size of the first tensor that is split."""
         return next(x.size(d) for x, d in zip(tensors, self.inputs, strict=True) if d is not None)
 
     def cut(self, tensors: Sequence[Tensor], chunks: int) -> list[tuple[Tensor, ...]]:
-        """The tensors of each micro-batch."""
+        """Returns the tensors of each micro-batch."""
         parts = [None if d is None else x.chunk(chunks, d) for x, d in zip(tensors, self.inputs, strict=True)]
         number = next(len(part) for part in parts if part is not None)
         columns = (part or (x,) * number for part, x in zip(parts, tensors, strict=True))
@@ -212,12 +220,12 @@ _FIRST = Dims((0,))
 
 
 class Inputs(NamedTuple):
-    """What a module is called with, taken apart.
+    """The flattened arguments of a call.
 
     Attributes:
-        tensors: in order.
-        structure: how they are nested.
-        dims: along which they are cut.
+        tensors: All tensors, in order.
+        structure: Their nesting.
+        dims: The dimensions along which they are split.
     """
 
     tensors: list[Tensor]
@@ -225,28 +233,28 @@ class Inputs(NamedTuple):
     dims: Dims
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
-        """What would be taken apart into these tensors."""
+        """Returns the arguments with these tensors in place of the original ones."""
         marked = [Replicated(x) if d is None else x for x, d in zip(tensors, self.dims.inputs, strict=True)]
         return self.structure.build(marked)
 
     @property
     def batch_size(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         return self.dims.batch_size(self.tensors)
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim = 0) -> Inputs:
-        """Takes the arguments of a call apart.
+        """Flattens the arguments of a call.
 
         Args:
-            args: of the call.
-            kwargs: of the call.
-            batch_dim: that of all tensors, or those of the ones that are cut, in order; outputs have the
-                first of them.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            batch_dim: One dimension for all tensors, or one for each tensor that is split, in order; outputs
+                have the first of them.
 
         Raises:
-            TypeError: there is something that is neither a tensor nor a constant.
-            ValueError: ``batch_dim`` has not as many entries as there are tensors to cut.
+            TypeError: An argument contains a leaf that is neither a tensor nor a constant.
+            ValueError: The length of ``batch_dim`` is not the number of tensors to split.
         """
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
             return cls([args[0]], ONE_TENSOR, _FIRST if batch_dim == 0 else _dims([False], batch_dim))
@@ -268,8 +276,8 @@ def _dims(replicated: Sequence[bool], batch_dim: BatchDim) -> Dims:
         return Dims(tuple(None if whole else batch_dim for whole in replicated), batch_dim)
     if len(batch_dim) != replicated.count(False):
         raise ValueError(
-            f"batch_dim has {len(batch_dim)} entries, one for each tensor of the input that is cut, but "
-            f"{replicated.count(False)} are; got {batch_dim}"
+            "batch_dim must have one entry for each input tensor that is split into micro-batches; expected "
+            f"length {replicated.count(False)}, got length {len(batch_dim)}: {batch_dim}"
         )
     left = iter(batch_dim)
     return Dims(tuple(None if whole else next(left) for whole in replicated), batch_dim[0])

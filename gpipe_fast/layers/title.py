@@ -1,4 +1,4 @@
-"""What messages call a layer."""
+"""The name of a layer in messages."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import nn
 
 
 def title(place: int | str, layer: nn.Module) -> str:
-    """``layer 3 (Linear)`` for a layer's position, ``layer 'head' (Linear)`` for its name."""
+    """Returns ``layer 3 (Linear)`` for a layer's position, ``layer 'head' (Linear)`` for its name."""
     return f"layer {place!r} ({type(layer).__name__})"

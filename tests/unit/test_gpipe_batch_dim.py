@@ -149,10 +149,10 @@ class Last(nn.Module):
 
 
 ERRORS: list[tuple[BatchDim, Any, nn.Module, type[Exception], str]] = [
-    (1, torch.randn(8), nn.Tanh(), ValueError, r"no dimension 1, its batch_dim, to cut .* got shape \[8\]"),
-    (-3, torch.randn(8, 6), nn.Tanh(), ValueError, r"no dimension -3, its batch_dim, .* got shape \[8, 6\]"),
-    (1, torch.tensor(1.0), nn.Tanh(), ValueError, "no dimension to cut .* got a 0-dimensional tensor"),
-    ((0, 1), torch.randn(8, 6), nn.Tanh(), ValueError, "batch_dim has 2 entries, .* but 1 are"),
+    (1, torch.randn(8), nn.Tanh(), ValueError, r"no dimension 1 \(batch_dim\) to split .* got shape \[8\]"),
+    (-3, torch.randn(8, 6), nn.Tanh(), ValueError, r"no dimension -3 \(batch_dim\) .* got shape \[8, 6\]"),
+    (1, torch.tensor(1.0), nn.Tanh(), ValueError, "no dimension to split .* got a 0-dimensional tensor"),
+    ((0, 1), torch.randn(8, 6), nn.Tanh(), ValueError, "one entry for each .* length 1, got length 2"),
     (
         (0, 1),
         (torch.randn(8, 6), torch.randn(8, 6)),

@@ -125,5 +125,5 @@ def test_copies_of_a_compiled_pipeline_call_themselves() -> None:
 
 def test_one_graph_is_refused_by_dynamo() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=4)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="a GPipe runs programs of its own"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a GPipe runs its own"):
         torch.compile(pipe, backend="eager", fullgraph=True)(features())

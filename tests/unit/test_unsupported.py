@@ -72,7 +72,7 @@ def test_a_hook_on_all_modules_counts_while_it_is_there(name: str) -> None:
     try:
         expected = loop_step(mlp(), x, 4)
         for pipe in (early, late):
-            with pytest.warns(UserWarning, match=f"in Python while the global module hook {name} is there"):
+            with pytest.warns(UserWarning, match=f"while the global module hook {name} is registered"):
                 assert unequal(pipeline_step(pipe, x), expected) == []
             with warnings.catch_warnings():
                 warnings.simplefilter("error")

@@ -433,7 +433,7 @@ def test_why_tied_parameters_may_differ() -> None:
 PIPE_ERRORS: dict[str, tuple[type[Exception], str, object, object, object]] = {
     "a plain model": (TypeError, "verify compares a GPipe .*, got Sequential", mlp(), features(), squares),
     "no tensor": (TypeError, "expected Tensor, but got list", None, [1.0], squares),
-    "no batch": (ValueError, "no dimension to cut", None, torch.zeros(()), squares),
+    "no batch": (ValueError, "no dimension to split", None, torch.zeros(()), squares),
     "batch sizes": (ValueError, "same batch size", None, (features(8), features(3)), squares),
     "no function": (
         TypeError,

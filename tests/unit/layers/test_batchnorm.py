@@ -219,7 +219,7 @@ def test_what_comes_later_is_deferred_too() -> None:
     pipe(images())
     assert [int(n.num_batches_tracked) for n in (pipe[0], pipe[2], pipe[4][1])] == [1, 2, 1]
     pipe[4][1] = nn.SyncBatchNorm(2)
-    with pytest.raises(ValueError, match=r"layer '4\.1' \(SyncBatchNorm\) takes its statistics from several"):
+    with pytest.raises(ValueError, match=r"layer '4\.1' \(SyncBatchNorm\) synchronises its statistics"):
         pipe(images())
 
 
@@ -229,10 +229,10 @@ class Own(nn.BatchNorm2d):
 
 def test_what_cannot_be_deferred_is_refused_by_name() -> None:
     synchronised = nn.Sequential(nn.Sequential(nn.ReLU(), nn.SyncBatchNorm(3)))
-    with pytest.raises(ValueError, match=r"layer '0\.1' \(SyncBatchNorm\) takes its statistics from several"):
+    with pytest.raises(ValueError, match=r"layer '0\.1' \(SyncBatchNorm\) synchronises its statistics"):
         GPipe(synchronised, [1], deferred_batch_norm=True)
     GPipe(synchronised, [1])
-    with pytest.raises(ValueError, match=r"layer '0' \(Own\) is a class of its own: what it computes"):
+    with pytest.raises(ValueError, match=r"layer '0' \(Own\) has a custom class, whose statistics cannot"):
         GPipe(nn.Sequential(Own(3)), [1], deferred_batch_norm=True)
     GPipe(nn.Sequential(Own(3)), [1])
     GPipe(nn.Sequential(Own(3, track_running_stats=False)), [1], deferred_batch_norm=True)
