@@ -1,7 +1,7 @@
 """GPipe for PyTorch: pipeline parallelism with the micro-batch loop in C++."""
 
-# Functions that share their name with a public module are imported from that module: if it were first
-# imported later, it would replace the function.
+# A function with the name of a public module is imported from that module: a later first import of the module
+# would replace the function.
 from gpipe_fast import picture as picture
 from gpipe_fast import profile as profile
 from gpipe_fast import recording as recording

@@ -1,6 +1,6 @@
-"""`doctor` reports on the machine and on how a model runs there; `check` compares small models there.
+"""`doctor` reports on the machine and on how a model runs on it; `check` is a self-test with small models.
 
-``python -m gpipe_fast.doctor`` prints the report on this machine, and with ``--check`` the comparison.
+``python -m gpipe_fast.doctor`` prints the report on this machine; ``--check`` also runs the self-test.
 """
 
 from gpipe_fast.inspect.check import Case, Checkup, check

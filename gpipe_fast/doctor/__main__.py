@@ -1,4 +1,4 @@
-"""Prints the report on this machine; with ``--check`` also how small models compare with the plain loop."""
+"""Prints the report on this machine; with ``--check``, also compares small models with the plain loop."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gpipe_fast.inspect.doctor import doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a report; the exit status is 1 if something differs from the plain loop."""
+    """Prints a report. Returns the exit status: 1 if a model differs from the plain loop, else 0."""
     parser = argparse.ArgumentParser("python -m gpipe_fast.doctor", description="Reports on this machine.")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="compare small models with the plain loop, in every checkpoint mode and over every transport, "
-        "which takes at most about a minute; exit with status 1 if something differs",
+        help="also compare small models with the plain loop, in every checkpoint mode and over every "
+        "transport, in about a minute at most; the exit status is 1 if a result differs",
     )
-    parser.add_argument("--devices", nargs="+", metavar="DEVICE", help="where the stages of these models are")
+    parser.add_argument("--devices", nargs="+", metavar="DEVICE", help="one device per stage of these models")
     options = parser.parse_args(arguments)
     if not options.check:
         print(doctor())

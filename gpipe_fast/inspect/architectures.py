@@ -1,4 +1,4 @@
-"""Which GPUs the extension's code runs on."""
+"""GPU architectures for which the extension has machine code or PTX."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ Capability = tuple[int, int]
 
 
 def code_for(gpu: Capability, archs: str) -> str:
-    """Whether an extension has code for a GPU, in words, and if not, what to do.
+    """Returns a sentence on whether an extension has code for a GPU, and if not, what to do.
 
-    Machine code runs on GPUs of its major version and no smaller minor version; PTX, which the driver
-    compiles, on all that are no older (CUDA C++ Programming Guide, Compute Capabilities and PTX
-    Compatibility). Code and PTX of ``9.0a`` are for 9.0 alone,
-    those of ``10.0f`` for its major version.
+    Machine code runs on GPUs of its major version with the same or a higher minor version. PTX, which the
+    driver compiles, runs on the same and all newer versions (CUDA C++ Programming Guide, Compute Capabilities
+    and PTX Compatibility). Code and PTX of ``9.0a`` run on 9.0 only, those of ``10.0f`` on its major version.
 
     Args:
-        gpu: its compute capability.
-        archs: for which ones the extension was built, as in TORCH_CUDA_ARCH_LIST: ``8.0;9.0+PTX``; or
-            ``none``, without CUDA.
+        gpu: The compute capability of the GPU.
+        archs: The architectures for which the extension was built, as in TORCH_CUDA_ARCH_LIST, such as
+            ``8.0;9.0+PTX``; or ``none`` for a build without CUDA.
     """
     version = _version(gpu)
     if archs == "none":
@@ -30,8 +29,8 @@ def code_for(gpu: Capability, archs: str) -> str:
         parsed = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
         if parsed is None:
             return (
-                f"not known whether the extension has code for it: it was built for {archs}, which names "
-                f"{arch!r}"
+                f"unknown whether the extension has code for it: it was built for {archs}, and "
+                f"{arch!r} is not a version"
             )
         built = int(parsed[1]), int(parsed[2])
         if parsed[3] == "a" and built != gpu:
@@ -45,7 +44,7 @@ def code_for(gpu: Capability, archs: str) -> str:
     if intermediate:
         return (
             f"the extension has PTX for it, of {_version(max(intermediate))}, which the driver compiles when "
-            f"it is loaded; rebuilding with {_setting(gpu)} saves that"
+            f"it is loaded; rebuild with {_setting(gpu)} to avoid that"
         )
     return f"the extension has no code for {version}, only for {archs}; rebuild it with {_setting(gpu)}"
 

@@ -1,4 +1,4 @@
-"""Small models against the plain loop on the devices of this machine, as a report to paste."""
+"""A self-test that compares small models with the plain loop on this machine's devices, as a report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gpipe_fast.inspect.verify import Report, verify
 from gpipe_fast.layers.skip import pop, skippable, stash
 
 NUM_STAGES, CHUNKS, BATCH = 2, 4, 8
-# On GPUs the third mini-batch is captured and the fourth replayed.
+# On GPUs, the third mini-batch is captured and the fourth is replayed.
 STEPS_ON_GPUS = 4
 LIMIT_SECONDS = 60.0
 LONGEST_MESSAGE = 160
@@ -33,14 +33,14 @@ LONGEST_MESSAGE = 160
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one checkpoint mode, over one transport.
+    """One model in one checkpoint mode over one transport.
 
     Attributes:
-        model: what it consists of.
-        transport: how its tensors go from stage to stage.
-        checkpoint: the mode.
-        ok: whether every bit is equal.
-        result: the same in words.
+        model: The name of the model.
+        transport: The transport between its stages.
+        checkpoint: The checkpoint mode.
+        ok: Whether all tensors equal those of the plain loop, bit for bit.
+        result: The result in words.
     """
 
     model: str
@@ -52,14 +52,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Checkup:
-    """What `check` found; true if everything is equal, and a report to paste as a string.
+    """The result of `check`: true if all cases are equal; its string is a report to paste.
 
     Attributes:
-        machine: versions and devices, as `doctor` tells them.
-        stages: the device of each stage.
-        cases: in the order in which they ran.
-        left_out: what did not run, with the reason.
-        seconds: how long all of it took.
+        machine: Versions and devices, as `doctor` reports them.
+        stages: The device of each stage.
+        cases: The cases in the order in which they ran.
+        left_out: The skipped cases and transports, each with the reason.
+        seconds: The duration of the whole check.
     """
 
     machine: str
@@ -70,7 +70,7 @@ class Checkup:
 
     @property
     def ok(self) -> bool:
-        """Whether every case ran and is equal."""
+        """Whether every case that ran is equal to the plain loop."""
         return all(case.ok for case in self.cases)
 
     def __bool__(self) -> bool:
@@ -83,33 +83,33 @@ class Checkup:
         result = f"{wrong} of {len(self.cases)} cases differ from the plain loop or failed"
         if self.ok:
             result = f"all {len(self.cases)} cases equal the plain loop bit for bit"
-        left_out = f", {len(self.left_out)} left out" if self.left_out else ""
+        left_out = f", {len(self.left_out)} skipped" if self.left_out else ""
         return f"{result}{left_out} ({self.seconds:.0f} s)"
 
     def __str__(self) -> str:
         rows = [(case.model, case.transport, case.checkpoint, case.result) for case in self.cases]
         headers = ("model", "transport", "checkpoint", f"on {', '.join(self.stages)}")
         table = tabulate(rows, headers, tablefmt="simple")
-        left_out = "".join(f"left out: {each}\n" for each in self.left_out)
+        left_out = "".join(f"skipped: {each}\n" for each in self.left_out)
         return f"{self.machine}\n\n{table}\n\n{left_out}{self.headline}"
 
 
 def check(devices: Iterable[Device] | None = None) -> Checkup:
     """Compares small models with the plain loop, in every checkpoint mode and over every transport.
 
-    It takes at most about a minute; what does not fit into it is left out, and the report says so. On GPUs it
-    runs under ``torch.use_deterministic_algorithms(True)``, since bits are promised under it alone. A case
-    that fails does not end the others. PyTorch's settings and random state are afterwards what they were::
+    It takes about a minute at most; the report lists the cases that this time limit skipped. On GPUs, it
+    enables ``torch.use_deterministic_algorithms``, without which equal bits are not guaranteed. A case that
+    fails does not end the check. PyTorch's settings and random state are restored at the end::
 
         python -m gpipe_fast.doctor --check
 
     Args:
-        devices: one for each stage, at least two; by default the first GPUs that are visible, or the CPU.
+        devices: One device for each stage, at least two; by default the first visible GPUs, or the CPU.
 
     Raises:
-        TypeError: ``devices`` is no list of devices.
-        ValueError: one of them is neither a CPU nor a CUDA device.
-        IndexError: there are fewer than two.
+        TypeError: ``devices`` is not a list of devices.
+        ValueError: A device is neither a CPU nor a CUDA device.
+        IndexError: There are fewer than two devices.
     """
     begun = time.monotonic()
     places = _places(devices)
@@ -119,7 +119,7 @@ def check(devices: Iterable[Device] | None = None) -> Checkup:
     with _settled(on_gpus):
         for transport, name, checkpoint in product(transports, MODELS, CHECKPOINT_MODES):
             if time.monotonic() - begun > LIMIT_SECONDS:
-                left_out.append(f"{name}, {transport}, {checkpoint}: a minute is over")
+                left_out.append(f"{name}, {transport}, {checkpoint}: the time limit of a minute was reached")
                 continue
             ok, result = _compare(MODELS[name], places, transport, checkpoint)
             cases.append(Case(name, transport if on_gpus else "hand-over", checkpoint, ok, result))
@@ -136,7 +136,7 @@ def _places(devices: Iterable[Device] | None) -> list[torch.device]:
 
 
 def _transports(places: list[torch.device]) -> tuple[list[str], list[str]]:
-    """Those that there are between these devices, and what is left out."""
+    """Returns the transports that these devices support, and a line for each one that is skipped."""
     gpus = {place for place in places if place.type == "cuda"}
     if not gpus:
         return ["auto"], []
@@ -145,12 +145,12 @@ def _transports(places: list[torch.device]) -> tuple[list[str], list[str]]:
         return list(TRANSPORTS), []
     one, other = pairs[0]
     usable = [transport for transport in TRANSPORTS if transport != "peer"]
-    return usable, [f"transport 'peer': {one} does not reach {other}'s memory"]
+    return usable, [f"transport 'peer': {one} has no peer access to {other}"]
 
 
 @contextlib.contextmanager
 def _settled(on_gpus: bool) -> Iterator[None]:
-    """Fixes PyTorch's settings for a block, in which nothing is warned of."""
+    """Sets deterministic algorithms for a block, suppresses its warnings, and restores the random state."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
@@ -173,7 +173,7 @@ def _compare(
     transport: str,
     checkpoint: str,
 ) -> tuple[bool, str]:
-    """Whether a model equals the plain loop, and the same in words."""
+    """Returns whether a model equals the plain loop, and the result in words."""
     try:
         torch.manual_seed(0)
         layers, x = make()
@@ -196,12 +196,12 @@ def _in_words(report: Report) -> str:
     worst = max(unequal, key=lambda row: row.relative)
     return (
         f"{len(unequal)} of {len(report.rows)} tensors DIFFER, {worst.name} by {worst.difference:.3g} "
-        f"({worst.relative:.3g} of its largest)"
+        f"({worst.relative:.3g} of its largest element)"
     )
 
 
 class _Block(nn.Module):
-    """A block of a GPT: causal attention and a feed-forward net, each behind a norm."""
+    """A transformer block: causal attention and a feed-forward network, each with a preceding norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class _Block(nn.Module):
 
 
 class _Branch(nn.Module):
-    """Depends on its data, so it runs in Python."""
+    """A layer with data-dependent control flow, which therefore runs in Python."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh() if x.sum() > 0 else x.sigmoid()
@@ -248,7 +248,7 @@ def _dropout() -> tuple[nn.Sequential, Tensor]:
 
 
 def _convolutions() -> tuple[nn.Sequential, Tensor]:
-    # No pooling: its backward on GPUs is not deterministic.
+    # No pooling layer, since its backward is not deterministic on GPUs.
     first = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
     second = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten()
     return nn.Sequential(*first, *second, nn.Linear(8 * 4 * 4, 5)), torch.randn(BATCH, 3, 8, 8)

@@ -1,4 +1,4 @@
-"""A report: what there is to run on, and how a model runs there."""
+"""A diagnostic report on the machine, and on how a model runs on it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from gpipe_fast.runtime.edges import described
 
 
 def doctor(model: GPipe | None = None) -> str:
-    """Says what there is to run on, and how a model runs there; plain text, for people to read.
+    """Returns a report on the machine, and on how a model runs on it, as plain text for people to read.
 
-    Of the machine: versions of torch, CUDA and the driver, for which GPUs the extension was built, the
-    devices and their memory, whether the extension has code for them, and which reach each other's
-    memory. Of a model: where its stages are, which layers run in Python and why, how tensors get from stage
-    to stage, and, once it was called, how many bytes lie there and what costs more than it has to.
+    The machine's part lists the versions of torch, CUDA and the driver, the GPU architectures of the
+    extension, the devices with their memory, and which GPUs have peer access. The model's part lists the
+    devices of its stages, the layers that run in Python with the reason, and the transport between stages;
+    after the first call also the sizes of boundary tensors, captured CUDA graphs, and avoidable costs.
 
     Args:
-        model: may be left out.
+        model: By default, the report has only the machine's part.
 
     Raises:
-        TypeError: ``model`` is no `GPipe`.
+        TypeError: ``model`` is not a `GPipe`.
     """
     if model is not None and not isinstance(model, GPipe):
         raise TypeError(
-            f"doctor reports on a GPipe, got {type(model).__name__}; wrap it, GPipe(nn.Sequential(...)),"
-            " or leave the argument out for a report on the machine"
+            f"doctor reports on a GPipe, got {type(model).__name__}; wrap it, GPipe(nn.Sequential(...)), "
+            "or leave the argument out for a report on the machine"
         )
     sections = [("versions", _versions()), ("devices", _devices())]
     if model is not None:
@@ -43,35 +43,35 @@ def doctor(model: GPipe | None = None) -> str:
             ("captured", captured(model)),
         ]
         costs = model._planner.remarks.costs
-        sections += [("costs more than it has to", costs)] if costs else []
+        sections += [("avoidable costs", costs)] if costs else []
     return "\n\n".join(_section(*section) for section in sections)
 
 
 def captured(model: GPipe) -> list[str]:
-    """Lines on what of a model's work is captured into CUDA graphs, one for each kind of call."""
+    """Returns report lines on a model's captured CUDA graphs, one for each kind of call."""
     if all(device.type == "cpu" for device in model.devices):
         return []
     if not model.capture:
-        return ["nothing: capture=False was asked for"]
+        return ["nothing, because capture=False"]
     reports = model._pipeline.replays()
     lines = [_captured(report) for report in reports]
     if any(report.forward for report in reports):
         lines.append(
-            f"all graphs share {sum(r.bytes for r in reports) / 2**20:.1f} MiB, so one mini-batch at a time"
-            " is replayed from its forward to its backward"
+            f"all graphs share {sum(r.bytes for r in reports) / 2**20:.1f} MiB; a mini-batch that starts"
+            " before the backward of another one has ended runs uncaptured"
         )
-    return lines or ["not known before the first call"]
+    return lines or ["unknown until the first call"]
 
 
 def _captured(report: ReplayReport) -> str:
-    ran = f"{report.replays} mini-batches replayed, {report.as_they_are} run as they are"
+    ran = f"{report.replays} mini-batches replayed, {report.as_they_are} run uncaptured"
     if report.obstacle:
         return f"not captured: {report.obstacle}; {ran}"
     if not report.forward:
-        why = f" {report.setback}, and it is tried again later;" if report.setback else ""
+        why = f" {report.setback}, and capture is tried again later;" if report.setback else ""
         return f"not yet captured;{why} {ran}"
     what = "forward and backward" if report.backward else "forward"
-    taken = f"{report.bytes / 2**20:.1f} MiB beside what others had taken"
+    taken = f"{report.bytes / 2**20:.1f} MiB in addition to earlier graphs"
     return f"{what}: {report.num_nodes} nodes, {taken}; {ran}"
 
 
@@ -82,7 +82,7 @@ def _section(title: str, lines: Sequence[str]) -> str:
 def _versions() -> list[str]:
     built = build_info()
     cuda = "without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
-    archs = "no GPU" if built["cuda"] == "none" else f"CUDA {built['cuda']}, GPUs {built['cuda_archs']}"
+    archs = "without CUDA" if built["cuda"] == "none" else f"CUDA {built['cuda']}, GPUs {built['cuda_archs']}"
     return [
         f"torch {torch.__version__}, {cuda}{_driver()}",
         f"extension built for torch {built['torch']}, {archs}, by compiler {built['compiler']}",
@@ -90,12 +90,12 @@ def _versions() -> list[str]:
 
 
 def _driver() -> str:
-    """What the driver is there for, where there is one."""
+    """Returns the newest CUDA version that the driver supports, as a suffix for the line on versions."""
     if not torch.cuda.is_available():
         return ", no GPU found"
-    ask = getattr(torch._C, "_cuda_getDriverVersion", None)  # torch's own way to word its errors
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)  # private; torch's own errors use it
     version = 0 if ask is None else ask()
-    return f", driver for CUDA up to {version // 1000}.{version % 1000 // 10}" if version else ""
+    return f", driver supports CUDA up to {version // 1000}.{version % 1000 // 10}" if version else ""
 
 
 def _devices() -> list[str]:
@@ -114,11 +114,11 @@ def _devices() -> list[str]:
 def _reach(one: int, other: int) -> str:
     ways = torch.cuda.can_device_access_peer(one, other), torch.cuda.can_device_access_peer(other, one)
     if all(ways):
-        return f"cuda:{one} and cuda:{other} reach each other's memory"
+        return f"cuda:{one} and cuda:{other} have peer access to each other"
     if not any(ways):
-        return f"cuda:{one} and cuda:{other} do not reach each other's memory"
+        return f"cuda:{one} and cuda:{other} have no peer access to each other"
     first, second = (one, other) if ways[0] else (other, one)
-    return f"cuda:{first} reaches cuda:{second}'s memory, and not the other way round"
+    return f"cuda:{first} has peer access to cuda:{second}, but not the other way round"
 
 
 def _stages(model: GPipe) -> list[str]:
@@ -133,13 +133,13 @@ def _stages(model: GPipe) -> list[str]:
 
 def _in_python(model: GPipe) -> list[str]:
     if model.backend == "eager":
-        return ["all: backend='eager' was asked for"]
+        return ["all, because backend='eager'"]
     found = model._planner.remarks.all
-    return found or (["none"] if model._planner.latest else ["not known before the first call"])
+    return found or (["none"] if model._planner.latest else ["unknown until the first call"])
 
 
 def _transport(model: GPipe) -> list[str]:
     lines = described(model._edges, model._planner.latest)
     if lines and model._planner.latest is None:
-        lines.append("how much lies there at once is known after the first call")
+        lines.append("the sizes of boundary tensors are unknown until the first call")
     return lines

@@ -1,4 +1,4 @@
-"""A recorded step as an SVG drawing: a row for every stage, a block for every action but transfers."""
+"""A timeline of a recorded step as SVG: one row per stage, one block per action except transfers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from xml.sax.saxutils import escape
 from gpipe_fast.runtime.recording import Event, Recording
 from gpipe_fast.schedule import BACKWARD, Kind, bubble
 
-# In pixels.
+# Sizes in pixels.
 _MARGIN, _LABELS, _ROW, _GAP, _LINE = 20, 62, 30, 6, 20
-_WIDTHS = (800, 1900)  # of the rows: as wide as most names need, within these
+_WIDTHS = (800, 1900)  # limits of the width of rows, which is chosen such that most names fit
 _TITLE_SIZE, _TEXT_SIZE, _NAME_SIZE = 13, 11, 10
-_LETTER = 0.62  # times the font size: the width of a letter in any usual monospaced font
-_TICK_DISTANCE = 80  # at least
+_LETTER = 0.62  # width of a letter in common monospaced fonts, relative to the font size
+_TICK_DISTANCE = 80  # the minimum
 
 _FILLS = {Kind.F: "#9ecae9", Kind.R: "#c7e9c0", Kind.B: "#f7a650", Kind.I: "#f9b97a", Kind.W: "#fcdcbb"}
 _MEANINGS = {
@@ -36,26 +36,26 @@ _HATCH = (
 def draw(recording: Recording, path: str | os.PathLike[str] | None = None, *, title: str = "") -> str:
     """Draws the latest step of a recording, or its latest forward if no backward followed.
 
-    Time is real and goes to the right: what is grey in a row is a wait, and what is hatched, between forward
-    and backward, the caller's loss. A block is named if its name fits, and tells its times when pointed at.
-    Transfers take microseconds and are not drawn.
+    Time runs to the right, to scale. Grey is idle time (the bubble); the hatched area between forward and
+    backward is the caller's loss. A block has a label if it fits, and a tooltip with its times. Transfers
+    take microseconds and are not drawn.
 
     Args:
-        recording: of a ``with model.recording() as recording`` that has ended.
-        path: where to save the drawing, a name that ends in ``.svg``; it need not be saved.
-        title: a line to go before the figures.
+        recording: The result of a ``with model.recording() as recording`` block that has ended.
+        path: The file to write, ending in ``.svg``; by default none.
+        title: A line of text above the figures.
 
     Returns:
-        The text of an SVG file.
+        The SVG document as a string.
 
     Raises:
-        TypeError: ``recording`` is something else.
-        ValueError: the recording holds no whole step, or the path has another suffix than ``.svg``.
-        OSError: the file cannot be written.
+        TypeError: ``recording`` is not a `Recording`.
+        ValueError: The recording holds no complete step, or the path does not end in ``.svg``.
+        OSError: The file cannot be written.
     """
     if not isinstance(recording, Recording):
         raise TypeError(
-            "draw takes what 'with model.recording() as recording:' records, got a "
+            "draw takes the Recording of a 'with model.recording() as recording:' block, got "
             f"{type(recording).__name__}"
         )
     if path is not None and Path(path).suffix.lower() != ".svg":
@@ -95,11 +95,11 @@ def _figures(recording: Recording) -> str:
 
 
 class _Chart:
-    """Rows, loss and axis, placed.
+    """The layout of rows, loss and axis.
 
     Attributes:
-        right: where the rows end.
-        bottom: where the last row ends.
+        right: The x coordinate of the end of the rows.
+        bottom: The y coordinate of the end of the last row.
     """
 
     def __init__(self, recording: Recording, top: float) -> None:
@@ -113,7 +113,7 @@ class _Chart:
         self.bottom = top + self._num_stages * (_ROW + _GAP) - _GAP
 
     def _pixels_per_second(self) -> float:
-        """So much that nine of ten names fit into their blocks, if the drawing gets not too wide."""
+        """Returns the scale at which nine of ten labels fit into their blocks, within the limits of width."""
         needed = sorted(
             (_text_width(_name(event), _NAME_SIZE) + 3) / max(event.end - event.begin, 1e-9)
             for event in self._blocks()
@@ -129,11 +129,11 @@ class _Chart:
         return [event for action, event in self._events.items() if action.kind in kinds]
 
     def has(self, kind: Kind) -> bool:
-        """Whether there are any such blocks."""
+        """Returns whether there are blocks of this kind."""
         return bool(self._blocks([kind]))
 
     def rows(self) -> Iterator[str]:
-        """Every stage's name, and its blocks on grey."""
+        """Yields the label, the grey background and the blocks of every stage."""
         for stage in range(self._num_stages):
             top = self._top + stage * (_ROW + _GAP)
             yield f'<g class="stage" id="stage{stage}">'
@@ -154,7 +154,7 @@ class _Chart:
             yield _text((left + right) / 2, top + _ROW / 2, _name(event), _NAME_SIZE, "middle")
 
     def loss(self) -> Iterator[str]:
-        """What lies between forward and backward."""
+        """Yields the area between forward and backward, if there was a backward."""
         backward = self._blocks([kind for kind in _FILLS if kind in BACKWARD])
         if not backward:
             return
@@ -166,7 +166,7 @@ class _Chart:
         yield _text((left + right) / 2, self._top - _LINE / 2, "loss", _TEXT_SIZE, "middle")
 
     def axis(self) -> Iterator[str]:
-        """Milliseconds since the first begin."""
+        """Yields the time axis, in milliseconds since the first action began."""
         y = self.bottom + _GAP
         yield _line(self._left, y, self.right, y)
         step = _round_up(_TICK_DISTANCE / self._scale * 1e3)
@@ -188,14 +188,14 @@ def _name(event: Event) -> str:
 
 
 def _round_up(number: float) -> float:
-    """The next of 1, 2, 5, 10, 20 and so on, or of 0.1, 0.2, 0.5."""
+    """Returns the least number of the form 1, 2 or 5 times a power of ten that is not below `number`."""
     power: float = 10.0 ** math.floor(math.log10(number))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= number * (1 - 1e-9))
 
 
 def _legend(top: float, kinds: list[Kind]) -> Iterator[str]:
     x, y = float(_MARGIN), top + _LINE / 2
-    for fill, meaning in [*((_FILLS[kind], _MEANINGS[kind]) for kind in kinds), (_IDLE, "waiting")]:
+    for fill, meaning in [*((_FILLS[kind], _MEANINGS[kind]) for kind in kinds), (_IDLE, "idle")]:
         yield _rectangle(x, y - 5, x + 10, y + 5, fill)
         yield _text(x + 15, y, meaning, _TEXT_SIZE)
         x += 15 + _text_width(meaning, _TEXT_SIZE) + 20
@@ -206,7 +206,7 @@ def _text_width(text: str, size: float) -> float:
 
 
 def _text(x: float, y: float, text: str, size: int, anchor: str = "start") -> str:
-    """Text whose middle is at the height ``y``."""
+    """Returns a text element that is vertically centred at ``y``."""
     place = f'x="{x:.2f}" y="{y + 0.36 * size:.2f}" font-size="{size}" text-anchor="{anchor}"'
     return f"<text {place}>{escape(text)}</text>"
 
@@ -220,6 +220,6 @@ def _rectangle(
 ) -> str:
     place = f'x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" height="{bottom - top:.2f}"'
     name = f' class="{kind}"' if kind else ""
-    # A rim as white as the background parts a block from its neighbours.
+    # A white outline separates a block from its neighbours.
     rim = ' stroke="#ffffff" stroke-width="0.5"' if tip else ""
     return f'<rect{name} {place} fill="{fill}"{rim}>{f"<title>{escape(tip)}</title>" if tip else ""}</rect>'

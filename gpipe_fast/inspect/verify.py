@@ -1,4 +1,4 @@
-"""Whether a `GPipe` does what the plain micro-batch loop does: one step of both, compared bit for bit."""
+"""Verification: compares one step of a `GPipe` with the plain micro-batch loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpipe_fast.layers.skip import Key, carrying, declared
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call, flatten
 from gpipe_fast.randomness.random import keyed_rng
 
-# What one step leaves behind, by name.
+# Output tensors, loss, gradients and buffers of one step, by name.
 _Result = dict[str, Tensor]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,14 +29,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of the step.
+    """The comparison of one tensor.
 
     Attributes:
-        name: ``output``, ``loss``, ``gradient of 0.weight``, ``buffer 1.running_mean`` and the like.
-        equal: whether every bit is; all NaN count as the same.
-        difference: the largest absolute one; infinite where there is nothing to subtract.
-        relative: ``difference`` over the largest magnitude in the plain loop's tensor.
-        note: how they differ, if not in their elements alone.
+        name: ``output``, ``loss``, ``gradient of 0.weight``, ``buffer 1.running_mean`` and so on.
+        equal: Whether all bits are equal, where all NaN count as the same.
+        difference: The largest absolute difference; infinite if the tensors cannot be subtracted.
+        relative: ``difference`` divided by the largest magnitude in the plain loop's tensor.
+        note: A difference in presence, dtype or shape, or the reason for a difference; may be empty.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found; true if everything is equal, and a table of what differs as a string.
+    """The result of `verify`: true if all tensors are equal; its string is a table of the others.
 
     Attributes:
-        rows: outputs, loss, gradients and buffers, in this order.
-        num_microbatches: into how many the mini-batch was cut.
-        show_all: whether the string has rows for what is equal, too.
+        rows: Outputs, loss, gradients and buffers, in this order.
+        num_microbatches: The number of micro-batches of the compared step.
+        show_all: Whether the table includes equal tensors.
     """
 
     rows: tuple[Row, ...]
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is equal, bit for bit."""
+        """Whether all tensors are equal, bit for bit."""
         return all(row.equal for row in self.rows)
 
     def __bool__(self) -> bool:
@@ -77,14 +77,14 @@ class Report:
         return f"{unequal} of {len(self.rows)} tensors differ from the plain loop's"
 
     def __str__(self) -> str:
-        """The result in one line, then a row for every tensor that differs."""
+        """Returns the headline, then the table if a tensor differs or if `show_all` is set."""
         return self.headline if self.ok and not self.show_all else f"{self.headline}\n\n{self.table()}"
 
     def table(self, *, all: bool | None = None) -> str:
-        """A row for every tensor that differs.
+        """Returns a table with a row for every tensor that differs.
 
         Args:
-            all: have rows for what is equal, too; by default as `verify` was told.
+            all: Whether to include equal tensors; by default as passed to `verify`.
         """
         shown = [row for row in self.rows if not row.equal or (self.show_all if all is None else all)]
         cells = [(r.name, "yes" if r.equal else "NO", r.difference, r.relative, r.note) for r in shown]
@@ -101,38 +101,45 @@ def verify(
     all: bool = False,
     **kwargs: Any,
 ) -> Report:
-    """Compares one step of ``model`` with one of the plain micro-batch loop over the same layers.
+    """Compares one step of ``model`` with one step of the plain micro-batch loop over the same layers.
 
-    Both start from the same parameters, buffers and random state, in the mode and under the autocast that
-    are in force, on as many intra-op threads as a stage has. Nothing of it remains: parameters, buffers,
-    gradients and the random state are afterwards what they were, also when an error comes out. Running
-    statistics of deferred batch norm are left out, since a loop has none of a whole mini-batch::
+    Both steps start from the same parameters, buffers and random state, in the present train or eval mode and
+    autocast settings, with as many intra-op threads as a stage has. Parameters, buffers, gradients and the
+    random state are restored afterwards, also after an error. The running statistics of deferred batch norm
+    are not compared, since the plain loop does not compute them::
 
         report = gpipe_fast.verify(model, x, lambda y: F.cross_entropy(y, labels))
         assert report, report
         print(gpipe_fast.verify(model, tokens, mask=mask, loss_fn=loss_fn, all=True))
 
     Args:
-        model: as it is to be trained.
-        args: what ``model`` is called with; gradients of its tensors are compared too if they require one.
+        model: The pipeline to verify.
+        args: The positional arguments of ``model``; gradients of tensors that require one are compared, too.
             The last one may be ``loss_fn``.
-        loss_fn: from what ``model`` returns to a tensor of one element; it is called twice, under equal
-            random states.
-        chunks: micro-batches to cut the mini-batch into, by default as ``model`` does.
-        all: let the report, printed, have rows for what is equal, too.
-        kwargs: what ``model`` is called with by keyword. An argument of its own that is called ``model``,
-            ``loss_fn``, ``chunks`` or ``all`` has to be passed by position.
+        loss_fn: A function from the output of ``model`` to a tensor with one element. It is called twice,
+            with equal random states.
+        chunks: The number of micro-batches, or 'auto'; by default that of ``model``.
+        all: Whether the printed report includes equal tensors.
+        kwargs: The keyword arguments of ``model``. Pass arguments named ``model``, ``loss_fn``, ``chunks`` or
+            ``all`` by position.
+
+    Returns:
+        A report that is true if all tensors are equal; ``print`` shows those that differ.
 
     Raises:
-        TypeError: ``model`` is no `GPipe`, it does not take the arguments, ``loss_fn`` is missing, or the
-            loss is no tensor.
-        ValueError: the mini-batch cannot be cut, or the loss has more than one element or needs no gradient.
-        RuntimeError: ``model`` cannot be traced, or has to run already.
+        TypeError: ``model`` is not a `GPipe` or does not accept the arguments, ``loss_fn`` is missing, or the
+            loss is not a tensor.
+        ValueError: The mini-batch cannot be split, the loss has several elements or requires no gradient, or
+            a lazy module is uninitialized; call ``model`` first.
+        RuntimeError: ``model`` cannot be traced and has ``backend='aten'``.
     """
     if not isinstance(model, GPipe):
-        raise TypeError(f"verify compares a GPipe with its plain loop, got {type(model).__name__}")
+        raise TypeError(
+            f"verify compares a GPipe with its plain loop, got {type(model).__name__}; wrap it, "
+            "GPipe(nn.Sequential(...))"
+        )
     args, loss_fn = _loss_apart(args, loss_fn)
-    if not args and kwargs.keys() == {"input"}:  # as GPipe takes it
+    if not args and kwargs.keys() == {"input"}:  # GPipe.forward() does the same
         args, kwargs = (kwargs["input"],), {}
     inputs = Inputs.of(args, kwargs, model.batch_dim)
     check_inputs(inputs, model.devices)
@@ -151,7 +158,7 @@ def verify(
 def _loss_apart(
     args: tuple[Any, ...], loss_fn: Callable[[Any], Tensor] | None
 ) -> tuple[tuple[Any, ...], Callable[[Any], Tensor]]:
-    """The model's arguments, and the loss, which may be the last of them."""
+    """Returns the model's arguments and the loss function, which may be the last positional argument."""
     if loss_fn is None and args and callable(args[-1]):
         return args[:-1], args[-1]
     if callable(loss_fn):
@@ -164,7 +171,7 @@ def _loss_apart(
 
 
 def _tied(model: GPipe) -> dict[str, list[int]]:
-    """Parameters that several stages share, by name, with these stages."""
+    """Returns the parameters that several stages share: the indices of these stages by parameter name."""
     stages: dict[Tensor, list[int]] = {}
     for stage, partition in enumerate(model.partitions):
         for parameter in partition.parameters():
@@ -174,25 +181,25 @@ def _tied(model: GPipe) -> dict[str, list[int]]:
 
 def _tied_row(row: Row, stages: list[int]) -> Row:
     why = (
-        f"shared by stages {', '.join(map(str, stages))}: its gradient is added up within each stage first, "
-        "so the last bits may differ"
+        f"shared by stages {', '.join(map(str, stages))}: its gradient is summed within each stage first, so "
+        "the last bits may differ"
     )
     return replace(row, note=f"{row.note}; {why}" if row.note else why)
 
 
 @contextlib.contextmanager
 def _settled(model: GPipe, batch: int, chunks: int | Literal["auto"] | None) -> Iterator[int]:
-    """Fixes for a block all that the bits depend on; yields the number of micro-batches."""
+    """Fixes all settings that affect bits, for a block; yields the number of micro-batches."""
     before = model.chunks, model.threads_per_stage, model._warned, torch.get_num_threads()
     cached = torch.is_autocast_cache_enabled()
     try:
         model.chunks = model.chunks if chunks is None else chunks
-        model._warned = True  # this is no training
+        model._warned = True  # suppresses the warning of idle stages, since this is not training
         model.threads_per_stage = before[1] or max(1, before[3] // max(1, len(model.balance)))
         torch.set_num_threads(model.threads_per_stage)
-        # A cached weight would collect the gradients of several micro-batches.
+        # A weight in autocast's cache would accumulate the gradients of several micro-batches.
         torch.set_autocast_cache_enabled(False)
-        with torch.inference_mode(False):  # which turns gradients on, too
+        with torch.inference_mode(False):  # also enables gradients
             yield len(torch.empty(batch).chunk(model._num_chunks(batch)))
     finally:
         torch.set_autocast_cache_enabled(cached)
@@ -201,7 +208,7 @@ def _settled(model: GPipe, batch: int, chunks: int | Literal["auto"] | None) -> 
 
 
 def _loop(model: GPipe, inputs: Inputs, num_microbatches: int) -> Callable[..., Any]:
-    """The plain micro-batch loop, which draws as a pipeline does, each layer on its stage's device."""
+    """Returns the plain micro-batch loop: the pipeline's random keys, each layer on its stage's device."""
     plain = nn.Sequential(OrderedDict(model.named_children()))
     stages = zip(model.devices, model.balance, strict=True)
     devices = [device for device, size in stages for _ in range(size)]
@@ -217,7 +224,7 @@ def _loop(model: GPipe, inputs: Inputs, num_microbatches: int) -> Callable[..., 
 
 
 def _through(layers: nn.Sequential, devices: Sequence[torch.device], value: Any) -> Any:
-    """What the layers make of a micro-batch; tensors go to the layers' devices, skip connections too."""
+    """Runs the layers on one micro-batch; moves its tensors, and skip tensors, to each layer's device."""
     waiting: dict[Key, Tensor | None] = {}
     for layer, before, device in zip(layers, [devices[0], *devices], devices, strict=False):
         value = _moved(value, device) if device != before else value
@@ -235,7 +242,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _on(layer: nn.Module, device: torch.device) -> Callable[..., Any]:
-    """A layer whose parameters, some of which a layer on another device may share, are on this device."""
+    """Returns a layer whose parameters are on this device; those shared with another device are copied."""
     others = {name: p for name, p in layer.named_parameters() if elsewhere(p.device, device)}
     if not others:
         return layer
@@ -248,13 +255,13 @@ def _on(layer: nn.Module, device: torch.device) -> Callable[..., Any]:
 
 
 def _step(model: GPipe, run: Callable[..., Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]) -> _Result:
-    """One step of ``run``, which has the layers of ``model``; everything is put back when it ends."""
+    """Runs one step of ``run``, which has the layers of ``model``, and restores all state afterwards."""
     with _restored(model, inputs.tensors), torch.random.fork_rng(devices=[]):
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs.tensors]
         output = call(run, inputs.build(leaves))
         loss = loss_fn(output)
         if not isinstance(loss, Tensor):
-            raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
+            raise TypeError(f"loss_fn must return a tensor with one element, got {type(loss).__name__}")
         if loss.numel() != 1:
             raise ValueError(f"the loss must have one element, got shape {list(loss.shape)}")
         several = inputs.structure != ONE_TENSOR
@@ -262,8 +269,8 @@ def _step(model: GPipe, run: Callable[..., Any], inputs: Inputs, loss_fn: Callab
         sources |= {f"gradient of {name}": p for name, p in model.named_parameters()}
         sources = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
         if not loss.requires_grad or not sources:
-            raise ValueError("the loss needs no gradient, so there is no backward to compare")
-        # Not backward(): it would add to the gradients that are there, and run their hooks.
+            raise ValueError("the loss requires no gradient, so there is no backward to compare")
+        # backward() would add to existing gradients and run their hooks.
         gradients = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
         outputs, structure = flatten(output)
         names = [_numbered("output", i, structure != ONE_TENSOR) for i in range(len(outputs))]
@@ -279,7 +286,7 @@ def _numbered(name: str, index: int, several: bool) -> str:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Puts parameters, buffers and inputs back when the block ends; what did not change is not written."""
+    """Restores parameters, buffers and inputs after the block; writes only tensors that have changed."""
     tensors = [t.detach() for t in (*inputs, *model.parameters(), *model.buffers())]
     copies = [t.clone() for t in tensors]
     try:
@@ -292,7 +299,7 @@ def _restored(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
 
 def _row(name: str, ours: Tensor | None, expected: Tensor | None) -> Row:
     if ours is None or expected is None:
-        missing = "missing here" if ours is None else "missing in the plain loop"
+        missing = "missing in the pipeline" if ours is None else "missing in the plain loop"
         return Row(name, False, math.inf, math.inf, missing)
     for what in ("dtype", "shape"):
         found, wanted = getattr(ours, what), getattr(expected, what)
@@ -312,7 +319,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors of one dtype and shape have the same bits, or both any NaN."""
+    """Returns where two tensors of the same dtype and shape have the same bits, or are both NaN."""
     if a.is_complex():
         return _same_bits(*(torch.view_as_real(t.resolve_conj()) for t in (a, b))).all(-1)
     integers = _INTEGERS[a.element_size()]

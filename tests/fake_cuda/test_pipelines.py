@@ -243,7 +243,7 @@ def test_what_is_told_of_transports(told: Callable[..., list[str]]) -> None:
         found = [line.strip() for line in lines if line.strip().startswith(edge + ":")]
         assert found == [f"{edge}: {way}", *[f"{edge}: {way}{lying}"] * 2], edge
     assert "equal" in lines
-    assert "  cuda:0 and cuda:1 do not reach each other's memory" in lines
+    assert "  cuda:0 and cuda:1 have no peer access to each other" in lines
     assert any(line.startswith("  cuda:3: Fake GPU, 1024.0 GiB") for line in lines)
     assert f"  cuda:3: {code_for((9, 0), build_info()['cuda_archs'])}" in lines
 

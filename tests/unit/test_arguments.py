@@ -99,7 +99,7 @@ def test_threads_are_counted() -> None:
 
 FUNCTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (TypeError, "doctor reports on a GPipe, got Linear; wrap it", lambda: doctor(nn.Linear(1, 1))),  # type: ignore[arg-type]
-    (TypeError, "draw takes what 'with model.recording() as recording:' records", lambda: draw(pipe())),  # type: ignore[arg-type]
+    (TypeError, "draw takes the Recording of a 'with model.recording", lambda: draw(pipe())),  # type: ignore[arg-type]
     (ValueError, "the recording holds no step: call the model inside", lambda: Recording().bubble()),
     (ValueError, "the recording holds no step: call the model inside", lambda: Recording().span()),
     (ValueError, "the recording holds no step: call", lambda: Recording().critical_path()),

@@ -21,14 +21,14 @@ WHEEL = "7.5;8.0;9.0;12.0+PTX"
         (
             (13, 0),
             WHEEL,
-            "the extension has PTX for it, of 12.0, which the driver compiles when it is loaded; rebuilding "
-            "with TORCH_CUDA_ARCH_LIST=13.0 saves that",
+            "the extension has PTX for it, of 12.0, which the driver compiles when it is loaded; rebuild "
+            "with TORCH_CUDA_ARCH_LIST=13.0 to avoid that",
         ),
         (
             (8, 0),
             "7.0+PTX;8.6",
-            "the extension has PTX for it, of 7.0, which the driver compiles when it is loaded; rebuilding "
-            "with TORCH_CUDA_ARCH_LIST=8.0 saves that",
+            "the extension has PTX for it, of 7.0, which the driver compiles when it is loaded; rebuild "
+            "with TORCH_CUDA_ARCH_LIST=8.0 to avoid that",
         ),
     ],
 )
@@ -65,5 +65,6 @@ def test_an_extension_without_cuda() -> None:
 
 def test_names_of_architectures_are_not_known() -> None:
     assert code_for((9, 0), "8.0;Hopper") == (
-        "not known whether the extension has code for it: it was built for 8.0;Hopper, which names 'Hopper'"
+        "unknown whether the extension has code for it: it was built for 8.0;Hopper, and "
+        "'Hopper' is not a version"
     )

@@ -78,9 +78,11 @@ def test_what_differs_and_what_fails(capsys: pytest.CaptureFixture[str]) -> None
 def test_what_there_is_no_time_for_is_left_out() -> None:
     with models(small=small), mock.patch.object(checks, "LIMIT_SECONDS", -1.0):
         checkup = check()
-    assert checkup.left_out == tuple(f"small, auto, {mode}: a minute is over" for mode in MODES)
-    assert ", 3 left out (" in checkup.headline
-    assert "left out: small, auto, always: a minute is over" in str(checkup)
+    assert checkup.left_out == tuple(
+        f"small, auto, {mode}: the time limit of a minute was reached" for mode in MODES
+    )
+    assert ", 3 skipped (" in checkup.headline
+    assert "skipped: small, auto, always: the time limit of a minute was reached" in str(checkup)
 
 
 def test_transports_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_gpus_for_which_the_extension_has_code_and_others(monkeypatch: pytest.Mo
         "cuda:1: GPU 11, 1.0 GiB, compute capability 11.0",
         "cuda:1: the extension has no code for 11.0, only for 8.0;9.0; rebuild it with "
         "TORCH_CUDA_ARCH_LIST=11.0",
-        "cuda:0 and cuda:1 reach each other's memory",
+        "cuda:0 and cuda:1 have peer access to each other",
     ]
 
 
@@ -81,9 +81,9 @@ def test_a_model_before_and_after_its_first_call() -> None:
     ]
     assert section(before, "transport") == [
         "stage 0 (cpu) -> stage 1 (cpu): hand-over",
-        "how much lies there at once is known after the first call",
+        "the sizes of boundary tensors are unknown until the first call",
     ]
-    assert section(before, "layers in Python") == ["not known before the first call"]
+    assert section(before, "layers in Python") == ["unknown until the first call"]
     step(model)
     after = doctor(model)
     # A micro-batch of two samples, six floats each.
@@ -110,7 +110,7 @@ def test_layers_in_python_are_told_with_the_reason_also_once_warned_of() -> None
 
 def test_eager_models() -> None:
     model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), [1, 1], chunks=2, backend="eager")
-    assert section(doctor(model), "layers in Python") == ["all: backend='eager' was asked for"]
+    assert section(doctor(model), "layers in Python") == ["all, because backend='eager'"]
 
 
 def test_several_tensors_and_skip_connections() -> None:

@@ -227,7 +227,7 @@ def test_two_colours_and_a_legend() -> None:
     assert len(fills["F"]) == len(fills["B"]) == 1
     assert fills["F"] != fills["B"]
     words = Drawing(draw(replay(2, 4))).words()
-    assert words[1:4] == ["forward", "backward", "waiting"]
+    assert words[1:4] == ["forward", "backward", "idle"]
 
 
 def test_backwards_in_parts() -> None:
@@ -238,7 +238,7 @@ def test_backwards_in_parts() -> None:
     drawing = check(recording)
     assert {name[0] for name in names(drawing)} == set("FRBIW")
     meanings = ["forward", "recompute", "backward", "backward to the boundary gradient", "weight gradients"]
-    assert drawing.words()[1:7] == [*meanings, "waiting"]
+    assert drawing.words()[1:7] == [*meanings, "idle"]
 
 
 def test_a_title_is_escaped_and_widens_the_drawing() -> None:

@@ -219,7 +219,10 @@ def test_gradients_that_do_not_come() -> None:
     pipe = GPipe(mlp()[:1].append(Heads()), [1, 1], chunks=2)
     unread = "gradient of 1.b.weight"
     assert unread not in names(verify(pipe, features(), one))
-    for losses, note in (((one, both), "missing here"), ((both, one), "missing in the plain loop")):
+    for losses, note in (
+        ((one, both), "missing in the pipeline"),
+        ((both, one), "missing in the plain loop"),
+    ):
         report = verify(pipe, features(), Alternating(*losses))  # type: ignore[arg-type]
         assert differing(report)[unread] == Row(unread, False, math.inf, math.inf, note)
 
@@ -425,7 +428,7 @@ def test_why_tied_parameters_may_differ() -> None:
     (row,) = differing(report).values()
     assert row.name == "gradient of 0.weight"
     assert row.note == (
-        "shared by stages 0, 1: its gradient is added up within each stage first, so the last bits may differ"
+        "shared by stages 0, 1: its gradient is summed within each stage first, so the last bits may differ"
     )
     assert row.relative < 1e-5
 
@@ -442,11 +445,17 @@ PIPE_ERRORS: dict[str, tuple[type[Exception], str, object, object, object]] = {
         features(),
         torch.ones(2),
     ),
-    "loss without tensor": (TypeError, "must return a tensor, got float", None, features(), lambda y: 1.0),
+    "loss without tensor": (
+        TypeError,
+        "a tensor with one element, got float",
+        None,
+        features(),
+        lambda y: 1.0,
+    ),
     "loss of many": (ValueError, r"must have one element, got shape \[8, 4\]", None, features(), lambda y: y),
     "loss without gradient": (
         ValueError,
-        "the loss needs no gradient",
+        "the loss requires no gradient",
         None,
         features(),
         lambda y: y.detach().sum(),
@@ -465,7 +474,7 @@ def test_errors(kind: type[Exception], message: str, model: object, x: object, l
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     model = mlp().requires_grad_(False)
     weight = torch.ones((), requires_grad=True)
-    with pytest.raises(ValueError, match="the loss needs no gradient"):
+    with pytest.raises(ValueError, match="the loss requires no gradient"):
         verify(GPipe(model, [2, 3], chunks=2), features(), lambda y: (y * weight).sum())
 
 

@@ -40,7 +40,7 @@ def test_attention_with_dropout_is_told_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe(x[:, :4]).sum().backward()
-    assert "costs more than it has to\n  stage 1, layer 1" in doctor(pipe)
+    assert "avoidable costs\n  stage 1, layer 1" in doctor(pipe)
 
 
 @pytest.mark.usefixtures("gpu")
