@@ -219,8 +219,8 @@ class GPipe(Container):
         """The batch dimension, of all inputs or of each input that is split; may be set between calls.
 
         Raises:
-            TypeError: On assignment, the value is neither an integer nor an iterable of integers.
-            ValueError: On assignment, the value is empty. The old value is kept after both errors.
+            TypeError: On assignment, the value is not made of integers. The old value is kept.
+            ValueError: On assignment, the value is empty. The old value is kept.
         """
         return self._batch_dim
 
@@ -279,8 +279,9 @@ class GPipe(Container):
                 input, or the return value of the last layer, contains no tensor.
             ValueError: The tensors lack the batch dimension, differ in batch size, or are not on the device
                 of the first stage.
-            RuntimeError: A stage cannot be traced and ``backend='aten'``; the message names the layer and the
-                reason. Or the call is inside a ``torch.func`` transform, a tracer, or forward-mode AD.
+            RuntimeError: A stage cannot be traced and ``backend='aten'``, or a lazy module is uninitialized;
+                the message names the layer and the reason. Or the call is inside a ``torch.func``
+                transform, a tracer, or forward-mode AD.
         """
         if not args and kwargs.keys() == {"input"}:
             args, kwargs = (kwargs["input"],), {}

@@ -58,7 +58,7 @@ class Checkup:
         machine: Versions and devices, as `doctor` reports them.
         stages: The device of each stage.
         cases: The cases in the order in which they ran.
-        left_out: The skipped cases and transports, each with the reason.
+        left_out: Cases and transports that were skipped, each with the reason.
         seconds: The duration of the whole check.
     """
 

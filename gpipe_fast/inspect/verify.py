@@ -130,7 +130,7 @@ def verify(
         TypeError: ``model`` is not a `GPipe` or does not accept the arguments, ``loss_fn`` is missing, or the
             loss is not a tensor.
         ValueError: The mini-batch cannot be split, the loss has several elements or requires no gradient, or
-            a lazy module is uninitialized; call ``model`` first.
+            a lazy module is uninitialized; run a batch through the plain layers first.
         RuntimeError: ``model`` cannot be traced and has ``backend='aten'``.
     """
     if not isinstance(model, GPipe):
