@@ -1,4 +1,4 @@
-"""Triton kernels, imported as `gpipe_fast.kernels`; they import torch and triton alone."""
+"""Triton kernels, imported as `gpipe_fast.kernels`. They depend only on torch and triton."""
 
 from gpipe_fast.kernels.activations import bias_activation, bias_activation_backward
 from gpipe_fast.kernels.cross_entropy import cross_entropy

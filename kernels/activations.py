@@ -1,20 +1,21 @@
-"""Bias and activation: the backward of a recomputed segment in one pass.
+"""Bias and activation: a fused kernel for the backward of a recomputed segment.
 
-Of ``a = act(x)``, ``x = z + b``, with a product z that was computed again and the gradient g of a, one pass
-reads z and g and writes what the layers around need: a for the next weight's gradient, ``dz = g act'(x)``
-for the product, and sums of dz over rows for the bias. With Phi and phi of the normal distribution and s the
-logistic function::
+For ``a = act(x)``, ``x = z + b``, with the recomputed product z and the gradient g of a, one pass reads z and
+g and writes what the adjacent layers need: a for the gradient of the next weight, ``dz = g act'(x)`` for the
+product, and sums of dz over rows for the bias. Phi and phi are the cumulative distribution and the density of
+the standard normal distribution, s is the logistic function::
 
     relu       max(0, x)   1 if x > 0, else 0
     silu       x s(x)      s(x) (1 + x (1 - s(x)))
     gelu       x Phi(x)    Phi(x) + x phi(x)                                     (arXiv 1606.08415)
     gelu_tanh  x s(2 u)    s(2 u) + 2 x s(2 u) (1 - s(2 u)) u',  u = sqrt(2 / pi) (x + 0.044715 x^3)
 
-Dropout behind it, ``a = m act(x) / (1 - p)``, is drawn in the same passes by the key (kernels/philox.py):
-what comes out is a after dropout, and dz has the mask's factor.
+Dropout after the activation, ``a = m act(x) / (1 - p)``, is fused into the same passes; its mask m is
+generated from the key (kernels/philox.py). The output a is then taken after dropout, and dz includes the
+mask's factor.
 
-Bytes per element of itemsize i: forward i read, i written; backward 2 i read, 2 i written, and where a is not
-asked for i. Bias and sums are of the last dimension alone.
+Memory traffic per element of itemsize i: the forward reads i bytes and writes i; the backward reads 2 i and
+writes 2 i, or i if a is not requested. Bias and sums move bytes per column only.
 """
 
 from __future__ import annotations
@@ -40,22 +41,23 @@ from gpipe_fast.kernels.launch import (
 from gpipe_fast.kernels.philox import Draw
 
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
-# Programs that share the rows of one block of columns: each adds its own up, and PyTorch adds these.
+# Programs that share the rows of one block of columns. Each writes a partial sum; PyTorch adds the partial
+# sums.
 ROW_PROGRAMS = 128
 
-# By how many columns a row has: the first that is wide enough.
+# Configurations by the maximum number of columns; the first entry that is wide enough applies.
 CONFIGS = {
     64: Config({"ROWS": 32, "COLS": 64}),
     512: Config({"ROWS": 8, "COLS": 256}),
     1 << 62: Config({"ROWS": 4, "COLS": 512}),
 }
 
-# With dropout, for all: hidden layers are wide, and drawing takes registers.
+# The configuration for any width with dropout: hidden layers are wide, and random bits take registers.
 DROPOUT_CONFIG = Config({"ROWS": 2, "COLS": 512})
 
 
 def choose(num_cols: int, dropout: bool = False) -> Config:
-    """The configuration for rows of so many columns."""
+    """Returns the configuration for rows of ``num_cols`` columns."""
     if dropout:
         return tuned("bias_activation_dropout", "cols", DROPOUT_CONFIG)
     widest = next(width for width in CONFIGS if num_cols <= width)
@@ -69,7 +71,7 @@ def _twice_u(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Act(x), in fp32."""
+    """Computes act(x) in fp32."""
     if ACTIVATION == "relu":
         y = tl.maximum(x, 0.0)
     elif ACTIVATION == "silu":
@@ -83,7 +85,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def slope(x, ACTIVATION: tl.constexpr):
-    """Act'(x), in fp32. 1 - s(v) is s(-v), which loses nothing where s(v) is almost 1."""
+    """Computes act'(x) in fp32. 1 - s(v) is computed as s(-v), which does not cancel where s(v) is near 1."""
     if ACTIVATION == "relu":
         y = tl.where(x > 0.0, 1.0, 0.0)
     elif ACTIVATION == "silu":
@@ -97,7 +99,7 @@ def slope(x, ACTIVATION: tl.constexpr):
     return y
 
 
-# Numbers that vary from draw to draw are no reason to compile again.
+# Values that differ between dropout layers must not trigger a recompilation.
 @triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _forward(
     p_z, p_bias, p_key, p_a, num_rows, num_cols, layer, ordinal, last, scale,
@@ -163,12 +165,12 @@ def _constants(num_cols: int, has_bias: bool, activation: str, draw: Draw | None
 
 
 def launch_forward(z: Tensor, bias: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
-    """Dropout(act(z + bias)), of z's shape and dtype."""
+    """Computes ``dropout(act(z + bias))`` in z's shape and dtype."""
     rows = rows_of(z)
     num_rows, num_cols = rows.shape
     config = choose(num_cols, draw is not None)
     a = torch.empty_like(rows)
-    # One dimension: of the others, a GPU counts 65535 programs.
+    # A one-dimensional grid, because CUDA limits the other grid dimensions to 65535.
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
     key, numbers = philox.arguments(draw, rows)
     tensors = (rows, rows if bias is None else bias.contiguous(), key, a)
@@ -180,7 +182,7 @@ def launch_forward(z: Tensor, bias: Tensor | None, activation: str, draw: Draw |
 def launch_backward(
     z: Tensor, bias: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The activation, or nothing, the gradient of z, and that of the bias, if there is one."""
+    """Returns the activation (empty unless ``with_a``), the gradient of z and the bias gradient (or None)."""
     rows, g_rows = rows_of(z), rows_of(g)
     num_rows, num_cols = rows.shape
     config = choose(num_cols, draw is not None)
@@ -199,7 +201,7 @@ def launch_backward(
 
 
 def variants() -> dict[str, Variant]:
-    """Every configuration, in the forms that are checked without a GPU."""
+    """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
     sizes = {"num_rows": "i32", "num_cols": "i32", **philox.SIGNATURE}
     forms = philox.forms(CONFIGS.values(), DROPOUT_CONFIG)
@@ -223,7 +225,7 @@ def variants() -> dict[str, Variant]:
     return found
 
 
-# Operators take a draw in pieces; without a key there is none.
+# Operator schemas have no `Draw` type: its fields are separate arguments, and key=None means no dropout.
 @torch.library.triton_op("gpipe_fast::bias_activation", mutates_args={})
 def _bias_activation(
     z: Tensor,
@@ -260,21 +262,21 @@ def _bias_activation_backward(
 def bias_activation_backward(
     z: Tensor, bias: Tensor | None, g: Tensor, activation: str, dropout: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the backward of a recomputed ``dropout(act(z + bias))`` needs, in one pass.
+    """Computes the output and the gradients of a recomputed ``dropout(act(z + bias))`` in one pass.
 
     Args:
-        z: the product, computed again; of shape (..., columns).
-        bias: of shape (columns,), or None.
-        g: the gradient of what comes out, of z's shape.
+        z: the recomputed product, of shape (..., columns).
+        bias: a tensor of shape (columns,), or None.
+        g: the gradient of the output, of z's shape.
         activation: one of 'relu', 'silu', 'gelu' and 'gelu_tanh'.
-        dropout: behind the activation, by element of z in contiguous order; or None.
+        dropout: dropout after the activation, indexed by the elements of z in contiguous order; or None.
 
     Returns:
-        What comes out, the gradient of z, and that of the bias, or None.
+        The output, the gradient of z, and the gradient of the bias (None without a bias).
 
     Raises:
-        ValueError: there is no such activation, shapes do not fit, or no mask can be drawn.
-        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
+        ValueError: the activation is unknown, shapes do not match, or the dropout arguments are invalid.
+        RuntimeError: dropout runs on the CPU and gpipe_fast's extension is not loaded.
     """
     _check(z, bias, activation, dropout)
     if g.shape != z.shape:
@@ -286,18 +288,19 @@ def bias_activation_backward(
 def bias_activation(
     z: Tensor, bias: Tensor | None = None, activation: str = "gelu", dropout: Draw | None = None
 ) -> Tensor:
-    """``dropout(act(z + bias))``, whose backward computes it again: only z is kept, and no mask.
+    """Computes ``dropout(act(z + bias))``. Saves only the inputs: the backward recomputes the rest.
 
     Args:
-        z: of shape (..., columns); fp32, fp16 or bf16. Computed in fp32.
-        bias: of shape (columns,), or None.
+        z: a tensor of shape (..., columns); fp32, fp16 or bf16. Arithmetic is in fp32.
+        bias: a tensor of shape (columns,), or None.
         activation: one of 'relu', 'silu', 'gelu' and 'gelu_tanh'.
-        dropout: behind the activation, by element of z in contiguous order; or None. On the CPU
-            ``torch.ops.gpipe_fast.keyed_bernoulli`` draws it, on a GPU the kernel, the same bits.
+        dropout: dropout after the activation, indexed by the elements of z in contiguous order; or None. The
+            mask has the same bits on the CPU (``torch.ops.gpipe_fast.keyed_bernoulli``) and on a GPU
+            (kernel).
 
     Raises:
-        ValueError: there is no such activation, shapes do not fit, or no mask can be drawn.
-        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
+        ValueError: the activation is unknown, shapes do not match, or the dropout arguments are invalid.
+        RuntimeError: dropout runs on the CPU and gpipe_fast's extension is not loaded.
     """
     _check(z, bias, activation, dropout)
     result: Tensor = _bias_activation(z, bias, activation, *(dropout or ()))
@@ -309,7 +312,7 @@ def _check(z: Tensor, bias: Tensor | None, activation: str, dropout: Draw | None
         raise ValueError(f"activation is not one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if z.dim() == 0 or (bias is not None and bias.shape != z.shape[-1:]):
         given = None if bias is None else list(bias.shape)
-        raise ValueError(f"the bias must have the last dimension of {list(z.shape)}, got {given}")
+        raise ValueError(f"z must be (..., columns) and bias (columns,), got {list(z.shape)} and {given}")
     if dropout is not None:
         dropout.check(z)
 

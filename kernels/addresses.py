@@ -1,13 +1,14 @@
-"""Tables of addresses, through which one launch reaches many tensors.
+"""Address tables, which let one launch process many tensors.
 
-A table is of int64 and has a column for each program, which reads 24 bytes of it::
+A table is an int64 tensor with one column per program; each program reads its 24-byte column::
 
     tensors of 5000 and 100 elements, blocks of 4096    address of A   A0     A0 + 4096 i_A   A1
     in accumulators A and gradients G of itemsizes      address of G   G0     G0 + 4096 i_G   G1
     i_A and i_G                                         elements       4096   904             100
 
-The tables made last are kept, by all that they are made from: addresses, sizes and stream. So none is ever
-stale: addresses are read anew at each call, and a tensor that was moved or replaced has another key.
+Recent tables are cached. The cache key has everything that a table is built from (addresses, sizes, stream),
+so a cached table is never stale: every call reads the addresses again, and a tensor that was moved or
+replaced yields a different key.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-# Of two tensors that one program takes together: addresses of accumulator and gradient, number of elements.
+# A pair of tensors: the address of the accumulator, the address of the gradient, and the number of elements.
 Span = tuple[int, int, int]
-# Tables that are kept: one for each set of tensors.
+# Cached tables, one per set of tensors.
 KEPT = 64
 
 
@@ -28,14 +29,14 @@ KEPT = 64
 def _table(
     device: torch.device, stream: int, block: int, sizes: tuple[int, int], spans: tuple[Span, ...]
 ) -> Tensor:
-    """The table of a set of tensors, where they are; for one stream, in whose order it is copied and read.
+    """Returns the table of a set of tensors, on their device. Copied and read in the order of one stream.
 
     Args:
-        device: of the tensors.
-        stream: that it is used on.
-        block: elements that one program takes.
-        sizes: itemsizes of accumulators and gradients.
-        spans: of the tensors, none of them empty.
+        device: the device of the tensors.
+        stream: the stream on which the table is used.
+        block: the number of elements that one program processes.
+        sizes: the itemsizes of accumulators and gradients.
+        spans: the spans of the tensors, none of them empty.
     """
     a, g, numel = torch.tensor(spans).unbind(1)
     programs = (numel + block - 1) // block
@@ -47,7 +48,7 @@ def _table(
 
 
 def _dense(x: Tensor) -> bool:
-    """Whether its elements lie in memory one after the other, in any order of dimensions."""
+    """Returns whether a tensor is contiguous in some order of its dimensions (non-overlapping and dense)."""
     if x.is_contiguous():
         return True
     expected = 1
@@ -61,14 +62,14 @@ def _dense(x: Tensor) -> bool:
 def reach(
     accumulators: Sequence[Tensor], gradients: Sequence[Tensor], dtypes: Collection[torch.dtype]
 ) -> tuple[dict[tuple[torch.dtype, torch.dtype], list[Span]], list[int]]:
-    """Spans by the dtypes of both, and the indices of pairs that no kernel takes.
+    """Returns the spans by dtype pair, and the indices of the pairs that no kernel supports.
 
-    These are pairs of different layouts or with gaps, of other dtypes, and accumulators that came before.
+    Unsupported are pairs with different layouts or gaps, pairs with other dtypes, and repeated accumulators.
 
     Args:
         accumulators: tensors that a kernel writes to.
-        gradients: of the same number and shapes; the same ones, if there is nothing else to reach.
-        dtypes: that the kernel takes.
+        gradients: tensors of the same number and shapes; pass the accumulators if there is only one list.
+        dtypes: dtypes that the kernel supports.
     """
     spans: dict[tuple[torch.dtype, torch.dtype], list[Span]] = {}
     others, seen = [], set()
@@ -86,14 +87,14 @@ def reach(
 
 
 def table_of(device: torch.device, block: int, sizes: tuple[int, int], spans: tuple[Span, ...]) -> Tensor:
-    """The table for programs of ``block`` elements each, on the current stream; made if it is not kept.
+    """Returns the table for programs of ``block`` elements each, on the current stream; cached.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured: it would read a table that is not kept for it.
+        RuntimeError: a CUDA graph is being captured. The graph would read a table that the cache may free.
     """
     stream = 0
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("multi-tensor ops cannot be captured: their tables are made from addresses")
+            raise RuntimeError("multi-tensor ops cannot be captured: they build tables of addresses")
         stream = torch.cuda.current_stream(device).cuda_stream
     return _table(device, stream, block, sizes, spans)

@@ -1,18 +1,20 @@
-"""Softmax cross-entropy: the loss and its gradient in one pass over the logits, in place if wanted.
+"""Softmax cross-entropy: the loss and its gradient in one pass over the logits, optionally in place.
 
 For a row x of C logits with target t and label smoothing e, p = softmax(x) (online softmax, arXiv 1805.02867;
 label smoothing, arXiv 1512.00567)::
 
     loss       log(sum_j exp(x_j - max)) - (1 - e) (x_t - max) - e mean_j(x_j - max)
-    gradient   (p_j - (1 - e) [j = t] - e / C) scale,   scale 1, or 1 / how many targets are not ignored
+    gradient   (p_j - (1 - e) [j = t] - e / C) scale,   scale = 1, or 1 / number of targets not ignored
 
-A row that fits one block stays in registers between the two sweeps: the first finds max and sum, the second
-writes the gradient, over the logits or beside them; the target's own element is written once more after it. A
-longer row is read twice: the second sweep runs backwards, so that it begins with what the cache still holds.
-The sum alone is in fp64: many small terms beside a large one lose digits of p that PyTorch keeps.
+There are two sweeps over a row. The first computes the maximum and the sum, the second writes the gradient,
+to the logits or to a separate tensor, and then overwrites the element of the target. A row that fits into one
+block stays in registers between the sweeps. A longer row is read twice: the second sweep runs backwards, to
+begin with the logits that the cache still holds. Only the sum is in fp64: in fp32, many small terms added to
+a large one would lose digits of p that PyTorch keeps.
 
-Bytes per element of itemsize i: i read (2 i for rows over 32768 logits), i written. Where no gradient is
-needed i read, none written. In the backward none if the incoming gradient is 1, else i read, i written.
+Memory traffic per element of itemsize i: the forward reads i bytes (2 i for rows over 32768 logits) and
+writes i, or nothing if no gradient is needed. The backward moves nothing if the incoming gradient is 1;
+otherwise it reads i and writes i.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, rows_of, ru
 from gpipe_fast.kernels.losses import check, check_reduction, reduced, scale_of
 from gpipe_fast.kernels.made_gradient import rows_in_place, scaled, with_made_gradient
 
-# By how many logits a row has: the first that is wide enough. Those with ROWS hold whole rows.
+# Configurations by the maximum number of logits of a row; the first entry that is wide enough applies. A
+# configuration with ROWS keeps whole rows in registers.
 CONFIGS = {
     64: Config({"ROWS": 16, "COLS": 64}),
     512: Config({"ROWS": 4, "COLS": 512}),
@@ -39,7 +42,7 @@ CONFIGS = {
 
 
 def choose(num_cols: int) -> Config:
-    """The configuration for rows of so many logits."""
+    """Returns the configuration for rows of ``num_cols`` logits."""
     widest = next(width for width in CONFIGS if num_cols <= width)
     return tuned("cross_entropy", f"cols<={widest}", CONFIGS[widest])
 
@@ -56,12 +59,12 @@ def _whole_rows(
     mask = m_rows[:, None] & (o_cols < num_cols)[None, :]
     b_target = tl.load(p_target + o_rows, mask=m_rows, other=0)
     ignored = b_target == ignore_index
-    # An unknown target makes its row NaN.
+    # The loss and the gradient of a row with an out-of-range target are NaN.
     known = (b_target >= 0) & (b_target < num_cols)
     starts = o_rows.to(tl.int64) * stride
     x_target = tl.load(p_logits + starts + b_target, mask=m_rows & known, other=float("nan")).to(tl.float32)
     x = tl.load(p_logits + starts[:, None] + o_cols[None, :], mask=mask, other=-float("inf")).to(tl.float32)
-    # Every logit has been read before one is overwritten.
+    # All logits must be read before any is overwritten.
     tl.debug_barrier()
     top = tl.maximum(tl.max(x, axis=1), -3.4028234663852886e38)
     shifted = x - top[:, None]
@@ -72,7 +75,7 @@ def _whole_rows(
     total = tl.sum(powers.to(tl.float64), axis=1)
     loss = tl.log(total.to(tl.float32)) - (1.0 - smoothing) * (x_target - top) - rest
     tl.store(p_losses + o_rows, tl.where(ignored, 0.0, loss), mask=m_rows)
-    # All classes as if none were the target, whose own is written after them.
+    # This is the gradient of the classes other than the target; the target's element is overwritten below.
     scale = tl.where(known, tl.load(p_scale), float("nan"))
     inverse, spread = (1.0 / total).to(tl.float32), smoothing / num_cols
     gradient = (powers * inverse[:, None] - spread) * scale[:, None]
@@ -109,7 +112,7 @@ def _long_rows(
         x = tl.load(p_row + first + o_block, mask=mask, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, axis=0))
         if smoothing > 0.0:
-            # The logits before, of which there are none at first, were less a lower maximum.
+            # Corrects the earlier terms, which were shifted by a lower maximum. There are none at first.
             moved = tl.where(first > 0, first * (top - higher), 0.0)
             sum_shifted += moved + tl.sum(tl.where(mask, x - higher, 0.0), axis=0)
         b_total = b_total * tl.exp(top - higher).to(tl.float64) + tl.exp(x - higher).to(tl.float64)
@@ -145,15 +148,16 @@ def launch_rows(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """The loss of each row, in fp32.
+    """Returns the loss of each row, in fp32.
 
     Args:
-        logits: of shape (rows, classes), elements of a row side by side.
-        gradient: of the same shape, written; may be the logits. None if none is needed.
-        target: of shape (rows,), contiguous.
-        scale: one element in fp32, of the gradient.
-        ignore_index: target of rows whose loss and gradient are 0.
-        label_smoothing: share of the uniform distribution.
+        logits: a tensor of shape (rows, classes) whose last dimension has stride 1.
+        gradient: a tensor of the same shape that receives the gradient; may be the logits. None if not
+            needed.
+        target: a contiguous tensor of shape (rows,).
+        scale: the factor of the gradient, one element in fp32.
+        ignore_index: the target of rows whose loss and gradient are 0.
+        label_smoothing: the weight of the uniform distribution in the target.
     """
     num_rows, num_cols = logits.shape
     config = choose(num_cols)
@@ -168,7 +172,7 @@ def launch_rows(
 
 
 def variants() -> dict[str, Variant]:
-    """Every configuration, in the forms that are checked without a GPU."""
+    """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
     for dtype in ("fp32", "bf16"):
         for config in CONFIGS.values():
@@ -193,7 +197,7 @@ def rows_with_gradient(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """The same by kernel, or by the reference."""
+    """Returns the loss of each row like `launch_rows`, from the kernel or from the reference."""
     if runs_kernels(logits, target):
         return launch_rows(logits, gradient, target, scale, ignore_index, label_smoothing)
     losses, made = reference.cross_entropy(logits, target, scale, ignore_index, label_smoothing)
@@ -251,30 +255,31 @@ def cross_entropy(
     reduction: str = "mean",
     inplace: bool = False,
 ) -> Tensor:
-    """Softmax cross-entropy whose forward makes the gradient too; the backward only scales it.
+    """Computes softmax cross-entropy. The forward also computes the gradient; the backward only scales it.
 
-    As `torch.nn.functional.cross_entropy` with class indices, but that classes are the last dimension and
-    that the loss is in fp32. The gradient is rounded to the dtype of the logits before it is scaled; with
-    fp16 and a loss scale, small gradients are lost that PyTorch, which scales first, would keep.
+    Equals `torch.nn.functional.cross_entropy` with class indices, except that the classes are the last
+    dimension and that the loss is in fp32. The gradient is rounded to the dtype of the logits before it is
+    scaled: with fp16 and a loss scale it loses small gradients that PyTorch, which scales first, keeps.
 
-    A target that is neither a class nor ``ignore_index`` is an IndexError on the CPU. On a GPU nothing waits
-    for the targets: loss and gradient of that row become NaN, and so does the mean or the sum.
+    A target that is neither a class nor ``ignore_index`` raises IndexError on the CPU. On a GPU the targets
+    are not checked, which would synchronize: the loss and the gradient of that row are NaN, and so is the
+    mean or sum.
 
     Args:
-        logits: of shape (..., classes); fp32, fp16 or bf16. Computed in fp32.
-        target: of the shape of logits without its last dimension; int64.
-        ignore_index: target of rows that do not count: their gradient is 0.
-        label_smoothing: share of the target that all classes have alike, from 0 to 1.
+        logits: a tensor of shape (..., classes); fp32, fp16 or bf16. Arithmetic is in fp32.
+        target: an int64 tensor with the shape of the logits without the last dimension.
+        ignore_index: the target of rows that are excluded from the loss; their gradient is 0.
+        label_smoothing: the weight of the uniform distribution in the target, from 0 to 1.
         reduction: 'mean' over the targets that are not ignored (NaN if all are), 'sum' or 'none'.
-        inplace: where a gradient is needed, write it over the logits, WHICH ARE DESTROYED: whatever reads
-            them later reads their gradient. What autograd saved of them fails in its backward.
+        inplace: if a gradient is needed, writes it over the logits, WHICH ARE DESTROYED: any later read of
+            the logits sees the gradient. The backward of an operation that saved the logits raises an error.
 
     Returns:
-        The loss in fp32: of shape (), or of the target's for 'none'.
+        The loss in fp32, of shape (), or of the target's shape for 'none'.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options do not fit, or logits to be overwritten are a leaf.
-        IndexError: a target is out of range, on the CPU.
+        ValueError: shapes, dtypes, devices or options are invalid, or ``inplace`` logits are a leaf.
+        IndexError: a target is out of range (only on the CPU).
     """
     check(logits, target, logits.shape, label_smoothing)
     check_reduction(reduction, ("mean", "sum", "none"))
@@ -284,7 +289,7 @@ def cross_entropy(
         loss: Tensor = _cross_entropy(logits, target, *options, differentiated)[0]
         return loss
     if logits.is_leaf:
-        raise ValueError("logits that are a leaf of autograd would be overwritten with their gradient")
+        raise ValueError("inplace=True would overwrite logits that are a leaf tensor: pass a non-leaf tensor")
     with torch.no_grad():
         loss = _cross_entropy_(logits.detach(), target, *options)
     return with_made_gradient(logits, loss)

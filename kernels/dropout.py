@@ -1,10 +1,12 @@
-"""Dropout and residual: ``y = residual + dropout(h)``, the mask drawn again by the key, never stored.
+"""Dropout and residual, ``y = residual + dropout(h)``. The mask is regenerated from the key, never stored.
 
-With m of the keyed op, 1 with probability 1 - p (Srivastava et al., "Dropout", JMLR 15, 2014)::
+The mask m is drawn by the keyed op and is 1 with probability 1 - p (Srivastava et al., "Dropout", JMLR 15,
+2014)::
 
     y = residual + h m / (1 - p)          dh = g m / (1 - p)          dresidual = g
 
-Bytes per element of itemsize i: forward 2 i read, i written; backward i read, i written.
+Memory traffic per element of itemsize i: the forward reads 2 i bytes and writes i; the backward reads i and
+writes i.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from gpipe_fast.kernels import philox, reference
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, runs_kernels, tuned
 from gpipe_fast.kernels.philox import Draw
 
-# By how many elements there are: the first that is large enough.
+# Configurations by the maximum number of elements; the first entry that is large enough applies.
 CONFIGS = {1 << 20: Config({"SIZE": 1024}), 1 << 62: Config({"SIZE": 2048})}
 
 
 def choose(num_elements: int) -> Config:
-    """The configuration for so many elements."""
+    """Returns the configuration for ``num_elements`` elements."""
     most = next(size for size in CONFIGS if num_elements <= size)
     return tuned("dropout_add", f"elements<={most}", CONFIGS[most])
 
 
-# Numbers that vary from call to call of the same form.
+# Values that differ between dropout layers must not trigger a recompilation.
 @triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _dropout_add(
     p_h, p_residual, p_key, p_y, num_elements, layer, ordinal, last, scale,
@@ -39,7 +41,7 @@ def _dropout_add(
     mask = offsets < num_elements
     words = philox.words_of_blocks((first >> 2) + tl.arange(0, SIZE // 4), p_key, layer, ordinal)
     h = tl.load(p_h + offsets, mask=mask, other=0.0).to(tl.float32)
-    # As PyTorch does: what is dropped and not finite stays so.
+    # Multiplies by 0, as PyTorch does: a dropped infinity or NaN becomes NaN.
     y = h * tl.where(philox.keep(words, last), scale, 0.0)
     if HAS_RESIDUAL:
         y += tl.load(p_residual + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -49,7 +51,7 @@ def _dropout_add(
 def launch_dropout_add(
     h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int, ordinal: int
 ) -> Tensor:
-    """``residual + dropout(h)``, of h's shape and dtype, contiguous."""
+    """Computes ``residual + dropout(h)``: a contiguous tensor of h's shape and dtype."""
     h = h.contiguous()
     y = torch.empty_like(h)
     config = choose(h.numel())
@@ -62,7 +64,7 @@ def launch_dropout_add(
 
 
 def variants() -> dict[str, Variant]:
-    """Every configuration, in the forms that are checked without a GPU."""
+    """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
     small, large = CONFIGS.values()
     for dtype in ("fp32", "bf16"):
@@ -81,7 +83,7 @@ def variants() -> dict[str, Variant]:
 
 
 def drop(h: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
-    """``residual + dropout(h)`` by kernel, or by the reference."""
+    """Computes ``residual + dropout(h)`` with the kernel or with the reference."""
     run = launch_dropout_add if runs_kernels(h, residual, draw.key) else reference.dropout_add
     return run(h, residual, *draw)
 
@@ -94,26 +96,26 @@ def _op(h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int, o
 def dropout_add(
     h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int, ordinal: int
 ) -> Tensor:
-    """``residual + dropout(h)``: nothing is kept for the backward, which draws the mask again.
+    """Computes ``residual + dropout(h)``. Saves only the key: the backward regenerates the mask.
 
-    On the CPU the mask is drawn by ``torch.ops.gpipe_fast.keyed_bernoulli``, which gpipe_fast's extension
-    registers; on a GPU by the kernel, from the same key the same bits.
+    On the CPU ``torch.ops.gpipe_fast.keyed_bernoulli`` of gpipe_fast's extension draws the mask, on a GPU the
+    kernel does; the same key gives the same bits.
 
     Args:
-        h: of any shape; fp32, fp16 or bf16. Computed in fp32.
-        residual: of h's shape and dtype, or None for dropout alone.
-        p: probability of a zero.
-        key: ``[minibatch_key, microbatch, first_layer]``, int64, on h's device; in range as in
-            csrc/random/random.cpp, which kernels cannot check.
-        layer: counted from the key's first layer, or 0xFFFF outside of every layer.
-        ordinal: which random op of the layer.
+        h: a tensor of any shape; fp32, fp16 or bf16. Arithmetic is in fp32.
+        residual: a tensor of h's shape and dtype, or None for dropout alone.
+        p: the probability of a zero.
+        key: the int64 tensor ``[minibatch_key, microbatch, first_layer]`` on h's device. Its values must be
+            in the ranges that csrc/random/random.cpp checks; kernels cannot check them.
+        layer: the layer, counted from the key's first layer, or 0xFFFF outside of every layer.
+        ordinal: the index of the random op within the layer.
 
     Returns:
         A contiguous tensor of h's shape and dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or no mask can be drawn by such numbers.
-        RuntimeError: on the CPU, without gpipe_fast's extension.
+        ValueError: shapes or dtypes do not match, or p, key, layer or ordinal is invalid.
+        RuntimeError: h is on the CPU and gpipe_fast's extension is not loaded.
     """
     if residual is not None and (residual.shape, residual.dtype) != (h.shape, h.dtype):
         raise ValueError(

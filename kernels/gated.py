@@ -1,21 +1,21 @@
-"""Gated pairs, SwiGLU and GeGLU among them: the backward of a recomputed segment in one pass.
+"""Gated activations such as SwiGLU and GeGLU: a fused kernel for the backward of a recomputed segment.
 
-Of ``a = act(x) u`` with a gate x and what it lets through, u (Shazeer, "GLU Variants Improve Transformer",
-arXiv 2002.05202), both from products that were computed again, one pass reads x, u and the gradient g of a,
-and writes a for the next weight's gradient, and the gradients of both::
+For ``a = act(x) u`` with the gate x and the gated value u (Shazeer, "GLU Variants Improve Transformer", arXiv
+2002.05202), both recomputed products, one pass reads x, u and the gradient g of a, and writes a for the
+gradient of the next weight, and the gradients of x and u::
 
     dx = g u act'(x)          du = g act(x)
 
-The activations are those of kernels/activations.py: with silu this is SwiGLU, with gelu GeGLU, with relu
-ReGLU. A product of both weights at once has gate and rest side by side, and so has its gradient::
+The activations are defined in kernels/activations.py: silu gives SwiGLU, gelu GeGLU and relu ReGLU. If one
+product computes both, gate and up are packed in its columns, and so is its gradient::
 
     z  = [ gate | up ]  of 2 n columns          dz = [ dgate | dup ]
 
-Dropout behind it, ``a = m act(x) u / (1 - p)``, is drawn in the same passes by the key (kernels/philox.py),
-for elements of a in contiguous order.
+Dropout after the gated activation, ``a = m act(x) u / (1 - p)``, is fused into the same passes; its mask m is
+generated from the key (kernels/philox.py), indexed by the elements of a in contiguous order.
 
-Bytes per element of a, of itemsize i: forward 2 i read, i written; backward 3 i read, 3 i written, and
-where a is not asked for 2 i.
+Memory traffic per element of a, of itemsize i: the forward reads 2 i bytes and writes i; the backward reads
+3 i and writes 3 i, or 2 i if a is not requested.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from gpipe_fast.kernels.activations import ACTIVATIONS, activate, slope
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, rows_of, runs_kernels, tuned
 from gpipe_fast.kernels.philox import Draw
 
-# By how many columns a has: hidden layers are wide.
+# Configurations by the maximum number of columns of a. There is only one: hidden layers are wide.
 CONFIGS = {1 << 62: Config({"ROWS": 2, "COLS": 512})}
 
 
-# With dropout, for all: drawing takes registers.
+# The configuration for any width with dropout: random bits take registers.
 DROPOUT_CONFIG = Config({"ROWS": 2, "COLS": 512})
 
 
 def choose(num_cols: int, dropout: bool = False) -> Config:
-    """The configuration for rows of so many columns."""
+    """Returns the configuration for rows of ``num_cols`` columns."""
     if dropout:
         return tuned("gated_activation_dropout", "cols", DROPOUT_CONFIG)
     widest = next(width for width in CONFIGS if num_cols <= width)
     return tuned("gated_activation", f"cols<={widest}", CONFIGS[widest])
 
 
-# Numbers that vary from draw to draw are no reason to compile again.
+# Values that differ between dropout layers must not trigger a recompilation.
 @triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _forward(
     p_gate, p_up, p_key, p_a, num_rows, num_cols, stride, layer, ordinal, last, scale,
@@ -89,7 +89,7 @@ def _backward(
     g = tl.load(p_g + o_a, mask=mask, other=0.0).to(tl.float32)
     b_act = activate(x, ACTIVATION)
     if DROPOUT:
-        # Of a and of g alike.
+        # The factor applies to a and to g.
         factor = philox.factor_rows(
             o_rows, first_col, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT == 4
         )
@@ -99,13 +99,13 @@ def _backward(
     if WITH_A:
         tl.store(p_a + o_a, (b_act * u * factor).to(p_a.dtype.element_ty), mask=mask)
     tl.store(p_dz + o_pair, (g * u * slope(x, ACTIVATION)).to(p_dz.dtype.element_ty), mask=mask)
-    # Beside the gate's gradient in its row, or after all of it.
+    # The gradient of up follows the gate's gradient within each row (packed), or after all rows (separate).
     o_du = tl.where(stride == num_cols, tl.cast(num_rows, tl.int64) * num_cols, num_cols)
     tl.store(p_dz + o_du + o_pair, (g * b_act).to(p_dz.dtype.element_ty), mask=mask)
 
 
 def _pair(z: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate and up as rows: two halves of one, or two tensors of the same strides."""
+    """Returns gate and up as matrices with equal strides: both halves of z, or z and up."""
     rows = rows_of(z)
     return (rows, rows[:, rows.shape[1] // 2 :]) if up is None else (rows, rows_of(up))
 
@@ -115,13 +115,13 @@ def _columns(z: Tensor, up: Tensor | None) -> int:
 
 
 def launch_forward(z: Tensor, up: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
-    """``dropout(act(gate) * up)``, contiguous."""
+    """Computes ``dropout(act(gate) * up)``: a contiguous tensor."""
     num_cols = _columns(z, up)
     gate_rows, up_rows = _pair(z, up)
     num_rows, stride = gate_rows.shape
     config = choose(num_cols, draw is not None)
     a = z.new_empty(*z.shape[:-1], num_cols)
-    # One dimension: of the others, a GPU counts 65535 programs.
+    # A one-dimensional grid, because CUDA limits the other grid dimensions to 65535.
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
     key, numbers = philox.arguments(draw, gate_rows)
     arguments = (gate_rows, up_rows, key, a, num_rows, num_cols, stride, *numbers)
@@ -133,7 +133,7 @@ def launch_forward(z: Tensor, up: Tensor | None, activation: str, draw: Draw | N
 def launch_backward(
     z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The activation, or nothing, and the gradients: packed like z, or one after the other."""
+    """Returns the output (empty unless ``with_a``) and the gradients: packed like z, or stacked."""
     num_cols = _columns(z, up)
     gate_rows, up_rows = _pair(z, up)
     num_rows, stride = gate_rows.shape
@@ -149,7 +149,7 @@ def launch_backward(
 
 
 def variants() -> dict[str, Variant]:
-    """Every configuration, in the forms that are checked without a GPU."""
+    """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
     sizes = {**dict.fromkeys(("num_rows", "num_cols", "stride"), "i32"), **philox.SIGNATURE}
     forms = philox.forms(CONFIGS.values(), DROPOUT_CONFIG)
@@ -173,7 +173,7 @@ def variants() -> dict[str, Variant]:
     return found
 
 
-# Operators take a draw in pieces; without a key there is none.
+# Operator schemas have no `Draw` type: its fields are separate arguments, and key=None means no dropout.
 @torch.library.triton_op("gpipe_fast::gated_activation", mutates_args={})
 def _gated_activation(
     z: Tensor,
@@ -209,22 +209,23 @@ def _gated_activation_backward(
 def gated_activation_backward(
     z: Tensor, up: Tensor | None, g: Tensor, activation: str, dropout: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the backward of a recomputed gated pair needs, in one pass.
+    """Computes the output and the gradients of a recomputed gated activation in one pass.
 
     Args:
-        z: the gate, of shape (..., columns); or, without ``up``, both side by side, of shape
+        z: the gate, of shape (..., columns); or, without ``up``, gate and up packed, of shape
             (..., 2 columns).
-        up: what the gate lets through, of the gate's shape and dtype; or None.
-        g: the gradient of what comes out, of shape (..., columns).
+        up: the value that the gate multiplies, of the gate's shape and dtype; or None.
+        g: the gradient of the output, of shape (..., columns).
         activation: one of 'relu', 'silu', 'gelu' and 'gelu_tanh'.
-        dropout: behind the pair, by element of what comes out in contiguous order; or None.
+        dropout: dropout of the output, indexed by its elements in contiguous order; or None.
 
     Returns:
-        What comes out, the gradient of z, of its shape, and that of ``up``, or None.
+        The output, the gradient of z in z's shape, and the gradient of ``up`` (None without ``up``).
 
     Raises:
-        ValueError: there is no such activation, shapes or dtypes do not fit, or no mask can be drawn.
-        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
+        ValueError: the activation is unknown, shapes or dtypes do not match, or the dropout arguments are
+            invalid.
+        RuntimeError: dropout runs on the CPU and gpipe_fast's extension is not loaded.
     """
     _check(z, up, activation, dropout)
     shape = (*z.shape[:-1], _columns(z, up))
@@ -237,22 +238,23 @@ def gated_activation_backward(
 def gated_activation(
     z: Tensor, up: Tensor | None = None, activation: str = "silu", dropout: Draw | None = None
 ) -> Tensor:
-    """``dropout(act(gate) * up)``, whose backward computes it again: only what comes in is kept, and no mask.
+    """Computes ``dropout(act(gate) * up)``. Saves only the inputs: the backward recomputes the rest.
 
     Args:
-        z: the gate, of shape (..., columns); or, without ``up``, both side by side, of shape
-            (..., 2 columns). fp32, fp16 or bf16; computed in fp32.
-        up: what the gate lets through, of the gate's shape and dtype; or None.
+        z: the gate, of shape (..., columns); or, without ``up``, gate and up packed, of shape
+            (..., 2 columns). fp32, fp16 or bf16; arithmetic is in fp32.
+        up: the value that the gate multiplies, of the gate's shape and dtype; or None.
         activation: one of 'relu', 'silu' (SwiGLU), 'gelu' and 'gelu_tanh' (GeGLU).
-        dropout: behind the pair, by element of what comes out in contiguous order; or None. On the CPU
-            ``torch.ops.gpipe_fast.keyed_bernoulli`` draws it, on a GPU the kernel, the same bits.
+        dropout: dropout of the output, indexed by its elements in contiguous order; or None. The mask has the
+            same bits on the CPU (``torch.ops.gpipe_fast.keyed_bernoulli``) and on a GPU (kernel).
 
     Returns:
-        A contiguous tensor of shape (..., columns), of z's dtype.
+        A contiguous tensor of shape (..., columns) and z's dtype.
 
     Raises:
-        ValueError: there is no such activation, shapes or dtypes do not fit, or no mask can be drawn.
-        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
+        ValueError: the activation is unknown, shapes or dtypes do not match, or the dropout arguments are
+            invalid.
+        RuntimeError: dropout runs on the CPU and gpipe_fast's extension is not loaded.
     """
     _check(z, up, activation, dropout)
     result: Tensor = _gated_activation(z, up, activation, *(dropout or ()))
@@ -263,10 +265,10 @@ def _check(z: Tensor, up: Tensor | None, activation: str, dropout: Draw | None) 
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is not one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if up is None and (z.dim() == 0 or z.shape[-1] % 2):
-        raise ValueError(f"the last dimension must hold gate and up, an even number, got {list(z.shape)}")
+        raise ValueError(f"the last dimension must be even to hold gate and up, got shape {list(z.shape)}")
     if up is not None and (z.dim() == 0 or (up.shape, up.dtype) != (z.shape, z.dtype)):
         raise ValueError(
-            f"up must be of the gate's {z.dtype}, shape {list(z.shape)}, got {up.dtype}, {list(up.shape)}"
+            f"up must be {z.dtype} of shape {list(z.shape)} like the gate, got {up.dtype} of {list(up.shape)}"
         )
     if dropout is not None:
         dropout.check(z)

@@ -1,4 +1,4 @@
-"""What the launchers of all families share: configurations, where kernels run, and what a variant is."""
+"""Shared parts of all kernel launchers: configurations, variants, device checks and tuning results."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-# Without a GPU kernels run in Triton's interpreter, if the process was started for that.
+# Whether kernels run in Triton's interpreter, on the CPU. The environment must be set at process start.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Results of tuning on a GPU, by device, kernel and shape class; see `tuned`.
+# Tuning results by GPU, kernel and shape class; see `tuned`.
 TUNED = Path(__file__).with_name("tuned.json")
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is compiled and launched.
+    """A launch configuration: the compile-time parameters of a kernel.
 
     Attributes:
-        blocks: its block sizes, by the name of the constant.
-        num_warps: of one program.
-        num_stages: of its loads.
+        blocks: block sizes by the name of the kernel's constant.
+        num_warps: warps of one program.
+        num_stages: software-pipelining stages of its loads.
     """
 
     blocks: Mapping[str, int]
@@ -38,28 +38,29 @@ class Config:
     num_stages: int = 1
 
     def __str__(self) -> str:
-        """Block sizes, warps and stages: ``ROWS=4 COLS=512, 4 warps, 1 stages``."""
+        """Formats block sizes, warps and stages: ``ROWS=4 COLS=512, 4 warps, 1 stages``."""
         sizes = " ".join(f"{name}={size}" for name, size in self.blocks.items())
         return f"{sizes}, {self.num_warps} warps, {self.num_stages} stages"
 
     def options(self) -> dict[str, int]:
-        """What `triton.compile` takes."""
+        """Returns the options for `triton.compile`."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One form in which a kernel is compiled, checked without a GPU.
+    """A specialization of a kernel, compiled and checked without a GPU.
 
-    There is one for every configuration and what a segment may have, in fp32 and bf16. Not among them are
-    fp16, for which registers are given out otherwise, and calls that leave something out, such as a bias.
+    Variants cover every configuration with the optional inputs of a segment, in fp32 and bf16. They do not
+    cover fp16, which allocates registers differently, or calls that omit an optional input such as a bias.
 
     Attributes:
         kernel: a `triton.jit` function.
-        signature: type of each argument that is no constant, as Triton writes it (``*fp32``, ``i32``).
-        constants: the other arguments, but for block sizes.
-        config: block sizes, warps and stages.
-        aligned: the arguments that 16 divides, as it does the address of every tensor that PyTorch allocates.
+        signature: the type of each non-constant argument, in Triton's notation (``*fp32``, ``i32``).
+        constants: the constant arguments except block sizes.
+        config: the launch configuration.
+        aligned: the arguments that are divisible by 16. The address of every tensor that PyTorch allocates
+            is.
     """
 
     kernel: Any
@@ -70,24 +71,24 @@ class Variant:
 
 
 def has_kernels(*tensors: Tensor | None) -> bool:
-    """Whether kernels run where such tensors are."""
+    """Returns whether kernels can run on the devices of these tensors."""
     return all(t is None or t.is_cuda or INTERPRETED for t in tensors)
 
 
 def runs_kernels(*tensors: Tensor | None) -> bool:
-    """Whether kernels compute with such tensors; else, and in fp64, which they would round, the reference."""
+    """Returns whether kernels compute on these tensors. The reference computes fp64, which kernels round."""
     return has_kernels(*tensors) and all(t is None or t.dtype != torch.float64 for t in tensors)
 
 
 def launch(kernel: Any, grid: Sequence[int], config: Config, *arguments: Any, **constants: Any) -> None:
-    """Launches a kernel with as many programs as ``grid`` says, so that PyTorch's tracers see it.
+    """Launches a kernel in a way that PyTorch's tracers record.
 
     Args:
         kernel: a `triton.jit` function.
-        grid: programs along each dimension; with none of them nothing is launched.
-        config: block sizes, warps and stages.
-        arguments: of the kernel, in order.
-        constants: others that are constants, by name.
+        grid: the number of programs along each dimension. A zero means that nothing is launched.
+        config: the launch configuration.
+        arguments: the kernel's arguments, in order.
+        constants: the kernel's constants by name, except block sizes.
     """
     if 0 in grid:
         return
@@ -97,19 +98,19 @@ def launch(kernel: Any, grid: Sequence[int], config: Config, *arguments: Any, **
 
 
 def _on_device_of(arguments: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be that of the tensors."""
+    """Makes the tensors' device current for a launch: Triton launches on the current device."""
     if not torch.cuda.is_initialized():
         return contextlib.nullcontext()
     return torch.cuda.device_of(next(a for a in arguments if isinstance(a, Tensor)))
 
 
 def tuned(kernel: str, shape_class: str, default: Config) -> Config:
-    """The configuration that tuning found for this GPU, or the default.
+    """Returns the tuned configuration for this GPU, or the default.
 
     Args:
-        kernel: its name.
-        shape_class: of the problem, as the family names it.
-        default: chosen by shape, without measuring.
+        kernel: the kernel's name.
+        shape_class: the family's name for the shape class of the problem.
+        default: the configuration for an untuned GPU, chosen by shape.
     """
     name = f"{kernel} {shape_class}"
     if name in _forced:
@@ -124,7 +125,7 @@ _forced: dict[str, Config] = {}
 
 @contextlib.contextmanager
 def forced(kernel: str, shape_class: str, config: Config) -> Iterator[None]:
-    """Makes `tuned` answer with a configuration that is to be tried."""
+    """Makes `tuned` return a configuration under test."""
     name = f"{kernel} {shape_class}"
     _forced[name] = config
     try:
@@ -133,10 +134,10 @@ def forced(kernel: str, shape_class: str, config: Config) -> Iterator[None]:
         del _forced[name]
 
 
-# Both are asked for by every launch.
+# The next two functions are cached because every launch calls them.
 @functools.lru_cache
 def _tuned_for(device: int) -> dict[str, Config]:
-    """By kernel and shape class, for a GPU by its index."""
+    """Returns the tuned configurations of a GPU (by device index), by kernel and shape class."""
     found = _read().get(torch.cuda.get_device_name(device), {})
     return {name: Config(**config) for name, config in found.items()}
 
@@ -147,7 +148,7 @@ def _read() -> dict[str, dict[str, Any]]:
 
 
 def keep(device: str, kernel: str, shape_class: str, config: Config) -> None:
-    """Writes what tuning found into the file that is part of the repository."""
+    """Saves a tuned configuration in tuned.json, which is part of the repository."""
     found = dict(_read())
     own = {**found.get(device, {}), f"{kernel} {shape_class}": vars(config)}
     found[device] = dict(sorted(own.items()))
@@ -157,15 +158,15 @@ def keep(device: str, kernel: str, shape_class: str, config: Config) -> None:
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """All but the last dimension as one, contiguous: a copy only where it must be."""
+    """Returns a contiguous matrix with all but the last dimension flattened. Copies only if necessary."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1]).contiguous()
 
 
 def next_power_of_2(size: int) -> int:
-    """The least power of two that is not below a size."""
+    """Returns the smallest power of two that is at least ``size``."""
     return int(triton.next_power_of_2(size))
 
 
 def cdiv(a: int, b: int) -> int:
-    """How many parts of size ``b`` there are in ``a``."""
+    """Returns ``a / b``, rounded up."""
     return -(-a // b)

@@ -1,18 +1,18 @@
-"""The last linear layer and softmax cross-entropy, in chunks of rows: the full logits never exist.
+"""The last linear layer fused with softmax cross-entropy, in chunks of rows: no full logits are allocated.
 
-Of rows x (N, H), weight W (C, H) and bias b, for one chunk of rows after another::
+For rows x (N, H), weight W (C, H) and bias b, each chunk of rows in turn computes::
 
     logits = x_c W^T + b      in a buffer that all chunks share
-    loss, d                   of cross_entropy.py, d written over the logits
+    loss, d                   by cross_entropy.py, d overwrites the logits
     dx_c = d W
-    dW += d^T x_c             in fp32, unless there is but one chunk
+    dW += d^T x_c             in fp32, unless there is only one chunk
     db += sum over rows of d  in fp32
 
-All gradients are there after the forward; the backward scales them. Each chunk reads W twice, and each but
-the first reads dW and all write it: 2 i C H + 8 C H bytes for 6 rows C H operations, so a chunk wants a
-thousand rows. Beside what is returned the buffer takes i rows C bytes, and dW in fp32 4 C H where the weight
-is of half precision. What this saves is memory, more than bytes moved.
-CPU tensors take the same chunks, with the reference of cross_entropy.py.
+The forward computes all gradients; the backward scales them. Each chunk reads W twice and writes dW, and each
+chunk after the first reads dW: 2 i C H + 8 C H bytes for 6 rows C H operations, so a chunk should have about
+a thousand rows. Besides the results, the buffer takes i rows C bytes, and dW in fp32 takes 4 C H bytes if the
+weight is in half precision. The benefit is memory capacity more than memory traffic. CPU tensors are
+processed in the same chunks, with the reference of cross_entropy.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gpipe_fast.kernels.launch import cdiv, next_power_of_2, rows_of
 from gpipe_fast.kernels.losses import check, check_reduction, reduced, scale_of
 from gpipe_fast.kernels.made_gradient import scaled
 
-# At 1024 rows the product d^T x_c does 256 operations for each byte of dW: near what current GPUs can.
+# At 1024 rows the product d^T x_c does 256 operations per byte of dW, near the balance of current GPUs.
 MIN_CHUNK_ROWS = 1024
 
 
 def choose_chunk_rows(num_rows: int, num_classes: int, num_features: int) -> int:
-    """How many rows of logits take as much as all of x does, but at least 1024; the next power of two."""
+    """Returns the number of rows whose logits are as large as x: at least 1024, rounded to a power of two."""
     balanced = cdiv(num_rows * num_features, max(1, num_classes))
     return min(next_power_of_2(max(MIN_CHUNK_ROWS, balanced)), max(1, num_rows))
 
@@ -48,17 +48,17 @@ def in_chunks(
     chunk_rows: int,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The loss and, as needed, the gradients of x, weight and bias.
+    """Returns the loss and the gradients of x, weight and bias (None if not needed).
 
     Args:
-        x: of shape (..., features).
-        weight: of shape (classes, features).
-        target: of x's shape without its last dimension.
-        bias: of shape (classes,), or None.
-        ignore_index: target of rows that do not count.
-        label_smoothing: share of the uniform distribution.
+        x: a tensor of shape (..., features).
+        weight: a tensor of shape (classes, features).
+        target: a tensor with x's shape without the last dimension.
+        bias: a tensor of shape (classes,), or None.
+        ignore_index: the target of rows that are excluded from the loss.
+        label_smoothing: the weight of the uniform distribution in the target.
         reduction: 'mean' or 'sum'.
-        chunk_rows: how many rows of logits exist at a time.
+        chunk_rows: the number of rows of logits that exist at a time.
         needs: whether the gradients of x, of weight and of bias are needed.
     """
     rows, targets = rows_of(x), target.reshape(-1)
@@ -99,14 +99,14 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 def _begun(weight: Tensor, num_rows: int, added: bool) -> Tensor:
-    """For the weight's gradient: in fp32 if chunks are added, and 0 if there are none."""
+    """Allocates the weight's gradient: in fp32 if several chunks are added, zeros if there are no rows."""
     if not num_rows:
         return torch.zeros_like(weight)
     return torch.empty_like(weight, dtype=torch.float32 if added else weight.dtype)
 
 
 def _accumulate(dweight: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
-    """Writes or adds ``dlogits^T x``; adds in fp32, whatever the factors are."""
+    """Writes or adds ``dlogits^T x``, accumulated in dweight's dtype whatever the dtype of the factors."""
     if x.is_cuda and x.dtype != dweight.dtype:
         if add:
             torch.addmm(dweight, dlogits.t(), x, out_dtype=dweight.dtype, out=dweight)
@@ -164,39 +164,39 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """``cross_entropy(x @ weight.T + bias, target)`` without ever having all logits.
+    """Computes ``cross_entropy(x @ weight.T + bias, target)`` without allocating all logits.
 
-    The forward makes the gradients of what requires them, one chunk of rows after another; the backward only
-    scales them. Logits and their gradient are rounded to x's dtype, as those of a linear layer are; the
-    gradients of weight and bias are added up in fp32.
+    The forward computes the required gradients, one chunk of rows after another; the backward only scales
+    them. Logits and their gradient are rounded to x's dtype, as in a linear layer; the gradients of weight
+    and bias are accumulated in fp32.
 
-    Targets that are out of range are treated as `cross_entropy` does; on a GPU one makes the whole loss, and
-    of the gradients its row of x and all of weight and bias, NaN.
+    Out-of-range targets are treated as in `cross_entropy`. On a GPU one such target makes the loss, its row
+    of x's gradient, and all of the gradients of weight and bias NaN.
 
     Args:
-        x: of shape (..., features); fp32, fp16 or bf16.
-        weight: of shape (classes, features); of x's dtype.
-        target: of x's shape without its last dimension; int64.
-        bias: of shape (classes,) and x's dtype, or None.
-        ignore_index: target of rows that do not count.
-        label_smoothing: share of the target that all classes have alike, from 0 to 1.
-        reduction: 'mean' over the targets that are not ignored (NaN if all are), or 'sum'. Not 'none': the
-            weight's gradient, which is made before the backward, sums over rows.
-        chunk_rows: how many rows of logits exist at a time. By default as many as take what x takes, but at
-            least 1024, so that products stay efficient, rounded up to a power of two.
+        x: a tensor of shape (..., features); fp32, fp16 or bf16.
+        weight: a tensor of shape (classes, features) and x's dtype.
+        target: an int64 tensor with x's shape without the last dimension.
+        bias: a tensor of shape (classes,) and x's dtype, or None.
+        ignore_index: the target of rows that are excluded from the loss.
+        label_smoothing: the weight of the uniform distribution in the target, from 0 to 1.
+        reduction: 'mean' over the targets that are not ignored (NaN if all are), or 'sum'. 'none' is not
+            supported: the gradient of the weight sums over rows before the backward scales it.
+        chunk_rows: the number of rows of logits that exist at a time. By default a chunk of logits is as
+            large as x, but has at least 1024 rows for efficient products; rounded up to a power of two.
 
     Returns:
         The loss in fp32, of shape ().
 
     Raises:
-        ValueError: shapes, dtypes, devices or options do not fit.
-        IndexError: a target is out of range, on the CPU.
+        ValueError: shapes, dtypes, devices or options are invalid.
+        IndexError: a target is out of range (only on the CPU).
     """
     _check(x, weight, target, bias, label_smoothing, reduction)
     if chunk_rows is None:
         chunk_rows = choose_chunk_rows(target.numel(), *weight.shape)
     if chunk_rows < 1:
-        raise ValueError(f"a chunk has at least one row, got {chunk_rows}")
+        raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
     options = (ignore_index, float(label_smoothing), reduction, chunk_rows, needs)
     loss: Tensor = _linear_cross_entropy(x, weight, target, bias, *options)[0]
@@ -209,7 +209,7 @@ def _check(
     check_reduction(reduction, ("mean", "sum"))
     if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
-            f"the weight must be of shape (classes, features) with the last dimension of {list(x.shape)}, "
+            f"the weight must be (classes, features) for x (..., features) of shape {list(x.shape)}, "
             f"got {list(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -217,6 +217,6 @@ def _check(
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and (other.dtype, other.device) != (x.dtype, x.device):
             raise ValueError(
-                f"the {name} must be {x.dtype} on {x.device} as x is, got {other.dtype} on {other.device}"
+                f"the {name} must be {x.dtype} on {x.device} like x, got {other.dtype} on {other.device}"
             )
     check(x, target, torch.Size((*x.shape[:-1], weight.shape[0])), label_smoothing)

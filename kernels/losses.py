@@ -1,4 +1,4 @@
-"""What losses of class indices share: which input they take, and how losses of rows become one."""
+"""Shared parts of the losses with class indices: input checks and reductions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def scale_of(target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """By what a reduction multiplies each row's loss, in fp32."""
+    """Returns the factor of each row's loss in a reduction, in fp32."""
     if reduction != "mean":
         return torch.ones((), dtype=torch.float32, device=target.device)
     return 1.0 / (target != ignore_index).sum().to(torch.float32)
 
 
 def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Mean or sum, added up in fp64, or the losses themselves."""
+    """Returns the mean or the sum of the rows' losses, accumulated in fp64, or the losses themselves."""
     if reduction == "none":
         return losses.view(target.shape)
     total = losses.sum(dtype=torch.float64)
@@ -26,14 +26,22 @@ def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -
 
 
 def check(source: Tensor, target: Tensor, shape: torch.Size, label_smoothing: float) -> None:
-    """Raises ValueError where logits of a shape, computed from a source, do not go with the rest."""
+    """Raises ValueError if the arguments of a loss do not match.
+
+    Args:
+        source: the tensor that gives dtype and device: the logits, or the input of the last layer.
+        target: the class indices.
+        shape: the shape of the logits.
+        label_smoothing: the weight of the uniform distribution in the target.
+    """
     if source.dtype not in DTYPES:
-        raise ValueError(f"only fp32, fp16 and bf16 are taken, got {source.dtype}")
+        raise ValueError(f"only fp32, fp16 and bf16 are supported, got {source.dtype}")
     if target.dtype != torch.int64:
         raise ValueError(f"targets must be class indices in int64, got {target.dtype}")
     if not shape or target.shape != shape[:-1]:
         raise ValueError(
-            f"targets must have all but the last dimension of {list(shape)}, got {list(target.shape)}"
+            f"targets must have the shape of the logits {list(shape)} without the last dimension, "
+            f"got {list(target.shape)}"
         )
     if target.device != source.device:
         raise ValueError(f"targets must be on {source.device}, got {target.device}")
@@ -42,6 +50,6 @@ def check(source: Tensor, target: Tensor, shape: torch.Size, label_smoothing: fl
 
 
 def check_reduction(reduction: str, known: tuple[str, ...]) -> None:
-    """Raises ValueError where there is no such reduction."""
+    """Raises ValueError if the reduction is unknown."""
     if reduction not in known:
         raise ValueError(f"reduction is not one of {', '.join(known)}, got {reduction!r}")

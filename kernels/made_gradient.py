@@ -1,10 +1,10 @@
-"""Gradients that a forward has made already: the backward scales them in place, or leaves them as they are.
+"""Precomputed gradients: the forward computes them, and the backward scales them in place.
 
-A loss is most often the last node of a graph, where the incoming gradient g is 1: then the kernel reads g on
-the device, which the host need not wait for, and touches nothing else. Else ``gradient *= g``, g of one
-element or of one for each row.
+The backward computes ``gradient *= g``, where the incoming gradient g has one element, or one per row. A loss
+is usually the last node of a graph, so g is usually 1: the kernel then reads only g. It reads g on the
+device, without a synchronization with the host.
 
-Bytes per element of itemsize i: none where g is 1, else i read, i written.
+Memory traffic per element of itemsize i: none if g is 1; otherwise i bytes read and i written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, runs_kernel
 # Programs that share the rows of one block of columns.
 ROW_PROGRAMS = 64
 
-# By how many columns a row has: the first that is wide enough.
+# Configurations by the maximum number of columns; the first entry that is wide enough applies.
 CONFIGS = {
     64: Config({"ROWS": 32, "COLS": 64}),
     1 << 62: Config({"ROWS": 1, "COLS": 2048}),
@@ -30,7 +30,7 @@ CONFIGS = {
 
 
 def choose(num_cols: int) -> Config:
-    """The configuration for rows of so many columns."""
+    """Returns the configuration for rows of ``num_cols`` columns."""
     widest = next(width for width in CONFIGS if num_cols <= width)
     return tuned("made_gradient", f"cols<={widest}", CONFIGS[widest])
 
@@ -52,7 +52,10 @@ def _scale(
 
 
 def rows_in_place(tensor: Tensor) -> Tensor | None:
-    """All but the last dimension as one, without a copy, elements of a row side by side; else None."""
+    """Returns a view as a matrix with all but the last dimension flattened, or None if it needs a copy.
+
+    The last dimension of the view has stride 1, and its rows do not overlap.
+    """
     sizes, strides = tensor.shape, tensor.stride()
     last = tensor.dim() - 1
     as_one = all(strides[d] == strides[d + 1] * sizes[d + 1] for d in range(last - 1))
@@ -63,7 +66,7 @@ def rows_in_place(tensor: Tensor) -> Tensor | None:
 
 
 def launch_scale(gradient: Tensor, g: Tensor) -> None:
-    """``gradient *= g``, where g is not 1."""
+    """Computes ``gradient *= g`` in place; skips elements where g is 1."""
     rows = rows_in_place(gradient)
     if rows is None:
         reference.scale_(gradient, g)
@@ -76,7 +79,7 @@ def launch_scale(gradient: Tensor, g: Tensor) -> None:
 
 
 def variants() -> dict[str, Variant]:
-    """Every configuration, in the forms that are checked without a GPU."""
+    """Returns every configuration in the variants that are checked without a GPU."""
     tensors = {dtype: {"p_gradient": f"*{dtype}", "p_g": "*fp32"} for dtype in ("fp32", "bf16")}
     sizes = dict.fromkeys(("num_rows", "num_cols", "stride", "g_stride"), "i32")
     aligned = ("p_gradient", "p_g", "num_cols", "stride")
@@ -109,25 +112,28 @@ _with_made_gradient.register_autograd(_differentiate, setup_context=_setup)
 
 
 def with_made_gradient(gradient: Tensor, loss: Tensor) -> Tensor:
-    """A loss whose gradient by ``gradient``, which has been overwritten, is what it holds now."""
+    """Returns a copy of ``loss`` whose gradient with respect to ``gradient`` is that tensor's present value.
+
+    ``gradient`` are the logits, which the forward has overwritten with their gradient.
+    """
     result: Tensor = _with_made_gradient(gradient, loss)
     return result
 
 
 def scaled(gradient: Tensor, g: Tensor) -> Tensor:
-    """``gradient * g``, in the gradient's own memory unless the graph is kept for another backward.
+    """Returns ``gradient * g``; computed in place unless the graph is retained for another backward.
 
     Args:
-        gradient: of shape (..., columns), saved by the forward.
-        g: the incoming gradient; of shape (), or of the gradient's without its last dimension.
+        gradient: a tensor of shape (..., columns), saved by the forward.
+        g: the incoming gradient, of shape () or of the gradient's shape without the last dimension.
 
     Raises:
-        RuntimeError: this backward is to be differentiated (`create_graph`).
+        RuntimeError: the backward itself is being differentiated (`create_graph`).
     """
     if torch.is_grad_enabled():
-        raise RuntimeError("a gradient that the forward has made cannot be differentiated (create_graph)")
-    # Only a backward that is the last uses up what was saved, and not while it is traced: there it may
-    # be an output, too.
+        raise RuntimeError("a gradient computed in the forward cannot be differentiated (create_graph)")
+    # The saved tensor may be overwritten only in the last backward of its graph, and not while the backward
+    # is traced, because the saved tensor may also be an output of the trace.
     if type(gradient) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():
         return (gradient * (g if g.dim() == 0 else g.unsqueeze(-1))).to(gradient.dtype)
     _scale_(gradient, g)

@@ -1,15 +1,15 @@
-"""Gradients of many tensors in one launch: accumulated, unscaled, checked for infinities and NaN.
+"""Multi-tensor kernels for gradients: one launch accumulates, unscales and checks many for inf and NaN.
 
-With accumulators A, gradients G and the inverse S of a loss scale, in fp32 until it is rounded once::
+With accumulators A, gradients G and the inverse S of a loss scale, computed in fp32 and rounded once::
 
     accumulate_              A += G                                      bytes per element: 2 i_A + i_G
     unscale_                 G *= S,    found_inf = 1 if any G was inf or NaN               2 i_G
     accumulate_and_check_    A += S G,  found_inf = 1 if any A then is inf or NaN           2 i_A + i_G
 
-for itemsizes i_A and i_G. The second is `torch.amp.GradScaler`'s. The third finds what is infinite or NaN in
-gradients, and what overflowed on the way.
+for itemsizes i_A and i_G. The second equals the unscaling of `torch.amp.GradScaler`. The third finds infinite
+and NaN gradients, and overflow in accumulators.
 
-One launch reaches all tensors of a pair of dtypes through a table of addresses: see `addresses`.
+One launch processes all tensors of a dtype pair through an address table; see `addresses`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpipe_fast.kernels.launch import Config, Variant, has_kernels, launch, tune
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# By how many elements there are in all: the first that is enough.
+# Configurations by the maximum total number of elements; the first entry that is large enough applies.
 CONFIGS = {
     1 << 22: Config({"BLOCK": 1024}),
     1 << 62: Config({"BLOCK": 4096}, num_warps=8),
@@ -35,7 +35,7 @@ CONFIGS = {
 
 
 def choose(num_elements: int) -> Config:
-    """The configuration for tensors of so many elements in all."""
+    """Returns the configuration for tensors with ``num_elements`` elements in total."""
     most = next(bound for bound in CONFIGS if num_elements <= bound)
     return tuned("multi_tensor", f"elements<={most}", CONFIGS[most])
 
@@ -47,7 +47,7 @@ def _any_not_finite(x):
 
 @triton.jit
 def _accumulate_block(p_a, p_g, count, scale, CHECK: tl.constexpr, BLOCK: tl.constexpr):
-    """One block; whether it found what is not finite."""
+    """Accumulates one block. Returns 1 if CHECK is set and a result is inf or NaN, else 0."""
     offsets = tl.arange(0, BLOCK)
     mask = offsets < count
     a = tl.load(p_a + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -71,9 +71,9 @@ def _unscale_block(p_g, count, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _aligned(address, TYPE: tl.constexpr, WIDEST: tl.constexpr):
-    """A pointer said to be aligned: 16 bytes at once of the widest type, of others as many elements.
+    """Returns a pointer with an alignment hint: 16 bytes of the widest type, as many elements of the others.
 
-    More of them would need another layout, and a way through shared memory.
+    16 bytes of a narrower type would need another register layout, and a conversion through shared memory.
     """
     BYTES: tl.constexpr = 16 * TYPE.primitive_bitwidth // WIDEST.primitive_bitwidth
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), BYTES)
@@ -94,13 +94,13 @@ def _accumulate(
     WIDEST: tl.constexpr = A if A.primitive_bitwidth > G.primitive_bitwidth else G
     if (count == BLOCK) & (((a | g) & 15) == 0):
         p_a, p_g = _aligned(a, A, WIDEST), _aligned(g, G, WIDEST)
-        # This mask is always true, as the compiler sees.
+        # With count = BLOCK the compiler sees that the mask is always true.
         found = _accumulate_block(p_a, p_g, BLOCK, scale, CHECK, BLOCK)
     else:
         p_a, p_g = a.to(tl.pointer_type(A)), g.to(tl.pointer_type(G))
         found = _accumulate_block(p_a, p_g, count, scale, CHECK, BLOCK)
     if CHECK:
-        # All programs that store it store the same.
+        # The race is benign: all programs that store write the same value.
         tl.store(p_found, 1.0, mask=found > 0)
 
 
@@ -120,7 +120,7 @@ def _unscale(p_table, p_scale, p_found, num_programs, G: tl.constexpr, BLOCK: tl
 def _prepare(
     device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], spans: list[Span]
 ) -> tuple[Config, Tensor]:
-    """The configuration and the table."""
+    """Returns the configuration and the address table of a launch."""
     config = choose(sum(numel for _, _, numel in spans))
     sizes = (dtypes[0].itemsize, dtypes[1].itemsize)
     return config, table_of(device, config.blocks["BLOCK"], sizes, tuple(spans))
@@ -129,7 +129,7 @@ def _prepare(
 def launch_accumulate(
     accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: Tensor | None, found: Tensor | None
 ) -> None:
-    """Adds all gradients, with a launch for each pair of dtypes; with a scale, scaled and checked."""
+    """Adds all gradients, with one launch per dtype pair. With a scale, also scales and checks them."""
     spans, others = reach(accumulators, gradients, _TYPES)
     for dtypes, group in spans.items():
         config, table = _prepare(accumulators[0].device, dtypes, group)
@@ -144,7 +144,7 @@ def launch_accumulate(
 
 
 def launch_unscale(gradients: Sequence[Tensor], scale: Tensor, found: Tensor) -> None:
-    """Multiplies all gradients, and notes what is not finite. A launch for each dtype."""
+    """Multiplies all gradients by the scale and sets ``found`` for inf and NaN, with one launch per dtype."""
     spans, others = reach(gradients, gradients, _TYPES)
     for dtypes, group in spans.items():
         config, table = _prepare(gradients[0].device, dtypes, group)
@@ -154,7 +154,7 @@ def launch_unscale(gradients: Sequence[Tensor], scale: Tensor, found: Tensor) ->
 
 
 def variants() -> dict[str, Variant]:
-    """Every configuration, in the forms that are checked without a GPU."""
+    """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
     types = {"fp32": tl.float32, "bf16": tl.bfloat16}
     table = {"p_table": "*i64", "num_programs": "i32"}
@@ -174,7 +174,7 @@ def variants() -> dict[str, Variant]:
     return found
 
 
-# Opaque to tracers, unlike other families' ops: what is traced has no addresses.
+# Unlike other families' ops, these are opaque to tracers, because traced tensors have no addresses.
 @torch.library.custom_op("gpipe_fast::multi_tensor_accumulate_", mutates_args={"accumulators"})
 def _accumulate_op(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     if has_kernels(*accumulators):
@@ -200,17 +200,18 @@ def _unscale_op(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: T
 
 
 def accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """``accumulators[i] += gradients[i]``, for all i in one launch for each pair of dtypes.
+    """Computes ``accumulators[i] += gradients[i]`` for all i, with one launch per dtype pair.
 
-    Added in fp32 and rounded once, as by `Tensor.add_`. Pairs of different strides, or with gaps between
-    their elements, are left to PyTorch, one by one.
+    Adds in fp32 and rounds once, like `Tensor.add_`. Pairs with different strides or with gaps between their
+    elements are added by PyTorch, one by one.
 
     Args:
-        accumulators: fp32, fp16 or bf16, of any shapes, on one device; written to. They must not overlap.
-        gradients: likewise, each of its accumulator's shape, but of any of these dtypes.
+        accumulators: fp32, fp16 or bf16 tensors of any shapes on one device; written to. They must not
+            overlap.
+        gradients: fp32, fp16 or bf16 tensors on the same device, each with its accumulator's shape.
 
     Raises:
-        ValueError: numbers, shapes, dtypes or devices do not fit, or a tensor requires a gradient.
+        ValueError: numbers, shapes, dtypes or devices do not match, or a tensor requires a gradient.
         RuntimeError: a CUDA graph is being captured.
     """
     _check(accumulators, gradients)
@@ -219,21 +220,21 @@ def accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
 
 
 def unscale_(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor | None = None) -> Tensor:
-    """``gradients[i] *= inverse_scale``, for all i, and whether any element was inf or NaN before.
+    """Computes ``gradients[i] *= inverse_scale`` for all i, and records whether any element was inf or NaN.
 
-    That is what `torch.amp.GradScaler` does to gradients, with nothing read by the host.
+    Equals the unscaling of `torch.amp.GradScaler`. The host reads nothing.
 
     Args:
-        gradients: fp32, fp16 or bf16, of any shapes, on one device; written to. They must not overlap.
-        inverse_scale: one element of fp32, on that device.
-        found_inf: one element of fp32, on that device, that becomes 1 if anything was found, else stays; by
-            default a new one that is 0.
+        gradients: fp32, fp16 or bf16 tensors of any shapes on one device; written to. They must not overlap.
+        inverse_scale: one fp32 element on that device.
+        found_inf: one fp32 element on that device, set to 1 if an inf or NaN is found, else unchanged. By
+            default a new tensor that starts at 0.
 
     Returns:
         found_inf, of shape (1) if it is new.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or a gradient requires a gradient.
+        ValueError: shapes, dtypes or devices do not match, or a gradient requires a gradient.
         RuntimeError: a CUDA graph is being captured.
     """
     found = inverse_scale.new_zeros(1) if found_inf is None else found_inf
@@ -249,9 +250,10 @@ def accumulate_and_check_(
     inverse_scale: Tensor,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """``accumulators[i] += inverse_scale * gradients[i]``, and whether any accumulator is then inf or NaN.
+    """Computes ``accumulators[i] += inverse_scale * gradients[i]`` and records inf or NaN in the results.
 
-    A gradient that is inf or NaN makes its accumulator so; what overflows in an accumulator is found as well.
+    An infinite or NaN gradient makes its accumulator infinite or NaN, so it is found; overflow in an
+    accumulator is found as well.
 
     Args:
         accumulators: as in `accumulate_`; written to.
@@ -275,7 +277,7 @@ def accumulate_and_check_(
 
 def _check(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], *scalars: Tensor) -> None:
     if len(accumulators) != len(gradients):
-        raise ValueError(f"there are {len(accumulators)} accumulators, but {len(gradients)} gradients")
+        raise ValueError(f"got {len(accumulators)} accumulators, but {len(gradients)} gradients")
     device = next(iter((*scalars, *accumulators))).device if accumulators or scalars else None
     for index, (a, g) in enumerate(zip(accumulators, gradients, strict=True)):
         if a.shape != g.shape:
@@ -285,7 +287,9 @@ def _check(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], *scalars
         if a.device != device or g.device != device:
             raise ValueError(f"devices differ at {index}: {a.device} and {g.device}, not {device}")
         if (a.requires_grad or g.requires_grad) and torch.is_grad_enabled():
-            raise ValueError(f"nothing is recorded for autograd, but a tensor at {index} requires a gradient")
+            raise ValueError(
+                f"multi-tensor ops are not differentiable, but a tensor at {index} requires a gradient"
+            )
     for scalar in scalars:
         if scalar.numel() != 1 or scalar.dtype != torch.float32 or scalar.device != device:
             given = f"{list(scalar.shape)} of {scalar.dtype} on {scalar.device}"

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as functions and operators: what is checked, where it runs, how it is differentiated.
+"""LayerNorm and RMSNorm as public functions and operators: checks, dispatch and autograd.
 
 The formulas and kernels are in kernels/norms.py.
 """
@@ -15,7 +15,7 @@ from gpipe_fast.kernels.dropout import drop, dropout_add
 from gpipe_fast.kernels.launch import runs_kernels
 from gpipe_fast.kernels.philox import Draw
 
-# Of a fused backward: y, then the gradients of x, residual, weight and bias, or None for what is not there.
+# Result of a fused backward: y, then the gradients of x, residual, weight and bias (None for absent inputs).
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -45,25 +45,27 @@ def layer_norm(
     residual: Tensor | None = None,
     dropout: Draw | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """LayerNorm over the last dimension, of x or of ``residual + dropout(x)`` (arXiv 1607.06450).
+    """Computes LayerNorm over the last dimension of x or of ``residual + dropout(x)`` (arXiv 1607.06450).
 
-    Its backward computes mean and deviation, and draws the mask, again: what is kept is x, or the sum.
+    Saves x, or the sum if there is a residual. The backward recomputes the mean and the standard deviation,
+    and regenerates the mask.
 
     Args:
-        x: of shape (..., columns); fp32, fp16 or bf16. Computed in fp32; in fp64 by PyTorch's operators.
-        weight: of shape (columns,), of any floating-point dtype, or None for ones.
-        bias: of shape (columns,), of any floating-point dtype, or None for zeros.
-        eps: added to the variance.
-        residual: of x's shape and dtype, or None.
-        dropout: of x before it is added to a residual, by element in contiguous order; or None. On the CPU
-            ``torch.ops.gpipe_fast.keyed_bernoulli`` draws it, on a GPU the kernel, the same bits.
+        x: a tensor of shape (..., columns); fp32, fp16 or bf16. Arithmetic is in fp32. PyTorch's operators
+            compute fp64.
+        weight: a tensor of shape (columns,) and any floating-point dtype, or None for ones.
+        bias: a tensor of shape (columns,) and any floating-point dtype, or None for zeros.
+        eps: a number added to the variance.
+        residual: a tensor of x's shape and dtype, or None.
+        dropout: dropout of x before the addition, indexed by elements in contiguous order; or None. The mask
+            has the same bits on the CPU (``torch.ops.gpipe_fast.keyed_bernoulli``) and on a GPU (kernel).
 
     Returns:
-        The norm, of x's shape and dtype; with a residual also the sum, which is the next residual.
+        The norm, in x's shape and dtype. With a residual also the sum, which is the next residual.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or no mask can be drawn.
-        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
+        ValueError: shapes or dtypes do not match, or the dropout arguments are invalid.
+        RuntimeError: dropout runs on the CPU and gpipe_fast's extension is not loaded.
     """
     return _apply(x, weight, bias, eps, residual, dropout, "layer")
 
@@ -85,24 +87,26 @@ def rms_norm(
     residual: Tensor | None = None,
     dropout: Draw | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm over the last dimension, of x or of ``residual + dropout(x)`` (arXiv 1910.07467).
+    """Computes RMSNorm over the last dimension of x or of ``residual + dropout(x)`` (arXiv 1910.07467).
 
-    Its backward computes the root mean square, and draws the mask, again: what is kept is x, or the sum.
+    Saves x, or the sum if there is a residual. The backward recomputes the root mean square, and regenerates
+    the mask.
 
     Args:
-        x: of shape (..., columns); fp32, fp16 or bf16. Computed in fp32; in fp64 by PyTorch's operators.
-        weight: of shape (columns,), of any floating-point dtype, or None for ones.
-        eps: added to the mean square.
-        residual: of x's shape and dtype, or None.
-        dropout: of x before it is added to a residual, by element in contiguous order; or None. On the CPU
-            ``torch.ops.gpipe_fast.keyed_bernoulli`` draws it, on a GPU the kernel, the same bits.
+        x: a tensor of shape (..., columns); fp32, fp16 or bf16. Arithmetic is in fp32. PyTorch's operators
+            compute fp64.
+        weight: a tensor of shape (columns,) and any floating-point dtype, or None for ones.
+        eps: a number added to the mean square.
+        residual: a tensor of x's shape and dtype, or None.
+        dropout: dropout of x before the addition, indexed by elements in contiguous order; or None. The mask
+            has the same bits on the CPU (``torch.ops.gpipe_fast.keyed_bernoulli``) and on a GPU (kernel).
 
     Returns:
-        The norm, of x's shape and dtype; with a residual also the sum, which is the next residual.
+        The norm, in x's shape and dtype. With a residual also the sum, which is the next residual.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or no mask can be drawn.
-        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
+        ValueError: shapes or dtypes do not match, or the dropout arguments are invalid.
+        RuntimeError: dropout runs on the CPU and gpipe_fast's extension is not loaded.
     """
     return _apply(x, weight, None, eps, residual, dropout, "rms")
 
@@ -117,26 +121,26 @@ def layer_norm_backward(
     g_sum: Tensor | None = None,
     dropout: Draw | None = None,
 ) -> Gradients:
-    """What the backward of a recomputed `layer_norm` needs, in one pass.
+    """Computes the output and the gradients of a recomputed `layer_norm` in one pass.
 
     Args:
-        x: what was normalised, or what was added to the residual; of shape (..., columns).
-        weight: of shape (columns,), or None.
-        bias: of shape (columns,), or None.
-        g: the gradient of the norm, of x's shape and dtype.
-        eps: added to the variance.
-        residual: of x's shape and dtype, or None if x is what was normalised.
-        g_sum: the gradient of what was normalised from elsewhere, which is the residual stream's; of x's
-            shape and dtype, or None.
-        dropout: as in the forward.
+        x: the first argument of `layer_norm`, of shape (..., columns).
+        weight: a tensor of shape (columns,), or None.
+        bias: a tensor of shape (columns,), or None.
+        g: the gradient of the norm, in x's shape and dtype.
+        eps: a number added to the variance.
+        residual: a tensor of x's shape and dtype, or None if the norm was of x alone.
+        g_sum: the gradient that the norm's input (x or the sum) receives from the residual stream, in x's
+            shape and dtype; or None.
+        dropout: the same as in the forward.
 
     Returns:
-        The norm, and the gradients of x, of the residual, of the weight and of the bias, or None for what is
-        not there. Without dropout the residual's is that of x itself.
+        The norm, and the gradients of x, residual, weight and bias (None for absent inputs). Without dropout
+        the gradients of x and residual are the same tensor.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or no mask can be drawn.
-        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
+        ValueError: shapes or dtypes do not match, or the dropout arguments are invalid.
+        RuntimeError: dropout runs on the CPU and gpipe_fast's extension is not loaded.
     """
     return _apply_backward(x, weight, bias, g, eps, residual, g_sum, dropout, "layer")
 
@@ -150,25 +154,25 @@ def rms_norm_backward(
     g_sum: Tensor | None = None,
     dropout: Draw | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What the backward of a recomputed `rms_norm` needs, in one pass.
+    """Computes the output and the gradients of a recomputed `rms_norm` in one pass.
 
     Args:
-        x: what was normalised, or what was added to the residual; of shape (..., columns).
-        weight: of shape (columns,), or None.
-        g: the gradient of the norm, of x's shape and dtype.
-        eps: added to the mean square.
-        residual: of x's shape and dtype, or None if x is what was normalised.
-        g_sum: the gradient of what was normalised from elsewhere, which is the residual stream's; of x's
-            shape and dtype, or None.
-        dropout: as in the forward.
+        x: the first argument of `rms_norm`, of shape (..., columns).
+        weight: a tensor of shape (columns,), or None.
+        g: the gradient of the norm, in x's shape and dtype.
+        eps: a number added to the mean square.
+        residual: a tensor of x's shape and dtype, or None if the norm was of x alone.
+        g_sum: the gradient that the norm's input (x or the sum) receives from the residual stream, in x's
+            shape and dtype; or None.
+        dropout: the same as in the forward.
 
     Returns:
-        The norm, and the gradients of x, of the residual and of the weight, or None for what is not there.
-        Without dropout the residual's is that of x itself.
+        The norm, and the gradients of x, residual and weight (None for absent inputs). Without dropout the
+        gradients of x and residual are the same tensor.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or no mask can be drawn.
-        RuntimeError: with dropout on the CPU, without gpipe_fast's extension.
+        ValueError: shapes or dtypes do not match, or the dropout arguments are invalid.
+        RuntimeError: dropout runs on the CPU and gpipe_fast's extension is not loaded.
     """
     return _apply_backward(x, weight, None, g, eps, residual, g_sum, dropout, "rms")[:4]
 
@@ -206,16 +210,16 @@ def _check(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, dropout: Draw | None, **like_x: Tensor | None
 ) -> None:
     if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(f"x must have columns of floating-point numbers, got {_of(x)}")
+        raise ValueError(f"x must be a floating-point tensor of shape (..., columns), got {_of(x)}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and (parameter.shape != x.shape[-1:] or not parameter.is_floating_point()):
-            raise ValueError(f"the {name} must have the last dimension of {_of(x)}, got {_of(parameter)}")
+            raise ValueError(f"the {name} must match the columns of x, {_of(x)}, got {_of(parameter)}")
     for name, other in like_x.items():
         if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
-            raise ValueError(f"{name} must be as x is, {_of(x)}, got {_of(other)}")
+            raise ValueError(f"{name} must have x's shape and dtype, {_of(x)}, got {_of(other)}")
     if dropout is not None:
         if like_x["residual"] is None:
-            raise ValueError("dropout is of what is added to a residual, and there is none")
+            raise ValueError("dropout applies to x before it is added to a residual, but residual is None")
         dropout.check(x)
 
 
@@ -238,7 +242,7 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kin
     return _normed(x, weight, bias, eps, kind)
 
 
-# Operators take a draw in pieces; without a key there is none.
+# Operator schemas have no `Draw` type: its fields are separate arguments, and key=None means no dropout.
 @torch.library.triton_op("gpipe_fast::add_norm", mutates_args={})
 def _add_norm(
     h: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str,
@@ -247,7 +251,7 @@ def _add_norm(
     draw = None if key is None else Draw(p, key, layer, ordinal)
     if _kernels_fit(norms.widest(draw), h, residual, weight, bias, key):
         y, x = norms.launch_forward(h, residual, weight, bias, eps, kind, draw)
-        assert x is not None, "there is a residual"
+        assert x is not None, "the launcher returns the sum, because there is a residual"
     else:
         x = _summed(h, residual, draw)
         y = _normed(x, weight, bias, eps, kind)
@@ -300,7 +304,7 @@ def _differentiate_sum(ctx, g, g_sum):
     x, weight, bias, key = ctx.saved_tensors
     draw = () if key is None else (ctx.p, key, ctx.layer, ctx.ordinal)
     if g is None:
-        # That of the sum passes.
+        # The norm is unused, so only the gradient of the sum propagates.
         dsum, dweight, dbias = g_sum, None, None
         dh = dropout_add(g_sum, None, *draw) if draw else g_sum
     else:

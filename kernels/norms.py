@@ -1,9 +1,9 @@
-"""LayerNorm and RMSNorm, with and without residual add: the backward of a recomputed segment in one pass.
+"""LayerNorm and RMSNorm, with and without residual add: fused kernels for a recomputed segment's backward.
 
-Of ``y = norm(x)``, where x comes in or is the sum ``residual + h``, one pass over a row reads what came in,
-the gradient g of y and, if there is a residual stream, the gradient g_sum of x from there. It writes y for
-the next weight's gradient, dx, and sums for the weight and the bias. With n columns, sums over them, weight w
-and bias b::
+For ``y = norm(x)``, where x is the input or the sum ``residual + h``, one pass over a row reads the inputs,
+the gradient g of y and, if there is a residual stream, the gradient g_sum of x from that stream. It writes y
+for the gradient of the next weight, dx, and partial sums for weight and bias. With n columns (sums are over
+columns), weight w and bias b::
 
     layer   d = x - sum(x) / n,  v = sum(d^2) / n + eps,  r = 1 / sqrt(v)         (arXiv 1607.06450)
     rms     d = x                                                                  (arXiv 1910.07467)
@@ -11,20 +11,22 @@ and bias b::
     dx = r (g w - d sum(g w d) / (n v) - [layer] sum(g w) / n) + g_sum
     dw = sum over rows of g d r,  db = sum over rows of g
 
-Mean, v and r never leave registers. The sum is rounded to its dtype before it is normalised, so that a
-backward that is given the sum returns the same as one that adds again.
+Mean, v and r stay in registers. The sum is rounded to its dtype before it is normalised, so that a backward
+that receives the sum returns the same result as one that adds again.
 
-Dropout of h, ``x = residual + m h / (1 - p)``, is drawn in the same passes by the key (kernels/philox.py);
-the backward then also writes ``dh = m dx / (1 - p)``, beside dx, which is the residual's.
+Dropout of h, ``x = residual + m h / (1 - p)``, is fused into the same passes; its mask m is generated from
+the key (kernels/philox.py). The backward then also writes ``dh = m dx / (1 - p)``; dx is the residual's
+gradient.
 
-Bytes per element of itemsize i: forward i read, i written; with a residual 2 i and 2 i. Backward 2 i read, i
-more with each of residual and g_sum, and 2 i written (without y: i; with dropout i more). In PyTorch's order
-the recomputed norm, the gradient of x and those of w and b are three passes, of 5 i read and 2 i written, and
-each addition, of the residual or of g_sum, one more of 2 i and i. Sums are of the last dimension and of
-programs alone.
+Memory traffic per element of itemsize i: the forward reads i bytes and writes i, or 2 i and 2 i with a
+residual. The backward reads 2 i, and i more for each of residual and g_sum; it writes 2 i (without y: i; with
+dropout i more). PyTorch takes three passes for the recomputed norm, the gradient of x and the gradients of w
+and b (5 i read and 2 i written), and one pass for each addition of the residual or of g_sum (2 i read, i
+written). Partial sums take one row per program.
 
-Above 8192 columns, where the registers of a program do not hold a row, and in fp64, the reference computes
-with PyTorch's operators. Above 4096 dropout is drawn by the kernel of kernels/dropout.py, before and after.
+Above 8192 columns, where a row does not fit into the registers of a program, and in fp64, the reference
+computes with PyTorch's operators. Above 4096 columns the kernel of kernels/dropout.py applies dropout, before
+the forward and after the backward.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ from gpipe_fast.kernels.philox import Draw
 
 KINDS = ("layer", "rms")
 
-# By how many columns a row has: the first that is wide enough. A program holds whole rows.
+# Configurations by the maximum number of columns; the first entry that is wide enough applies. A program
+# keeps whole rows in registers.
 CONFIGS = {
     128: Config({"ROWS": 16, "COLS": 128}),
     1024: Config({"ROWS": 2, "COLS": 1024}),
@@ -59,23 +62,24 @@ CONFIGS = {
     8192: Config({"ROWS": 1, "COLS": 8192}, num_warps=16),
 }
 WIDEST = max(CONFIGS)
-# With dropout, whose words take registers; wider rows are summed by the kernel of kernels/dropout.py.
+# The limit with dropout, whose random words take registers. kernels/dropout.py adds the residual to wider
+# rows.
 WIDEST_DRAWN = 4096
 Gradients = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
-# Of backward programs that share a GPU's multiprocessor: so many fit with 128 registers a thread.
+# Warps of backward programs per multiprocessor: as many as fit with 128 registers per thread.
 WARPS_AT_ONCE = 16
-# An H100's, for which bytes are counted on tensors without data.
+# The multiprocessors of an H100, assumed when bytes are counted with meta tensors.
 MULTIPROCESSORS = 132
 
 
 def choose(num_cols: int) -> Config:
-    """The configuration for rows of so many columns, at most `WIDEST`."""
+    """Returns the configuration for rows of ``num_cols`` columns, at most `WIDEST`."""
     widest = next(width for width in CONFIGS if num_cols <= width)
     return tuned("norm", f"cols<={widest}", CONFIGS[widest])
 
 
 def widest(draw: Draw | None) -> int:
-    """Columns of the widest rows for which kernels are launched."""
+    """Returns the maximum number of columns that the kernels support."""
     return WIDEST if draw is None else WIDEST_DRAWN
 
 
@@ -86,7 +90,7 @@ def _read(p_x, offsets, mask):
 
 @triton.jit
 def _read_sum(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL: tl.constexpr):
-    """What is normalised, rounded to its dtype."""
+    """Loads the norm's input: h, or the sum rounded to its dtype."""
     x = _read(p_h, offsets, mask)
     if HAS_RESIDUAL:
         x = (_read(p_residual, offsets, mask) + x * factor).to(p_h.dtype.element_ty).to(tl.float32)
@@ -95,15 +99,16 @@ def _read_sum(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL: tl.constexpr
 
 @triton.jit
 def _mean(x, num_cols):
-    """Of each row; what is divided is one number of a row, so that it may be divided exactly."""
+    """Computes the mean of each row. The division is IEEE-exact; its cost is one division per row."""
     return tl.div_rn(tl.sum(x, axis=1), num_cols + 0.0)[:, None]
 
 
 @triton.jit
 def _deviations(x, mask, num_cols, KIND: tl.constexpr):
-    """X - m, which is 0 outside of the tensor, so that no digits cancel where it is squared.
+    """Computes x - mean (x itself for RMSNorm), with 0 outside of the tensor.
 
-    The mean of deviations is what the first mean, rounded, was off by: a lot of them far from zero.
+    The variance is computed from deviations to avoid cancellation. The mean is subtracted twice: the mean of
+    the deviations is the rounding error of the first mean, which is large if x is far from zero.
     """
     if KIND == "layer":
         x = tl.where(mask, x - _mean(x, num_cols), 0.0)
@@ -113,14 +118,14 @@ def _deviations(x, mask, num_cols, KIND: tl.constexpr):
 
 @triton.jit
 def _variance_and_r(d, o_rows, num_rows, num_cols, eps):
-    """Variance plus eps, and r, of each row; of those beside the tensor ones, for 0 / 0 would reach sums."""
+    """Computes variance + eps and r of each row. Rows outside of the tensor get 1: 0 / 0 would reach sums."""
     variance = tl.where((o_rows < num_rows)[:, None], _mean(d * d, num_cols) + eps, 1.0)
     return variance, tl.div_rn(1.0, tl.sqrt_rn(variance))
 
 
 @triton.jit
 def _scale(y, p_weight, p_bias, o_cols, m_cols, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Of d r, y. Weight and bias are read where they are used: they stay in the cache, not in registers."""
+    """Applies weight and bias to d r. Each use loads them: they stay in the cache, not in registers."""
     if HAS_WEIGHT:
         y *= _read(p_weight, o_cols, m_cols)[None, :]
     if HAS_BIAS:
@@ -130,7 +135,7 @@ def _scale(y, p_weight, p_bias, o_cols, m_cols, HAS_WEIGHT: tl.constexpr, HAS_BI
 
 @triton.jit
 def _factor(o_rows, num_cols, p_key, layer, ordinal, last, scale, COLS: tl.constexpr, DROPOUT: tl.constexpr):
-    """What dropout multiplies h by."""
+    """Computes dropout's factor of h."""
     factor = 1.0
     if DROPOUT:
         factor = philox.factor_rows(
@@ -139,7 +144,7 @@ def _factor(o_rows, num_cols, p_key, layer, ordinal, last, scale, COLS: tl.const
     return factor
 
 
-# Numbers that vary from draw to draw are no reason to compile again.
+# Values that differ between dropout layers must not trigger a recompilation.
 @triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _forward(
     p_h, p_residual, p_weight, p_bias, p_key, p_y, p_sum, num_rows, num_cols, eps,
@@ -210,7 +215,7 @@ def launch_forward(
     h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     eps: float, kind: str, draw: Draw | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Y, and the sum if there is a residual; both of h's shape and dtype."""
+    """Returns y, and the sum if there is a residual (else None); both in h's shape and dtype."""
     rows = rows_of(h)
     num_rows, num_cols = rows.shape
     config = choose(num_cols)
@@ -219,7 +224,7 @@ def launch_forward(
     constants = {"KIND": kind, "DROPOUT": philox.at_once(draw, num_cols)}
     constants |= _given(residual=residual, weight=weight, bias=bias)
     key, numbers = philox.arguments(draw, rows)
-    # What is not there is not read, and the rows stand for it.
+    # The kernel does not read absent inputs; `rows` is passed in their place.
     inputs = (rows, _rows_or(residual, rows), _or(weight, rows), _or(bias, rows), key, y, _or(x, rows))
     grid = (cdiv(num_rows, config.blocks["ROWS"]) if num_cols else 0,)
     launch(_forward, grid, config, *inputs, num_rows, num_cols, eps, *numbers, **constants)
@@ -230,9 +235,9 @@ def launch_backward(
     h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     g: Tensor, g_sum: Tensor | None, eps: float, kind: str, with_y: bool, draw: Draw | None,
 ) -> Gradients:  # fmt: skip
-    """Y if it is asked for, the gradients of what is normalised, of h if that is another, of the parameters.
+    """Returns y (if ``with_y``) and the gradients of the norm's input, h (if dropout), weight and bias.
 
-    With a draw and no residual, h is what was normalised already.
+    With dropout and no residual, h is already the norm's input (the sum).
     """
     rows = rows_of(h)
     num_rows, num_cols = rows.shape
@@ -261,7 +266,7 @@ def launch_backward(
 
 
 def _programs(device: torch.device, config: Config) -> int:
-    """How many share the rows; each adds up its own for weight and bias, and PyTorch adds these."""
+    """Returns the number of backward programs. Each writes a row of partial sums, which PyTorch adds."""
     if device.type == "cpu":
         return 4
     multiprocessors: int = MULTIPROCESSORS
@@ -283,7 +288,7 @@ def _rows_or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def variants() -> dict[str, Variant]:
-    """What the launchers choose from: with all that a segment may have, and as autograd asks for it."""
+    """Returns the launchers' variants: with all optional inputs of a segment, and as autograd calls them."""
     found = {}
     for kind, dtype, (width, config) in itertools.product(KINDS, ("fp32", "bf16"), CONFIGS.items()):
         own = {"KIND": kind, "HAS_WEIGHT": True, "HAS_BIAS": kind == "layer"}

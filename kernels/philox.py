@@ -1,18 +1,17 @@
-"""The random bits of gpipe_fast's keyed ops, drawn inside a kernel: Philox4x32-10.
+"""Philox4x32-10 inside kernels: the random bits of gpipe_fast's keyed ops.
 
-The words are those of csrc/random/ (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", SC 2011). Element e, counted in contiguous order, takes word e % 4 of block e / 4::
+The 32-bit words equal those of csrc/random/ (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+2011). Element e, counted in contiguous order, uses word e % 4 of block e / 4::
 
     Philox key      = key[0], the mini-batch's key
     Philox counter  = ( block, low 32 bits | block, high 32 bits | micro-batch | layer << 16 | ordinal )
     micro-batch     = key[1]
     layer           = key[2] + layer, or 0xFFFF outside of every layer
 
-The key is read from memory by the kernel, so that a captured graph draws anew when the key has changed.
+The kernel reads the key from memory, so a captured graph draws new numbers after the key has changed.
 
-A block of words costs about 100 integer instructions, read or written bytes none. Where blocks begin with the
-elements of a thread they are drawn once for four elements; where rows of another length than a multiple of
-four keep them from that, each element draws its own.
+A block of words costs about 100 integer instructions and no memory traffic. If four divides the row length, a
+block is generated once for four elements of a thread; otherwise it is generated for each element.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from torch import Tensor
 
 from gpipe_fast.kernels.launch import Config
 
-# What counts as the layer of a random op outside of every layer.
+# The layer number of random ops outside of every layer.
 NO_LAYER = tl.constexpr(0xFFFF)
 _LIMIT = 1 << 16
-# Types of what kernels take for a draw, beside the key.
+# Types of a kernel's dropout arguments, except the key.
 SIGNATURE = {"layer": "i32", "ordinal": "i32", "last": "i32", "scale": "fp32"}
 
 
 class Draw(NamedTuple):
-    """A dropout, and the place in the model where its mask is drawn.
+    """A dropout: its probability, and the key and position in the model that determine its mask.
 
     Attributes:
-        p: probability of a zero.
-        key: ``[minibatch_key, microbatch, first_layer]``, int64, on the device where the draw is; in range as
-            in csrc/random/random.cpp, which kernels cannot check.
-        layer: counted from the key's first layer, or 0xFFFF outside of every layer.
-        ordinal: which random op of the layer.
+        p: the probability of a zero.
+        key: the int64 tensor ``[minibatch_key, microbatch, first_layer]`` on the device of the dropout. Its
+            values must be in the ranges that csrc/random/random.cpp checks; kernels cannot check them.
+        layer: the layer, counted from the key's first layer, or 0xFFFF outside of every layer.
+        ordinal: the index of the random op within the layer.
     """
 
     p: float
@@ -51,43 +50,44 @@ class Draw(NamedTuple):
     ordinal: int
 
     def numbers(self) -> tuple[int, int, int, float]:
-        """What kernels take beside the key: layer, ordinal, the last word that is kept, and the scale."""
+        """Returns the kernel arguments except the key: layer, ordinal, the largest kept word, the scale."""
         return (self.layer, self.ordinal, *threshold(self.p))
 
     def check(self, like: Tensor) -> None:
-        """Raises ValueError unless a mask for such a tensor can be drawn."""
+        """Raises ValueError unless this dropout applies to ``like``; see `check_draw`."""
         check_draw(like, *self)
 
 
-# What kernels take where nothing is drawn.
+# Kernel arguments without dropout.
 NO_NUMBERS = (0, 0, 0, 1.0)
 
 
 def arguments(draw: Draw | None, stand_in: Tensor) -> tuple[Tensor, tuple[int, int, int, float]]:
-    """The key and the numbers that kernels take; where nothing is drawn, what stands for them."""
+    """Returns the kernel arguments of a dropout: key and numbers, or placeholders if ``draw`` is None."""
     return (stand_in, NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
 
 
 def forms(plain: Iterable[Config], drawing: Config) -> list[tuple[str, int, Config]]:
-    """How an elementwise kernel is compiled, without and with dropout: name, `at_once`, configuration."""
+    """Returns an elementwise kernel's forms, without and with dropout: name, `at_once`, configuration."""
     found = [("", 0, config) for config in plain]
     return [*found, (" dropout", 4, drawing), (" dropout odd", 1, drawing)]
 
 
 def at_once(draw: Draw | None, num_cols: int) -> int:
-    """For how many elements of rows of so many columns a kernel draws words at once; 0 if it draws none."""
+    """Returns how many elements share one block of words: 4 or 1, by the row length; 0 without dropout."""
     return 0 if draw is None else 1 if num_cols % 4 else 4
 
 
 def threshold(p: float) -> tuple[int, float]:
-    """What kernels take for dropout with probability ``p``: the last word that is kept, and the scale.
+    """Returns a kernel's arguments for dropout with probability ``p``: the largest kept word and the scale.
 
     Args:
-        p: probability of a zero; an element is kept with probability 1 - p, rounded to a multiple of 2^-32.
+        p: the probability of a zero. An element is kept with probability 1 - p, rounded to a multiple of
+            2^-32.
 
     Returns:
-        The word's 32 bits as a signed integer, and 1 / (1 - p), or 0 where nothing is kept: words cannot say
-        that, so the scale does.
+        The 32 bits of the word as a signed integer, and the scale 1 / (1 - p). If nothing is kept the scale
+        is 0, because the comparison with the word keeps at least one value.
     """
     words = (1.0 - p) * 2.0**32
     kept = int(words) + (words - int(words) >= 0.5)
@@ -96,14 +96,14 @@ def threshold(p: float) -> tuple[int, float]:
 
 
 def check_draw(like: Tensor, p: float, key: Tensor, layer: int, ordinal: int) -> None:
-    """Raises ValueError unless dropout of ``like`` can be drawn.
+    """Raises ValueError unless these are valid dropout arguments for ``like``.
 
     Args:
-        like: a tensor on the device where the draw is.
-        p: probability of a zero.
-        key: ``[minibatch_key, microbatch, first_layer]``, int64, on the same device.
-        layer: counted from the key's first layer, or 0xFFFF outside of every layer.
-        ordinal: which random op of the layer.
+        like: a tensor on the device of the dropout.
+        p: the probability of a zero.
+        key: the int64 tensor ``[minibatch_key, microbatch, first_layer]`` on the same device.
+        layer: the layer, counted from the key's first layer, or 0xFFFF outside of every layer.
+        ordinal: the index of the random op within the layer.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p must be in [0, 1], but got {p}")
@@ -122,9 +122,9 @@ def check_draw(like: Tensor, p: float, key: Tensor, layer: int, ordinal: int) ->
 
 @triton.jit
 def four_words(blocks, p_key, layer, ordinal):
-    """The four words of each block, as four tensors of uint32.
+    """Returns the four words of each block, as four uint32 tensors.
 
-    Blocks are int64; ``p_key`` points to the key's three int64 numbers.
+    ``blocks`` is int64; ``p_key`` points to the key's three int64 numbers.
     """
     microbatch = tl.load(p_key + 1).to(tl.uint32)
     layer = tl.where(layer == NO_LAYER, NO_LAYER, tl.load(p_key + 2) + layer).to(tl.uint32)
@@ -134,14 +134,14 @@ def four_words(blocks, p_key, layer, ordinal):
 
 @triton.jit
 def words_of_blocks(blocks, p_key, layer, ordinal):
-    """The words of whole blocks: the last dimension is that of ``blocks``, times four."""
+    """Returns all words of the blocks, in order: the last dimension is four times that of ``blocks``."""
     first, second, third, fourth = four_words(blocks, p_key, layer, ordinal)
     return tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
 
 
 @triton.jit
 def words_of_elements(elements, p_key, layer, ordinal):
-    """The word of each element, wherever blocks begin; elements are int64."""
+    """Returns the word of each element, for any alignment to blocks. ``elements`` is int64."""
     first, second, third, fourth = four_words(elements >> 2, p_key, layer, ordinal)
     odd = (elements & 1) == 1
     return tl.where((elements & 2) == 2, tl.where(odd, fourth, third), tl.where(odd, second, first))
@@ -149,7 +149,7 @@ def words_of_elements(elements, p_key, layer, ordinal):
 
 @triton.jit
 def keep(words, last):
-    """Where ``torch.ops.gpipe_fast.keyed_bernoulli`` gives one; ``last`` is `threshold`'s."""
+    """Returns where ``torch.ops.gpipe_fast.keyed_bernoulli`` draws 1. ``last`` is from `threshold`."""
     return words <= tl.to_tensor(last).to(tl.uint32, bitcast=True)
 
 
@@ -157,9 +157,9 @@ def keep(words, last):
 def keep_rows(
     o_rows, first_col, num_cols, p_key, layer, ordinal, last, COLS: tl.constexpr, BY_FOUR: tl.constexpr
 ):
-    """Which elements of a tile are kept: COLS columns from ``first_col`` of rows of ``num_cols``.
+    """Returns which elements of a tile are kept: COLS columns from ``first_col`` of rows of ``num_cols``.
 
-    With BY_FOUR a block of words is drawn once for four elements: four must divide ``num_cols``,
+    With BY_FOUR a block of words is generated once for four elements: four must divide ``num_cols``,
     ``first_col`` and COLS.
     """
     first = o_rows.to(tl.int64)[:, None] * num_cols + first_col
@@ -175,6 +175,6 @@ def factor_rows(
     o_rows, first_col, num_cols, p_key, layer, ordinal, last, scale,
     COLS: tl.constexpr, BY_FOUR: tl.constexpr,
 ):  # fmt: skip
-    """What dropout multiplies a tile by: ``scale`` where `keep_rows`, else 0."""
+    """Returns dropout's factor for each element of a tile: ``scale`` where `keep_rows` is true, else 0."""
     kept = keep_rows(o_rows, first_col, num_cols, p_key, layer, ordinal, last, COLS, BY_FOUR)
     return tl.where(kept, scale, 0.0)

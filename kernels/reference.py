@@ -1,6 +1,6 @@
-"""What every kernel computes, in plain PyTorch: for tensors on the CPU.
+"""Reference implementations of every kernel in plain PyTorch; they also compute on CPU tensors.
 
-All of it is computed in fp32 at least, and rounded at the end to the dtype of what comes in, as in kernels.
+Like the kernels, they compute at least in fp32 and round the result to the dtype of the input.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from gpipe_fast.kernels.philox import Draw
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In fp32, or fp64 if it is."""
+    """Converts a tensor to fp32; leaves fp64 unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Act(x)."""
+    """Computes act(x)."""
     if activation == "relu":
         return F.relu(x)
     if activation == "silu":
@@ -29,7 +29,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def activate_backward(g: Tensor, x: Tensor, activation: str) -> Tensor:
-    """``g act'(x)``."""
+    """Computes ``g act'(x)``."""
     found: Tensor
     if activation == "relu":
         found = torch.ops.aten.threshold_backward(g, x, 0)
@@ -42,7 +42,7 @@ def activate_backward(g: Tensor, x: Tensor, activation: str) -> Tensor:
 
 
 def bias_activation(z: Tensor, bias: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
-    """``dropout(act(z + bias))``."""
+    """Computes ``dropout(act(z + bias))``."""
     x = wide(z) if bias is None else wide(z) + wide(bias)
     a = activate(x, activation)
     return (a if draw is None else drop(a, *draw)).to(z.dtype)
@@ -51,7 +51,7 @@ def bias_activation(z: Tensor, bias: Tensor | None, activation: str, draw: Draw 
 def bias_activation_backward(
     z: Tensor, bias: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What comes out, or nothing, the gradient of z, and that of the bias."""
+    """Returns the output (empty unless ``with_a``), the gradient of z and the bias gradient (or None)."""
     x = wide(z) if bias is None else wide(z) + wide(bias)
     a, g = activate(x, activation), wide(g)
     if draw is not None:
@@ -61,11 +61,11 @@ def bias_activation_backward(
     return a.to(z.dtype) if with_a else z.new_empty(0), dz.to(z.dtype), dbias
 
 
-# Dropout: kernels/dropout.py, and behind other families.
+# Dropout: kernels/dropout.py, and dropout fused into other families.
 
 
 def keep(size: Sequence[int], p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
-    """Where dropout keeps an element: bool, drawn by gpipe_fast's op.
+    """Returns the mask of kept elements (bool), drawn by gpipe_fast's op.
 
     Raises:
         RuntimeError: gpipe_fast's extension is not loaded.
@@ -73,7 +73,7 @@ def keep(size: Sequence[int], p: float, key: Tensor, layer: int, ordinal: int) -
     keyed = torch.ops.gpipe_fast
     if not hasattr(keyed, "keyed_bernoulli"):
         raise RuntimeError(
-            "dropout on the CPU draws with torch.ops.gpipe_fast.keyed_bernoulli of gpipe_fast's extension, "
+            "dropout on the CPU needs torch.ops.gpipe_fast.keyed_bernoulli of gpipe_fast's extension, "
             "which is not loaded: import gpipe_fast first"
         )
     kept: Tensor = keyed.keyed_bernoulli(
@@ -83,14 +83,14 @@ def keep(size: Sequence[int], p: float, key: Tensor, layer: int, ordinal: int) -
 
 
 def drop(x: Tensor, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
-    """Dropout(x), which is its own backward."""
+    """Computes dropout(x). Applied to a gradient with the same key, it is also the backward."""
     return x * keep(x.shape, p, key, layer, ordinal) * (0.0 if p == 1.0 else 1.0 / (1.0 - p))
 
 
 def dropout_add(
     h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int, ordinal: int
 ) -> Tensor:
-    """``residual + dropout(h)``."""
+    """Computes ``residual + dropout(h)``."""
     y = drop(wide(h.contiguous()), p, key, layer, ordinal)
     return (y if residual is None else y + wide(residual)).to(h.dtype).contiguous()
 
@@ -99,7 +99,7 @@ def dropout_add(
 
 
 def gated_activation(z: Tensor, up: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
-    """``dropout(act(gate) * up)``."""
+    """Computes ``dropout(act(gate) * up)``."""
     gate, through = wide(z).chunk(2, -1) if up is None else (wide(z), wide(up))
     a = activate(gate, activation) * through
     return (a if draw is None else drop(a, *draw)).to(z.dtype).contiguous()
@@ -108,7 +108,7 @@ def gated_activation(z: Tensor, up: Tensor | None, activation: str, draw: Draw |
 def gated_activation_backward(
     z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What comes out, or nothing, and the gradients: packed like z, or one after the other."""
+    """Returns the output (empty unless ``with_a``) and the gradients: packed like z, or stacked."""
     gate, through = wide(z).chunk(2, -1) if up is None else (wide(z), wide(up))
     b_act, g = activate(gate, activation), wide(g)
     a = b_act * through
@@ -123,9 +123,10 @@ def gated_activation_backward(
 
 
 def _deviations(x: Tensor, eps: float, kind: str) -> tuple[Tensor, Tensor]:
-    """From the mean or from zero, and the mean of their squares plus eps.
+    """Returns the deviations from the mean (or x for RMSNorm), and the mean of their squares plus eps.
 
-    The mean of deviations is what the first mean, rounded, was off by: a lot of them far from zero.
+    The mean is subtracted twice: the mean of the deviations is the rounding error of the first mean, which is
+    large if x is far from zero.
     """
     for _ in range(2 if kind == "layer" else 0):
         x = x - x.mean(-1, keepdim=True)
@@ -138,12 +139,12 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _rows_summed(rows: Tensor, like: Tensor) -> Tensor:
-    """Over all dimensions but the last; a tensor of its own even where there is but one row."""
+    """Sums over all dimensions but the last. The result never aliases ``rows``, not even for one row."""
     return rows[None].sum_to_size(like.shape).to(like.dtype)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
-    """Norm(x), of what comes in or of a sum."""
+    """Computes norm(x), where x is the input or the sum."""
     d, variance = _deviations(wide(x), eps, kind)
     return _scaled(d * variance.rsqrt(), weight, bias).to(x.dtype)
 
@@ -152,7 +153,7 @@ def norm_backward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, g: Tensor, g_sum: Tensor | None,
     eps: float, kind: str, with_y: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Y if it is asked for, the gradient of x, those of weight and bias if there are."""
+    """Returns y (if ``with_y``) and the gradients of x, weight and bias; None for absent ones."""
     d, variance = _deviations(wide(x), eps, kind)
     r = variance.rsqrt()
     y = _scaled(d * r, weight, bias).to(x.dtype) if with_y else None
@@ -173,7 +174,7 @@ def norm_backward(
 def rotary_(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool = False
 ) -> None:
-    """Turns q and k, of shape (batch, length, heads, head_dim), where they are."""
+    """Rotates q and k, of shape (batch, length, heads, head_dim), in place."""
     for x in (q, k):
         half = cos.shape[-1]
         c, s = wide(cos).unsqueeze(-2), wide(-sin if opposite else sin).unsqueeze(-2)
@@ -189,7 +190,7 @@ def rotary_(
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Q and k turned by their positions, or by the opposite angle."""
+    """Returns q and k rotated by their positions' angles, or by the opposite angles."""
     turned = torch.empty_like(q).copy_(q), torch.empty_like(k).copy_(k)
     rotary_(*turned, cos, sin, interleaved, opposite)
     return turned
@@ -203,13 +204,13 @@ def _note(found_inf: Tensor, x: Tensor) -> None:
 
 
 def accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """``accumulators[i] += gradients[i]``: added in the wider dtype."""
+    """Computes ``accumulators[i] += gradients[i]`` in the wider dtype."""
     for a, g in zip(accumulators, gradients, strict=True):
         a.add_(g)
 
 
 def unscale_(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
-    """``gradients[i] *= inverse_scale``; found_inf becomes 1 if any was not finite."""
+    """Computes ``gradients[i] *= inverse_scale``; sets found_inf to 1 if an input is inf or NaN."""
     for g in gradients:
         _note(found_inf, g)
         g.copy_(wide(g) * inverse_scale.reshape(()))
@@ -218,7 +219,7 @@ def unscale_(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tens
 def accumulate_and_check_(
     accumulators: Sequence[Tensor], gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor
 ) -> None:
-    """``accumulators[i] += inverse_scale * gradients[i]``; found_inf becomes 1 if any then is not finite."""
+    """Computes ``accumulators[i] += inverse_scale * gradients[i]``; sets found_inf to 1 for inf and NaN."""
     for a, g in zip(accumulators, gradients, strict=True):
         a.copy_(wide(a) + wide(g) * inverse_scale.reshape(()))
         _note(found_inf, a)
@@ -230,7 +231,7 @@ def accumulate_and_check_(
 def cross_entropy(
     logits: Tensor, target: Tensor, scale: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and its gradient times a scale; of logits with two dimensions."""
+    """Returns the loss of each row and its scaled gradient, for two-dimensional logits."""
     x = wide(logits)
     losses = F.cross_entropy(
         x, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
@@ -245,5 +246,5 @@ def cross_entropy(
 
 
 def scale_(gradient: Tensor, g: Tensor) -> None:
-    """``gradient *= g``, g of one element or of one for each row."""
+    """Computes ``gradient *= g``, where g has one element, or one per row."""
     gradient.copy_(wide(gradient) * (g if g.dim() == 0 else g.unsqueeze(-1)))

@@ -1,14 +1,15 @@
 """Rotary position embedding of queries and keys, forward and backward, in place and out of place.
 
-Position m turns the i-th pair of a head's dimensions by the angle m theta_i, theta_i = base^(-2 i / d) for d
-rotary dimensions (RoFormer, arXiv 2104.09864); the backward turns the gradients by the opposite angle::
+Position m rotates the i-th pair of a head's dimensions by the angle m theta_i, theta_i = base^(-2 i / d) for
+d rotary dimensions (RoFormer, arXiv 2104.09864); the backward rotates the gradients by the opposite angle::
 
     y1 = x1 cos - x2 sin      dx1 = dy1 cos + dy2 sin      pairs are (i, i + d / 2), as in GPT-NeoX,
     y2 = x2 cos + x1 sin      dx2 = dy2 cos - dy1 sin      or (2 i, 2 i + 1), interleaved, as in the paper
 
-Dimensions from d on are passed on. One program turns some heads of q and as many of k at a few positions, for
-which it reads the tables once. Bytes per element of itemsize i: i read, i written; in place, of the first d
-dimensions alone. Tables: 8 bytes of fp32 a pair, for each position and block of heads.
+Dimensions from d on are copied unchanged. One program rotates a block of heads of q and the same block of k
+at a few positions, and reads the tables once for both. Memory traffic per element of itemsize i: i bytes read
+and i written; in place only the first d dimensions move. The tables take 8 bytes (fp32) per pair, for each
+position and block of heads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from gpipe_fast.kernels.launch import (
     tuned,
 )
 
-# By how many pairs are turned: the first that is wide enough. 16 bytes of bf16 for each thread and load.
+# Configurations by the maximum number of rotated pairs; the first entry that is wide enough applies. In bf16
+# a thread loads 16 bytes at once.
 CONFIGS = {
     32: Config({"POSITIONS": 4, "HEADS": 8}),
     64: Config({"POSITIONS": 2, "HEADS": 8}),
@@ -38,7 +40,7 @@ CONFIGS = {
 
 
 def choose(num_pairs: int) -> Config:
-    """The configuration for heads of which so many pairs are turned."""
+    """Returns the configuration for heads with ``num_pairs`` rotated pairs."""
     widest = next(width for width in CONFIGS if num_pairs <= width)
     return tuned("rotary", f"pairs<={widest}", CONFIGS[widest])
 
@@ -49,7 +51,7 @@ def _turn(
     INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
     PAIRS_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turns the heads that the pointers are the beginnings of; the tables have one head."""
+    """Rotates the heads at the pointers. The tables have one head, which all heads share."""
     if INTERLEAVED:
         o_dims = tl.arange(0, 2 * PAIRS_BLOCK)[None, None, :]
         m_dims = mask & (o_dims < 2 * PAIRS)
@@ -108,7 +110,7 @@ def _launch(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor,
     interleaved: bool, opposite: bool, rest: int,
 ) -> None:  # fmt: skip
-    """From q and k into others or the same, all with a last dimension of stride 1; `rest` is copied too."""
+    """Rotates q and k into outputs (may be q and k) and copies ``rest`` dimensions; last strides are 1."""
     batch, length, q_heads, _ = q.shape
     num_pairs = int(cos.shape[-1])
     config = choose(num_pairs)
@@ -125,12 +127,12 @@ def _launch(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With a last dimension of stride 1: a copy only where it must be."""
+    """Returns x with a last dimension of stride 1. Copies only if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _like(x: Tensor) -> Tensor:
-    """For a result: of the layout of x, unless elements of x share memory."""
+    """Allocates a result in x's layout if its last dimension has stride 1, else contiguous."""
     found = torch.empty_like(x)
     return found if found.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -138,7 +140,7 @@ def _like(x: Tensor) -> Tensor:
 def launch_forward(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool
 ) -> tuple[Tensor, Tensor]:
-    """Q and k turned, by the opposite angle for the backward."""
+    """Returns q and k rotated, by the opposite angle (for the backward) if ``opposite``."""
     q, k = _rows(q), _rows(k)
     q_out, k_out = _like(q), _like(k)
     rest = int(q.shape[-1] - 2 * cos.shape[-1])
@@ -149,7 +151,7 @@ def launch_forward(
 def launch_in_place(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool
 ) -> None:
-    """Turns q and k where they are."""
+    """Rotates q and k in place."""
     own_q, own_k = _rows(q), _rows(k)
     _launch(own_q, own_k, own_q, own_k, cos, sin, interleaved, opposite, 0)
     for x, own in ((q, own_q), (k, own_k)):
@@ -158,7 +160,7 @@ def launch_in_place(
 
 
 def variants() -> dict[str, Variant]:
-    """Every configuration: in place nothing is copied beside, and the backward has but another sign."""
+    """Returns every configuration as a variant. In place REST is 0; the backward differs only in a sign."""
     found = {}
     tensors = ("p_q", "p_k", "p_q_out", "p_k_out")
     strides = [f"{x[2:]}_{dim}" for x in (*tensors, "p_table") for dim in ("batch", "position", "head")][:-1]
@@ -199,7 +201,7 @@ def _setup(ctx, inputs, output):
 
 
 def _differentiate(ctx, dq, dk):
-    """Not in place: a gradient that autograd hands on may be that of other tensors too, as after a sum."""
+    """Rotates out of place: autograd may pass the same gradient to other nodes too, as after a sum."""
     dq, dk = _rotary_op(dq, dk, *ctx.saved_tensors, ctx.interleaved, not ctx.opposite)
     return dq, dk, None, None, None, None
 
@@ -210,28 +212,29 @@ _rotary_op.register_autograd(_differentiate, setup_context=_setup)
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys with their positions turned into them; of the layout of what comes in.
+    """Applies rotary position embedding to queries and keys. The results have the layouts of the inputs.
 
-    The backward turns the gradients back and keeps the tables alone; it can itself be differentiated.
+    Saves only the tables: the backward rotates the gradients back, and is itself differentiable.
 
     Args:
-        q: of shape (batch, length, heads, head_dim); fp32, fp16 or bf16, of any strides. Computed in fp32.
-        k: likewise; it may have another number of heads.
-        cos: of shape (length, rotary_dim / 2), or (batch, length, rotary_dim / 2) for positions of each
-            sequence's own; rotary_dim is at most head_dim, dimensions after it are passed on. It gets no
-            gradient.
-        sin: likewise.
-        interleaved: pairs are (2 i, 2 i + 1), and not (i, i + rotary_dim / 2).
+        q: a tensor of shape (batch, length, heads, head_dim); fp32, fp16 or bf16, any strides. Arithmetic is
+            in fp32.
+        k: like ``q``; the number of heads may differ.
+        cos: a table of shape (length, rotary_dim / 2), or (batch, length, rotary_dim / 2) if each sequence
+            has its own positions. rotary_dim is at most head_dim; dimensions after rotary_dim are copied
+            unchanged. The table gets no gradient.
+        sin: like ``cos``.
+        interleaved: whether pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
 
     Returns:
-        Both turned, of the same shapes and dtypes.
+        The rotated q and k, in the same shapes and dtypes.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or a table requires a gradient.
+        ValueError: shapes or dtypes do not match, or a table requires a gradient.
     """
     _check(q, k, cos, sin)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise ValueError("the tables get no gradient, but cos or sin requires one")
+        raise ValueError("the tables get no gradient, but cos or sin requires one: detach it")
     turned: tuple[Tensor, Tensor] = _rotary_op(q, k, cos, sin, interleaved, False)
     return turned
 
@@ -239,7 +242,7 @@ def rotary(
 def rotary_(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`rotary` in place, for tensors outside of autograd. Q and k must not overlap.
+    """Applies `rotary` in place, outside of autograd. q and k must not overlap.
 
     Args:
         q: as in `rotary`; written to.
@@ -249,10 +252,10 @@ def rotary_(
         interleaved: as in `rotary`.
 
     Returns:
-        Q and k themselves.
+        The tensors q and k.
 
     Raises:
-        ValueError: as in `rotary`; or q or k requires a gradient, or has elements that share memory.
+        ValueError: as in `rotary`; or q or k requires a gradient or has overlapping elements.
     """
     return _in_place(q, k, cos, sin, interleaved, False)
 
@@ -260,17 +263,17 @@ def rotary_(
 def rotary_backward_(
     dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The backward of `rotary`, in place on gradients that nobody else reads.
+    """Computes the backward of `rotary` in place. The caller must own the gradients exclusively.
 
     Args:
-        dq: the gradient of what `rotary` returned for q; written to.
-        dk: the gradient of what it returned for k; written to.
+        dq: the gradient of the rotated q; written to.
+        dk: the gradient of the rotated k; written to.
         cos: as in `rotary`.
         sin: as in `rotary`.
         interleaved: as in `rotary`.
 
     Returns:
-        Both tensors themselves, now the gradients of q and k.
+        The tensors dq and dk, now the gradients of q and k.
 
     Raises:
         ValueError: as in `rotary_`.
@@ -279,15 +282,16 @@ def rotary_backward_(
 
 
 def rotary_tables(positions: Tensor, rotary_dim: int, *, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of ``m base^(-2 i / rotary_dim)``; the angles in fp64, since large ones need it.
+    """Returns cosines and sines of ``m base^(-2 i / rotary_dim)``; large angles m theta_i need fp64.
 
     Args:
         positions: integers or floats of shape (length) or (batch, length).
-        rotary_dim: how many dimensions of a head are turned; even.
-        base: theta of the paper.
+        rotary_dim: the number of rotated dimensions of a head; even.
+        base: the base of theta_i, 10000 in the paper.
 
     Returns:
-        Both in fp32, of the positions' shape with a dimension of rotary_dim / 2 more, where they are.
+        Both tables in fp32, on the device and in the shape of the positions with a last dimension of
+        rotary_dim / 2 added.
 
     Raises:
         ValueError: rotary_dim is odd or not positive.
@@ -305,9 +309,9 @@ def _in_place(
     _check(q, k, cos, sin)
     for x in (q, k):
         if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError("what is turned in place must not require a gradient: use rotary, or no_grad")
+            raise ValueError("tensors rotated in place must not require a gradient: use rotary, or no_grad")
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
-            raise ValueError(f"elements share memory: shape {list(x.shape)}, strides {list(x.stride())}")
+            raise ValueError(f"elements overlap in memory: shape {list(x.shape)}, strides {list(x.stride())}")
     _rotary_in_place_op(q, k, cos, sin, interleaved, opposite)
     return q, k
 

@@ -1,4 +1,4 @@
-"""The forms in which kernels are compiled for checks without a GPU."""
+"""The kernel variants that are compiled and checked without a GPU."""
 
 from gpipe_fast.kernels.activations import variants as activations
 from gpipe_fast.kernels.cross_entropy import variants as cross_entropy
@@ -14,5 +14,5 @@ FAMILIES = (activations, cross_entropy, dropout, gated, made_gradient, multi_ten
 
 
 def all_variants() -> dict[str, Variant]:
-    """By name: kernel, what it is specialised on, dtype, configuration."""
+    """Returns all variants by name. A name has the kernel, its specialization, dtype and configuration."""
     return {name: variant for family in FAMILIES for name, variant in family().items()}

@@ -168,10 +168,14 @@ LOGITS, TARGET = torch.randn(3, 7), torch.zeros(3, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((LOGITS, TARGET[:2]), {}, r"targets must have all but the last dimension of \[3, 7\], got \[2\]"),
-        ((torch.tensor(1.0), TARGET), {}, r"all but the last dimension of \[\], got \[3\]"),
+        (
+            (LOGITS, TARGET[:2]),
+            {},
+            r"targets must have the shape of the logits \[3, 7\] without the last dimension, got \[2\]",
+        ),
+        ((torch.tensor(1.0), TARGET), {}, r"the logits \[\] without the last dimension, got \[3\]"),
         ((LOGITS, TARGET.int()), {}, "targets must be class indices in int64, got torch.int32"),
-        ((LOGITS.double(), TARGET), {}, "only fp32, fp16 and bf16 are taken, got torch.float64"),
+        ((LOGITS.double(), TARGET), {}, "only fp32, fp16 and bf16 are supported, got torch.float64"),
         ((LOGITS, TARGET.to("meta")), {}, "targets must be on cpu, got meta"),
         ((LOGITS, TARGET), {"label_smoothing": 1.5}, "label smoothing must be from 0 to 1, got 1.5"),
         ((LOGITS, TARGET), {"reduction": "max"}, "reduction is not one of mean, sum, none, got 'max'"),
@@ -190,16 +194,16 @@ X, WEIGHT = torch.randn(3, 5), torch.randn(7, 5)
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((X, WEIGHT.t(), TARGET), {}, r"the last dimension of \[3, 5\], got \[5, 7\]"),
-        ((X, WEIGHT, TARGET[:2]), {}, r"all but the last dimension of \[3, 7\], got \[2\]"),
+        ((X, WEIGHT.t(), TARGET), {}, r"for x \(..., features\) of shape \[3, 5\], got \[5, 7\]"),
+        ((X, WEIGHT, TARGET[:2]), {}, r"the logits \[3, 7\] without the last dimension, got \[2\]"),
         ((X, WEIGHT, TARGET, torch.zeros(5)), {}, r"the bias must be of shape \[7\], got \[5\]"),
         (
             (X, WEIGHT.half(), TARGET),
             {},
-            "the weight must be torch.float32 on cpu as x is, got torch.float16 on cpu",
+            "the weight must be torch.float32 on cpu like x, got torch.float16 on cpu",
         ),
         ((X, WEIGHT, TARGET), {"reduction": "none"}, "reduction is not one of mean, sum, got 'none'"),
-        ((X, WEIGHT, TARGET), {"chunk_rows": 0}, "a chunk has at least one row, got 0"),
+        ((X, WEIGHT, TARGET), {"chunk_rows": 0}, "chunk_rows must be at least 1, got 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
