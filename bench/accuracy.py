@@ -1,4 +1,4 @@
-"""How far results are from the truth, against how far PyTorch's own are: the only tolerance of kernels."""
+"""The kernels' only tolerance: an error against float64 of at most twice PyTorch's error, or one rounding."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Results = Sequence[Tensor | None]
 
 
 def check(ours: Results, eager: Results, truth: Results) -> None:
-    """Asserts that each result is at most twice as far from the truth as PyTorch's, or one rounding.
+    """Asserts that the error of each result is at most twice PyTorch's error, or one rounding.
 
     Args:
-        ours: of the kernels.
-        eager: of PyTorch's operators, from the same tensors in the same dtypes.
-        truth: of the same operators in float64.
+        ours: results of the kernels.
+        eager: results of PyTorch's operators from the same tensors in the same dtypes.
+        truth: results of the same operators in float64.
     """
     found = excess(ours, eager, truth)
-    assert all(share <= 1 for share in found), f"errors, of those allowed: {found}"
+    assert all(share <= 1 for share in found), f"errors as fractions of the allowed errors: {found}"
 
 
 def excess(ours: Results, eager: Results, truth: Results) -> list[float]:
-    """The error of each result as a share of what is allowed: twice PyTorch's own, or one rounding.
+    """Returns each result's error as a fraction of the allowed error: twice PyTorch's, or one rounding.
 
     Raises:
         AssertionError: results differ in number, shape or dtype.
@@ -43,7 +43,7 @@ def excess(ours: Results, eager: Results, truth: Results) -> list[float]:
 
 
 def _share(off: float, allowed: float) -> float:
-    """Of errors that may both be 0, or both infinite."""
+    """Returns off / allowed, where both may be 0 or both infinite."""
     if off == 0 or off == allowed:
         return float(off > 0)
     return off / allowed if allowed else float("inf")
@@ -55,5 +55,5 @@ def _error(found: Tensor, exact: Tensor) -> float:
 
 
 def doubles(tensors: Results) -> list[Tensor | None]:
-    """The same in float64; what is no floating-point number stays."""
+    """Converts floating-point tensors to float64; leaves other dtypes unchanged."""
     return [t if t is None or not t.is_floating_point() else t.double() for t in tensors]

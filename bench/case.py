@@ -1,7 +1,7 @@
-"""One function of a kernel family as benchmarks see it: the inputs, PyTorch's operators, and ours.
+"""Benchmark cases: a function of a kernel family with its inputs, in PyTorch's operators and in our kernels.
 
-All that is compared has one form: a function's outputs, then the gradients of the inputs that have one. For a
-recomputed segment that is its backward: PyTorch computes the forward again, and then the gradients.
+All compared results have the same form: the outputs of a function, then the gradients of its differentiated
+inputs. This is the backward of a recomputed segment: PyTorch recomputes the forward, then computes gradients.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ class Case:
     """One function of a kernel family.
 
     Attributes:
-        name: begins with the family's word, as the names of its variants do.
-        inputs: tensors of about so many elements, of a dtype, on a device ('cpu', 'cuda' or 'meta').
-        differentiated: the indices of the inputs that have gradients; none for what is no differentiable
-            function.
-        plain: the function of the inputs, in PyTorch's operators as they run on a GPU: such as
-            `torch.native_dropout`, where `dropout` would become others elsewhere.
-        ours: what PyTorch computes from ``plain``, by the public function: of inputs and output gradients.
-        launched: the launcher behind it, whose launches are counted; of the same arguments.
-        overwritten: the indices of the inputs, and after them of the gradients, in whose place ``ours``
-            writes.
-        exact: in place of ``plain``, what results are compared with, where that draws random numbers, or does
-            not take float64.
-        liger: in place of ``plain``, by Liger-Kernel; see `bench.liger`.
-        moved: the bytes read and written, of inputs and gradients, where launches do not show them (a kernel
-            that is given addresses).
-        memory_bound: its time is that of reading and writing.
+        name: the name of the case. Begins with the family's word, like the names of the family's variants.
+        inputs: makes input tensors from the approximate number of elements, a dtype, and a device ('cpu',
+            'cuda' or 'meta').
+        differentiated: the indices of the inputs with gradients; empty if the function is not differentiable.
+        plain: the function in the PyTorch operators that run on a GPU. For example `torch.native_dropout`,
+            because `dropout` decomposes to other operators on other devices.
+        ours: the public function that computes outputs and gradients from inputs and output gradients.
+        launched: the launcher that ``ours`` calls, with the same arguments; its launches are counted.
+        overwritten: the indices of the tensors that ``ours`` overwrites, counting inputs, then gradients.
+        exact: the function that gives the true results, if ``plain`` draws random numbers or does not support
+            float64.
+        liger: Liger-Kernel's version of ``plain``; see `bench.liger`.
+        moved: computes the bytes read and written from inputs and gradients, if launches do not show them
+            (for example a kernel that receives addresses).
+        memory_bound: whether memory traffic determines the run time.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Case:
     memory_bound: bool = True
 
     def gradients(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Random ones of the outputs; that of a loss is 1."""
+        """Returns random gradients of the outputs; the gradient of a scalar output (a loss) is 1."""
         if not self.differentiated:
             return []
         outputs = _listed(self.plain(*(t.to("meta") for t in inputs)))
@@ -71,7 +70,7 @@ class Case:
     def unfused(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], function: Function | None = None
     ) -> list[Tensor]:
-        """Outputs and gradients by autograd, of ``plain`` or another function."""
+        """Returns outputs and gradients by autograd, for ``plain`` or for ``function``."""
         leaves = [t.detach().requires_grad_(i in self.differentiated) for i, t in enumerate(inputs)]
         outputs = _listed((function or self.plain)(*leaves))
         found: Sequence[Tensor] = ()
@@ -80,27 +79,32 @@ class Case:
         return [t.detach() for t in (*outputs, *found)]
 
     def fused(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """The same by ours."""
+        """Returns outputs and gradients by our kernels."""
         return _listed(self.ours(*inputs, *gradients))
 
 
 @dataclass(frozen=True)
 class Judge:
-    """What a case must compute from some inputs, and how well PyTorch does."""
+    """Checks results of a case against float64, relative to the error of PyTorch's results.
+
+    Attributes:
+        eager: PyTorch's results in the case's dtype.
+        truth: the results in float64.
+    """
 
     eager: Results
     truth: Results
 
     @classmethod
     def of(cls, case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Judge:
-        """From copies of the inputs."""
+        """Computes the results from copies of the inputs."""
         function = case.exact or case.plain
         given, incoming = ([t for t in doubles(each) if t is not None] for each in (inputs, gradients))
         truth = case.unfused(given, incoming, function)
         return cls(case.unfused(copied(inputs), gradients, function), truth)
 
     def excess(self, found: Results) -> float:
-        """The largest error, as a share of what is allowed; infinite for what has another form."""
+        """Returns the largest error as a fraction of the allowed one; infinite for wrong shapes or dtypes."""
         try:
             return max(excess(found, self.eager, self.truth), default=0.0)
         except (AssertionError, ValueError):
@@ -112,7 +116,7 @@ class Shape:
     """One shape class of a kernel.
 
     Attributes:
-        inputs: of a case, for which its launcher takes this class.
+        inputs: makes inputs of the case that belong to this class, from dtype and device.
         candidates: the configurations to try.
     """
 
@@ -122,12 +126,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What can be tuned of a kernel.
+    """The tuning space of a kernel.
 
     Attributes:
-        kernel: its name, as its launcher gives it to `gpipe_fast.kernels.launch.tuned`.
-        case: what is timed.
-        shapes: by the name of the shape class, as its launcher gives it.
+        kernel: the kernel's name, which its launcher passes to `gpipe_fast.kernels.launch.tuned`.
+        case: the function that is timed.
+        shapes: shape classes by the names that the launcher passes.
     """
 
     kernel: str
@@ -136,7 +140,7 @@ class Tuning:
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each in memory of its own."""
+    """Returns a clone of each tensor."""
     return [t.clone() for t in tensors]
 
 

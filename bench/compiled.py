@@ -1,4 +1,4 @@
-"""What kernels become for GPUs, without one: registers, shared memory, spills, 16-byte accesses."""
+"""Compiles kernels for GPUs without a GPU: table of registers, shared memory, spills, 16-byte accesses."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from gpipe_fast.kernels.variants import all_variants
 CAPABILITIES = (80, 90)
 TABLE = Path(__file__).parents[1] / "kernels" / "compiled.md"
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# As nvdisasm names what Triton compiles for.
+# nvdisasm's names of the architectures that Triton compiles for.
 _ARCHITECTURES = {80: "SM80", 90: "SM90a"}
 _INSTRUCTION_BYTES = 16
-# Variants that one process compiles and then disassembles together.
+# Variants per task of a worker process, which compiles them and disassembles them together.
 _CHUNK = 26
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a cubin says of itself.
+    """The resource usage of a compiled kernel, read from its cubin.
 
     Attributes:
-        registers: of each thread.
-        shared_bytes: of each program.
-        spilled_bytes: of each thread's registers, that lie in memory.
+        registers: registers per thread.
+        shared_bytes: shared memory per program.
+        spilled_bytes: bytes of registers that each thread spills to memory.
         accesses: instructions that read or write global memory.
-        wide_accesses: of these, 16 bytes of each thread at once.
+        wide_accesses: the accesses with 16 bytes per thread.
     """
 
     registers: int
@@ -51,9 +51,9 @@ class Compiled:
 
 
 def compile_variant(variant: Variant, capability: int) -> CompiledKernel:
-    """Compiles a kernel for GPUs of a compute capability, 90 for 9.0."""
+    """Compiles a variant for GPUs of a compute capability (90 for 9.0)."""
     constants = {**variant.constants, **variant.config.blocks}
-    # In the order of the kernel's own arguments, by which attributes are found.
+    # Attributes refer to arguments by their index in the kernel's signature.
     names = variant.kernel.arg_names
     signature = {n: variant.signature.get(n, "constexpr") for n in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
@@ -62,7 +62,7 @@ def compile_variant(variant: Variant, capability: int) -> CompiledKernel:
 
 
 def rows(names: Iterable[str]) -> list[str]:
-    """A table's rows, for some variants."""
+    """Returns the table rows of these variants."""
     names = list(names)
     found = {capability: _measure(names, capability) for capability in CAPABILITIES}
     return [_row(name, capability, found[capability][name]) for name in names for capability in CAPABILITIES]
@@ -102,7 +102,7 @@ def _resource_usage(cubin: bytes) -> str:
 
 
 def _disassemble(cubins: Sequence[bytes], capability: int) -> list[str]:
-    """The instructions of each cubin, by one run for all of them: to start takes it half a second."""
+    """Returns the instructions of each cubin. Runs nvdisasm once for all: it takes half a second to start."""
     codes = [_code(cubin) for cubin in cubins]
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
@@ -118,10 +118,10 @@ def _disassemble(cubins: Sequence[bytes], capability: int) -> list[str]:
 
 
 def _code(cubin: bytes) -> bytes:
-    """The section .text of the only kernel of a cubin, an ELF file of 64 bits."""
+    """Returns the .text section of the only kernel in a cubin (a 64-bit ELF file)."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names_index = struct.unpack_from("<HHH", cubin, 58)
-    # Name, type, flags, address, offset and length of each section.
+    # A section header has name, type, flags, address, offset and length.
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(count)]
     names = sections[names_index][4]
     found = [s for s in sections if cubin.startswith(b".text.", names + s[0])]
@@ -135,12 +135,12 @@ def _output(tool: str, *arguments: str) -> str:
 
 
 def table() -> str:
-    """All variants; every processor compiles its share."""
+    """Returns the table of all variants. Compiles in one process per processor."""
     head = (
         "# Kernels as compiled\n\n"
         f"By Triton {triton.__version__}, without a GPU: `make bench ARGS=compiled`. Registers and spilled "
-        "bytes are of a\nthread, shared memory is of a program. The last column counts "
-        "instructions that access global memory: those of 16 bytes\na thread, and all.\n\n"
+        "bytes are per\nthread, shared memory is per program. The last column counts "
+        "instructions that access global memory: those with\n16 bytes per thread, of all.\n\n"
         "| kernel, dtype, configuration | for | registers | shared bytes | spilled bytes "
         "| 16-byte accesses |\n|---|---|---|---|---|---|\n"
     )
@@ -152,7 +152,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Writes the table."""
+    """Writes the table to kernels/compiled.md and prints it."""
     text = table()
     TABLE.write_text(text)
     print(text)

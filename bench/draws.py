@@ -1,6 +1,6 @@
-"""Keyed draws against PyTorch's own.
+"""Benchmarks keyed random ops against PyTorch's.
 
-Both are called through `torch.ops` with the same options, so that what Python adds to a call is the same.
+Both are called through `torch.ops` with the same options, so that they have the same Python overhead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ aten, keyed = torch.ops.aten, torch.ops.gpipe_fast
 KEY = make_key(0x9E3779B97F4A7C15 - 2**64, 0)
 TO = {"dtype": torch.float32, "device": torch.device("cpu")}
 
-# name: PyTorch's draw, ours, and the mean and standard deviation that both must show.
+# Distribution: PyTorch's op, the keyed op, and the mean and standard deviation that both must have.
 DRAWS: dict[str, tuple[Callable[[int], Tensor], Callable[[int], Tensor], float, float]] = {
     "bernoulli": (
         lambda n: aten.bernoulli_.float(aten.empty.memory_format([n], **TO), 0.9),
@@ -52,7 +52,7 @@ def check(name: str, draw: Callable[[int], Tensor], mean: float, std: float) -> 
     error = abs(drawn.mean().item() - mean) / (std / drawn.numel() ** 0.5)
     assert error < 5, f"{name}: mean {drawn.mean().item()} is {error:.1f} standard errors from {mean}"
     assert abs(drawn.std().item() / std - 1) < 0.01, (
-        f"{name}: standard deviation {drawn.std().item()}, not {std}"
+        f"{name}: standard deviation is {drawn.std().item()}, expected {std}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Times of a GPU, by its own clock, of candidates that take turns."""
+"""Times alternating candidates on a GPU with CUDA events."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from bench.case import Case, copied
 
-# Written before each sample: more than any L2 cache holds.
+# Bytes written before each sample to flush L2: more than any L2 cache holds.
 FLUSHED_BYTES = 256 << 20
-# About a millisecond, in which the CPU gets ahead: launches of the sample then follow each other at once.
+# GPU cycles (about a millisecond) in which the CPU enqueues the launches of a sample, so that they run
+# without gaps.
 AHEAD_CYCLES = 2_000_000
 DROPPED_ROUNDS = 3
 
@@ -21,11 +22,11 @@ Sample = Callable[[Mapping[str, "Candidate"], int], Mapping[str, Sequence[float]
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is timed.
+    """A function to be timed.
 
     Attributes:
         run: computes once.
-        reset: restores, untimed, what ``run`` overwrites.
+        reset: restores the tensors that ``run`` overwrites; not timed.
     """
 
     run: Callable[[], object]
@@ -37,7 +38,7 @@ def on_copies(
     inputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> Candidate:
-    """Of a function that overwrites its inputs or gradients."""
+    """Makes a candidate from a function that overwrites its inputs or gradients."""
     given = [*inputs, *gradients]
     own = copied(given)
 
@@ -49,14 +50,14 @@ def on_copies(
 
 
 def ours(case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Candidate:
-    """The fused function of a case."""
+    """Makes a candidate from the fused function of a case."""
     if case.overwritten:
         return on_copies(case.fused, inputs, gradients)
     return Candidate(lambda: case.fused(inputs, gradients))
 
 
 def samples(candidates: Mapping[str, Candidate], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of each candidate in each round, between two events on the GPU; L2 is flushed before."""
+    """Returns the microseconds of each candidate in each round, between two GPU events, after an L2 flush."""
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found: dict[str, list[float]] = {name: [] for name in candidates}

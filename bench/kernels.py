@@ -1,6 +1,6 @@
-"""Kernels on a GPU against eager PyTorch, Inductor, Liger-Kernel and a copy of as many bytes.
+"""Benchmarks kernels on a GPU against eager PyTorch, Inductor, Liger-Kernel and a copy of the same size.
 
-`python -m bench.kernels [family ...]` measures some families alone, by the words that their names begin with.
+`python -m bench.kernels [family ...]` measures only some families, selected by the first word of case names.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from bench.gpu import Candidate, Sample, on_copies, ours, samples
 from bench.measure import Ratio, report, timing
 from bench.traffic import fused_bytes
 
-# In this order: time on a GPU may run out.
+# Sizes in millions of elements. The largest come first, because the time on a GPU may run out.
 MILLIONS = (256, 16, 1)
 ROUNDS = 50
 OURS, EAGER, INDUCTOR, LIGER, COPY = "ours", "eager", "Inductor", "Liger-Kernel", "copy"
 PEERS = (EAGER, INDUCTOR, LIGER)
-# Peers round where PyTorch does not; what is off by more of our allowances is another function.
+# Peers may round where PyTorch does not. A peer whose error exceeds this many times our allowed error
+# computes a different function.
 SAME_FUNCTION = 8
 HEADERS = (
     "function", "dtype", "M elements", "ours, µs", "GB/s", "of copy",
@@ -37,15 +38,15 @@ HEADERS = (
 
 @dataclass
 class Measured:
-    """One function at one size.
+    """The measurement of one function at one size.
 
     Attributes:
         case: the function.
-        dtype: its name.
-        millions: of elements.
-        excess: the error of ours and its peers, as a share of what ours is allowed.
+        dtype: the name of the dtype.
+        millions: the size in millions of elements.
+        excess: the error of each candidate, as a multiple of our allowed error.
         times: microseconds of each round, by candidate.
-        fault: why there are none.
+        fault: the reason why there are no times.
     """
 
     case: Case
@@ -56,7 +57,7 @@ class Measured:
     fault: str = ""
 
     def row(self) -> list[object]:
-        """Of the table; what is wrong has no times, and gets no ratio."""
+        """Returns the row of the table. A wrong function gets no times and no ratios."""
         start: list[object] = [self.case.name, self.dtype, self.millions]
         off = self.excess.get(OURS, float("inf"))
         if self.fault or not off <= 1:
@@ -72,12 +73,12 @@ class Measured:
         if peer not in self.times:
             return "-"
         if not self.excess[peer] <= SAME_FUNCTION:
-            return "another function"
+            return "different function"
         return str(Ratio.of(self.times[peer], self.times[OURS]))
 
 
 def joint(case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
-    """The forward and the gradients as one graph, which a compiler may fuse as it likes."""
+    """Traces the forward and the gradients into one graph, without restrictions on a compiler's fusions."""
 
     def function(*tensors: Tensor) -> list[Tensor]:
         return case.unfused(tensors[: len(inputs)], tensors[len(inputs) :])
@@ -88,7 +89,7 @@ def joint(case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
 def candidates(
     case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor], backend: str = "inductor"
 ) -> dict[str, Candidate]:
-    """Ours and its peers."""
+    """Returns our function and its peers, by name."""
     torch.compiler.reset()
     compiled = torch.compile(joint(case, inputs, gradients), backend=backend, dynamic=False)
     found = {
@@ -103,7 +104,7 @@ def candidates(
 
 
 def judged(candidate: Candidate, judge: Judge, peer: bool) -> float:
-    """The error of a candidate's results; a peer's may have other dtypes."""
+    """Returns the error of a candidate's results; converts a peer's results to PyTorch's dtypes first."""
     candidate.reset()
     found: Results = candidate.run()  # type: ignore[assignment]
     if peer:
@@ -113,7 +114,7 @@ def judged(candidate: Candidate, judge: Judge, peer: bool) -> float:
 
 
 def copy(num_bytes: int, device: str) -> Candidate:
-    """A copy within a device that reads and writes so many bytes together."""
+    """Returns a copy within a device whose reads and writes add up to ``num_bytes``."""
     source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return Candidate(lambda: target.copy_(source))
@@ -127,7 +128,7 @@ def measure(
     backend: str = "inductor",
     sample: Sample = samples,
 ) -> Measured:
-    """Checks ours and its peers; times all of them only if ours computes the right thing."""
+    """Checks our function and its peers, and times them if our results are right."""
     result = Measured(case, dtype, millions)
     torch.manual_seed(0)
     inputs = case.inputs(millions << 20, DTYPES[dtype], device)
@@ -136,7 +137,8 @@ def measure(
     timed = candidates(case, inputs, gradients, backend)
     for name, candidate in list(timed.items()):
         try:
-            # Eager is what the others are judged by; where it draws random numbers none of its own is right.
+            # Eager PyTorch is the baseline of the check. If it draws random numbers, its mask (and
+            # Inductor's) differs from the keyed one, so their results are not checked.
             same = name == EAGER or (name == INDUCTOR and case.exact is not None)
             result.excess[name] = 0.0 if same else judged(candidate, judge, peer=name != OURS)
         except Exception as error:
@@ -152,7 +154,7 @@ def measure(
 
 
 def attempt(case: Case, dtype: str, millions: int) -> Measured:
-    """The same; a GPU may have too little memory."""
+    """Calls `measure` and reports an out-of-memory error as a fault."""
     try:
         return measure(case, dtype, millions)
     except torch.OutOfMemoryError:
@@ -162,26 +164,26 @@ def attempt(case: Case, dtype: str, millions: int) -> Measured:
 
 
 def chosen(names: Sequence[str]) -> list[Case]:
-    """The cases of some families, by the words that their names begin with; all by default."""
+    """Returns the cases whose names begin with one of these words; all cases by default."""
     cases = all_cases().values()
     words = {case.name.split()[0] for case in cases}
     unknown = [name for name in names if name not in words]
     if unknown:
-        raise SystemExit(f"no family is called {', '.join(unknown)}; there are {', '.join(sorted(words))}")
+        raise SystemExit(f"unknown family: {', '.join(unknown)}; known families: {', '.join(sorted(words))}")
     return [case for case in cases if not names or case.name.split()[0] in names]
 
 
 def main(names: Sequence[str] = ()) -> None:
     cases = chosen(names)
     if not torch.cuda.is_available():
-        print("kernels: needs a GPU, and none is visible; nothing is written", flush=True)
+        print("kernels: needs a GPU, but no GPU is visible; nothing is written", flush=True)
         return
     rows: dict[tuple[int, int, int], list[object]] = {}
     each = product(MILLIONS, enumerate(cases), enumerate(DTYPES))
     for millions, (place, case), (position, dtype) in each:
         row = rows[place, position, millions] = attempt(case, dtype, millions).row()
         print(*row, sep=" | ", flush=True)
-        # Again after each: what was measured is kept if the time on the GPU runs out.
+        # The report is written after every row, so that results survive if the time on the GPU runs out.
         _report(names, [rows[key] for key in sorted(rows)], printed=False)
     _report(names, [rows[key] for key in sorted(rows)], printed=True)
 
@@ -193,12 +195,12 @@ def _report(names: Sequence[str], rows: Sequence[Sequence[object]], printed: boo
         "Kernels: the backward of a recomputed segment",
         HEADERS,
         rows,
-        f"{found}. Microseconds of the GPU, by its events: medians [p20, p80] of {ROUNDS} rounds in which "
-        "all candidates take turns, launched without gaps, with L2 flushed before each. Bytes are counted "
-        "([traffic.md](traffic.md)); a copy within the GPU of as many is timed beside. Ratios are in pairs "
-        "of one round: the median, with its 95% confidence interval; above 1 ours is faster. Inductor "
-        "compiles forward and gradients as one graph. The error is a share of what is allowed: twice "
-        "PyTorch's own against float64, or one rounding; without that there are no times.\n",
+        f"{found}. Microseconds between GPU events: medians [p20, p80] of {ROUNDS} rounds in which all "
+        "candidates alternate, launched without gaps, with L2 flushed before each. Bytes are counted "
+        '([traffic.md](traffic.md)); "of copy" compares with a copy of as many bytes within the GPU. Ratios '
+        "are medians of paired samples of one round, with 95% confidence intervals; above 1 ours is faster. "
+        "Inductor compiles forward and gradients as one graph. The error is a fraction of the allowed error: "
+        "twice PyTorch's own error against float64, or one rounding; above 1 no times are given.\n",
         printed=printed,
     )
 
@@ -209,7 +211,7 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "is not there"
+        return "not installed"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Liger-Kernel's functions, in the form of `bench.case.Case.liger`; checked against version 0.8.5.
+"""Adapters from Liger-Kernel's functions to `bench.case.Case.liger`, checked with version 0.8.5.
 
-Each imports it when it is called. Some compute in the place of their inputs or gradients.
+Each function imports Liger-Kernel when it is called. Some overwrite their inputs or gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def available() -> bool:
-    """Whether it can be imported here (`make wheelhouse` gathers it for a machine without network)."""
+    """Returns whether Liger-Kernel is installed (`make wheelhouse` collects it for an offline machine)."""
     return importlib.util.find_spec("liger_kernel") is not None
 
 
@@ -23,14 +23,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> An
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
-    """Computed in fp32 throughout, as 'gemma' means there; the gradient has memory of its own."""
+    """Computes RMSNorm in fp32 throughout ('gemma' casting mode), out of place."""
     from liger_kernel.ops import LigerRMSNormFunction
 
     return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
 
 
 def residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
-    """The normalised sum, and the sum."""
+    """Returns the normalised sum, and the sum."""
     from liger_kernel.ops import LigerFusedAddRMSNormFunction
 
     return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, "gemma", False)
@@ -49,23 +49,24 @@ def geglu_tanh(gate: Tensor, up: Tensor) -> Any:
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Any:
-    """The mean over rows."""
+    """Returns the mean loss over rows."""
     from liger_kernel.ops import LigerCrossEntropyFunction
 
     return LigerCrossEntropyFunction.apply(logits, target, None)[0]
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Any:
-    """The mean over rows; without a bias."""
+    """Returns the mean loss over rows, without a bias."""
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
     return LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """Of (batch, heads, length, head dimension), best laid out as (batch, length, heads, ...); halves turn.
+    """Rotates pairs (i, i + head_dim / 2) of q and k, of shape (batch, heads, length, head_dim).
 
-    Cosines and sines are of shape (1, length, head dimension).
+    The fastest memory layout is (batch, length, heads, head_dim). Cosines and sines are of shape (1, length,
+    head_dim).
     """
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 

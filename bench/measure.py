@@ -1,4 +1,4 @@
-"""Times candidates alternately in one run, and reports them with the machine they ran on."""
+"""Times alternating candidates in one run, and reports the results with a description of the machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Timing:
         return self._text(1, 1 if self.median < 1000 else 0)
 
     def ms(self) -> str:
-        """The same in milliseconds."""
+        """Formats the timing in milliseconds."""
         return self._text(1e-3, 2 if self.median < 1e5 else 1)
 
     def _text(self, factor: float, digits: int) -> str:
@@ -42,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of ratios that were taken in pairs, and its 95% confidence interval, bootstrapped."""
+    """The median of paired ratios, and its 95% confidence interval by bootstrapping."""
 
     median: float
     low: float
@@ -50,7 +50,7 @@ class Ratio:
 
     @classmethod
     def of(cls, ours: Sequence[float], theirs: Sequence[float], resamples: int = 2000) -> Ratio:
-        """Of two candidates' samples, each pair from one round."""
+        """Computes the ratio ``ours / theirs`` of two candidates' samples, paired by round."""
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         generator = random.Random(0)
         medians = [statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(resamples)]
@@ -63,7 +63,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Table:
-    """A further table of a report, under a heading of its own."""
+    """An additional table of a report, with its own heading."""
 
     heading: str
     headers: Sequence[str]
@@ -74,13 +74,13 @@ class Table:
 def alternate(
     candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, pause: float = 0.0
 ) -> dict[str, Timing]:
-    """Times every candidate once a round, so that a slow spell of the machine meets them all.
+    """Times every candidate once per round, so that a slow phase of the machine affects all of them.
 
     Args:
-        candidates: what to call, by name.
-        rounds: samples of each; one more comes first and is dropped.
+        candidates: the functions to time, by name.
+        rounds: samples per candidate. One additional warm-up round is dropped.
         calls: calls per sample.
-        pause: seconds before each sample, in which threads of the candidate before stop spinning.
+        pause: seconds before each sample, in which threads of the previous candidate stop spinning.
     """
     return {name: timing(times) for name, times in samples(candidates, rounds, calls, pause).items()}
 
@@ -88,7 +88,7 @@ def alternate(
 def samples(
     candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, pause: float = 0.0
 ) -> dict[str, list[float]]:
-    """Microseconds per call, of each round, as `alternate` takes them."""
+    """Returns the microseconds per call of each round, with the arguments of `alternate`."""
     found: dict[str, list[float]] = {name: [] for name in candidates}
     for round_index in range(rounds + 1):
         for name, candidate in candidates.items():
@@ -103,13 +103,13 @@ def samples(
 
 
 def timing(times: Sequence[float]) -> Timing:
-    """Of samples."""
+    """Computes the timing from samples."""
     cuts = statistics.quantiles(times, n=10) if len(times) > 1 else [times[0]] * 9
     return Timing(statistics.median(times), cuts[1], cuts[7])
 
 
 def machine() -> str:
-    """Processor, versions, threads and commit, in one line."""
+    """Describes processor, versions, threads and commit in one line."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
@@ -124,7 +124,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Of the tree, abbreviated, and whether it was changed since."""
+    """Returns the abbreviated commit of the tree, with "+changes" if there are uncommitted changes."""
 
     def git(*arguments: str) -> str:
         if not shutil.which("git"):
@@ -134,7 +134,7 @@ def commit() -> str:
 
     elsewhere = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!../README.md")
     changed = "+changes" if elsewhere else ""
-    # A tree that travelled without its history is told which one it is.
+    # For a tree that was copied without its history, the environment variable gives the commit.
     return (git("rev-parse", "--short", "HEAD") or os.environ.get("GPIPE_FAST_COMMIT", "unknown")) + changed
 
 
@@ -147,7 +147,7 @@ def report(
     further: Sequence[Table] = (),
     printed: bool = True,
 ) -> None:
-    """Prints a table, and further ones, with the machine line; keeps them as ``bench/results/<name>.md``."""
+    """Prints tables with the machine line, and writes them to ``bench/results/<name>.md``."""
     text = f"# {title}\n\n{machine()}.\n{note}\n{_table(headers, rows)}\n"
     for table in further:
         text += f"\n## {table.heading}\n\n{table.note}\n{_table(table.headers, table.rows)}\n"

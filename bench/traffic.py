@@ -1,8 +1,8 @@
-"""Bytes that the backward of a recomputed segment reads and writes: fused, and by PyTorch's operators.
+"""Counts the bytes that the backward of a recomputed segment moves, with fused kernels and with PyTorch.
 
-Counted on tensors without data. An operator reads its inputs and writes its outputs, each storage once; views
-and allocations move nothing. A kernel reads the tensors that it is given, but for those that were allocated
-and not yet written: it writes these, and those in whose place it computes.
+Bytes are counted on meta tensors. An operator reads its inputs and writes its outputs, each storage once;
+views and allocations move nothing. A kernel reads its arguments, except tensors that are allocated but not
+yet written: it writes these, and the tensors that it updates in place.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ ELEMENTS = 1 << 24
 
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-# These write in place what they do not read.
+# In-place operators that do not read the tensor that they write.
 OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.bernoulli_, aten.normal_, aten.uniform_}
-# Of the argument at this index these read an element of each row at most.
+# Operators that read at most one element per row of the argument at this index, which is not counted.
 UNREAD = {aten.nll_loss_forward: 0, aten.nll_loss_backward: 1}
 
 
 class Traffic(TorchDispatchMode):
-    """Adds up the bytes that operators and launches read and write while it is entered."""
+    """A dispatch mode that counts the bytes that operators and launches read and write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.read = self.written = 0
-        self._blank: dict[int, Tensor] = {}  # by storage, allocated and not yet written
-        self._kept: list[Any] = []  # a storage's address tells it from others only as long as it lives
+        self._blank: dict[int, Tensor] = {}  # tensors by storage, allocated but not yet written
+        self._kept: list[Any] = []  # keeps tensors alive: the address of a freed storage may be reused
 
     @property
     def moved(self) -> int:
-        """Bytes read and written."""
+        """The bytes read and written, added."""
         return self.read + self.written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +67,7 @@ class Traffic(TorchDispatchMode):
         return found
 
     def launched(self, tensors: Sequence[Tensor], overwritten: Sequence[Tensor]) -> None:
-        """Counts what a kernel is given."""
+        """Counts the bytes of a kernel launch with these tensor arguments."""
         in_place = {_storage(t) for t in overwritten}
         self._kept.append(tensors)
         reads = [t for t in tensors if _storage(t) not in self._blank]
@@ -83,7 +83,7 @@ class Traffic(TorchDispatchMode):
 
     @contextlib.contextmanager
     def counting_launches(self, overwritten: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Counts launches instead of making them."""
+        """Counts kernel launches instead of executing them."""
 
         def wrap(kernel: Any) -> Any:
             return _Grids(lambda *args, **constants: self.launched(_tensors(args), overwritten))
@@ -93,7 +93,7 @@ class Traffic(TorchDispatchMode):
 
 
 class _Grids:
-    """A kernel that is a function: ``kernel[grid](arguments)``."""
+    """A function with the call syntax of a kernel: ``kernel[grid](arguments)``."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -116,14 +116,14 @@ def _in(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
 
 
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What an operator writes in place."""
+    """Returns the tensors that an operator writes in place."""
     arguments = func._schema.arguments
     given = [*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments[len(args) :])]
     return _tensors([value for a, value in given if a.alias_info is not None and a.alias_info.is_write])
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the parts of storages that tensors show, none more than once."""
+    """Returns the bytes of the tensors. Counts overlapping views of a storage once."""
     shown: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -132,7 +132,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _span(views: Sequence[Tensor]) -> int:
-    """Bytes of one storage between the first and last element of any view."""
+    """Returns the bytes in the union of the views' extents, for views of one storage."""
     length = end = 0
     for view in sorted(views, key=lambda view: view.storage_offset() * view.itemsize):
         begin = int(view.storage_offset()) * view.itemsize
@@ -143,7 +143,7 @@ def _span(views: Sequence[Tensor]) -> int:
 
 
 def unfused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
-    """Read and written by PyTorch's operators."""
+    """Returns the bytes that PyTorch's operators read and write."""
     inputs = case.inputs(elements, dtype, "meta")
     gradients = case.gradients(inputs)
     traffic = Traffic()
@@ -154,7 +154,7 @@ def unfused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
 
 @functools.lru_cache
 def fused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
-    """Read and written by ours."""
+    """Returns the bytes that our kernels read and write."""
     inputs = case.inputs(elements, dtype, "meta")
     gradients = case.gradients(inputs)
     if case.moved is not None:
@@ -167,7 +167,7 @@ def fused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
 
 
 def row(case: Case, dtype: str, elements: int = ELEMENTS) -> list[object]:
-    """Of the table: bytes per element, and the share that is saved."""
+    """Returns a row of the table: bytes per element, and the saved fraction."""
     unfused, fused = (count(case, elements, DTYPES[dtype]) for count in (unfused_bytes, fused_bytes))
     return [case.name, dtype, unfused / elements, fused / elements, f"{1 - fused / unfused:.0%}"]
 
@@ -178,11 +178,11 @@ def main() -> None:
         "Bytes of the backward of a recomputed segment",
         ["function", "dtype", "unfused, bytes per element", "fused", "saving"],
         [row(case, dtype) for case in all_cases().values() for dtype in DTYPES],
-        f"Counted, not measured: what operators and kernels read and write of {ELEMENTS >> 20} M elements. "
-        "Unfused: PyTorch computes the forward again, and then the gradients, one operator after the other. "
-        "Fused: one kernel, partial sums and their addition too; dropout and rotary embedding are launched "
-        "for the forward and the backward. Of many tensors ours saves launches, not bytes; of cross-entropy "
-        "with the linear layer memory: all logits never exist.\n",
+        f"Counted, not measured: bytes that operators and kernels read and write for {ELEMENTS >> 20} M "
+        "elements. Unfused: PyTorch recomputes the forward, then computes the gradients, one operator at a "
+        "time. Fused: one kernel, including partial sums and their addition; dropout and rotary embedding "
+        "have one launch each for forward and backward. The multi-tensor kernels save launches, not bytes; "
+        "cross-entropy with the linear layer saves memory: the full logits never exist.\n",
     )
 
 

@@ -1,6 +1,6 @@
-"""`python -m bench.tune [kernel ...]`: tries configurations on this GPU; kernels/tuned.json keeps the best.
+"""`python -m bench.tune [kernel ...]`: tunes kernels on this GPU and saves the results in kernels/tuned.json.
 
-Not one of the benchmarks that `python -m bench` runs: it changes what kernels are launched with.
+`python -m bench` does not run it, because it changes the kernels' launch configurations.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from bench.gpu import Candidate, Sample, ours, samples
 from gpipe_fast.kernels.launch import Config, forced, keep
 
 ROUNDS = 30
-# The configuration that launchers choose now stays unless another is faster by more than this share.
+# Another configuration replaces the current one only if it is faster by more than this fraction.
 MARGIN = 0.02
 CURRENT = "current"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one shape class.
+    """The tuning result of one shape class.
 
     Attributes:
-        config: the fastest; None if the current one stays.
-        gain: time of the current one by that of the fastest.
-        dropped: how many candidates did not compile, or computed something else.
+        config: the fastest configuration, or None if the current one stays.
+        gain: the time of the current configuration divided by the time of the fastest.
+        dropped: the number of candidates that failed to compile or computed wrong results.
     """
 
     config: Config | None
@@ -41,10 +41,10 @@ class Outcome:
 
 
 def search(tuning: Tuning, name: str, device: str = "cuda", sample: Sample = samples) -> Outcome:
-    """Tries a kernel's configurations for one shape class, in every dtype.
+    """Times a kernel's configurations for one shape class, in every dtype.
 
     Raises:
-        AssertionError: the kernel is wrong as it is; nothing is said about speed then.
+        AssertionError: the kernel computes wrong results with the current configuration.
     """
     shape = tuning.shapes[name]
     configs: dict[str, Config | None] = {CURRENT: None} | {str(c): c for c in shape.candidates}
@@ -56,7 +56,7 @@ def search(tuning: Tuning, name: str, device: str = "cuda", sample: Sample = sam
         judge = Judge.of(tuning.case, inputs, gradients)
         timed = {key: _candidate(tuning, name, configs[key], inputs, gradients) for key in times}
         timed = {key: candidate for key, candidate in timed.items() if _right(candidate, judge)}
-        assert CURRENT in timed, f"{tuning.kernel} {name} is wrong in {dtype}"
+        assert CURRENT in timed, f"{tuning.kernel} {name} computes wrong results in {dtype}"
         times = {key: times[key] * statistics.median(found) for key, found in sample(timed, ROUNDS).items()}
     best = min(times, key=lambda key: times[key])
     gain = (times[CURRENT] / times[best]) ** (1 / len(DTYPES))
@@ -88,13 +88,13 @@ def _right(candidate: Candidate, judge: Judge) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     tunings = all_tunings()
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
-    parser.add_argument("kernel", nargs="*", help=f"which to tune; by default all: {', '.join(tunings)}")
+    parser.add_argument("kernel", nargs="*", help=f"kernels to tune; by default all: {', '.join(tunings)}")
     wanted = parser.parse_args(arguments).kernel or list(tunings)
     unknown = [name for name in wanted if name not in tunings]
     if unknown:
-        parser.error(f"no kernel is called {', '.join(unknown)}; there are {', '.join(tunings)}")
+        parser.error(f"unknown kernel: {', '.join(unknown)}; known kernels: {', '.join(tunings)}")
     if not torch.cuda.is_available():
-        parser.error("tuning needs a GPU, and none is visible")
+        parser.error("tuning needs a GPU, but no GPU is visible")
     for kernel in wanted:
         for name in tunings[kernel].shapes:
             found = search(tunings[kernel], name)

@@ -1,10 +1,10 @@
-"""What benchmarks know of each kernel family.
+"""Registry of the kernel families for benchmarks, tuning and tests.
 
-A family plugs in with a file of its own here: `CASES`, a `Case` for each function that is worth a row of a
-table, whose name begins with the family's word as its variants' names do, and `TUNINGS`, what can be tuned;
-and with its name in `FAMILIES`. `bench.traffic` then counts its bytes, `bench.kernels` measures it on a GPU,
-`bench.tune` tunes it, tests/bench/test_bench_kernels.py compares what was registered with PyTorch on the CPU,
-and tests/kernels/test_cuda.py with PyTorch on a GPU.
+To add a family, add a file here and its name to `FAMILIES`. The file defines `CASES`, a `Case` for each
+function with a row in a table, and `TUNINGS`, the kernels that can be tuned. The names of cases begin with
+the family's word, like the names of its variants. `bench.traffic` counts the bytes of the cases,
+`bench.kernels` measures them on a GPU, `bench.tune` tunes, tests/bench/test_bench_kernels.py compares the
+cases with PyTorch on the CPU, and tests/kernels/test_cuda.py on a GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ FAMILIES = ("activations", "cross_entropy", "dropout", "gated", "multi_tensor", 
 
 
 def all_cases() -> dict[str, Case]:
-    """By name."""
+    """Returns the cases of all families, by name."""
     return {case.name: case for family in FAMILIES for case in _module(family).CASES}
 
 
 def all_tunings() -> dict[str, Tuning]:
-    """By the kernel's name."""
+    """Returns the tunings of all families, by kernel name."""
     return {tuning.kernel: tuning for family in FAMILIES for tuning in _module(family).TUNINGS}
 
 

@@ -1,4 +1,4 @@
-"""Bias and activation."""
+"""Benchmark cases and tunings of bias and activation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpipe_fast.kernels.activations import ACTIVATIONS, CONFIGS, launch_backward
 from gpipe_fast.kernels.launch import Config
 
 COLS = 4096
-# Of elements in one block: enough loads in flight, and not more than registers hold.
+# Elements per block: enough loads in flight, and no more elements than fit into registers.
 BLOCK_ELEMENTS = (1024, 2048, 4096, 8192)
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,7 +29,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def inputs(elements: int, dtype: torch.dtype, device: str, cols: int = COLS) -> list[Tensor]:
-    """The product and the bias."""
+    """Returns the product and the bias."""
     z = torch.randn(max(1, elements // cols), cols, dtype=dtype, device=device)
     return [z, torch.randn(cols, dtype=dtype, device=device)]
 
@@ -46,7 +46,7 @@ def _case(activation: str) -> Case:
 
 
 def keyed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """The product, the bias, and the key of the dropout behind them."""
+    """Returns the product, the bias, and the dropout key."""
     return [*inputs(elements, dtype, device), keyed.key_on(device)]
 
 

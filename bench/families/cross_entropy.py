@@ -1,6 +1,7 @@
-"""Softmax cross-entropy over the classes of a language model, of logits and of what the last layer is given.
+"""Benchmark cases and tunings of softmax cross-entropy with the vocabulary of a language model.
 
-The gradients come in as 1: what scales made ones reads that and nothing else, and has no row of its own.
+There is one case for logits and one with the last linear layer. Incoming gradients are 1, so the kernel that
+scales precomputed gradients reads only them, and has no row of its own.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from gpipe_fast.kernels.losses import reduced, scale_of
 
 CLASSES = 32000
 FEATURES = 1024
-# Of few elements there are fewer classes, so that a mean is one of as many rows.
+# Inputs with few elements have fewer classes, so that the mean is always over at least this many rows.
 FEWEST_ROWS = 32
-# The class that launchers take for all that is wider than the last.
+# The number of logits that represents the shape class of long rows.
 LONG = 1 << 17
-# Elements of a block that a thread holds.
+# Elements of a block per thread: minimum and maximum.
 FEWEST, MOST = 8, 64
 IGNORED = -100
 
 
 def logits_inputs(elements: int, dtype: torch.dtype, device: str, cols: int = CLASSES) -> list[Tensor]:
-    """Logits and targets."""
+    """Returns logits and targets."""
     cols = min(cols, max(1, elements // FEWEST_ROWS))
     rows = max(1, elements // cols)
     target = torch.randint(cols, (rows,), device=device)
@@ -40,7 +41,7 @@ def logits_inputs(elements: int, dtype: torch.dtype, device: str, cols: int = CL
 
 
 def linear_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """What the last layer is given, its weight, and targets; elements are those of the logits."""
+    """Returns the input of the last layer, its weight, and targets. ``elements`` counts the logits."""
     logits, target = logits_inputs(elements, dtype, "meta")
     rows, cols = logits.shape
     target = torch.randint(cols, (rows,), device=device)
@@ -49,7 +50,7 @@ def linear_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor
 
 
 def _in_fp32(loss: Tensor) -> Tensor:
-    """As ours is; float64 stays."""
+    """Converts the loss to fp32, the dtype of our loss; leaves float64 unchanged."""
     return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
 
@@ -62,7 +63,7 @@ def _plain_linear(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _ours(logits: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """What autograd runs of the public function, in a form that compiles as one graph."""
+    """Runs the ops of `cross_entropy` and its backward, in a form that compiles to one graph."""
     loss = torch.ops.gpipe_fast.cross_entropy_(logits, target, IGNORED, 0.0, "mean")
     torch.ops.gpipe_fast.scale_made_gradient_(logits, g)
     return loss, logits
@@ -88,17 +89,18 @@ def _launched_linear(x: Tensor, weight: Tensor, target: Tensor, g: Tensor) -> No
 
 
 def _moved_linear(inputs: Sequence[Tensor], _: Sequence[Tensor]) -> int:
-    """On a GPU; without one, as here, products of half precision are computed in another way."""
+    """Computes the bytes moved on a GPU; meta tensors take the CPU's path, which casts half precision."""
     x, weight, target = inputs
     rows, size, weights = target.numel(), x.itemsize, weight.numel()
     chunks = cdiv(rows, choose_chunk_rows(rows, *weight.shape))
-    # Logits are written, read and written, and read by two products; x is read by two, its gradient written.
+    # Logits: written by the product, read and overwritten by the loss, read by two products. x: read by two
+    # products; its gradient is written.
     moved = (5 * rows * weight.shape[0] + 3 * x.numel()) * size
-    # Each chunk reads the weight twice, and adds to its gradient, which the first writes.
+    # Each chunk reads the weight twice. The first chunk writes the weight's gradient, the others add to it.
     moved += chunks * 2 * size * weights
     if chunks == 1:
         return moved + size * weights
-    # In fp32, and its cast.
+    # Several chunks accumulate in fp32; half precision adds a cast.
     moved += (2 * chunks - 1) * 4 * weights
     return moved if size == 4 else moved + (4 + size) * weights
 
@@ -127,7 +129,7 @@ LINEAR = Case(
 
 
 def _shape(widest: int, default: Config) -> Shape:
-    """A program holds whole rows, or takes a long one in blocks."""
+    """Returns a shape class: a program holds whole rows, or iterates over the blocks of a long row."""
     if "ROWS" in default.blocks:
         blocks = [{"ROWS": rows, "COLS": widest} for rows in (1, 2, 4, 8, 16, 32)]
     else:

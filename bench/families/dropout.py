@@ -1,4 +1,4 @@
-"""Dropout and residual."""
+"""Benchmark cases and tunings of dropout and residual."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpipe_fast.kernels.launch import Config
 
 
 def inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """What may be dropped, the residual, and the key."""
+    """Returns the input of dropout, the residual, and the key."""
     h, residual = (torch.randn(elements, dtype=dtype, device=device) for _ in range(2))
     return [h, residual, keyed.key_on(device)]
 
@@ -30,7 +30,7 @@ def _exact(h: Tensor, residual: Tensor, key: Tensor) -> Tensor:
 
 
 def _ours(h: Tensor, residual: Tensor, key: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the residual is that of the sum."""
+    """Computes the output and both gradients. The residual's gradient is the output's gradient."""
     draw = keyed.draw(key)
     return dropout_add(h, residual, *draw), dropout_add(g, None, *draw), g
 

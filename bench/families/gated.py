@@ -1,4 +1,4 @@
-"""Gated pairs: two tensors, and both halves of one."""
+"""Benchmark cases and tunings of gated activations, with gate and up separate and packed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ BLOCK_ELEMENTS = (512, 1024, 2048, 4096)
 
 
 def pair_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """The gate, and what it lets through; elements are those of the activation."""
+    """Returns gate and up. ``elements`` counts the output."""
     shape = (max(1, elements // COLS), COLS)
     return [torch.randn(shape, dtype=dtype, device=device) for _ in range(2)]
 
 
 def packed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Both side by side."""
+    """Returns gate and up packed in one tensor."""
     return [torch.randn(max(1, elements // COLS), 2 * COLS, dtype=dtype, device=device)]
 
 
@@ -66,7 +66,7 @@ PACKED = Case(
 
 
 def keyed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """The gate, what it lets through, and the key of the dropout behind them."""
+    """Returns gate, up, and the dropout key."""
     return [*pair_inputs(elements, dtype, device), keyed.key_on(device)]
 
 

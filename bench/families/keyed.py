@@ -1,4 +1,4 @@
-"""The draw that benchmarks of dropout share: what PyTorch draws, and what is compared."""
+"""The dropout that benchmark cases share: the keyed one, PyTorch's own, and the exact result."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ P = 0.1
 
 
 def key_on(device: str) -> Tensor:
-    """The key, an input of a case."""
+    """Returns the key, which is an input of a case."""
     return torch.tensor([1, 2, 3], device=device)
 
 
 def draw(key: Tensor) -> Draw:
-    """Of the layer's first random op."""
+    """Returns the dropout of the first random op of the first layer."""
     return Draw(P, key, 0, 0)
 
 
 def plain(x: Tensor) -> Tensor:
-    """PyTorch's own dropout, as it runs on a GPU."""
+    """Computes PyTorch's dropout with the operator that runs on a GPU."""
     return torch.native_dropout(x, P, True)[0]
 
 
 def exact(x: Tensor, key: Tensor) -> Tensor:
-    """With the mask of the keyed op, drawn on the CPU."""
+    """Computes dropout with the mask of the keyed op, drawn on the CPU."""
     kept = reference.keep(x.shape, *draw(key.cpu())).to(x.device)
     return x * kept * (1.0 / (1.0 - P))

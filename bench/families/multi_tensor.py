@@ -1,4 +1,4 @@
-"""Gradients of many tensors: accumulated in fp32, and unscaled."""
+"""Benchmark cases and tunings of the multi-tensor kernels: accumulation in fp32, and unscaling."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gpipe_fast.kernels import accumulate_, unscale_
 from gpipe_fast.kernels.launch import Config
 from gpipe_fast.kernels.multi_tensor import CONFIGS, launch_accumulate, launch_unscale
 
-# Matrices and as many vectors.
+# Number of tensors: matrices and vectors alternate.
 TENSORS = 64
 INVERSE_SCALE = 0.75
 
 
 def gradients(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Of a matrix and a vector, a thousandth of it, in turns."""
+    """Returns gradients of alternating matrices and vectors; a vector has 1/1024 of the elements of both."""
     both = elements // (TENSORS // 2)
     vector = max(1, both >> 10)
     sizes = (both - vector, vector) * (TENSORS // 2)
@@ -28,12 +28,12 @@ def gradients(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 
 def accumulate_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Accumulators, and then gradients."""
+    """Returns the accumulators, then the gradients."""
     return [*gradients(elements, torch.float32, device), *gradients(elements, dtype, device)]
 
 
 def unscale_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Gradients, and the inverse of the loss scale."""
+    """Returns the gradients, then the inverse of the loss scale."""
     return [*gradients(elements, dtype, device), torch.full((1,), INVERSE_SCALE, device=device)]
 
 
@@ -47,7 +47,7 @@ def _unscale(*tensors: Tensor) -> list[Tensor]:
 
 
 def _plain_unscale(*tensors: Tensor) -> list[Tensor]:
-    """As `torch.amp.GradScaler` does."""
+    """Unscales with the operator of `torch.amp.GradScaler`."""
     found = tensors[-1].new_zeros(1)
     torch._amp_foreach_non_finite_check_and_unscale_(list(tensors[:-1]), found, tensors[-1])
     return [*tensors[:-1], found]
@@ -59,7 +59,7 @@ def _exact_unscale(*tensors: Tensor) -> list[Tensor]:
 
 
 def _in_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Launchers need addresses, which tensors without data do not have; memory of these is not touched."""
+    """Allocates meta tensors on the CPU: launchers need addresses. Their memory is not accessed."""
     return [torch.empty_like(t, device="cpu") for t in tensors]
 
 

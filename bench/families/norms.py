@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm."""
+"""Benchmark cases and tunings of LayerNorm and RMSNorm."""
 
 from __future__ import annotations
 
@@ -19,42 +19,45 @@ from gpipe_fast.kernels.norms import CONFIGS, launch_backward
 
 COLS = 4096
 LAYER_EPS, RMS_EPS = 1e-5, 1e-6
-# Elements of a block that a thread holds.
+# Elements of a block per thread: minimum and maximum.
 FEWEST, MOST = 8, 64
 
 
 def layer_inputs(elements: int, dtype: torch.dtype, device: str, cols: int = COLS) -> list[Tensor]:
-    """What is normalised, weight and bias."""
+    """Returns the norm's input, weight and bias."""
     x = torch.randn(max(1, elements // cols), cols, dtype=dtype, device=device)
     return [x, *(torch.randn(cols, dtype=dtype, device=device) for _ in range(2))]
 
 
 def rms_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """What is normalised, and the weight."""
+    """Returns the norm's input and weight."""
     return layer_inputs(elements, dtype, device)[:2]
 
 
 def residual_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """What is added, the residual, the weight, and the gradient of the sum from the residual stream."""
+    """Returns h, the residual, the weight, and the sum's gradient from the residual stream."""
     h, weight = rms_inputs(elements, dtype, device)
     return [h, torch.randn_like(h), weight, torch.randn_like(h)]
 
 
 def keyed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """What is added after dropout, the residual, weight, bias, the sum's gradient from elsewhere, the key."""
+    """Returns h (before dropout), residual, weight, bias, the residual stream's gradient, and the key."""
     h, weight, bias = layer_inputs(elements, dtype, device)
     return [h, torch.randn_like(h), weight, bias, torch.randn_like(h), keyed.key_on(device)]
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """PyTorch's has kernels on a GPU alone; without data LayerNorm, which moves as much, stands for it."""
+    """Computes PyTorch's RMSNorm; on meta tensors LayerNorm, which moves the same bytes.
+
+    PyTorch has a fused RMSNorm only on a GPU.
+    """
     if x.device.type == "meta":
         return F.layer_norm(x, x.shape[-1:], weight, None, RMS_EPS)
     return F.rms_norm(x, x.shape[-1:], weight, RMS_EPS)
 
 
 class _Streamed(torch.autograd.Function):
-    """The norm, of which and of the sum a gradient comes in: the sum itself is not asked for again."""
+    """Identity on the norm y whose backward also passes g_sum to the sum x, without recomputing the sum."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, g_sum: Tensor) -> Tensor:
@@ -145,7 +148,7 @@ DROPOUT = Case(
 
 
 def _shape(widest: int) -> Shape:
-    """A program holds whole rows: of the widest, one or a few."""
+    """Returns a shape class. A program holds whole rows."""
     blocks = [{"ROWS": rows, "COLS": widest} for rows in (1, 2, 4, 8, 16, 32)]
     return Shape(
         partial(layer_inputs, 1 << 24, cols=widest),

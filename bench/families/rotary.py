@@ -1,4 +1,4 @@
-"""Rotary position embedding, in place."""
+"""Benchmark cases and tunings of rotary position embedding, in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK_PAIRS = (512, 1024, 2048)
 
 
 def inputs(elements: int, dtype: torch.dtype, device: str, head_dim: int = HEAD_DIM) -> list[Tensor]:
-    """Queries and keys, whose elements are counted together, and the tables of all of a head, in fp32."""
+    """Returns queries and keys, and fp32 tables for all dimensions of a head. ``elements`` counts q and k."""
     positions = max(1, elements // (2 * HEADS * head_dim))
     length = min(positions, LONGEST)
     shape = (positions // length, length, HEADS, head_dim)
@@ -29,7 +29,7 @@ def inputs(elements: int, dtype: torch.dtype, device: str, head_dim: int = HEAD_
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In the dtype of x throughout, as models do."""
+    """Rotates x in x's dtype throughout, as models do."""
     x1, x2 = x.chunk(2, -1)
     c, s = (table.to(x.dtype)[:, None] for table in (cos, sin))
     return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1)

@@ -1,1 +1,1 @@
-"""The models that the benchmarks train: those of the papers, as sequences of layers, and a small one."""
+"""The models that the benchmarks train: the papers' models as sequences of layers, and a small MLP."""

@@ -1,4 +1,4 @@
-"""AmoebaNet-D, cell by cell; each takes what the two before it return."""
+"""AmoebaNet-D as a sequence of cells. Each cell takes the outputs of the two cells before it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Both of shape (batch, channels, height, width): what the cell before returns, and the one before that.
+# The outputs of the previous cell and of the cell before it, both of shape (batch, channels, height, width).
 States = tuple[Tensor, Tensor]
 
-# Makes what keeps the number of channels, and divides height and width by the stride.
+# Makes a module from (channels, stride). The module keeps the channels and divides height and width by the
+# stride.
 Operation = Callable[[int, int], nn.Module]
 
 
@@ -37,7 +38,7 @@ def _conv_1x1(channels: int, stride: int) -> nn.Module:
 
 
 def _conv_3x3(channels: int, stride: int) -> nn.Module:
-    """Through a quarter of the channels."""
+    """Makes a bottleneck with a quarter of the channels."""
     narrow = channels // 4
     return nn.Sequential(
         *_convolution(channels, narrow),
@@ -47,7 +48,7 @@ def _conv_3x3(channels: int, stride: int) -> nn.Module:
 
 
 def _conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
-    """Through a quarter of the channels."""
+    """Makes a bottleneck with a quarter of the channels."""
     narrow = channels // 4
     return nn.Sequential(
         *_convolution(channels, narrow),
@@ -71,21 +72,22 @@ def _avg_pool_3x3(channels: int, stride: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Genotype:
-    """What evolution found.
+    """The structure of a cell, as found by evolution.
 
     Attributes:
-        sums: each of two operations and the states they take. States 0 and 1 are the cell's own, each sum
-            makes one more.
-        returned: the states whose channels the cell returns.
+        sums: pairs of operations whose outputs are added, each with the index of its input state. States 0
+            and 1 are the cell's inputs; each sum makes the next state.
+        returned: the states that the cell concatenates and returns.
     """
 
     sums: tuple[tuple[tuple[int, Operation], tuple[int, Operation]], ...]
     returned: tuple[int, ...]
 
 
-# In arXiv 1802.01548 a normal cell returns states 4, 5 and 6. In TensorFlow's own AmoebaNet-D
-# (tensorflow/tpu, models/official/amoeba_net) it returns these four, and only so has it the parameters of
-# GPipe's table 1. torchgpipe's benchmarks return them too, but average where 3x3 takes the maximum here.
+# In arXiv 1802.01548 a normal cell returns states 4, 5 and 6. In TensorFlow's AmoebaNet-D (tensorflow/tpu,
+# models/official/amoeba_net) it returns these four, and only then the number of parameters equals table 1 of
+# GPipe. torchgpipe's benchmarks return them too, but use 3x3 average pooling where this model has 3x3 maximum
+# pooling.
 NORMAL = Genotype(
     sums=(
         ((1, _conv_1x1), (1, _max_pool_3x3)),
@@ -109,7 +111,7 @@ REDUCTION = Genotype(
 
 
 class FactorizedReduce(nn.Module):
-    """Halves height and width: half of the channels look at the even pixels, half at the odd ones."""
+    """Halves height and width: half of the channels read the even pixels, half the odd ones."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -124,14 +126,14 @@ class FactorizedReduce(nn.Module):
 
 
 class Cell(nn.Module):
-    """Sums of operations on two states; hands on what it returns and the first of the two.
+    """A cell: sums of operations on two states. Returns its output and its first input.
 
     Args:
-        genotype: which operations.
-        channels: of each operation.
-        before: channels of the two states.
-        stride: 2 if it halves height and width.
-        halve: whether the second state is twice as high and wide as the first.
+        genotype: the operations of the cell.
+        channels: channels of each operation.
+        before: channels of the two input states.
+        stride: 2 if the cell halves height and width, else 1.
+        halve: whether the second input state is twice as high and wide as the first.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class Cell(nn.Module):
 
 
 class Classify(nn.Module):
-    """Logits of what the last cell returns."""
+    """The classifier: pools the last cell's output and computes logits."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
@@ -169,23 +171,25 @@ class Classify(nn.Module):
 
 
 def amoebanet_d(num_layers: int, num_filters: int, num_classes: int = 1000) -> nn.Sequential:
-    """AmoebaNet-D (L, D) of the GPipe paper (arXiv 1811.06965, table 1); the cells are of arXiv 1802.01548.
+    """Builds AmoebaNet-D (L, D) of the GPipe paper (arXiv 1811.06965, table 1; cells: arXiv 1802.01548).
 
-    Takes images of shape (batch, 3, height, width), both of which 32 divides, and returns logits of shape
-    (batch, num_classes). With 1000 classes (18, 208) has 81.5 M parameters, (18, 256) has 122.5 M.
+    The model takes images of shape (batch, 3, height, width), with height and width divisible by 32, and
+    returns logits of shape (batch, num_classes). With 1000 classes (18, 208) has 81.5 M parameters, (18, 256)
+    has 122.5 M.
 
     Args:
-        num_layers: L, normal cells: a third each at an eighth, a sixteenth and a 32nd of height and width.
-            The sequence has six layers more.
-        num_filters: D, a multiple of 8: four times the channels of the stem. Every reduction doubles them.
-        num_classes: logits.
+        num_layers: L, the number of normal cells. A third each is at 1/8, 1/16 and 1/32 of height and width.
+            The sequence has six more layers.
+        num_filters: D, a multiple of 8: four times the channels of the stem. Every reduction doubles the
+            channels.
+        num_classes: the number of logits.
 
     Raises:
-        ValueError: 3 does not divide ``num_layers``, or 8 ``num_filters``.
+        ValueError: ``num_layers`` is not divisible by 3, or ``num_filters`` not by 8.
     """
     if num_layers % 3 or num_filters % 8:
         raise ValueError(
-            f"3 must divide num_layers and 8 num_filters, got {num_layers} layers and {num_filters} filters"
+            f"num_layers must be divisible by 3 and num_filters by 8, got {num_layers} and {num_filters}"
         )
     channels = num_filters // 4
     model = OrderedDict[str, nn.Module]()

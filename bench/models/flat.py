@@ -1,4 +1,4 @@
-"""Sequences without sequences inside, so that a pipeline may be cut anywhere."""
+"""Flattening of nested sequences, so that a pipeline can be partitioned anywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def flat(model: nn.Sequential) -> nn.Sequential:
-    """The layers of nested sequences as one sequence, their names joined by underscores."""
+    """Returns the layers of nested sequences as one sequence. Joins their names with underscores."""
     return nn.Sequential(OrderedDict(_layers(model)))
 
 

@@ -1,4 +1,4 @@
-"""GPT: Transformer blocks between embeddings and a head, of GPT-2's sizes and larger."""
+"""GPT: Transformer blocks between embeddings and a head, in the sizes of GPT-2 and larger."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Block(nn.Module):
     """A pre-norm Transformer block with causal attention.
 
     Args:
-        width: of the residual stream.
-        heads: attention heads; they divide the width.
+        width: the width of the residual stream, divisible by ``heads``.
+        heads: the number of attention heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -35,12 +35,12 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """What a token stands for plus what its position does.
+    """The sum of token and position embeddings.
 
     Args:
-        vocab: tokens that there are.
-        context: positions that there are.
-        width: of the residual stream.
+        vocab: the number of tokens.
+        context: the number of positions.
+        width: the width of the residual stream.
     """
 
     def __init__(self, vocab: int, context: int, width: int) -> None:
@@ -54,26 +54,28 @@ class Embedding(nn.Module):
 
 
 def blocks(count: int, width: int = 256, heads: int = 8) -> list[nn.Module]:
-    """``count`` equal Transformer blocks."""
+    """Returns ``count`` equal Transformer blocks."""
     return [Block(width, heads) for _ in range(count)]
 
 
 def gpt(
     layers: int, width: int, heads: int, vocab: int = 50257, context: int = 1024, tied: bool = False
 ) -> nn.Sequential:
-    """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"), without dropout.
+    """Builds GPT-2 without dropout.
 
-    Takes tokens of shape (batch, length), returns logits of shape (batch, length, vocab). It has
+    See Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+
+    The model takes tokens of shape (batch, length) and returns logits of shape (batch, length, vocab). It has
     ``layers * (12 * width**2 + 13 * width) + (2 * vocab + context + 2) * width`` parameters, and ``vocab *
-    width`` fewer if tied: (12, 768, 12) has 163.0 M, and 124.4 M if tied, as GPT-2 small.
+    width`` fewer if tied: (12, 768, 12) has 163.0 M, and 124.4 M if tied, like GPT-2 small.
 
     Args:
-        layers: blocks; the sequence has three layers more.
-        width: of the residual stream.
-        heads: attention heads; they divide the width.
-        vocab: tokens that there are.
-        context: the longest sequence.
-        tied: whether the head's weight is the token embedding's.
+        layers: the number of blocks. The sequence has three more layers.
+        width: the width of the residual stream, divisible by ``heads``.
+        heads: the number of attention heads.
+        vocab: the number of tokens.
+        context: the maximum sequence length.
+        tied: whether the head and the token embedding share their weight.
     """
     embedding = Embedding(vocab, context, width)
     head = nn.Linear(width, vocab, bias=False)

@@ -1,4 +1,4 @@
-"""A stage so small that all of its time is overhead."""
+"""A small MLP: a stage whose run time is only overhead."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import nn
 
 
 def mlp(width: int = 64) -> list[nn.Module]:
-    """One stage of the overhead benchmark: 2 x (Linear, ReLU)."""
+    """Returns one stage of the overhead benchmark: 2 x (Linear, ReLU)."""
     return [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]

@@ -1,4 +1,4 @@
-"""ResNet as a sequence that can be cut anywhere, even within a bottleneck: its shortcuts are skips."""
+"""ResNet as a sequence that can be partitioned anywhere, because its shortcuts are skip connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPANSION = 4
 
 @skippable(stash=["identity"])
 class Identity(nn.Module):
-    """Hands what arrives to the end of the bottleneck, and on."""
+    """Stashes its input for the end of the bottleneck, and returns it."""
 
     def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
         yield stash("identity", x)
@@ -25,10 +25,11 @@ class Identity(nn.Module):
 
 @skippable(pop=["identity"])
 class Residual(nn.Module):
-    """Adds what entered the bottleneck.
+    """Adds the input of the bottleneck.
 
     Args:
-        downsample: brings that to the shape of what arrives, where it has another.
+        downsample: a module that converts the bottleneck's input to its output shape, or None if they are
+            equal.
     """
 
     def __init__(self, downsample: nn.Module | None) -> None:
@@ -45,12 +46,12 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.
 
 
 def bottleneck(inputs: int, width: int, stride: int) -> nn.Sequential:
-    """Convolutions of 1x1, 3x3 and 1x1, and a shortcut; to ``4 * width`` channels.
+    """Returns 1x1, 3x3 and 1x1 convolutions with a shortcut; the output has ``4 * width`` channels.
 
     Args:
-        inputs: channels that arrive.
+        inputs: channels of the input.
         width: channels of the first two convolutions.
-        stride: of the second convolution.
+        stride: the stride of the second convolution.
     """
     outputs, skip = EXPANSION * width, Namespace()
     downsample: nn.Module | None = None
@@ -74,14 +75,14 @@ def bottleneck(inputs: int, width: int, stride: int) -> nn.Sequential:
 
 
 def resnet(blocks: Sequence[int], num_classes: int = 1000, width: int = 64) -> nn.Sequential:
-    """A ResNet of bottlenecks (arXiv 1512.03385), which stride in their 3x3 convolution, as torchvision's.
+    """Builds a ResNet of bottlenecks (arXiv 1512.03385), with strides in 3x3 convolutions as in torchvision.
 
-    Takes images of shape (batch, 3, height, width), returns logits of shape (batch, num_classes). Parameters
-    and buffers are torchvision's, in its order.
+    The model takes images of shape (batch, 3, height, width) and returns logits of shape (batch,
+    num_classes). Parameters and buffers equal torchvision's, in the same order.
 
     Args:
-        blocks: bottlenecks of each group; every group has twice the channels of the one before.
-        num_classes: logits.
+        blocks: the number of bottlenecks of each group. Every group has twice the channels of the one before.
+        num_classes: the number of logits.
         width: channels of the stem.
     """
     model = OrderedDict[str, nn.Module](
@@ -105,5 +106,5 @@ def resnet(blocks: Sequence[int], num_classes: int = 1000, width: int = 64) -> n
 
 
 def resnet101(num_classes: int = 1000) -> nn.Sequential:
-    """ResNet-101, in 370 layers; with 1000 classes it has 44,549,160 parameters."""
+    """Builds ResNet-101 as 370 layers. With 1000 classes it has 44,549,160 parameters."""
     return resnet((3, 4, 23, 3), num_classes)

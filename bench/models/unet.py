@@ -1,4 +1,4 @@
-"""U-Net as the torchgpipe paper sized it; its long connections are skips between layers."""
+"""U-Net in the sizes of the torchgpipe paper, with skip connections between encoder and decoder layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpipe_fast.layers.skip import Namespace, Skippable, pop, skippable, stash
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Hands what arrives to the decoder, and on."""
+    """Stashes its input for the decoder, and returns it."""
 
     def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
         yield stash("skip", x)
@@ -25,7 +25,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class PopCat(nn.Module):
-    """Appends the encoder's channels to those that arrive."""
+    """Concatenates its input and the encoder's channels."""
 
     def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
         skip = yield pop("skip")
@@ -44,7 +44,7 @@ def _convolution(inputs: int, outputs: int, dropout: float) -> nn.Sequential:
 
 
 def _convolutions(channels: Iterable[int], dropout: float) -> nn.Sequential:
-    """From each number of channels to the next."""
+    """Returns a sequence of convolutions, each from one number of channels to the next."""
     pairs = enumerate(itertools.pairwise(channels))
     return nn.Sequential(OrderedDict((f"{i + 1}", _convolution(*pair, dropout)) for i, pair in pairs))
 
@@ -57,25 +57,26 @@ def unet(
     out_channels: int = 1,
     dropout: float = 0.1,
 ) -> nn.Sequential:
-    """The simplified U-Net (B, C) of torchgpipe (arXiv 2004.09910), after arXiv 1505.04597.
+    """Builds the simplified U-Net (B, C) of torchgpipe (arXiv 2004.09910), after arXiv 1505.04597.
 
-    Encoder and decoder of three levels, with the channels that each sequence of convolutions goes through::
+    For three levels, encoder and decoder have convolutions with these channels::
 
         3  C  C .. C  ----------------------------------  2C  C/2  C/2 .. C/2  out_channels
             C  2C  2C .. 2C  ----------------------  4C  C  C .. C
                 2C  4C  4C .. 4C  ----------  8C  2C  2C .. 2C
                                4C  8C .. 8C  4C
 
-    Takes images of shape (batch, in_channels, height, width), both of which 2**depth divides, and returns
-    logits of shape (batch, out_channels, height, width). (6, 72) has 362.2 M parameters, (5, 64) has 232.7 M.
+    The model takes images of shape (batch, in_channels, height, width), with height and width divisible by
+    2**depth, and returns logits of shape (batch, out_channels, height, width). (6, 72) has 362.2 M
+    parameters, (5, 64) has 232.7 M.
 
     Args:
-        num_convs: B, the convolutions of each level; at least 1.
-        base_channels: C, even; every level below has twice as many.
-        depth: levels, and skips.
-        in_channels: of the images.
-        out_channels: of the logits.
-        dropout: share of the channels that each convolution drops in training.
+        num_convs: B, the number of convolutions of each level; at least 1.
+        base_channels: C, an even number of channels. Every lower level has twice as many.
+        depth: the number of levels, and of skip connections.
+        in_channels: channels of the images.
+        out_channels: channels of the logits.
+        dropout: the fraction of channels that dropout after each convolution zeroes in training.
     """
     widths = [base_channels << level for level in range(depth)]
     skips = [Namespace() for _ in widths]

@@ -130,7 +130,7 @@ def test_a_row_of_measurements() -> None:
     assert row["of copy"] == "90%"
     assert row["eager / ours"] == "2.500 [2.500, 2.500]"
     assert row["Inductor / ours"] == "1.500 [1.500, 1.500]"
-    assert row["Liger-Kernel / ours"] == "another function"
+    assert row["Liger-Kernel / ours"] == "different function"
     assert row["error"] == "0.50"
     assert measured(times={k: [1.0, 2.0] for k in (kernels.OURS, kernels.COPY)}).row()[6:9] == ["-"] * 3
 
@@ -248,7 +248,7 @@ def test_without_a_gpu_nothing_is_written(
     kernels.main()
     assert "needs a GPU" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-    with pytest.raises(SystemExit, match=r"no family is called nobody; there are .*bias_activation"):
+    with pytest.raises(SystemExit, match=r"unknown family: nobody; known families: .*bias_activation"):
         kernels.main(["nobody"])
     assert {"kernels", "traffic"} < set(bench.__main__.BENCHMARKS)
 
@@ -333,7 +333,7 @@ def test_a_forced_configuration_is_launched_until_it_is_not() -> None:
 
 @without_gpu
 def test_tuning_refuses_to_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (([], "needs a GPU"), (["nobody"], "no kernel is called nobody")):
+    for arguments, message in (([], "needs a GPU"), (["nobody"], "unknown kernel: nobody")):
         with pytest.raises(SystemExit):
             tune.main(arguments)
         assert message in capsys.readouterr().err
