@@ -28,7 +28,7 @@ def block() -> list[nn.Module]:
     return [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)]
 
 
-def backward_of(layers: Sequence[nn.Module], accumulation: Accumulation, width: int = WIDTH) -> Program:
+def lowered_backward(layers: Sequence[nn.Module], accumulation: Accumulation, width: int = WIDTH) -> Program:
     """The program of a stage on a GPU."""
     for layer in layers:
         layer.cuda()
@@ -41,7 +41,7 @@ def calls(program: Program, op: object) -> int:
     return sum(isinstance(step, Call) and step.op is op for step in program.steps)
 
 
-def sums(program: Program) -> list[int]:
+def gradients_per_step(program: Program) -> list[int]:
     """How many gradients each step adds."""
     found = []
     for step in program.steps:
@@ -52,37 +52,37 @@ def sums(program: Program) -> list[int]:
     return found
 
 
-def products_add_to_gradients() -> None:
+def weight_gradients_use_addmm() -> None:
     """Two weights; two biases and a norm's two parameters go together, at the end."""
-    program = backward_of(block(), Accumulation())
+    program = lowered_backward(block(), Accumulation())
     assert calls(program, aten.addmm.out) >= 2, program.describe()
-    assert sums(program) == [4], program.describe()
+    assert gradients_per_step(program) == [4], program.describe()
     last = [step for step in program.steps if not isinstance(step, Release)][-1]
     assert isinstance(last, AccumulateAll), program.describe()
 
 
-def deterministic_products_do_not() -> None:
-    program = backward_of(block(), Accumulation(deterministic=True))
+def deterministic_weight_gradients_use_no_addmm() -> None:
+    program = lowered_backward(block(), Accumulation(deterministic=True))
     in_place = [
         step
         for step in program.steps
         if isinstance(step, Call) and step.op is aten.addmm.out and step.arguments[0] == step.arguments[-1]
     ]
     assert not in_place, program.describe()
-    assert sums(program) == [6], program.describe()
+    assert gradients_per_step(program) == [6], program.describe()
 
 
-def sums_in_float32() -> None:
+def float32_gradients_use_no_addmm() -> None:
     layers = [layer.bfloat16() for layer in block()]
     for layer in layers:
         layer.cuda()
     parts = split(joint_of(layers, torch.randn(4, WIDTH, device="cuda", dtype=torch.bfloat16)), 0.0)
     assert parts.backward is not None
     program = lower(parts.backward, Accumulation(torch.float32))
-    assert sums(program) == [6], program.describe()
+    assert gradients_per_step(program) == [6], program.describe()
 
 
-def casts_are_part_of_the_sum() -> None:
+def casts_are_fused_into_accumulation() -> None:
     """What autocast makes of weights and their gradients."""
     layers = [layer.cuda() for layer in block()]
     with torch.autocast("cuda", torch.bfloat16):
@@ -101,25 +101,25 @@ def casts_are_part_of_the_sum() -> None:
     assert not any(step.op is aten.copy_.default for step in later), program.describe()
 
 
-def tied_ones_are_added_one_by_one() -> None:
+def tied_gradients_are_added_one_by_one() -> None:
     """In autograd's order."""
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     second.bias = first.bias
-    program = backward_of([first, second], Accumulation())
-    assert sums(program) == [1, 1], program.describe()
+    program = lowered_backward([first, second], Accumulation())
+    assert gradients_per_step(program) == [1, 1], program.describe()
 
 
-def large_ones_do_not_wait() -> None:
+def large_gradients_are_added_at_once() -> None:
     """And not too many of the others do, since their memory is taken meanwhile."""
     width = LARGE // 4  # elements; a norm has two such parameters
-    program = backward_of([nn.LayerNorm(width) for _ in range(6)], Accumulation(), width)
+    program = lowered_backward([nn.LayerNorm(width) for _ in range(6)], Accumulation(), width)
     most = WAITING // LARGE
-    assert sums(program) == [most, 12 - most], program.describe()
-    program = backward_of([nn.LayerNorm(width + 1)], Accumulation(), width + 1)
-    assert sums(program) == [1, 1], program.describe()
+    assert gradients_per_step(program) == [most, 12 - most], program.describe()
+    program = lowered_backward([nn.LayerNorm(width + 1)], Accumulation(), width + 1)
+    assert gradients_per_step(program) == [1, 1], program.describe()
 
 
-def looped(model: nn.Sequential, x: Tensor) -> Tensor:
+def plain_loop(model: nn.Sequential, x: Tensor) -> Tensor:
     return torch.cat([model(part) for part in x.chunk(CHUNKS)])
 
 
@@ -130,13 +130,13 @@ def gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
     return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
-def deterministic_bits() -> None:
+def deterministic_gradients_equal_the_plain_loop() -> None:
     """Those of the plain loop; switched between calls, it is noticed."""
     # So wide that products that add up differ.
     model = nn.Sequential(nn.Linear(WIDTH, 512), nn.LayerNorm(512), nn.GELU(), nn.Linear(512, 8)).cuda()
     pipe = GPipe(copy.deepcopy(model), [2, 2], devices=["cuda:0", "cuda:0"], chunks=CHUNKS)
     x = torch.randn(CHUNKS * 700, WIDTH, device="cuda")
-    expected = gradients(model, looped(model, x))
+    expected = gradients(model, plain_loop(model, x))
     fused = gradients(pipe, pipe(x))
     assert not all(map(torch.equal, fused, expected)), "nothing is shown"
     for ours, one in zip(fused, expected, strict=True):
@@ -145,7 +145,7 @@ def deterministic_bits() -> None:
     assert all(map(torch.equal, gradients(pipe, pipe(x)), expected))
 
 
-def float32_bits() -> None:
+def float32_gradients_equal_a_float32_loop() -> None:
     """Of a loop that adds in float32, and rounds; also over two devices."""
     model = nn.Sequential(*block(), *block()).bfloat16()
     pipe = GPipe(
@@ -169,14 +169,14 @@ def float32_bits() -> None:
             assert torch.equal(gradient, total.bfloat16())
 
 
-def autocast_bits() -> None:
+def autocast_gradients_equal_the_plain_loop() -> None:
     """Of the plain loop, whose cache of casts is off."""
     model = nn.Sequential(*block(), *block()).cuda()
     pipe = GPipe(copy.deepcopy(model), [4, 4], devices=["cuda:0", "cuda:0"], chunks=CHUNKS)
     x = torch.randn(BATCH, WIDTH, device="cuda")
     for _ in range(2):
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            expected, ours = looped(model, x), pipe(x)
+            expected, ours = plain_loop(model, x), pipe(x)
         assert all(map(torch.equal, gradients(pipe, ours), gradients(model, expected)))
 
 
@@ -192,14 +192,18 @@ def main() -> None:
 
 
 PROGRAMS = (
-    products_add_to_gradients,
-    deterministic_products_do_not,
-    sums_in_float32,
-    casts_are_part_of_the_sum,
-    tied_ones_are_added_one_by_one,
-    large_ones_do_not_wait,
+    weight_gradients_use_addmm,
+    deterministic_weight_gradients_use_no_addmm,
+    float32_gradients_use_no_addmm,
+    casts_are_fused_into_accumulation,
+    tied_gradients_are_added_one_by_one,
+    large_gradients_are_added_at_once,
 )
-BITS = (float32_bits, autocast_bits, deterministic_bits)
+BITS = (
+    float32_gradients_equal_a_float32_loop,
+    autocast_gradients_equal_the_plain_loop,
+    deterministic_gradients_equal_the_plain_loop,
+)
 
 if __name__ == "__main__":
     main()

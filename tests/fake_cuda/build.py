@@ -35,12 +35,12 @@ def build() -> tuple[Path, Path]:
     operators = [*compiler, "-std=c++20", *includes, f"-I{wheels}"]
     operators += [*map(str, sorted((SOURCES / "operators").glob("*.cpp"))), *linked]
     return (
-        _compiled("fake_cuda_runtime", SOURCES / "runtime", runtime, RUNTIME),
-        _compiled("fake_cuda_operators", SOURCES / "operators", operators, OPERATORS),
+        _compile("fake_cuda_runtime", SOURCES / "runtime", runtime, RUNTIME),
+        _compile("fake_cuda_operators", SOURCES / "operators", operators, OPERATORS),
     )
 
 
-def _compiled(name: str, sources: Path, command: list[str], library: str) -> Path:
+def _compile(name: str, sources: Path, command: list[str], library: str) -> Path:
     def compile_into(folder: Path) -> None:
         subprocess.run([*command, "-o", str(folder / library)], check=True)
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe, doctor
 from gpipe_fast._extension import ReplayReport
-from tests.fake_cuda.program import BATCH, CHUNKS, WIDTH, Moving, layers_of
+from tests.fake_cuda.program import BATCH, CHUNKS, WIDTH, MovingSequential, layers_of
 from tests.inside import pipeline_of
 
 
-class Both:
+class PipelineAndLoop:
     """A pipeline and the plain loop, which do the same; what differs is noted."""
 
     def __init__(
@@ -38,9 +38,9 @@ class Both:
         )
         for index, layer in enumerate(layers):
             layer.to(devices[index // 2])
-        self.loop = Moving(layers, devices)
+        self.loop = MovingSequential(layers, devices)
         self.batch_dim = 0
-        self.found: list[str] = []
+        self.differences: list[str] = []
         self._mark = ctypes.CDLL(None).fake_cuda_mark
         self._count = 0
 
@@ -48,7 +48,7 @@ class Both:
         parts = [self.loop(part) for part in x.chunk(CHUNKS, self.batch_dim)]  # type: ignore[arg-type]
         return torch.cat(parts, self.batch_dim)
 
-    def each(self, do: Callable[[Callable[[Tensor], Tensor], nn.Module], object]) -> None:
+    def run_both(self, do: Callable[[Callable[[Tensor], Tensor], nn.Module], object]) -> None:
         """Does something with both, and compares what it returns and all gradients."""
         self._mark(b"begin")
         ours = do(self.pipeline, self.pipeline)
@@ -57,9 +57,9 @@ class Both:
         pairs = zip(self.pipeline.parameters(), self.loop.parameters(), strict=True)
         for index, (parameter, expected) in enumerate(pairs):
             self.compare(f"gradient {index}", parameter.grad, expected.grad)
-        self.clear()
+        self.zero_grad()
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         for parameter in (*self.pipeline.parameters(), *self.loop.parameters()):
             parameter.grad = None
 
@@ -72,7 +72,7 @@ class Both:
         else:
             equal = ours is None and expected is None
         if not equal:
-            self.found.append(f"{self._count}: {what}")
+            self.differences.append(f"{self._count}: {what}")
 
     def input(self, seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -86,9 +86,9 @@ class Both:
             y.square().mean().backward()
             return [y.detach(), x.grad]
 
-        self.each(do)
+        self.run_both(do)
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         for seed in range(4):
             self.step(seed)
 
@@ -97,12 +97,12 @@ class Both:
 
     def expect(self, what: str, holds: bool) -> None:
         if not holds:
-            self.found.append(what)
+            self.differences.append(what)
 
 
-def replaced_parameter(both: Both) -> None:
+def replaced_parameter(both: PipelineAndLoop) -> None:
     """At another address: captured again."""
-    both.warm()
+    both.warm_up()
     for model in (both.pipeline, both.loop):
         weight = next(model.parameters())
         weight.data = weight.data * 2 + 1
@@ -112,9 +112,9 @@ def replaced_parameter(both: Both) -> None:
     both.expect("all but two are replayed", (report.as_they_are, report.replays) == (2, 5))
 
 
-def two_at_once(both: Both) -> None:
+def two_forwards_in_flight(both: PipelineAndLoop) -> None:
     """The second forward comes before the first backward."""
-    both.warm()
+    both.warm_up()
 
     def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> object:
         first, second = model(both.input(1)), model(both.input(2))
@@ -123,14 +123,14 @@ def two_at_once(both: Both) -> None:
         return [first.detach(), second.detach()]
 
     for _ in range(2):
-        both.each(do)
+        both.run_both(do)
     both.step(3)
     (report,) = both.reports()
     both.expect("one of two is replayed", (report.as_they_are, report.replays) == (4, 5))
 
 
-def backward_twice(both: Both) -> None:
-    both.warm()
+def backward_twice(both: PipelineAndLoop) -> None:
+    both.warm_up()
 
     def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> object:
         x = both.input(1)
@@ -140,16 +140,16 @@ def backward_twice(both: Both) -> None:
         return [x.grad]
 
     for _ in range(2):
-        both.each(do)
+        both.run_both(do)
     (report,) = both.reports()
     both.expect("all but two are replayed", (report.as_they_are, report.replays) == (2, 4))
 
 
-def other_gradients(both: Both) -> None:
+def other_gradient_layouts(both: PipelineAndLoop) -> None:
     """What is laid out otherwise than what was captured runs as it is, and is then captured by itself."""
     losses: list[Callable[[Tensor], Tensor]] = [Tensor.sum, lambda y: y.t().contiguous().square().sum()]
 
-    def by(loss: Callable[[Tensor], Tensor]) -> Callable[..., object]:
+    def backward_by(loss: Callable[[Tensor], Tensor]) -> Callable[..., object]:
         def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> object:
             x = both.input(1)
             loss(model(x)).backward()
@@ -157,16 +157,16 @@ def other_gradients(both: Both) -> None:
 
         return do
 
-    both.warm()
+    both.warm_up()
     for loss in losses * 2:
         for _ in range(5):
-            both.each(by(loss))
+            both.run_both(backward_by(loss))
     reports = both.reports()
     both.expect("each of three layouts has its graphs", len(reports) == 3)
     both.expect("both ways are captured", all(r.forward and r.backward for r in reports))
 
 
-def inference(both: Both) -> None:
+def inference(both: PipelineAndLoop) -> None:
     """What was returned stays as it is."""
 
     def do(model: Callable[[Tensor], Tensor], module: nn.Module) -> object:
@@ -174,15 +174,15 @@ def inference(both: Both) -> None:
         with torch.no_grad():
             return [model(both.input(seed)) for seed in range(5)]
 
-    both.each(do)
+    both.run_both(do)
     (report,) = both.reports()
     both.expect("the forward is captured alone", report.forward and not report.backward)
     both.expect("all but two are replayed", (report.as_they_are, report.replays) == (2, 3))
 
 
-def kept_gradients(both: Both) -> None:
+def kept_gradients(both: PipelineAndLoop) -> None:
     """Gradients of one step are not the next one's memory."""
-    both.warm()
+    both.warm_up()
 
     def do(model: Callable[[Tensor], Tensor], module: nn.Module) -> object:
         kept = []
@@ -195,12 +195,12 @@ def kept_gradients(both: Both) -> None:
             model(both.input(seed)).square().mean().backward()
         return kept
 
-    both.each(do)
+    both.run_both(do)
 
 
-def cannot_be_captured(both: Both) -> None:
+def forward_cannot_be_captured(both: PipelineAndLoop) -> None:
     """Runs as it is, and says why; FAKE_CUDA_SYNCHRONIZES names an operator that waits for its device."""
-    both.warm()
+    both.warm_up()
     both.step(5)
     (report,) = both.reports()
     both.expect("nothing is replayed", (report.as_they_are, report.replays) == (5, 0))
@@ -208,9 +208,9 @@ def cannot_be_captured(both: Both) -> None:
     both.expect("the report has it", report.obstacle in doctor(both.pipeline))
 
 
-def backward_cannot_be_captured(both: Both) -> None:
+def backward_cannot_be_captured(both: PipelineAndLoop) -> None:
     """The forward could, and is not kept."""
-    both.warm()
+    both.warm_up()
     both.step(5)
     (report,) = both.reports()
     both.expect("nothing is replayed", (report.as_they_are, report.replays) == (5, 0))
@@ -218,9 +218,9 @@ def backward_cannot_be_captured(both: Both) -> None:
     both.expect("the forward is dropped", not report.forward)
 
 
-def turned_off(both: Both) -> None:
+def capture_turned_off(both: PipelineAndLoop) -> None:
     """Between a forward and its backward too."""
-    both.warm()
+    both.warm_up()
 
     def do(model: Callable[[Tensor], Tensor], module: nn.Module) -> object:
         y = model(both.input(1))
@@ -228,18 +228,18 @@ def turned_off(both: Both) -> None:
         y.square().mean().backward()
         return [y.detach()]
 
-    both.each(do)
+    both.run_both(do)
     both.step(2)
     both.expect("no graph is left", both.reports() == [])
     both.pipeline.capture = True
-    both.warm()
+    both.warm_up()
     (report,) = both.reports()
     both.expect("all but two are replayed again", (report.as_they_are, report.replays) == (2, 3))
 
 
-def settings(both: Both) -> None:
+def changed_setting(both: PipelineAndLoop) -> None:
     """Under which it was captured: with others it is captured anew."""
-    both.warm()
+    both.warm_up()
     torch.backends.cudnn.benchmark = True
     for seed in range(4):
         both.step(seed)
@@ -248,7 +248,7 @@ def settings(both: Both) -> None:
     both.expect("it warms up again", report.replays == 4)
 
 
-def other_shapes(both: Both) -> None:
+def alternating_shapes(both: PipelineAndLoop) -> None:
     """In turn."""
     for seed in range(5):
         both.step(seed)
@@ -258,21 +258,21 @@ def other_shapes(both: Both) -> None:
             y.square().mean().backward()
             return [y.detach()]
 
-        both.each(do)
+        both.run_both(do)
     both.expect("both are captured", [r.forward and r.backward for r in both.reports()] == [True, True])
 
 
-def second_dimension(both: Both) -> None:
+def batch_in_second_dimension(both: PipelineAndLoop) -> None:
     """Where the batch is."""
     both.batch_dim = both.pipeline.batch_dim = 1
-    both.warm()
+    both.warm_up()
     (report,) = both.reports()
     both.expect("all but two are replayed", (report.as_they_are, report.replays) == (2, 2))
 
 
-def threads(both: Both) -> None:
+def several_threads(both: PipelineAndLoop) -> None:
     """Each on a stream of its own."""
-    both.warm()
+    both.warm_up()
     for seed in range(4):
 
         def run(seed: int = seed) -> None:
@@ -288,23 +288,23 @@ CASES = {
     case.__name__: case
     for case in (
         replaced_parameter,
-        two_at_once,
+        two_forwards_in_flight,
         backward_twice,
-        other_gradients,
+        other_gradient_layouts,
         inference,
         kept_gradients,
-        cannot_be_captured,
+        forward_cannot_be_captured,
         backward_cannot_be_captured,
-        turned_off,
-        settings,
-        other_shapes,
-        second_dimension,
-        threads,
+        capture_turned_off,
+        changed_setting,
+        alternating_shapes,
+        batch_in_second_dimension,
+        several_threads,
     )
 }
 
 
-def run_cases(cases: Mapping[str, Callable[[Both], None]]) -> None:
+def run_cases(cases: Mapping[str, Callable[[PipelineAndLoop], None]]) -> None:
     """Those that the command line names, which is described above."""
     operators, names, devices, *checkpoint = sys.argv[1:]
     torch.ops.load_library(operators)
@@ -314,9 +314,9 @@ def run_cases(cases: Mapping[str, Callable[[Both], None]]) -> None:
     for case in names.split("/"):
         torch.manual_seed(0)
         ctypes.CDLL(None).fake_cuda_mark(b"plan")
-        both = Both(layers_of("mlp"), devices.split(","), *checkpoint)
+        both = PipelineAndLoop(layers_of("mlp"), devices.split(","), *checkpoint)
         cases[case](both)
-        print(f"{case}: {'; '.join(both.found) or 'equal'}")
+        print(f"{case}: {'; '.join(both.differences) or 'equal'}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from tests.fake_cuda.check import Line
 
-ON_STREAMS = ("record", "wait", "read", "write", "memset", "copy")
+STREAM_OPERATIONS = ("record", "wait", "read", "write", "memset", "copy")
 
 
 def _accesses(line: Line) -> list[tuple[int, int, bool]]:
@@ -27,84 +27,88 @@ def _accesses(line: Line) -> list[tuple[int, int, bool]]:
     return [(int(pointer, 16), int(pointer, 16) + int(size), writes) for pointer, size, writes in found]
 
 
-class Chains:
+class HappensBefore:
     """What must come before what in a log, in which memory is not given back to the system."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = lines
-        self.meets = self._conflicts()
+        self.conflicts = self._conflicts()
         self._records = {tuple(line.words[1:]): i for i, line in enumerate(lines) if line.kind == "record"}
         self._device_of = {line.words[0]: line.words[1] for line in lines if line.kind == "stream"}
 
     def _conflicts(self) -> list[int]:
         """Of each line, those before it that access what it accesses, where one of the two writes."""
-        every = [(i, *access) for i, line in enumerate(self.lines) for access in _accesses(line)]
-        edges = sorted({at for _, begin, end, _ in every for at in (begin, end)})
+        accesses = [(i, *access) for i, line in enumerate(self.lines) for access in _accesses(line)]
+        edges = sorted({at for _, begin, end, _ in accesses for at in (begin, end)})
         parts = {at: place for place, at in enumerate(edges)}
         read: defaultdict[int, int] = defaultdict(int)
         written: defaultdict[int, int] = defaultdict(int)
-        meets = [0] * len(self.lines)
-        for i, begin, end, writes in every:
+        conflicts = [0] * len(self.lines)
+        for i, begin, end, writes in accesses:
             for part in range(parts[begin], parts[end]):
-                meets[i] |= (read[part] | written[part]) if writes else written[part]
+                conflicts[i] |= (read[part] | written[part]) if writes else written[part]
                 (written if writes else read)[part] |= 1 << i
-        return [before & ~(1 << i) for i, before in enumerate(meets)]
+        return [predecessors & ~(1 << i) for i, predecessors in enumerate(conflicts)]
 
-    def before(self, without: Container[int] = ()) -> list[int]:
+    def predecessors(self, without: Container[int] = ()) -> list[int]:
         """Of each line, those that must come before it; without some waits, or some of the host's."""
-        before = [0] * len(self.lines)
+        predecessors = [0] * len(self.lines)
         stream: defaultdict[str, int] = defaultdict(int)  # all that is on it, and what comes before that
         host = 0
         for i, line in enumerate(self.lines):
-            if line.kind in ON_STREAMS:
+            if line.kind in STREAM_OPERATIONS:
                 own = line.words[0]
-                before[i] = stream[own] | host
+                predecessors[i] = stream[own] | host
                 if line.kind == "wait" and i not in without:
                     record = self._records.get(tuple(line.words[1:3]))
-                    before[i] |= before[record] | 1 << record if record is not None else 0
-                stream[own] = before[i] | 1 << i
+                    predecessors[i] |= predecessors[record] | 1 << record if record is not None else 0
+                stream[own] = predecessors[i] | 1 << i
             elif i not in without:
-                host |= self._found(line, before, stream)
-        return before
+                host |= self._host_predecessors(line, predecessors, stream)
+        return predecessors
 
-    def _found(self, line: Line, before: Sequence[int], stream: dict[str, int]) -> int:
+    def _host_predecessors(self, line: Line, predecessors: Sequence[int], stream: dict[str, int]) -> int:
         """What the host knows to be done after a line of its own."""
         what, _, of = line.kind.partition(" ")
         if what not in ("finished", "synchronize"):
             return 0
         if of == "event":
             record = self._records.get(tuple(line.words))
-            return before[record] | 1 << record if record is not None else 0
+            return predecessors[record] | 1 << record if record is not None else 0
         if of == "stream":
             return stream[line.words[0]]
         return _union(done for own, done in stream.items() if self._device_of[own] == line.words[0])
 
-    def unordered(self, before: Sequence[int]) -> list[int]:
+    def unordered(self, predecessors: Sequence[int]) -> list[int]:
         """The lines that meet one that may as well come after them."""
-        return [i for i, known in enumerate(before) if self.meets[i] & ~known]
+        return [i for i, known in enumerate(predecessors) if self.conflicts[i] & ~known]
 
-    def why_needless(self, wait: int, beside: Collection[int] = ()) -> str:
+    def why_redundant(self, wait: int, others_left_out: Collection[int] = ()) -> str:
         """Why nothing becomes unordered without a wait, and without others; empty if something does."""
-        before, without = self.before(), self.before({wait, *beside})
+        predecessors, without = self.predecessors(), self.predecessors({wait, *others_left_out})
         if self.unordered(without):
             return ""
-        alone = before[wait] & ~without[wait]  # what nothing else has made it come after, so far
-        after = [i for i in range(wait, len(self.lines)) if before[i] >> wait & 1]
-        if not any(self.meets[i] & before[wait] for i in after):
+        unique = predecessors[wait] & ~without[wait]  # what nothing else has made it come after, so far
+        after = [i for i in range(wait, len(self.lines)) if predecessors[i] >> wait & 1]
+        if not any(self.conflicts[i] & predecessors[wait] for i in after):
             return "nothing that comes after meets what it waits for"
-        if not any(self.meets[i] & alone for i in after):
+        if not any(self.conflicts[i] & unique for i in after):
             return "what comes after meets only what had been waited for"
         stream = self.lines[wait].words[0]
-        pairs = [(i, j) for j in after for i in _bits(self.meets[j] & alone)]
-        return " and ".join(sorted({self._other({wait, *beside}, i, j, without, stream) for i, j in pairs}))
+        pairs = [(i, j) for j in after for i in _bits(self.conflicts[j] & unique)]
+        return " and ".join(
+            sorted({self._other_order({wait, *others_left_out}, i, j, without, stream) for i, j in pairs})
+        )
 
-    def _other(self, left_out: set[int], first: int, second: int, before: Sequence[int], stream: str) -> str:
+    def _other_order(
+        self, left_out: set[int], first: int, second: int, predecessors: Sequence[int], stream: str
+    ) -> str:
         """What else makes a line come after one that it meets, if waits of a stream do not."""
         if self.lines[first].words[0] == self.lines[second].words[0]:
             return "who meets it is on the same stream"
-        waits = [i for i in _bits(before[second]) if i not in left_out and self.lines[i].kind == "wait"]
+        waits = [i for i in _bits(predecessors[second]) if i not in left_out and self.lines[i].kind == "wait"]
         records = [(i, self._records.get(tuple(self.lines[i].words[1:3]))) for i in waits]
-        others = [i for i, r in records if r is not None and (before[r] | 1 << r) >> first & 1]
+        others = [i for i, r in records if r is not None and (predecessors[r] | 1 << r) >> first & 1]
         if any(self.lines[i].words[0] == stream for i in others):
             return "the stream waits for it once more"
         if others:
@@ -112,7 +116,7 @@ class Chains:
         found = [
             i for i in range(first, second) if self.lines[i].kind.startswith(("finished", "synchronize"))
         ]
-        unexplained = self.before({*left_out, *found})[second] >> first & 1
+        unexplained = self.predecessors({*left_out, *found})[second] >> first & 1
         assert not unexplained, f"{self.lines[min(left_out)]}: unexplained"
         return "the host has found it finished"
 

@@ -49,16 +49,16 @@ def parse(texts: Iterable[str]) -> Iterator[Line]:
         yield Line(number, int(thread), kind, tuple(words))
 
 
-class Access(NamedTuple):
+class StreamAccess(NamedTuple):
     """That a stream, at a place in its order, reads or writes."""
 
     stream: int
-    place: int
+    position: int
     line: Line
 
 
 @dataclass
-class Span:
+class ByteRange:
     """Bytes with one history.
 
     Attributes:
@@ -68,53 +68,53 @@ class Span:
     """
 
     end: int
-    write: Access | None = None
-    reads: dict[int, Access] = field(default_factory=dict)
+    write: StreamAccess | None = None
+    reads: dict[int, StreamAccess] = field(default_factory=dict)
 
-    def cut(self, end: int) -> Span:
+    def split_at(self, end: int) -> ByteRange:
         """The part up to an address, with the same history."""
-        return Span(end, self.write, dict(self.reads))
+        return ByteRange(end, self.write, dict(self.reads))
 
 
-class Memory:
+class AccessHistory:
     """Spans that have been accessed, by where they begin."""
 
     def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._spans: dict[int, Span] = {}
+        self._starts: list[int] = []
+        self._ranges: dict[int, ByteRange] = {}
 
-    def spans(self, begin: int, end: int) -> Iterator[Span]:
+    def ranges(self, begin: int, end: int) -> Iterator[ByteRange]:
         """Those between two addresses, cut where these are; new ones where nothing was accessed yet."""
-        self._cut(begin)
-        self._cut(end)
+        self._split_at(begin)
+        self._split_at(end)
         at = begin
-        for start in self._begins[bisect_left(self._begins, begin) : bisect_left(self._begins, end)]:
+        for start in self._starts[bisect_left(self._starts, begin) : bisect_left(self._starts, end)]:
             if at < start:
                 yield self._new(at, start)
-            yield self._spans[start]
-            at = self._spans[start].end
+            yield self._ranges[start]
+            at = self._ranges[start].end
         if at < end:
             yield self._new(at, end)
 
-    def forget(self, begin: int, end: int) -> None:
+    def reset(self, begin: int, end: int) -> None:
         """Of memory that was given back: whoever gets it begins anew."""
-        for span in self.spans(begin, end):
-            span.write, span.reads = None, {}
+        for byte_range in self.ranges(begin, end):
+            byte_range.write, byte_range.reads = None, {}
 
-    def _new(self, begin: int, end: int) -> Span:
-        self._begins.insert(bisect_left(self._begins, begin), begin)
-        self._spans[begin] = Span(end)
-        return self._spans[begin]
+    def _new(self, begin: int, end: int) -> ByteRange:
+        self._starts.insert(bisect_left(self._starts, begin), begin)
+        self._ranges[begin] = ByteRange(end)
+        return self._ranges[begin]
 
-    def _cut(self, at: int) -> None:
-        index = bisect_right(self._begins, at) - 1
+    def _split_at(self, at: int) -> None:
+        index = bisect_right(self._starts, at) - 1
         if index < 0:
             return
-        begin = self._begins[index]
-        span = self._spans[begin]
-        if begin < at < span.end:
-            self._begins.insert(index + 1, at)
-            self._spans[begin], self._spans[at] = span.cut(at), span
+        begin = self._starts[index]
+        byte_range = self._ranges[begin]
+        if begin < at < byte_range.end:
+            self._starts.insert(index + 1, at)
+            self._ranges[begin], self._ranges[at] = byte_range.split_at(at), byte_range
 
 
 class Checker:
@@ -125,43 +125,43 @@ class Checker:
     """
 
     def __init__(self, may_wait: bool) -> None:
-        self.faults: list[str] = []
+        self.violations: list[str] = []
         self._may_wait = may_wait
         self._clocks: dict[int, Clock] = {}
         self._events: dict[tuple[int, int], Clock] = {}
         self._host: Clock = {}
-        self._host_news = 0  # how often something was added to it
-        self._heard: dict[int, int] = {}  # by stream, how much of that it has
-        self._memory = Memory()
+        self._host_version = 0  # how often something was added to it
+        self._host_version_of_stream: dict[int, int] = {}  # by stream, how much of that it has
+        self._memory = AccessHistory()
         self._blocks: dict[int, tuple[int, int]] = {}  # of memory: where they end, and on which device
         self._device_of: dict[int, int] = {}  # by stream
-        self._computing: dict[int, Line] = {}  # streams, and one line for which they are
-        self._copying: dict[int, Line] = {}
+        self._compute_streams: dict[int, Line] = {}  # streams, and one line for which they are
+        self._copy_streams: dict[int, Line] = {}
         self._step: Line | None = None
         self._peers: set[tuple[int, int]] = set()
 
-    def take(self, line: Line) -> None:
+    def process(self, line: Line) -> None:
         """Reads one line, the next."""
-        getattr(self, "_" + line.kind.replace(" ", "_"), self._other)(line)
+        getattr(self, "_" + line.kind.replace(" ", "_"), self._unknown_kind)(line)
 
     def check(self, lines: Iterable[Line]) -> list[str]:
         """Reads all lines; returns the faults."""
         for line in lines:
-            self.take(line)
-        self.check_roles()
-        return self.faults
+            self.process(line)
+        self.check_stream_roles()
+        return self.violations
 
-    def check_roles(self) -> None:
+    def check_stream_roles(self) -> None:
         """Of streams, in the pipelines that there were; those that come get theirs from the same pool."""
-        for stream in sorted(self._computing.keys() & self._copying.keys()):
-            self.faults.append(
-                f"stream {stream} copies between devices ({self._copying[stream]}) and computes "
-                f"({self._computing[stream]})"
+        for stream in sorted(self._compute_streams.keys() & self._copy_streams.keys()):
+            self.violations.append(
+                f"stream {stream} copies between devices ({self._copy_streams[stream]}) and computes "
+                f"({self._compute_streams[stream]})"
             )
-        self._computing.clear()
-        self._copying.clear()
+        self._compute_streams.clear()
+        self._copy_streams.clear()
 
-    def _other(self, line: Line) -> None:
+    def _unknown_kind(self, line: Line) -> None:
         raise ValueError(f"nobody knows what this is: {line}")
 
     # Streams and events.
@@ -170,18 +170,18 @@ class Checker:
         stream, device = map(int, line.words)
         self._device_of[stream] = device
 
-    def _place(self, stream: int) -> tuple[Clock, int]:
+    def _advance(self, stream: int) -> tuple[Clock, int]:
         """The stream's clock, advanced by one line."""
         clock = self._clocks.setdefault(stream, {})
-        if self._heard.get(stream) != self._host_news:
-            self._heard[stream] = self._host_news
+        if self._host_version_of_stream.get(stream) != self._host_version:
+            self._host_version_of_stream[stream] = self._host_version
             _join(clock, self._host)
         clock[stream] = clock.get(stream, 0) + 1
         return clock, clock[stream]
 
     def _record(self, line: Line) -> None:
         stream, event, count = map(int, line.words)
-        clock, _ = self._place(stream)
+        clock, _ = self._advance(stream)
         self._events[event, count] = dict(clock)
         self._events.pop((event, count - 1), None)  # nobody can wait for it any more
 
@@ -190,37 +190,37 @@ class Checker:
 
     def _wait(self, line: Line) -> None:
         stream, event, count = map(int, line.words[:3])  # and perhaps where it is called
-        clock, _ = self._place(stream)
+        clock, _ = self._advance(stream)
         _join(clock, self._events.get((event, count), {}))
 
     def _finished_event(self, line: Line) -> None:
         event, count = map(int, line.words)
-        self._host_knows(self._events.get((event, count), {}))
+        self._join_host(self._events.get((event, count), {}))
 
     def _finished_stream(self, line: Line) -> None:
-        self._host_knows(self._clocks.get(int(line.words[0]), {}))
+        self._join_host(self._clocks.get(int(line.words[0]), {}))
 
-    def _host_knows(self, clock: Clock) -> None:
+    def _join_host(self, clock: Clock) -> None:
         _join(self._host, clock)
-        self._host_news += 1
+        self._host_version += 1
 
     def _synchronize_event(self, line: Line) -> None:
         self._finished_event(line)
-        self._within_step(line)
+        self._check_host_wait(line)
 
     def _synchronize_stream(self, line: Line) -> None:
         self._finished_stream(line)
-        self._within_step(line)
+        self._check_host_wait(line)
 
     def _synchronize_device(self, line: Line) -> None:
         for stream, clock in self._clocks.items():
             if self._device_of.get(stream) == int(line.words[0]):
-                self._host_knows(clock)
-        self._within_step(line)
+                self._join_host(clock)
+        self._check_host_wait(line)
 
-    def _within_step(self, line: Line) -> None:
+    def _check_host_wait(self, line: Line) -> None:
         if self._step is not None and not self._may_wait and "may wait" not in self._step.words:
-            self.faults.append(f"the host waits within a step: {line}")
+            self.violations.append(f"the host waits within a step: {line}")
 
     def _mark(self, line: Line) -> None:
         word = line.words[0]
@@ -229,7 +229,7 @@ class Checker:
         elif word == "end":
             self._step = None
         elif word == "plan":
-            self.check_roles()
+            self.check_stream_roles()
 
     def _peer(self, line: Line) -> None:
         """One device reaches another's memory from now on."""
@@ -241,22 +241,22 @@ class Checker:
         device, pointer, size = line.words
         begin = int(pointer, 16)
         self._blocks[begin] = (begin + int(size), int(device))
-        self._memory.forget(begin, begin + int(size))
+        self._memory.reset(begin, begin + int(size))
 
     def _free(self, line: Line) -> None:
         begin = int(line.words[0], 16)
         end, _ = self._blocks.pop(begin)
-        self._memory.forget(begin, end)
+        self._memory.reset(begin, end)
 
     def _read(self, line: Line) -> None:
         stream, pointer, size = line.words
         self._access(line, int(stream), [(pointer, int(size), False)])
-        self._computing.setdefault(int(stream), line)
+        self._compute_streams.setdefault(int(stream), line)
 
     def _write(self, line: Line) -> None:
         stream, pointer, size = line.words
         self._access(line, int(stream), [(pointer, int(size), True)])
-        self._computing.setdefault(int(stream), line)
+        self._compute_streams.setdefault(int(stream), line)
 
     def _memset(self, line: Line) -> None:
         stream, pointer, size = line.words
@@ -264,7 +264,7 @@ class Checker:
 
     def _kernel(self, line: Line) -> None:
         """What it accesses nobody knows; no operator should get here."""
-        self.faults.append(f"a kernel that does not run here was launched: {line}")
+        self.violations.append(f"a kernel that does not run here was launched: {line}")
 
     def _copy(self, line: Line) -> None:
         stream, kind, to, source, size = line.words
@@ -274,43 +274,43 @@ class Checker:
             line, int(stream), [a for a, where in zip(accesses, kind[::2], strict=True) if where != "h"]
         )
         if kind == "d2d" and self._step is not None and self._device(to) != self._device(source):
-            self._copying.setdefault(int(stream), line)
+            self._copy_streams.setdefault(int(stream), line)
             if (self._device(source), self._device(to)) not in self._peers:
-                self.faults.append(f"no device reaches the other's memory: {line}")
+                self.violations.append(f"no device reaches the other's memory: {line}")
 
     def _device(self, pointer: str) -> int:
         address = int(pointer, 16)
         return next(device for begin, (end, device) in self._blocks.items() if begin <= address < end)
 
     def _access(self, line: Line, stream: int, accesses: Sequence[tuple[str, int, bool]]) -> None:
-        clock, place = self._place(stream)
-        own = Access(stream, place, line)
+        clock, position = self._advance(stream)
+        own = StreamAccess(stream, position, line)
         for pointer, size, writes in accesses:
             begin = int(pointer, 16)
-            against: set[Access] = set()
-            for span in self._memory.spans(begin, begin + size):
-                for other in _conflicts(span, writes):
-                    if clock.get(other.stream, 0) < other.place:
-                        against.add(other)
+            conflicts: set[StreamAccess] = set()
+            for byte_range in self._memory.ranges(begin, begin + size):
+                for other in _conflicts(byte_range, writes):
+                    if clock.get(other.stream, 0) < other.position:
+                        conflicts.add(other)
                 if writes:
-                    span.write, span.reads = own, {}
+                    byte_range.write, byte_range.reads = own, {}
                 else:
-                    span.reads[stream] = own
-            for other in sorted(against, key=lambda access: access.line.number):
-                self.faults.append(f"nothing makes ({line}) come after ({other.line})")
+                    byte_range.reads[stream] = own
+            for other in sorted(conflicts, key=lambda access: access.line.number):
+                self.violations.append(f"nothing makes ({line}) come after ({other.line})")
 
 
-def _conflicts(span: Span, writes: bool) -> list[Access]:
-    found = [] if span.write is None else [span.write]
+def _conflicts(byte_range: ByteRange, writes: bool) -> list[StreamAccess]:
+    found = [] if byte_range.write is None else [byte_range.write]
     if writes:
-        found += span.reads.values()
+        found += byte_range.reads.values()
     return found
 
 
 def _join(clock: Clock, other: Clock) -> None:
-    for stream, place in other.items():
-        if clock.get(stream, 0) < place:
-            clock[stream] = place
+    for stream, position in other.items():
+        if clock.get(stream, 0) < position:
+            clock[stream] = position
 
 
 def check(lines: Iterable[Line], may_wait: bool = False) -> list[str]:

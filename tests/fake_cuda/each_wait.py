@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.fake_cuda.build import build
-from tests.fake_cuda.chains import Chains
+from tests.fake_cuda.chains import HappensBefore
 from tests.fake_cuda.check import read
 from tests.fake_cuda.process import run
 from tests.fake_cuda.sites import lines_of, waits_in_source
 from tests.fake_cuda.waits import SCENARIOS
 
 SEEDS = 8
-EXPLAINED = 3  # waits of a call site, of which a search looks for what else orders the same
+MAX_EXPLAINED = 3  # waits of a call site, of which a search looks for what else orders the same
 
 
 class Outcome(NamedTuple):
     """How the absence of a call site's waits was noticed in a scenario: after how many seeds, 0 for never."""
 
     seeds: int
-    noticed: str
+    symptom: str
     scenario: str
     site: int
 
@@ -39,17 +39,17 @@ def outcomes(libraries: tuple[Path, Path], scenario: str, seeds: int) -> Iterato
     with tempfile.NamedTemporaryFile() as sites:
         words = (scenario, str(seeds))
         for line in run("waits.py", libraries, *words, defer=1, sites=sites.name, limit=900):
-            site, number, noticed = line.split("\t")
-            yield Outcome(int(number), noticed, scenario, int(site, 16))
+            site, number, symptom = line.split("\t")
+            yield Outcome(int(number), symptom, scenario, int(site, 16))
 
 
-def why_needless(libraries: tuple[Path, Path], scenario: str, sites: set[int]) -> dict[int, str]:
+def why_redundant(libraries: tuple[Path, Path], scenario: str, sites: set[int]) -> dict[int, str]:
     """What else orders the same as a call site's waits in a scenario; empty where nothing does."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         run("waits.py", libraries, scenario, "0", log=log, sites=Path(folder) / "sites")
         lines = read(log)
-    chains = Chains(lines)
+    order = HappensBefore(lines)
     found = {}
     for site in sites:
         waits = [
@@ -57,8 +57,8 @@ def why_needless(libraries: tuple[Path, Path], scenario: str, sites: set[int]) -
         ]
         if not waits:
             continue
-        chosen = waits[:: max(1, len(waits) // EXPLAINED)][:EXPLAINED]
-        reasons = {chains.why_needless(wait, waits) for wait in chosen}
+        chosen = waits[:: max(1, len(waits) // MAX_EXPLAINED)][:MAX_EXPLAINED]
+        reasons = {order.why_redundant(wait, waits) for wait in chosen}
         found[site] = "" if "" in reasons else "; ".join(sorted(reasons))
     return found
 
@@ -68,31 +68,38 @@ def main() -> None:
     libraries = build()
     lines_of(())  # which takes a compiler's time, and may fail
     found = [outcome for scenario in SCENARIOS for outcome in outcomes(libraries, scenario, seeds)]
-    places = lines_of({outcome.site for outcome in found})
-    by_place: defaultdict[str, list[Outcome]] = defaultdict(list)
+    locations = lines_of({outcome.site for outcome in found})
+    by_location: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in found:
-        by_place[places[outcome.site]].append(outcome)
-    silent = {
-        place: group for place, group in by_place.items() if not any(outcome.noticed for outcome in group)
+        by_location[locations[outcome.site]].append(outcome)
+    undetected = {
+        location: group
+        for location, group in by_location.items()
+        if not any(outcome.symptom for outcome in group)
     }
-    for place in waits_in_source():
-        if place not in silent:
-            print(f"{place:36} {told(by_place.get(place, []), set(), seeds)}", flush=True)
+    for location in waits_in_source():
+        if location not in undetected:
+            print(f"{location:36} {describe(by_location.get(location, []), set(), seeds)}", flush=True)
     reasons: defaultdict[str, set[str]] = defaultdict(set)
     for scenario in SCENARIOS:
-        sites = {o.site: place for place, group in silent.items() for o in group if o.scenario == scenario}
-        for site, reason in why_needless(libraries, scenario, set(sites)).items() if sites else ():
+        sites = {
+            o.site: location
+            for location, group in undetected.items()
+            for o in group
+            if o.scenario == scenario
+        }
+        for site, reason in why_redundant(libraries, scenario, set(sites)).items() if sites else ():
             reasons[sites[site]].add(reason or f"NOT KNOWN in '{scenario}', though its bits are right")
-    for place, group in silent.items():
-        print(f"{place:36} {told(group, reasons[place], seeds)}")
+    for location, group in undetected.items():
+        print(f"{location:36} {describe(group, reasons[location], seeds)}")
 
 
-def told(group: list[Outcome], reasons: set[str], seeds: int) -> str:
+def describe(group: list[Outcome], reasons: set[str], seeds: int) -> str:
     """What the table says of a wait."""
-    noticed = sorted((outcome.noticed != "wrong bits", outcome) for outcome in group if outcome.noticed)
-    if noticed:
-        _, best = noticed[0]
-        return f"{best.noticed} within {best.seeds} of {seeds} seeds ('{best.scenario}')"
+    detected = sorted((outcome.symptom != "wrong bits", outcome) for outcome in group if outcome.symptom)
+    if detected:
+        _, best = detected[0]
+        return f"{best.symptom} within {best.seeds} of {seeds} seeds ('{best.scenario}')"
     return f"not needed: {'; '.join(sorted(reasons))}" if group else "met by no scenario"
 
 

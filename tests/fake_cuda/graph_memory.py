@@ -127,10 +127,10 @@ def _short_of_memory(run: Callable[[GPipe, int, int], list[Tensor]], samples: in
         step(pipe, SHORT, seed)
     assert [r.replays for r in reports(pipe)] == [2], reports(pipe)
     found = run(pipe, samples, 5)
-    told = doctor(pipe)
-    assert "memory ran out in a mini-batch that was not replayed, and capture is tried again later" in told, (
-        told
-    )
+    report = doctor(pipe)
+    assert (
+        "memory ran out in a mini-batch that was not replayed, and capture is tried again later" in report
+    ), report
     for seed in range(6):
         step(pipe, SHORT, seed)
     again = max(r.replays for r in reports(pipe))

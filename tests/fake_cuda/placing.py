@@ -38,7 +38,7 @@ def gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
     return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
-def all_gpus_by_default() -> None:
+def first_gpus_by_default() -> None:
     """One for each partition."""
     plain, x = layers(), torch.randn(8, 8)
     pipe = GPipe(copy.deepcopy(plain), [1, 1, 2], chunks=CHUNKS)
@@ -51,13 +51,13 @@ def all_gpus_by_default() -> None:
         GPipe(layers(8), [1, 1, 1, 1, 4])
 
 
-def the_cpu_when_asked_for() -> None:
+def cpu_on_request() -> None:
     pipe = GPipe(layers(), [2, 2], devices=["cpu", "cpu"])
     assert {device.type for device in pipe.devices} == {"cpu"}
     pipe(torch.randn(4, 8)).sum().backward()
 
 
-def layers_move_when_they_are_cut_anew() -> None:
+def layers_move_when_the_balance_changes() -> None:
     class Slow(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(200):
@@ -73,7 +73,7 @@ def layers_move_when_they_are_cut_anew() -> None:
         assert all(p.grad is not None and p.grad.device == device for p in partition.parameters())
 
 
-def other_devices_than_a_stages() -> None:
+def wrong_devices_raise() -> None:
     pipe = GPipe(layers(), [2, 2], chunks=CHUNKS)
     with pytest.raises(ValueError, match="input must be on the first stage's device cuda:0, got cpu"):
         pipe(torch.randn(8, 8))
@@ -95,7 +95,7 @@ def other_devices_than_a_stages() -> None:
         pipe(x)
 
 
-def too_large() -> None:
+def too_large_a_model_raises() -> None:
     """Refused before anything is moved."""
     width = 3300  # 42 MiB, twice with its gradient
     module = layers(2, width)
@@ -122,7 +122,7 @@ MESSAGE = (
 )
 
 
-def told(error: torch.OutOfMemoryError, action: str) -> None:
+def check_message(error: torch.OutOfMemoryError, action: str) -> None:
     found = re.search(MESSAGE.replace("{action}", action), str(error))
     assert found, str(error)
     assert "CUDA out of memory" in str(error)
@@ -130,23 +130,23 @@ def told(error: torch.OutOfMemoryError, action: str) -> None:
 
 
 @skippable(stash=["skip"])
-class Down(nn.Module):
+class StashSkip(nn.Module):
     def forward(self, x: Tensor) -> Iterator[object]:
         yield stash("skip", x)
         return x.tanh()
 
 
 @skippable(pop=["skip"])
-class Up(nn.Module):
+class PopSkip(nn.Module):
     def forward(self, x: Tensor) -> Iterator[object]:
         skip = yield pop("skip")
         return x * skip
 
 
-def verify_moves_what_crosses() -> None:
+def verify_moves_boundary_tensors() -> None:
     """The plain loop over layers on several devices, with a skip connection and a weight that two share."""
     plain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    plain.insert(1, Down()).insert(4, Up())
+    plain.insert(1, StashSkip()).insert(4, PopSkip())
     plain[5].weight = plain[0].weight
     pipe = GPipe(plain, [2, 2, 2], devices=["cuda:0", "cuda:1", "cuda:2"], chunks=CHUNKS)
     report = verify(pipe, torch.randn(8, 8, device="cuda:0", requires_grad=True), lambda y: y.square().mean())
@@ -168,12 +168,12 @@ def out_of_memory_in_the_forward() -> None:
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError) as caught:
             pipe(torch.empty(40 * MIB // 4 // WIDTH, WIDTH, device="cuda:0"))
-        told(caught.value, "F")
+        check_message(caught.value, "F")
         del caught
         assert all(map(torch.equal, gradients(pipe, pipe(short)), expected))
 
 
-class Greedy(torch.autograd.Function):
+class LargeBackward(torch.autograd.Function):
     """Wants more memory in its backward than there is."""
 
     @staticmethod
@@ -185,13 +185,13 @@ class Greedy(torch.autograd.Function):
         return gradient.expand(100, *gradient.shape).exp().sum(0)
 
 
-class Wants(nn.Module):
+class NeedsLargeBackward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return Greedy.apply(x)  # type: ignore[no-any-return]
+        return LargeBackward.apply(x)  # type: ignore[no-any-return]
 
 
 def out_of_memory_in_the_backward() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Wants(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), NeedsLargeBackward(), nn.Linear(WIDTH, WIDTH))
     pipe = GPipe(model, [1, 2], devices=["cuda:0", "cuda:1"], chunks=CHUNKS, checkpoint="always")
     short = torch.randn(8, WIDTH, device="cuda:0")
     expected = gradients(pipe, pipe(short))
@@ -199,7 +199,7 @@ def out_of_memory_in_the_backward() -> None:
     before = [p.grad for p in pipe.parameters()]
     with pytest.raises(torch.OutOfMemoryError) as caught:
         output.sum().backward()
-    told(caught.value, "[RB]")
+    check_message(caught.value, "[RB]")
     assert all(p.grad is grad for p, grad in zip(pipe.parameters(), before, strict=True))
     del caught, output
     assert all(map(torch.equal, gradients(pipe, pipe(short)), expected))
@@ -210,20 +210,20 @@ def main() -> None:
     torch.ops.load_library(operators)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    functions: dict[str, Callable[[], None]] = {f.__name__: f for f in (*PLACES, *SHORT)}
+    functions: dict[str, Callable[[], None]] = {f.__name__: f for f in (*PLACEMENT, *OUT_OF_MEMORY)}
     for name in names:
         functions[name]()
         print(name)
 
 
-PLACES = (
-    all_gpus_by_default,
-    the_cpu_when_asked_for,
-    layers_move_when_they_are_cut_anew,
-    other_devices_than_a_stages,
-    verify_moves_what_crosses,
+PLACEMENT = (
+    first_gpus_by_default,
+    cpu_on_request,
+    layers_move_when_the_balance_changes,
+    wrong_devices_raise,
+    verify_moves_boundary_tensors,
 )
-SHORT = (too_large, out_of_memory_in_the_forward, out_of_memory_in_the_backward)
+OUT_OF_MEMORY = (too_large_a_model_raises, out_of_memory_in_the_forward, out_of_memory_in_the_backward)
 
 if __name__ == "__main__":
     main()

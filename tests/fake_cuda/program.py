@@ -27,52 +27,52 @@ from tests.inside import delay, pipeline_of, plant_failure
 
 BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 5
 FIRST_CAPTURED = 2
-LONGEST_DELAY_US = 1000
+MAX_DELAY_US = 1000
 IN_PYTHON = {"python", "beside"}
 
 
 @skippable(stash=["skip"])
-class Down(nn.Module):
+class StashSkip(nn.Module):
     def forward(self, x: Tensor) -> Iterator[object]:
         yield stash("skip", x)
         return x.tanh()
 
 
 @skippable(pop=["skip"])
-class Up(nn.Module):
+class PopSkip(nn.Module):
     def forward(self, x: Tensor) -> Iterator[object]:
         skip = yield pop("skip")
         return x + skip.to(x.device)
 
 
-class Several(nn.Module):
+class UnusualLayouts(nn.Module):
     """Returns what is not laid out as usual, and integers."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return x.t(), x[:, ::2], torch.full_like(x, 3, dtype=torch.int64)
 
 
-class One(nn.Module):
+class JoinLayouts(nn.Module):
     def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         turned, half, threes = values
         return turned.t() * threes + torch.cat([half, half], -1)
 
 
-class Small(nn.Module):
+class SmallTensors(nn.Module):
     """Returns several tensors that go as one, and one without elements."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.t(), x[:, ::2], (2 * x).double(), x[:, :0], x > 0, x.sum(1)
 
 
-class Joining(nn.Module):
+class JoinSmallTensors(nn.Module):
     def forward(self, values: tuple[Tensor, ...]) -> Tensor:
         turned, half, double, nothing, positive, sums = values
         joined = turned.t() + torch.cat([half, half], -1) * positive + double.float()
         return joined + nothing.sum() + sums.unsqueeze(1)
 
 
-class Thirds(nn.Module):
+class ThreeTensors(nn.Module):
     """Cannot be traced, like the next two."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,14 +80,14 @@ class Thirds(nn.Module):
 
 
 @skippable(stash=["second"])
-class Keeping(nn.Module):
+class StashSecond(nn.Module):
     def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Iterator[object]:
         first, second, _ = values
         yield stash("second", second)
         return first if second.sum() > 0 else first.clone()
 
 
-class Changing(nn.Module):
+class ChangeInPlace(nn.Module):
     """Changes in place what came beside what is stashed."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Changing(nn.Module):
 
 
 @skippable(pop=["second"])
-class Adding(nn.Module):
+class AddStashed(nn.Module):
     def forward(self, x: Tensor) -> Iterator[object]:
         second = yield pop("second")
         return x + second.to(x.device)
@@ -104,20 +104,20 @@ class Adding(nn.Module):
 WIDE = (5 << 20) // 4  # elements, half a sample's bytes
 
 
-class Large(nn.Module):
+class LargeOutput(nn.Module):
     """Returns more than a ring of pinned blocks holds, and something small."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.repeat(1, 2 * WIDE // WIDTH + 1), x
 
 
-class Folding(nn.Module):
+class FoldLarge(nn.Module):
     def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
         large, x = values
         return large[:, :WIDTH] * large[:, -WIDTH:] + x
 
 
-class Tied(nn.Module):
+class TiedLinear(nn.Module):
     """Uses a weight that is another layer's, and perhaps on another device."""
 
     def __init__(self, other: nn.Linear) -> None:
@@ -142,15 +142,42 @@ def layers_of(model: str) -> list[nn.Module]:
     if model == "mlp":
         return [linear[0], nn.GELU(), linear[1], norm, linear[2], nn.ReLU(), linear[3], nn.Tanh()]
     if model == "skips":
-        return [Down(), linear[0], linear[1], nn.GELU(), linear[2], norm, Up(), linear[3]]
+        return [StashSkip(), linear[0], linear[1], nn.GELU(), linear[2], norm, PopSkip(), linear[3]]
     if model == "several":
-        return [linear[0], Several(), One(), linear[1], Several(), One(), linear[2], norm]
+        return [
+            linear[0],
+            UnusualLayouts(),
+            JoinLayouts(),
+            linear[1],
+            UnusualLayouts(),
+            JoinLayouts(),
+            linear[2],
+            norm,
+        ]
     if model == "small":
-        return [linear[0], Small(), Joining(), linear[1], norm, Small(), Joining(), linear[2]]
+        return [
+            linear[0],
+            SmallTensors(),
+            JoinSmallTensors(),
+            linear[1],
+            norm,
+            SmallTensors(),
+            JoinSmallTensors(),
+            linear[2],
+        ]
     if model == "beside":
-        return [linear[0], Thirds(), Keeping(), Changing(), linear[1], norm, Adding(), linear[2]]
+        return [
+            linear[0],
+            ThreeTensors(),
+            StashSecond(),
+            ChangeInPlace(),
+            linear[1],
+            norm,
+            AddStashed(),
+            linear[2],
+        ]
     if model == "large":
-        return [linear[0], Large(), Folding(), linear[1], linear[2], nn.GELU(), norm, nn.Tanh()]
+        return [linear[0], LargeOutput(), FoldLarge(), linear[1], linear[2], nn.GELU(), norm, nn.Tanh()]
     if model == "batch norm":
         return [
             linear[0],
@@ -162,7 +189,7 @@ def layers_of(model: str) -> list[nn.Module]:
             norm,
         ]
     if model == "tied":
-        return [linear[0], nn.GELU(), linear[1], norm, Tied(linear[0]), nn.GELU(), linear[2], nn.Tanh()]
+        return [linear[0], nn.GELU(), linear[1], norm, TiedLinear(linear[0]), nn.GELU(), linear[2], nn.Tanh()]
     if model.startswith("convolutions"):
         return [
             nn.Conv2d(3, 4, 3, padding=1),
@@ -197,14 +224,14 @@ def batch_of(model: str) -> Tensor:
     return images.to(memory_format=torch.channels_last) if model.endswith("channels last") else images
 
 
-def moved(value: object, device: str) -> object:
+def to_device(value: object, device: str) -> object:
     if isinstance(value, tuple):
-        return tuple(moved(each, device) for each in value)
+        return tuple(to_device(each, device) for each in value)
     assert isinstance(value, Tensor)
     return value.to(device)
 
 
-class Moving(nn.Sequential):
+class MovingSequential(nn.Sequential):
     """Moves what goes from one stage to another."""
 
     def __init__(self, layers: Sequence[nn.Module], devices: Sequence[str]) -> None:
@@ -213,11 +240,11 @@ class Moving(nn.Sequential):
 
     def forward(self, value: object) -> object:
         for index, layer in enumerate(self):
-            value = layer(moved(value, self.devices[index // 2]))
+            value = layer(to_device(value, self.devices[index // 2]))
         return value
 
 
-class Trained:
+class TrainingRun:
     """A model, what trains it, and its input."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
@@ -247,15 +274,15 @@ class Trained:
             self.x.add_(0.1)
 
 
-def fail(pipeline: GPipe, x: Tensor, action: str, seed: int) -> None:
+def run_failing_step(pipeline: GPipe, x: Tensor, action: str, seed: int) -> None:
     """A step in which an action fails; what was made is dropped at once, whatever is still under way."""
-    plant_failure(pipeline, action, after=1, seed=seed, longest_us=LONGEST_DELAY_US)
+    plant_failure(pipeline, action, after=1, seed=seed, longest_us=MAX_DELAY_US)
     with pytest.raises(ValueError, match=rf"\(in action {action}\b"):
         pipeline(x.detach().requires_grad_()).sum().backward()
-    delay(pipeline, seed, LONGEST_DELAY_US)
+    delay(pipeline, seed, MAX_DELAY_US)
 
 
-def not_replayed(pipeline: GPipe) -> list[str]:
+def graph_problems(pipeline: GPipe) -> list[str]:
     """What is amiss with the graphs of a pipeline that has trained."""
     reports = [report for report in pipeline_of(pipeline).replays() if report.as_they_are > 1]
     if len(reports) != 1 or reports[0].obstacle or not (reports[0].forward and reports[0].backward):
@@ -264,7 +291,7 @@ def not_replayed(pipeline: GPipe) -> list[str]:
 
 
 def unequal(
-    model: str, devices: Sequence[str], checkpoint: str, disturbed: bool, **keywords: object
+    model: str, devices: Sequence[str], checkpoint: str, inject_failures: bool, **keywords: object
 ) -> list[str]:
     """What differs from the plain loop; the keywords are for the pipeline."""
     mark = getattr(ctypes.CDLL(None), "fake_cuda_mark", lambda name: None)  # GPUs that are there have no log
@@ -280,19 +307,19 @@ def unequal(
         **keywords,
     )
     for index, layer in enumerate(layers):
-        if not isinstance(layer, Tied):
+        if not isinstance(layer, TiedLinear):
             layer.to(devices[index // 2])
     # The host waits for what a stage on the CPU receives, and for what layers in Python ask.
     may_wait = model in IN_PYTHON or "cpu" in devices
     x = batch_of(model).to(devices[0])
-    ours, plain = Trained(pipeline, x), Trained(Moving(layers, devices), x)
+    ours, plain = TrainingRun(pipeline, x), TrainingRun(MovingSequential(layers, devices), x)
     # Gradients of a shared parameter are added in another order.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
     found = []
     for step in range(STEPS):
-        if disturbed:
+        if inject_failures:
             for action in ("2F3", "1SEND_F6", "3RECV_F1", "2RECV_B4", "1SEND_B2"):
-                fail(pipeline, ours.x, action, step)
+                run_failing_step(pipeline, ours.x, action, step)
             for parameter in pipeline.parameters():
                 parameter.grad = None
         torch.manual_seed(step)
@@ -315,7 +342,7 @@ def unequal(
         ours.update()
         plain.update()
     if keywords.get("capture"):
-        found += not_replayed(pipeline)
+        found += graph_problems(pipeline)
     return found
 
 
@@ -325,16 +352,16 @@ def main() -> None:
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
     found = []
-    modes = [word for word in words if word not in ("aside", "captured", "disturbed", *TRANSPORTS)]
+    modes = [word for word in words if word not in ("own_streams", "captured", "failures", *TRANSPORTS)]
     transport = next((word for word in words if word in TRANSPORTS), "auto")
     keywords = {"transport": transport, "capture": "captured" in words}
     with contextlib.ExitStack() as stack:
-        if "aside" in words:
+        if "own_streams" in words:
             for device in {device for device in devices.split(",") if device != "cpu"}:
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         for model, mode in itertools.product(models.split("/"), modes):
             torch.manual_seed(0)
-            differs = unequal(model, devices.split(","), mode, "disturbed" in words, **keywords)
+            differs = unequal(model, devices.split(","), mode, "failures" in words, **keywords)
             found += [f"{model}, {mode}: {what}" for what in differs]
     print("; ".join(found) or "equal")
 

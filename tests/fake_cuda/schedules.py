@@ -33,14 +33,14 @@ from tests.inside import delay, disturb_no_more, plan_by, plant_failure
 MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python", "convolutions")
 MODELS += ("convolutions, channels last",)
 LAYERS = 8
-CASES = 50  # of one set-up
-MOST_MICROBATCHES = 8
-SAMPLES = BATCH // MOST_MICROBATCHES  # of a micro-batch
-VALUES = 2  # sets of parameters and inputs; a step finds others than the one before
-LONGEST_DELAY_US = 100
+CASES_PER_SETUP = 50  # of one set-up
+MAX_MICROBATCHES = 8
+MICROBATCH_SIZE = BATCH // MAX_MICROBATCHES  # of a micro-batch
+NUM_VALUE_SETS = 2  # sets of parameters and inputs; a step finds others than the one before
+MAX_DELAY_US = 100
 
 # Every second case of three gets one of these (runtime/faults.h); which call goes wrong is drawn.
-FAULTS = ("dropped", "hosted", "stale", "misplaced", "early")
+FAULTS = ("dropped", "host_wait", "stale", "misplaced", "early")
 
 RUNTIME = ctypes.CDLL(None)
 
@@ -49,14 +49,14 @@ def mark(text: str) -> None:
     RUNTIME.fake_cuda_mark(text.encode())
 
 
-def plant(generator: random.Random, number: int) -> None:
+def plant_fault(generator: random.Random, number: int) -> None:
     kind = FAULTS[number // 3 % len(FAULTS)] if number % 3 == 1 else ""
     which = generator.randrange(4) if kind == "misplaced" else generator.randrange(16)
     RUNTIME.fake_cuda_plant(f"{kind} {which}".encode() if kind not in ("", "early") else kind.encode())
 
 
 @dataclass
-class Values:
+class StepValues:
     """One set of what a step reads, and what the plain loop makes of it, by micro-batch."""
 
     seed: int
@@ -66,33 +66,33 @@ class Values:
     outputs: list[Tensor]
     input_gradients: list[Tensor]
     gradients: dict[str, list[Tensor]]
-    normalised: dict[str, list[Tensor]]  # what comes to batch norms, by name
+    batch_norm_inputs: dict[str, list[Tensor]]  # what comes to batch norms, by name
 
 
-def plain_loop(layers: nn.Sequential, x: Tensor, seed: int) -> Values:
+def plain_loop(layers: nn.Sequential, x: Tensor, seed: int) -> StepValues:
     """Each micro-batch by itself; how a stage adds them up is up to its schedule."""
     norms = {
         name: layer
         for name, layer in layers.named_modules()
         if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d)
     }
-    found = Values(
+    found = StepValues(
         seed, copy.deepcopy(layers.state_dict()), x, Tensor(), [], [], {}, {name: [] for name in norms}
     )
     with contextlib.ExitStack() as stack:
         for name, layer in norms.items():
-            taken = found.normalised[name]
+            inputs = found.batch_norm_inputs[name]
             hook = layer.register_forward_pre_hook(
-                lambda _, args, taken=taken: taken.append(args[0].detach())
+                lambda _, args, inputs=inputs: inputs.append(args[0].detach())
             )
             stack.callback(hook.remove)
         torch.manual_seed(seed)
-        leaves = [part.detach().requires_grad_() for part in x.split(SAMPLES)]
+        leaves = [part.detach().requires_grad_() for part in x.split(MICROBATCH_SIZE)]
         with keyed_rng(layers):
             outputs = [layers(part) for part in leaves]
     found.weight = torch.randn(torch.cat(outputs).shape)
     named = dict(layers.named_parameters())
-    for leaf, y, weight in zip(leaves, outputs, found.weight.split(SAMPLES), strict=True):
+    for leaf, y, weight in zip(leaves, outputs, found.weight.split(MICROBATCH_SIZE), strict=True):
         own, *gradients = torch.autograd.grad(y, [leaf, *named.values()], weight)
         found.outputs.append(y.detach())
         found.input_gradients.append(own)
@@ -102,14 +102,14 @@ def plain_loop(layers: nn.Sequential, x: Tensor, seed: int) -> Values:
 
 
 @cache
-def values_of(model: str) -> tuple[nn.Sequential, list[Values]]:
+def values_of(model: str) -> tuple[nn.Sequential, list[StepValues]]:
     """A model on the CPU, and the sets of values for it."""
     torch.manual_seed(MODELS.index(model))
     layers = nn.Sequential(*layers_of(model))
     if model.endswith("channels last"):
         layers.to(memory_format=torch.channels_last)
     sets = []
-    for seed in range(VALUES):
+    for seed in range(NUM_VALUE_SETS):
         x = batch_of(model)
         with torch.no_grad():
             for tensor in layers.parameters():
@@ -120,7 +120,7 @@ def values_of(model: str) -> tuple[nn.Sequential, list[Values]]:
     return layers, sets
 
 
-class SetUp:
+class Setup:
     """A pipeline on random devices."""
 
     def __init__(self, model: str, generator: random.Random) -> None:
@@ -140,24 +140,27 @@ class SetUp:
         self.xs = [v.x.to(self.devices[0]) for v in self.values]
         self.weights = [v.weight.to(self.devices[-1]) for v in self.values]
         self.x = self.xs[0].clone()  # strides and all
-        self.aside = generator.random() < 0.5
+        self.own_streams = generator.random() < 0.5
         # The caller's streams come after what was made here.
         for device in {device for device in self.devices if device != "cpu"}:
             torch.cuda.synchronize(device)
         self.may_wait = "cpu" in self.devices or model == "python"
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.balance} on {','.join(self.devices)}{' aside' if self.aside else ''}"
+        caller = ", caller on own streams" if self.own_streams else ""
+        return f"{self.model}, {self.balance} on {','.join(self.devices)}{caller}"
 
-    def streams(self) -> contextlib.ExitStack:
+    def caller_streams(self) -> contextlib.ExitStack:
         """The caller's."""
         stack = contextlib.ExitStack()
-        for device in sorted({device for device in self.devices if device != "cpu"} if self.aside else ()):
+        for device in sorted(
+            {device for device in self.devices if device != "cpu"} if self.own_streams else ()
+        ):
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         return stack
 
     @torch.no_grad()
-    def write(self, which: int) -> None:
+    def overwrite(self, which: int) -> None:
         """All that a step has read is changed."""
         for name, tensor in self.pipeline.state_dict().items():
             tensor.copy_(self.sources[which][name], non_blocking=True)
@@ -170,14 +173,14 @@ class SetUp:
 
 
 @dataclass
-class Left:
+class StepResult:
     """What a step has left behind."""
 
-    values: Values
+    values: StepValues
     schedule: Schedule
     found: dict[str, Tensor]
 
-    def unequal(self, setup: SetUp) -> list[str]:
+    def differences(self, setup: Setup) -> list[str]:
         """What differs from the plain loop."""
         expected = dict(self._expected(setup))
         assert expected.keys() == self.found.keys(), expected.keys() ^ self.found.keys()
@@ -185,15 +188,15 @@ class Left:
         return [
             name
             for name in expected
-            if not _equal(found[name], expected[name], exact=self._exact(setup, name))
+            if not _equal(found[name], expected[name], exact=self._is_exact(setup, name))
         ]
 
     @staticmethod
-    def _exact(setup: SetUp, name: str) -> bool:
+    def _is_exact(setup: Setup, name: str) -> bool:
         """A gradient of a shared parameter is added in another order."""
         return setup.model != "tied" or name != "gradient of 0.weight"
 
-    def _expected(self, setup: SetUp) -> Iterator[tuple[str, Tensor]]:
+    def _expected(self, setup: Setup) -> Iterator[tuple[str, Tensor]]:
         m = self.schedule.num_microbatches
         yield "output", torch.cat(self.values.outputs[:m])
         yield "gradient of the input", torch.cat(self.values.input_gradients[:m])
@@ -203,7 +206,7 @@ class Left:
             for i in order[1:]:
                 total += parts[i]
             yield f"gradient of {name}", total
-        for name, inputs in self.values.normalised.items():
+        for name, inputs in self.values.batch_norm_inputs.items():
             order = order_of(self.schedule, setup.stage_of(f"{name}."), Kind.F)
             yield from self._statistics(name, [inputs[i] for i in order])
 
@@ -224,32 +227,32 @@ def _equal(a: Tensor, b: Tensor, exact: bool) -> bool:
     return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def fail(setup: SetUp, x: Tensor, seed: int, generator: random.Random, schedule: Schedule) -> None:
+def run_failing_step(
+    setup: Setup, x: Tensor, seed: int, generator: random.Random, schedule: Schedule
+) -> None:
     """A step in which an action fails; what was made is dropped at once, whatever is still under way."""
     action = str(generator.choice(schedule.order()))
-    plant_failure(
-        setup.pipeline, action, after=generator.randint(0, 2), seed=seed, longest_us=LONGEST_DELAY_US
-    )
+    plant_failure(setup.pipeline, action, after=generator.randint(0, 2), seed=seed, longest_us=MAX_DELAY_US)
     with pytest.raises(ValueError, match=rf"\(in action {action}\b"):
         setup.pipeline(x.detach().requires_grad_()).sum().backward()
     disturb_no_more(setup.pipeline)
 
 
-def step(setup: SetUp, number: int, generator: random.Random) -> Left:
+def step(setup: Setup, number: int, generator: random.Random) -> StepResult:
     """One case's, without a look at what came out."""
-    pipeline, which = setup.pipeline, number % VALUES
+    pipeline, which = setup.pipeline, number % NUM_VALUE_SETS
     values = setup.values[which]
-    schedule = random_schedule(generator, len(setup.balance), generator.randint(1, MOST_MICROBATCHES))
+    schedule = random_schedule(generator, len(setup.balance), generator.randint(1, MAX_MICROBATCHES))
     pipeline.chunks = m = schedule.num_microbatches
     pipeline.checkpoint = generator.choice(CHECKPOINT_MODES)
-    delays = generator.choice((0, LONGEST_DELAY_US))
+    delays = generator.choice((0, MAX_DELAY_US))
     mark(f"case {number}: {setup}; {pipeline.checkpoint}; {schedule.slots} slots; delays {delays}")
-    setup.write(which)
-    x = setup.x[: m * SAMPLES].detach().requires_grad_()
+    setup.overwrite(which)
+    x = setup.x[: m * MICROBATCH_SIZE].detach().requires_grad_()
     plan_by(pipeline, x, schedule)
     if generator.random() < 0.1:
-        fail(setup, x, number, generator, schedule)
-        setup.write(which)
+        run_failing_step(setup, x, number, generator, schedule)
+        setup.overwrite(which)
         plan_by(pipeline, x, schedule)  # again, since its gradients came in another layout
     for parameter in pipeline.parameters():
         parameter.grad = None
@@ -257,47 +260,47 @@ def step(setup: SetUp, number: int, generator: random.Random) -> Left:
     torch.manual_seed(values.seed)
     mark("begin\tmay wait" if setup.may_wait else "begin")
     y = pipeline(x)
-    y.backward(setup.weights[which][: m * SAMPLES])
+    y.backward(setup.weights[which][: m * MICROBATCH_SIZE])
     mark("end")
     found = {"output": y.detach(), "gradient of the input": x.grad}
     found |= {f"gradient of {name}": p.grad for name, p in pipeline.named_parameters()}
     found |= {f"buffer {name}": b.clone() for name, b in pipeline.named_buffers()}
-    setup.write(1 - which)
-    return Left(values, schedule, found)
+    setup.overwrite(1 - which)
+    return StepResult(values, schedule, found)
 
 
-def set_up(number: int) -> tuple[SetUp, Sequence[int], random.Random]:
+def setup_of(number: int) -> tuple[Setup, Sequence[int], random.Random]:
     """The set-up of a case, and the cases that it has."""
-    index = number // CASES
+    index = number // CASES_PER_SETUP
     generator = random.Random(index)
-    setup = SetUp(MODELS[index % len(MODELS)], generator)
-    return setup, range(index * CASES, (index + 1) * CASES), generator
+    setup = Setup(MODELS[index % len(MODELS)], generator)
+    return setup, range(index * CASES_PER_SETUP, (index + 1) * CASES_PER_SETUP), generator
 
 
 def run(first: int, count: int, faulty: bool) -> list[str]:
     """What differs."""
     found = []
-    setup, cases, streams = None, range(0), contextlib.ExitStack()
-    waiting: dict[int, Left] = {}  # steps that nobody has looked at
+    setup, cases, caller_streams = None, range(0), contextlib.ExitStack()
+    pending: dict[int, StepResult] = {}  # steps that nobody has looked at
     for number in range(first, first + count):
         if number not in cases:
-            streams.close()
+            caller_streams.close()
             mark("plan")
-            setup, cases, _ = set_up(number)
-            streams = setup.streams()
+            setup, cases, _ = setup_of(number)
+            caller_streams = setup.caller_streams()
         generator = random.Random(f"case {number}")
         if faulty:
-            plant(generator, number)
-        waiting[number] = step(setup, number, generator)
+            plant_fault(generator, number)
+        pending[number] = step(setup, number, generator)
         # The host sees results, and so waits, not after every step.
         if number + 1 in (cases.stop, first + count) or (
             number % 3 == 2 if faulty else generator.random() < 0.5
         ):
-            for case, left in waiting.items():
-                differs = left.unequal(setup)
-                found += [f"case {case} ({setup}): {', '.join(differs)}"] if differs else []
-            waiting.clear()
-    streams.close()
+            for case, result in pending.items():
+                differing = result.differences(setup)
+                found += [f"case {case} ({setup}): {', '.join(differing)}"] if differing else []
+            pending.clear()
+    caller_streams.close()
     return found
 
 

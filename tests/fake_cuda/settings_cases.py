@@ -11,20 +11,20 @@ from collections.abc import Callable
 
 import torch
 
-from tests.fake_cuda.captures import Both
+from tests.fake_cuda.captures import PipelineAndLoop
 from tests.fake_cuda.program import layers_of
 
 MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 
 
-def _reduced(name: str) -> Callable[[], None]:
+def _toggle(name: str) -> Callable[[], None]:
     return lambda: setattr(MATMUL, name, not getattr(MATMUL, name))
 
 
 SETTINGS: dict[str, Callable[[], None]] = {
-    "sums in bf16": _reduced("allow_bf16_reduced_precision_reduction"),
-    "sums in fp16": _reduced("allow_fp16_reduced_precision_reduction"),
-    "accumulation in fp16": _reduced("allow_fp16_accumulation"),
+    "sums in bf16": _toggle("allow_bf16_reduced_precision_reduction"),
+    "sums in fp16": _toggle("allow_fp16_reduced_precision_reduction"),
+    "accumulation in fp16": _toggle("allow_fp16_accumulation"),
     "attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
     "cuDNN": lambda: setattr(CUDNN, "enabled", not CUDNN.enabled),
     "deterministic cuDNN": lambda: setattr(CUDNN, "deterministic", not CUDNN.deterministic),
@@ -38,10 +38,10 @@ def main() -> None:
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # else a product may be added unrounded to the sum before
-    both = Both(layers_of("mlp"), devices.split(","))
-    both.warm()
+    both = PipelineAndLoop(layers_of("mlp"), devices.split(","))
+    both.warm_up()
     both.step(4)
-    found = []
+    differences = []
     for name, change in SETTINGS.items():
         # Captured under the settings before; under new ones the plan is another, or it warms up again.
         replays = sum(report.replays for report in both.reports())
@@ -49,11 +49,11 @@ def main() -> None:
         both.step(5)
         both.step(6)
         if sum(r.replays for r in both.reports()) != replays:
-            found.append(f"{name}: replayed at once")
+            differences.append(f"{name}: replayed at once")
         both.step(7)
         if sum(r.replays for r in both.reports()) != replays + 1:
-            found.append(f"{name}: not captured again")
-    print("; ".join(found + both.found) or "equal")
+            differences.append(f"{name}: not captured again")
+    print("; ".join(differences + both.differences) or "equal")
 
 
 if __name__ == "__main__":

@@ -13,36 +13,36 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, doctor, replicate
-from tests.fake_cuda.captures import Both, run_cases
+from tests.fake_cuda.captures import PipelineAndLoop, run_cases
 from tests.fake_cuda.program import BATCH, WIDTH
 from tests.inside import pipeline_of
 
 HALF = BATCH // 2
 
 
-def train(both: Both, seed: int, samples: int) -> None:
-    both.each(lambda model, _: trained(model, both.input(seed)[:samples]))
+def train(both: PipelineAndLoop, seed: int, samples: int) -> None:
+    both.run_both(lambda model, _: train_step(model, both.input(seed)[:samples]))
 
 
-def trained(model: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+def train_step(model: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
     y = model(x)
     y.square().mean().backward()
     return [y.detach()]
 
 
-def infer(both: Both, seed: int, samples: int) -> None:
+def infer(both: PipelineAndLoop, seed: int, samples: int) -> None:
     def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> list[Tensor]:
         with torch.no_grad():
             return [model(both.input(seed)[:samples])]
 
-    both.each(do)
+    both.run_both(do)
 
 
-def replays(both: Both) -> int:
+def replays(both: PipelineAndLoop) -> int:
     return sum(report.replays for report in both.reports())
 
 
-def inference_before_a_backward(both: Both) -> None:
+def inference_before_a_backward(both: PipelineAndLoop) -> None:
     """As a teacher or a moving average of the same module is asked for its output between the two."""
     for seed in range(4):
         infer(both, seed, HALF)
@@ -57,11 +57,11 @@ def inference_before_a_backward(both: Both) -> None:
         return [y.detach(), other]
 
     for _ in range(3):
-        both.each(do)
+        both.run_both(do)
     both.expect("both are captured", sorted(r.backward for r in both.reports()) == [False, True])
 
 
-def two_shapes_in_flight(both: Both, *, first_captured: int) -> None:
+def two_shapes_in_flight(both: PipelineAndLoop, *, first_captured: int) -> None:
     """Forward of one shape, of the other, and backward in either order."""
     shapes = {BATCH: HALF, HALF: BATCH}
     for samples in (first_captured, shapes[first_captured]):
@@ -76,12 +76,12 @@ def two_shapes_in_flight(both: Both, *, first_captured: int) -> None:
 
     for samples in shapes:
         for first in (0, 1):
-            both.each(partial(do, samples=samples, first=first))
+            both.run_both(partial(do, samples=samples, first=first))
     for samples in shapes:
         train(both, 3, samples)
 
 
-def capture_while_another_is_in_flight(both: Both) -> None:
+def capture_while_another_plan_is_in_flight(both: PipelineAndLoop) -> None:
     """The second shape warms up, and would be captured, between a forward and its backward."""
     for seed in range(4):
         train(both, seed, BATCH)
@@ -89,15 +89,15 @@ def capture_while_another_is_in_flight(both: Both) -> None:
     def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> list[Tensor]:
         y = model(both.input(7))
         for seed in range(4):
-            trained(model, both.input(seed)[:HALF])
+            train_step(model, both.input(seed)[:HALF])
         y.square().mean().backward()
         return [y.detach()]
 
     for _ in range(2):
-        both.each(do)
+        both.run_both(do)
 
 
-def dropped_between_forward_and_backward(both: Both) -> None:
+def graphs_freed_between_forward_and_backward(both: PipelineAndLoop) -> None:
     """Its graphs are let go of, and other plans are captured in the same memory."""
     for seed in range(4):
         train(both, seed, BATCH)
@@ -106,17 +106,17 @@ def dropped_between_forward_and_backward(both: Both) -> None:
         y = model(both.input(7))
         pipeline_of(both.pipeline).forget_replays()
         for seed in range(5):
-            trained(model, both.input(seed)[:HALF])
+            train_step(model, both.input(seed)[:HALF])
         y.square().mean().backward()
         return [y.detach()]
 
     for _ in range(2):
-        both.each(do)
+        both.run_both(do)
     for seed in range(4):
         train(both, seed, BATCH)
 
 
-def kept_output(both: Both) -> None:
+def kept_output_blocks_replays(both: PipelineAndLoop) -> None:
     """An output whose backward is still to come holds the memory of all graphs."""
     for samples in (BATCH, HALF):
         for seed in range(4):
@@ -131,7 +131,7 @@ def kept_output(both: Both) -> None:
     both.expect("both are replayed again", replays(both) == before + 2)
 
 
-def replicated_gradient(both: Both) -> None:
+def replicated_gradient(both: PipelineAndLoop) -> None:
     """Of an input that every micro-batch gets whole, with one micro-batch."""
 
     class Scaled(nn.Linear):
@@ -152,8 +152,8 @@ def replicated_gradient(both: Both) -> None:
     both.expect("it is replayed", any(r.replays > 2 for r in pipeline_of(pipe).replays()))
 
 
-def not_with_this_allocator(both: Both) -> None:
-    both.warm()
+def allocator_cannot_capture(both: PipelineAndLoop) -> None:
+    both.warm_up()
     both.step(5)
     (report,) = both.reports()
     both.expect("nothing is replayed", (report.as_they_are, report.replays) == (5, 0))
@@ -165,11 +165,11 @@ CASES = {
     case.__name__: case
     for case in (
         inference_before_a_backward,
-        capture_while_another_is_in_flight,
-        dropped_between_forward_and_backward,
-        kept_output,
+        capture_while_another_plan_is_in_flight,
+        graphs_freed_between_forward_and_backward,
+        kept_output_blocks_replays,
         replicated_gradient,
-        not_with_this_allocator,
+        allocator_cannot_capture,
     )
 } | {
     f"two_shapes_in_flight_{samples}_first": partial(two_shapes_in_flight, first_captured=samples)

@@ -72,7 +72,7 @@ def names_of(sites: Iterable[int]) -> dict[int, str]:
 
 def lines_of(sites: Iterable[int]) -> dict[int, str]:
     """The line of csrc/ in which a stream waits, for each site."""
-    library = _with_lines()
+    library = _library_with_lines()
     ours, theirs = functions_of(EXTENSION), {f.name: f for f in functions_of(library)}
     found = {}
     for site in sites:
@@ -83,28 +83,28 @@ def lines_of(sites: Iterable[int]) -> dict[int, str]:
         shown = subprocess.run(
             ["addr2line", "-i", "-e", str(library), hex(address)], check=True, capture_output=True, text=True
         )
-        found[site] = _wait_among(re.findall(r"(csrc/\S+?:\d+)", shown.stdout))
+        found[site] = _wait_in_stack(re.findall(r"(csrc/\S+?:\d+)", shown.stdout))
     return found
 
 
-def _wait_among(chain: list[str]) -> str:
+def _wait_in_stack(stack: list[str]) -> str:
     """The wait of a call stack, the innermost first."""
     known = waits_in_source()
-    for place in chain:
-        if place in known:
-            return place
-        called = re.findall(r"(\w+)\(", _text(place))
+    for location in stack:
+        if location in known:
+            return location
+        called = re.findall(r"(\w+)\(", _source_line(location))
         for name in set(called) & TAIL_CALLED.keys():
-            return next(wait for wait in known if TAIL_CALLED[name] in _text(wait))
-    return chain[0]
+            return next(wait for wait in known if TAIL_CALLED[name] in _source_line(wait))
+    return stack[0]
 
 
-def _text(place: str) -> str:
-    path, _, number = place.partition(":")
+def _source_line(location: str) -> str:
+    path, _, number = location.partition(":")
     return (ROOT / path).read_text().splitlines()[int(number) - 1]
 
 
-def _with_lines() -> Path:
+def _library_with_lines() -> Path:
     (extension,) = build_arguments()["ext_modules"]
     calls = re.compile(WAIT.pattern + "".join(rf"|\b{name}\(" for name in TAIL_CALLED))
     sources = sorted((ROOT / "csrc").glob("[!e]*/*.cpp"))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     ],
     ids=["sample", "all"],
 )
-def test_what_needs_a_gpu_can_pass(chosen: str, libraries: tuple[Path, Path]) -> None:
+def test_gpu_tests_pass_on_the_fake_runtime(chosen: str, libraries: tuple[Path, Path]) -> None:
     runtime, operators = libraries
     variables = {
         "LD_PRELOAD": str(runtime),

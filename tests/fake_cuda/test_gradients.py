@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("functions", [accumulating.PROGRAMS, accumulating.BITS], ids=["programs", "bits"])
-def test_gradients(
+def test_gradients_accumulate_as_specified(
     functions: Sequence[Callable[[], None]], libraries: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Whatever was computed, in an order that a GPU is bound to."""

@@ -19,28 +19,28 @@ pytestmark = pytest.mark.skipif(
 )
 
 MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "convolutions")
-FOUR, ONE = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:1,cuda:1,cuda:1,cuda:1"
+FOUR_DEVICES, ONE_DEVICE = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:1,cuda:1,cuda:1,cuda:1"
 CASES = (
     "replaced_parameter",
-    "two_at_once",
+    "two_forwards_in_flight",
     "backward_twice",
-    "other_gradients",
+    "other_gradient_layouts",
     "inference",
     "kept_gradients",
-    "turned_off",
-    "settings",
-    "other_shapes",
-    "second_dimension",
-    "threads",
+    "capture_turned_off",
+    "changed_setting",
+    "alternating_shapes",
+    "batch_in_second_dimension",
+    "several_threads",
 )
 
 SEVERAL_PLANS = (
     "inference_before_a_backward",
     "two_shapes_in_flight_16_first",
     "two_shapes_in_flight_8_first",
-    "capture_while_another_is_in_flight",
-    "dropped_between_forward_and_backward",
-    "kept_output",
+    "capture_while_another_plan_is_in_flight",
+    "graphs_freed_between_forward_and_backward",
+    "kept_output_blocks_replays",
     "replicated_gradient",
 )
 
@@ -48,25 +48,29 @@ Libraries = tuple[Path, Path]
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("devices", [FOUR, ONE], ids=["four", "one"])
-def test_bits_and_order(devices: str, libraries: Libraries, tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE], ids=["four", "one"])
+def test_captured_models_equal_the_plain_loop_without_races(
+    devices: str, libraries: Libraries, tmp_path: Path
+) -> None:
     words = ("/".join(MODELS), devices, "captured", "never", "except_last", "always")
     assert run("program.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
     assert check(read(tmp_path / "log")) == []
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("word", ["aside", "pinned", "peer"])
-@pytest.mark.parametrize("devices", [FOUR, ONE], ids=["four", "one"])
-def test_streams_and_transports(devices: str, word: str, libraries: Libraries, tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["own_streams", "pinned", "peer"])
+@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE], ids=["four", "one"])
+def test_captured_steps_keep_bits_on_caller_streams_and_every_transport(
+    devices: str, word: str, libraries: Libraries, tmp_path: Path
+) -> None:
     words = ("skips/batch norm", devices, "captured", word, "except_last")
     assert run("program.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
     assert check(read(tmp_path / "log")) == []
 
 
 @pytest.mark.extended
-def test_between_replays(libraries: Libraries, tmp_path: Path) -> None:
-    found = run("captures.py", libraries, "/".join(CASES), FOUR, late=1, log=tmp_path / "log")
+def test_changes_between_replays_are_handled(libraries: Libraries, tmp_path: Path) -> None:
+    found = run("captures.py", libraries, "/".join(CASES), FOUR_DEVICES, late=1, log=tmp_path / "log")
     assert found == [f"{case}: equal" for case in CASES]
     assert check(read(tmp_path / "log"), may_wait=True) == []
 
@@ -74,12 +78,14 @@ def test_between_replays(libraries: Libraries, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("devices", "checkpoint"),
     [
-        pytest.param(ONE, "except_last", id="one-except_last"),
-        pytest.param(ONE, "never", id="one-never", marks=pytest.mark.extended),
-        pytest.param(FOUR, "always", id="four-always", marks=pytest.mark.extended),
+        pytest.param(ONE_DEVICE, "except_last", id="one-except_last"),
+        pytest.param(ONE_DEVICE, "never", id="one-never", marks=pytest.mark.extended),
+        pytest.param(FOUR_DEVICES, "always", id="four-always", marks=pytest.mark.extended),
     ],
 )
-def test_several_plans(devices: str, checkpoint: str, libraries: Libraries, tmp_path: Path) -> None:
+def test_several_captured_plans_share_memory_safely(
+    devices: str, checkpoint: str, libraries: Libraries, tmp_path: Path
+) -> None:
     """What one of them leaves in the graphs' memory for its backward no other one overwrites."""
     words = ("/".join(SEVERAL_PLANS), devices, checkpoint)
     found = run("several_plans.py", libraries, *words, late=1, log=tmp_path / "log")
@@ -90,10 +96,10 @@ def test_several_plans(devices: str, checkpoint: str, libraries: Libraries, tmp_
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("program", "cases", "devices"),
-    [("several_plans.py", SEVERAL_PLANS, ONE), ("captures.py", CASES, FOUR)],
+    [("several_plans.py", SEVERAL_PLANS, ONE_DEVICE), ("captures.py", CASES, FOUR_DEVICES)],
     ids=["several_plans", "captures"],
 )
-def test_bits_where_work_is_deferred(
+def test_graph_cases_keep_bits_when_work_is_deferred(
     program: str, cases: tuple[str, ...], devices: str, libraries: Libraries
 ) -> None:
     found = run(program, libraries, "/".join(cases), devices, "never", defer=1)
@@ -105,17 +111,19 @@ def test_bits_where_work_is_deferred(
     ("variable", "value"),
     [("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"), ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
 )
-def test_allocators_that_cannot_be_captured_with(
+def test_allocators_without_capture_run_uncaptured(
     variable: str, value: str, libraries: Libraries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    found = run("several_plans.py", libraries, "not_with_this_allocator", FOUR)
-    assert found == ["not_with_this_allocator: equal"]
+    found = run("several_plans.py", libraries, "allocator_cannot_capture", FOUR_DEVICES)
+    assert found == ["allocator_cannot_capture: equal"]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_capture_needs_little_more_memory_than_a_run(checkpoint: str, libraries: Libraries) -> None:
+def test_a_capture_needs_little_more_memory_than_an_uncaptured_step(
+    checkpoint: str, libraries: Libraries
+) -> None:
     """Although a run has left the allocator's cache as large as it needs itself."""
     (needed,) = run("graph_memory.py", libraries, f"needed_{checkpoint}")
     memory = int(int(needed) * 1.3)
@@ -123,7 +131,7 @@ def test_a_capture_needs_little_more_memory_than_a_run(checkpoint: str, librarie
 
 
 @pytest.mark.extended
-def test_plans_share_memory(libraries: Libraries) -> None:
+def test_graphs_of_several_lengths_share_memory(libraries: Libraries) -> None:
     """Graphs of five lengths take little more than those of the longest, whichever was captured first."""
     (found,) = run("graph_memory.py", libraries, "several_lengths")
     for modes in (found.split()[:3], found.split()[3:]):
@@ -132,7 +140,7 @@ def test_plans_share_memory(libraries: Libraries) -> None:
 
 
 @pytest.mark.extended
-def test_graphs_give_way_where_memory_runs_out(libraries: Libraries) -> None:
+def test_graphs_are_freed_when_memory_runs_out(libraries: Libraries) -> None:
     cases = ("short_of_memory_in_a_forward", "short_of_memory_in_a_backward")
     assert run("graph_memory.py", libraries, *cases, memory=720 << 20) == ["equal, 4 replays"] * 2
 
@@ -141,37 +149,37 @@ def test_graphs_give_way_where_memory_runs_out(libraries: Libraries) -> None:
 @pytest.mark.parametrize(
     ("case", "operator"),
     [
-        ("cannot_be_captured", "aten::gelu"),
+        ("forward_cannot_be_captured", "aten::gelu"),
         ("backward_cannot_be_captured", "aten::gelu_backward"),
     ],
 )
-def test_what_waits_for_its_device_runs_as_it_is(
+def test_operators_that_synchronize_run_uncaptured(
     case: str, operator: str, libraries: Libraries, tmp_path: Path
 ) -> None:
-    found = run("captures.py", libraries, case, FOUR, synchronizes=operator, log=tmp_path / "log")
+    found = run("captures.py", libraries, case, FOUR_DEVICES, synchronizes=operator, log=tmp_path / "log")
     assert found == [f"{case}: equal"]
     assert check(read(tmp_path / "log"), may_wait=True) == []
 
 
 @pytest.mark.extended
-def test_a_wait_that_a_graph_lacks_is_noticed(libraries: Libraries, tmp_path: Path) -> None:
+def test_the_checker_detects_missing_waits_in_a_graph(libraries: Libraries, tmp_path: Path) -> None:
     """Of each stream of a launch all waits."""
-    words = ("mlp", FOUR, "captured", "except_last")
+    words = ("mlp", FOUR_DEVICES, "captured", "except_last")
     assert run("program.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
     lines = read(tmp_path / "log")
     begin = next(place for place, line in enumerate(lines) if line.kind == "launch")
     end = next(place for place in range(begin, len(lines)) if lines[place].kind == "mark")
-    of_graph = {line.words[0] for line in lines[begin:end] if line.kind == "stream"}
-    of_graph |= {line.words[0] for line in lines[begin - 40 : begin] if line.kind == "stream"}
-    working = {line.words[0] for line in lines[begin:end] if line.kind in ("read", "write", "copy")}
-    assert len(of_graph & working) >= 7, "four stages and copies between them"
+    graph_streams = {line.words[0] for line in lines[begin:end] if line.kind == "stream"}
+    graph_streams |= {line.words[0] for line in lines[begin - 40 : begin] if line.kind == "stream"}
+    busy = {line.words[0] for line in lines[begin:end] if line.kind in ("read", "write", "copy")}
+    assert len(graph_streams & busy) >= 7, "four stages and copies between them"
 
-    def without(stream: str) -> list[Line]:
+    def lines_without_waits(stream: str) -> list[Line]:
         return [
             line
             for place, line in enumerate(lines)
             if not (begin < place < end and line.kind == "wait" and line.words[0] == stream)
         ]
 
-    for stream in of_graph & working:
-        assert check(without(stream)), f"stream {stream} needs no wait"
+    for stream in graph_streams & busy:
+        assert check(lines_without_waits(stream)), f"stream {stream} needs no wait"

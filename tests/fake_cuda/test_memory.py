@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.extended
-def test_places(libraries: tuple[Path, Path]) -> None:
-    names = [function.__name__ for function in placing.PLACES]
+def test_stages_are_placed_on_devices(libraries: tuple[Path, Path]) -> None:
+    names = [function.__name__ for function in placing.PLACEMENT]
     assert run("placing.py", libraries, *names) == names
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", [function.__name__ for function in placing.SHORT])
-def test_short_of_memory(name: str, libraries: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("name", [function.__name__ for function in placing.OUT_OF_MEMORY])
+def test_out_of_memory_raises_and_the_pipeline_stays_usable(name: str, libraries: tuple[Path, Path]) -> None:
     assert run("placing.py", libraries, name, memory=placing.MEMORY) == [name]

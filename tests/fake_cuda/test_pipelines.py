@@ -23,13 +23,17 @@ pytestmark = pytest.mark.skipif(
 
 MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python")
 MODELS += ("convolutions", "convolutions, channels last")
-FOUR, ONE, MIXED = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:1,cuda:1,cuda:1,cuda:1", "cuda:0,cpu,cuda:0,cuda:1"
+FOUR_DEVICES, ONE_DEVICE, WITH_CPU = (
+    "cuda:0,cuda:1,cuda:2,cuda:3",
+    "cuda:1,cuda:1,cuda:1,cuda:1",
+    "cuda:0,cpu,cuda:0,cuda:1",
+)
 
 Runs = Callable[..., list[Line]]
 
 
 @pytest.fixture
-def trained(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
+def train(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
     """Trains, looks at the bits, and returns the log."""
 
     def run(models: str, devices: str, *words: str, late: int = 0, **more: str) -> list[Line]:
@@ -42,25 +46,25 @@ def trained(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
-def test_bits_and_order(devices: str, trained: Runs) -> None:
-    assert check(trained("/".join(MODELS), devices, "never", "except_last", "always", late=1)) == []
+@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
+def test_models_equal_the_plain_loop_without_races(devices: str, train: Runs) -> None:
+    assert check(train("/".join(MODELS), devices, "never", "except_last", "always", late=1)) == []
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
-def test_callers_on_streams_of_their_own(devices: str, trained: Runs) -> None:
+@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
+def test_caller_streams_are_ordered_with_the_pipeline(devices: str, train: Runs) -> None:
     """Also in a backward, whose thread has but one of them; what the forward left there comes before it."""
-    assert check(trained("mlp/batch norm", devices, "aside", "never", "except_last", late=1)) == []
+    assert check(train("mlp/batch norm", devices, "own_streams", "never", "except_last", late=1)) == []
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("devices", [FOUR, ONE, MIXED], ids=["four", "one", "mixed"])
-def test_delays_and_steps_that_fail(devices: str, trained: Runs) -> None:
-    assert check(trained("skips", devices, "disturbed", "except_last", late=1)) == []
+@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
+def test_delays_and_failing_steps_cause_no_race(devices: str, train: Runs) -> None:
+    assert check(train("skips", devices, "failures", "except_last", late=1)) == []
 
 
-def within_steps(lines: Sequence[Line]) -> list[int]:
+def lines_in_steps(lines: Sequence[Line]) -> list[int]:
     """The places of lines that belong to a step whose plan was there."""
     places, inside = [], False
     for place, line in enumerate(lines):
@@ -71,21 +75,21 @@ def within_steps(lines: Sequence[Line]) -> list[int]:
     return places
 
 
-def copies(lines: Sequence[Line]) -> list[int]:
+def device_copies(lines: Sequence[Line]) -> list[int]:
     """The places of copies from device to device in steps."""
-    return [p for p in within_steps(lines) if lines[p].kind == "copy" and lines[p].words[1] == "d2d"]
+    return [p for p in lines_in_steps(lines) if lines[p].kind == "copy" and lines[p].words[1] == "d2d"]
 
 
-def test_a_dropped_wait_is_noticed(trained: Runs) -> None:
+def test_the_checker_detects_missing_waits(train: Runs) -> None:
     """Of each stream that waits within steps all waits."""
-    lines = trained("mlp", FOUR, "except_last", late=1)
-    inside = set(within_steps(lines))
+    lines = train("mlp", FOUR_DEVICES, "except_last", late=1)
+    inside = set(lines_in_steps(lines))
     waits = {lines[p].words[0] for p in inside if lines[p].kind == "wait"}
-    copying = {lines[p].words[0] for p in copies(lines)}
+    copy_streams = {lines[p].words[0] for p in device_copies(lines)}
     computing = {lines[p].words[0] for p in inside if lines[p].kind in ("read", "write")}
-    assert len(waits & copying) >= 3, "copy streams wait for what they copy"
+    assert len(waits & copy_streams) >= 3, "copy streams wait for what they copy"
     assert len(waits & computing) >= 4, "stages wait for what comes in"
-    for stream in waits & (copying | computing):
+    for stream in waits & (copy_streams | computing):
         left = [
             line
             for place, line in enumerate(lines)
@@ -95,37 +99,37 @@ def test_a_dropped_wait_is_noticed(trained: Runs) -> None:
 
 
 @pytest.mark.extended
-def test_memory_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
+def test_the_checker_detects_memory_reused_too_early(train: Runs) -> None:
     """As if the allocator did not ask whether other streams have finished with it."""
-    lines = trained("mlp", FOUR, "except_last", late=1)
+    lines = train("mlp", FOUR_DEVICES, "except_last", late=1)
     assert any(line.kind == "finished event" for line in lines)
     assert check([line for line in lines if line.kind != "finished event"])
 
 
 @pytest.mark.extended
-def test_a_copy_on_a_stream_that_computes_is_noticed(trained: Runs) -> None:
-    lines = trained("mlp", FOUR, "never", late=1)
-    place = random.Random(0).choice(copies(lines))
+def test_the_checker_detects_a_copy_on_a_compute_stream(train: Runs) -> None:
+    lines = train("mlp", FOUR_DEVICES, "never", late=1)
+    place = random.Random(0).choice(device_copies(lines))
     moved = lines[place]
-    computing = next(lines[p].words[0] for p in within_steps(lines) if lines[p].kind == "write")
+    computing = next(lines[p].words[0] for p in lines_in_steps(lines) if lines[p].kind == "write")
     lines[place] = Line(moved.number, moved.thread, moved.kind, (computing, *moved.words[1:]))
     assert any("copies between devices" in fault for fault in check(lines))
 
 
 @pytest.mark.extended
-def test_a_step_that_waits_for_a_device_is_noticed(trained: Runs) -> None:
-    lines = trained("mlp", ONE, "never")
-    place = within_steps(lines)[5]
+def test_the_checker_detects_a_host_wait_in_a_step(train: Runs) -> None:
+    lines = train("mlp", ONE_DEVICE, "never")
+    place = lines_in_steps(lines)[5]
     waiting = Line(0, 0, "synchronize device", ("1",))
     assert any("the host waits" in fault for fault in check([*lines[:place], waiting, *lines[place:]]))
 
 
-def kinds(lines: Sequence[Line]) -> set[str]:
+def copy_kinds(lines: Sequence[Line]) -> set[str]:
     """Of copies in steps: from device (d), pinned (p) or other memory (h), to which."""
-    return {lines[p].words[1] for p in within_steps(lines) if lines[p].kind == "copy"}
+    return {lines[p].words[1] for p in lines_in_steps(lines) if lines[p].kind == "copy"}
 
 
-def between(lines: Sequence[Line]) -> set[tuple[int, int]]:
+def device_pairs(lines: Sequence[Line]) -> set[tuple[int, int]]:
     """Of copies in steps, from which device to which."""
     blocks = [
         (int(line.words[1], 16), int(line.words[2]), int(line.words[0]))
@@ -138,69 +142,69 @@ def between(lines: Sequence[Line]) -> set[tuple[int, int]]:
             where for begin, size, where in reversed(blocks) if begin <= int(pointer, 16) < begin + size
         )
 
-    return {(device(lines[p].words[3]), device(lines[p].words[2])) for p in copies(lines)}
+    return {(device(lines[p].words[3]), device(lines[p].words[2])) for p in device_copies(lines)}
 
 
-FORCED = {
-    "four": (FOUR, "skips/small/tied/python/beside"),
-    "one": (ONE, "skips/small"),
-    "mixed": (MIXED, "small"),
+FORCED_CASES = {
+    "four": (FOUR_DEVICES, "skips/small/tied/python/beside"),
+    "one": (ONE_DEVICE, "skips/small"),
+    "mixed": (WITH_CPU, "small"),
 }
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("transport", ["peer", "pinned"])
-@pytest.mark.parametrize("where", FORCED)
-def test_forced_transports(where: str, transport: str, trained: Runs) -> None:
-    devices, models = FORCED[where]
-    lines = trained(models, devices, transport, "except_last", late=1)
+@pytest.mark.parametrize("where", FORCED_CASES)
+def test_a_forced_transport_carries_all_copies(where: str, transport: str, train: Runs) -> None:
+    devices, models = FORCED_CASES[where]
+    lines = train(models, devices, transport, "except_last", late=1)
     assert check(lines) == []
-    by_host = {"d2p", "p2d"} <= kinds(lines)
+    by_host = {"d2p", "p2d"} <= copy_kinds(lines)
     assert by_host == (transport == "pinned" or where == "mixed")
-    assert bool(copying(lines)) == (transport == "peer"), "on streams of their own, also on one device"
+    assert bool(copy_streams(lines)) == (transport == "peer"), "on streams of their own, also on one device"
 
 
-def copying(lines: Sequence[Line]) -> set[str]:
+def copy_streams(lines: Sequence[Line]) -> set[str]:
     """Streams that copy from device to device in steps, and do not compute."""
-    return {lines[p].words[0] for p in copies(lines)} - {
-        lines[p].words[0] for p in within_steps(lines) if lines[p].kind in ("read", "write")
+    return {lines[p].words[0] for p in device_copies(lines)} - {
+        lines[p].words[0] for p in lines_in_steps(lines) if lines[p].kind in ("read", "write")
     }
 
 
 @pytest.mark.extended
-def test_small_tensors_go_as_one(trained: Runs) -> None:
+def test_small_tensors_are_coalesced_into_one_copy(train: Runs) -> None:
     """Six cross at two edges, one of them empty, and the gradients of four of them."""
-    lines = trained("small", FOUR, "peer", "except_last")
+    lines = train("small", FOUR_DEVICES, "peer", "except_last")
     steps = sum(line.kind == "mark" and line.words[0] == "begin" for line in lines)
-    edges_and_ways, microbatches = 6, 8
-    crossing = [p for p in copies(lines) if lines[p].words[0] in copying(lines)]
-    assert len(crossing) == edges_and_ways * microbatches * steps
+    copies_per_microbatch, microbatches = 6, 8
+    crossing = [p for p in device_copies(lines) if lines[p].words[0] in copy_streams(lines)]
+    assert len(crossing) == copies_per_microbatch * microbatches * steps
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("peers", "reached"),
+    ("peers", "peer_pairs"),
     [
         ("0", set()),
         ("0-1,1-0,1-2,3-2", {(0, 1), (1, 0)}),
     ],
 )
-def test_devices_that_do_not_reach_each_other(
-    peers: str, reached: set[tuple[int, int]], trained: Runs
+def test_devices_without_peer_access_copy_through_the_host(
+    peers: str, peer_pairs: set[tuple[int, int]], train: Runs
 ) -> None:
     """What goes between them goes through memory of the host."""
-    lines = trained("skips", FOUR, "except_last", late=1, peers=peers)
+    lines = train("skips", FOUR_DEVICES, "except_last", late=1, peers=peers)
     assert check(lines) == []
-    assert {"d2p", "p2d"} <= kinds(lines)
-    assert {pair for pair in between(lines) if pair[0] != pair[1]} == reached
+    assert {"d2p", "p2d"} <= copy_kinds(lines)
+    assert {pair for pair in device_pairs(lines) if pair[0] != pair[1]} == peer_pairs
 
 
 @pytest.mark.extended
-def test_a_block_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
+def test_the_checker_detects_a_ring_block_reused_too_early(train: Runs) -> None:
     """Without the waits of the streams that fill blocks, or of those that empty them."""
-    lines = trained("large", FOUR, "pinned", "never", late=1)
+    lines = train("large", FOUR_DEVICES, "pinned", "never", late=1)
     assert check(lines) == []
-    inside = set(within_steps(lines))
+    inside = set(lines_in_steps(lines))
     for kind, others in (("d2p", "p2d"), ("p2d", "d2p")):
         ring = {lines[p].words[0] for p in inside if lines[p].kind == "copy" and lines[p].words[1] == kind}
         left = [
@@ -213,14 +217,14 @@ def test_a_block_that_is_reused_too_early_is_noticed(trained: Runs) -> None:
 
 
 @pytest.mark.extended
-def test_blocks_are_free_when_a_run_begins(trained: Runs) -> None:
+def test_ring_blocks_are_free_after_failed_steps(train: Runs) -> None:
     """Also after steps that failed with blocks in use."""
-    lines = trained("large", ONE, "pinned", "disturbed", "never", late=1)
+    lines = train("large", ONE_DEVICE, "pinned", "failures", "never", late=1)
     assert check(lines) == []
 
 
 @pytest.fixture
-def told(libraries: tuple[Path, Path]) -> Callable[..., list[str]]:
+def doctor_lines(libraries: tuple[Path, Path]) -> Callable[..., list[str]]:
     """What told.py prints, by lines."""
 
     def run(devices: str, transport: str, **more: str) -> list[str]:
@@ -229,19 +233,19 @@ def told(libraries: tuple[Path, Path]) -> Callable[..., list[str]]:
     return run
 
 
-def test_what_is_told_of_transports(told: Callable[..., list[str]]) -> None:
+def test_doctor_reports_transports_and_bytes_in_flight(doctor_lines: Callable[..., list[str]]) -> None:
     """Before a step, and after it with what lies there: a micro-batch has 2 x 6 floats, of 4 bytes each."""
-    lines = told("cuda:0,cuda:0,cuda:1,cpu", "auto", peers="0")
-    ways = {
+    lines = doctor_lines("cuda:0,cuda:0,cuda:1,cpu", "auto", peers="0")
+    transports = {
         "stage 0 (cuda:0) -> stage 1 (cuda:0)": "hand-over",
         "stage 1 (cuda:0) -> stage 2 (cuda:1)": "pinned",
         "stage 2 (cuda:1) -> stage 3 (cpu)": "copy",
         "stage 0 (cuda:0) -> stage 3 (cpu), skip connection": "copy",
     }
-    lying = "; in flight at most 4 x 48 bytes forward, 4 x 48 bytes backward"
-    for edge, way in ways.items():
+    in_flight = "; in flight at most 4 x 48 bytes forward, 4 x 48 bytes backward"
+    for edge, transport in transports.items():
         found = [line.strip() for line in lines if line.strip().startswith(edge + ":")]
-        assert found == [f"{edge}: {way}", *[f"{edge}: {way}{lying}"] * 2], edge
+        assert found == [f"{edge}: {transport}", *[f"{edge}: {transport}{in_flight}"] * 2], edge
     assert "equal" in lines
     assert "  cuda:0 and cuda:1 have no peer access to each other" in lines
     assert any(line.startswith("  cuda:3: Fake GPU, 1024.0 GiB") for line in lines)
@@ -249,17 +253,17 @@ def test_what_is_told_of_transports(told: Callable[..., list[str]]) -> None:
 
 
 @pytest.mark.extended
-def test_a_peer_path_that_is_unplugged(told: Callable[..., list[str]]) -> None:
+def test_failing_peer_access_falls_back_to_pinned(doctor_lines: Callable[..., list[str]]) -> None:
     """Devices say that they reach each other, and then they do not."""
-    lines = told("cuda:0,cuda:1,cuda:2,cuda:3", "auto", peers="unplugged")
+    lines = doctor_lines("cuda:0,cuda:1,cuda:2,cuda:3", "auto", peers="unplugged")
     assert "equal" in lines
     assert "  stage 0 (cuda:0) -> stage 1 (cuda:1): pinned" in lines
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("peers", ["0", "unplugged", "0-1"])
-def test_peers_that_are_asked_for_and_not_there(peers: str, told: Callable[..., list[str]]) -> None:
-    lines = told("cuda:0,cuda:1,cuda:1,cuda:0", "peer", peers=peers)
+def test_requesting_missing_peer_access_raises(peers: str, doctor_lines: Callable[..., list[str]]) -> None:
+    lines = doctor_lines("cuda:0,cuda:1,cuda:1,cuda:0", "peer", peers=peers)
     assert lines == [
         "transport='peer', but cuda:0 and cuda:1 (stages 0 and 1) have no peer access to each other's "
         "memory; use 'auto', which copies through pinned host memory"

@@ -19,18 +19,18 @@ import pytest
 
 from gpipe_fast.schedule import Kind
 from tests.fake_cuda.build import SOURCES, can_build
-from tests.fake_cuda.chains import Chains
+from tests.fake_cuda.chains import HappensBefore
 from tests.fake_cuda.check import Checker, Line, check, parse
 from tests.fake_cuda.random_schedule import order_of, random_schedule
 
 ROOT = Path(__file__).parents[2]
-ALL, AT_ONCE = 10_000, 500
-LIMIT = 600  # seconds
-SET_UPS = 9  # one of each model
-CASES = 50  # of a set-up
-FAULTS = ("dropped", "hosted", "stale", "misplaced", "early")
+NUM_SOAK_CASES, CASES_PER_TEST = 10_000, 500
+TIMEOUT_S = 600  # seconds
+NUM_SETUPS = 9  # one of each model
+CASES_PER_SETUP = 50  # of a set-up
+FAULTS = ("dropped", "host_wait", "stale", "misplaced", "early")
 
-needs_runtime = pytest.mark.skipif(
+needs_fake_cuda = pytest.mark.skipif(
     not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
 )
 
@@ -64,37 +64,37 @@ def run(libraries: tuple[Path, Path]) -> Runs:
             ) as process,
         ):
             os.close(into)
-            watch = threading.Timer(LIMIT, process.kill)
-            watch.start()
+            timer = threading.Timer(TIMEOUT_S, process.kill)
+            timer.start()
             try:
                 yield from parse(log)
                 stdout, stderr = process.communicate()
             finally:
-                watch.cancel()
+                timer.cancel()
                 process.kill()
         assert stdout == "equal\n", stdout[-3000:] + stderr[-3000:]
 
     return lines
 
 
-def faults_by_case(lines: Iterator[Line], seen: Counter[str]) -> list[str]:
+def violations_by_case(lines: Iterator[Line], seen: Counter[str]) -> list[str]:
     """What is wrong, and in which case; counts what was there."""
     checker, case, found = Checker(may_wait=False), "", 0
-    faults = []
+    violations = []
     for line in lines:
-        checker.take(line)
+        checker.process(line)
         mark = line.words[0].split(" ")[0] if line.kind == "mark" else ""
         seen[mark or line.kind] += 1
-        faults += [f"{case}: {fault}" for fault in checker.faults[found:]]
-        found = len(checker.faults)
+        violations += [f"{case}: {fault}" for fault in checker.violations[found:]]
+        found = len(checker.violations)
         if mark == "case":
             case = line.words[0]
-    return faults + checker.check(())[found:]
+    return violations + checker.check(())[found:]
 
 
 def check_cases(run: Runs, first: int, count: int) -> None:
     seen: Counter[str] = Counter()
-    assert faults_by_case(run(first, count), seen)[:10] == []
+    assert violations_by_case(run(first, count), seen)[:10] == []
     assert seen["case"] == seen["begin"] == seen["end"] == count
     assert seen["copy"] > 3 * count, "between devices, and from and to the host"
     assert seen["wait"] > 10 * count
@@ -102,20 +102,20 @@ def check_cases(run: Runs, first: int, count: int) -> None:
 
 
 @pytest.mark.extended
-@needs_runtime
-def test_random_schedules(run: Runs) -> None:
+@needs_fake_cuda
+def test_random_schedules_have_no_race_or_wrong_bit(run: Runs) -> None:
     """A sample."""
-    check_cases(run, 0, SET_UPS * CASES)
+    check_cases(run, 0, NUM_SETUPS * CASES_PER_SETUP)
 
 
-@needs_runtime
+@needs_fake_cuda
 @pytest.mark.soak
-@pytest.mark.parametrize("first", range(0, ALL, AT_ONCE))
-def test_many_random_schedules(run: Runs, first: int) -> None:
-    check_cases(run, first, AT_ONCE)
+@pytest.mark.parametrize("first", range(0, NUM_SOAK_CASES, CASES_PER_TEST))
+def test_many_random_schedules_have_no_race_or_wrong_bit(run: Runs, first: int) -> None:
+    check_cases(run, first, CASES_PER_TEST)
 
 
-def test_schedules_are_of_every_kind() -> None:
+def test_random_schedules_contain_every_action_and_order() -> None:
     """Valid by construction, which `Schedule` looks at; backwards whole and in parts, in any order."""
     kinds: Counter[Kind] = Counter()
     orders, slots = set(), set()
@@ -137,7 +137,7 @@ def test_schedules_are_of_every_kind() -> None:
     assert slots == {1, 2, 3}
 
 
-def within(lines: Sequence[Line], *kinds: str) -> list[int]:
+def lines_in_second_step(lines: Sequence[Line], *kinds: str) -> list[int]:
     """The places of lines of some kinds in the second step of a log."""
     begin, end = (
         [i for i, line in enumerate(lines) if line.words[:1] == (word,)][1] for word in ("begin", "end")
@@ -146,33 +146,33 @@ def within(lines: Sequence[Line], *kinds: str) -> list[int]:
 
 
 # Three cases of a model each; in the second one faults are planted.
-FIRST = 4 * CASES * SET_UPS
+FIRST = 4 * CASES_PER_SETUP * NUM_SETUPS
 logs = pytest.mark.parametrize(
     "first",
     [
-        FIRST + CASES * model
+        FIRST + CASES_PER_SETUP * model
         if model in (3, 7)
-        else pytest.param(FIRST + CASES * model, marks=pytest.mark.soak)
-        for model in range(SET_UPS)
+        else pytest.param(FIRST + CASES_PER_SETUP * model, marks=pytest.mark.soak)
+        for model in range(NUM_SETUPS)
     ],
 )
 
 
 @pytest.mark.sampled(1)
-@needs_runtime
+@needs_fake_cuda
 @logs
-def test_every_wait_is_needed_or_it_is_known_why_not(run: Runs, first: int) -> None:
+def test_every_wait_is_needed_or_explained_as_redundant(run: Runs, first: int) -> None:
     """Each is dropped; the checker notices just those without which a search finds something unordered."""
     lines = list(run(first, 3))
-    chains = Chains(lines)
+    order = HappensBefore(lines)
     assert check(lines) == []
-    assert chains.unordered(chains.before()) == []
-    for wait in within(lines, "wait"):
-        noticed = check([*lines[:wait], *lines[wait + 1 :]]) != []
-        assert noticed == (chains.why_needless(wait) == ""), lines[wait]
+    assert order.unordered(order.predecessors()) == []
+    for wait in lines_in_second_step(lines, "wait"):
+        detected = check([*lines[:wait], *lines[wait + 1 :]]) != []
+        assert detected == (order.why_redundant(wait) == ""), lines[wait]
 
 
-def words_of(lines: Sequence[Line], mark: str) -> dict[int, str]:
+def marks_of(lines: Sequence[Line], mark: str) -> dict[int, str]:
     """By their places, the marks that begin with a word, without it."""
     texts = {i: line.words[0] for i, line in enumerate(lines) if line.kind == "mark"}
     return {i: text.removeprefix(f"{mark} ") for i, text in texts.items() if text.split(" ")[0] == mark}
@@ -183,25 +183,25 @@ SEVERAL_GPUS = [4050, *(pytest.param(first, marks=pytest.mark.soak) for first in
 
 
 @pytest.mark.extended
-@needs_runtime
+@needs_fake_cuda
 @pytest.mark.parametrize("first", SEVERAL_GPUS)
-def test_what_the_runtime_does_wrong_is_noticed(run: Runs, first: int) -> None:
+def test_the_checker_detects_injected_runtime_faults(run: Runs, first: int) -> None:
     """Where no order is lost, because of what else is waited for, a search says so too."""
     lines = list(run(first, 3 * len(FAULTS), "faulty"))
-    unordered = Chains(lines).unordered(Chains(lines).before())
-    planted = words_of(lines, "planted")
+    unordered = HappensBefore(lines).unordered(HappensBefore(lines).predecessors())
+    planted = marks_of(lines, "planted")
     assert set(planted.values()) == set(FAULTS)
-    triples = pairwise([0, *list(words_of(lines, "case"))[3::3], len(lines)])
+    triples = pairwise([0, *list(marks_of(lines, "case"))[3::3], len(lines)])
     checker, known = Checker(may_wait=False), 0
-    noticed = {}
+    detected = {}
     for begin, end in triples:
         (kind,) = {kind for place, kind in planted.items() if begin <= place < end}
         for line in lines[begin:end]:
-            checker.take(line)
-        checker.check_roles()
-        faults, known = checker.faults[known:], len(checker.faults)
-        noticed[kind] = any("nothing makes" in fault for fault in faults)
-        assert noticed[kind] == any(begin <= i < end for i in unordered), kind
-        assert (kind == "hosted") == any("the host waits" in fault for fault in faults)
-        assert (kind == "misplaced") == any("copies between devices" in fault for fault in faults)
-    assert any(noticed[kind] for kind in ("dropped", "stale", "early"))
+            checker.process(line)
+        checker.check_stream_roles()
+        violations, known = checker.violations[known:], len(checker.violations)
+        detected[kind] = any("nothing makes" in fault for fault in violations)
+        assert detected[kind] == any(begin <= i < end for i in unordered), kind
+        assert (kind == "host_wait") == any("the host waits" in fault for fault in violations)
+        assert (kind == "misplaced") == any("copies between devices" in fault for fault in violations)
+    assert any(detected[kind] for kind in ("dropped", "stale", "early"))

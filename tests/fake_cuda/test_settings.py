@@ -14,5 +14,5 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_other_settings_are_captured_anew(libraries: tuple[Path, Path]) -> None:
+def test_a_changed_setting_is_captured_again(libraries: tuple[Path, Path]) -> None:
     assert run("settings_cases.py", libraries, "cuda:0,cuda:0,cuda:0,cuda:0") == ["equal"]

@@ -22,27 +22,27 @@ Libraries = tuple[Path, Path]
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["eight_stages_on_one_device", "a_second_thread_on_pool_streams"])
-def test_streams_that_are_shared(name: str, libraries: Libraries) -> None:
+def test_stages_share_pool_streams_without_races(name: str, libraries: Libraries) -> None:
     assert run("troubles.py", libraries, name, defer=1) == [name]
 
 
 @pytest.mark.extended
-def test_products_that_add_up(libraries: Libraries) -> None:
+def test_fused_addmm_has_the_same_bits_when_work_is_deferred(libraries: Libraries) -> None:
     """Deferred they have the bits that they have at once, and others than where none adds to a sum."""
-    at_once = run("troubles.py", libraries, "products_that_add_up")
+    at_once = run("troubles.py", libraries, "fused_addmm_digests")
     assert at_once[0] != at_once[1], "nothing is shown"
-    assert run("troubles.py", libraries, "products_that_add_up", defer=1) == at_once
+    assert run("troubles.py", libraries, "fused_addmm_digests", defer=1) == at_once
 
 
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(function.__name__, marks=pytest.mark.soak if "capturing" in function.__name__ else ())
-        for function in troubles.ILLEGAL
+        for function in troubles.ILLEGAL_ACCESSES
     ],
 )
 @pytest.mark.extended
-def test_illegal_accesses_are_told_and_nothing_hangs(name: str, libraries: Libraries) -> None:
+def test_illegal_accesses_raise_and_nothing_hangs(name: str, libraries: Libraries) -> None:
     """Steps raise; or PyTorch, whose allocator throws where tensors are let go of, ends the process."""
     runtime, operators = libraries
     variables = {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(SOURCES.parents[1]), "FAKE_CUDA_DEFER": "1"}

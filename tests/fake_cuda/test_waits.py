@@ -20,17 +20,17 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("scenario", "needed"),
+    ("scenario", "min_needed"),
     [("peer", 6), ("captured, in turn", 8), pytest.param("pinned", 6, marks=pytest.mark.soak)],
 )
-def test_missing_waits_give_wrong_bits(scenario: str, needed: int, libraries: tuple[Path, Path]) -> None:
+def test_missing_waits_give_wrong_bits(scenario: str, min_needed: int, libraries: tuple[Path, Path]) -> None:
     """At least so many of the call sites that it meets; the others are needed elsewhere, or nowhere."""
     found = list(each_wait.outcomes(libraries, scenario, each_wait.SEEDS))
-    assert sum(outcome.noticed == "wrong bits" for outcome in found) >= needed, found
+    assert sum(outcome.symptom == "wrong bits" for outcome in found) >= min_needed, found
 
 
 @pytest.mark.soak
-def test_every_wait_is_needed_or_it_is_known_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_wait_is_needed_or_explained_as_redundant(capsys: pytest.CaptureFixture[str]) -> None:
     each_wait.main()
     rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("csrc/")]
     assert len(rows) == len(waits_in_source())

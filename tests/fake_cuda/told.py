@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe, doctor
-from tests.fake_cuda.program import Down, Up
+from tests.fake_cuda.program import PopSkip, StashSkip
 
 BATCH, CHUNKS, WIDTH = 8, 4, 6
 
@@ -24,7 +24,7 @@ def main() -> None:
     torch.ops.load_library(operators)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    plain = nn.Sequential(Down(), nn.Linear(WIDTH, WIDTH), nn.GELU(), Up())
+    plain = nn.Sequential(StashSkip(), nn.Linear(WIDTH, WIDTH), nn.GELU(), PopSkip())
     where = devices.split(",")
     try:
         pipeline = GPipe(

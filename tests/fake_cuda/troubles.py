@@ -24,11 +24,11 @@ from tests.inside import pipeline_of
 
 RUNTIME = ctypes.CDLL(None)
 CHUNKS, STEPS = 4, 5
-POOL = 32  # streams of each device that torch deals out in turn
-WRONG_AT = 60  # of what a step puts on streams
+POOL_SIZE = 32  # streams of each device that torch deals out in turn
+FAULT_AT = 60  # of what a step puts on streams
 
 
-class Twins:
+class PipelineAndLoop:
     """A pipeline, and the plain loop on the CPU."""
 
     def __init__(self, devices: list[str], balance: list[int], **keywords: object) -> None:
@@ -58,7 +58,7 @@ class Twins:
         found = [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
         return [tensor.cpu() for tensor in found if tensor is not None]
 
-    def is_replayed(self) -> None:
+    def check_replayed(self) -> None:
         (report,) = (report for report in pipeline_of(self.pipeline).replays() if report.as_they_are > 1)
         assert report.forward, report.obstacle
         assert report.backward, report.obstacle
@@ -67,18 +67,18 @@ class Twins:
 def eight_stages_on_one_device() -> None:
     """Five streams of each make 40, more than a pool has."""
     for transport in ("auto", "peer", "pinned"):
-        twins = Twins(["cuda:0"] * 8, [1] * 8, transport=transport)
+        twins = PipelineAndLoop(["cuda:0"] * 8, [1] * 8, transport=transport)
         for seed in range(STEPS):
             twins.step(seed)
-        twins.is_replayed()
+        twins.check_replayed()
 
 
 def a_second_thread_on_pool_streams() -> None:
     """It adds numbers on every stream of a device's pool while runs are captured there."""
-    twins = Twins(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], [2] * 4)
+    twins = PipelineAndLoop(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], [2] * 4)
     done = threading.Event()
     wrong: list[str] = []
-    thread = threading.Thread(target=_add, args=(done, wrong))
+    thread = threading.Thread(target=_add_on_pool_streams, args=(done, wrong))
     thread.start()
     try:
         for seed in range(STEPS):
@@ -87,13 +87,13 @@ def a_second_thread_on_pool_streams() -> None:
         done.set()
         thread.join()
     assert not wrong, wrong[:3]
-    twins.is_replayed()
+    twins.check_replayed()
 
 
-def _add(done: threading.Event, wrong: list[str]) -> None:
+def _add_on_pool_streams(done: threading.Event, wrong: list[str]) -> None:
     try:
-        streams = [torch.cuda.Stream("cuda:0") for _ in range(POOL)]
-        sums = torch.zeros(POOL, device="cuda:0")
+        streams = [torch.cuda.Stream("cuda:0") for _ in range(POOL_SIZE)]
+        sums = torch.zeros(POOL_SIZE, device="cuda:0")
         torch.cuda.synchronize("cuda:0")
         count = 0
         while not done.is_set():
@@ -108,7 +108,7 @@ def _add(done: threading.Event, wrong: list[str]) -> None:
         wrong.append(str(error))
 
 
-def products_that_add_up() -> None:
+def fused_addmm_digests() -> None:
     """Prints what gradients are, captured and not, without deterministic algorithms and then with them.
 
     By default a product is added unrounded to the sum before it (addmm), for which no loop has the same bits.
@@ -142,8 +142,8 @@ def an_illegal_access_in_a_replay() -> None:
     _access_illegally(steps=4, number=2)
 
 
-def _access_illegally(steps: int = 3, number: int = WRONG_AT, **keywords: object) -> None:
-    twins = Twins(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], [2] * 4, **keywords)
+def _access_illegally(steps: int = 3, number: int = FAULT_AT, **keywords: object) -> None:
+    twins = PipelineAndLoop(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], [2] * 4, **keywords)
     for seed in range(steps):
         twins.step(seed)
     RUNTIME.fake_cuda_plant(f"sticky {number}".encode())
@@ -155,8 +155,8 @@ def _access_illegally(steps: int = 3, number: int = WRONG_AT, **keywords: object
     gc.collect()
 
 
-TROUBLES = (eight_stages_on_one_device, a_second_thread_on_pool_streams, products_that_add_up)
-ILLEGAL = (an_illegal_access, an_illegal_access_while_capturing, an_illegal_access_in_a_replay)
+CASES = (eight_stages_on_one_device, a_second_thread_on_pool_streams, fused_addmm_digests)
+ILLEGAL_ACCESSES = (an_illegal_access, an_illegal_access_while_capturing, an_illegal_access_in_a_replay)
 
 
 def main() -> None:
@@ -165,7 +165,7 @@ def main() -> None:
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # else a product may be added unrounded to the sum before
-    functions = {function.__name__: function for function in (*TROUBLES, *ILLEGAL)}
+    functions = {function.__name__: function for function in (*CASES, *ILLEGAL_ACCESSES)}
     for name in names:
         functions[name]()
         print(name)

@@ -23,8 +23,8 @@ from tests.fake_cuda.program import batch_of, layers_of
 from tests.inside import disturb_no_more, pipeline_of, plant_failure
 
 RUNTIME = ctypes.CDLL(None)
-FOUR, ONE = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], ["cuda:1"] * 4
-SANE = 3  # orders in which nothing is left out
+FOUR_DEVICES, ONE_DEVICE = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], ["cuda:1"] * 4
+BASELINE_SEEDS = 3  # orders in which nothing is left out
 
 
 def synchronize() -> None:
@@ -41,7 +41,7 @@ class Scenario:
         self, model: str, devices: list[str], *, chunks: int = 4, steps: int = 3, **keywords: object
     ) -> None:
         torch.manual_seed(0)
-        self.fails = keywords.pop("fails", None)
+        self.failing_action = keywords.pop("failing_action", None)
         self.accumulates = keywords.pop("accumulates", False)
         self.captured = keywords.setdefault("capture", False)
         self.steps, self.count = steps, 0
@@ -50,8 +50,8 @@ class Scenario:
             nn.Sequential(*layers_of(model)), [2] * 4, devices=devices, chunks=chunks, **keywords
         )
         self.x = batch_of(model).to(devices[0]).requires_grad_()
-        self.read = [self.x, *self.pipeline.parameters(), *self.pipeline.buffers()]
-        self.begin = [tensor.detach().cpu().clone() for tensor in self.read]
+        self.inputs = [self.x, *self.pipeline.parameters(), *self.pipeline.buffers()]
+        self.initial_values = [tensor.detach().cpu().clone() for tensor in self.inputs]
         # Their streams are those of now: the default ones.
         self.accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self.pipeline.parameters()]
         self.streams = [torch.cuda.Stream(device) for device in sorted({*devices} - {"cpu"})]
@@ -61,7 +61,7 @@ class Scenario:
         with contextlib.ExitStack() as stack, torch.no_grad():
             for stream in self.streams:
                 stack.enter_context(torch.cuda.stream(stream))
-            for tensor, value in zip(self.read, self.begin, strict=True):
+            for tensor, value in zip(self.inputs, self.initial_values, strict=True):
                 tensor.copy_(value)
                 tensor.grad = None
             synchronize()
@@ -70,16 +70,16 @@ class Scenario:
                 self.pipeline.capture = True
             self.count = 0
             found = [each for _ in range(self.steps) for each in self.step()]
-            self.wait()
-            return [tensor.cpu().clone() for tensor in [*found, *self.read]]
+            self.synchronize_callers()
+            return [tensor.cpu().clone() for tensor in [*found, *self.inputs]]
 
-    def wait(self) -> None:
+    def synchronize_callers(self) -> None:
         """Until the streams on which results are read are done with them: they are the caller's."""
 
     def step(self) -> list[Tensor]:
         torch.manual_seed(1)
-        if self.fails is not None:
-            self.fail()
+        if self.failing_action is not None:
+            self.run_failing_step()
         with torch.enable_grad():
             y = self.pipeline(self.x)
             loss = y.square().sum()
@@ -95,42 +95,42 @@ class Scenario:
             tensor.grad = None
         return found
 
-    def fail(self) -> None:
+    def run_failing_step(self) -> None:
         """A step in which an action fails; the caller then writes what it may have sent."""
-        plant_failure(self.pipeline, self.fails, after=1)
+        plant_failure(self.pipeline, self.failing_action, after=1)
         x = (2 * self.x).detach().requires_grad_()
         with torch.enable_grad(), contextlib.suppress(ValueError):
             self.pipeline(x).sum().backward()
         disturb_no_more(self.pipeline)
 
-    def is_whole(self) -> bool:
+    def is_captured(self) -> bool:
         """Whether everything that should be captured was."""
         reports = pipeline_of(self.pipeline).replays() if self.captured else ()
         return all(r.forward and (r.backward or not self.trains) for r in reports if r.as_they_are > 1)
 
 
-class Turns(Scenario):
+class AlternatingCallers(Scenario):
     """Two callers in turn, each on streams of its own with its own input; every third call is smaller."""
 
     def __init__(self, *args: object, trains: bool = True, **keywords: object) -> None:
         self.trains = trains
         super().__init__(*args, **keywords)
         self.xs = [self.x, (2 * self.x).detach().requires_grad_()]
-        self.read.append(self.xs[1])
-        self.begin.append(self.xs[1].detach().cpu().clone())
-        self.others = [torch.cuda.Stream(stream.device) for stream in self.streams]
+        self.inputs.append(self.xs[1])
+        self.initial_values.append(self.xs[1].detach().cpu().clone())
+        self.other_streams = [torch.cuda.Stream(stream.device) for stream in self.streams]
         self.count = 0
 
-    def wait(self) -> None:
+    def synchronize_callers(self) -> None:
         """The last caller first."""
-        for stream in reversed([*self.streams, *self.others]):
+        for stream in reversed([*self.streams, *self.other_streams]):
             stream.synchronize()
 
     def step(self) -> list[Tensor]:
         self.count += 1
         turn = self.count % 2
         with contextlib.ExitStack() as stack:
-            for stream in (self.streams, self.others)[turn]:
+            for stream in (self.streams, self.other_streams)[turn]:
                 stack.enter_context(torch.cuda.stream(stream))
             x = self.xs[turn]
             with torch.enable_grad():
@@ -148,30 +148,36 @@ class Turns(Scenario):
 
 
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
-    "hand over": lambda: Scenario("mlp", ONE, checkpoint="except_last"),
-    "peer": lambda: Scenario("skips", FOUR, checkpoint="except_last", transport="peer"),
-    "small": lambda: Scenario("small", FOUR, checkpoint="never", transport="peer"),
-    "pinned": lambda: Scenario("large", FOUR, chunks=2, steps=2, checkpoint="never", transport="pinned"),
-    "no peers": lambda: Scenario("skips", FOUR, checkpoint="always", transport="pinned"),
-    "python": lambda: Scenario("beside", FOUR, checkpoint="except_last"),
-    "tied": lambda: Scenario("tied", FOUR, checkpoint="except_last"),
+    "hand over": lambda: Scenario("mlp", ONE_DEVICE, checkpoint="except_last"),
+    "peer": lambda: Scenario("skips", FOUR_DEVICES, checkpoint="except_last", transport="peer"),
+    "small": lambda: Scenario("small", FOUR_DEVICES, checkpoint="never", transport="peer"),
+    "pinned": lambda: Scenario(
+        "large", FOUR_DEVICES, chunks=2, steps=2, checkpoint="never", transport="pinned"
+    ),
+    "no peers": lambda: Scenario("skips", FOUR_DEVICES, checkpoint="always", transport="pinned"),
+    "python": lambda: Scenario("beside", FOUR_DEVICES, checkpoint="except_last"),
+    "tied": lambda: Scenario("tied", FOUR_DEVICES, checkpoint="except_last"),
     "mixed": lambda: Scenario("skips", ["cuda:0", "cpu", "cuda:0", "cuda:1"], checkpoint="never"),
-    "accumulates": lambda: Scenario("mlp", FOUR, checkpoint="never", accumulates=True),
-    "fails": lambda: Scenario("skips", FOUR, checkpoint="never", transport="peer", fails="1F2"),
-    "captured": lambda: Scenario("dropout", FOUR, steps=4, checkpoint="except_last", capture=True),
-    "captured skips": lambda: Scenario("skips", FOUR, steps=4, checkpoint="never", capture=True),
+    "accumulates": lambda: Scenario("mlp", FOUR_DEVICES, checkpoint="never", accumulates=True),
+    "fails": lambda: Scenario(
+        "skips", FOUR_DEVICES, checkpoint="never", transport="peer", failing_action="1F2"
+    ),
+    "captured": lambda: Scenario("dropout", FOUR_DEVICES, steps=4, checkpoint="except_last", capture=True),
+    "captured skips": lambda: Scenario("skips", FOUR_DEVICES, steps=4, checkpoint="never", capture=True),
     "captured pinned": lambda: Scenario(
-        "skips", FOUR, steps=4, checkpoint="never", transport="pinned", capture=True
+        "skips", FOUR_DEVICES, steps=4, checkpoint="never", transport="pinned", capture=True
     ),
-    "captured, in turn": lambda: Turns("mlp", FOUR, steps=11, checkpoint="never", capture=True),
-    "captured, inference in turn": lambda: Turns(
-        "mlp", FOUR, steps=11, checkpoint="never", capture=True, trains=False
+    "captured, in turn": lambda: AlternatingCallers(
+        "mlp", FOUR_DEVICES, steps=11, checkpoint="never", capture=True
     ),
-    "captured, one device": lambda: Scenario("mlp", ONE, steps=4, checkpoint="always", capture=True),
+    "captured, inference in turn": lambda: AlternatingCallers(
+        "mlp", FOUR_DEVICES, steps=11, checkpoint="never", capture=True, trains=False
+    ),
+    "captured, one device": lambda: Scenario("mlp", ONE_DEVICE, steps=4, checkpoint="always", capture=True),
 }
 
 
-def differs(scenario: Scenario, expected: list[Tensor]) -> str:
+def symptom_of(scenario: Scenario, expected: list[Tensor]) -> str:
     """What is noticed in a run."""
     try:
         found = scenario.run()
@@ -179,28 +185,28 @@ def differs(scenario: Scenario, expected: list[Tensor]) -> str:
         return f"raises {type(error).__name__}"
     if not all(map(torch.equal, found, expected)):
         return "wrong bits"
-    return "" if scenario.is_whole() else "not captured"
+    return "" if scenario.is_captured() else "not captured"
 
 
-def search(name: str, seeds: int, chosen: list[int]) -> None:
+def try_sites(name: str, seeds: int, chosen: list[int]) -> None:
     scenario = SCENARIOS[name]()
     RUNTIME.fake_cuda_reseed(0)
     expected = scenario.run()
-    for seed in range(SANE):
+    for seed in range(BASELINE_SEEDS):
         RUNTIME.fake_cuda_reseed(seed)
-        assert differs(scenario, expected) == "", name
+        assert symptom_of(scenario, expected) == "", name
     sites = [int(line, 16) for line in Path(os.environ["FAKE_CUDA_SITES"]).read_text().split()]
     for site in chosen or sites:
-        noticed = ""
+        symptom = ""
         for seed in range(seeds):
-            RUNTIME.fake_cuda_leave_out(ctypes.c_ulong(site))
+            RUNTIME.fake_cuda_drop_waits(ctypes.c_ulong(site))
             RUNTIME.fake_cuda_reseed(seed)
-            noticed = differs(scenario, expected)
-            RUNTIME.fake_cuda_leave_out(ctypes.c_ulong(0))
-            if noticed:
+            symptom = symptom_of(scenario, expected)
+            RUNTIME.fake_cuda_drop_waits(ctypes.c_ulong(0))
+            if symptom:
                 break
-        print(f"{site:x}\t{seed + 1 if noticed else 0}\t{noticed}", flush=True)
-        if noticed.startswith("raises"):
+        print(f"{site:x}\t{seed + 1 if symptom else 0}\t{symptom}", flush=True)
+        if symptom.startswith("raises"):
             scenario = SCENARIOS[name]()
         synchronize()
 
@@ -211,11 +217,11 @@ def main() -> None:
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
     if int(seeds) == 0:
-        alone = SCENARIOS[scenario]()
+        baseline = SCENARIOS[scenario]()
         for _ in range(2):  # some waits come after a run alone
-            alone.run()
+            baseline.run()
     else:
-        search(scenario, int(seeds), [int(site, 16) for site in sites])
+        try_sites(scenario, int(seeds), [int(site, 16) for site in sites])
 
 
 if __name__ == "__main__":

@@ -16,20 +16,20 @@
 namespace fake_operators {
 namespace {
 
-// As large, of zeros: they are valid as indices too.
+// Returns a CPU tensor of zeros with the same sizes and strides. Zeros are valid as indices, too.
 at::Tensor zeros_for(const at::Tensor& tensor) {
   const auto options = tensor.options().device(at::kCPU);
   return at::empty_strided(tensor.sizes(), tensor.strides(), options).zero_();
 }
 
-// The caller's, which may change or be dropped before it is used.
-at::Tensor own_copy(const at::Tensor& tensor) {
+// Copies an argument on the CPU, which the caller may change or free before the deferred call uses it.
+at::Tensor copy_argument(const at::Tensor& tensor) {
   at::Tensor copy = tensor.detach().clone();
   copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
   return copy;
 }
 
-// Whether what an operator returns, or its shape, depends on the values that it is given.
+// Returns whether a non-tensor result, or the shape of a result, depends on the values of the arguments.
 bool needs_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
   if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape)) {
     const bool indexing = op.operator_name().name.rfind("aten::index", 0) == 0;
@@ -57,7 +57,7 @@ bool needs_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> argum
   return false;
 }
 
-// One call: which tensors of the CPU stand for which others.
+// A call, with the CPU tensors that alias or replace its arguments and results.
 class Call {
  public:
   explicit Call(const c10::OperatorHandle& op) : op_(op) {}
@@ -75,72 +75,72 @@ class Call {
  private:
   Stack compute(const Stack& given) {
     const Stack arguments = to_cpu(given);
-    wait_if_asked();
+    synchronize_if_named();
     log_name(*device_, op_.operator_name().name);
-    const bool captured = captures(*device_);
-    Stack results = called(arguments);
+    const bool captured = is_capturing(*device_);
+    Stack results = call_cpu(arguments);
     for (auto& [original, own] : resized_) {
       original.resize_(own.sizes());
-      on_host(original).copy_(own);
+      cpu_alias(original).copy_(own);
     }
     for (const at::Tensor& written : written_) {
       log_access(written, true);
     }
     if (captured) {
-      put_call(arguments, results);
+      enqueue_call(arguments, results);
     }
     return to_device(results);
   }
 
-  // What it returns is allocated now and computed later.
+  // Allocates the results now, and enqueues the computation.
   Stack defer(const Stack& given) {
-    dry_ = true;
+    shapes_only_ = true;
     Stack zeros = to_cpu(given);
-    wait_if_asked();
+    synchronize_if_named();
     const c10::cuda::CUDAGuard guard(*device_);
     const auto stream = c10::cuda::getCurrentCUDAStream();
-    const bool captured = captures(*device_);
+    const bool captured = is_capturing(*device_);
     const bool draws = op_.hasTag(at::Tag::nondeterministic_seeded) && !captured;
     bool known = !draws && !needs_values(op_, given);
     Stack results;
     if (known) {
       try {
-        results = called(std::move(zeros));
+        results = call_cpu(std::move(zeros));
       } catch (const c10::Error&) {
-        known = false;  // it looks at values, or it fails with any
+        known = false;  // the operator depends on the values, or it fails for all values
       }
     }
     if (!known) {
-      draws ? fake_cuda_finish(stream.stream()) : stream.synchronize();
-      forget();
+      draws ? fake_cuda_complete(stream.stream()) : stream.synchronize();
+      reset();
       return compute(given);
     }
     for (auto& [original, own] : resized_) {
       original.resize_(own.sizes());
     }
     results = to_device(results);
-    std::vector<at::Tensor> made = std::move(made_);
-    forget();
-    put_call(to_cpu(given), results);
+    std::vector<at::Tensor> allocated = std::move(allocated_);
+    reset();
+    enqueue_call(to_cpu(given), results);
     for (const at::Tensor& each : written_) {
       log_access(each, true);
     }
-    for (const at::Tensor& each : made) {
+    for (const at::Tensor& each : allocated) {
       log_access(each, true);
     }
     return results;
   }
 
-  void forget() {
-    dry_ = false;
-    known_.clear();
+  void reset() {
+    shapes_only_ = false;
+    aliases_.clear();
     resized_.clear();
     written_.clear();
-    made_.clear();
+    allocated_.clear();
   }
 
-  void wait_if_asked() const {
-    TORCH_CHECK(device_.has_value(), "no tensor on a fake device: ", op_.operator_name());
+  void synchronize_if_named() const {
+    TORCH_CHECK(device_.has_value(), "no tensor argument is on a fake device: ", op_.operator_name());
     static const char* const synchronizes = std::getenv("FAKE_CUDA_SYNCHRONIZES");
     if (synchronizes != nullptr && op_.operator_name().name == synchronizes) {
       const c10::cuda::CUDAGuard guard(*device_);
@@ -148,7 +148,7 @@ class Call {
     }
   }
 
-  Stack called(Stack stack) const {
+  Stack call_cpu(Stack stack) const {
     const at::AutoDispatchBelowADInplaceOrView guard;
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
     return stack;
@@ -168,18 +168,18 @@ class Call {
     return found;
   }
 
-  // Computes with what then is in the same memory, into the same memory.
-  void put_call(const Stack& arguments, const Stack& results) {
+  // Enqueues the call. It reads its arguments when it runs, and writes the memory of the results.
+  void enqueue_call(const Stack& arguments, const Stack& results) {
     std::vector<at::Tensor> targets;
     for (const at::Tensor& result : tensors_of(results)) {
-      const bool made = result.defined() && !given(result);
-      targets.push_back(made ? on_host(result.is_cuda() ? result : to_device(result)) : at::Tensor());
+      const bool allocated = result.defined() && !given(result);
+      targets.push_back(allocated ? cpu_alias(result.is_cuda() ? result : to_device(result)) : at::Tensor());
     }
     std::vector<std::pair<at::Tensor, at::Tensor>> resized;
     for (const auto& [original, own] : resized_) {
-      resized.emplace_back(on_host(original), own);
+      resized.emplace_back(cpu_alias(original), own);
     }
-    put(*device_, [op = op_, arguments, targets, resized] {
+    enqueue(*device_, [op = op_, arguments, targets, resized] {
       Stack stack = arguments;
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
       const std::vector<at::Tensor> found = tensors_of(stack);
@@ -195,7 +195,7 @@ class Call {
   }
 
   bool given(const at::Tensor& own) const {
-    return std::any_of(known_.begin(), known_.end(),
+    return std::any_of(aliases_.begin(), aliases_.end(),
                        [&](const auto& pair) { return pair.first.is_same(own) || pair.second.is_same(own); });
   }
 
@@ -232,30 +232,31 @@ class Call {
 
   at::Tensor to_cpu(const at::Tensor& tensor, bool writes, bool out) {
     if (!tensor.is_cuda()) {
-      return fake_cuda_deferring() != 0 && !writes ? own_copy(tensor) : tensor;
+      return fake_cuda_deferring() != 0 && !writes ? copy_argument(tensor) : tensor;
     }
     if (!device_.has_value()) {
       device_ = tensor.device();
     }
-    if (!out && !dry_) {
+    if (!out && !shapes_only_) {
       log_access(tensor, false);
     }
     if (writes) {
       written_.push_back(tensor);
-      if (!out && !dry_ && tensor.numel() > 0) {
+      if (!out && !shapes_only_ && tensor.numel() > 0) {
         const c10::cuda::CUDAGuard guard(tensor.device());
-        fake_cuda_keep(c10::cuda::getCurrentCUDAStream().stream(), tensor.const_data_ptr(), extent(tensor));
+        fake_cuda_save(c10::cuda::getCurrentCUDAStream().stream(), tensor.const_data_ptr(),
+                       extent_bytes(tensor));
       }
     }
     if (out && tensor.numel() == 0) {
-      // It may be resized, which memory of somebody else's cannot be.
+      // The operator may resize an empty output, which is impossible for an alias of other memory.
       at::Tensor own = at::empty({0}, tensor.options().device(at::kCPU));
       resized_.emplace_back(tensor, own);
-      known_.emplace_back(own, tensor);
+      aliases_.emplace_back(own, tensor);
       return own;
     }
-    known_.emplace_back(dry_ ? zeros_for(tensor) : on_host(tensor), tensor);
-    return known_.back().first;
+    aliases_.emplace_back(shapes_only_ ? zeros_for(tensor) : cpu_alias(tensor), tensor);
+    return aliases_.back().first;
   }
 
   Stack to_device(const Stack& results) {
@@ -281,30 +282,30 @@ class Call {
   }
 
   at::Tensor to_device(const at::Tensor& tensor) {
-    for (const auto& [own, original] : known_) {
+    for (const auto& [own, original] : aliases_) {
       if (own.is_same(tensor)) {
         return original;
       }
     }
-    const at::Tensor made =
+    const at::Tensor allocated =
         at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(*device_));
-    if (dry_) {
-      made_.push_back(made);
+    if (shapes_only_) {
+      allocated_.push_back(allocated);
     } else {
-      on_host(made).copy_(tensor);
-      log_access(made, true);
+      cpu_alias(allocated).copy_(tensor);
+      log_access(allocated, true);
     }
-    known_.emplace_back(tensor, made);
-    return made;
+    aliases_.emplace_back(tensor, allocated);
+    return allocated;
   }
 
   const c10::OperatorHandle& op_;
   std::optional<at::Device> device_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> known_;    // on the CPU, and what it stands for
-  std::vector<std::pair<at::Tensor, at::Tensor>> resized_;  // what is given, and what is written in its place
+  std::vector<std::pair<at::Tensor, at::Tensor>> aliases_;  // CPU tensor, tensor that it replaces
+  std::vector<std::pair<at::Tensor, at::Tensor>> resized_;  // output, CPU tensor that is written instead
   std::vector<at::Tensor> written_;
-  std::vector<at::Tensor> made_;
-  bool dry_ = false;  // with zeros, for the shapes
+  std::vector<at::Tensor> allocated_;
+  bool shapes_only_ = false;  // runs with zeros to find the shapes of the results
 };
 
 }  // namespace

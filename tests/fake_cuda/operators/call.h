@@ -1,4 +1,4 @@
-// One call of an operator on a fake device, computed by the CPU's.
+// A call of an operator on a fake device, computed by the CPU's operator.
 #pragma once
 
 #include <ATen/core/boxing/KernelFunction.h>
@@ -8,7 +8,7 @@ namespace fake_operators {
 
 using Stack = torch::jit::Stack;
 
-// Takes the arguments from the stack, and puts what it returns on it.
+// Pops the arguments from the stack, and pushes the results.
 void call(const c10::OperatorHandle& op, Stack* stack);
 
 }  // namespace fake_operators

@@ -1,14 +1,15 @@
-// Operators on the devices of runtime/: computed by the CPU's, in the same memory; what they read and write, and on which
-// stream, is logged.
+// Operators on the devices of runtime/: the CPU's operators compute them in the same memory. Reads and writes are
+// logged with their stream.
 //
-// They compute at once; when a stream is captured also at every launch; and where work is deferred (runtime/deferred.h)
-// only later. What shapes their results then have is found by computing with zeros; where that needs values, as in
-// `nonzero`, the stream is waited for, as on a GPU.
+// Operators compute immediately; under capture, again at every launch of the graph; with deferred work
+// (runtime/deferred.h), only later. The shapes of deferred results are found by running the operator with zeros; an
+// operator whose result shapes depend on values, such as `nonzero`, synchronizes its stream, as on a GPU.
 //
-// Loaded after torch. In place of every kernel that is registered for CUDA there then is one that takes tensors on a
-// fake device for tensors on the CPU. Views stay as they are, and copies of whole tensors go through the runtime. The
-// operator that FAKE_CUDA_SYNCHRONIZES names waits for its stream, which cannot be captured. With FAKE_CUDA_NAMES every
-// operator is marked in the log by its name; a copy that casts also by both types and the address that it reads.
+// Load this library after torch. It replaces every kernel that is registered for CUDA by one that treats tensors on a
+// fake device as tensors on the CPU. Views are not replaced, and copies between contiguous tensors of one dtype go
+// through the runtime. The operator named by FAKE_CUDA_SYNCHRONIZES synchronizes its stream, so it cannot be
+// captured. With FAKE_CUDA_NAMES, every operator is marked in the log by name; a casting copy also by both dtypes and
+// the source address.
 
 #include "call.h"
 #include "work.h"
@@ -31,29 +32,30 @@
 namespace fake_operators {
 namespace {
 
-void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) { call(op, stack); }
+void call_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) { call(op, stack); }
 
-// As torch's kernel does it from one GPU to another: on the source's stream, between what is on the target's.
+// Copies between devices as torch's kernel does: on the source's stream, ordered before and after with the target's
+// stream.
 void copy_between(const at::Tensor& self, const at::Tensor& source) {
   const auto from = c10::cuda::getCurrentCUDAStream(source.device().index());
   const auto to = c10::cuda::getCurrentCUDAStream(self.device().index());
-  const auto follow = [](const c10::cuda::CUDAStream& later, const c10::cuda::CUDAStream& stream) {
+  const auto wait_for = [](const c10::cuda::CUDAStream& later, const c10::cuda::CUDAStream& stream) {
     c10::Event event(c10::DeviceType::CUDA);
     event.record(stream.unwrap());
     event.block(later.unwrap());
   };
   const auto access = [&](const at::Tensor& tensor, int writes) {
     const c10::cuda::CUDAGuard guard(source.device());
-    C10_CUDA_CHECK(fake_cuda_access(from.stream(), tensor.const_data_ptr(), extent(tensor), writes));
+    C10_CUDA_CHECK(fake_cuda_access(from.stream(), tensor.const_data_ptr(), extent_bytes(tensor), writes));
   };
-  follow(from, to);
+  wait_for(from, to);
   access(source, 0);
-  compute_or_put(source.device(), [to = on_host(self), from = on_host(source)] { to.copy_(from); });
+  compute_or_enqueue(source.device(), [to = cpu_alias(self), from = cpu_alias(source)] { to.copy_(from); });
   access(self, 1);
-  follow(to, from);
+  wait_for(to, from);
 }
 
-// As torch does it where no kernel is needed: through the runtime. Else on the device that is written.
+// Copies as torch does: through the runtime where no kernel is needed, otherwise with a kernel on the target's device.
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   const bool whole = self.is_contiguous() && source.is_contiguous() && self.dtype() == source.dtype() &&
                      self.sizes() == source.sizes() && self.is_neg() == source.is_neg();
@@ -68,7 +70,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
             : c10::str("\t", source.scalar_type(), "\t", self.scalar_type(), "\t", source.const_data_ptr());
     log_name(self.device(), "aten::copy_" + casts);
     log_access(source, false);
-    compute_or_put(self.device(), [to = on_host(self), from = on_host(source)] { to.copy_(from); });
+    compute_or_enqueue(self.device(), [to = cpu_alias(self), from = cpu_alias(source)] { to.copy_(from); });
     log_access(self, true);
     return self;
   }
@@ -76,11 +78,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     copy_between(self, source);
     return self;
   }
-  // To where it is wanted as it is, and there into its place.
+  // Copies between host and device through a contiguous tensor on the target's device.
   const at::Tensor dense = at::empty(source.sizes(), source.options()).copy_(source);
-  const at::Tensor there = at::empty(source.sizes(), source.options().device(self.device()));
-  at::native::copy_(const_cast<at::Tensor&>(there), dense, non_blocking);
-  return self.copy_(there);
+  const at::Tensor on_device = at::empty(source.sizes(), source.options().device(self.device()));
+  at::native::copy_(const_cast<at::Tensor&>(on_device), dense, non_blocking);
+  return self.copy_(on_device);
 }
 
 bool runs_on_cpu(const c10::OperatorHandle& op) {
@@ -107,13 +109,13 @@ bool takes_tensors(const c10::FunctionSchema& schema) {
   return false;
 }
 
-// What is asked of a tensor itself, or makes memory.
-const std::set<std::string> kKept = {"aten::set_",      "aten::resize_",       "aten::record_stream",
-                                     "aten::is_pinned", "aten::_pin_memory",   "aten::_unsafe_view",
-                                     "aten::empty",     "aten::empty_strided", "aten::is_set_to",
-                                     "aten::copy_",     "aten::_reshape_alias"};
+// Operators that only change metadata, allocate memory, or are implemented here.
+const std::set<std::string> kOwnKernels = {"aten::set_",      "aten::resize_",       "aten::record_stream",
+                                           "aten::is_pinned", "aten::_pin_memory",   "aten::_unsafe_view",
+                                           "aten::empty",     "aten::empty_strided", "aten::is_set_to",
+                                           "aten::copy_",     "aten::_reshape_alias"};
 
-// Made of other operators on every device, but of others on a GPU than on the CPU: the CPU's bits are wanted.
+// Composite operators that call different operators on a GPU than on the CPU. Tests expect the CPU's bits.
 const std::set<std::string> kComposite = {"aten::convolution", "aten::convolution_backward"};
 
 std::vector<torch::Library>& libraries() {
@@ -121,7 +123,7 @@ std::vector<torch::Library>& libraries() {
   return *kept;
 }
 
-void take_over() {
+void replace_cuda_kernels() {
   for (const char* name_space : {"aten", "gpipe_fast"}) {
     libraries().emplace_back(torch::Library::IMPL, name_space, c10::DispatchKey::CUDA, __FILE__, __LINE__);
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
@@ -130,28 +132,28 @@ void take_over() {
       if (!ours || !op->hasSchema()) {
         continue;
       }
-      const bool of_both = op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && runs_on_cpu(*op);
-      if (!(of_both || kComposite.count(name.name) != 0) || kKept.count(name.name) != 0 ||
+      const bool has_both_kernels = op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && runs_on_cpu(*op);
+      if (!(has_both_kernels || kComposite.count(name.name) != 0) || kOwnKernels.count(name.name) != 0 ||
           is_view(op->schema()) || !takes_tensors(op->schema())) {
         continue;
       }
       const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-      libraries().back().impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
+      libraries().back().impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&call_on_cpu>());
     }
   }
   libraries().front().impl("copy_", TORCH_FN(copy_));
 }
 
-// Of kernels that are registered twice.
-class Silent : public c10::WarningHandler {
+// Ignores the warnings about kernels that are registered twice.
+class IgnoreWarnings : public c10::WarningHandler {
  public:
   void process(const c10::Warning&) override {}
 };
 
-[[maybe_unused]] const bool taken_over = [] {
-  Silent silent;
+[[maybe_unused]] const bool replaced = [] {
+  IgnoreWarnings silent;
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  take_over();
+  replace_cuda_kernels();
   return true;
 }();
 

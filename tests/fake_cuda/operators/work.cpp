@@ -11,7 +11,7 @@
 
 namespace fake_operators {
 
-size_t extent(const at::Tensor& tensor) {
+size_t extent_bytes(const at::Tensor& tensor) {
   if (tensor.numel() == 0) {
     return 0;
   }
@@ -24,10 +24,10 @@ size_t extent(const at::Tensor& tensor) {
 
 void log_access(const at::Tensor& tensor, bool writes) {
   if (tensor.is_cuda() && tensor.numel() > 0) {
-    const c10::cuda::CUDAGuard guard(tensor.device());  // by which the default stream is known
+    const c10::cuda::CUDAGuard guard(tensor.device());  // the current device selects the default stream
     const auto stream = c10::cuda::getCurrentCUDAStream();
     C10_CUDA_CHECK(
-        fake_cuda_access(stream.stream(), tensor.const_data_ptr(), extent(tensor), writes ? 1 : 0));
+        fake_cuda_access(stream.stream(), tensor.const_data_ptr(), extent_bytes(tensor), writes ? 1 : 0));
   }
 }
 
@@ -37,20 +37,20 @@ void log_name(at::Device device, const std::string& name) {
     return;
   }
   const std::string text = "operator\t" + name;
-  if (captures(device)) {
-    put(device, [text] { fake_cuda_mark(text.c_str()); });
+  if (is_capturing(device)) {
+    enqueue(device, [text] { fake_cuda_mark(text.c_str()); });
   } else {
     fake_cuda_mark(text.c_str());
   }
 }
 
-bool captures(at::Device device) {
+bool is_capturing(at::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   return fake_cuda_capturing(c10::cuda::getCurrentCUDAStream().stream()) != 0;
 }
-void put(at::Device device, std::function<void()> run) {
+void enqueue(at::Device device, std::function<void()> run) {
   const c10::cuda::CUDAGuard guard(device);
-  fake_cuda_node(
+  fake_cuda_enqueue(
       c10::cuda::getCurrentCUDAStream().stream(),
       [](void* data) {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -60,16 +60,16 @@ void put(at::Device device, std::function<void()> run) {
       new std::function<void()>(std::move(run)));
 }
 
-void compute_or_put(at::Device device, const std::function<void()>& run) {
+void compute_or_enqueue(at::Device device, const std::function<void()>& run) {
   if (fake_cuda_deferring() == 0) {
     run();
   }
-  if (fake_cuda_deferring() != 0 || captures(device)) {
-    put(device, run);
+  if (fake_cuda_deferring() != 0 || is_capturing(device)) {
+    enqueue(device, run);
   }
 }
 
-at::Tensor on_host(const at::Tensor& tensor) {
+at::Tensor cpu_alias(const at::Tensor& tensor) {
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
                        tensor.options().device(at::kCPU));
 }

@@ -17,7 +17,7 @@ namespace fake_cuda {
 
 struct Task {
   std::function<void()> run;
-  std::vector<TaskPtr> after;  // empty once it is done
+  std::vector<TaskPtr> after;  // empty once the task is done
   bool done = false;
   bool needed = false;
 };
@@ -29,7 +29,7 @@ class Queue {
   const int device;
   std::deque<TaskPtr> tasks;  // not done
   TaskPtr newest;
-  uint32_t haste = 1;
+  uint32_t weight = 1;
 };
 
 namespace {
@@ -39,7 +39,7 @@ const char* seed() {
   return given;
 }
 
-// All queues, and the thread that runs tasks.
+// Holds all queues and the thread that runs their tasks.
 class Scheduler {
  public:
   Scheduler() : random_(static_cast<unsigned>(std::atoi(seed()))) {
@@ -65,10 +65,10 @@ class Scheduler {
     }
     queue->tasks.push_back(task);
     queue->newest = task;
-    // A device does not only work when somebody waits for it.
+    // A device also works while no caller waits for it.
     if (random_() % 4 < eagerness_) {
-      ++credit_;
-      news_.notify_one();
+      ++num_background_;
+      wake_.notify_one();
     }
     return task;
   }
@@ -82,23 +82,23 @@ class Scheduler {
     std::unique_lock<std::mutex> lock(mutex_);
     bool all_done = true;
     for (const TaskPtr& task : tasks) {
-      need(task);
+      mark_needed(task);
       all_done = all_done && (!task || task->done);
     }
     if (all_done) {
       return;
     }
-    draw();
+    draw_policy();
     ++num_waiting_;
-    news_.notify_one();
+    wake_.notify_one();
     done_.wait(lock, [&] {
       return std::all_of(tasks.begin(), tasks.end(), [](const TaskPtr& task) { return !task || task->done; });
     });
     --num_waiting_;
   }
 
-  // The newest tasks of a device's queues, or of all.
-  std::vector<TaskPtr> held(int device) {
+  // Returns the newest task of each queue of a device; of all devices if `device` is negative.
+  std::vector<TaskPtr> newest_of_device(int device) {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<TaskPtr> found;
     for (const auto& queue : queues_) {
@@ -112,10 +112,10 @@ class Scheduler {
   void reseed(unsigned seed) {
     const std::lock_guard<std::mutex> lock(mutex_);
     random_.seed(seed);
-    draw();
+    draw_policy();
   }
 
-  bool by_chance() {
+  bool coin_flip() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return random_() % 2 == 0;
   }
@@ -127,7 +127,7 @@ class Scheduler {
     }
   }
 
-  static void need(const TaskPtr& task) {
+  static void mark_needed(const TaskPtr& task) {
     std::vector<Task*> open{task.get()};
     while (!open.empty()) {
       Task* const next = open.back();
@@ -142,12 +142,12 @@ class Scheduler {
     }
   }
 
-  void draw() {
+  void draw_policy() {
     only_needed_ = random_() % 2 == 0;
     static constexpr uint32_t kEagerness[] = {0, 0, 1, 4};
     eagerness_ = kEagerness[random_() % 4];
     for (const auto& queue : queues_) {
-      queue->haste = 1U << (4 * (random_() % 5));
+      queue->weight = 1U << (4 * (random_() % 5));
     }
   }
 
@@ -156,8 +156,8 @@ class Scheduler {
                        [](const TaskPtr& before) { return before->done; });
   }
 
-  // Takes a ready task out of its queue; null if there is none that may run now.
-  TaskPtr take() {
+  // Removes a ready task from its queue and returns it; null if no task may run now.
+  TaskPtr pop_ready() {
     const bool only_needed = num_waiting_ > 0 && only_needed_;
     uint64_t total = 0;
     Queue* chosen = nullptr;
@@ -166,8 +166,8 @@ class Scheduler {
       if ((only_needed && !task.needed) || !ready(task)) {
         continue;
       }
-      total += queue->haste;
-      if (random_() % total < queue->haste) {
+      total += queue->weight;
+      if (random_() % total < queue->weight) {
         chosen = queue.get();
       }
     }
@@ -186,17 +186,17 @@ class Scheduler {
   void loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      news_.wait(lock, [this] { return num_waiting_ > 0 || credit_ > 0; });
-      const TaskPtr task = take();
+      wake_.wait(lock, [this] { return num_waiting_ > 0 || num_background_ > 0; });
+      const TaskPtr task = pop_ready();
       if (!task) {
-        // What is waited for may have been done at this moment; else somebody waits for tasks to come.
-        credit_ = 0;
+        // Either the awaited task has just finished, or a caller waits for tasks that are not enqueued yet.
+        num_background_ = 0;
         if (num_waiting_ > 0) {
-          news_.wait(lock);
+          wake_.wait(lock);
         }
         continue;
       }
-      credit_ -= credit_ > 0 ? 1 : 0;
+      num_background_ -= num_background_ > 0 ? 1 : 0;
       lock.unlock();
       run(*task);
       lock.lock();
@@ -208,29 +208,29 @@ class Scheduler {
 
   static void run(Task& task) {
     try {
-      if (task.run && !failed_for_good()) {
+      if (task.run && !has_sticky_error()) {
         task.run();
       }
     } catch (const std::exception&) {
-      fail_for_good();  // what it reads is not what it was meant to read
+      set_sticky_error();  // the task read wrong values, because a wait is missing
     }
     task.run = nullptr;
   }
 
   std::mutex mutex_;
-  std::condition_variable news_, done_;
+  std::condition_variable wake_, done_;
   std::mt19937 random_;
   std::vector<std::shared_ptr<Queue>> queues_;  // that hold tasks
   int num_waiting_ = 0;
-  int64_t credit_ = 0;  // tasks that may run though nobody waits
+  int64_t num_background_ = 0;  // tasks that may run though nobody waits
   uint32_t eagerness_ = 0;
   bool only_needed_ = true;
 };
 
-// Never destroyed: its thread runs until the process ends.
+// The scheduler is never destroyed: its thread runs until the process ends.
 Scheduler& scheduler() {
-  static auto* const made = new Scheduler;
-  return *made;
+  static auto* const instance = new Scheduler;
+  return *instance;
 }
 
 }  // namespace
@@ -252,10 +252,10 @@ void complete(const TaskPtr& task) {
     scheduler().complete({task});
   }
 }
-void complete_device(int device) { scheduler().complete(scheduler().held(device)); }
+void complete_device(int device) { scheduler().complete(scheduler().newest_of_device(device)); }
 void complete_everything() { complete_device(-1); }
 
-bool by_chance() { return scheduler().by_chance(); }
+bool coin_flip() { return scheduler().coin_flip(); }
 
 extern "C" {
 

@@ -1,13 +1,15 @@
-// Deferred work: with FAKE_CUDA_DEFER streams hold what is put on them until something must be complete.
+// Deferred execution: with FAKE_CUDA_DEFER, streams hold enqueued work until a caller waits for its completion.
 //
-// Each stream has a queue of tasks. A task is ready when those before it in its queue are done, and those that its event
-// edges name. Whoever needs a task done has ready tasks run, of all queues, in an order drawn from the seed, until it is:
+// Each stream has a queue of tasks. A task is ready when all earlier tasks of its queue and all tasks that its events
+// wait for are done. A caller that waits for a task makes ready tasks of all queues run, in a seeded random order,
+// until the task is done:
 //
 //   queue of stream 1   copy ── compute ── (record e)
 //   queue of stream 2   compute ──────────── (wait e) ── copy      without the wait this copy may run first
 //
-// Half of the times only what is needed runs, so that everything else is as late as it can be; else each queue has a
-// haste of its own. One thread runs all tasks, so what the callers' threads have set does not matter to them.
+// In half of the waits, only the tasks that the caller needs run, so that all others are as late as possible; in the
+// other half, each queue has a random weight. One thread runs all tasks, so they do not see the callers' thread-local
+// settings.
 #pragma once
 
 #include <functional>
@@ -24,19 +26,19 @@ class Queue;
 bool deferring();
 
 std::shared_ptr<Queue> make_queue(int device);
-// The newest task of a queue; null if there never was one.
+// Returns the newest task of a queue; null if the queue never had a task.
 TaskPtr newest(const std::shared_ptr<Queue>& queue);
-// Puts a task at the end of a queue; `after` are others that come before it, or null.
+// Appends a task to a queue; it also runs after the tasks in `after`, which may be null.
 TaskPtr defer(const std::shared_ptr<Queue>& queue, const std::vector<TaskPtr>& after,
               std::function<void()> run);
 
-// Null is complete. These return when the tasks are.
+// A null task counts as complete. The complete functions block until the tasks are done.
 bool is_complete(const TaskPtr& task);
 void complete(const TaskPtr& task);
 void complete_device(int device);
 void complete_everything();
 
-// For half of the questions.
-bool by_chance();
+// Returns true for half of the calls, at random.
+bool coin_flip();
 
 }  // namespace fake_cuda

@@ -14,16 +14,16 @@ namespace fake_cuda {
 namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
-std::atomic<bool> lost{false};
+std::atomic<bool> sticky_error{false};
 
-bool says_it_reaches(int device, int other) {
+bool reports_peer_access(int device, int other) {
   const char* given = std::getenv("FAKE_CUDA_PEERS");
   const std::string all = given == nullptr ? "unplugged" : given;
   const std::string pair = std::to_string(device) + "-" + std::to_string(other);
   return device != other && (all == "unplugged" || all.find(pair) != std::string::npos);
 }
 
-bool unplugged() {
+bool peer_access_fails() {
   const char* given = std::getenv("FAKE_CUDA_PEERS");
   return given != nullptr && std::string(given) == "unplugged";
 }
@@ -53,8 +53,8 @@ int num_devices() {
 
 thread_local int current_device = 0;
 
-void fail_for_good() { lost = true; }
-bool failed_for_good() { return lost; }
+void set_sticky_error() { sticky_error = true; }
+bool has_sticky_error() { return sticky_error; }
 
 cudaError_t fail(cudaError_t error) {
   last_error = error;
@@ -72,7 +72,7 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   if (device < 0 || device >= num_devices()) {
     return fail(cudaErrorInvalidDevice);
@@ -146,15 +146,15 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int other) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  *can = says_it_reaches(device, other) ? 1 : 0;
+  *can = reports_peer_access(device, other) ? 1 : 0;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int other, unsigned int) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  if (unplugged() || !says_it_reaches(current_device, other)) {
+  if (peer_access_fails() || !reports_peer_access(current_device, other)) {
     return fail(cudaErrorPeerAccessUnsupported);
   }
   {
@@ -169,12 +169,12 @@ cudaError_t cudaDeviceEnablePeerAccess(int other, unsigned int) {
 // Errors.
 
 cudaError_t cudaGetLastError() {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   const cudaError_t error = last_error;
   last_error = cudaSuccess;
   return error;
 }
-cudaError_t cudaPeekAtLastError() { return failed_for_good() ? cudaErrorIllegalAddress : last_error; }
+cudaError_t cudaPeekAtLastError() { return has_sticky_error() ? cudaErrorIllegalAddress : last_error; }
 
 }  // extern "C"
 

@@ -1,4 +1,4 @@
-// The devices, which of them reach another's memory, and errors.
+// Devices, peer access and errors.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,29 +7,29 @@
 
 namespace fake_cuda {
 
-// Of each device.
+// Returns the memory of each device, in bytes.
 size_t memory_bytes();
 int num_devices();
 
 extern thread_local int current_device;
 
-// Returns the error, which the calling thread then can ask for.
+// Stores the error as the calling thread's last error, and returns it.
 cudaError_t fail(cudaError_t error);
 
-// An illegal access on a device, after which every call fails, and nothing runs any more.
-void fail_for_good();
-bool failed_for_good();
+// A sticky error (an illegal memory access): every later call fails, and no more work runs.
+void set_sticky_error();
+bool has_sticky_error();
 
-// At the head of a call.
-#define RETURN_IF_FAILED_FOR_GOOD()       \
-  if (failed_for_good()) {                \
+// The first statement of a runtime function.
+#define RETURN_IF_STICKY_ERROR()          \
+  if (has_sticky_error()) {               \
     return fail(cudaErrorIllegalAddress); \
   }
 
-// Kernels and graphs are launched on streams of the current device alone.
-#define RETURN_IF_NOT_CURRENT(STREAM)            \
-  if (of(STREAM)->device != current_device) {    \
-    return fail(cudaErrorInvalidResourceHandle); \
+// Kernels and graphs can only be launched on streams of the current device.
+#define RETURN_IF_NOT_CURRENT(STREAM)                \
+  if (stream_of(STREAM)->device != current_device) { \
+    return fail(cudaErrorInvalidResourceHandle);     \
   }
 
 }  // namespace fake_cuda

@@ -1,5 +1,5 @@
-// The driver, hardly any of which is there, and kernels, which do not run. The library also has the driver's name, so
-// that it is found where one is looked for.
+// Stubs of the driver API, and kernel launches, which are logged and do not run. The library has the driver's soname,
+// so that the loader finds it in place of the driver.
 #include "devices.h"
 #include "log.h"
 #include "streams.h"
@@ -20,12 +20,12 @@ int cuDevicePrimaryCtxGetState(int, unsigned int* flags, int* active) {
   return 0;
 }
 int cuGetErrorString(int, const char** text) {
-  *text = "not there in a fake driver";
+  *text = "not supported by the fake driver";
   return 0;
 }
 int cuLaunchKernel(void* kernel, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,
                    unsigned int, unsigned int, cudaStream_t stream, void**, void**) {
-  (void)put(stream, "kernel", text("%p", kernel));
+  (void)enqueue(stream, "kernel", text("%p", kernel));
   return 0;
 }
 
@@ -65,23 +65,23 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
 // Kernels do not run.
 
 cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   RETURN_IF_NOT_CURRENT(stream)
 
-  return put(stream, "kernel", text("%p", kernel));
+  return enqueue(stream, "kernel", text("%p", kernel));
 }
-// As newer headers have it.
+// The name that newer headers use.
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   RETURN_IF_NOT_CURRENT(stream)
 
-  return put(stream, "kernel", text("%p", static_cast<const void*>(kernel)));
+  return enqueue(stream, "kernel", text("%p", static_cast<const void*>(kernel)));
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   RETURN_IF_NOT_CURRENT(config->stream)
 
-  return put(config->stream, "kernel", text("%p", kernel));
+  return enqueue(config->stream, "kernel", text("%p", kernel));
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   std::memset(found, 0, sizeof(*found));

@@ -1,4 +1,4 @@
-// Faults of the runtime, planted in a step, so that tests can show that they are noticed.
+// Fault injection: faults of the runtime in a step, so that tests can show that the checks detect them.
 #pragma once
 
 #include <atomic>
@@ -6,32 +6,35 @@
 #include <cstring>
 #include <string>
 
-// One at a time, a word and perhaps a number N, counted from 0 within the marks "begin" and "end":
-//   dropped N    a stream does not wait for the event that it is told to wait for
-//   hosted N     the host waits for it instead
-//   stale N      an event is not recorded again, so that who waits for it waits for what was before
-//   misplaced N  a copy from one device to another is made on the stream that computed last
-//   sticky N     something that is put on a stream accesses memory illegally: every call fails from then on
-//   early        events are found finished whenever somebody asks, and are not
+// One fault is planted at a time. N is the index of the affected call, counted from 0 between the marks "begin" and
+// "end":
+//   dropped N    cudaStreamWaitEvent does nothing
+//   host_wait N  the host waits for the event instead of the stream
+//   stale N      cudaEventRecord does nothing, so waits for the event wait for the previous record
+//   misplaced N  a copy between devices is enqueued on the stream that computed last
+//   sticky N     an enqueued operation accesses memory illegally: every later call fails
+//   early        every event query reports completion, even if the event is unfinished
 class Faults {
  public:
-  // In place of what was planted before; while nothing runs.
+  // Replaces the planted fault. Call only while no other thread uses the runtime.
   void plant(const std::string& text) {
     const size_t end = text.find(' ');
     kind_ = text.substr(0, end);
     number_ = end == std::string::npos ? -1 : std::atol(text.c_str() + end);
-    seen_ = 0;
+    num_calls_ = 0;
   }
 
-  // Of every mark.
-  void mark(const char* text) { inside_ = std::strncmp(text, "begin", 5) == 0; }
+  // Call for every mark of the log.
+  void mark(const char* text) { in_step_ = std::strncmp(text, "begin", 5) == 0; }
 
-  // Whether a call is to go wrong so.
-  bool now(const char* kind) { return inside_ && kind_ == kind && (number_ < 0 || seen_++ == number_); }
+  // Returns whether the current call must fail with this kind of fault.
+  bool is_due(const char* kind) {
+    return in_step_ && kind_ == kind && (number_ < 0 || num_calls_++ == number_);
+  }
 
  private:
   std::string kind_;
   long number_ = -1;
-  std::atomic<bool> inside_{false};
-  std::atomic<long> seen_{0};
+  std::atomic<bool> in_step_{false};
+  std::atomic<long> num_calls_{0};
 };

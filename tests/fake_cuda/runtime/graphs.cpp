@@ -22,8 +22,8 @@ int64_t next_event_count() {
   return next++;
 }
 
-// A graph's nodes, on queues of their own: in the order of the captured edges, after what is on the stream and after the
-// last launch of the same graph. What comes on the stream comes after all of them.
+// Enqueues a graph's nodes on new queues, in the order of the captured dependencies. They run after all earlier work
+// of the stream and after the graph's latest launch; all later work of the stream runs after them.
 void defer_nodes(CUgraphExec_st& executable, CUstream_st* stream) {
   const TaskPtr begin = defer(stream->queue, {executable.task}, {});
   std::map<CUstream_st*, std::shared_ptr<Queue>> queues;
@@ -61,8 +61,8 @@ cudaError_t invalidate(Capture& capture, cudaError_t error) {
   return fail(error);
 }
 
-void note_written(cudaStream_t stream, void* to, size_t bytes) {
-  const std::shared_ptr<Capture> capture = of(stream)->capture;
+void record_write(cudaStream_t stream, void* to, size_t bytes) {
+  const std::shared_ptr<Capture> capture = stream_of(stream)->capture;
   if (capture && !deferring()) {
     const std::lock_guard<std::mutex> lock(mutex);
     capture->written.emplace_back(to, bytes);
@@ -71,42 +71,42 @@ void note_written(cudaStream_t stream, void* to, size_t bytes) {
 
 extern "C" {
 
-// Before an operator changes it in place.
-void fake_cuda_keep(cudaStream_t stream, const void* pointer, size_t bytes) {
-  const std::shared_ptr<Capture> capture = of(stream)->capture;
+// Saves memory before an operator changes it in place.
+void fake_cuda_save(cudaStream_t stream, const void* pointer, size_t bytes) {
+  const std::shared_ptr<Capture> capture = stream_of(stream)->capture;
   const Block* const block = block_of(pointer);
   if (!capture || block == nullptr || deferring()) {
     return;
   }
   const std::lock_guard<std::mutex> lock(mutex);
   if (block->number < capture->num_allocated) {
-    capture->kept.emplace_back(const_cast<void*>(pointer),
-                               std::string(static_cast<const char*>(pointer), bytes));
+    capture->saved.emplace_back(const_cast<void*>(pointer),
+                                std::string(static_cast<const char*>(pointer), bytes));
   }
 }
 
-int fake_cuda_capturing(cudaStream_t stream) { return of(stream)->capture != nullptr ? 1 : 0; }
-// Before an operator that draws numbers, in the order of the calls.
-void fake_cuda_finish(cudaStream_t stream) { complete(newest(of(stream)->queue)); }
+int fake_cuda_capturing(cudaStream_t stream) { return stream_of(stream)->capture != nullptr ? 1 : 0; }
+// Completes the stream's work before an operator that draws random numbers, so that it draws in the order of the calls.
+void fake_cuda_complete(cudaStream_t stream) { complete(newest(stream_of(stream)->queue)); }
 int fake_cuda_deferring() { return deferring() ? 1 : 0; }
 
-// What an operator computes, at every launch of a graph that captures it, or else once and later.
-void fake_cuda_node(cudaStream_t stream, void (*run)(void*), void (*drop)(void*), void* data) {
+// Enqueues an operator's computation: at every launch of the graph that captures it; otherwise once, as deferred work.
+void fake_cuda_enqueue(cudaStream_t stream, void (*run)(void*), void (*drop)(void*), void* data) {
   const std::shared_ptr<void> owned(data, [=](void* data) { drop(data); });
-  const std::shared_ptr<Capture> capture = of(stream)->capture;
+  const std::shared_ptr<Capture> capture = stream_of(stream)->capture;
   const std::function<void()> compute = [run, owned] { run(owned.get()); };
   if (!capture) {
-    defer(of(stream)->queue, {}, compute);
+    defer(stream_of(stream)->queue, {}, compute);
     return;
   }
   const std::lock_guard<std::mutex> lock(mutex);
-  capture->add({of(stream), "", "", 0, 0, compute});
+  capture->add({stream_of(stream), "", "", 0, 0, compute});
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  const std::shared_ptr<Capture> capture = of(stream)->capture;
+  const std::shared_ptr<Capture> capture = stream_of(stream)->capture;
   *status = !capture         ? cudaStreamCaptureStatusNone
             : capture->valid ? cudaStreamCaptureStatusActive
                              : cudaStreamCaptureStatusInvalidated;
@@ -115,11 +115,11 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
                                      const cudaGraphEdgeData**, size_t* count) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   (void)cudaStreamIsCapturing(stream, status);
   if (id != nullptr) {
-    *id = of(stream)->capture ? static_cast<unsigned long long>(of(stream)->capture->id) : 0;
+    *id = stream_of(stream)->capture ? static_cast<unsigned long long>(stream_of(stream)->capture->id) : 0;
   }
   if (count != nullptr) {
     *count = 0;
@@ -131,28 +131,28 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return
 // Graphs.
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   static std::atomic<int64_t> next{1};
-  if (of(stream)->capture) {
+  if (stream_of(stream)->capture) {
     return fail(cudaErrorIllegalState);
   }
   auto capture = std::make_shared<Capture>();
-  capture->origin = of(stream);
+  capture->origin = stream_of(stream);
   capture->id = next++;
   const std::lock_guard<std::mutex> lock(mutex);
   capture->clocks[capture->origin];
-  capture->num_allocated = num_blocks();
+  capture->num_allocated = num_blocks_allocated();
   captures().insert(capture.get());
-  of(stream)->capture = std::move(capture);
+  stream_of(stream)->capture = std::move(capture);
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  const std::shared_ptr<Capture> capture = of(stream)->capture;
+  const std::shared_ptr<Capture> capture = stream_of(stream)->capture;
   *graph = nullptr;
-  if (!capture || capture->origin != of(stream)) {
+  if (!capture || capture->origin != stream_of(stream)) {
     return fail(cudaErrorStreamCaptureUnmatched);
   }
   capture->active = false;
@@ -161,9 +161,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
       std::memset(pointer, 0xff, bytes);
     }
   }
-  for (auto kept = capture->kept.rbegin(); kept != capture->kept.rend(); ++kept) {
-    if (block_of(kept->first) != nullptr) {
-      std::memcpy(kept->first, kept->second.data(), kept->second.size());
+  for (auto saved = capture->saved.rbegin(); saved != capture->saved.rend(); ++saved) {
+    if (block_of(saved->first) != nullptr) {
+      std::memcpy(saved->first, saved->second.data(), saved->second.size());
     }
   }
   const std::lock_guard<std::mutex> lock(mutex);
@@ -181,43 +181,43 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   return cudaSuccess;
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   *count = graph->capture->nodes.size();
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   *executable = new CUgraphExec_st{graph->capture};
   return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   delete graph;
   return cudaSuccess;
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   delete executable;
   return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   RETURN_IF_NOT_CURRENT(stream)
 
   const Capture& graph = *executable->capture;
   if (planted("sticky")) {
-    fail_for_good();
+    set_sticky_error();
   }
   if (deferring()) {
-    defer_nodes(*executable, of(stream));
+    defer_nodes(*executable, stream_of(stream));
   }
   std::map<CUstream_st*, long> streams;
   for (const auto& [member, clock] : graph.clocks) {
-    streams[member] = static_cast<long>(made_stream(member->device)->number);
+    streams[member] = static_cast<long>(make_stream(member->device)->number);
   }
   const auto order = [](long before, long after) {
     const auto count = static_cast<long>(next_event_count());

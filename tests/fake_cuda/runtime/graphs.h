@@ -1,9 +1,9 @@
-// Capture of streams, and graphs.
+// Stream capture and graphs.
 //
-// What is put on a stream that is being captured is done, so that operators return something, and noted as a node; when
-// the capture ends, all that was written gets NaNs, since on a GPU nothing of it would have been computed; only what was
-// changed in place in older memory, or might have been, is put back. A launch does
-// the nodes again in their order. The log then has their lines, on streams and with events that are the launch's own.
+// An operation that is enqueued during a capture is executed, so that operators return results, and recorded as a
+// node. When the capture ends, all memory that it wrote is filled with NaNs, since a GPU would not have computed
+// anything; memory that is older than the capture and may have been changed in place is restored. A launch executes
+// the nodes again in their order and logs them on new streams with new events.
 #pragma once
 
 #include "deferred.h"
@@ -22,28 +22,28 @@
 
 struct Capture;
 
-// Opaque in CUDA's headers: handles point to these.
+// These types are opaque in CUDA's headers; handles point to them.
 struct CUstream_st {
   int device;
   int64_t number;
-  std::shared_ptr<Capture> capture{};  // that is going on
+  std::shared_ptr<Capture> capture{};  // the active capture, or null
   std::shared_ptr<fake_cuda::Queue> queue = fake_cuda::make_queue(device);
 };
 struct CUevent_st {
   int device;
   int64_t number;
-  int64_t recorded;  // how many times
+  int64_t recorded;  // number of records
   bool timing;
-  std::shared_ptr<Capture> capture;         // in which it was recorded last
-  std::map<CUstream_st*, int64_t> clock{};  // of the nodes that come before it, by stream
-  fake_cuda::TaskPtr task{};                // the one that it was recorded after
+  std::shared_ptr<Capture> capture;         // the capture of the latest record, or null
+  std::map<CUstream_st*, int64_t> clock{};  // vector clock of the latest record: number of nodes by stream
+  fake_cuda::TaskPtr task{};                // the task after which the event was recorded
 };
 
 struct Node {
   CUstream_st* stream;
-  std::string kind, rest;     // a line of the log; none for what is only done
-  int64_t event, count;       // of what records or waits
-  std::function<void()> run;  // nothing for lines only
+  std::string kind, rest;     // the line of the log; empty for nodes that are not logged
+  int64_t event, count;       // the event of a record or wait
+  std::function<void()> run;  // empty for nodes that are only logged
 };
 
 struct Capture {
@@ -52,10 +52,10 @@ struct Capture {
   bool valid = true;
   bool active = true;
   std::vector<Node> nodes;
-  std::map<CUstream_st*, std::map<CUstream_st*, int64_t>> clocks;  // of each stream in it
+  std::map<CUstream_st*, std::map<CUstream_st*, int64_t>> clocks;  // vector clock of each captured stream
   std::vector<std::pair<void*, size_t>> written;
-  std::vector<std::pair<void*, std::string>> kept;  // what was there before, where that is to come back
-  int64_t num_allocated = 0;                        // before it began
+  std::vector<std::pair<void*, std::string>> saved;  // what was there before, where that is to come back
+  int64_t num_allocated = 0;                         // before it began
 
   void add(Node node) {
     ++clocks[node.stream][node.stream];
@@ -66,7 +66,7 @@ struct Capture {
       clocks[stream][other] = std::max(clocks[stream][other], place);
     }
   }
-  // Whether everything comes before the end of the stream where it began.
+  // Returns whether all captured streams have joined the stream on which the capture began.
   bool joined() {
     for (const auto& [stream, clock] : clocks) {
       if (clocks[origin][stream] < clock.at(stream)) {
@@ -82,18 +82,19 @@ struct CUgraph_st {
 };
 struct CUgraphExec_st {
   std::shared_ptr<Capture> capture;
-  fake_cuda::TaskPtr task{};  // with which its last launch ends
+  fake_cuda::TaskPtr task{};  // the last task of the latest launch
 };
 
 namespace fake_cuda {
 
-// Captures that are going on.
+// Returns the active captures.
 std::set<Capture*>& captures();
 
-// Returns the error, after which nothing can be captured.
+// Invalidates the capture, and returns the error.
 cudaError_t invalidate(Capture& capture, cudaError_t error);
 
-// While a stream is captured nothing would be computed yet, so what is written is lost when the capture ends.
-void note_written(cudaStream_t stream, void* to, size_t bytes);
+// During a capture, records that memory is written: a GPU would not write it yet, so its contents are lost when the
+// capture ends.
+void record_write(cudaStream_t stream, void* to, size_t bytes);
 
 }  // namespace fake_cuda

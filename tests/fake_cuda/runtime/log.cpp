@@ -46,7 +46,7 @@ void write(const char* format, ...) {
 }
 
 bool planted(const char* kind) {
-  if (!faults.now(kind)) {
+  if (!faults.is_due(kind)) {
     return false;
   }
   write("mark\tplanted %s", kind);

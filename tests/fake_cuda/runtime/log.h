@@ -1,4 +1,4 @@
-// The log of the fake runtime, and the faults that tests plant in it.
+// The log of the fake runtime, and fault injection.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@ namespace fake_cuda {
 // Guards the log and every table of the runtime. Lines of the log are in the order of the calls.
 extern std::mutex mutex;
 
-// A line: thread, then words between tabs.
+// Writes a line: the number of the thread, then tab-separated words.
 void write(const char* format, ...);
 
 std::string text(const char* format, ...);
 
-// Whether a call is to go wrong now, which the log then says.
+// Returns whether the current call must fail with this kind of fault; if so, logs it.
 bool planted(const char* kind);
 
 }  // namespace fake_cuda

@@ -45,7 +45,7 @@ cudaError_t allocate(void** pointer, size_t bytes, int device) {
     return fail(cudaErrorMemoryAllocation);
   }
   if (deferring()) {
-    std::memset(*pointer, 0xff, rounded);  // NaNs, for whoever reads too early
+    std::memset(*pointer, 0xff, rounded);  // NaNs, so that a read before the first write gives wrong bits
   }
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -71,7 +71,7 @@ cudaError_t deallocate(void* pointer) {
   return cudaSuccess;
 }
 
-const char* kind_name(const void* to, const void* from) {
+const char* copy_kind(const void* to, const void* from) {
   const Block* const target = block_of(to);
   const Block* const source = block_of(from);
   const auto word = [](const Block* block) { return block == nullptr ? 'h' : block->device < 0 ? 'p' : 'd'; };
@@ -87,29 +87,30 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
   const bool between = target != nullptr && source != nullptr && target->device >= 0 && source->device >= 0 &&
                        target->device != source->device;
   if (between && planted("misplaced")) {
-    stream = computed_last();
+    stream = last_compute_stream();
   }
-  const std::string kind = kind_name(to, from);
-  if (of(stream)->capture && kind.find('h') != std::string::npos) {
-    return invalidate(*of(stream)->capture, cudaErrorStreamCaptureUnsupported);
+  const std::string kind = copy_kind(to, from);
+  if (stream_of(stream)->capture && kind.find('h') != std::string::npos) {
+    return invalidate(*stream_of(stream)->capture, cudaErrorStreamCaptureUnsupported);
   }
-  note_written(stream, to, bytes);
+  record_write(stream, to, bytes);
   const std::string line = text("%s\t%p\t%p\t%zu", kind.c_str(), to, from, bytes);
   std::function<void()> run = [=] { std::memmove(to, from, bytes); };
-  if (deferring() && source == nullptr) {  // pageable memory, which may change as soon as this returns
+  if (deferring() && source == nullptr) {  // pageable memory, which the caller may change after the call
     const auto staged = std::make_shared<const std::string>(static_cast<const char*>(from), bytes);
     run = [=] { std::memcpy(to, staged->data(), bytes); };
   }
-  const cudaError_t done = put(stream, how, line, run);
+  const cudaError_t done = enqueue(stream, how, line, run);
   if (target == nullptr) {
-    complete(newest(of(stream)->queue));  // what is read into pageable memory is there when this returns
+    complete(
+        newest(stream_of(stream)->queue));  // a copy to pageable memory is complete when the call returns
   }
   return done;
 }
 
 cudaError_t set(void* to, int value, size_t bytes, cudaStream_t stream) {
-  note_written(stream, to, bytes);
-  return put(stream, "memset", text("%p\t%zu", to, bytes), [=] { std::memset(to, value, bytes); });
+  record_write(stream, to, bytes);
+  return enqueue(stream, "memset", text("%p\t%zu", to, bytes), [=] { std::memset(to, value, bytes); });
 }
 
 }  // namespace
@@ -125,53 +126,53 @@ const Block* block_of(const void* pointer) {
   return address < after->first + after->second.bytes ? &after->second : nullptr;
 }
 
-int64_t num_blocks() { return num_allocated; }
+int64_t num_blocks_allocated() { return num_allocated; }
 
 extern "C" {
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   return allocate(pointer, bytes, current_device);
 }
 cudaError_t cudaFree(void* pointer) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   return deallocate(pointer);
 }
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned int) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   return allocate(pointer, bytes, -1);
 }
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   return allocate(pointer, bytes, -1);
 }
 cudaError_t cudaFreeHost(void* pointer) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   return deallocate(pointer);
 }
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned int) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   const std::lock_guard<std::mutex> lock(mutex);
   blocks()[reinterpret_cast<uintptr_t>(pointer)] = {bytes, -1, num_allocated++};
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* pointer) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   const std::lock_guard<std::mutex> lock(mutex);
   blocks().erase(reinterpret_cast<uintptr_t>(pointer));
   return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   *available = free_bytes(current_device);
   *total = memory_bytes();
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* pointer) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   std::memset(found, 0, sizeof(*found));
   const Block* const block = block_of(pointer);
@@ -184,30 +185,30 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* p
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   return copy(to, from, bytes, stream, "copy");
 }
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   return copy(to, from, bytes, stream, "copy");
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   const cudaError_t done = copy(to, from, bytes, nullptr, "copy");
-  complete(newest(of(nullptr)->queue));
+  complete(newest(stream_of(nullptr)->queue));
   write("synchronize stream\t%ld", number(nullptr));
   return done;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   return set(to, value, bytes, stream);
 }
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   return set(to, value, bytes, nullptr);
 }
 

@@ -1,4 +1,4 @@
-// Blocks of memory, by address.
+// Allocated memory blocks by address.
 #pragma once
 
 #include <cstddef>
@@ -8,14 +8,14 @@ namespace fake_cuda {
 
 struct Block {
   size_t bytes;
-  int device;      // -1: of the host, pinned
-  int64_t number;  // counted up
+  int device;      // -1 for pinned host memory
+  int64_t number;  // index in the order of allocation
 };
 
-// Null for pageable memory of the host.
+// Returns the block that contains an address; null for pageable host memory.
 const Block* block_of(const void* pointer);
 
-// How many blocks there have been; the caller holds the mutex.
-int64_t num_blocks();
+// Returns the number of blocks allocated so far. The caller holds the mutex.
+int64_t num_blocks_allocated();
 
 }  // namespace fake_cuda

@@ -1,5 +1,5 @@
-// CUDA's own memory pools, of which PyTorch's other allocator takes its memory (backend:cudaMallocAsync). There is one for
-// each device, which keeps nothing; memory is taken and freed at once, whatever is on the stream.
+// CUDA's memory pools, which PyTorch's allocator backend:cudaMallocAsync uses. Each device has one pool, which caches
+// nothing; memory is allocated and freed immediately instead of in stream order.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>

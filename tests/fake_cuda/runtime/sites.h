@@ -1,17 +1,18 @@
-// Where the extension tells a stream to wait: return addresses in it, as offsets in its file.
+// Call sites of stream waits in the extension: return addresses, as offsets in its file.
 //
-// FAKE_CUDA_SITES names a file into which each is written once; the log then has it in lines of waits too. Those of one
-// call site can be left out. tests/fake_cuda/sites.py turns offsets into lines of csrc/.
+// FAKE_CUDA_SITES names a file to which each call site is written once; wait lines of the log then contain the call
+// site, too. The waits of one call site can be dropped. tests/fake_cuda/sites.py maps offsets to lines of csrc/.
 #pragma once
 
 #include <cstdint>
 
 namespace fake_cuda {
 
-// Where the calling thread is in the extension; 0 if nobody asked for it.
+// Returns the innermost call site of the calling thread in the extension; 0 if there is none or FAKE_CUDA_SITES is
+// not set.
 uintptr_t call_site();
 
-// Whether no wait is to be made there.
-bool left_out(uintptr_t site);
+// Returns whether the waits of this call site are dropped.
+bool is_dropped(uintptr_t site);
 
 }  // namespace fake_cuda

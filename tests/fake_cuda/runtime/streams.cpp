@@ -12,10 +12,10 @@
 namespace fake_cuda {
 namespace {
 
-std::atomic<cudaStream_t> last_computing{nullptr};
+std::atomic<cudaStream_t> last_compute{nullptr};
 
-// Events may be unfinished for as long as a GPU likes; here for some of the questions.
-bool late() {
+// With FAKE_CUDA_LATE, returns true for half of the queries: on a GPU, work can be unfinished for any length of time.
+bool answers_not_ready() {
   static const char* const seed = std::getenv("FAKE_CUDA_LATE");
   if (seed == nullptr) {
     return false;
@@ -25,27 +25,28 @@ bool late() {
   return random() % 2 == 0;
 }
 
-// What the host asks for is done, or with deferred work found unfinished at times.
-bool found_done(const TaskPtr& task) {
-  if (late()) {
+// Returns whether a query reports completion. With deferred work, a query completes the task or reports it as
+// unfinished, at random.
+bool query(const TaskPtr& task) {
+  if (answers_not_ready()) {
     return false;
   }
   if (is_complete(task)) {
     return true;
   }
-  if (by_chance()) {
+  if (coin_flip()) {
     return false;
   }
   complete(task);
   return true;
 }
 
-// Whatever the host asks of a stream that is being captured ends the capture.
-cudaError_t ask(cudaStream_t stream) {
-  const std::shared_ptr<Capture> capture = of(stream)->capture;
+// A query or synchronization of a stream or event under capture invalidates the capture.
+cudaError_t check_not_captured(cudaStream_t stream) {
+  const std::shared_ptr<Capture> capture = stream_of(stream)->capture;
   return capture ? invalidate(*capture, cudaErrorStreamCaptureUnsupported) : cudaSuccess;
 }
-cudaError_t ask(cudaEvent_t event) {
+cudaError_t check_not_captured(cudaEvent_t event) {
   if (!event->capture) {
     return cudaSuccess;
   }
@@ -55,38 +56,38 @@ cudaError_t ask(cudaEvent_t event) {
 
 }  // namespace
 
-CUstream_st* made_stream(int device) {
+CUstream_st* make_stream(int device) {
   static std::atomic<int64_t> next{0};
   auto* const stream = new CUstream_st{device, next++};
   write("stream\t%ld\t%d", static_cast<long>(stream->number), device);
   return stream;
 }
 
-CUstream_st* of(cudaStream_t stream) {
+CUstream_st* stream_of(cudaStream_t stream) {
   if (stream != nullptr && stream != cudaStreamLegacy && stream != cudaStreamPerThread) {
     return stream;
   }
   static CUstream_st* const* const defaults = [] {
     auto** const made = new CUstream_st*[static_cast<size_t>(num_devices())];
     for (int device = 0; device < num_devices(); ++device) {
-      made[device] = made_stream(device);
+      made[device] = make_stream(device);
     }
     return made;
   }();
   return defaults[current_device];
 }
 
-long number(cudaStream_t stream) { return static_cast<long>(of(stream)->number); }
+long number(cudaStream_t stream) { return static_cast<long>(stream_of(stream)->number); }
 
-cudaError_t put(cudaStream_t given, const std::string& kind, const std::string& rest,
-                const std::function<void()>& run, CUevent_st* event) {
-  CUstream_st* const stream = of(given);
+cudaError_t enqueue(cudaStream_t given, const std::string& kind, const std::string& rest,
+                    const std::function<void()>& run, CUevent_st* event) {
+  CUstream_st* const stream = stream_of(given);
   const std::shared_ptr<Capture> capture = stream->capture;
   if (capture && !capture->valid) {
     return fail(cudaErrorStreamCaptureInvalidated);
   }
   if (kind != "record" && kind != "wait" && planted("sticky")) {
-    fail_for_good();
+    set_sticky_error();
   }
   if (!capture) {
     write("%s\t%ld\t%s", kind.c_str(), static_cast<long>(stream->number), rest.c_str());
@@ -104,25 +105,25 @@ cudaError_t put(cudaStream_t given, const std::string& kind, const std::string& 
   return cudaSuccess;
 }
 
-CUstream_st* computed_last() { return last_computing; }
+CUstream_st* last_compute_stream() { return last_compute; }
 
 extern "C" {
 
-// For operators.cpp.
+// Called by operators/.
 
 cudaError_t fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes) {
-  RETURN_IF_FAILED_FOR_GOOD()
-  last_computing = stream;
+  RETURN_IF_STICKY_ERROR()
+  last_compute = stream;
   if (writes != 0) {
-    note_written(stream, const_cast<void*>(pointer), bytes);
+    record_write(stream, const_cast<void*>(pointer), bytes);
   }
-  return put(stream, writes != 0 ? "write" : "read", text("%p\t%zu", pointer, bytes));
+  return enqueue(stream, writes != 0 ? "write" : "read", text("%p\t%zu", pointer, bytes));
 }
 
 // Streams.
 
 cudaError_t cudaDeviceSynchronize() {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   for (Capture* capture : captures()) {
     return invalidate(*capture, cudaErrorStreamCaptureUnsupported);
@@ -135,25 +136,25 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  *stream = made_stream(current_device);
+  *stream = make_stream(current_device);
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  *stream = made_stream(current_device);
+  *stream = make_stream(current_device);
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  *stream = made_stream(current_device);
+  *stream = make_stream(current_device);
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
   return cudaSuccess;
 }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
@@ -161,38 +162,38 @@ cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  if (const cudaError_t error = ask(stream); error != cudaSuccess) {
+  if (const cudaError_t error = check_not_captured(stream); error != cudaSuccess) {
     return error;
   }
-  if (!found_done(newest(of(stream)->queue))) {
+  if (!query(newest(stream_of(stream)->queue))) {
     return cudaErrorNotReady;
   }
   write("finished stream\t%ld", number(stream));
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  if (const cudaError_t error = ask(stream); error != cudaSuccess) {
+  if (const cudaError_t error = check_not_captured(stream); error != cudaSuccess) {
     return error;
   }
-  complete(newest(of(stream)->queue));
+  complete(newest(stream_of(stream)->queue));
   write("synchronize stream\t%ld", number(stream));
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   const uintptr_t site = call_site();
-  if (planted("dropped") || left_out(site)) {
+  if (planted("dropped") || is_dropped(site)) {
     return cudaSuccess;
   }
-  if (planted("hosted")) {
+  if (planted("host_wait")) {
     return cudaEventSynchronize(event);
   }
-  CUstream_st* const waiting = of(stream);
+  CUstream_st* const waiting = stream_of(stream);
   if (event->capture && !event->capture->active) {
     return fail(cudaErrorCapturedEvent);
   }
@@ -206,12 +207,12 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   }
   std::string rest = text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
   rest += site != 0 ? text("\t%lx", static_cast<unsigned long>(site)) : "";
-  return put(stream, "wait", rest, {}, event);
+  return enqueue(stream, "wait", rest, {}, event);
 }
 // Events.
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   static std::atomic<int64_t> next{0};
   *event = new CUevent_st{current_device, next++, 0, (flags & cudaEventDisableTiming) == 0, nullptr};
@@ -219,31 +220,31 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   delete event;
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  if (of(stream)->device != event->device) {
+  if (stream_of(stream)->device != event->device) {
     return fail(cudaErrorInvalidResourceHandle);
   }
   if (planted("stale")) {
     return cudaSuccess;
   }
   ++event->recorded;
-  const cudaError_t done =
-      put(stream, "record",
-          text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), {}, event);
+  const cudaError_t done = enqueue(
+      stream, "record",
+      text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), {}, event);
   const std::lock_guard<std::mutex> lock(mutex);
-  event->capture = of(stream)->capture;
+  event->capture = stream_of(stream)->capture;
   if (event->capture) {
-    event->clock = event->capture->clocks[of(stream)];
+    event->clock = event->capture->clocks[stream_of(stream)];
     event->task = nullptr;
   } else {
-    event->task = newest(of(stream)->queue);
+    event->task = newest(stream_of(stream)->queue);
   }
   return done;
 }
@@ -251,24 +252,24 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   if (planted("early")) {
     return cudaSuccess;
   }
-  if (const cudaError_t error = ask(event); error != cudaSuccess) {
+  if (const cudaError_t error = check_not_captured(event); error != cudaSuccess) {
     return error;
   }
-  if (!found_done(event->task)) {
+  if (!query(event->task)) {
     return cudaErrorNotReady;
   }
   write("finished event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
-  if (const cudaError_t error = ask(event); error != cudaSuccess) {
+  if (const cudaError_t error = check_not_captured(event); error != cudaSuccess) {
     return error;
   }
   complete(event->task);
@@ -276,7 +277,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
-  RETURN_IF_FAILED_FOR_GOOD()
+  RETURN_IF_STICKY_ERROR()
 
   *milliseconds = 1.0F;
   return cudaSuccess;

@@ -1,18 +1,22 @@
-// A CUDA runtime without a GPU: preloaded before libcudart, it gives a process devices whose memory is the host's.
+// A fake CUDA runtime, preloaded in place of libcudart: it emulates devices in host memory.
 //
-// Copies and memsets move bytes at once, in the order of their calls. What they would do in time on a GPU is in the
-// log: which thread put what on which stream, what waited for which event, and which bytes were read and written;
-// tests/fake_cuda/check.py reads it. Or streams hold their work as long as they may (deferred.h), and a missing wait gives
-// wrong bits. Kernels are logged and do not run; operators of ATen that would launch them are computed by those of the
-// CPU (operators.cpp).
+// Copies and memsets run synchronously, in the order of the calls. The log records what a GPU could run concurrently:
+// which thread enqueued which operation on which stream, which stream waited for which event, and which bytes were
+// read and written; tests/fake_cuda/check.py reads it. Alternatively, streams defer their work as long as possible
+// (deferred.h), so that a missing wait gives wrong bits. Kernels are logged and do not run; ATen operators that would
+// launch kernels are computed by the CPU's operators (operators/operators.cpp).
 //
-// The environment: FAKE_CUDA_DEVICES how many there are (4), FAKE_CUDA_PEERS which reach another's memory: all without
-// it, none if it is 0, else those named (0-1,1-0), or all by what they say, where it then fails (unplugged),
-// FAKE_CUDA_LOG the file (none without it), FAKE_CUDA_LATE a seed: events then are found unfinished at times,
-// FAKE_CUDA_DEFER a seed: work then is deferred, FAKE_CUDA_SITES a file: see sites.h,
-// FAKE_CUDA_MEMORY how many bytes each device has (1 TiB): no more can be allocated.
+// Environment variables:
+//   FAKE_CUDA_DEVICES  number of devices (default: 4)
+//   FAKE_CUDA_MEMORY   memory of each device in bytes (default: 1 TiB)
+//   FAKE_CUDA_PEERS    pairs of devices with peer access, as in 0-1,1-0 (default: all pairs); 0 for none; "unplugged"
+//                      for devices that report peer access and then fail to enable it
+//   FAKE_CUDA_LOG      file of the log (default: no log)
+//   FAKE_CUDA_LATE     seed: half of the event and stream queries report unfinished work
+//   FAKE_CUDA_DEFER    seed: work is deferred
+//   FAKE_CUDA_SITES    file of call sites, see sites.h
 //
-// Here: streams, events, and what is put on a stream.
+// This file: streams, events, and the operations that are enqueued on a stream.
 #pragma once
 
 #include "graphs.h"
@@ -26,17 +30,17 @@
 
 namespace fake_cuda {
 
-CUstream_st* made_stream(int device);
-// The default stream of each device is a stream of its own here, as torch takes it.
-CUstream_st* of(cudaStream_t stream);
+CUstream_st* make_stream(int device);
+// Resolves a handle. The default stream of each device is a separate stream here, as torch assumes.
+CUstream_st* stream_of(cudaStream_t stream);
 long number(cudaStream_t stream);
 
-// Something on a stream: `kind stream rest` in the log, now or whenever a graph is launched that captures it; `event` is
-// what it records or waits for.
-cudaError_t put(cudaStream_t given, const std::string& kind, const std::string& rest,
-                const std::function<void()>& run = {}, CUevent_st* event = nullptr);
+// Enqueues an operation on a stream. It is logged as `kind stream rest`: now, or at every launch of the graph that
+// captures it. `event` is the event of a record or wait.
+cudaError_t enqueue(cudaStream_t given, const std::string& kind, const std::string& rest,
+                    const std::function<void()>& run = {}, CUevent_st* event = nullptr);
 
-// The stream that computed last.
-CUstream_st* computed_last();
+// Returns the stream on which an operator read or wrote memory most recently.
+CUstream_st* last_compute_stream();
 
 }  // namespace fake_cuda
