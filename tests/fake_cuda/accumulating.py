@@ -1,6 +1,6 @@
-"""How gradients are added up on devices that are not there; run by test_gradients.py.
+"""Gradient accumulation on fake devices; run by test_gradients.py.
 
-`accumulating.py OPERATORS NAME...`: runs some of the functions below, and prints the name of each.
+`accumulating.py OPERATORS NAME...`: runs functions of this file by name, and prints the name of each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def block() -> list[nn.Module]:
 
 
 def lowered_backward(layers: Sequence[nn.Module], accumulation: Accumulation, width: int = WIDTH) -> Program:
-    """The program of a stage on a GPU."""
+    """Returns the lowered backward of a stage on a GPU."""
     for layer in layers:
         layer.cuda()
     parts = split(joint_of(layers, torch.randn(4, width, device="cuda")), 0.0)
@@ -42,7 +42,7 @@ def calls(program: Program, op: object) -> int:
 
 
 def gradients_per_step(program: Program) -> list[int]:
-    """How many gradients each step adds."""
+    """Returns the number of gradients that each accumulation step of a program adds."""
     found = []
     for step in program.steps:
         if isinstance(step, AccumulateAll):
@@ -53,7 +53,7 @@ def gradients_per_step(program: Program) -> list[int]:
 
 
 def weight_gradients_use_addmm() -> None:
-    """Two weights; two biases and a norm's two parameters go together, at the end."""
+    """The last step adds the other four gradients: two biases, and a norm's two parameters."""
     program = lowered_backward(block(), Accumulation())
     assert calls(program, aten.addmm.out) >= 2, program.describe()
     assert gradients_per_step(program) == [4], program.describe()
@@ -83,7 +83,7 @@ def float32_gradients_use_no_addmm() -> None:
 
 
 def casts_are_fused_into_accumulation() -> None:
-    """What autocast makes of weights and their gradients."""
+    """Under autocast, bfloat16 gradients are added to float32 accumulators without a separate cast."""
     layers = [layer.cuda() for layer in block()]
     with torch.autocast("cuda", torch.bfloat16):
         parts = split(joint_of(layers, torch.randn(4, WIDTH, device="cuda")), 0.0)
@@ -102,7 +102,7 @@ def casts_are_fused_into_accumulation() -> None:
 
 
 def tied_gradients_are_added_one_by_one() -> None:
-    """In autograd's order."""
+    """Gradients of a tied parameter are added in autograd's order."""
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     second.bias = first.bias
     program = lowered_backward([first, second], Accumulation())
@@ -110,7 +110,7 @@ def tied_gradients_are_added_one_by_one() -> None:
 
 
 def large_gradients_are_added_at_once() -> None:
-    """And not too many of the others do, since their memory is taken meanwhile."""
+    """Smaller gradients are added together, but only up to a limit, since waiting gradients hold memory."""
     width = LARGE // 4  # elements; a norm has two such parameters
     program = lowered_backward([nn.LayerNorm(width) for _ in range(6)], Accumulation(), width)
     most = WAITING // LARGE
@@ -131,14 +131,14 @@ def gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
 
 
 def deterministic_gradients_equal_the_plain_loop() -> None:
-    """Those of the plain loop; switched between calls, it is noticed."""
-    # So wide that products that add up differ.
+    """A pipeline notices deterministic mode when it is turned on between calls."""
+    # So wide that fused addmm gives different bits.
     model = nn.Sequential(nn.Linear(WIDTH, 512), nn.LayerNorm(512), nn.GELU(), nn.Linear(512, 8)).cuda()
     pipe = GPipe(copy.deepcopy(model), [2, 2], devices=["cuda:0", "cuda:0"], chunks=CHUNKS)
     x = torch.randn(CHUNKS * 700, WIDTH, device="cuda")
     expected = gradients(model, plain_loop(model, x))
     fused = gradients(pipe, pipe(x))
-    assert not all(map(torch.equal, fused, expected)), "nothing is shown"
+    assert not all(map(torch.equal, fused, expected)), "the test shows nothing: fused addmm gave equal bits"
     for ours, one in zip(fused, expected, strict=True):
         torch.testing.assert_close(ours, one, rtol=1e-4, atol=1e-2)
     torch.use_deterministic_algorithms(True)
@@ -146,7 +146,7 @@ def deterministic_gradients_equal_the_plain_loop() -> None:
 
 
 def float32_gradients_equal_a_float32_loop() -> None:
-    """Of a loop that adds in float32, and rounds; also over two devices."""
+    """The reference loop adds in float32, and rounds at the end; the stages are on two devices."""
     model = nn.Sequential(*block(), *block()).bfloat16()
     pipe = GPipe(
         copy.deepcopy(model),
@@ -170,7 +170,7 @@ def float32_gradients_equal_a_float32_loop() -> None:
 
 
 def autocast_gradients_equal_the_plain_loop() -> None:
-    """Of the plain loop, whose cache of casts is off."""
+    """The plain loop runs with autocast's cache disabled."""
     model = nn.Sequential(*block(), *block()).cuda()
     pipe = GPipe(copy.deepcopy(model), [4, 4], devices=["cuda:0", "cuda:0"], chunks=CHUNKS)
     x = torch.randn(BATCH, WIDTH, device="cuda")

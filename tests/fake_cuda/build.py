@@ -1,4 +1,4 @@
-"""Builds the CUDA runtime that is not there, and the operators for its devices."""
+"""Builds the fake CUDA runtime, and the operators for its devices."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TOOLKIT = Path(find_toolkit()[0] or "/nowhere") / "include"
 
 
 def can_build() -> bool:
-    """Whether the extension was built with CUDA, and the toolkit's headers are here."""
+    """Returns whether the extension was built with CUDA, and the toolkit's headers are installed."""
     return gpipe_fast.built_with_cuda() and (TOOLKIT / "cuda_runtime_api.h").exists()
 
 
 def build() -> tuple[Path, Path]:
-    """The runtime, which has the driver's name too, and the operators."""
+    """Returns the libraries of the runtime, which also has the driver's soname, and of the operators."""
     compiler = [os.environ.get("CXX", "g++"), "-O1", "-fPIC", "-shared", f"-I{TOOLKIT}"]
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     wheels = Path(torch.__file__).parents[1] / "nvidia" / f"cu{torch.version.cuda.split('.')[0]}" / "include"

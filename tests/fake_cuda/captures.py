@@ -1,8 +1,8 @@
-"""What comes between replays; run by test_graphs.py with the fake runtime preloaded.
+"""Changes between graph replays; run by test_graphs.py with the fake runtime preloaded.
 
-`captures.py OPERATORS CASES DEVICES`: loads the operators, and for each case (``inference/threads/..``)
-compares a pipeline whose runs are replayed as graphs with the plain loop, through what the case does to it.
-Prints what differs, or "equal".
+`captures.py OPERATORS CASES DEVICES`: loads the operators, and for each case
+(``inference/backward_twice/..``) compares a pipeline whose steps are replayed as graphs with the plain loop.
+Prints for each case the differences, or "equal".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.inside import pipeline_of
 
 
 class PipelineAndLoop:
-    """A pipeline and the plain loop, which do the same; what differs is noted."""
+    """A pipeline and the plain loop, which do the same; collects their differences."""
 
     def __init__(
         self, layers: Sequence[nn.Module], devices: Sequence[str], checkpoint: str = "always"
@@ -49,7 +49,7 @@ class PipelineAndLoop:
         return torch.cat(parts, self.batch_dim)
 
     def run_both(self, do: Callable[[Callable[[Tensor], Tensor], nn.Module], object]) -> None:
-        """Does something with both, and compares what it returns and all gradients."""
+        """Runs a function with both, and compares the results and all gradients."""
         self._mark(b"begin")
         ours = do(self.pipeline, self.pipeline)
         self._mark(b"end")
@@ -101,7 +101,7 @@ class PipelineAndLoop:
 
 
 def replaced_parameter(both: PipelineAndLoop) -> None:
-    """At another address: captured again."""
+    """A parameter at a new address requires a new capture."""
     both.warm_up()
     for model in (both.pipeline, both.loop):
         weight = next(model.parameters())
@@ -113,7 +113,7 @@ def replaced_parameter(both: PipelineAndLoop) -> None:
 
 
 def two_forwards_in_flight(both: PipelineAndLoop) -> None:
-    """The second forward comes before the first backward."""
+    """The second forward runs before the first backward."""
     both.warm_up()
 
     def do(model: Callable[[Tensor], Tensor], _: nn.Module) -> object:
@@ -126,7 +126,7 @@ def two_forwards_in_flight(both: PipelineAndLoop) -> None:
         both.run_both(do)
     both.step(3)
     (report,) = both.reports()
-    both.expect("one of two is replayed", (report.as_they_are, report.replays) == (4, 5))
+    both.expect("one of two forwards is replayed", (report.as_they_are, report.replays) == (4, 5))
 
 
 def backward_twice(both: PipelineAndLoop) -> None:
@@ -146,7 +146,7 @@ def backward_twice(both: PipelineAndLoop) -> None:
 
 
 def other_gradient_layouts(both: PipelineAndLoop) -> None:
-    """What is laid out otherwise than what was captured runs as it is, and is then captured by itself."""
+    """Output gradients in another layout run uncaptured at first, and then get own graphs."""
     losses: list[Callable[[Tensor], Tensor]] = [Tensor.sum, lambda y: y.t().contiguous().square().sum()]
 
     def backward_by(loss: Callable[[Tensor], Tensor]) -> Callable[..., object]:
@@ -163,11 +163,11 @@ def other_gradient_layouts(both: PipelineAndLoop) -> None:
             both.run_both(backward_by(loss))
     reports = both.reports()
     both.expect("each of three layouts has its graphs", len(reports) == 3)
-    both.expect("both ways are captured", all(r.forward and r.backward for r in reports))
+    both.expect("forward and backward are captured", all(r.forward and r.backward for r in reports))
 
 
 def inference(both: PipelineAndLoop) -> None:
-    """What was returned stays as it is."""
+    """Later replays do not overwrite returned outputs."""
 
     def do(model: Callable[[Tensor], Tensor], module: nn.Module) -> object:
         module.eval()
@@ -181,7 +181,7 @@ def inference(both: PipelineAndLoop) -> None:
 
 
 def kept_gradients(both: PipelineAndLoop) -> None:
-    """Gradients of one step are not the next one's memory."""
+    """Later steps do not overwrite the gradients of earlier steps."""
     both.warm_up()
 
     def do(model: Callable[[Tensor], Tensor], module: nn.Module) -> object:
@@ -191,7 +191,7 @@ def kept_gradients(both: PipelineAndLoop) -> None:
             kept += [parameter.grad for parameter in module.parameters()]
             for parameter in module.parameters():
                 parameter.grad = None
-        for seed in range(2):  # added to what is there
+        for seed in range(2):  # accumulates into existing gradients
             model(both.input(seed)).square().mean().backward()
         return kept
 
@@ -199,7 +199,7 @@ def kept_gradients(both: PipelineAndLoop) -> None:
 
 
 def forward_cannot_be_captured(both: PipelineAndLoop) -> None:
-    """Runs as it is, and says why; FAKE_CUDA_SYNCHRONIZES names an operator that waits for its device."""
+    """Steps run uncaptured, and the report says why; FAKE_CUDA_SYNCHRONIZES names the operator."""
     both.warm_up()
     both.step(5)
     (report,) = both.reports()
@@ -209,7 +209,7 @@ def forward_cannot_be_captured(both: PipelineAndLoop) -> None:
 
 
 def backward_cannot_be_captured(both: PipelineAndLoop) -> None:
-    """The forward could, and is not kept."""
+    """The forward could be captured, but its graphs are freed."""
     both.warm_up()
     both.step(5)
     (report,) = both.reports()
@@ -219,7 +219,7 @@ def backward_cannot_be_captured(both: PipelineAndLoop) -> None:
 
 
 def capture_turned_off(both: PipelineAndLoop) -> None:
-    """Between a forward and its backward too."""
+    """Capture is turned off between a forward and its backward."""
     both.warm_up()
 
     def do(model: Callable[[Tensor], Tensor], module: nn.Module) -> object:
@@ -238,7 +238,7 @@ def capture_turned_off(both: PipelineAndLoop) -> None:
 
 
 def changed_setting(both: PipelineAndLoop) -> None:
-    """Under which it was captured: with others it is captured anew."""
+    """A changed setting requires a new capture."""
     both.warm_up()
     torch.backends.cudnn.benchmark = True
     for seed in range(4):
@@ -249,7 +249,7 @@ def changed_setting(both: PipelineAndLoop) -> None:
 
 
 def alternating_shapes(both: PipelineAndLoop) -> None:
-    """In turn."""
+    """Mini-batches of two shapes alternate."""
     for seed in range(5):
         both.step(seed)
 
@@ -263,7 +263,6 @@ def alternating_shapes(both: PipelineAndLoop) -> None:
 
 
 def batch_in_second_dimension(both: PipelineAndLoop) -> None:
-    """Where the batch is."""
     both.batch_dim = both.pipeline.batch_dim = 1
     both.warm_up()
     (report,) = both.reports()
@@ -271,7 +270,7 @@ def batch_in_second_dimension(both: PipelineAndLoop) -> None:
 
 
 def several_threads(both: PipelineAndLoop) -> None:
-    """Each on a stream of its own."""
+    """Each thread uses an own stream."""
     both.warm_up()
     for seed in range(4):
 
@@ -305,12 +304,12 @@ CASES = {
 
 
 def run_cases(cases: Mapping[str, Callable[[PipelineAndLoop], None]]) -> None:
-    """Those that the command line names, which is described above."""
+    """Runs the cases that the command line names."""
     operators, names, devices, *checkpoint = sys.argv[1:]
     torch.ops.load_library(operators)
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # else a product may be added unrounded to the sum before
+    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
     for case in names.split("/"):
         torch.manual_seed(0)
         ctypes.CDLL(None).fake_cuda_mark(b"plan")

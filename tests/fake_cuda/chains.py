@@ -1,7 +1,7 @@
-"""Happens-before once more, by search: for each line of a short log, all lines that must come before it.
+"""Happens-before by search: for each line of a short log, the set of all lines that happen before it.
 
-Sets of lines are integers, a bit for each. That takes more memory than check.py's clocks, and shows of each
-wait what it is good for.
+Sets of lines are integers with one bit per line. They take more memory than the vector clocks of check.py,
+but show for each wait which order it adds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STREAM_OPERATIONS = ("record", "wait", "read", "write", "memset", "copy")
 
 
 def _accesses(line: Line) -> list[tuple[int, int, bool]]:
-    """Where a line reads or writes memory: begin, end, and whether it writes."""
+    """Returns the memory accesses of a line: begin, end, and whether it writes."""
     if line.kind in ("read", "write", "memset"):
         _, pointer, size = line.words
         found = [(pointer, size, line.kind != "read")]
@@ -28,7 +28,7 @@ def _accesses(line: Line) -> list[tuple[int, int, bool]]:
 
 
 class HappensBefore:
-    """What must come before what in a log, in which memory is not given back to the system."""
+    """The happens-before relation of a log in which no memory is freed."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = lines
@@ -37,7 +37,7 @@ class HappensBefore:
         self._device_of = {line.words[0]: line.words[1] for line in lines if line.kind == "stream"}
 
     def _conflicts(self) -> list[int]:
-        """Of each line, those before it that access what it accesses, where one of the two writes."""
+        """Returns for each line the earlier lines that access the same bytes, where one of the two writes."""
         accesses = [(i, *access) for i, line in enumerate(self.lines) for access in _accesses(line)]
         edges = sorted({at for _, begin, end, _ in accesses for at in (begin, end)})
         parts = {at: place for place, at in enumerate(edges)}
@@ -51,9 +51,9 @@ class HappensBefore:
         return [predecessors & ~(1 << i) for i, predecessors in enumerate(conflicts)]
 
     def predecessors(self, without: Container[int] = ()) -> list[int]:
-        """Of each line, those that must come before it; without some waits, or some of the host's."""
+        """Returns for each line the lines that happen before it, leaving out the waits in `without`."""
         predecessors = [0] * len(self.lines)
-        stream: defaultdict[str, int] = defaultdict(int)  # all that is on it, and what comes before that
+        stream: defaultdict[str, int] = defaultdict(int)  # the stream's operations and their predecessors
         host = 0
         for i, line in enumerate(self.lines):
             if line.kind in STREAM_OPERATIONS:
@@ -68,7 +68,7 @@ class HappensBefore:
         return predecessors
 
     def _host_predecessors(self, line: Line, predecessors: Sequence[int], stream: dict[str, int]) -> int:
-        """What the host knows to be done after a line of its own."""
+        """Returns the lines that the host knows to be finished after a query or synchronization."""
         what, _, of = line.kind.partition(" ")
         if what not in ("finished", "synchronize"):
             return 0
@@ -80,20 +80,20 @@ class HappensBefore:
         return _union(done for own, done in stream.items() if self._device_of[own] == line.words[0])
 
     def unordered(self, predecessors: Sequence[int]) -> list[int]:
-        """The lines that meet one that may as well come after them."""
+        """Returns the lines that race with an earlier line."""
         return [i for i, known in enumerate(predecessors) if self.conflicts[i] & ~known]
 
     def why_redundant(self, wait: int, others_left_out: Collection[int] = ()) -> str:
-        """Why nothing becomes unordered without a wait, and without others; empty if something does."""
+        """Returns why leaving out a wait, and others, causes no race; empty if it causes one."""
         predecessors, without = self.predecessors(), self.predecessors({wait, *others_left_out})
         if self.unordered(without):
             return ""
-        unique = predecessors[wait] & ~without[wait]  # what nothing else has made it come after, so far
+        unique = predecessors[wait] & ~without[wait]  # lines that only this wait orders before it
         after = [i for i in range(wait, len(self.lines)) if predecessors[i] >> wait & 1]
         if not any(self.conflicts[i] & predecessors[wait] for i in after):
-            return "nothing that comes after meets what it waits for"
+            return "no later line conflicts with the lines that it waits for"
         if not any(self.conflicts[i] & unique for i in after):
-            return "what comes after meets only what had been waited for"
+            return "later lines conflict only with lines that were already ordered"
         stream = self.lines[wait].words[0]
         pairs = [(i, j) for j in after for i in _bits(self.conflicts[j] & unique)]
         return " and ".join(
@@ -103,22 +103,22 @@ class HappensBefore:
     def _other_order(
         self, left_out: set[int], first: int, second: int, predecessors: Sequence[int], stream: str
     ) -> str:
-        """What else makes a line come after one that it meets, if waits of a stream do not."""
+        """Returns what else orders two conflicting lines if some waits of a stream are left out."""
         if self.lines[first].words[0] == self.lines[second].words[0]:
-            return "who meets it is on the same stream"
+            return "the conflicting line is on the same stream"
         waits = [i for i in _bits(predecessors[second]) if i not in left_out and self.lines[i].kind == "wait"]
         records = [(i, self._records.get(tuple(self.lines[i].words[1:3]))) for i in waits]
         others = [i for i, r in records if r is not None and (predecessors[r] | 1 << r) >> first & 1]
         if any(self.lines[i].words[0] == stream for i in others):
-            return "the stream waits for it once more"
+            return "the stream waits again"
         if others:
-            return "who meets it is on another stream, and that waits"
+            return "the conflicting line is on another stream, which waits"
         found = [
             i for i in range(first, second) if self.lines[i].kind.startswith(("finished", "synchronize"))
         ]
         unexplained = self.predecessors({*left_out, *found})[second] >> first & 1
-        assert not unexplained, f"{self.lines[min(left_out)]}: unexplained"
-        return "the host has found it finished"
+        assert not unexplained, f"{self.lines[min(left_out)]}: the order is unexplained"
+        return "the host found the work finished"
 
 
 def _bits(number: int) -> Iterator[int]:

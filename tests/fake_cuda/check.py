@@ -1,9 +1,8 @@
-"""Reads what the fake runtime has logged, and looks for what a GPU would not be bound to do in that order.
+"""A race detector for the log of the fake runtime: happens-before by vector clocks.
 
-Happens-before, by vector clocks: what is on one stream is in order; a stream that waits for an event comes
-after what was recorded; and whatever a thread puts on a stream comes after all that the host has found
-finished before. Of two accesses to the same bytes of a device, of which one writes, one must come before the
-other.
+Operations of one stream are ordered. A stream that waits for an event is ordered after the work that the
+event recorded. An operation is ordered after all work that the host found finished before enqueuing the
+operation. Two accesses to the same bytes of a device, at least one of them a write, must be ordered.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-# By stream, how many of its lines are known to be done.
+# A vector clock: for each stream, how many of its operations happened before.
 Clock = dict[int, int]
 
 
@@ -22,10 +21,10 @@ class Line(NamedTuple):
     """A line of the log.
 
     Attributes:
-        number: in the log, from 1.
-        thread: whose call it was.
-        kind: what was called.
-        words: what it was called with.
+        number: The line's number in the log, from 1.
+        thread: The number of the calling thread.
+        kind: The kind of operation.
+        words: The arguments of the operation.
     """
 
     number: int
@@ -38,19 +37,19 @@ class Line(NamedTuple):
 
 
 def read(path: Path) -> list[Line]:
-    """The whole log."""
+    """Reads a whole log."""
     return list(parse(path.read_text().splitlines()))
 
 
 def parse(texts: Iterable[str]) -> Iterator[Line]:
-    """Lines as they come, with or without what ends them."""
+    """Parses lines lazily, with or without newlines at their ends."""
     for number, text in enumerate(texts, 1):
         thread, kind, *words = text.rstrip("\n").split("\t")
         yield Line(number, int(thread), kind, tuple(words))
 
 
 class StreamAccess(NamedTuple):
-    """That a stream, at a place in its order, reads or writes."""
+    """A read or write by a stream, with its position in the stream's order."""
 
     stream: int
     position: int
@@ -59,12 +58,12 @@ class StreamAccess(NamedTuple):
 
 @dataclass
 class ByteRange:
-    """Bytes with one history.
+    """Consecutive bytes with the same access history.
 
     Attributes:
-        end: the address behind them.
-        write: the last one.
-        reads: since then, the last one of each stream.
+        end: The address after the last byte.
+        write: The latest write.
+        reads: Since that write, the latest read by each stream.
     """
 
     end: int
@@ -72,19 +71,19 @@ class ByteRange:
     reads: dict[int, StreamAccess] = field(default_factory=dict)
 
     def split_at(self, end: int) -> ByteRange:
-        """The part up to an address, with the same history."""
+        """Returns the part below an address, with a copy of the history."""
         return ByteRange(end, self.write, dict(self.reads))
 
 
 class AccessHistory:
-    """Spans that have been accessed, by where they begin."""
+    """Byte ranges that have been accessed, by their first address."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ranges: dict[int, ByteRange] = {}
 
     def ranges(self, begin: int, end: int) -> Iterator[ByteRange]:
-        """Those between two addresses, cut where these are; new ones where nothing was accessed yet."""
+        """Yields the byte ranges from `begin` to `end`, split at both; fills gaps with new ranges."""
         self._split_at(begin)
         self._split_at(end)
         at = begin
@@ -97,7 +96,7 @@ class AccessHistory:
             yield self._new(at, end)
 
     def reset(self, begin: int, end: int) -> None:
-        """Of memory that was given back: whoever gets it begins anew."""
+        """Clears the history of memory that was allocated or freed."""
         for byte_range in self.ranges(begin, end):
             byte_range.write, byte_range.reads = None, {}
 
@@ -118,10 +117,10 @@ class AccessHistory:
 
 
 class Checker:
-    """What is known while the log is read.
+    """The race detector's state while it reads a log.
 
     Attributes:
-        faults: what is wrong, in words.
+        violations: Descriptions of the races and other errors found so far.
     """
 
     def __init__(self, may_wait: bool) -> None:
@@ -130,29 +129,29 @@ class Checker:
         self._clocks: dict[int, Clock] = {}
         self._events: dict[tuple[int, int], Clock] = {}
         self._host: Clock = {}
-        self._host_version = 0  # how often something was added to it
-        self._host_version_of_stream: dict[int, int] = {}  # by stream, how much of that it has
+        self._host_version = 0  # counts the updates of the host's clock
+        self._host_version_of_stream: dict[int, int] = {}  # the version that each stream's clock includes
         self._memory = AccessHistory()
-        self._blocks: dict[int, tuple[int, int]] = {}  # of memory: where they end, and on which device
-        self._device_of: dict[int, int] = {}  # by stream
-        self._compute_streams: dict[int, Line] = {}  # streams, and one line for which they are
+        self._blocks: dict[int, tuple[int, int]] = {}  # by first address: end and device
+        self._device_of: dict[int, int] = {}  # device by stream
+        self._compute_streams: dict[int, Line] = {}  # stream -> its first compute line
         self._copy_streams: dict[int, Line] = {}
         self._step: Line | None = None
         self._peers: set[tuple[int, int]] = set()
 
     def process(self, line: Line) -> None:
-        """Reads one line, the next."""
+        """Processes the next line."""
         getattr(self, "_" + line.kind.replace(" ", "_"), self._unknown_kind)(line)
 
     def check(self, lines: Iterable[Line]) -> list[str]:
-        """Reads all lines; returns the faults."""
+        """Processes all lines, and returns the violations."""
         for line in lines:
             self.process(line)
         self.check_stream_roles()
         return self.violations
 
     def check_stream_roles(self) -> None:
-        """Of streams, in the pipelines that there were; those that come get theirs from the same pool."""
+        """Checks that no stream copies and computes; clears the roles, since pipelines share pool streams."""
         for stream in sorted(self._compute_streams.keys() & self._copy_streams.keys()):
             self.violations.append(
                 f"stream {stream} copies between devices ({self._copy_streams[stream]}) and computes "
@@ -162,7 +161,7 @@ class Checker:
         self._copy_streams.clear()
 
     def _unknown_kind(self, line: Line) -> None:
-        raise ValueError(f"nobody knows what this is: {line}")
+        raise ValueError(f"unknown kind of line: {line}")
 
     # Streams and events.
 
@@ -171,7 +170,7 @@ class Checker:
         self._device_of[stream] = device
 
     def _advance(self, stream: int) -> tuple[Clock, int]:
-        """The stream's clock, advanced by one line."""
+        """Advances the stream's clock by one operation; returns the clock and the operation's position."""
         clock = self._clocks.setdefault(stream, {})
         if self._host_version_of_stream.get(stream) != self._host_version:
             self._host_version_of_stream[stream] = self._host_version
@@ -183,13 +182,13 @@ class Checker:
         stream, event, count = map(int, line.words)
         clock, _ = self._advance(stream)
         self._events[event, count] = dict(clock)
-        self._events.pop((event, count - 1), None)  # nobody can wait for it any more
+        self._events.pop((event, count - 1), None)  # no later wait can refer to it
 
     def _launch(self, line: Line) -> None:
-        """Of a graph: its lines come next."""
+        """Ignores the launch of a graph, whose operations follow as lines."""
 
     def _wait(self, line: Line) -> None:
-        stream, event, count = map(int, line.words[:3])  # and perhaps where it is called
+        stream, event, count = map(int, line.words[:3])  # the call site may follow
         clock, _ = self._advance(stream)
         _join(clock, self._events.get((event, count), {}))
 
@@ -232,7 +231,7 @@ class Checker:
             self.check_stream_roles()
 
     def _peer(self, line: Line) -> None:
-        """One device reaches another's memory from now on."""
+        """Records that one device has access to another's memory from now on."""
         self._peers.add((int(line.words[0]), int(line.words[1])))
 
     # Memory.
@@ -263,20 +262,20 @@ class Checker:
         self._access(line, int(stream), [(pointer, int(size), True)])
 
     def _kernel(self, line: Line) -> None:
-        """What it accesses nobody knows; no operator should get here."""
-        self.violations.append(f"a kernel that does not run here was launched: {line}")
+        """Reports a kernel launch: its accesses are unknown, and every operator should be replaced."""
+        self.violations.append(f"a kernel was launched, which the fake runtime does not run: {line}")
 
     def _copy(self, line: Line) -> None:
         stream, kind, to, source, size = line.words
         accesses = [(source, int(size), False), (to, int(size), True)]
-        # The memory of the host that is not pinned is read or written while the call lasts.
+        # Pageable host memory is only accessed during the call.
         self._access(
             line, int(stream), [a for a, where in zip(accesses, kind[::2], strict=True) if where != "h"]
         )
         if kind == "d2d" and self._step is not None and self._device(to) != self._device(source):
             self._copy_streams.setdefault(int(stream), line)
             if (self._device(source), self._device(to)) not in self._peers:
-                self.violations.append(f"no device reaches the other's memory: {line}")
+                self.violations.append(f"copy between devices without peer access: {line}")
 
     def _device(self, pointer: str) -> int:
         address = int(pointer, 16)
@@ -297,7 +296,7 @@ class Checker:
                 else:
                     byte_range.reads[stream] = own
             for other in sorted(conflicts, key=lambda access: access.line.number):
-                self.violations.append(f"nothing makes ({line}) come after ({other.line})")
+                self.violations.append(f"race: ({line}) is not ordered after ({other.line})")
 
 
 def _conflicts(byte_range: ByteRange, writes: bool) -> list[StreamAccess]:
@@ -314,10 +313,10 @@ def _join(clock: Clock, other: Clock) -> None:
 
 
 def check(lines: Iterable[Line], may_wait: bool = False) -> list[str]:
-    """What is wrong in a log.
+    """Returns the violations in a log.
 
     Args:
-        lines: all of it. A mark that begins a step may say that the host may wait within.
-        may_wait: the host may wait within a step, as it must for what a stage on the CPU receives.
+        lines: The whole log. A mark that begins a step can allow the host to wait in that step.
+        may_wait: Allows the host to wait in every step, as it must if a stage on the CPU receives tensors.
     """
     return Checker(may_wait).check(lines)

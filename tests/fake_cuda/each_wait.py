@@ -1,8 +1,8 @@
-"""Prints for each stream wait in csrc/ how its absence is noticed.
+"""Prints for each stream wait in csrc/ how leaving it out is detected.
 
-`python -m tests.fake_cuda.each_wait [SEEDS]` leaves out each in every scenario of waits.py, with work
-deferred in orders of so many seeds. Where no bit is wrong, logs are searched for what else orders the same,
-which takes much longer; those rows come last.
+`python -m tests.fake_cuda.each_wait [SEEDS]` leaves out each wait in every scenario of waits.py, with
+deferred work in the orders of SEEDS seeds. Where all bits stay right, it searches logs for what else orders
+the work, which takes much longer; these rows come last.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.fake_cuda.sites import lines_of, waits_in_source
 from tests.fake_cuda.waits import SCENARIOS
 
 SEEDS = 8
-MAX_EXPLAINED = 3  # waits of a call site, of which a search looks for what else orders the same
+MAX_EXPLAINED = 3  # waits per call site that are searched for a redundant order
 
 
 class Outcome(NamedTuple):
-    """How the absence of a call site's waits was noticed in a scenario: after how many seeds, 0 for never."""
+    """The symptom of leaving out a call site's waits in a scenario, and after how many seeds (0: never)."""
 
     seeds: int
     symptom: str
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(libraries: tuple[Path, Path], scenario: str, seeds: int) -> Iterator[Outcome]:
-    """Of each call site that a scenario meets."""
+    """Yields the outcome for each call site that a scenario reaches."""
     with tempfile.NamedTemporaryFile() as sites:
         words = (scenario, str(seeds))
         for line in run("waits.py", libraries, *words, defer=1, sites=sites.name, limit=900):
@@ -44,7 +44,7 @@ def outcomes(libraries: tuple[Path, Path], scenario: str, seeds: int) -> Iterato
 
 
 def why_redundant(libraries: tuple[Path, Path], scenario: str, sites: set[int]) -> dict[int, str]:
-    """What else orders the same as a call site's waits in a scenario; empty where nothing does."""
+    """Returns by call site what else orders the same work in a scenario; empty if nothing does."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         run("waits.py", libraries, scenario, "0", log=log, sites=Path(folder) / "sites")
@@ -66,7 +66,7 @@ def why_redundant(libraries: tuple[Path, Path], scenario: str, sites: set[int]) 
 def main() -> None:
     seeds = int(sys.argv[1]) if len(sys.argv) > 1 else SEEDS
     libraries = build()
-    lines_of(())  # which takes a compiler's time, and may fail
+    lines_of(())  # first, since the compilation is slow and may fail
     found = [outcome for scenario in SCENARIOS for outcome in outcomes(libraries, scenario, seeds)]
     locations = lines_of({outcome.site for outcome in found})
     by_location: defaultdict[str, list[Outcome]] = defaultdict(list)
@@ -89,18 +89,18 @@ def main() -> None:
             if o.scenario == scenario
         }
         for site, reason in why_redundant(libraries, scenario, set(sites)).items() if sites else ():
-            reasons[sites[site]].add(reason or f"NOT KNOWN in '{scenario}', though its bits are right")
+            reasons[sites[site]].add(reason or f"UNEXPLAINED in '{scenario}', although all bits are right")
     for location, group in undetected.items():
         print(f"{location:36} {describe(group, reasons[location], seeds)}")
 
 
 def describe(group: list[Outcome], reasons: set[str], seeds: int) -> str:
-    """What the table says of a wait."""
+    """Returns the table cell of a wait."""
     detected = sorted((outcome.symptom != "wrong bits", outcome) for outcome in group if outcome.symptom)
     if detected:
         _, best = detected[0]
         return f"{best.symptom} within {best.seeds} of {seeds} seeds ('{best.scenario}')"
-    return f"not needed: {'; '.join(sorted(reasons))}" if group else "met by no scenario"
+    return f"not needed: {'; '.join(sorted(reasons))}" if group else "reached by no scenario"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What graphs need of a GPU's memory, on one that is not there; run by test_graphs.py.
+"""Device memory that graphs need, on a fake device; run by test_graphs.py.
 
-`graph_memory.py OPERATORS NAME...`: runs some of the functions below, and prints what each returns.
+`graph_memory.py OPERATORS NAME...`: runs functions of this file by name, and prints their results.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.inside import pipeline_of
 
 MIB = 1 << 20
 WIDTH, CHUNKS, DEVICE = 64, 4, "cuda:0"
-# A mini-batch of the longer shape has 40 MiB in each activation. Below 10 MiB a part would share a block of
-# PyTorch's allocator with others, and how many fit would count.
+# Samples. Each activation of the longer mini-batch has 40 MiB, so 10 MiB per micro-batch; smaller tensors
+# would share blocks of PyTorch's allocator, and the peak would depend on how they fit.
 LONG, SHORT = 163840, 122880
 
 
@@ -40,7 +40,7 @@ def from_loss(y: Tensor) -> None:
 
 
 def from_output(y: Tensor) -> None:
-    """By a gradient that takes no memory of its own."""
+    """Runs the backward with a gradient that allocates no memory."""
     y.backward(y.detach())
 
 
@@ -51,7 +51,7 @@ def batch(samples: int, seed: int) -> Tensor:
 def step(
     pipe: GPipe, samples: int, seed: int, backward: Callable[[Tensor], None] = from_output
 ) -> list[Tensor]:
-    """The output and all gradients, on the CPU."""
+    """Returns the output and all gradients, on the CPU."""
     pipe.zero_grad()
     y = pipe(batch(samples, seed).to(DEVICE))
     backward(y)
@@ -70,7 +70,7 @@ def reports(pipe: GPipe) -> list[ReplayReport]:
 
 
 def needed(checkpoint: str) -> int:
-    """Bytes that training takes from the device at most."""
+    """Returns the peak of reserved device memory in uncaptured training, in bytes."""
     pipe = pipeline(checkpoint, capture=False)
     for seed in range(5):
         step(pipe, LONG, seed, from_loss)
@@ -102,7 +102,7 @@ def captured_always() -> str:
 
 
 def _graphs(checkpoint: str, lengths: Sequence[int]) -> int:
-    """Bytes of all graphs, when plans of these lengths are captured in turn."""
+    """Returns the bytes of all graphs after plans of these lengths were captured in this order."""
     pipe = pipeline(checkpoint)
     for samples in lengths:
         for seed in range(4):
@@ -112,7 +112,7 @@ def _graphs(checkpoint: str, lengths: Sequence[int]) -> int:
 
 
 def several_lengths() -> str:
-    """What graphs of one, and of five lengths take, in MiB."""
+    """Returns the MiB of the graphs of one length, and of five lengths in two orders, by checkpoint mode."""
     words = []
     for checkpoint in ("never", "always"):
         for lengths in ([LONG], [LONG, 143360, SHORT, 102400, 81920], [81920, 102400, SHORT, 143360, LONG]):
@@ -121,7 +121,10 @@ def several_lengths() -> str:
 
 
 def _short_of_memory(run: Callable[[GPipe, int, int], list[Tensor]], samples: int) -> str:
-    """A larger mini-batch that has no room beside the graphs; its bits, and what happens to the graphs."""
+    """Runs a mini-batch too large for the memory beside the graphs; returns whether its bits are right.
+
+    The graphs are freed, and captured again later: also returns the number of replays after that.
+    """
     pipe, other = pipeline("always"), copy.deepcopy(pipeline("always", capture=False))
     for seed in range(4):
         step(pipe, SHORT, seed)

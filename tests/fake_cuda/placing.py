@@ -1,6 +1,6 @@
-"""Stages on devices that are not there: which, what fits on them, and what happens when memory runs out.
+"""Placement of stages on fake devices, and out-of-memory errors; run by test_memory.py.
 
-`placing.py OPERATORS NAME...`: runs some of the functions below, and prints the name of each.
+`placing.py OPERATORS NAME...`: runs functions of this file by name, and prints the name of each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpipe_fast import GPipe, verify
 from gpipe_fast.skip import pop, skippable, stash
 
 MIB = 1 << 20
-# Of each device, in those functions that come to its end.
+# Bytes of each device, for the functions in OUT_OF_MEMORY.
 MEMORY = 128 * MIB
 WIDTH, CHUNKS = 64, 4
 
@@ -39,7 +39,7 @@ def gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
 
 
 def first_gpus_by_default() -> None:
-    """One for each partition."""
+    """Each partition gets one GPU."""
     plain, x = layers(), torch.randn(8, 8)
     pipe = GPipe(copy.deepcopy(plain), [1, 1, 2], chunks=CHUNKS)
     assert [str(device) for device in pipe.devices] == ["cuda:0", "cuda:1", "cuda:2"]
@@ -96,7 +96,7 @@ def wrong_devices_raise() -> None:
 
 
 def too_large_a_model_raises() -> None:
-    """Refused before anything is moved."""
+    """The error is raised before any layer is moved."""
     width = 3300  # 42 MiB, twice with its gradient
     module = layers(2, width)
     with pytest.raises(ValueError, match=r"stages 0, 1 need 0\.2 GiB .* and cuda:1 has 0\.1 GiB"):
@@ -110,7 +110,7 @@ def too_large_a_model_raises() -> None:
     with pytest.raises(ValueError, match=r"stages 0 move 0\.0 GiB .* to cuda:0, which has 0\.0 GiB free"):
         GPipe(module, [1], devices=["cuda:0"])
     assert set(devices_of(module)) == {"cpu"}
-    del taken  # PyTorch has it still, and can give it away
+    del taken  # PyTorch's allocator caches the memory, and can reuse it
     GPipe(module, [1], devices=["cuda:0"])
 
 
@@ -144,7 +144,7 @@ class PopSkip(nn.Module):
 
 
 def verify_moves_boundary_tensors() -> None:
-    """The plain loop over layers on several devices, with a skip connection and a weight that two share."""
+    """verify() runs the plain loop on several devices, with a skip connection and a shared weight."""
     plain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     plain.insert(1, StashSkip()).insert(4, PopSkip())
     plain[5].weight = plain[0].weight
@@ -174,7 +174,7 @@ def out_of_memory_in_the_forward() -> None:
 
 
 class LargeBackward(torch.autograd.Function):
-    """Wants more memory in its backward than there is."""
+    """Allocates more memory in its backward than the device has."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""For `pytest -p fake_cuda.plugin` with the fake runtime preloaded: tests that need a GPU run without one.
+"""A pytest plugin that runs GPU tests on the fake CUDA runtime: `pytest -p tests.fake_cuda.plugin`.
 
-FAKE_CUDA_OPERATORS names the library of operators.
+The fake runtime must be preloaded.
+The environment variable FAKE_CUDA_OPERATORS names the library of operators.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 
 import torch
 
-import gpipe_fast  # noqa: F401  its operators are among those that are replaced
+import gpipe_fast  # noqa: F401  registers operators that the library replaces
 
 torch.ops.load_library(os.environ["FAKE_CUDA_OPERATORS"])
 torch.backends.cudnn.enabled = False

@@ -1,4 +1,4 @@
-"""Runs programs of this folder on the CUDA runtime that is not there."""
+"""Runs programs of this folder in subprocesses on the fake CUDA runtime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ FOLDER = Path(__file__).parent
 def run(
     program: str, libraries: tuple[Path, Path], *words: str, limit: float = 300, **variables: object
 ) -> list[str]:
-    """What it prints, by lines, in so many seconds; the runtime's variables are named in small letters."""
+    """Runs a program, and returns the lines that it prints.
+
+    Args:
+        program: The file name of the program, in this folder.
+        libraries: The runtime and the operators.
+        words: The program's arguments after OPERATORS.
+        limit: The time limit in seconds.
+        variables: Variables of the fake runtime: `log` is FAKE_CUDA_LOG.
+    """
     runtime, operators = libraries
     runtime_variables = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in variables.items()}
     runtime_variables |= {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(FOLDER.parents[1])}

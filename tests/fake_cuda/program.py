@@ -1,10 +1,10 @@
-"""Steps of pipelines on devices that are not there; run by test_pipelines.py with the fake runtime preloaded.
+"""Trains pipelines on fake devices; run by test_pipelines.py with the fake runtime preloaded.
 
-`program.py OPERATORS MODELS DEVICES WORD...`: loads the operators, trains models (``mlp/skips/..``) of four
-stages on a device for each (``cuda:0,cpu,..``) in the checkpoint modes among the words, and compares all with
-the plain loop on the same devices. With ``captured`` runs are replayed as graphs, which must then come about;
-with ``aside`` the caller is on streams of its own; with ``disturbed`` workers are delayed, and steps that
-fail come between; ``peer`` and ``pinned`` force a transport. Prints what differs, or "equal".
+`program.py OPERATORS MODELS DEVICES WORD...`: loads the operators, trains MODELS (``mlp/skips/..``) in four
+stages on four DEVICES (``cuda:0,cpu,..``), and compares parameters, buffers and gradients with the plain loop
+on the same devices. Words: a checkpoint mode (one run for each); ``captured``: steps must be captured and
+replayed as graphs; ``own_streams``: the caller uses own streams; ``failures``: workers are delayed, and
+failing steps run in between; ``peer`` and ``pinned``: force a transport. Prints the differences, or "equal".
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PopSkip(nn.Module):
 
 
 class UnusualLayouts(nn.Module):
-    """Returns what is not laid out as usual, and integers."""
+    """Returns non-contiguous tensors, and integers."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return x.t(), x[:, ::2], torch.full_like(x, 3, dtype=torch.int64)
@@ -59,7 +59,7 @@ class JoinLayouts(nn.Module):
 
 
 class SmallTensors(nn.Module):
-    """Returns several tensors that go as one, and one without elements."""
+    """Returns several small tensors, which are coalesced into one copy, and an empty tensor."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.t(), x[:, ::2], (2 * x).double(), x[:, :0], x > 0, x.sum(1)
@@ -73,7 +73,7 @@ class JoinSmallTensors(nn.Module):
 
 
 class ThreeTensors(nn.Module):
-    """Cannot be traced, like the next two."""
+    """Returns three tensors; not traceable."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return (x.tanh() if x.sum() > 0 else x.sigmoid()), 2 * x, 3 * x
@@ -81,6 +81,8 @@ class ThreeTensors(nn.Module):
 
 @skippable(stash=["second"])
 class StashSecond(nn.Module):
+    """Stashes one of three tensors; not traceable."""
+
     def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Iterator[object]:
         first, second, _ = values
         yield stash("second", second)
@@ -88,7 +90,7 @@ class StashSecond(nn.Module):
 
 
 class ChangeInPlace(nn.Module):
-    """Changes in place what came beside what is stashed."""
+    """Changes a tensor in place that arrived together with the stashed one; not traceable."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2) if x.sum() > 0 else x.mul_(3)
@@ -101,11 +103,11 @@ class AddStashed(nn.Module):
         return x + second.to(x.device)
 
 
-WIDE = (5 << 20) // 4  # elements, half a sample's bytes
+WIDE = (5 << 20) // 4  # elements: 5 MiB, half of a sample's output
 
 
 class LargeOutput(nn.Module):
-    """Returns more than a ring of pinned blocks holds, and something small."""
+    """Returns a tensor larger than a ring of pinned blocks, and a small one."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.repeat(1, 2 * WIDE // WIDTH + 1), x
@@ -118,7 +120,7 @@ class FoldLarge(nn.Module):
 
 
 class TiedLinear(nn.Module):
-    """Uses a weight that is another layer's, and perhaps on another device."""
+    """Shares the weight of another layer, which may be on another device."""
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
@@ -129,14 +131,14 @@ class TiedLinear(nn.Module):
 
 
 class Branching(nn.Module):
-    """Cannot be traced."""
+    """Branches on the values of its input; not traceable."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh() if x.sum() > 0 else x.sigmoid()
 
 
 def layers_of(model: str) -> list[nn.Module]:
-    """Four stages of two layers, whichever devices they are on."""
+    """Returns the eight layers of a model: two for each of four stages."""
     linear = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     norm = nn.LayerNorm(WIDTH)
     if model == "mlp":
@@ -217,7 +219,7 @@ def layers_of(model: str) -> list[nn.Module]:
 
 
 def batch_of(model: str) -> Tensor:
-    """A mini-batch for it."""
+    """Returns a random mini-batch for a model."""
     if not model.startswith("convolutions"):
         return torch.randn(BATCH, WIDTH)
     images = torch.randn(BATCH, 3, 7, 7)
@@ -232,7 +234,7 @@ def to_device(value: object, device: str) -> object:
 
 
 class MovingSequential(nn.Sequential):
-    """Moves what goes from one stage to another."""
+    """The plain loop's layers: moves boundary tensors to the next stage's device."""
 
     def __init__(self, layers: Sequence[nn.Module], devices: Sequence[str]) -> None:
         super().__init__(*layers)
@@ -245,7 +247,7 @@ class MovingSequential(nn.Sequential):
 
 
 class TrainingRun:
-    """A model, what trains it, and its input."""
+    """A model with its optimizer and input."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         self.model = model
@@ -253,7 +255,7 @@ class TrainingRun:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters, buffers and gradients."""
+        """Returns parameters, buffers, the input, and their gradients, on the CPU."""
         named = {
             **dict(self.model.named_parameters()),
             **dict(self.model.named_buffers()),
@@ -266,7 +268,7 @@ class TrainingRun:
         y.square().mean().backward()
 
     def update(self) -> None:
-        """Everything that the step has read is changed, as soon as it may be."""
+        """Overwrites everything that the step has read, without synchronization."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.x.grad = None
@@ -275,7 +277,7 @@ class TrainingRun:
 
 
 def run_failing_step(pipeline: GPipe, x: Tensor, action: str, seed: int) -> None:
-    """A step in which an action fails; what was made is dropped at once, whatever is still under way."""
+    """Runs a step in which an action fails; frees its tensors immediately, while work may be in flight."""
     plant_failure(pipeline, action, after=1, seed=seed, longest_us=MAX_DELAY_US)
     with pytest.raises(ValueError, match=rf"\(in action {action}\b"):
         pipeline(x.detach().requires_grad_()).sum().backward()
@@ -283,7 +285,7 @@ def run_failing_step(pipeline: GPipe, x: Tensor, action: str, seed: int) -> None
 
 
 def graph_problems(pipeline: GPipe) -> list[str]:
-    """What is amiss with the graphs of a pipeline that has trained."""
+    """Returns what is wrong with the graphs of a trained pipeline."""
     reports = [report for report in pipeline_of(pipeline).replays() if report.as_they_are > 1]
     if len(reports) != 1 or reports[0].obstacle or not (reports[0].forward and reports[0].backward):
         return [f"not captured: {[(r.obstacle, r.forward, r.backward, r.as_they_are) for r in reports]}"]
@@ -293,8 +295,8 @@ def graph_problems(pipeline: GPipe) -> list[str]:
 def unequal(
     model: str, devices: Sequence[str], checkpoint: str, inject_failures: bool, **keywords: object
 ) -> list[str]:
-    """What differs from the plain loop; the keywords are for the pipeline."""
-    mark = getattr(ctypes.CDLL(None), "fake_cuda_mark", lambda name: None)  # GPUs that are there have no log
+    """Trains a pipeline, and returns how it differs from the plain loop; passes keywords to the pipeline."""
+    mark = getattr(ctypes.CDLL(None), "fake_cuda_mark", lambda name: None)  # real GPUs have no log
     layers = layers_of(model)
     if model.endswith("channels last"):
         nn.Sequential(*layers).to(memory_format=torch.channels_last)
@@ -309,11 +311,11 @@ def unequal(
     for index, layer in enumerate(layers):
         if not isinstance(layer, TiedLinear):
             layer.to(devices[index // 2])
-    # The host waits for what a stage on the CPU receives, and for what layers in Python ask.
+    # The host waits for tensors that a stage on the CPU receives, and for values that Python layers read.
     may_wait = model in IN_PYTHON or "cpu" in devices
     x = batch_of(model).to(devices[0])
     ours, plain = TrainingRun(pipeline, x), TrainingRun(MovingSequential(layers, devices), x)
-    # Gradients of a shared parameter are added in another order.
+    # Gradients of a shared parameter are added in a different order.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
     found = []
     for step in range(STEPS):
@@ -323,10 +325,10 @@ def unequal(
             for parameter in pipeline.parameters():
                 parameter.grad = None
         torch.manual_seed(step)
-        # Plans are made by the first steps.
+        # The first two steps make plans, and are not checked for host waits.
         captures = step == FIRST_CAPTURED and keywords.get(
             "capture"
-        )  # empties the allocator's cache, which waits
+        )  # empties the allocator's cache, which synchronizes
         begin = b"begin\tmay wait" if may_wait or captures else b"begin"
         mark(begin if step > 1 else b"plan")
         ours.backward(pipeline(ours.x))

@@ -1,7 +1,7 @@
-"""Random schedules that a pipeline can run: valid by construction, any micro-batch in any order.
+"""Random schedules that a pipeline can run: valid by construction, micro-batches in any order.
 
-Of what ``Schedule`` allows, one thing a pipeline cannot do: a stage that has begun a backward with R, or has
-done its I, ends it before it begins another.
+A pipeline has one restriction that ``Schedule`` does not check: a stage that has run R or I of a micro-batch
+must finish that backward before it begins another.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 from gpipe_fast.schedule import Action, Kind, Schedule
 
-InFlight = list[int]  # the micro-batches that wait on it
+InFlight = list[int]  # micro-batches that are sent and not received, on one connection
 
 
 class _Forward:
-    """What a stage may do next in its forward."""
+    """A stage's state in the forward, and the actions that may come next."""
 
     def __init__(self, stage: int, num_stages: int, num_microbatches: int) -> None:
         self.stage, self.last = stage, stage == num_stages - 1
@@ -40,15 +40,17 @@ class _Forward:
 
 
 class _Backward:
-    """The same in its backward."""
+    """A stage's state in the backward, and the actions that may come next."""
 
     def __init__(self, stage: int, num_stages: int, num_microbatches: int) -> None:
         self.stage, self.first, self.last = stage, stage == 0, stage == num_stages - 1
-        self.awaited = [] if self.last else list(range(num_microbatches))  # whose gradients have not come
+        self.awaited = (
+            [] if self.last else list(range(num_microbatches))
+        )  # micro-batches whose gradients have not arrived
         self.arrived = list(range(num_microbatches)) if self.last else []
-        self.unsent: list[int] = []  # to be sent
-        self.begun: int | None = None  # begun and not ended
-        self.input_gradient_done = False  # of that, I is done
+        self.unsent: list[int] = []  # their gradients are computed and not sent
+        self.begun: int | None = None  # the micro-batch whose backward is begun and not finished
+        self.input_gradient_done = False  # whether I of that micro-batch is done
 
     def choices(self, incoming: InFlight, outgoing: InFlight, slots: int) -> Iterator[tuple[Kind, int]]:
         yield from ((Kind.RECV_B, m) for m in incoming[:1])
@@ -84,27 +86,27 @@ class _Backward:
 
 
 def random_schedule(generator: random.Random, num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards: the loss comes in between."""
+    """Returns a schedule with all forwards before all backwards, since the loss is computed in between."""
     slots = generator.randint(1, num_microbatches)
     rows: list[list[Action]] = [[] for _ in range(num_stages)]
     for kind_of_stage, step in ((_Forward, 1), (_Backward, -1)):
         stages = [kind_of_stage(i, num_stages, num_microbatches) for i in range(num_stages)]
-        edges: list[InFlight] = [[] for _ in range(num_stages + 2)]  # out of each stage, and two at the ends
-        # Stages that are slow and stages that are fast.
+        in_flight: list[InFlight] = [[] for _ in range(num_stages + 2)]  # by sending stage; two unused
+        # Random speeds make some stages slow and others fast.
         weights = [generator.choice((1, 1, 4, 16)) for _ in stages]
         while True:
-            connections = [(edges[s.stage - step], edges[s.stage]) for s in stages]
-            ready = [(s, list(s.choices(*connections[s.stage], slots))) for s in stages]
+            adjacent = [(in_flight[s.stage - step], in_flight[s.stage]) for s in stages]
+            ready = [(s, list(s.choices(*adjacent[s.stage], slots))) for s in stages]
             ready = [(s, choices) for s, choices in ready if choices]
             if not ready:
                 break
             (stage, choices), *_ = generator.choices(ready, [weights[s.stage] for s, _ in ready])
             kind, m = generator.choice(choices)
-            stage.apply(kind, m, *connections[stage.stage])
+            stage.apply(kind, m, *adjacent[stage.stage])
             rows[stage.stage].append(Action(stage.stage, kind, m))
     return Schedule(tuple(map(tuple, rows)), num_microbatches, slots)
 
 
 def order_of(schedule: Schedule, stage: int, *kinds: Kind) -> list[int]:
-    """The micro-batches of a stage's actions of some kinds, in order."""
+    """Returns the micro-batches of a stage's actions of these kinds, in order."""
     return [action.microbatch for action in schedule.stages[stage] if action.kind in kinds]

@@ -1,10 +1,10 @@
-"""Trains pipelines in random schedules on devices that are not there; run with the fake runtime preloaded.
+"""Trains pipelines in random schedules on fake devices; run with the fake runtime preloaded.
 
-`schedules.py OPERATORS FIRST COUNT [WORD...]`: runs so many cases, from the one of that number on. A case
-is a step in a random schedule, with random delays; outputs, gradients and buffers are compared, bit for bit,
-with the plain loop on the CPU. Cases of one set-up (model, balance, devices, caller's streams) follow each
-other, so that stages are traced once; between the steps the caller writes all that they have read. Prints
-what differs, or "equal"; with ``times`` also what a case takes; with ``faulty`` steps are done wrong.
+`schedules.py OPERATORS FIRST COUNT [WORD...]`: runs COUNT cases, beginning with case FIRST. A case is a step
+in a random schedule, with random delays; outputs, gradients and buffers are compared bit for bit with the
+plain loop on the CPU. Consecutive cases share a setup (model, balance, devices, caller's streams), so that
+stages are traced once; between steps the caller overwrites everything that the steps read. Prints the
+differences, or "equal"; with ``times`` also the time per case; with ``faulty`` it injects runtime faults.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tests.inside import delay, disturb_no_more, plan_by, plant_failure
 MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python", "convolutions")
 MODELS += ("convolutions, channels last",)
 LAYERS = 8
-CASES_PER_SETUP = 50  # of one set-up
+CASES_PER_SETUP = 50
 MAX_MICROBATCHES = 8
-MICROBATCH_SIZE = BATCH // MAX_MICROBATCHES  # of a micro-batch
-NUM_VALUE_SETS = 2  # sets of parameters and inputs; a step finds others than the one before
+MICROBATCH_SIZE = BATCH // MAX_MICROBATCHES  # samples
+NUM_VALUE_SETS = 2  # sets of parameters and inputs; consecutive steps use different ones
 MAX_DELAY_US = 100
 
-# Every second case of three gets one of these (runtime/faults.h); which call goes wrong is drawn.
+# The second of every three cases gets one of these faults (runtime/faults.h), in a random call.
 FAULTS = ("dropped", "host_wait", "stale", "misplaced", "early")
 
 RUNTIME = ctypes.CDLL(None)
@@ -57,20 +57,20 @@ def plant_fault(generator: random.Random, number: int) -> None:
 
 @dataclass
 class StepValues:
-    """One set of what a step reads, and what the plain loop makes of it, by micro-batch."""
+    """One set of values that a step reads, and the plain loop's results for each micro-batch."""
 
     seed: int
     state: dict[str, Tensor]  # parameters and buffers
     x: Tensor
-    weight: Tensor  # of the outputs, in the loss
+    weight: Tensor  # gradient of the outputs
     outputs: list[Tensor]
     input_gradients: list[Tensor]
     gradients: dict[str, list[Tensor]]
-    batch_norm_inputs: dict[str, list[Tensor]]  # what comes to batch norms, by name
+    batch_norm_inputs: dict[str, list[Tensor]]  # by name of the batch norm
 
 
 def plain_loop(layers: nn.Sequential, x: Tensor, seed: int) -> StepValues:
-    """Each micro-batch by itself; how a stage adds them up is up to its schedule."""
+    """Runs each micro-batch alone, since the schedule decides in which order a stage adds gradients."""
     norms = {
         name: layer
         for name, layer in layers.named_modules()
@@ -103,7 +103,7 @@ def plain_loop(layers: nn.Sequential, x: Tensor, seed: int) -> StepValues:
 
 @cache
 def values_of(model: str) -> tuple[nn.Sequential, list[StepValues]]:
-    """A model on the CPU, and the sets of values for it."""
+    """Returns a model on the CPU, and its sets of values."""
     torch.manual_seed(MODELS.index(model))
     layers = nn.Sequential(*layers_of(model))
     if model.endswith("channels last"):
@@ -132,16 +132,16 @@ class Setup:
         gpus = [f"cuda:{i}" for i in range(generator.choice((1, 2, 4, 4)))]
         self.devices = [generator.choice([*gpus, *gpus, "cpu"]) for _ in self.balance]
         self.pipeline = GPipe(copy.deepcopy(layers), self.balance, devices=self.devices)
-        # On the devices: where they come from, and what the caller gives.
+        # On the devices: the values to restore, the inputs, and the gradients of the outputs.
         self.sources = [
             {name: v.state[name].to(t.device) for name, t in self.pipeline.state_dict().items()}
             for v in self.values
         ]
         self.xs = [v.x.to(self.devices[0]) for v in self.values]
         self.weights = [v.weight.to(self.devices[-1]) for v in self.values]
-        self.x = self.xs[0].clone()  # strides and all
+        self.x = self.xs[0].clone()  # with the same strides
         self.own_streams = generator.random() < 0.5
-        # The caller's streams come after what was made here.
+        # The caller's streams must not run before the tensors above are complete.
         for device in {device for device in self.devices if device != "cpu"}:
             torch.cuda.synchronize(device)
         self.may_wait = "cpu" in self.devices or model == "python"
@@ -151,7 +151,7 @@ class Setup:
         return f"{self.model}, {self.balance} on {','.join(self.devices)}{caller}"
 
     def caller_streams(self) -> contextlib.ExitStack:
-        """The caller's."""
+        """Enters the caller's streams."""
         stack = contextlib.ExitStack()
         for device in sorted(
             {device for device in self.devices if device != "cpu"} if self.own_streams else ()
@@ -161,27 +161,27 @@ class Setup:
 
     @torch.no_grad()
     def overwrite(self, which: int) -> None:
-        """All that a step has read is changed."""
+        """Overwrites everything that a step has read with the set of values `which`."""
         for name, tensor in self.pipeline.state_dict().items():
             tensor.copy_(self.sources[which][name], non_blocking=True)
         self.x.copy_(self.xs[which])
 
     def stage_of(self, name: str) -> int:
-        """The one of a layer's parameter or buffer."""
+        """Returns the index of the stage that has this parameter or buffer."""
         layer = int(name.split(".")[0])
         return next(i for i in range(len(self.balance)) if layer < sum(self.balance[: i + 1]))
 
 
 @dataclass
 class StepResult:
-    """What a step has left behind."""
+    """The outputs, gradients and buffers of a step."""
 
     values: StepValues
     schedule: Schedule
     found: dict[str, Tensor]
 
     def differences(self, setup: Setup) -> list[str]:
-        """What differs from the plain loop."""
+        """Returns the names of the tensors that differ from the plain loop."""
         expected = dict(self._expected(setup))
         assert expected.keys() == self.found.keys(), expected.keys() ^ self.found.keys()
         found = {name: tensor.cpu() for name, tensor in self.found.items()}
@@ -193,7 +193,7 @@ class StepResult:
 
     @staticmethod
     def _is_exact(setup: Setup, name: str) -> bool:
-        """A gradient of a shared parameter is added in another order."""
+        """Returns whether bits must be equal: a shared parameter's gradient is added in a different order."""
         return setup.model != "tied" or name != "gradient of 0.weight"
 
     def _expected(self, setup: Setup) -> Iterator[tuple[str, Tensor]]:
@@ -211,7 +211,7 @@ class StepResult:
             yield from self._statistics(name, [inputs[i] for i in order])
 
     def _statistics(self, name: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """A batch norm's buffers, after its inputs in the order in which they came."""
+        """Yields a batch norm's buffers after these inputs, in this order."""
         mean, var = (self.values.state[f"{name}.running_{what}"].clone() for what in ("mean", "var"))
         for x in inputs:
             nn.functional.batch_norm(x, mean, var, training=True)
@@ -230,7 +230,7 @@ def _equal(a: Tensor, b: Tensor, exact: bool) -> bool:
 def run_failing_step(
     setup: Setup, x: Tensor, seed: int, generator: random.Random, schedule: Schedule
 ) -> None:
-    """A step in which an action fails; what was made is dropped at once, whatever is still under way."""
+    """Runs a step in which an action fails; frees its tensors immediately, while work may be in flight."""
     action = str(generator.choice(schedule.order()))
     plant_failure(setup.pipeline, action, after=generator.randint(0, 2), seed=seed, longest_us=MAX_DELAY_US)
     with pytest.raises(ValueError, match=rf"\(in action {action}\b"):
@@ -239,7 +239,7 @@ def run_failing_step(
 
 
 def step(setup: Setup, number: int, generator: random.Random) -> StepResult:
-    """One case's, without a look at what came out."""
+    """Runs the step of a case, without synchronizing with its results."""
     pipeline, which = setup.pipeline, number % NUM_VALUE_SETS
     values = setup.values[which]
     schedule = random_schedule(generator, len(setup.balance), generator.randint(1, MAX_MICROBATCHES))
@@ -253,7 +253,7 @@ def step(setup: Setup, number: int, generator: random.Random) -> StepResult:
     if generator.random() < 0.1:
         run_failing_step(setup, x, number, generator, schedule)
         setup.overwrite(which)
-        plan_by(pipeline, x, schedule)  # again, since its gradients came in another layout
+        plan_by(pipeline, x, schedule)  # again, since the failed step's gradients arrived in another layout
     for parameter in pipeline.parameters():
         parameter.grad = None
     delay(pipeline, number, delays)
@@ -270,7 +270,7 @@ def step(setup: Setup, number: int, generator: random.Random) -> StepResult:
 
 
 def setup_of(number: int) -> tuple[Setup, Sequence[int], random.Random]:
-    """The set-up of a case, and the cases that it has."""
+    """Returns the setup of a case, the cases that share it, and its random generator."""
     index = number // CASES_PER_SETUP
     generator = random.Random(index)
     setup = Setup(MODELS[index % len(MODELS)], generator)
@@ -278,10 +278,10 @@ def setup_of(number: int) -> tuple[Setup, Sequence[int], random.Random]:
 
 
 def run(first: int, count: int, faulty: bool) -> list[str]:
-    """What differs."""
+    """Runs the cases, and returns the differences."""
     found = []
     setup, cases, caller_streams = None, range(0), contextlib.ExitStack()
-    pending: dict[int, StepResult] = {}  # steps that nobody has looked at
+    pending: dict[int, StepResult] = {}  # steps whose results are not yet compared
     for number in range(first, first + count):
         if number not in cases:
             caller_streams.close()
@@ -292,7 +292,7 @@ def run(first: int, count: int, faulty: bool) -> list[str]:
         if faulty:
             plant_fault(generator, number)
         pending[number] = step(setup, number, generator)
-        # The host sees results, and so waits, not after every step.
+        # The host compares results, and so waits, only after some steps.
         if number + 1 in (cases.stop, first + count) or (
             number % 3 == 2 if faulty else generator.random() < 0.5
         ):

@@ -1,7 +1,7 @@
-"""Settings of PyTorch that change between replays; run by test_settings.py with runtime.cpp preloaded.
+"""Changes PyTorch settings between replays; run by test_settings.py with the fake runtime preloaded.
 
-`settings_cases.py OPERATORS DEVICES`: under each setting a step that was replayed has to be captured again.
-Prints those under which it was not, or what else is amiss, or "equal".
+`settings_cases.py OPERATORS DEVICES`: after each change, a replayed step must be captured again. Prints the
+settings for which it was not, and other differences, or "equal".
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def main() -> None:
     torch.ops.load_library(operators)
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # else a product may be added unrounded to the sum before
+    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
     both = PipelineAndLoop(layers_of("mlp"), devices.split(","))
     both.warm_up()
     both.step(4)
     differences = []
     for name, change in SETTINGS.items():
-        # Captured under the settings before; under new ones the plan is another, or it warms up again.
+        # A step under new settings uses another plan, or warms up again.
         replays = sum(report.replays for report in both.reports())
         change()
         both.step(5)

@@ -1,6 +1,6 @@
-"""Several captured plans of one pipeline, and the memory that they share; run by test_graphs.py.
+"""Several captured plans of one pipeline that share memory; run by test_graphs.py.
 
-`several_plans.py OPERATORS CASES DEVICES`: as captures.py, whose comparison with the plain loop it uses.
+`several_plans.py OPERATORS CASES DEVICES`: compares with the plain loop and prints as captures.py does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def replays(both: PipelineAndLoop) -> int:
 
 
 def inference_before_a_backward(both: PipelineAndLoop) -> None:
-    """As a teacher or a moving average of the same module is asked for its output between the two."""
+    """Inference runs between a forward and its backward, as with a teacher network."""
     for seed in range(4):
         infer(both, seed, HALF)
     for seed in range(4):
@@ -62,7 +62,7 @@ def inference_before_a_backward(both: PipelineAndLoop) -> None:
 
 
 def two_shapes_in_flight(both: PipelineAndLoop, *, first_captured: int) -> None:
-    """Forward of one shape, of the other, and backward in either order."""
+    """The forwards of two shapes run first, then their backwards in either order."""
     shapes = {BATCH: HALF, HALF: BATCH}
     for samples in (first_captured, shapes[first_captured]):
         for seed in range(4):
@@ -82,7 +82,7 @@ def two_shapes_in_flight(both: PipelineAndLoop, *, first_captured: int) -> None:
 
 
 def capture_while_another_plan_is_in_flight(both: PipelineAndLoop) -> None:
-    """The second shape warms up, and would be captured, between a forward and its backward."""
+    """The second shape reaches its capture between a forward and its backward."""
     for seed in range(4):
         train(both, seed, BATCH)
 
@@ -98,7 +98,7 @@ def capture_while_another_plan_is_in_flight(both: PipelineAndLoop) -> None:
 
 
 def graphs_freed_between_forward_and_backward(both: PipelineAndLoop) -> None:
-    """Its graphs are let go of, and other plans are captured in the same memory."""
+    """The plan's graphs are freed, and other plans are captured in the same memory."""
     for seed in range(4):
         train(both, seed, BATCH)
 
@@ -117,14 +117,14 @@ def graphs_freed_between_forward_and_backward(both: PipelineAndLoop) -> None:
 
 
 def kept_output_blocks_replays(both: PipelineAndLoop) -> None:
-    """An output whose backward is still to come holds the memory of all graphs."""
+    """An output whose backward is pending blocks replays of all other plans, which share its memory."""
     for samples in (BATCH, HALF):
         for seed in range(4):
             train(both, seed, samples)
     kept = both.pipeline(both.input(1))
     before = replays(both)
     train(both, 2, HALF)
-    both.expect("the other plan runs as it is", replays(both) == before)
+    both.expect("the other plan runs uncaptured", replays(both) == before)
     del kept
     train(both, 2, HALF)
     train(both, 2, BATCH)
@@ -132,7 +132,7 @@ def kept_output_blocks_replays(both: PipelineAndLoop) -> None:
 
 
 def replicated_gradient(both: PipelineAndLoop) -> None:
-    """Of an input that every micro-batch gets whole, with one micro-batch."""
+    """Checks the gradient of an input that is replicated to every micro-batch; here there is one."""
 
     class Scaled(nn.Linear):
         def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
@@ -149,7 +149,7 @@ def replicated_gradient(both: PipelineAndLoop) -> None:
         kept += torch.autograd.grad(pipe((x, replicate(scale))).square().mean(), [scale])
         expected += torch.autograd.grad(model((x, scale)).square().mean(), [scale])
     both.compare("gradients", kept, expected)
-    both.expect("it is replayed", any(r.replays > 2 for r in pipeline_of(pipe).replays()))
+    both.expect("steps are replayed", any(r.replays > 2 for r in pipeline_of(pipe).replays()))
 
 
 def allocator_cannot_capture(both: PipelineAndLoop) -> None:

@@ -1,7 +1,7 @@
-"""Which lines of csrc/ call sites are, that the fake runtime knows as offsets in the extension.
+"""Maps call sites, which the fake runtime logs as offsets in the extension, to lines of csrc/.
 
-The extension comes without line numbers. So the sources that tell streams to wait are compiled once more with
-them, into a library of their own; a function has the same code there, which its size confirms.
+The extension has no line numbers. The sources that contain stream waits are therefore compiled again with
+line numbers, into a separate library; each function has the same code there, as its size confirms.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.built import ROOT, built
 from tests.fake_cuda.build import TOOLKIT
 
 EXTENSION = Path(_C.__file__)
-# Functions that end with a wait, or with one that does: the frame that is seen is their caller's.
+# Functions that end with a wait, or a call of such a function: a tail call, so the frame is the caller's.
 AWAIT = "stream.wait(moment)"
 TAIL_CALLED = {"receive": AWAIT, "await": AWAIT, "keep_until": "in_.wait(moment)"}
 WAIT = re.compile(r"\.wait\(")
 
 
 class Function(NamedTuple):
-    """A function's place in a library."""
+    """A function's address range in a library."""
 
     begin: int
     size: int
@@ -35,18 +35,18 @@ class Function(NamedTuple):
 
 
 def waits_in_source() -> list[str]:
-    """Where csrc/ tells a stream to wait, as file:line."""
+    """Returns the stream waits in csrc/ as file:line."""
     return [
         f"{path.relative_to(ROOT)}:{number}"
         for path in sorted((ROOT / "csrc").rglob("*"))
-        if path.suffix in {".cpp", ".h"} and path.parent.name != "engine"  # whose threads wait
+        if path.suffix in {".cpp", ".h"} and path.parent.name != "engine"  # where threads wait, not streams
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if WAIT.search(line)
     ]
 
 
 def functions_of(library: Path) -> list[Function]:
-    """By address."""
+    """Returns the functions of a library, by address."""
     listed = subprocess.run(
         ["nm", "--defined-only", "--print-size", str(library)], check=True, capture_output=True, text=True
     )
@@ -56,12 +56,12 @@ def functions_of(library: Path) -> list[Function]:
 
 
 def function_at(functions: Iterable[Function], address: int) -> Function:
-    """The one that an address is in."""
+    """Returns the function that contains an address."""
     return next(f for f in functions if f.begin <= address < f.begin + f.size)
 
 
 def names_of(sites: Iterable[int]) -> dict[int, str]:
-    """The function of each site, without its arguments."""
+    """Returns the name of the function that contains each site, without its parameters."""
     functions = functions_of(EXTENSION)
     found = {site: function_at(functions, site - 1).name.partition(".cold")[0] for site in sites}
     plain = subprocess.run(
@@ -71,14 +71,14 @@ def names_of(sites: Iterable[int]) -> dict[int, str]:
 
 
 def lines_of(sites: Iterable[int]) -> dict[int, str]:
-    """The line of csrc/ in which a stream waits, for each site."""
+    """Returns the line of csrc/ in which the stream waits, for each site."""
     library = _library_with_lines()
     ours, theirs = functions_of(EXTENSION), {f.name: f for f in functions_of(library)}
     found = {}
     for site in sites:
         function = function_at(ours, site - 1)
         twin = theirs[function.name]
-        assert twin.size == function.size, f"{function.name} is compiled to other code with line numbers"
+        assert twin.size == function.size, f"{function.name} compiles to different code with line numbers"
         address = twin.begin + site - 1 - function.begin
         shown = subprocess.run(
             ["addr2line", "-i", "-e", str(library), hex(address)], check=True, capture_output=True, text=True
@@ -88,7 +88,7 @@ def lines_of(sites: Iterable[int]) -> dict[int, str]:
 
 
 def _wait_in_stack(stack: list[str]) -> str:
-    """The wait of a call stack, the innermost first."""
+    """Returns the innermost wait of a call stack, whose innermost frame comes first."""
     known = waits_in_source()
     for location in stack:
         if location in known:

@@ -1,4 +1,4 @@
-"""Tests that need a GPU, on GPUs that are not there: that they can pass, and are kept in order."""
+"""Runs the tests that need a GPU on the fake CUDA runtime, so that they stay correct without a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Pipelines on GPUs that are not there, whose streams hold their work as long as they may: their bits.
+"""Bits of pipelines on the fake CUDA runtime with deferred work.
 
-With FAKE_CUDA_DEFER what is put on a stream runs only when somebody waits for it, in a random order that the
-streams and the events between them allow (runtime/deferred.h); so a missing wait gives wrong bits.
+With FAKE_CUDA_DEFER, a stream's work runs only when a caller waits for it, in a random order that streams and
+events allow (runtime/deferred.h), so a missing wait gives wrong bits.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_caller_streams_failing_steps_and_pinned_transport_keep_bits(word: str, 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("captured", [False, True], ids=["as it is", "captured"])
+@pytest.mark.parametrize("captured", [False, True], ids=["uncaptured", "captured"])
 @pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
 def test_all_models_equal_the_plain_loop(
     devices: str, captured: bool, seed: int, libraries: Libraries

@@ -1,4 +1,4 @@
-"""How gradients are added up on GPUs that are not there: by how many kernels, and with which bits."""
+"""Gradient accumulation on the fake CUDA runtime: the number of kernels, and the bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 def test_gradients_accumulate_as_specified(
     functions: Sequence[Callable[[], None]], libraries: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Whatever was computed, in an order that a GPU is bound to."""
+    """Runs the functions of accumulating.py, and checks the log for races."""
     names, log = [function.__name__ for function in functions], tmp_path / "log"
     assert run("accumulating.py", libraries, *names, log=log, late=1) == names
     assert check(read(log), may_wait=True) == []

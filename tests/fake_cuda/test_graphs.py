@@ -1,7 +1,7 @@
-"""Runs that are replayed as graphs, on GPUs that are not there: bits, order, and what comes between.
+"""Captured steps on the fake CUDA runtime: bits, races, memory, and changes between replays.
 
-A graph that the runtime of tests/fake_cuda captures is computed anew at every launch, and what was computed
-while it was captured is lost; the log has the accesses of every launch, on streams of its own.
+The fake runtime executes a captured graph's operations again at every launch, and destroys the results of the
+capture itself; the log contains the accesses of every launch, on new streams.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_changes_between_replays_are_handled(libraries: Libraries, tmp_path: Pat
 def test_several_captured_plans_share_memory_safely(
     devices: str, checkpoint: str, libraries: Libraries, tmp_path: Path
 ) -> None:
-    """What one of them leaves in the graphs' memory for its backward no other one overwrites."""
+    """No plan overwrites what another plan keeps for its backward in the graphs' shared memory."""
     words = ("/".join(SEVERAL_PLANS), devices, checkpoint)
     found = run("several_plans.py", libraries, *words, late=1, log=tmp_path / "log")
     assert found == [f"{case}: equal" for case in SEVERAL_PLANS]
@@ -124,7 +124,7 @@ def test_allocators_without_capture_run_uncaptured(
 def test_a_capture_needs_little_more_memory_than_an_uncaptured_step(
     checkpoint: str, libraries: Libraries
 ) -> None:
-    """Although a run has left the allocator's cache as large as it needs itself."""
+    """The uncaptured steps have already filled the allocator's cache."""
     (needed,) = run("graph_memory.py", libraries, f"needed_{checkpoint}")
     memory = int(int(needed) * 1.3)
     assert run("graph_memory.py", libraries, f"captured_{checkpoint}", memory=memory) == ["3 replays"]
@@ -132,7 +132,7 @@ def test_a_capture_needs_little_more_memory_than_an_uncaptured_step(
 
 @pytest.mark.extended
 def test_graphs_of_several_lengths_share_memory(libraries: Libraries) -> None:
-    """Graphs of five lengths take little more than those of the longest, whichever was captured first."""
+    """Graphs of five lengths need little more memory than the longest one's, in either order of capture."""
     (found,) = run("graph_memory.py", libraries, "several_lengths")
     for modes in (found.split()[:3], found.split()[3:]):
         longest, longest_first, longest_last = map(int, modes)
@@ -163,7 +163,7 @@ def test_operators_that_synchronize_run_uncaptured(
 
 @pytest.mark.extended
 def test_the_checker_detects_missing_waits_in_a_graph(libraries: Libraries, tmp_path: Path) -> None:
-    """Of each stream of a launch all waits."""
+    """Removes all waits of one stream of a launch from the log, for each stream."""
     words = ("mlp", FOUR_DEVICES, "captured", "except_last")
     assert run("program.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
     lines = read(tmp_path / "log")
@@ -172,7 +172,7 @@ def test_the_checker_detects_missing_waits_in_a_graph(libraries: Libraries, tmp_
     graph_streams = {line.words[0] for line in lines[begin:end] if line.kind == "stream"}
     graph_streams |= {line.words[0] for line in lines[begin - 40 : begin] if line.kind == "stream"}
     busy = {line.words[0] for line in lines[begin:end] if line.kind in ("read", "write", "copy")}
-    assert len(graph_streams & busy) >= 7, "four stages and copies between them"
+    assert len(graph_streams & busy) >= 7, "four compute streams, and copy streams between them"
 
     def lines_without_waits(stream: str) -> list[Line]:
         return [

@@ -1,4 +1,4 @@
-"""Stages on GPUs that are not there: which, what fits on them, and what happens when memory runs out."""
+"""Placement of stages on the fake CUDA runtime's devices, and out-of-memory errors."""
 
 from __future__ import annotations
 

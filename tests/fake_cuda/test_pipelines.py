@@ -1,6 +1,6 @@
-"""Pipelines on GPUs that are not there: their bits, and that a GPU is bound to the order of their accesses.
+"""Bits, races and transports of pipelines on the fake CUDA runtime.
 
-What is preloaded in place of the CUDA runtime is tests/fake_cuda/runtime/; operators are the CPU's.
+tests/fake_cuda/runtime/ is preloaded in place of the CUDA runtime; the CPU's operators compute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Runs = Callable[..., list[Line]]
 
 @pytest.fixture
 def train(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
-    """Trains, looks at the bits, and returns the log."""
+    """Trains models, checks their bits, and returns the log."""
 
     def run(models: str, devices: str, *words: str, late: int = 0, **more: str) -> list[Line]:
         log = tmp_path / "log"
@@ -54,7 +54,7 @@ def test_models_equal_the_plain_loop_without_races(devices: str, train: Runs) ->
 @pytest.mark.extended
 @pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
 def test_caller_streams_are_ordered_with_the_pipeline(devices: str, train: Runs) -> None:
-    """Also in a backward, whose thread has but one of them; what the forward left there comes before it."""
+    """Also in a backward, whose thread uses only one caller stream; the caller's earlier work comes first."""
     assert check(train("mlp/batch norm", devices, "own_streams", "never", "except_last", late=1)) == []
 
 
@@ -65,7 +65,7 @@ def test_delays_and_failing_steps_cause_no_race(devices: str, train: Runs) -> No
 
 
 def lines_in_steps(lines: Sequence[Line]) -> list[int]:
-    """The places of lines that belong to a step whose plan was there."""
+    """Returns the indices of lines in steps that did not make a plan."""
     places, inside = [], False
     for place, line in enumerate(lines):
         if line.kind == "mark":
@@ -76,19 +76,19 @@ def lines_in_steps(lines: Sequence[Line]) -> list[int]:
 
 
 def device_copies(lines: Sequence[Line]) -> list[int]:
-    """The places of copies from device to device in steps."""
+    """Returns the indices of copies from device memory to device memory in steps."""
     return [p for p in lines_in_steps(lines) if lines[p].kind == "copy" and lines[p].words[1] == "d2d"]
 
 
 def test_the_checker_detects_missing_waits(train: Runs) -> None:
-    """Of each stream that waits within steps all waits."""
+    """Removes all waits of one stream within steps from the log, for each stream."""
     lines = train("mlp", FOUR_DEVICES, "except_last", late=1)
     inside = set(lines_in_steps(lines))
     waits = {lines[p].words[0] for p in inside if lines[p].kind == "wait"}
     copy_streams = {lines[p].words[0] for p in device_copies(lines)}
     computing = {lines[p].words[0] for p in inside if lines[p].kind in ("read", "write")}
-    assert len(waits & copy_streams) >= 3, "copy streams wait for what they copy"
-    assert len(waits & computing) >= 4, "stages wait for what comes in"
+    assert len(waits & copy_streams) >= 3, "copy streams wait for the tensors that they copy"
+    assert len(waits & computing) >= 4, "stages wait for the tensors that they receive"
     for stream in waits & (copy_streams | computing):
         left = [
             line
@@ -100,7 +100,7 @@ def test_the_checker_detects_missing_waits(train: Runs) -> None:
 
 @pytest.mark.extended
 def test_the_checker_detects_memory_reused_too_early(train: Runs) -> None:
-    """As if the allocator did not ask whether other streams have finished with it."""
+    """Removes the allocator's event queries from the log, as if it ignored uses on other streams."""
     lines = train("mlp", FOUR_DEVICES, "except_last", late=1)
     assert any(line.kind == "finished event" for line in lines)
     assert check([line for line in lines if line.kind != "finished event"])
@@ -125,12 +125,12 @@ def test_the_checker_detects_a_host_wait_in_a_step(train: Runs) -> None:
 
 
 def copy_kinds(lines: Sequence[Line]) -> set[str]:
-    """Of copies in steps: from device (d), pinned (p) or other memory (h), to which."""
+    """Returns the kinds of copies in steps: source2target, of device (d), pinned (p), pageable memory (h)."""
     return {lines[p].words[1] for p in lines_in_steps(lines) if lines[p].kind == "copy"}
 
 
 def device_pairs(lines: Sequence[Line]) -> set[tuple[int, int]]:
-    """Of copies in steps, from which device to which."""
+    """Returns the source and target devices of copies in steps."""
     blocks = [
         (int(line.words[1], 16), int(line.words[2]), int(line.words[0]))
         for line in lines
@@ -161,11 +161,11 @@ def test_a_forced_transport_carries_all_copies(where: str, transport: str, train
     assert check(lines) == []
     by_host = {"d2p", "p2d"} <= copy_kinds(lines)
     assert by_host == (transport == "pinned" or where == "mixed")
-    assert bool(copy_streams(lines)) == (transport == "peer"), "on streams of their own, also on one device"
+    assert bool(copy_streams(lines)) == (transport == "peer"), "copies have own streams, also on one device"
 
 
 def copy_streams(lines: Sequence[Line]) -> set[str]:
-    """Streams that copy from device to device in steps, and do not compute."""
+    """Returns the streams that copy between device memory in steps, and do not compute."""
     return {lines[p].words[0] for p in device_copies(lines)} - {
         lines[p].words[0] for p in lines_in_steps(lines) if lines[p].kind in ("read", "write")
     }
@@ -173,7 +173,7 @@ def copy_streams(lines: Sequence[Line]) -> set[str]:
 
 @pytest.mark.extended
 def test_small_tensors_are_coalesced_into_one_copy(train: Runs) -> None:
-    """Six cross at two edges, one of them empty, and the gradients of four of them."""
+    """Two connections carry six tensors each, one of them empty, and the gradients of four."""
     lines = train("small", FOUR_DEVICES, "peer", "except_last")
     steps = sum(line.kind == "mark" and line.words[0] == "begin" for line in lines)
     copies_per_microbatch, microbatches = 6, 8
@@ -192,7 +192,7 @@ def test_small_tensors_are_coalesced_into_one_copy(train: Runs) -> None:
 def test_devices_without_peer_access_copy_through_the_host(
     peers: str, peer_pairs: set[tuple[int, int]], train: Runs
 ) -> None:
-    """What goes between them goes through memory of the host."""
+    """Copies between devices without peer access go through pinned host memory."""
     lines = train("skips", FOUR_DEVICES, "except_last", late=1, peers=peers)
     assert check(lines) == []
     assert {"d2p", "p2d"} <= copy_kinds(lines)
@@ -201,7 +201,7 @@ def test_devices_without_peer_access_copy_through_the_host(
 
 @pytest.mark.extended
 def test_the_checker_detects_a_ring_block_reused_too_early(train: Runs) -> None:
-    """Without the waits of the streams that fill blocks, or of those that empty them."""
+    """Removes the waits of the streams that fill ring blocks from the log, or of those that empty them."""
     lines = train("large", FOUR_DEVICES, "pinned", "never", late=1)
     assert check(lines) == []
     inside = set(lines_in_steps(lines))
@@ -218,14 +218,14 @@ def test_the_checker_detects_a_ring_block_reused_too_early(train: Runs) -> None:
 
 @pytest.mark.extended
 def test_ring_blocks_are_free_after_failed_steps(train: Runs) -> None:
-    """Also after steps that failed with blocks in use."""
+    """Steps failed while ring blocks were in use."""
     lines = train("large", ONE_DEVICE, "pinned", "failures", "never", late=1)
     assert check(lines) == []
 
 
 @pytest.fixture
 def doctor_lines(libraries: tuple[Path, Path]) -> Callable[..., list[str]]:
-    """What told.py prints, by lines."""
+    """Runs told.py, and returns the lines that it prints."""
 
     def run(devices: str, transport: str, **more: str) -> list[str]:
         return process.run("told.py", libraries, devices, transport, **more)
@@ -234,7 +234,7 @@ def doctor_lines(libraries: tuple[Path, Path]) -> Callable[..., list[str]]:
 
 
 def test_doctor_reports_transports_and_bytes_in_flight(doctor_lines: Callable[..., list[str]]) -> None:
-    """Before a step, and after it with what lies there: a micro-batch has 2 x 6 floats, of 4 bytes each."""
+    """After a step, doctor() also reports the bytes in flight: a micro-batch has 2 x 6 floats of 4 bytes."""
     lines = doctor_lines("cuda:0,cuda:0,cuda:1,cpu", "auto", peers="0")
     transports = {
         "stage 0 (cuda:0) -> stage 1 (cuda:0)": "hand-over",
@@ -254,7 +254,7 @@ def test_doctor_reports_transports_and_bytes_in_flight(doctor_lines: Callable[..
 
 @pytest.mark.extended
 def test_failing_peer_access_falls_back_to_pinned(doctor_lines: Callable[..., list[str]]) -> None:
-    """Devices say that they reach each other, and then they do not."""
+    """The devices report peer access, but fail to enable it."""
     lines = doctor_lines("cuda:0,cuda:1,cuda:2,cuda:3", "auto", peers="unplugged")
     assert "equal" in lines
     assert "  stage 0 (cuda:0) -> stage 1 (cuda:1): pinned" in lines

@@ -1,6 +1,6 @@
-"""Random schedules on GPUs that are not there, and faults planted in them, each of which must be noticed.
+"""Random schedules on the fake CUDA runtime, and injected runtime faults, which the checker must detect.
 
-Which case it was is said; fake_cuda/schedules.py says how it is run alone.
+Failures name the case; fake_cuda/schedules.py documents how to run one case alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.fake_cuda.random_schedule import order_of, random_schedule
 
 ROOT = Path(__file__).parents[2]
 NUM_SOAK_CASES, CASES_PER_TEST = 10_000, 500
-TIMEOUT_S = 600  # seconds
-NUM_SETUPS = 9  # one of each model
-CASES_PER_SETUP = 50  # of a set-up
+TIMEOUT_S = 600
+NUM_SETUPS = 9  # one for each model
+CASES_PER_SETUP = 50
 FAULTS = ("dropped", "host_wait", "stale", "misplaced", "early")
 
 needs_fake_cuda = pytest.mark.skipif(
@@ -39,7 +39,7 @@ Runs = Callable[..., Iterator[Line]]
 
 @pytest.fixture
 def run(libraries: tuple[Path, Path]) -> Runs:
-    """Runs cases, looks at the bits, and returns the log's lines as they come: it is kept nowhere."""
+    """Runs cases, checks their bits, and streams the log's lines without storing them."""
     runtime, operators = libraries
 
     def lines(first: int, count: int, *words: str) -> Iterator[Line]:
@@ -78,7 +78,7 @@ def run(libraries: tuple[Path, Path]) -> Runs:
 
 
 def violations_by_case(lines: Iterator[Line], seen: Counter[str]) -> list[str]:
-    """What is wrong, and in which case; counts what was there."""
+    """Returns the violations, each with its case; counts the lines by kind or mark."""
     checker, case, found = Checker(may_wait=False), "", 0
     violations = []
     for line in lines:
@@ -96,15 +96,14 @@ def check_cases(run: Runs, first: int, count: int) -> None:
     seen: Counter[str] = Counter()
     assert violations_by_case(run(first, count), seen)[:10] == []
     assert seen["case"] == seen["begin"] == seen["end"] == count
-    assert seen["copy"] > 3 * count, "between devices, and from and to the host"
+    assert seen["copy"] > 3 * count, "copies between devices, and from and to the host"
     assert seen["wait"] > 10 * count
-    assert seen["finished event"] > count, "the allocator asks whether memory can be reused"
+    assert seen["finished event"] > count, "the allocator queries events before it reuses memory"
 
 
 @pytest.mark.extended
 @needs_fake_cuda
 def test_random_schedules_have_no_race_or_wrong_bit(run: Runs) -> None:
-    """A sample."""
     check_cases(run, 0, NUM_SETUPS * CASES_PER_SETUP)
 
 
@@ -116,7 +115,7 @@ def test_many_random_schedules_have_no_race_or_wrong_bit(run: Runs, first: int) 
 
 
 def test_random_schedules_contain_every_action_and_order() -> None:
-    """Valid by construction, which `Schedule` looks at; backwards whole and in parts, in any order."""
+    """`Schedule` validates each one; backwards run whole (B) or in parts (I, W), in any order."""
     kinds: Counter[Kind] = Counter()
     orders, slots = set(), set()
     for seed in range(200):
@@ -138,14 +137,14 @@ def test_random_schedules_contain_every_action_and_order() -> None:
 
 
 def lines_in_second_step(lines: Sequence[Line], *kinds: str) -> list[int]:
-    """The places of lines of some kinds in the second step of a log."""
+    """Returns the indices of lines of these kinds in the second step of a log."""
     begin, end = (
         [i for i, line in enumerate(lines) if line.words[:1] == (word,)][1] for word in ("begin", "end")
     )
     return [i for i in range(begin, end) if lines[i].kind in kinds]
 
 
-# Three cases of a model each; in the second one faults are planted.
+# Each test runs three cases of one model, and drops waits of the second.
 FIRST = 4 * CASES_PER_SETUP * NUM_SETUPS
 logs = pytest.mark.parametrize(
     "first",
@@ -162,7 +161,7 @@ logs = pytest.mark.parametrize(
 @needs_fake_cuda
 @logs
 def test_every_wait_is_needed_or_explained_as_redundant(run: Runs, first: int) -> None:
-    """Each is dropped; the checker notices just those without which a search finds something unordered."""
+    """Drops each wait: the checker detects exactly the waits whose absence makes the search find a race."""
     lines = list(run(first, 3))
     order = HappensBefore(lines)
     assert check(lines) == []
@@ -173,12 +172,12 @@ def test_every_wait_is_needed_or_explained_as_redundant(run: Runs, first: int) -
 
 
 def marks_of(lines: Sequence[Line], mark: str) -> dict[int, str]:
-    """By their places, the marks that begin with a word, without it."""
+    """Returns the marks that begin with a word, without that word, by index."""
     texts = {i: line.words[0] for i, line in enumerate(lines) if line.kind == "mark"}
     return {i: text.removeprefix(f"{mark} ") for i, text in texts.items() if text.split(" ")[0] == mark}
 
 
-# Cases of set-ups with several GPUs and no stage on the CPU, where the host must not wait.
+# First cases of setups with several GPUs and no stage on the CPU, where the host must not wait.
 SEVERAL_GPUS = [4050, *(pytest.param(first, marks=pytest.mark.soak) for first in (2601, 3651))]
 
 
@@ -186,7 +185,7 @@ SEVERAL_GPUS = [4050, *(pytest.param(first, marks=pytest.mark.soak) for first in
 @needs_fake_cuda
 @pytest.mark.parametrize("first", SEVERAL_GPUS)
 def test_the_checker_detects_injected_runtime_faults(run: Runs, first: int) -> None:
-    """Where no order is lost, because of what else is waited for, a search says so too."""
+    """Where other waits preserve the order, the checker and the search both find no race."""
     lines = list(run(first, 3 * len(FAULTS), "faulty"))
     unordered = HappensBefore(lines).unordered(HappensBefore(lines).predecessors())
     planted = marks_of(lines, "planted")
@@ -200,7 +199,7 @@ def test_the_checker_detects_injected_runtime_faults(run: Runs, first: int) -> N
             checker.process(line)
         checker.check_stream_roles()
         violations, known = checker.violations[known:], len(checker.violations)
-        detected[kind] = any("nothing makes" in fault for fault in violations)
+        detected[kind] = any("race: " in fault for fault in violations)
         assert detected[kind] == any(begin <= i < end for i in unordered), kind
         assert (kind == "host_wait") == any("the host waits" in fault for fault in violations)
         assert (kind == "misplaced") == any("copies between devices" in fault for fault in violations)

@@ -1,4 +1,4 @@
-"""What was captured under some of PyTorch's settings is not replayed under others."""
+"""A graph that was captured under some PyTorch settings is not replayed under others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What befalls pipelines on GPUs that are not there: many stages, other threads, illegal accesses."""
+"""Shared pool streams, other threads and illegal accesses on the fake CUDA runtime."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_stages_share_pool_streams_without_races(name: str, libraries: Libraries
 
 @pytest.mark.extended
 def test_fused_addmm_has_the_same_bits_when_work_is_deferred(libraries: Libraries) -> None:
-    """Deferred they have the bits that they have at once, and others than where none adds to a sum."""
+    """Immediate and deferred work give equal bits, which differ from those of deterministic mode."""
     at_once = run("troubles.py", libraries, "fused_addmm_digests")
-    assert at_once[0] != at_once[1], "nothing is shown"
+    assert at_once[0] != at_once[1], "the test shows nothing: fused addmm gave equal bits"
     assert run("troubles.py", libraries, "fused_addmm_digests", defer=1) == at_once
 
 
@@ -43,7 +43,7 @@ def test_fused_addmm_has_the_same_bits_when_work_is_deferred(libraries: Librarie
 )
 @pytest.mark.extended
 def test_illegal_accesses_raise_and_nothing_hangs(name: str, libraries: Libraries) -> None:
-    """Steps raise; or PyTorch, whose allocator throws where tensors are let go of, ends the process."""
+    """Steps raise; or PyTorch terminates the process, since its allocator throws when a tensor is freed."""
     runtime, operators = libraries
     variables = {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(SOURCES.parents[1]), "FAKE_CUDA_DEFER": "1"}
     command = [sys.executable, str(SOURCES / "troubles.py"), str(operators), name]

@@ -1,6 +1,6 @@
-"""Each stream wait in csrc/ is needed: without it bits are wrong when work is deferred.
+"""Each stream wait in csrc/ is needed: without it, deferred work gives wrong bits.
 
-`python -m tests.fake_cuda.each_wait` prints the table.
+`python -m tests.fake_cuda.each_wait` prints the table of all waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     [("peer", 6), ("captured, in turn", 8), pytest.param("pinned", 6, marks=pytest.mark.soak)],
 )
 def test_missing_waits_give_wrong_bits(scenario: str, min_needed: int, libraries: tuple[Path, Path]) -> None:
-    """At least so many of the call sites that it meets; the others are needed elsewhere, or nowhere."""
+    """Checks a minimum number of call sites; the other waits are needed in other scenarios or redundant."""
     found = list(each_wait.outcomes(libraries, scenario, each_wait.SEEDS))
     assert sum(outcome.symptom == "wrong bits" for outcome in found) >= min_needed, found
 
@@ -34,6 +34,6 @@ def test_every_wait_is_needed_or_explained_as_redundant(capsys: pytest.CaptureFi
     each_wait.main()
     rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("csrc/")]
     assert len(rows) == len(waits_in_source())
-    assert [row for row in rows if "NOT KNOWN" in row] == []
-    unmet = [row.split(":")[0] for row in rows if "no scenario" in row]
-    assert unmet == ["csrc/transport/ring.h"], "it waits when a pipeline ends, behind the scenario"
+    assert [row for row in rows if "UNEXPLAINED" in row] == []
+    unreached = [row.split(":")[0] for row in rows if "no scenario" in row]
+    assert unreached == ["csrc/transport/ring.h"], "it waits when a pipeline ends, after the scenario"

@@ -1,8 +1,8 @@
-"""What is told of a pipeline on devices that are not there; run by test_pipelines.py on the fake runtime.
+"""Prints doctor()'s reports on a pipeline on fake devices; run by test_pipelines.py on the fake runtime.
 
-`told.py OPERATORS DEVICES TRANSPORT`: prints what doctor() says before a step and after it, and "equal" if
-the step's gradients are the CPU's; or why there is no such pipeline. Nothing but the pipeline copies from
-device to device.
+`told.py OPERATORS DEVICES TRANSPORT`: prints doctor()'s report before and after a step, and "equal" if the
+step's gradients equal the CPU's; or the error if the pipeline cannot be constructed. Only the pipeline copies
+between devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What else befalls pipelines on devices that are not there; run by test_troubles.py on the fake runtime.
+"""Shared streams, other threads and illegal accesses on fake devices; run by test_troubles.py.
 
-`troubles.py OPERATORS NAME...`: runs some of the functions below, and prints the name of each. An illegal
-access comes last: no device works after it.
+`troubles.py OPERATORS NAME...`: runs functions of this file by name, and prints the name of each. A function
+with an illegal access must be the last one: no device works after it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tests.inside import pipeline_of
 
 RUNTIME = ctypes.CDLL(None)
 CHUNKS, STEPS = 4, 5
-POOL_SIZE = 32  # streams of each device that torch deals out in turn
-FAULT_AT = 60  # of what a step puts on streams
+POOL_SIZE = 32  # streams per device that torch hands out round-robin
+FAULT_AT = 60  # index of the failing operation in a step
 
 
 class PipelineAndLoop:
@@ -65,7 +65,7 @@ class PipelineAndLoop:
 
 
 def eight_stages_on_one_device() -> None:
-    """Five streams of each make 40, more than a pool has."""
+    """Five streams per stage make 40, more than a pool has."""
     for transport in ("auto", "peer", "pinned"):
         twins = PipelineAndLoop(["cuda:0"] * 8, [1] * 8, transport=transport)
         for seed in range(STEPS):
@@ -74,7 +74,7 @@ def eight_stages_on_one_device() -> None:
 
 
 def a_second_thread_on_pool_streams() -> None:
-    """It adds numbers on every stream of a device's pool while runs are captured there."""
+    """Another thread adds numbers on every stream of a device's pool during captures on that device."""
     twins = PipelineAndLoop(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], [2] * 4)
     done = threading.Event()
     wrong: list[str] = []
@@ -109,9 +109,9 @@ def _add_on_pool_streams(done: threading.Event, wrong: list[str]) -> None:
 
 
 def fused_addmm_digests() -> None:
-    """Prints what gradients are, captured and not, without deterministic algorithms and then with them.
+    """Prints digests of gradients, uncaptured and captured, without and then with deterministic algorithms.
 
-    By default a product is added unrounded to the sum before it (addmm), for which no loop has the same bits.
+    By default, addmm adds a product to the gradient without rounding it first, which no plain loop does.
     """
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
@@ -130,7 +130,7 @@ def fused_addmm_digests() -> None:
 
 
 def an_illegal_access() -> None:
-    """In a step, after which every call fails: so do steps, and none hangs."""
+    """After an illegal access in a step, every call fails; later steps raise, and none hangs."""
     _access_illegally(capture=False)
 
 
@@ -164,7 +164,7 @@ def main() -> None:
     torch.ops.load_library(operators)
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # else a product may be added unrounded to the sum before
+    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
     functions = {function.__name__: function for function in (*CASES, *ILLEGAL_ACCESSES)}
     for name in names:
         functions[name]()

@@ -1,9 +1,9 @@
-"""Leaves out the waits of one call site of csrc/ at a time; run on the fake runtime, with work deferred.
+"""Leaves out the stream waits of one call site of csrc/ at a time, on the fake runtime with deferred work.
 
-`waits.py OPERATORS SCENARIO SEEDS [SITE...]`: runs a scenario, then again for each call site that it met, or
-for those given, without the waits from there, in orders of work drawn from one seed after another. Prints for
-each site the number of seeds until something differs, 0 if nothing did, and what was noticed. With no seeds
-the scenario runs twice, for its log.
+`waits.py OPERATORS SCENARIO SEEDS [SITE...]`: runs a scenario, then runs it again without the waits of each
+SITE (default: every call site that the scenario reached), in the random orders of up to SEEDS seeds. Prints
+for each site the number of seeds until a symptom occurred (0: never), and the symptom. If SEEDS is 0, the
+scenario runs twice, for its log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.inside import disturb_no_more, pipeline_of, plant_failure
 
 RUNTIME = ctypes.CDLL(None)
 FOUR_DEVICES, ONE_DEVICE = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], ["cuda:1"] * 4
-BASELINE_SEEDS = 3  # orders in which nothing is left out
+BASELINE_SEEDS = 3  # random orders in which no wait is left out
 
 
 def synchronize() -> None:
@@ -33,7 +33,7 @@ def synchronize() -> None:
 
 
 class Scenario:
-    """Some steps of a pipeline, whose caller is on streams of its own; what they read is changed at once."""
+    """Steps of a pipeline whose caller uses own streams, and overwrites a step's inputs right after it."""
 
     trains = True
 
@@ -52,12 +52,12 @@ class Scenario:
         self.x = batch_of(model).to(devices[0]).requires_grad_()
         self.inputs = [self.x, *self.pipeline.parameters(), *self.pipeline.buffers()]
         self.initial_values = [tensor.detach().cpu().clone() for tensor in self.inputs]
-        # Their streams are those of now: the default ones.
+        # Gradient accumulators belong to the streams that are current here: the default streams.
         self.accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self.pipeline.parameters()]
         self.streams = [torch.cuda.Stream(device) for device in sorted({*devices} - {"cpu"})]
 
     def run(self) -> list[Tensor]:
-        """What comes out, once it is there."""
+        """Returns all results and the final parameters, buffers and inputs, on the CPU."""
         with contextlib.ExitStack() as stack, torch.no_grad():
             for stream in self.streams:
                 stack.enter_context(torch.cuda.stream(stream))
@@ -66,7 +66,7 @@ class Scenario:
                 tensor.grad = None
             synchronize()
             if self.captured:
-                self.pipeline.capture = False  # and everything is captured anew
+                self.pipeline.capture = False  # frees the graphs, so that they are captured again
                 self.pipeline.capture = True
             self.count = 0
             found = [each for _ in range(self.steps) for each in self.step()]
@@ -74,7 +74,7 @@ class Scenario:
             return [tensor.cpu().clone() for tensor in [*found, *self.inputs]]
 
     def synchronize_callers(self) -> None:
-        """Until the streams on which results are read are done with them: they are the caller's."""
+        """Waits for caller streams other than the current ones; there are none here."""
 
     def step(self) -> list[Tensor]:
         torch.manual_seed(1)
@@ -83,7 +83,7 @@ class Scenario:
         with torch.enable_grad():
             y = self.pipeline(self.x)
             loss = y.square().sum()
-            if self.accumulates:  # to gradients that are there, by autograd's threads
+            if self.accumulates:  # autograd's threads add to existing gradients
                 loss.backward(retain_graph=True)
             loss.backward()
         trained = [self.x, *self.pipeline.parameters()]
@@ -96,7 +96,7 @@ class Scenario:
         return found
 
     def run_failing_step(self) -> None:
-        """A step in which an action fails; the caller then writes what it may have sent."""
+        """Runs a step in which an action fails; the caller then overwrites tensors that it may have sent."""
         plant_failure(self.pipeline, self.failing_action, after=1)
         x = (2 * self.x).detach().requires_grad_()
         with torch.enable_grad(), contextlib.suppress(ValueError):
@@ -104,13 +104,13 @@ class Scenario:
         disturb_no_more(self.pipeline)
 
     def is_captured(self) -> bool:
-        """Whether everything that should be captured was."""
+        """Returns whether every plan that ran often enough is captured; true if capture is off."""
         reports = pipeline_of(self.pipeline).replays() if self.captured else ()
         return all(r.forward and (r.backward or not self.trains) for r in reports if r.as_they_are > 1)
 
 
 class AlternatingCallers(Scenario):
-    """Two callers in turn, each on streams of its own with its own input; every third call is smaller."""
+    """Two alternating callers, each with own streams and an own input; every third mini-batch is smaller."""
 
     def __init__(self, *args: object, trains: bool = True, **keywords: object) -> None:
         self.trains = trains
@@ -122,7 +122,7 @@ class AlternatingCallers(Scenario):
         self.count = 0
 
     def synchronize_callers(self) -> None:
-        """The last caller first."""
+        """Synchronizes the streams of both callers, in reverse order."""
         for stream in reversed([*self.streams, *self.other_streams]):
             stream.synchronize()
 
@@ -178,7 +178,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 
 
 def symptom_of(scenario: Scenario, expected: list[Tensor]) -> str:
-    """What is noticed in a run."""
+    """Runs the scenario, and returns how it went wrong; empty if it did not."""
     try:
         found = scenario.run()
     except Exception as error:
@@ -218,7 +218,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if int(seeds) == 0:
         baseline = SCENARIOS[scenario]()
-        for _ in range(2):  # some waits come after a run alone
+        for _ in range(2):  # some waits only occur after an earlier run
             baseline.run()
     else:
         try_sites(scenario, int(seeds), [int(site, 16) for site in sites])
