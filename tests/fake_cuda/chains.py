@@ -40,7 +40,7 @@ class HappensBefore:
         """Returns for each line the earlier lines that access the same bytes, where one of the two writes."""
         accesses = [(i, *access) for i, line in enumerate(self.lines) for access in _accesses(line)]
         edges = sorted({at for _, begin, end, _ in accesses for at in (begin, end)})
-        parts = {at: place for place, at in enumerate(edges)}
+        parts = {at: index for index, at in enumerate(edges)}
         read: defaultdict[int, int] = defaultdict(int)
         written: defaultdict[int, int] = defaultdict(int)
         conflicts = [0] * len(self.lines)
@@ -48,7 +48,7 @@ class HappensBefore:
             for part in range(parts[begin], parts[end]):
                 conflicts[i] |= (read[part] | written[part]) if writes else written[part]
                 (written if writes else read)[part] |= 1 << i
-        return [predecessors & ~(1 << i) for i, predecessors in enumerate(conflicts)]
+        return [earlier & ~(1 << i) for i, earlier in enumerate(conflicts)]
 
     def predecessors(self, without: Container[int] = ()) -> list[int]:
         """Returns for each line the lines that happen before it, leaving out the waits in `without`."""

@@ -286,16 +286,16 @@ class Checker:
         own = StreamAccess(stream, position, line)
         for pointer, size, writes in accesses:
             begin = int(pointer, 16)
-            conflicts: set[StreamAccess] = set()
+            races: set[StreamAccess] = set()
             for byte_range in self._memory.ranges(begin, begin + size):
                 for other in _conflicts(byte_range, writes):
                     if clock.get(other.stream, 0) < other.position:
-                        conflicts.add(other)
+                        races.add(other)
                 if writes:
                     byte_range.write, byte_range.reads = own, {}
                 else:
                     byte_range.reads[stream] = own
-            for other in sorted(conflicts, key=lambda access: access.line.number):
+            for other in sorted(races, key=lambda access: access.line.number):
                 self.violations.append(f"race: ({line}) is not ordered after ({other.line})")
 
 

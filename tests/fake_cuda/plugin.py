@@ -1,7 +1,7 @@
 """A pytest plugin that runs GPU tests on the fake CUDA runtime: `pytest -p tests.fake_cuda.plugin`.
 
-The fake runtime must be preloaded.
-The environment variable FAKE_CUDA_OPERATORS names the library of operators.
+The fake runtime must be preloaded, and the environment variable FAKE_CUDA_OPERATORS
+must name the library of operators.
 """
 
 from __future__ import annotations

@@ -44,9 +44,8 @@ class _Backward:
 
     def __init__(self, stage: int, num_stages: int, num_microbatches: int) -> None:
         self.stage, self.first, self.last = stage, stage == 0, stage == num_stages - 1
-        self.awaited = (
-            [] if self.last else list(range(num_microbatches))
-        )  # micro-batches whose gradients have not arrived
+        # Micro-batches whose gradients have not arrived.
+        self.awaited = [] if self.last else list(range(num_microbatches))
         self.arrived = list(range(num_microbatches)) if self.last else []
         self.unsent: list[int] = []  # their gradients are computed and not sent
         self.begun: int | None = None  # the micro-batch whose backward is begun and not finished

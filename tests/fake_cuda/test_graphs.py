@@ -167,8 +167,8 @@ def test_the_checker_detects_missing_waits_in_a_graph(libraries: Libraries, tmp_
     words = ("mlp", FOUR_DEVICES, "captured", "except_last")
     assert run("program.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
     lines = read(tmp_path / "log")
-    begin = next(place for place, line in enumerate(lines) if line.kind == "launch")
-    end = next(place for place in range(begin, len(lines)) if lines[place].kind == "mark")
+    begin = next(index for index, line in enumerate(lines) if line.kind == "launch")
+    end = next(index for index in range(begin, len(lines)) if lines[index].kind == "mark")
     graph_streams = {line.words[0] for line in lines[begin:end] if line.kind == "stream"}
     graph_streams |= {line.words[0] for line in lines[begin - 40 : begin] if line.kind == "stream"}
     busy = {line.words[0] for line in lines[begin:end] if line.kind in ("read", "write", "copy")}
@@ -177,8 +177,8 @@ def test_the_checker_detects_missing_waits_in_a_graph(libraries: Libraries, tmp_
     def lines_without_waits(stream: str) -> list[Line]:
         return [
             line
-            for place, line in enumerate(lines)
-            if not (begin < place < end and line.kind == "wait" and line.words[0] == stream)
+            for index, line in enumerate(lines)
+            if not (begin < index < end and line.kind == "wait" and line.words[0] == stream)
         ]
 
     for stream in graph_streams & busy:

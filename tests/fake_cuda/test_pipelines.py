@@ -54,7 +54,7 @@ def test_models_equal_the_plain_loop_without_races(devices: str, train: Runs) ->
 @pytest.mark.extended
 @pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
 def test_caller_streams_are_ordered_with_the_pipeline(devices: str, train: Runs) -> None:
-    """Also in a backward, whose thread uses only one caller stream; the caller's earlier work comes first."""
+    """Also in a backward: its thread has only one caller stream, and waits for the forward's work on all."""
     assert check(train("mlp/batch norm", devices, "own_streams", "never", "except_last", late=1)) == []
 
 
@@ -66,13 +66,13 @@ def test_delays_and_failing_steps_cause_no_race(devices: str, train: Runs) -> No
 
 def lines_in_steps(lines: Sequence[Line]) -> list[int]:
     """Returns the indices of lines in steps that did not make a plan."""
-    places, inside = [], False
-    for place, line in enumerate(lines):
+    indices, inside = [], False
+    for index, line in enumerate(lines):
         if line.kind == "mark":
             inside = line.words[0] == "begin"
         elif inside:
-            places.append(place)
-    return places
+            indices.append(index)
+    return indices
 
 
 def device_copies(lines: Sequence[Line]) -> list[int]:
@@ -85,17 +85,17 @@ def test_the_checker_detects_missing_waits(train: Runs) -> None:
     lines = train("mlp", FOUR_DEVICES, "except_last", late=1)
     inside = set(lines_in_steps(lines))
     waits = {lines[p].words[0] for p in inside if lines[p].kind == "wait"}
-    copy_streams = {lines[p].words[0] for p in device_copies(lines)}
+    copying = {lines[p].words[0] for p in device_copies(lines)}
     computing = {lines[p].words[0] for p in inside if lines[p].kind in ("read", "write")}
-    assert len(waits & copy_streams) >= 3, "copy streams wait for the tensors that they copy"
+    assert len(waits & copying) >= 3, "copy streams wait for the tensors that they copy"
     assert len(waits & computing) >= 4, "stages wait for the tensors that they receive"
-    for stream in waits & (copy_streams | computing):
-        left = [
+    for stream in waits & (copying | computing):
+        kept = [
             line
-            for place, line in enumerate(lines)
-            if not (place in inside and line.kind == "wait" and line.words[0] == stream)
+            for index, line in enumerate(lines)
+            if not (index in inside and line.kind == "wait" and line.words[0] == stream)
         ]
-        assert check(left), f"stream {stream} needs no wait"
+        assert check(kept), f"stream {stream} needs no wait"
 
 
 @pytest.mark.extended
@@ -109,19 +109,22 @@ def test_the_checker_detects_memory_reused_too_early(train: Runs) -> None:
 @pytest.mark.extended
 def test_the_checker_detects_a_copy_on_a_compute_stream(train: Runs) -> None:
     lines = train("mlp", FOUR_DEVICES, "never", late=1)
-    place = random.Random(0).choice(device_copies(lines))
-    moved = lines[place]
+    index = random.Random(0).choice(device_copies(lines))
+    moved = lines[index]
     computing = next(lines[p].words[0] for p in lines_in_steps(lines) if lines[p].kind == "write")
-    lines[place] = Line(moved.number, moved.thread, moved.kind, (computing, *moved.words[1:]))
-    assert any("copies between devices" in fault for fault in check(lines))
+    lines[index] = Line(moved.number, moved.thread, moved.kind, (computing, *moved.words[1:]))
+    assert any("copies between devices" in violation for violation in check(lines))
 
 
 @pytest.mark.extended
 def test_the_checker_detects_a_host_wait_in_a_step(train: Runs) -> None:
     lines = train("mlp", ONE_DEVICE, "never")
-    place = lines_in_steps(lines)[5]
+    index = lines_in_steps(lines)[5]
     waiting = Line(0, 0, "synchronize device", ("1",))
-    assert any("the host waits" in fault for fault in check([*lines[:place], waiting, *lines[place:]]))
+    changed = [*lines[:index], waiting, *lines[index:]]
+    assert any(
+        "the host waits" in violation for violation in check([*lines[:index], waiting, *lines[index:]])
+    )
 
 
 def copy_kinds(lines: Sequence[Line]) -> set[str]:
@@ -205,15 +208,15 @@ def test_the_checker_detects_a_ring_block_reused_too_early(train: Runs) -> None:
     lines = train("large", FOUR_DEVICES, "pinned", "never", late=1)
     assert check(lines) == []
     inside = set(lines_in_steps(lines))
-    for kind, others in (("d2p", "p2d"), ("p2d", "d2p")):
+    for kind, other in (("d2p", "p2d"), ("p2d", "d2p")):
         ring = {lines[p].words[0] for p in inside if lines[p].kind == "copy" and lines[p].words[1] == kind}
-        left = [
+        kept = [
             line
-            for place, line in enumerate(lines)
-            if not (place in inside and line.kind == "wait" and line.words[0] in ring)
+            for index, line in enumerate(lines)
+            if not (index in inside and line.kind == "wait" and line.words[0] in ring)
         ]
-        faults = check(left)
-        assert any(kind in fault and others in fault for fault in faults), kind
+        violations = check(kept)
+        assert any(kind in each and other in each for each in violations), kind
 
 
 @pytest.mark.extended

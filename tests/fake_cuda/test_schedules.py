@@ -85,7 +85,7 @@ def violations_by_case(lines: Iterator[Line], seen: Counter[str]) -> list[str]:
         checker.process(line)
         mark = line.words[0].split(" ")[0] if line.kind == "mark" else ""
         seen[mark or line.kind] += 1
-        violations += [f"{case}: {fault}" for fault in checker.violations[found:]]
+        violations += [f"{case}: {violation}" for violation in checker.violations[found:]]
         found = len(checker.violations)
         if mark == "case":
             case = line.words[0]
@@ -194,13 +194,13 @@ def test_the_checker_detects_injected_runtime_faults(run: Runs, first: int) -> N
     checker, known = Checker(may_wait=False), 0
     detected = {}
     for begin, end in triples:
-        (kind,) = {kind for place, kind in planted.items() if begin <= place < end}
+        (kind,) = {kind for index, kind in planted.items() if begin <= index < end}
         for line in lines[begin:end]:
             checker.process(line)
         checker.check_stream_roles()
         violations, known = checker.violations[known:], len(checker.violations)
-        detected[kind] = any("race: " in fault for fault in violations)
+        detected[kind] = any("race: " in violation for violation in violations)
         assert detected[kind] == any(begin <= i < end for i in unordered), kind
-        assert (kind == "host_wait") == any("the host waits" in fault for fault in violations)
-        assert (kind == "misplaced") == any("copies between devices" in fault for fault in violations)
+        assert (kind == "host_wait") == any("the host waits" in violation for violation in violations)
+        assert (kind == "misplaced") == any("copies between devices" in violation for violation in violations)
     assert any(detected[kind] for kind in ("dropped", "stale", "early"))
