@@ -69,13 +69,13 @@ class HappensBefore:
 
     def _host_predecessors(self, line: Line, predecessors: Sequence[int], stream: dict[str, int]) -> int:
         """Returns the lines that the host knows to be finished after a query or synchronization."""
-        what, _, of = line.kind.partition(" ")
-        if what not in ("finished", "synchronize"):
+        action, _, target = line.kind.partition(" ")
+        if action not in ("finished", "synchronize"):
             return 0
-        if of == "event":
+        if target == "event":
             record = self._records.get(tuple(line.words))
             return predecessors[record] | 1 << record if record is not None else 0
-        if of == "stream":
+        if target == "stream":
             return stream[line.words[0]]
         return _union(done for own, done in stream.items() if self._device_of[own] == line.words[0])
 

@@ -97,7 +97,7 @@ def wrong_devices_raise() -> None:
 
 def too_large_a_model_raises() -> None:
     """The error is raised before any layer is moved."""
-    width = 3300  # 42 MiB, twice with its gradient
+    width = 3300  # a weight of 42 MiB, 84 MiB with its gradient
     module = layers(2, width)
     with pytest.raises(ValueError, match=r"stages 0, 1 need 0\.2 GiB .* and cuda:1 has 0\.1 GiB"):
         GPipe(module, [1, 1], devices=["cuda:1", "cuda:1"])

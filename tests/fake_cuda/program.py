@@ -326,9 +326,8 @@ def unequal(
                 parameter.grad = None
         torch.manual_seed(step)
         # The first two steps make plans, and are not checked for host waits.
-        captures = step == FIRST_CAPTURED and keywords.get(
-            "capture"
-        )  # empties the allocator's cache, which synchronizes
+        # The capture empties the allocator's cache, which synchronizes.
+        captures = step == FIRST_CAPTURED and keywords.get("capture")
         begin = b"begin\tmay wait" if may_wait or captures else b"begin"
         mark(begin if step > 1 else b"plan")
         ours.backward(pipeline(ours.x))

@@ -122,9 +122,7 @@ def test_the_checker_detects_a_host_wait_in_a_step(train: Runs) -> None:
     index = lines_in_steps(lines)[5]
     waiting = Line(0, 0, "synchronize device", ("1",))
     changed = [*lines[:index], waiting, *lines[index:]]
-    assert any(
-        "the host waits" in violation for violation in check([*lines[:index], waiting, *lines[index:]])
-    )
+    assert any("the host waits" in violation for violation in check(changed))
 
 
 def copy_kinds(lines: Sequence[Line]) -> set[str]:

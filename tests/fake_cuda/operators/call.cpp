@@ -42,7 +42,7 @@ bool needs_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> argum
       return true;
     }
   }
-  for (const c10::IValue& argument : arguments) {  // masks as indices
+  for (const c10::IValue& argument : arguments) {  // boolean masks as indices
     if (argument.isTensorList() || argument.isOptionalTensorList()) {
       for (const c10::IValue& each : argument.toListRef()) {
         const bool mask =

@@ -27,7 +27,7 @@ class Queue {
   explicit Queue(int device) : device(device) {}
 
   const int device;
-  std::deque<TaskPtr> tasks;  // not done
+  std::deque<TaskPtr> tasks;  // unfinished
   TaskPtr newest;
   uint32_t weight = 1;
 };
@@ -212,7 +212,7 @@ class Scheduler {
         task.run();
       }
     } catch (const std::exception&) {
-      set_sticky_error();  // the task read wrong values, because a wait is missing
+      set_sticky_error();  // an operator failed on wrong values, so a wait is missing
     }
     task.run = nullptr;
   }
@@ -220,9 +220,9 @@ class Scheduler {
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::mt19937 random_;
-  std::vector<std::shared_ptr<Queue>> queues_;  // that hold tasks
+  std::vector<std::shared_ptr<Queue>> queues_;  // queues with unfinished tasks
   int num_waiting_ = 0;
-  int64_t num_background_ = 0;  // tasks that may run though nobody waits
+  int64_t num_background_ = 0;  // number of tasks that may run while no caller waits
   uint32_t eagerness_ = 0;
   bool only_needed_ = true;
 };

@@ -62,7 +62,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
   return cudaSuccess;
 }
 
-// Kernels do not run.
+// Kernel launches, which are only logged.
 
 cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
   RETURN_IF_STICKY_ERROR()

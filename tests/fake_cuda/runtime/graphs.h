@@ -54,8 +54,8 @@ struct Capture {
   std::vector<Node> nodes;
   std::map<CUstream_st*, std::map<CUstream_st*, int64_t>> clocks;  // vector clock of each captured stream
   std::vector<std::pair<void*, size_t>> written;
-  std::vector<std::pair<void*, std::string>> saved;  // what was there before, where that is to come back
-  int64_t num_allocated = 0;                         // before it began
+  std::vector<std::pair<void*, std::string>> saved;  // contents to restore when the capture ends
+  int64_t num_allocated = 0;                         // blocks allocated before the capture began
 
   void add(Node node) {
     ++clocks[node.stream][node.stream];
