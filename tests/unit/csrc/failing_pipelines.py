@@ -1,4 +1,4 @@
-"""What the tests of failures share: models, and a pipeline whose state is compared before and after one."""
+"""Helpers of the failure tests: models, and a pipeline whose state is compared before and after a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ K, M = 3, 4
 
 
 def mlp() -> tuple[nn.Sequential, Tensor]:
-    """Buffers and random draws in every stage that has parameters."""
+    """Returns a model with batch norm in every stage and dropout in two, and its input."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)),
@@ -40,39 +40,39 @@ MODELS = {"mlp": mlp, "convolutions": convolutions}
 
 
 @dataclass
-class Pipe:
-    """A pipeline, and what one of its steps must give."""
+class PipelineUnderTest:
+    """A pipeline, an input, and the expected results of one training step."""
 
     pipe: GPipe
     x: Tensor
     expected: Result
-    start: dict[str, Tensor] = field(init=False)
+    initial_state: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.start = {name: tensor.clone() for name, tensor in self.pipe.state_dict().items()}
+        self.initial_state = {name: tensor.clone() for name, tensor in self.pipe.state_dict().items()}
 
     def state(self) -> Result:
-        """Everything that a failure must not change."""
+        """Copies everything that a failure must not change: parameters, buffers and gradients."""
         state: Result = {name: tensor.clone() for name, tensor in self.pipe.state_dict().items()}
         for name, parameter in self.pipe.named_parameters():
             state[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.clone()
         return state
 
-    def start_again(self) -> None:
-        self.pipe.load_state_dict(self.start)
+    def reset(self) -> None:
+        self.pipe.load_state_dict(self.initial_state)
         self.set_gradients(False)
 
     def set_gradients(self, present: bool) -> None:
         for parameter in self.pipe.parameters():
             parameter.grad = torch.full_like(parameter, 0.1) if present else None
 
-    def next_step_is_right(self) -> bool:
-        """From the parameters and buffers that the first step met."""
-        self.start_again()
+    def next_step_is_correct(self) -> bool:
+        """Returns whether a step from the initial parameters and buffers gives the expected results."""
+        self.reset()
         disturb_no_more(self.pipe)
         return unequal(pipeline_step(self.pipe, self.x), self.expected) == []
 
 
-def open_pipe(make: Callable[[], tuple[nn.Sequential, Tensor]]) -> Pipe:
+def pipeline_under_test(make: Callable[[], tuple[nn.Sequential, Tensor]]) -> PipelineUnderTest:
     model, x = make()
-    return Pipe(GPipe(model, [3, 3, 4], chunks=M), x, loop_step(model, x, M))
+    return PipelineUnderTest(GPipe(model, [3, 3, 4], chunks=M), x, loop_step(model, x, M))

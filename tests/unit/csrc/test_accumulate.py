@@ -10,22 +10,22 @@ import gpipe_fast  # noqa: F401  registers the operator
 accumulate_ = torch.ops.gpipe_fast.accumulate_.default
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# Around one vector, one block and one chunk of the CUDA kernel.
+# Sizes around one vector, one block and one chunk of the CUDA kernel.
 SIZES = (1, 3, 7, 8, 9, 255, 257, 1025, 8191, 8192, 8193, 20011)
 
 
-def pairs(sizes, accumulator_dtype, gradient_dtype, device="cpu"):
+def random_pairs(sizes, accumulator_dtype, gradient_dtype, device="cpu"):
     generator = torch.Generator().manual_seed(0)
 
-    def make(size, dtype):
+    def random_tensor(size, dtype):
         return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
-    accumulators = [make(size, accumulator_dtype) for size in sizes]
-    return accumulators, [make(size, gradient_dtype) for size in sizes]
+    accumulators = [random_tensor(size, accumulator_dtype) for size in sizes]
+    return accumulators, [random_tensor(size, gradient_dtype) for size in sizes]
 
 
 def check_against_loop(accumulators, gradients):
-    """Runs the operator; every accumulator must have the bits of `accumulator.add_(gradient)` on its own."""
+    """Checks that every accumulator gets the bits of its own `accumulator.add_(gradient)`."""
     expected = [a.clone().add_(g) for a, g in zip(accumulators, gradients, strict=True)]
     unchanged = [g.clone() for g in gradients]
     versions = [a._version for a in accumulators]
@@ -39,11 +39,11 @@ def check_against_loop(accumulators, gradients):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("accumulator_dtype", "gradient_dtype"), list(itertools.product(DTYPES, DTYPES)))
-def test_cpu_has_the_bits_of_a_loop(accumulator_dtype, gradient_dtype):
-    check_against_loop(*pairs(SIZES, accumulator_dtype, gradient_dtype))
+def test_cpu_accumulate_equals_a_loop_bit_for_bit(accumulator_dtype, gradient_dtype):
+    check_against_loop(*random_pairs(SIZES, accumulator_dtype, gradient_dtype))
 
 
-def test_empty_scalar_and_strided():
+def test_empty_scalar_and_strided_tensors_are_accumulated():
     strided = [
         torch.randn(5, 6).t(),
         torch.randn(12)[::2],
@@ -56,7 +56,7 @@ def test_empty_scalar_and_strided():
     accumulate_([], [])
 
 
-whole = torch.zeros(8)
+base = torch.zeros(8)
 
 
 @pytest.mark.parametrize(
@@ -70,28 +70,28 @@ whole = torch.zeros(8)
             [torch.zeros(2)],
             "dtype Float does not cast to accumulator 0 of dtype Long",
         ),
-        ([whole, whole], [torch.ones(8), torch.ones(8)], "accumulators (0 and 1|1 and 0) share memory"),
-        ([whole[:5], whole[4:]], [torch.ones(5), torch.ones(4)], "accumulators 0 and 1 share memory"),
+        ([base, base], [torch.ones(8), torch.ones(8)], "accumulators (0 and 1|1 and 0) share memory"),
+        ([base[:5], base[4:]], [torch.ones(5), torch.ones(4)], "accumulators 0 and 1 share memory"),
         (
-            [whole[:4], torch.zeros(4)],
-            [torch.ones(4), whole[3:7]],
+            [base[:4], torch.zeros(4)],
+            [torch.ones(4), base[3:7]],
             "gradient 1 shares memory with accumulator 0",
         ),
-        ([whole], [whole], "gradient 0 shares memory with accumulator 0"),
+        ([base], [base], "gradient 0 shares memory with accumulator 0"),
     ],
 )
-def test_refuses_before_any_work(accumulators, gradients, message):
+def test_invalid_pairs_are_refused_before_any_work(accumulators, gradients, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         accumulate_(accumulators, gradients)
     assert all(not a.any() for a in accumulators)
 
 
-def test_opcheck():
-    accumulators, gradients = pairs((4, 9), torch.float32, torch.bfloat16)
+def test_accumulate_passes_opcheck():
+    accumulators, gradients = random_pairs((4, 9), torch.float32, torch.bfloat16)
     torch.library.opcheck(accumulate_, (accumulators, gradients))
 
 
-def test_meta_checks_shapes():
+def test_meta_kernel_checks_shapes():
     accumulate_([torch.empty(3, device="meta")], [torch.empty(3, device="meta")])
     with pytest.raises(
         (ValueError, RuntimeError), match=r"accumulator 0 has shape \[3\], but its gradient \[4\]"
@@ -101,41 +101,41 @@ def test_meta_checks_shapes():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("accumulator_dtype", "gradient_dtype"), list(itertools.product(DTYPES, DTYPES)))
-def test_cuda_has_the_bits_of_a_loop(accumulator_dtype, gradient_dtype):
-    check_against_loop(*pairs(SIZES, accumulator_dtype, gradient_dtype, "cuda"))
+def test_cuda_accumulate_equals_a_loop_bit_for_bit(accumulator_dtype, gradient_dtype):
+    check_against_loop(*random_pairs(SIZES, accumulator_dtype, gradient_dtype, "cuda"))
 
 
 @pytest.mark.cuda
-def test_cuda_many_small_tensors_of_mixed_dtypes():
-    """More pairs than one launch's table holds, in several combinations of dtypes, empty ones among them."""
+def test_cuda_many_small_tensors_of_mixed_dtypes_are_accumulated():
+    """Adds more pairs than one launch's table holds, of mixed dtypes, some of them empty."""
     accumulators, gradients = [], []
     for accumulator_dtype, gradient_dtype in itertools.product(DTYPES[:3], DTYPES[:3]):
-        some = pairs([i % 37 for i in range(300)], accumulator_dtype, gradient_dtype, "cuda")
-        accumulators += some[0]
-        gradients += some[1]
+        new_pairs = random_pairs([i % 37 for i in range(300)], accumulator_dtype, gradient_dtype, "cuda")
+        accumulators += new_pairs[0]
+        gradients += new_pairs[1]
     order = torch.randperm(len(accumulators), generator=torch.Generator().manual_seed(1)).tolist()
     check_against_loop([accumulators[i] for i in order], [gradients[i] for i in order])
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("shift", [1, 2, 3, 5])
-def test_cuda_unaligned_and_strided(shift):
-    (accumulator,), (gradient,) = pairs([10_000], torch.float32, torch.bfloat16, "cuda")
-    (matrix,), (transposed,) = pairs([(33, 65)], torch.float32, torch.float32, "cuda")
+def test_cuda_unaligned_and_strided_tensors_are_accumulated(shift):
+    (accumulator,), (gradient,) = random_pairs([10_000], torch.float32, torch.bfloat16, "cuda")
+    (matrix,), (transposed,) = random_pairs([(33, 65)], torch.float32, torch.float32, "cuda")
     check_against_loop(
         [accumulator[shift:9000], matrix],
         [gradient[2 * shift : 9000 + shift], transposed.t().contiguous().t()],
     )
-    # What lies before and behind the views stays as it was.
-    (untouched,), _ = pairs([10_000], torch.float32, torch.bfloat16, "cuda")
+    # The elements before and after the views are unchanged.
+    (untouched,), _ = random_pairs([10_000], torch.float32, torch.bfloat16, "cuda")
     assert torch.equal(accumulator[:shift], untouched[:shift])
     assert torch.equal(accumulator[9000:], untouched[9000:])
 
 
 @pytest.mark.cuda
-def test_cuda_error_against_float64():
-    """Sixteen bf16 gradients into float32: as close to the float64 sum as sixteen add_ are."""
-    (accumulator,), _ = pairs([100_003], torch.float32, torch.bfloat16, "cuda")
+def test_cuda_error_against_float64_is_at_most_twice_that_of_add():
+    """Adds sixteen bf16 gradients to a float32 accumulator; the reference is the float64 sum."""
+    (accumulator,), _ = random_pairs([100_003], torch.float32, torch.bfloat16, "cuda")
     reference, loop = accumulator.double(), accumulator.clone()
     for _ in range(16):
         gradient = torch.randn(100_003, device="cuda", dtype=torch.bfloat16)
@@ -146,8 +146,8 @@ def test_cuda_error_against_float64():
 
 
 @pytest.mark.cuda
-def test_cuda_runs_on_the_current_stream():
-    """Captured on a side stream, and replayed: the operator enqueues there and nowhere else."""
+def test_cuda_accumulate_runs_on_the_current_stream():
+    """Captures the operator on a side stream: it must enqueue work there and nowhere else."""
     accumulator, gradient = torch.zeros(1000, device="cuda"), torch.ones(1000, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -158,6 +158,6 @@ def test_cuda_runs_on_the_current_stream():
 
 
 @pytest.mark.cuda
-def test_cuda_refuses_tensors_on_different_devices():
+def test_cuda_accumulate_refuses_tensors_on_different_devices():
     with pytest.raises((ValueError, RuntimeError), match="accumulator 0 is on cuda:0, its gradient on cpu"):
         accumulate_([torch.zeros(2, device="cuda")], [torch.zeros(2)])

@@ -1,4 +1,4 @@
-"""The autograd node of a mini-batch: what it gives, to whom, and what it refuses."""
+"""The autograd node of a mini-batch: the gradients that it returns and the errors that it raises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def features(batch: int = 8) -> Tensor:
     return torch.randn(batch, 6, generator=torch.Generator().manual_seed(1))
 
 
-def test_two_mini_batches_add_up() -> None:
+def test_gradients_of_two_mini_batches_are_summed() -> None:
     model, xs = mlp(), (features(8), features(8) * 2)
     pipe = GPipe(model, [2, 3], chunks=4)
     for forward in (lambda x: plain_loop(model, x, 4), pipe):
@@ -39,7 +39,7 @@ def test_two_mini_batches_add_up() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_two_mini_batches_may_be_under_way(checkpoint: str) -> None:
+def test_two_mini_batches_may_be_in_flight(checkpoint: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
     pipe = GPipe(model, [1, 2], chunks=2, checkpoint=checkpoint)
 
@@ -65,12 +65,12 @@ def test_a_second_backward_needs_retain_graph(checkpoint: str) -> None:
         loss.backward()
 
 
-def test_autograd_grad_of_parameters_and_input() -> None:
+def test_autograd_grad_returns_gradients_of_input_and_parameters() -> None:
     model, x = mlp(), leaf(features())
     pipe = GPipe(model, [2, 3], chunks=4)
-    wanted = [x, model[2].weight]
-    ours = torch.autograd.grad(pipe(x).sum(), wanted)
-    expected = torch.autograd.grad(plain_loop(model, x, 4).sum(), wanted)
+    sources = [x, model[2].weight]
+    ours = torch.autograd.grad(pipe(x).sum(), sources)
+    expected = torch.autograd.grad(plain_loop(model, x, 4).sum(), sources)
     assert all(map(torch.equal, ours, expected))
     assert all(p.grad is None for p in model.parameters())
 
@@ -87,7 +87,7 @@ def test_an_in_place_change_before_the_backward_raises(changed: str) -> None:
 
 
 def test_the_backward_cannot_be_differentiated() -> None:
-    """A gradient penalty would otherwise silently be left out."""
+    """Without the error, a gradient penalty would silently have no effect."""
     pipe, x = GPipe(mlp(), [2, 3], chunks=2), leaf(features())
     loss = pipe(x).sum()
     with pytest.raises(RuntimeError, match="backward cannot be differentiated"):
@@ -95,8 +95,8 @@ def test_the_backward_cannot_be_differentiated() -> None:
 
 
 @pytest.mark.parametrize("changed", ["parameter", "input"])
-def test_new_data_before_the_backward_does_not_reach_it(changed: str) -> None:
-    """As in eager, which has saved the old storage; a recompute must not read the new one."""
+def test_the_backward_ignores_data_assigned_after_the_forward(changed: str) -> None:
+    """Eager autograd has saved the old storage; a recompute must not read the new one, either."""
     model = mlp()
 
     def step(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -114,7 +114,7 @@ def test_new_data_before_the_backward_does_not_reach_it(changed: str) -> None:
     assert all(map(torch.equal, step(pipe), step(lambda x: plain_loop(model, x, 4))))
 
 
-def test_hooks_on_parameters_run_once_a_backward() -> None:
+def test_parameter_hooks_run_once_per_backward() -> None:
     model = mlp()
     pipe, seen = GPipe(model, [2, 3], chunks=4), []
     model[0].weight.register_hook(lambda g: seen.append(g.clone()) or 2 * g)
@@ -143,7 +143,7 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
-def test_an_undefined_output_gradient_gives_none() -> None:
+def test_an_undefined_output_gradient_gives_parameters_no_gradient() -> None:
     for forward in (GPipe(mlp(), [2, 3], chunks=4), mlp()):
         x = leaf(features())
         (NoGradient.apply(forward(x)).sum() + x.sum()).backward()
@@ -152,7 +152,7 @@ def test_an_undefined_output_gradient_gives_none() -> None:
         assert all(p.grad is None for p in forward.parameters())
 
 
-def test_an_input_inside_a_larger_graph() -> None:
+def test_gradients_flow_through_a_pipeline_inside_a_larger_graph() -> None:
     model, before, after = mlp(), nn.Linear(6, 6), nn.Linear(4, 1)
     results = []
     for forward in (GPipe(model, [2, 3], chunks=4), lambda x: plain_loop(model, x, 4)):
@@ -162,7 +162,7 @@ def test_an_input_inside_a_larger_graph() -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_only_what_is_trainable_has_a_node() -> None:
+def test_outputs_require_grad_only_if_inputs_or_parameters_do() -> None:
     model = mlp().requires_grad_(False)
     pipe = GPipe(model, [2, 3], chunks=4)
     assert not pipe(features()).requires_grad
@@ -176,7 +176,7 @@ def test_only_what_is_trainable_has_a_node() -> None:
     assert [p.grad is None for p in model.parameters()] == [True] * 4 + [False] * 2
 
 
-def test_integer_outputs_take_no_gradient() -> None:
+def test_integer_outputs_do_not_require_grad() -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(6, 6), ArgMax()), [1, 1], chunks=4)
     output = pipe(features())
     assert output.dtype == torch.int64
@@ -188,7 +188,7 @@ class ArgMax(nn.Module):
         return x.argmax(1)
 
 
-def test_hooks_on_saved_tensors_do_not_see_a_pipeline() -> None:
+def test_saved_tensor_hooks_are_not_called_for_a_pipeline() -> None:
     pipe, packed = GPipe(mlp(), [2, 3], chunks=4), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         output = pipe(features())
@@ -197,7 +197,7 @@ def test_hooks_on_saved_tensors_do_not_see_a_pipeline() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_mode_and_dead_outputs() -> None:
+def test_anomaly_mode_works_with_and_without_a_backward() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=4)
     with torch.autograd.detect_anomaly(check_nan=True):
         pipe(features())  # dropped without a backward
@@ -205,7 +205,7 @@ def test_anomaly_mode_and_dead_outputs() -> None:
     assert all(p.grad is not None for p in pipe.parameters())
 
 
-def test_the_graph_outlives_the_module() -> None:
+def test_the_autograd_graph_outlives_the_pipeline() -> None:
     model, x = mlp(), features()
     output = GPipe(model, [2, 3], chunks=4)(x)
     output.sum().backward()

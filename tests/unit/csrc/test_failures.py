@@ -1,4 +1,4 @@
-"""Contract 7, all or nothing: layers that fail by themselves, too little memory, and what is released."""
+"""Contract 7, all or nothing: failing layers, too little memory, and memory released after a failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpipe_fast.layers.title import title
 from gpipe_fast.schedule import fill_drain
 from tests.inside import disturb_no_more, plant_failure
 from tests.reference import gradient_like, loop_step, pipeline_step, plain_loop, unequal
-from tests.unit.csrc.failing_pipelines import K, M, Pipe, mlp, open_pipe
+from tests.unit.csrc.failing_pipelines import K, M, PipelineUnderTest, mlp, pipeline_under_test
 from tests.untraceable import quiet
 
 ROOT = Path(__file__).parents[3]
@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Watched(nn.Module):
-    """Hands on what it gets, and keeps statistics of it."""
+class RunningStatistics(nn.Module):
+    """Returns its input and updates running statistics of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Watched(nn.Module):
 
 
 class Table(nn.Module):
-    """Looks up whole numbers below 11, so that what comes in decides whether it fails."""
+    """An embedding with 11 rows, which fails if its input holds a larger index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Table(nn.Module):
 
 
 class FailingBackward(nn.Module):
-    """Its backward looks up a gradient by what went in, and so fails above 2."""
+    """Doubles its input; the backward uses the input as an index and fails if it is above 2."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -74,14 +74,14 @@ class FailingBackward(nn.Module):
 
 
 class Huge(nn.Module):
-    """Adds nothing, by way of 4 PB."""
+    """Adds zero, computed from a temporary tensor of 4 PiB."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0 * x.new_ones(2**50).sum()
 
 
 class HugeBackward(nn.Module):
-    """Likewise in its backward."""
+    """Allocates a temporary tensor of 4 PiB in its backward."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -96,16 +96,16 @@ class HugeBackward(nn.Module):
         return self.Function.apply(x)
 
 
-def natural(layer: nn.Module, checkpoint: str = "except_last") -> GPipe:
-    """What fails is in stage 1; the stages around it have buffers and parameters."""
+def pipe_with(layer: nn.Module, checkpoint: str = "except_last") -> GPipe:
+    """Returns a pipeline with ``layer`` as stage 1, between stages with buffers and parameters."""
     torch.manual_seed(0)
-    model = nn.Sequential(Watched(), layer, nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model = nn.Sequential(RunningStatistics(), layer, nn.BatchNorm1d(6), nn.Linear(6, 2))
     return GPipe(model, [1, 1, 2], chunks=M, checkpoint=checkpoint)
 
 
 GOOD = torch.tensor([[0.0, 2, 1, 1, 2, 0, 1, 2]]).t().repeat(1, 6)
 BAD = GOOD.clone()
-BAD[5] = 99  # the second of micro-batch 2
+BAD[5] = 99  # the second sample of micro-batch 2
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -114,21 +114,23 @@ BAD[5] = 99  # the second of micro-batch 2
     [(Table, "1F2"), (FailingBackward, "1R2")],
     ids=["in the forward", "in the backward"],
 )
-def test_an_operator_that_fails(layer: type[nn.Module], action: str, checkpoint: str) -> None:
-    """PyTorch's own errors, out of its own operators."""
-    pipe = natural(layer(), checkpoint)
-    opened = Pipe(pipe, GOOD, loop_step(nn.Sequential(*pipe), GOOD, M))
-    before = opened.state()
+def test_operator_errors_name_action_and_layer_and_change_nothing(
+    layer: type[nn.Module], action: str, checkpoint: str
+) -> None:
+    """The errors come from PyTorch's own operators."""
+    pipe = pipe_with(layer(), checkpoint)
+    tested = PipelineUnderTest(pipe, GOOD, loop_step(nn.Sequential(*pipe), GOOD, M))
+    before = tested.state()
     with pytest.raises(IndexError) as caught:
         output = pipe(BAD)
-        before = opened.state()
+        before = tested.state()
         output.sum().backward()
     if checkpoint == "never":
         action = action.replace("R", "I")
     place = f"in action {action}: stage 1, layer 1 ({layer.__name__}), micro-batch 2"
     assert str(caught.value) == f"index out of range in self ({place})"
-    assert unequal(opened.state(), before) == []
-    assert opened.next_step_is_right()
+    assert unequal(tested.state(), before) == []
+    assert tested.next_step_is_correct()
 
 
 class Branching(nn.Module):
@@ -136,8 +138,8 @@ class Branching(nn.Module):
         return x if x.sum() > -1 else -x
 
 
-class Doubling(nn.Linear):
-    """A class of its own for the same computation."""
+class OtherLinear(nn.Linear):
+    """A second class with the same computation."""
 
 
 @pytest.mark.parametrize(
@@ -145,10 +147,12 @@ class Doubling(nn.Linear):
     # The recompute needs no product, and the Tanh has no weights.
     [("F", "never", [0, 1]), ("R", "always", [0]), ("W", "never", [1]), ("I", "never", [0, 1])],
 )
-def test_equal_stages_name_their_own_layers(kind: str, checkpoint: str, layers: list[int]) -> None:
-    """They share one trace, whose layers are counted within the stage."""
+def test_errors_in_equal_stages_name_the_layers_of_their_own_stage(
+    kind: str, checkpoint: str, layers: list[int]
+) -> None:
+    """Equal stages share one trace, which numbers layers from the start of the stage."""
     torch.manual_seed(0)
-    linear = (nn.Linear, nn.Linear, Doubling)
+    linear = (nn.Linear, nn.Linear, OtherLinear)
     model = nn.Sequential(*(layer for make in linear for layer in (nn.Tanh(), make(6, 6))))
     pipe, x = GPipe(model, [2] * 3, chunks=2, checkpoint=checkpoint), torch.randn(4, 6)
     for stage in (1, 2):
@@ -160,14 +164,14 @@ def test_equal_stages_name_their_own_layers(kind: str, checkpoint: str, layers: 
             disturb_no_more(pipe)
             found.add(str(caught.value))
         begin = f"injected ValueError (in action {stage}{kind}1"
-        after = {f"{begin})"}  # the last operator no layer is at work
-        places = [(2 * stage + layer, model[2 * stage + layer]) for layer in layers]
-        assert found - after == {f"{begin}: stage {stage}, {title(*at)}, micro-batch 1)" for at in places}
+        after = {f"{begin})"}  # after the last operator no layer is running
+        expected = [(2 * stage + layer, model[2 * stage + layer]) for layer in layers]
+        assert found - after == {f"{begin}: stage {stage}, {title(*at)}, micro-batch 1)" for at in expected}
     assert unequal(pipeline_step(pipe, x), loop_step(model, x, 2)) == []
 
 
-def test_a_native_layer_behind_one_in_python() -> None:
-    model = nn.Sequential(Watched(), Branching(), Table())
+def test_errors_name_a_lowered_layer_that_follows_a_python_layer() -> None:
+    model = nn.Sequential(RunningStatistics(), Branching(), Table())
     pipe = GPipe(model, [1, 2], chunks=M)
     with quiet():
         for _ in range(4):
@@ -176,8 +180,8 @@ def test_a_native_layer_behind_one_in_python() -> None:
             pipe(BAD)
 
 
-def test_an_operator_that_fails_when_recomputed() -> None:
-    """The input is changed behind autograd's back, so the forward could look up what the recompute cannot."""
+def test_errors_of_a_recompute_name_action_and_layer() -> None:
+    """Changes the input without autograd's knowledge, so that only the recompute's lookup fails."""
     lookup = nn.Sequential(nn.Embedding(11, 6), nn.LayerNorm(6), nn.GELU())
     pipe, x = GPipe(nn.Sequential(lookup, nn.Linear(6, 2)), [1, 1], chunks=M), torch.arange(8)
     output = pipe(x)
@@ -191,8 +195,8 @@ def test_an_operator_that_fails_when_recomputed() -> None:
 @pytest.mark.parametrize(
     ("layer", "action"), [(Huge, "1F0"), (HugeBackward, "1I3")], ids=["in the forward", "in the backward"]
 )
-def test_more_memory_than_there_can_be(layer: type[nn.Module], action: str) -> None:
-    pipe = natural(layer())
+def test_failed_allocations_name_action_and_layer(layer: type[nn.Module], action: str) -> None:
+    pipe = pipe_with(layer())
     with pytest.raises(
         RuntimeError,
         match=rf"tried to allocate 4503599627370496 bytes.* \(in action {action}: stage 1, layer 1 \(Huge",
@@ -202,8 +206,8 @@ def test_more_memory_than_there_can_be(layer: type[nn.Module], action: str) -> N
     assert (pipe[2].num_batches_tracked == 0) == (layer is Huge)
 
 
-def test_a_last_layer_whose_outputs_cannot_be_joined() -> None:
-    """A loss as last layer: its numbers have no first dimension."""
+def test_outputs_that_cannot_be_concatenated_are_refused() -> None:
+    """The last layer is a loss, whose 0-dimensional outputs have no batch dimension."""
 
     class Mean(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -216,9 +220,8 @@ def test_a_last_layer_whose_outputs_cannot_be_joined() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_threads_fail_on_their_own() -> None:
-    """A failing mini-batch of one thread is none of another's business."""
-    pipe = natural(Table()).eval()
+def test_a_failure_does_not_affect_calls_of_other_threads() -> None:
+    pipe = pipe_with(Table()).eval()
     expected = plain_loop(nn.Sequential(*pipe), GOOD, M)
 
     def call(x: Tensor) -> list[str]:
@@ -231,51 +234,51 @@ def test_threads_fail_on_their_own() -> None:
         return found
 
     with ThreadPoolExecutor(2) as pool:
-        of_good, of_bad = pool.map(call, [GOOD, BAD])
-    assert set(of_good) == {"right"}
-    assert set(of_bad) == {
+        good_results, bad_results = pool.map(call, [GOOD, BAD])
+    assert set(good_results) == {"right"}
+    assert set(bad_results) == {
         "index out of range in self (in action 1F2: stage 1, layer 1 (Table), micro-batch 2)"
     }
 
 
-def uses(x: Tensor) -> int:
-    """How many tensors share its memory."""
+def num_references(x: Tensor) -> int:
+    """Returns how many tensors share ``x``'s memory."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_memory_is_released_after_a_failed_backward(retain: bool) -> None:
     """The first stage keeps a view of the input for each micro-batch."""
-    opened = open_pipe(mlp)
-    opened.pipe.checkpoint = "always"
-    x, alone = opened.x, uses(opened.x)
-    output = opened.pipe(x)
-    gradient, alone_gradient = gradient_like(output), uses(gradient_like(output))
-    assert uses(x) >= alone + M
-    plant_failure(opened.pipe, "1I1", after=3)
+    tested = pipeline_under_test(mlp)
+    tested.pipe.checkpoint = "always"
+    x, references = tested.x, num_references(tested.x)
+    output = tested.pipe(x)
+    gradient, gradient_references = gradient_like(output), num_references(gradient_like(output))
+    assert num_references(x) >= references + M
+    plant_failure(tested.pipe, "1I1", after=3)
     with pytest.raises(ValueError, match="injected"):
         output.backward(gradient, retain_graph=retain)
     assert (kept_bytes(output) > 0) == retain
-    assert uses(gradient) == alone_gradient
+    assert num_references(gradient) == gradient_references
     del output
-    assert uses(x) == alone
+    assert num_references(x) == references
 
 
 def test_memory_is_released_after_a_failed_forward() -> None:
-    opened = open_pipe(mlp)
-    before = uses(opened.x)
+    tested = pipeline_under_test(mlp)
+    before = num_references(tested.x)
     for action in fill_drain(K, M, backward=False).order():
-        plant_failure(opened.pipe, action, after=3)
+        plant_failure(tested.pipe, action, after=3)
         with pytest.raises(ValueError, match="injected"):
-            opened.pipe(opened.x)
-        assert uses(opened.x) == before, action
-    gone = weakref.ref(opened.pipe)
-    del opened
+            tested.pipe(tested.x)
+        assert num_references(tested.x) == before, action
+    weak_pipe = weakref.ref(tested.pipe)
+    del tested
     gc.collect()
-    assert gone() is None
+    assert weak_pipe() is None
 
 
-SHORT_OF_MEMORY = """
+LOW_MEMORY_PROGRAM = """
     import contextlib, resource
     import torch
     from torch import nn
@@ -293,8 +296,8 @@ SHORT_OF_MEMORY = """
             return (x[:, :, None] * self.weight).mean(-1)
 
     @contextlib.contextmanager
-    def room(mebibytes):
-        "Address space that is left in the block."
+    def free_address_space(mebibytes):
+        "Limits the free address space in the block."
         before = resource.getrlimit(resource.RLIMIT_AS)
         with open("/proc/self/statm") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()
@@ -304,10 +307,10 @@ SHORT_OF_MEMORY = """
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
 
-    def fails(mebibytes, message, call):
+    def check_failure(mebibytes, message, call):
         state = {n: t.clone() for n, t in model.state_dict().items()}
         try:
-            with room(mebibytes):
+            with free_address_space(mebibytes):
                 call()
         except RuntimeError as error:
             assert message in str(error), error
@@ -321,13 +324,13 @@ SHORT_OF_MEMORY = """
     pipe = GPipe(model, [1, 1, 1], chunks=4)
     small, large = torch.randn(8, 6), torch.randn(800, 6)
     for x in (small, large):
-        plan_of(pipe, x)  # traces, which takes memory of its own
-    fails(1, "Resource temporarily unavailable", lambda: pipe(small))  # no room for a worker's stack
+        plan_of(pipe, x)  # traces, which needs memory, too
+    check_failure(1, "Resource temporarily unavailable", lambda: pipe(small))  # no space for a stack
     pipe(small).sum().backward()
     model.zero_grad()
-    fails(40, "tried to allocate 78643200 bytes", lambda: pipe(large))
+    check_failure(40, "tried to allocate 78643200 bytes", lambda: pipe(large))
     output = pipe(large).sum()
-    fails(40, "bytes", output.backward)
+    check_failure(40, "bytes", output.backward)
     for x in (small, large):
         ours = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
         plain = torch.cat([model(c) for c in x.chunk(4)]).square().sum()
@@ -338,9 +341,9 @@ SHORT_OF_MEMORY = """
 
 @pytest.mark.extended
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory is used from /proc")
-def test_short_of_memory() -> None:
-    """Too little for the workers' stacks, for a forward, for a backward; then enough again."""
-    program = textwrap.dedent(SHORT_OF_MEMORY)
+def test_a_pipeline_recovers_from_too_little_memory() -> None:
+    """Lacks memory for the workers' stacks, for a forward and for a backward; then has enough again."""
+    program = textwrap.dedent(LOW_MEMORY_PROGRAM)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
     )

@@ -1,4 +1,4 @@
-"""Ctrl-C: ends a long step at once and leaves nothing behind; signals that do not raise change nothing."""
+"""Ctrl-C ends a slow step at once and changes nothing; after a handler that does not raise, it continues."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.reference import Result, collect, gradient_like, leaf, loop_step, pip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# From the signal to the exception.
-LONGEST = 0.1
+# Maximum time from the signal to the exception.
+MAX_SECONDS = 0.1
 M = 1000
 
 
-class Long:
-    """Steps of some hundred milliseconds, of thousands of matrix products of 30 µs each."""
+class SlowPipeline:
+    """A pipeline whose steps take some hundred milliseconds: thousands of matrix products of 30 µs each."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -35,24 +35,24 @@ class Long:
         self.model = nn.Sequential(*layers[:4], nn.BatchNorm1d(96), *layers[4:], nn.Dropout(0.1))
         self.pipe = GPipe(self.model, [4, 5], chunks=M, checkpoint="always")
         self.x = torch.randn(96 * M, 96)
-        self.start = {name: value.clone() for name, value in self.pipe.state_dict().items()}
+        self.initial_state = {name: value.clone() for name, value in self.pipe.state_dict().items()}
         self.expected: Result = loop_step(self.model, self.x, M)
-        self.next_step_is_right()  # traces
-        # Seconds after its begin at which a forward, or a backward, which takes longer, is well under way.
-        self.early = min(self._seconds_of_a_forward() for _ in range(3)) / 4
+        self.next_step_is_correct()  # traces
+        # Seconds after the start of a forward at which it is well in progress; a backward takes longer.
+        self.signal_delay = min(self._seconds_of_a_forward() for _ in range(3)) / 4
 
     def _seconds_of_a_forward(self) -> float:
         begin = time.monotonic()
         self.pipe(self.x)
         return time.monotonic() - begin
 
-    def start_again(self) -> None:
-        self.pipe.load_state_dict(self.start)
+    def reset(self) -> None:
+        self.pipe.load_state_dict(self.initial_state)
         self.pipe.zero_grad()
         self.pipe.checkpoint = "always"
 
-    def next_step_is_right(self) -> bool:
-        self.start_again()
+    def next_step_is_correct(self) -> bool:
+        self.reset()
         return unequal(pipeline_step(self.pipe, self.x), self.expected) == []
 
     def state(self) -> Result:
@@ -65,21 +65,21 @@ class Long:
 
 
 @pytest.fixture(scope="module")
-def long() -> Iterator[Long]:
+def slow() -> Iterator[SlowPipeline]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Long()
+    yield SlowPipeline()
     torch.set_num_threads(before)
 
 
-class Interrupted:
-    """One signal to this process after ``delay`` seconds, while ``call`` runs.
+class InterruptedCall:
+    """A call during which this process receives SIGINT, ``delay`` seconds after its start.
 
     Attributes:
-        seconds: from the signal to the ``KeyboardInterrupt`` that ended the call.
-        finished: whether the call ended by itself instead.
-        sent: when, on the clock of ``time.monotonic()``.
-        end: when the call ended by itself.
+        seconds: time from the signal to the ``KeyboardInterrupt`` that ended the call.
+        finished: whether the call returned instead.
+        sent: time of the signal, by ``time.monotonic()``.
+        end: time at which the call returned.
     """
 
     def __init__(self, call: Callable[[], object], delay: float) -> None:
@@ -90,7 +90,7 @@ class Interrupted:
             call()
             self.end = time.monotonic()
             self.finished = True
-            thread.join()  # where a signal arrives that comes too late
+            thread.join()  # a signal that is sent too late arrives here
         except KeyboardInterrupt:
             self.seconds = time.monotonic() - self.sent
             thread.join()
@@ -102,8 +102,8 @@ class Interrupted:
 
 
 @contextmanager
-def handling(action: Callable[[], object]) -> Iterator[None]:
-    """Ctrl-C does this in the block."""
+def sigint_handler(action: Callable[[], object]) -> Iterator[None]:
+    """Makes SIGINT call ``action`` in the block."""
 
     def handler(_signal: int, _frame: FrameType | None) -> None:
         action()
@@ -116,37 +116,37 @@ def handling(action: Callable[[], object]) -> Iterator[None]:
 
 
 class Step:
-    """One training step, in two halves."""
+    """A training step in two halves: forward and backward."""
 
-    def __init__(self, long: Long) -> None:
-        long.start_again()
-        self.long, self.x = long, leaf(long.x)
+    def __init__(self, slow: SlowPipeline) -> None:
+        slow.reset()
+        self.slow, self.x = slow, leaf(slow.x)
 
     def forward(self) -> None:
-        self.output = pipeline(self.long.pipe, self.x)
+        self.output = pipeline(self.slow.pipe, self.x)
         self.gradient = gradient_like(self.output)
 
     def backward(self) -> None:
         self.output.backward(self.gradient)
 
-    def run(self, disturbed: str, disturb: Callable[[Callable[[], object]], object]) -> bool:
-        """Whether the step is right if one of its halves is called by ``disturb``."""
+    def run(self, interrupted_half: str, interrupt: Callable[[Callable[[], object]], object]) -> bool:
+        """Runs a step, one half of it through ``interrupt``; returns whether its results are correct."""
         for half in ("forward", "backward"):
             call = getattr(self, half)
-            disturb(call) if half == disturbed else call()
-        output = self.output.detach()  # nothing is left to be run backward
-        return unequal(collect(self.long.pipe, self.x, output), self.long.expected) == []
+            interrupt(call) if half == interrupted_half else call()
+        output = self.output.detach()  # collect() must not run the backward again
+        return unequal(collect(self.slow.pipe, self.x, output), self.slow.expected) == []
 
 
-halves = pytest.mark.parametrize("half", ["forward", "backward"])
+in_both_halves = pytest.mark.parametrize("half", ["forward", "backward"])
 
 
-def soonest(long: Long, attempt: Callable[[float], Interrupted]) -> float:
-    """Seconds, best of three: whether another process has the cores is not what is asked here.
+def fastest_interrupt(slow: SlowPipeline, attempt: Callable[[float], InterruptedCall]) -> float:
+    """Returns the shortest ``seconds`` of three interrupted calls, as other processes may use the cores.
 
-    ``attempt`` is given a delay, a shorter one after a step that was over before the signal came.
+    ``attempt`` gets a delay, which is halved after each step that finished before the signal.
     """
-    delay, found = long.early, list[float]()
+    delay, found = slow.signal_delay, list[float]()
     for _ in range(12):
         interrupted = attempt(delay)
         if interrupted.finished:
@@ -155,83 +155,85 @@ def soonest(long: Long, attempt: Callable[[float], Interrupted]) -> float:
             found.append(interrupted.seconds)
         if len(found) == 3:
             return min(found)
-    raise AssertionError("the step was over before the signal came, or did not heed it")
+    raise AssertionError("the step finished before the signal, or ignored it")
 
 
-def test_ends_a_forward(long: Long) -> None:
-    def attempt(delay: float) -> Interrupted:
-        before = long.state()
-        interrupted = Interrupted(lambda: long.pipe(long.x), delay)
-        assert interrupted.finished or unequal(long.state(), before) == []
+def test_sigint_ends_a_forward(slow: SlowPipeline) -> None:
+    def attempt(delay: float) -> InterruptedCall:
+        before = slow.state()
+        interrupted = InterruptedCall(lambda: slow.pipe(slow.x), delay)
+        assert interrupted.finished or unequal(slow.state(), before) == []
         return interrupted
 
-    assert soonest(long, attempt) < LONGEST
-    assert long.next_step_is_right()
+    assert fastest_interrupt(slow, attempt) < MAX_SECONDS
+    assert slow.next_step_is_correct()
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_ends_a_backward(long: Long, checkpoint: str) -> None:
-    long.pipe.checkpoint = checkpoint
-    for parameter in long.pipe.parameters():
+def test_sigint_ends_a_backward(slow: SlowPipeline, checkpoint: str) -> None:
+    slow.pipe.checkpoint = checkpoint
+    for parameter in slow.pipe.parameters():
         parameter.grad = torch.ones_like(parameter)
 
-    def attempt(delay: float) -> Interrupted:
-        output = long.pipe(long.x)
-        before, gradient = long.state(), gradient_like(output)
-        interrupted = Interrupted(lambda: output.backward(gradient), delay)
+    def attempt(delay: float) -> InterruptedCall:
+        output = slow.pipe(slow.x)
+        before, gradient = slow.state(), gradient_like(output)
+        interrupted = InterruptedCall(lambda: output.backward(gradient), delay)
         if not interrupted.finished:
-            assert unequal(long.state(), before) == []
+            assert unequal(slow.state(), before) == []
             assert kept_bytes(output) == 0
             with pytest.raises(RuntimeError, match="a second backward needs retain_graph=True"):
                 output.backward(gradient)
         return interrupted
 
-    assert soonest(long, attempt) < LONGEST
-    assert long.next_step_is_right()
+    assert fastest_interrupt(slow, attempt) < MAX_SECONDS
+    assert slow.next_step_is_correct()
 
 
-def test_an_interrupted_backward_that_retains_can_be_repeated(long: Long) -> None:
-    step = Step(long)
+def test_an_interrupted_backward_with_retain_graph_can_be_repeated(slow: SlowPipeline) -> None:
+    step = Step(slow)
     step.forward()
-    interrupted = Interrupted(lambda: step.output.backward(step.gradient, retain_graph=True), long.early)
+    interrupted = InterruptedCall(
+        lambda: step.output.backward(step.gradient, retain_graph=True), slow.signal_delay
+    )
     assert not interrupted.finished
     assert step.x.grad is None
     step.backward()
-    assert unequal(collect(long.pipe, step.x, step.output.detach()), long.expected) == []
+    assert unequal(collect(slow.pipe, step.x, step.output.detach()), slow.expected) == []
 
 
-def test_the_measure_can_fail() -> None:
-    """A call that does not look for signals, though it lets other threads run."""
+def test_an_uninterruptible_call_is_seen_to_delay_the_interrupt() -> None:
+    """Negative control: calls an operator that does not check for signals, although it releases the GIL."""
     large = torch.ones(4000, 4000)
-    deaf = Interrupted(lambda: large @ large, 0.1)
-    assert deaf.finished or deaf.seconds > LONGEST
-    assert Interrupted(lambda: None, 0.05).finished
+    uninterruptible = InterruptedCall(lambda: large @ large, 0.1)
+    assert uninterruptible.finished or uninterruptible.seconds > MAX_SECONDS
+    assert InterruptedCall(lambda: None, 0.05).finished
 
 
-@halves
-def test_a_handler_that_does_not_raise_lets_the_step_go_on(long: Long, half: str) -> None:
+@in_both_halves
+def test_the_step_continues_after_a_handler_that_does_not_raise(slow: SlowPipeline, half: str) -> None:
     handled = []
 
-    def disturb(call: Callable[[], object]) -> None:
-        interrupted = Interrupted(call, long.early)
+    def interrupt(call: Callable[[], object]) -> None:
+        interrupted = InterruptedCall(call, slow.signal_delay)
         assert interrupted.finished
         (at,) = handled
         assert interrupted.sent < at < interrupted.end - 0.02
 
-    with handling(lambda: handled.append(time.monotonic())):
-        assert Step(long).run(half, disturb)
+    with sigint_handler(lambda: handled.append(time.monotonic())):
+        assert Step(slow).run(half, interrupt)
 
 
-@halves
-def test_a_handler_cannot_call_the_same_pipeline(long: Long, half: str) -> None:
-    """It would wait for itself: a clear error instead, and the step that it interrupted goes on."""
-    step, errors = Step(long), []
-    other = long.pipe.eval()(long.x)
-    long.pipe.train()
+@in_both_halves
+def test_a_handler_cannot_call_the_interrupted_pipeline(slow: SlowPipeline, half: str) -> None:
+    """The call would wait for itself. Instead, it raises, and the interrupted step continues."""
+    step, errors = Step(slow), []
+    other = slow.pipe.eval()(slow.x)
+    slow.pipe.train()
     calls = {
-        "forward": lambda: long.pipe(long.x),
+        "forward": lambda: slow.pipe(slow.x),
         "backward": lambda: other.backward(torch.ones_like(other)),
-        "record": lambda: pipeline_of(long.pipe).record(0),
+        "record": lambda: pipeline_of(slow.pipe).record(0),
     }
 
     def handler() -> None:
@@ -240,32 +242,32 @@ def test_a_handler_cannot_call_the_same_pipeline(long: Long, half: str) -> None:
                 call()
             errors.append(caught)
 
-    with handling(handler):
-        assert step.run(half, lambda call: Interrupted(call, long.early))
+    with sigint_handler(handler):
+        assert step.run(half, lambda call: InterruptedCall(call, slow.signal_delay))
     assert len(errors) == len(calls)
     assert kept_bytes(other) > 0
 
 
-@halves
-def test_an_error_in_a_handler_ends_the_step(long: Long, half: str) -> None:
-    """As it is, with the handler's frame in its traceback."""
-    step = Step(long)
+@in_both_halves
+def test_an_error_in_the_handler_ends_the_step(slow: SlowPipeline, half: str) -> None:
+    """The error is unchanged and has the handler's frame in its traceback."""
+    step = Step(slow)
     if half == "backward":
         step.forward()
-    before = long.state()
+    before = slow.state()
     with (
-        handling(lambda: long.pipe(long.x)),
+        sigint_handler(lambda: slow.pipe(slow.x)),
         pytest.raises(RuntimeError, match="a pipeline was called from within its own run") as caught,
     ):
-        Interrupted(getattr(step, half), long.early)
+        InterruptedCall(getattr(step, half), slow.signal_delay)
     assert "handler" in [entry.name for entry in caught.traceback]
-    assert unequal(long.state(), before) == []
-    assert long.next_step_is_right()
+    assert unequal(slow.state(), before) == []
+    assert slow.next_step_is_correct()
 
 
-@halves
-def test_a_handler_may_use_autograd_and_another_pipeline(long: Long, half: str) -> None:
-    """As it could between two lines of Python; in a backward it finds autograd's mode off, as hooks do."""
+@in_both_halves
+def test_a_handler_may_use_autograd_and_another_pipeline(slow: SlowPipeline, half: str) -> None:
+    """During a backward, the handler finds grad mode off, as hooks do."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 4)
     expected, found = loop_step(model, x, 2), []
@@ -275,42 +277,42 @@ def test_a_handler_may_use_autograd_and_another_pipeline(long: Long, half: str) 
         found.append(loop_step(model, x, 2))
         found.append(pipeline_step(GPipe(model, [2, 1], chunks=2), x))
 
-    with handling(handler):
-        assert Step(long).run(half, lambda call: Interrupted(call, long.early))
+    with sigint_handler(handler):
+        assert Step(slow).run(half, lambda call: InterruptedCall(call, slow.signal_delay))
     assert [unequal(ours, expected) for ours in found] == [[], []]
 
 
-@halves
-def test_calls_from_other_threads_are_not_interrupted(long: Long, half: str) -> None:
-    """Signals are the main thread's: that one's wait ends, and the step goes on."""
+@in_both_halves
+def test_calls_from_other_threads_are_not_interrupted(slow: SlowPipeline, half: str) -> None:
+    """Python handles signals in the main thread: its wait ends, and the other thread's step continues."""
 
-    def disturb(call: Callable[[], object]) -> None:
+    def interrupt(call: Callable[[], object]) -> None:
         ended = threading.Event()
 
-        def in_thread() -> None:
+        def run_call() -> None:
             call()
             ended.set()
 
-        threading.Thread(target=in_thread).start()
-        interrupted = Interrupted(lambda: ended.wait(60), long.early)
+        threading.Thread(target=run_call).start()
+        interrupted = InterruptedCall(lambda: ended.wait(60), slow.signal_delay)
         assert not interrupted.finished
         assert not ended.is_set()
-        assert interrupted.seconds < LONGEST
+        assert interrupted.seconds < MAX_SECONDS
         assert ended.wait(60)
 
-    assert Step(long).run(half, disturb)
+    assert Step(slow).run(half, interrupt)
 
 
 @contextmanager
-def another_thread_steps(long: Long, x: Tensor) -> Iterator[threading.Event]:
-    """A thread whose forward is under way, for most of a second, when the block begins; set at its end."""
-    long.start_again()
-    long.pipe(x)
-    delay(long.pipe, seed=0, longest_us=2_000)
+def forward_in_another_thread(slow: SlowPipeline, x: Tensor) -> Iterator[threading.Event]:
+    """Runs a forward of most of a second in another thread; yields an event that is set at its end."""
+    slow.reset()
+    slow.pipe(x)
+    delay(slow.pipe, seed=0, longest_us=2_000)
     ended = threading.Event()
 
     def step() -> None:
-        long.pipe(x)
+        slow.pipe(x)
         ended.set()
 
     threading.Thread(target=step).start()
@@ -319,29 +321,29 @@ def another_thread_steps(long: Long, x: Tensor) -> Iterator[threading.Event]:
         yield ended
     finally:
         ended.wait(60)
-        disturb_no_more(long.pipe)
+        disturb_no_more(slow.pipe)
 
 
-def test_ends_the_wait_for_another_threads_step(long: Long) -> None:
-    """Mini-batches of one pipeline take turns; whoever waits for the turn can be interrupted too."""
-    x = long.x[: 2 * M]
-    with another_thread_steps(long, x) as ended:
-        interrupted = Interrupted(lambda: long.pipe(x), 0.1)
+def test_sigint_ends_the_wait_for_another_threads_forward(slow: SlowPipeline) -> None:
+    """Mini-batches of one pipeline run one at a time; a thread that waits for its turn can be interrupted."""
+    x = slow.x[: 2 * M]
+    with forward_in_another_thread(slow, x) as ended:
+        interrupted = InterruptedCall(lambda: slow.pipe(x), 0.1)
         assert not ended.is_set()
     assert not interrupted.finished
-    assert interrupted.seconds < LONGEST
+    assert interrupted.seconds < MAX_SECONDS
 
 
-def test_a_handler_may_call_the_pipeline_while_its_thread_waits_for_the_turn(long: Long) -> None:
-    """Nothing of its own is under way: both wait."""
-    x, outputs = long.x[: 2 * M], []
-    long.start_again()
-    long.pipe.eval()
-    expected = long.pipe(x)
-    with another_thread_steps(long, x) as ended, handling(lambda: outputs.append(long.pipe(x))):
-        interrupted = Interrupted(lambda: outputs.append(long.pipe(x)), 0.1)
+def test_a_handler_may_call_the_pipeline_while_its_thread_waits_for_its_turn(slow: SlowPipeline) -> None:
+    """The handler's thread has no run in progress: both of its calls wait."""
+    x, outputs = slow.x[: 2 * M], []
+    slow.reset()
+    slow.pipe.eval()
+    expected = slow.pipe(x)
+    with forward_in_another_thread(slow, x) as ended, sigint_handler(lambda: outputs.append(slow.pipe(x))):
+        interrupted = InterruptedCall(lambda: outputs.append(slow.pipe(x)), 0.1)
         assert ended.is_set()
     assert interrupted.finished
     assert interrupted.sent < interrupted.end - 0.1
     assert [torch.equal(output, expected) for output in outputs] == [True, True]
-    long.pipe.train()
+    slow.pipe.train()

@@ -1,4 +1,4 @@
-"""Ctrl-C while a layer runs in Python, in a worker that no signal reaches."""
+"""Ctrl-C while a layer runs in Python, in a worker, which receives no signals."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ WIDTH, M = 6, 4
 
 
 class Endless(nn.Module):
-    """Loops until the process is told to stop, in its given call, or in that of its backward."""
+    """Loops for up to 30 s in its forward or in its backward, as ``loops_in`` says."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.reached = threading.Event()
+        self.is_looping = threading.Event()
         self.loops_in = ""
-        self.given_up = False
+        self.timed_out = False
 
-    def _loop(self, what: str) -> None:
-        if what != self.loops_in:
+    def _loop(self, current: str) -> None:
+        if current != self.loops_in:
             return
-        self.reached.set()
+        self.is_looping.set()
         end = time.monotonic() + 30
         while time.monotonic() < end:
             pass
-        self.given_up = True
+        self.timed_out = True
 
     def forward(self, x: Tensor) -> Tensor:
         self._loop("forward")
@@ -47,8 +47,8 @@ class Endless(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_it_comes_out_and_the_next_step_is_right(when: str) -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_sigint_ends_a_python_layer_and_the_next_step_is_correct(phase: str) -> None:
     endless = Endless()
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), endless, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2))
     x = torch.randn(8, WIDTH)
@@ -58,12 +58,12 @@ def test_it_comes_out_and_the_next_step_is_right(when: str) -> None:
     before = {name: value.clone() for name, value in layers.state_dict().items()}
 
     def send() -> None:
-        assert endless.reached.wait(20)
+        assert endless.is_looping.wait(20)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
     sender = threading.Thread(target=send)
-    endless.loops_in = when
+    endless.loops_in = phase
     sender.start()
     begin = time.monotonic()
     with warnings.catch_warnings(), pytest.raises(KeyboardInterrupt):
@@ -72,10 +72,10 @@ def test_it_comes_out_and_the_next_step_is_right(when: str) -> None:
         output.backward(gradient_like(output))
     assert time.monotonic() - begin < 10
     sender.join()
-    assert not endless.given_up
+    assert not endless.timed_out
     assert all(p.grad is None for p in layers.parameters())
     endless.loops_in = ""
-    if when == "forward":
+    if phase == "forward":
         assert all(torch.equal(value, before[name]) for name, value in layers.state_dict().items())
     layers.load_state_dict(before)
     assert unequal(pipeline_step(pipe, x), expected) == []

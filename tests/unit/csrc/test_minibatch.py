@@ -1,4 +1,4 @@
-"""A mini-batch: order of accumulation, what is kept, what a failure leaves behind."""
+"""Mini-batches: the order of accumulation, memory kept for the backward, buffers, and failures."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ CPU = torch.device("cpu")
 WIDTH, BATCH, M = 8, 32, 4
 
 
-class NothingElse(Finder):
-    """For what is all known before."""
+class NoSearch(Finder):
+    """Fails on every search, for plans whose segments are all known."""
 
     def find(self, *arguments: Any) -> Any:
-        raise AssertionError("a known segment was looked for")
+        raise AssertionError("a segment was searched for although all are known")
 
     stand_in = find
 
 
-def plan_of(known: Sequence[Sequence[CompiledStage]], shares: Sequence[float]) -> Plan:
+def plan_of(known: Sequence[Sequence[CompiledStage]], fractions: Sequence[float]) -> Plan:
     stages = [stage.stage for stage in known[0]]
-    finders = [NothingElse() for _ in stages]
-    return make_plan(stages, finders, known[0][0].inputs, shares, 1, Dims((0,)), known)
+    finders = [NoSearch() for _ in stages]
+    return make_plan(stages, finders, known[0][0].inputs, fractions, 1, Dims((0,)), known)
 
 
 class Pipe:
-    """A pipeline of equal micro-batches, each of which saves its own share of activations."""
+    """A pipeline of equal micro-batches, each with its own saved fraction."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, budgets: Sequence[float]
+        self, layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, fractions: Sequence[float]
     ) -> None:
         starts = [sum(balance[:i]) for i in range(len(balance))]
         stages = [Stage(layers[a : a + n], a, CPU) for a, n in zip(starts, balance, strict=True)]
@@ -50,7 +50,7 @@ class Pipe:
         compiled = Compiler().compile(stages, [Boundary((spec,))])
         assert not isinstance(compiled, Refusal), compiled
         self.layers, self.pipeline = layers, Pipeline(len(balance), Interpreted())
-        self.plan = plan_of(compiled * M, budgets)
+        self.plan = plan_of(compiled * M, fractions)
 
     def __call__(self, x: Tensor) -> Tensor:
         (output,), _ = self.pipeline.forward(
@@ -77,7 +77,7 @@ def gradients(layers: Sequence[nn.Module], x: Tensor, output: Tensor, retain: bo
     return list(torch.autograd.grad(output, wanted, tangent(), retain_graph=retain))
 
 
-def test_the_last_micro_batch_is_added_first() -> None:
+def test_gradients_are_accumulated_from_the_last_micro_batch_to_the_first() -> None:
     layers, x = mlp(), data()
     model = nn.Sequential(*layers)
     output = Pipe(layers, [4, 4], x, [0.0] * M)(x)
@@ -94,20 +94,20 @@ def test_the_last_micro_batch_is_added_first() -> None:
     assert not all(torch.equal(o, f) for o, f in zip(found, forwards, strict=True))
 
 
-@pytest.mark.parametrize("budgets", [[0.0] * M, [1.0] * M, [0.0, 1.0, 0.5, 0.0]], ids=str)
+@pytest.mark.parametrize("fractions", [[0.0] * M, [1.0] * M, [0.0, 1.0, 0.5, 0.0]], ids=str)
 @pytest.mark.parametrize("balance", [[8], [4, 4], [1, 2, 5]], ids=str)
-def test_balance_and_budgets_change_no_bit(balance: list[int], budgets: list[float]) -> None:
+def test_balance_and_saved_fractions_change_no_bit(balance: list[int], fractions: list[float]) -> None:
     layers, x, results = mlp(), data(), []
-    for cut, share in (([8], [1.0] * M), (balance, budgets)):
-        output = Pipe(layers, cut, x, share)(x)
+    for layers_per_stage, saved in (([8], [1.0] * M), (balance, fractions)):
+        output = Pipe(layers, layers_per_stage, x, saved)(x)
         results.append([output, *gradients(layers, x, output)])
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("budget", [0.0, 1.0])
-def test_kept_tensors_go_with_the_backward(budget: float) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_kept_tensors_are_freed_by_a_backward_that_does_not_retain_the_graph(fraction: float) -> None:
     layers, x = mlp(), data()
-    output = Pipe(layers, [4, 4], x, [budget] * M)(x)
+    output = Pipe(layers, [4, 4], x, [fraction] * M)(x)
     before = kept_bytes(output)
     first = gradients(layers, x, output, retain=True)
     assert kept_bytes(output) == before
@@ -116,28 +116,28 @@ def test_kept_tensors_go_with_the_backward(budget: float) -> None:
     assert kept_bytes(output) == 0
 
 
-def test_full_recompute_keeps_the_boundaries_alone() -> None:
-    """Contract 4: for K stages of an MLP, the mini-batch once and K - 1 boundary activations of its size."""
+def test_full_recompute_keeps_only_boundary_activations() -> None:
+    """Contract 4: K stages of an MLP keep the mini-batch and K - 1 boundary activations of its size."""
     layers, x = mlp(), data()
     for balance in ([8], [4, 4], [2, 2, 2, 2]):
         assert kept_bytes(Pipe(layers, balance, x, [0.0] * M)(x)) == len(balance) * BATCH * WIDTH * 4
 
 
-def test_kept_bytes_grow_with_what_is_saved() -> None:
+def test_kept_bytes_grow_with_the_saved_fractions() -> None:
     layers, x = mlp(), data()
-    shares = ([0.0] * M, [0.0] * (M - 1) + [1.0], [1.0] * M)
-    always, except_last, never = (kept_bytes(Pipe(layers, [4, 4], x, budgets)(x)) for budgets in shares)
+    policies = ([0.0] * M, [0.0] * (M - 1) + [1.0], [1.0] * M)
+    always, except_last, never = (kept_bytes(Pipe(layers, [4, 4], x, fractions)(x)) for fractions in policies)
     assert always < except_last < never
 
 
-def test_what_is_no_pipelines_keeps_nothing() -> None:
+def test_kept_bytes_are_zero_without_a_pipelines_graph() -> None:
     layers, x = mlp(), data()
     assert kept_bytes(nn.Sequential(*layers)(x)) == 0
     with torch.no_grad():
         assert kept_bytes(Pipe(layers, [4, 4], x, [0.0] * M)(x)) == 0
 
 
-def test_inference_bounds_what_waits_at_a_boundary() -> None:
+def test_inference_bounds_the_slots_of_a_schedule() -> None:
     layers, x = mlp(), data()
     assert Pipe(layers, [4, 4], x, [0.0] * M).plan.schedule.slots == M
     many = torch.randn(2 * BATCH, WIDTH)
@@ -148,7 +148,7 @@ def test_inference_bounds_what_waits_at_a_boundary() -> None:
 
 
 class Count(nn.Module):
-    """Counts its calls, and keeps a running mean."""
+    """Counts its calls and keeps a running mean of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,8 +174,8 @@ def test_buffers_are_written_only_if_all_stages_succeed() -> None:
     assert layers[0].mean == (((0.5 * 0.5 + 2.5) * 0.5 + 4.5) * 0.5) + 6.5
 
 
-def test_autograd_notices_that_buffers_were_written() -> None:
-    """A graph that saved the statistics before must not be differentiated with the new ones."""
+def test_written_buffers_invalidate_earlier_graphs_that_saved_them() -> None:
+    """A graph that saved the old statistics must not be differentiated with the new ones."""
     norm, x = nn.BatchNorm1d(WIDTH), data()
     earlier = norm.eval()(x).sum()
     norm.train()
@@ -185,19 +185,19 @@ def test_autograd_notices_that_buffers_were_written() -> None:
         earlier.backward()
 
 
-@pytest.mark.parametrize("budget", [0.0, 1.0])
-def test_a_buffer_changed_before_the_backward_raises(budget: float) -> None:
-    """As in eager: the statistics are read in the backward."""
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_an_in_place_change_of_a_buffer_before_the_backward_raises(fraction: float) -> None:
+    """The backward reads the statistics, as in eager mode."""
     norm, x = nn.BatchNorm1d(WIDTH).eval(), data()
-    for forward in (nn.Sequential(norm, nn.Tanh()), Pipe([norm, nn.Tanh()], [1, 1], x, [budget] * M)):
+    for forward in (nn.Sequential(norm, nn.Tanh()), Pipe([norm, nn.Tanh()], [1, 1], x, [fraction] * M)):
         loss = forward(x).sum()
         norm.running_var.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
-def test_a_buffer_with_new_data_before_the_backward_raises() -> None:
-    """Eager would read the old data; what is gone cannot be."""
+def test_new_data_of_a_buffer_before_the_backward_raises() -> None:
+    """Eager autograd would use the old data; a recompute can no longer read it."""
     norm, x = nn.BatchNorm1d(WIDTH).eval(), data()
     loss = Pipe([norm, nn.Tanh()], [1, 1], x, [0.0] * M)(x).sum()
     norm.running_var.data = torch.ones(WIDTH) * 2
@@ -205,8 +205,8 @@ def test_a_buffer_with_new_data_before_the_backward_raises() -> None:
         loss.backward()
 
 
-def test_a_buffer_that_two_stages_share_is_not_written() -> None:
-    """Both run at once, so neither would read what the plain loop's order makes of it."""
+def test_stages_may_share_a_buffer_only_if_neither_writes_it() -> None:
+    """Both stages run concurrently, so neither would read the values of the plain loop's order."""
     first, second = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
     second.running_mean = first.running_mean
     with pytest.raises(ValueError, match=r"stage 0 writes a buffer of shape \[8\] that stage 1 uses, too"):
@@ -217,7 +217,7 @@ def test_a_buffer_that_two_stages_share_is_not_written() -> None:
 
 
 class Scale(nn.Module):
-    """Scales by a running value that it updates first: a buffer both read and written."""
+    """Scales by a running value that it updates first: the buffer is both read and written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,11 +228,11 @@ class Scale(nn.Module):
         return x * self.scale.clone()
 
 
-def test_recompute_reads_the_buffers_that_the_forward_read() -> None:
-    """Writing the final buffers must not change what the first micro-batch recomputes from."""
+def test_a_recompute_reads_the_buffer_values_that_the_forward_read() -> None:
+    """Writing the final buffers must not change the values from which the first micro-batch recomputes."""
     x, linear, found = data(), nn.Linear(WIDTH, WIDTH), []
-    for budget in (1.0, 0.0):
+    for fraction in (1.0, 0.0):
         layers = [linear, Scale()]
-        output = Pipe(layers, [2], x, [budget] * M)(x)
+        output = Pipe(layers, [2], x, [fraction] * M)(x)
         found.append(gradients(layers, x, output))
     assert all(map(torch.equal, *found))

@@ -1,4 +1,4 @@
-"""Contract 3: the actions need no GIL and run no Python, and Python's work does not grow with K or M."""
+"""Contract 3: actions need no GIL and run no Python, and Python's work does not grow with K or M."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tests.reference import gradient_like
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Calls C without giving the GIL away.
+# Calls C functions without releasing the GIL.
 C = ctypes.PyDLL(None)
 
-# Cutting the mini-batch and handing out the pieces takes a while, in which another thread can get the GIL.
+# Splitting a mini-batch into so many micro-batches takes long enough for another thread to acquire the GIL.
 M = 500
 
 
 @torch.library.custom_op("gpipe_fast_tests::doubled", mutates_args=())
 def doubled(x: Tensor) -> Tensor:
-    """An operator whose kernel is Python, for the CPU, as users may have them."""
+    """An operator whose CPU kernel is in Python, as users may define it."""
     return x * 2
 
 
@@ -53,7 +53,7 @@ class Doubled(nn.Module):
 
 
 def layers() -> list[nn.Module]:
-    """Eight, with buffers and random draws."""
+    """Returns eight layers, among them some with buffers or random draws."""
     torch.manual_seed(0)
     return [
         *(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.1)),
@@ -65,8 +65,10 @@ def tokens(num_microbatches: int) -> Tensor:
     return torch.randint(0, 11, (2 * num_microbatches,), generator=torch.Generator().manual_seed(1))
 
 
-def calls(pipe: GPipe, x: Tensor) -> tuple[Callable[[], Tensor], Callable[[Tensor], Callable[[], object]]]:
-    """Forward and backward without the Python around them: first of all they give the GIL away."""
+def native_calls(
+    pipe: GPipe, x: Tensor
+) -> tuple[Callable[[], Tensor], Callable[[Tensor], Callable[[], object]]]:
+    """Returns forward and backward without the Python around them: both begin by releasing the GIL."""
     arguments, native = native_call(pipe, x), pipeline_of(pipe)
 
     def forward() -> Tensor:
@@ -84,12 +86,12 @@ def calls(pipe: GPipe, x: Tensor) -> tuple[Callable[[], Tensor], Callable[[Tenso
 
 
 @dataclass
-class Held:
-    """What was recorded while another thread held the GIL, and from when to when it did; one clock."""
+class GilHeldRun:
+    """A recording made while another thread held the GIL, and when that thread acquired and released it."""
 
     recording: Recording
-    taken: float
-    given_back: float
+    acquired: float
+    released: float
 
     @property
     def begin(self) -> float:
@@ -100,12 +102,12 @@ class Held:
         return max(e.end for e in self.recording.latest.values())
 
     @property
-    def no_gil_was_needed(self) -> bool:
-        return self.taken < self.begin and self.end < self.given_back
+    def needed_no_gil(self) -> bool:
+        return self.acquired < self.begin and self.end < self.released
 
 
-def while_gil_is_held(pipe: GPipe, call: Callable[[], object], seconds: float) -> Held:
-    """Calls, while another thread has the GIL from before the first action on and for so many seconds."""
+def run_while_gil_is_held(pipe: GPipe, call: Callable[[], object], seconds: float) -> GilHeldRun:
+    """Runs ``call`` while another thread holds the GIL for ``seconds``, from before the first action."""
     times: list[float] = []
     go = threading.Lock()
     go.acquire()
@@ -119,17 +121,17 @@ def while_gil_is_held(pipe: GPipe, call: Callable[[], object], seconds: float) -
     with pipe.recording() as recording:
         holder = threading.Thread(target=hold)
         holder.start()
-        with never_switched():
+        with no_thread_switches():
             go.release()
-            C.usleep(5000)  # so that the holder waits for nothing but the GIL, which only `call` gives away
+            C.usleep(5000)  # until the holder waits only for the GIL, which only `call` releases
             call()
         holder.join()
-    return Held(recording, *times)
+    return GilHeldRun(recording, *times)
 
 
 @contextmanager
-def never_switched() -> Iterator[None]:
-    """Threads give the GIL away of themselves only."""
+def no_thread_switches() -> Iterator[None]:
+    """Stops the interpreter from switching threads: they release the GIL only explicitly."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     try:
@@ -138,49 +140,49 @@ def never_switched() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def held(pipe: GPipe, call: Callable[[], object], seconds: float = 0.5) -> Held:
-    """Tries again if the holder came too late, which says nothing about the pipeline."""
+def run_until_gil_is_held(pipe: GPipe, call: Callable[[], object], seconds: float = 0.5) -> GilHeldRun:
+    """Repeats the call until the other thread acquires the GIL before the first action."""
     call()
     for _ in range(10):
-        found = while_gil_is_held(pipe, call, seconds)
-        if found.taken < found.begin:
+        found = run_while_gil_is_held(pipe, call, seconds)
+        if found.acquired < found.begin:
             return found
-    raise AssertionError("the GIL was never taken before the first action began")
+    raise AssertionError("no attempt acquired the GIL before the first action began")
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_actions_need_no_gil(checkpoint: str) -> None:
     pipe, x = GPipe(nn.Sequential(*layers()), [2, 3, 3], chunks=M, checkpoint=checkpoint), tokens(M)
-    forward, backward = calls(pipe, x)
+    forward, backward = native_calls(pipe, x)
     recomputed = range({"always": M, "except_last": M - 1, "never": 0}[checkpoint])
     schedule = fill_drain(3, M, recomputed=recomputed)
     phases = (("forward", schedule.forward_part(), forward), ("backward", schedule.backward_part(), None))
     for phase, part, call in phases:
-        found = held(pipe, call or backward(forward()))
+        found = run_until_gil_is_held(pipe, call or backward(forward()))
         assert set(found.recording.latest) == set(part.order()), phase
-        assert found.no_gil_was_needed, (phase, found.taken, found.begin, found.end, found.given_back)
+        assert found.needed_no_gil, (phase, found.acquired, found.begin, found.end, found.released)
 
 
-def test_an_operator_in_python_would_be_noticed() -> None:
-    """The measure can fail: this stage's program calls back into Python."""
+def test_a_python_operator_is_seen_to_need_the_gil() -> None:
+    """Negative control: this stage's program calls back into Python."""
     pipe = GPipe(nn.Sequential(nn.Linear(4, 4), Doubled(), nn.Linear(4, 4)), [1, 2], chunks=M)
-    forward, backward = calls(pipe, torch.randn(2 * M, 4))
+    forward, backward = native_calls(pipe, torch.randn(2 * M, 4))
     for call in (forward, backward(forward())):
-        found = held(pipe, call, seconds=0.3)
-        assert found.begin < found.given_back < found.end
-        assert not found.no_gil_was_needed
+        found = run_until_gil_is_held(pipe, call, seconds=0.3)
+        assert found.begin < found.released < found.end
+        assert not found.needed_no_gil
 
 
 needs_monitoring = pytest.mark.skipif(
-    sys.version_info < (3, 12), reason="sys.monitoring, which sees all threads, came with Python 3.12"
+    sys.version_info < (3, 12), reason="needs sys.monitoring (Python 3.12), which sees all threads"
 )
 KINDS = ("PY_START", "CALL", "C_RETURN")
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """What the interpreter does in the block, in all threads: frames begun, calls made, C calls ended."""
+def counting_events() -> Iterator[Counter[str]]:
+    """Counts, in all threads, the frames begun, calls made and C calls ended in the block."""
     monitoring = sys.monitoring  # type: ignore[attr-defined]
     tool, found = monitoring.PROFILER_ID, Counter[str]()
     monitoring.use_tool_id(tool, "gpipe_fast tests")
@@ -197,15 +199,15 @@ def counted() -> Iterator[Counter[str]]:
         monitoring.free_tool_id(tool)
 
 
-def work_of_a_step(model: Sequence[nn.Module], x: Tensor, balance: list[int], chunks: int) -> Counter[str]:
-    """What the interpreter does in one training step, once the programs are there."""
+def events_of_a_step(model: Sequence[nn.Module], x: Tensor, balance: list[int], chunks: int) -> Counter[str]:
+    """Counts the interpreter's events in one training step of a compiled pipeline."""
     pipe = GPipe(nn.Sequential(*model), balance, chunks=chunks)
     for _ in range(2):
         pipe(x).sum().backward()
     gc.collect()
     gc.disable()
     try:
-        with counted() as found:
+        with counting_events() as found:
             pipe(x).sum().backward()
     finally:
         gc.enable()
@@ -214,19 +216,19 @@ def work_of_a_step(model: Sequence[nn.Module], x: Tensor, balance: list[int], ch
 
 @needs_monitoring
 @pytest.mark.smoke
-def test_python_does_not_grow_with_stages_and_micro_batches() -> None:
+def test_python_work_does_not_grow_with_stages_and_micro_batches() -> None:
     x = tokens(32)
-    few = work_of_a_step(layers(), x, [4, 4], chunks=2)
-    many = work_of_a_step(layers(), x, [2, 2, 2, 2], chunks=32)
+    few = events_of_a_step(layers(), x, [4, 4], chunks=2)
+    many = events_of_a_step(layers(), x, [2, 2, 2, 2], chunks=32)
     assert few == many
     assert all(few[kind] > 0 for kind in KINDS)
 
 
 @needs_monitoring
 @pytest.mark.smoke
-def test_python_in_a_worker_would_be_counted() -> None:
-    """The count can fail: of an operator in Python every call is seen, whatever thread makes it."""
+def test_python_operators_in_workers_are_counted() -> None:
+    """Negative control: every call of a Python operator is counted, in any thread."""
     model = [nn.Linear(4, 4), Doubled(), nn.Linear(4, 4)]
     x = torch.randn(64, 4)
-    few, many = (work_of_a_step(model, x, [1, 2], chunks) for chunks in (2, 32))
+    few, many = (events_of_a_step(model, x, [1, 2], chunks) for chunks in (2, 32))
     assert few["PY_START"] < many["PY_START"]

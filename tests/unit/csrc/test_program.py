@@ -1,4 +1,4 @@
-"""Programs keep nothing alive, survive errors, share an arena, and follow their parameters."""
+"""Programs: what they keep alive, errors, shared arenas, and changed parameters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def mlp() -> list[nn.Module]:
     return [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
 
 
-def backward_of(layers: list[nn.Module], x: Tensor, budget: float = 0.0) -> StageGraph:
-    graph = split(joint_of(layers, x), budget).backward
+def backward_of(layers: list[nn.Module], x: Tensor, fraction: float = 0.0) -> StageGraph:
+    graph = split(joint_of(layers, x), fraction).backward
     assert graph is not None
     return graph
 
 
-def owners(tensor: Tensor) -> int:
-    """How many tensors and programs refer to the tensor's memory."""
+def num_references(tensor: Tensor) -> int:
+    """Returns how many tensors and programs refer to the tensor's memory."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -57,40 +57,40 @@ def test_gradients_are_not_overwritten_by_the_next_mini_batch() -> None:
     assert unequal(first, kept) == []
 
 
-@pytest.mark.parametrize("budget", [0.0, 1.0])
-def test_a_run_keeps_no_input_alive(budget: float) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_program_run_keeps_no_input_alive(fraction: float) -> None:
     layers = [*mlp(), nn.Flatten(0), nn.Unflatten(0, (4, 4))]
     x = torch.randn(4, 6, requires_grad=True)
     joint = joint_of(layers, x)
-    parts = split(joint, budget)
+    parts = split(joint, fraction)
     assert parts.backward is not None
     forward, backward = Runner(parts.forward_saving, layers), Runner(parts.backward, layers)
     values = given(layers, joint, x)
     values |= saved(forward(values))
-    watched = [v for p, v in values.items() if p.role in (Role.INPUT, Role.SAVED, Role.TANGENT, Role.KEY)]
-    before = [owners(v) for v in watched]
+    inputs = [v for p, v in values.items() if p.role in (Role.INPUT, Role.SAVED, Role.TANGENT, Role.KEY)]
+    before = [num_references(v) for v in inputs]
     results = backward(values)
     del results
-    assert [owners(v) for v in watched] == before
+    assert [num_references(v) for v in inputs] == before
 
 
-def test_an_error_of_an_operator_leaves_nothing_behind() -> None:
+def test_an_operator_error_keeps_no_input_alive_and_the_next_run_is_correct() -> None:
     layers = [nn.Embedding(4, 8), nn.Linear(8, 8), nn.Embedding.from_pretrained(torch.ones(4, 8))]
     joint = joint_of(layers[:2], torch.zeros(3, dtype=torch.int64))
     parts = split(joint, 0.0)
     runner = Runner(parts.forward, layers[:2])
     good, bad = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 4])
     values = given(layers[:2], joint, bad)
-    before = owners(values[INPUT])
+    before = num_references(values[INPUT])
     with pytest.raises(IndexError, match="index out of range"):
         runner(values)
-    assert owners(values[INPUT]) == before
+    assert num_references(values[INPUT]) == before
     values = given(layers[:2], joint, good)
     assert unequal(runner(values), run_graph(parts.forward, values)) == []
 
 
 @pytest.mark.parametrize("transposed", [INPUT, Port(Role.TANGENT, 0)], ids=str)
-def test_other_strides_are_as_right(transposed: Port) -> None:
+def test_inputs_with_other_strides_give_the_same_results(transposed: Port) -> None:
     layers, x = [m.double() for m in mlp()], torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     joint = joint_of(layers, x)
     graph = backward_of(layers, x)
@@ -104,7 +104,7 @@ def test_other_strides_are_as_right(transposed: Port) -> None:
     runner(values)
 
 
-def test_refuses_other_shapes_and_dtypes() -> None:
+def test_a_program_refuses_other_shapes_and_dtypes() -> None:
     layers, x = mlp(), torch.randn(4, 6)
     graph = split(joint_of(layers, x), 0.0).forward
     native = lower(graph).build(Arena(), CPU)
@@ -119,9 +119,9 @@ def test_refuses_other_shapes_and_dtypes() -> None:
         native.bind([torch.ones(3, 3)] * 6)
 
 
-@pytest.mark.parametrize("budget", [0.0, 1.0])
-def test_takes_what_has_no_size_while_tracing(budget: float) -> None:
-    """As cuDNN's batch norm hands its backward a reserve, whose size the library knows."""
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_saved_tensors_may_have_another_size_than_in_the_trace(fraction: float) -> None:
+    """An example is the reserve of cuDNN's batch norm, whose size only the library knows."""
     library = torch.library.Library("gpipe_fast_test", "FRAGMENT")
     library.define("reserving(Tensor x) -> (Tensor, Tensor)")
     library.impl("reserving", lambda x: (x * 2, torch.full((5,), 3, dtype=torch.uint8)), "CPU")
@@ -147,7 +147,7 @@ def test_takes_what_has_no_size_while_tracing(budget: float) -> None:
 
     layers, x = [Layer(), nn.Tanh()], torch.randn(4, 6, requires_grad=True)
     joint = joint_of(layers, x)
-    parts = split(joint, budget)
+    parts = split(joint, fraction)
     values = given(layers, joint, x)
     forward, backward = run_graphs(parts, values)
     ours = Runner(parts.forward_saving, layers)(values)
@@ -156,7 +156,7 @@ def test_takes_what_has_no_size_while_tracing(budget: float) -> None:
     assert unequal(Runner(parts.backward, layers)(values | saved(ours)), backward) == []
 
 
-def test_refuses_to_add_to_a_gradient_that_was_not_made() -> None:
+def test_a_program_refuses_to_add_to_a_missing_gradient() -> None:
     layers, x = mlp(), torch.randn(4, 6)
     joint = joint_of(layers, x)
     runner = Runner(backward_of(layers, x), layers)
@@ -164,14 +164,14 @@ def test_refuses_to_add_to_a_gradient_that_was_not_made() -> None:
         runner(given(layers, joint, x), first=False)
 
 
-def test_refuses_a_call_with_missing_arguments() -> None:
+def test_a_program_refuses_an_operator_with_missing_arguments() -> None:
     native = NativeProgram(Arena(), CPU)
     with pytest.raises(ValueError, match=r"aten::relu\. takes 1 arguments, got 0"):
         native.add_operator("aten::relu", "", [], None)
 
 
 def test_programs_share_an_arena() -> None:
-    """A larger program makes the block grow under a smaller one."""
+    """A larger program makes the arena grow while a smaller one uses it, too."""
     small, large = mlp(), mlp()
     x, y = torch.randn(4, 6, requires_grad=True), torch.randn(256, 6, requires_grad=True)
     arena = Arena()
@@ -182,13 +182,13 @@ def test_programs_share_an_arena() -> None:
         Runner(backward_of(layers, z), layers)(v)
         for layers, z, v in zip((small, large), (x, y), values, strict=True)
     ]
-    for turn in (0, 1, 0, 1):
-        assert unequal(runners[turn](values[turn]), expected[turn]) == []
+    for index in (0, 1, 0, 1):
+        assert unequal(runners[index](values[index]), expected[index]) == []
     assert arena.bytes == runners[1].program.arena_bytes
 
 
-def test_parameters_are_followed() -> None:
-    """An optimizer's step shows at once; a replaced tensor, once it is bound."""
+def test_a_program_reads_updated_and_rebound_parameters() -> None:
+    """An in-place update takes effect at once; a replaced tensor takes effect when it is bound."""
     layers, x = mlp(), torch.randn(4, 6)
     joint = joint_of(layers, x)
     graph = split(joint, 0.0).forward
@@ -203,10 +203,10 @@ def test_parameters_are_followed() -> None:
     parameters[0].data = torch.randn(8, 6)
     runner.native.bind([p.detach() for p in parameters])
     assert torch.equal(runner(given(layers, joint, x))[OUTPUT], model(x))
-    assert owners(old) == owners(torch.ones(1))  # the program has let go of it
+    assert num_references(old) == num_references(torch.ones(1))  # the program has released it
 
 
-def test_direct_and_boxed_calls_have_the_same_bits() -> None:
+def test_direct_and_boxed_operator_calls_give_equal_bits() -> None:
     layers, x = [*mlp(), nn.Softmax(1), nn.LayerNorm(4), nn.GELU()], torch.randn(4, 6, requires_grad=True)
     joint = joint_of(layers, x)
     program, values = lower(backward_of(layers, x)), given(layers, joint, x)
@@ -217,20 +217,20 @@ def test_direct_and_boxed_calls_have_the_same_bits() -> None:
         native.bind(parameters)
         outputs, gradients = native.run([values[p] for p in program.inputs], [None] * 8, True)
         results.append([*outputs, *gradients])
-    for boxed, straight in zip(*results, strict=True):
+    for boxed, unboxed in zip(*results, strict=True):
         assert boxed is not None
-        assert torch.equal(boxed, straight)
+        assert torch.equal(boxed, unboxed)
 
 
 class Constants(nn.Module):
-    """Numbers where an operator takes a tensor, of every kind that Python has."""
+    """Passes Python numbers of every type where an operator takes a tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.where(x > 0, x * 2 + 1, x.pow(2) - 0.5)
         return y + (torch.complex(x, y) * 2j).imag
 
 
-def test_numbers_as_tensors() -> None:
+def test_python_numbers_are_passed_as_tensors() -> None:
     x = torch.randn(4, 6, requires_grad=True)
     layers = [Constants()]
     joint = joint_of(layers, x)
@@ -248,7 +248,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_two_intra_op_threads() -> None:
+def test_a_program_with_two_intra_op_threads_equals_the_graph() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256)]
     x = torch.randn(256, 256, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The keyed ops: their bits, their distributions, what they refuse."""
+"""The keyed operators: their bits, distributions and errors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.unit.randomness.keyed_draws import (
 
 
 def word_pairs(n: int, **place: Any) -> Tensor:
-    """The draw's words, two in each number: over the whole range, an integer is smallest + its bits."""
+    """Returns the draw's words, two per integer: over the full range, an integer is its bits + minimum."""
     return draw("integer", [n], -(2**63), 2**63 - 1, **place) ^ -(2**63)
 
 
 @contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
+def intra_op_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -50,7 +50,7 @@ def exponential_cdf(x: Tensor) -> Tensor:
     return -torch.expm1(-x)
 
 
-# The known answers that Random123 publishes.
+# Known answers that Random123 publishes.
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
@@ -59,14 +59,14 @@ def exponential_cdf(x: Tensor) -> Tensor:
         ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
-def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
+def test_philox_gives_the_known_answers(counter: str, key: str, expected: str) -> None:
     low, high = (int(word, 16) for word in key.split())
     signed = (high << 32 | low) - (1 << 64 if high >> 31 else 0)
     words = keyed.philox_block(signed, [int(word, 16) for word in counter.split()])
     assert " ".join(f"{word:08x}" for word in words.tolist()) == expected
 
 
-def test_element_draws_from_its_block() -> None:
+def test_each_element_draws_from_its_own_philox_block() -> None:
     minibatch, microbatch, first_layer = KEY.tolist()
     drawn = word_pairs(2**12, layer=5, ordinal=9)
     for block in (0, 1, 7, 8, 255, 256, 2047):
@@ -77,12 +77,12 @@ def test_element_draws_from_its_block() -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("n", [0, 1, 3, 1023, 1025, 2**20 + 7])
-def test_bits_depend_on_the_index_alone(name: str, n: int) -> None:
+def test_bits_depend_only_on_the_element_index(name: str, n: int) -> None:
     dtypes = [torch.int64] if name == "integer" else [torch.float32, torch.float64, torch.bfloat16]
     for dtype in dtypes:
-        with threads(1):
+        with intra_op_threads(1):
             one = draw(name, [n], dtype=dtype)
-        with threads(2):
+        with intra_op_threads(2):
             assert torch.equal(one, draw(name, [n], dtype=dtype))
         assert one.is_contiguous()
         assert one.dtype == dtype
@@ -92,7 +92,7 @@ def test_bits_depend_on_the_index_alone(name: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_every_coordinate_of_the_key_counts(name: str) -> None:
+def test_every_coordinate_of_the_key_changes_the_draw(name: str) -> None:
     base = draw(name, [N])
     minibatch, microbatch, first_layer = KEY.tolist()
     others = [
@@ -105,12 +105,12 @@ def test_every_coordinate_of_the_key_counts(name: str) -> None:
     ]
     for other in others:
         assert_uncorrelated(base, other)
-    # A layer is counted from the start of the model, whichever stage it is in.
+    # Layers are numbered from the start of the model, independently of the stages.
     assert torch.equal(base, draw(name, [N], key=make_key(minibatch, microbatch, 0), layer=first_layer + 1))
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.9, 1.0])
-def test_bernoulli_rate(p: float) -> None:
+def test_bernoulli_draws_have_the_given_rate(p: float) -> None:
     mask = draw("bernoulli", [N], p, dtype=torch.bool)
     assert abs(mask.double().mean().item() - p) <= 4 * math.sqrt(p * (1 - p) / N)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int64):
@@ -118,7 +118,7 @@ def test_bernoulli_rate(p: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_continuous_distributions(dtype: torch.dtype) -> None:
+def test_continuous_draws_have_their_distributions(dtype: torch.dtype) -> None:
     uniform = draw("uniform", [N], 0.0, 1.0, dtype=dtype)
     normal = draw("normal", [N], 0.0, 1.0, dtype=dtype)
     exponential = draw("exponential", [N], 1.0, dtype=dtype)
@@ -135,7 +135,7 @@ def test_continuous_distributions(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_draws(dtype: torch.dtype) -> None:
+def test_sixteen_bit_draws_are_rounded_within_their_range(dtype: torch.dtype) -> None:
     uniform = draw("uniform", [N], 0.0, 1.0, dtype=dtype)
     assert uniform.max() < 1  # not rounded up to the open end
     assert draw("uniform", [N], 1.0, 1.01, dtype=dtype).double().max() < 1.01
@@ -144,17 +144,17 @@ def test_sixteen_bit_draws(dtype: torch.dtype) -> None:
     assert torch.equal(draw("exponential", [N], dtype=dtype), draw("exponential", [N]).to(dtype))
 
 
-def test_normal_and_exponential_are_exact_to_float32() -> None:
-    """Both are computed again in float64, from the words they used."""
+def test_normal_and_exponential_draws_are_exact_to_float32() -> None:
+    """Recomputes both draws in float64 from the words that they used."""
     words = word_pairs(N // 2)
     u = ((words & 0xFFFFFFFF).float() * 2.0**-32 + 2.0**-33).double()
-    turn = ((words >> 32) & 0xFFFFFFFF).double() * (2 * math.pi * 2.0**-32)
+    angle = ((words >> 32) & 0xFFFFFFFF).double() * (2 * math.pi * 2.0**-32)
     radius = torch.sqrt(-2 * torch.log(u))
-    expected = torch.stack([radius * turn.cos(), radius * turn.sin()], 1).flatten()
+    expected = torch.stack([radius * angle.cos(), radius * angle.sin()], 1).flatten()
     torch.testing.assert_close(draw("normal", [N], 0.0, 1.0).double(), expected, rtol=1e-6, atol=5e-7)
     # 2^-24, a float's resolution below 1, is the coarsest step of the uniform draw.
-    waits = draw("exponential", [N], 1.0)[::2].double()
-    torch.testing.assert_close(waits, -torch.log(u), rtol=5e-7, atol=2.0**-24)
+    exponentials = draw("exponential", [N], 1.0)[::2].double()
+    torch.testing.assert_close(exponentials, -torch.log(u), rtol=5e-7, atol=2.0**-24)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_normal_and_exponential_are_exact_to_float32() -> None:
         (lambda: draw("uniform", [4], ordinal=65_536), "65536 random ops"),
     ],
 )
-def test_bad_arguments(call: Callable[[], Tensor], message: str) -> None:
+def test_invalid_arguments_of_draws_are_refused(call: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_opcheck(name: str) -> None:
+def test_keyed_operators_pass_opcheck(name: str) -> None:
     dtype = torch.int64 if name == "integer" else torch.float32
     torch.library.opcheck(
         getattr(keyed, f"keyed_{name}").default,

@@ -1,4 +1,4 @@
-"""Keyed draws on a GPU have the bits of those on the CPU."""
+"""Keyed draws on a GPU equal those on the CPU bit for bit."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ keyed = torch.ops.gpipe_fast
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 KEYS = [(0, 0, 0), (-(2**63), 2**32 - 1, 0), (0x0123456789ABCDEF, 7, 12), (-1, 1, 65000)]
-# Below, at and beyond a block of words, a block of threads, and what all threads draw at once.
+# Sizes around a block of words, a block of threads, and one pass of all threads.
 SIZES = (0, 1, 3, 4, 5, 1023, 1025, 100_003, 3_000_001)
 
 Draw = Callable[..., Tensor]
 
 
-def pair(op: Draw, size: int, key: tuple[int, int, int], layer: int, *arguments: float, dtype: torch.dtype):
-    """The same draw on both."""
-    of_host = make_key(*key)
+def cpu_and_cuda_draws(
+    op: Draw, size: int, key: tuple[int, int, int], layer: int, *arguments: float, dtype: torch.dtype
+):
+    """Returns the same draw on the CPU and on the GPU."""
+    host_key = make_key(*key)
     return (
-        op(of_host, layer, 3, [size], *arguments, dtype=dtype, device=torch.device("cpu")),
-        op(of_host.cuda(), layer, 3, [size], *arguments, dtype=dtype, device=torch.device("cuda", 0)),
+        op(host_key, layer, 3, [size], *arguments, dtype=dtype, device=torch.device("cpu")),
+        op(host_key.cuda(), layer, 3, [size], *arguments, dtype=dtype, device=torch.device("cuda", 0)),
     )
 
 
-def check(
+def check_equal(
     op: Draw, size: int, key: tuple[int, int, int], layer: int, *arguments: float, dtype: torch.dtype
 ) -> None:
-    expected, found = pair(op, size, key, layer, *arguments, dtype=dtype)
+    expected, found = cpu_and_cuda_draws(op, size, key, layer, *arguments, dtype=dtype)
     assert found.is_cuda
     if dtype == torch.float64 and op in (keyed.keyed_normal, keyed.keyed_exponential):
-        # The library's own logarithms and sines.
+        # CUDA's math library rounds logarithms and sines differently.
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-13, atol=1e-15)
     else:
         assert torch.equal(found.cpu(), expected)
@@ -45,30 +47,30 @@ def check(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_floating_points(dtype: torch.dtype, size: int) -> None:
+def test_cuda_floating_point_draws_equal_those_on_the_cpu(dtype: torch.dtype, size: int) -> None:
     for key in KEYS:
-        check(keyed.keyed_uniform, size, key, 5, -1.5, 2.25, dtype=dtype)
-        check(keyed.keyed_normal, size, key, 5, 0.5, 2.0, dtype=dtype)
-        check(keyed.keyed_exponential, size, key, NO_LAYER, 0.7, dtype=dtype)
+        check_equal(keyed.keyed_uniform, size, key, 5, -1.5, 2.25, dtype=dtype)
+        check_equal(keyed.keyed_normal, size, key, 5, 0.5, 2.0, dtype=dtype)
+        check_equal(keyed.keyed_exponential, size, key, NO_LAYER, 0.7, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATING, *INTEGERS], ids=str)
-def test_bernoulli(dtype: torch.dtype) -> None:
+def test_cuda_bernoulli_draws_equal_those_on_the_cpu(dtype: torch.dtype) -> None:
     for p in (0.0, 2.0**-33, 2.0**-32, 0.3, 1 - 2.0**-33, 1.0):
         for size in (1, 4097):
-            check(keyed.keyed_bernoulli, size, KEYS[2], 5, p, dtype=dtype)
+            check_equal(keyed.keyed_bernoulli, size, KEYS[2], 5, p, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATING, *INTEGERS], ids=str)
-def test_integers(dtype: torch.dtype) -> None:
+def test_cuda_integer_draws_equal_those_on_the_cpu(dtype: torch.dtype) -> None:
     for smallest, largest in ((0, 1), (0, 100), (0, 0)):
-        check(keyed.keyed_integer, 4097, KEYS[2], 5, smallest, largest, dtype=dtype)
+        check_equal(keyed.keyed_integer, 4097, KEYS[2], 5, smallest, largest, dtype=dtype)
     if dtype == torch.int64:
-        check(keyed.keyed_integer, 4097, KEYS[2], 5, -(2**63), 2**63 - 1, dtype=dtype)
+        check_equal(keyed.keyed_integer, 4097, KEYS[2], 5, -(2**63), 2**63 - 1, dtype=dtype)
 
 
-def test_a_draw_for_the_host_by_a_key_on_the_gpu() -> None:
-    expected, _ = pair(keyed.keyed_uniform, 100, KEYS[2], 5, 0.0, 1.0, dtype=torch.float32)
+def test_a_draw_on_the_cpu_accepts_a_key_on_the_gpu() -> None:
+    expected, _ = cpu_and_cuda_draws(keyed.keyed_uniform, 100, KEYS[2], 5, 0.0, 1.0, dtype=torch.float32)
     found = keyed.keyed_uniform(
         make_key(*KEYS[2]).cuda(), 5, 3, [100], 0.0, 1.0, dtype=torch.float32, device=torch.device("cpu")
     )

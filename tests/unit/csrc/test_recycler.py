@@ -1,4 +1,4 @@
-"""Memory that operators allocate inside a program and that the next ones take over."""
+"""The caching allocator: memory that operators allocate inside a program is reused by later operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.stages import Runner, given, joint_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Layer norm returns what it made, 256 KiB of it; the products write into the arena.
+# Layer norm allocates its result of 256 KiB; the products write into the arena.
 WIDTH, ROWS = 256, 256
 
 
@@ -25,43 +25,43 @@ def norms() -> list[nn.Module]:
     return [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)]
 
 
-def test_the_next_run_takes_what_the_last_one_freed() -> None:
+def test_the_next_run_reuses_memory_that_the_last_run_freed() -> None:
     layers, x = norms(), torch.randn(ROWS, WIDTH)
     joint, arena = joint_of(layers, x), Arena()
     forward = Runner(split(joint, 0.0).forward, layers, arena=arena)
     values = given(layers, joint, x)
     first = forward(values)
-    kept = arena.recycled_bytes
-    assert x.nbytes <= kept < 2 * x.nbytes  # the inner norm's result; the outer one's has left
+    cached = arena.recycled_bytes
+    assert x.nbytes <= cached < 2 * x.nbytes  # the first norm's result; the last norm's result was returned
     for _ in range(3):
         again = forward(values)
-        assert arena.recycled_bytes == kept
+        assert arena.recycled_bytes == cached
         assert all(torch.equal(again[port], value) for port, value in first.items())
 
 
-def test_what_leaves_is_not_the_recyclers() -> None:
+def test_memory_of_returned_tensors_is_not_reused() -> None:
     layers, x = norms(), torch.randn(ROWS, WIDTH)
     joint, arena = joint_of(layers, x), Arena()
     forward = Runner(split(joint, 0.0).forward, layers, arena=arena)
     values = given(layers, joint, x)
     (output,) = forward(values).values()
-    copied = output.clone()
+    copy = output.clone()
     values[Port(Role.INPUT, 0)] = torch.randn(ROWS, WIDTH)
     forward(values)
-    assert torch.equal(output, copied)
-    kept = arena.recycled_bytes
+    assert torch.equal(output, copy)
+    cached = arena.recycled_bytes
     del output
-    assert arena.recycled_bytes == kept
+    assert arena.recycled_bytes == cached
 
 
 def test_saved_tensors_outlive_their_pipeline_and_may_be_freed_by_another_thread() -> None:
     pipe = GPipe(nn.Sequential(*norms()), [3], chunks=2, checkpoint="never")
     output = pipe(torch.randn(ROWS, WIDTH))
-    held = [output.sum()]
+    losses = [output.sum()]
     del pipe, output
     gc.collect()
-    held[0].backward()
-    thread = threading.Thread(target=held.clear)
+    losses[0].backward()
+    thread = threading.Thread(target=losses.clear)
     thread.start()
     thread.join()
-    assert not held
+    assert not losses

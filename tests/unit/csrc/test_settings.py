@@ -1,4 +1,4 @@
-"""PyTorch's settings are noticed: what a trace depends on, and what a captured graph depends on."""
+"""PyTorch's settings: those that a trace depends on, and those that a captured graph depends on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gpipe_fast._extension import choices_now, settings_now
 
 CUDA, CUDNN = torch.backends.cuda, torch.backends.cudnn
 
-# How each is read and set. The first ones decide which operators are called.
-CHOICES: dict[str, tuple[Callable[[], object], Callable[[bool], object]]] = {
+# Getter and setter of each setting. These decide which operators are called, the others how they compute.
+OPERATOR_SETTINGS: dict[str, tuple[Callable[[], object], Callable[[bool], object]]] = {
     "flash attention": (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp),
     "memory-efficient attention": (CUDA.mem_efficient_sdp_enabled, CUDA.enable_mem_efficient_sdp),
     "mathematical attention": (CUDA.math_sdp_enabled, CUDA.enable_math_sdp),
@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[Callable[[], object], Callable[[bool], object]]] = {
     ),
     "cuDNN": (lambda: CUDNN.enabled, lambda on: setattr(CUDNN, "enabled", on)),
 }
-OTHERS: dict[str, tuple[Callable[[], object], Callable[[bool], object]]] = {
+NUMERIC_SETTINGS: dict[str, tuple[Callable[[], object], Callable[[bool], object]]] = {
     "deterministic algorithms": (
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
@@ -45,9 +45,9 @@ OTHERS: dict[str, tuple[Callable[[], object], Callable[[bool], object]]] = {
 
 
 @pytest.fixture
-def changed(request: pytest.FixtureRequest) -> Iterator[tuple[bytes, bytes]]:
-    """Changes a setting for the test; what the two were before."""
-    get, set_to = (CHOICES | OTHERS)[request.param]
+def before_change(request: pytest.FixtureRequest) -> Iterator[tuple[bytes, bytes]]:
+    """Changes a setting during the test; yields both values from before."""
+    get, set_to = (OPERATOR_SETTINGS | NUMERIC_SETTINGS)[request.param]
     before, on = (choices_now(), settings_now()), bool(get())
     set_to(not on)
     yield before
@@ -55,20 +55,20 @@ def changed(request: pytest.FixtureRequest) -> Iterator[tuple[bytes, bytes]]:
     assert choices_now() == before[0]
 
 
-@pytest.mark.parametrize("changed", CHOICES, indirect=True)
-def test_what_chooses_operators(changed: tuple[bytes, bytes]) -> None:
-    assert choices_now() != changed[0]
-    assert settings_now() != changed[1]
+@pytest.mark.parametrize("before_change", OPERATOR_SETTINGS, indirect=True)
+def test_settings_that_select_operators_affect_traces_and_graphs(before_change: tuple[bytes, bytes]) -> None:
+    assert choices_now() != before_change[0]
+    assert settings_now() != before_change[1]
 
 
-@pytest.mark.parametrize("changed", OTHERS, indirect=True)
-def test_what_chooses_how_they_compute(changed: tuple[bytes, bytes]) -> None:
-    """A trace serves both; a captured graph does not."""
-    assert choices_now() == changed[0]
-    assert settings_now() != changed[1]
+@pytest.mark.parametrize("before_change", NUMERIC_SETTINGS, indirect=True)
+def test_settings_of_numerics_affect_only_graphs(before_change: tuple[bytes, bytes]) -> None:
+    """A trace is valid for both values; a captured graph is not."""
+    assert choices_now() == before_change[0]
+    assert settings_now() != before_change[1]
 
 
-def test_the_order_of_attention_kernels() -> None:
+def test_the_order_of_attention_kernels_affects_traces() -> None:
     before, order = choices_now(), torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order(order[::-1])
     try:
@@ -78,8 +78,8 @@ def test_the_order_of_attention_kernels() -> None:
     assert choices_now() == before
 
 
-def test_precision_of_single_operators() -> None:
-    """Where it was set for some of cuDNN's alone, PyTorch refuses to tell what it is for all."""
+def test_the_precision_of_single_cudnn_operators_affects_graphs() -> None:
+    """After such a change, PyTorch refuses to report one precision for all of cuDNN."""
     before = settings_now()
     precision = CUDNN.conv.fp32_precision
     CUDNN.conv.fp32_precision = "ieee"
