@@ -1,4 +1,4 @@
-"""Programs that test_lifetime.py runs in processes of their own; their names and arguments are below."""
+"""Programs that test_lifetime.py runs in separate processes; ``PROGRAMS`` lists their names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.inside import delay, disturb_no_more
 from tests.reference import collect, leaf, loop_step, pipeline, pipeline_step, unequal
 
 K, M = 3, 4
-# Longer than anything here takes, and than PyTorch may wait for threads of its own at exit.
+# Longer than any program here takes, and than PyTorch waits for its own threads at exit.
 DEADLINE_SECONDS = 20.0
 
 
@@ -35,7 +35,7 @@ def layers() -> nn.Sequential:
 
 
 def num_threads() -> int:
-    """Of this process."""
+    """Returns the number of threads of this process."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -47,30 +47,30 @@ x = torch.randn(8, 6)
 outputs: list[Tensor] = []
 
 
-def leave_everything_behind(how: str) -> None:
-    """Ends with a pipeline, a loss that waits for its backward, and a half-used graph, all global."""
+def exit_with_pending_graphs(variant: str) -> None:
+    """Exits while globals hold a pipeline, an output without backward, and a retained graph."""
     pipe(x).sum().backward()
     outputs.append(pipe(x))
     outputs.append(pipe(x).sum())
     outputs[-1].backward(retain_graph=True)
-    if how == "exception":
+    if variant == "exception":
         raise LookupError("as planned")
-    if how == "exit":
+    if variant == "exit":
         sys.exit(3)
 
 
 def report(children: Iterable[tuple[str, str]]) -> None:
-    """Prints what ended otherwise than with 0 and without a word."""
+    """Prints each child that failed or wrote to stderr, and the number of children."""
     number = 0
-    for number, (kind, said) in enumerate(children, start=1):
-        if said:
-            print(f"{kind}, child {number}: {said}")
+    for number, (kind, problem) in enumerate(children, start=1):
+        if problem:
+            print(f"{kind}, child {number}: {problem}")
     print(f"{number} children")
     sys.stdout.flush()
 
 
 def in_child(body: Callable[[], object]) -> str:
-    """Runs this in a child that then exits as every program does; what there is to say about its end."""
+    """Runs ``body`` in a forked child that then exits normally; returns its failure or its stderr, or ''."""
     with tempfile.TemporaryFile("w+") as stderr:
         child = os.fork()
         if child == 0:
@@ -82,51 +82,51 @@ def in_child(body: Callable[[], object]) -> str:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 stderr.seek(0)
-                said = stderr.read().strip()
-                last = said.rpartition("\n")[2]
-                return f"status {os.waitstatus_to_exitcode(status)}: {last}" if status or said else ""
+                printed = stderr.read().strip()
+                last = printed.rpartition("\n")[2]
+                return f"status {os.waitstatus_to_exitcode(status)}: {last}" if status or printed else ""
             time.sleep(0.01)
         os.kill(child, 9)
         os.waitpid(child, 0)
         return "hangs"
 
 
-def daemon(hows: str, count: str) -> None:
-    """Children that end while a daemon thread of theirs trains."""
+def daemon(variants: str, count: str) -> None:
+    """Forks children that exit while a daemon thread of the child trains."""
     pipe(x).sum().backward()
     large = torch.zeros(1 << 20, requires_grad=True)
 
-    def step(how: str) -> None:
-        # Most of the time the backward has left the pipeline, and not yet come back to Python.
-        pipe(x + large.sin()[0] if how == "leaving" else x).sum().backward()
+    def step(variant: str) -> None:
+        # When leaving, the backward spends most of its time after the pipeline, before it returns to Python.
+        pipe(x + large.sin()[0] if variant == "leaving" else x).sum().backward()
 
     step("leaving")  # traces
 
-    def steps(how: str) -> None:
+    def steps(variant: str) -> None:
         while True:
-            with suppress(RuntimeError if how == "catches" else ()):
-                step(how)
+            with suppress(RuntimeError if variant == "catches" else ()):
+                step(variant)
 
-    def child(how: str, seconds: float) -> None:
-        delay(pipe, 0, 5000 if how == "slow" else 0)
-        for _ in range(3 if how == "several" else 1):
-            threading.Thread(target=steps, args=(how,), daemon=True).start()
+    def child(variant: str, seconds: float) -> None:
+        delay(pipe, 0, 5000 if variant == "slow" else 0)
+        for _ in range(3 if variant == "several" else 1):
+            threading.Thread(target=steps, args=(variant,), daemon=True).start()
         time.sleep(0.05 + seconds)
 
     report(
-        (how, in_child(partial(child, how, 0.0007 * number)))
-        for how in hows.split("+")
+        (variant, in_child(partial(child, variant, 0.0007 * number)))
+        for variant in variants.split("+")
         for number in range(int(count))
     )
 
 
-start = {name: value.clone() for name, value in model.state_dict().items()}
+initial_state = {name: value.clone() for name, value in model.state_dict().items()}
 expected = loop_step(model, x, M)
 
 
 def check_step(pipe: GPipe) -> None:
-    """From the buffers that the first step met."""
-    model.load_state_dict(start)
+    """Checks a step that starts from the initial buffers."""
+    model.load_state_dict(initial_state)
     wrong = unequal(pipeline_step(pipe, x), expected)
     assert not wrong, wrong
 
@@ -137,20 +137,20 @@ def check_backward(output: Tensor) -> None:
     assert not unequal({n: result[n] for n in names}, {n: expected[n] for n in names})
 
 
-def keep_busy(how: str) -> None:
-    """Has another thread compute, be delayed in, or trace one step after the other from now on."""
-    delay(pipe, 0, 2000 if how == "delayed" else 0)
+def keep_busy(variant: str) -> None:
+    """Starts a thread that runs forwards in a loop: computing, delayed, or tracing each time."""
+    delay(pipe, 0, 2000 if variant == "delayed" else 0)
 
     def steps() -> None:
         while True:
-            (GPipe(layers(), [2, 2, 2], chunks=M) if how == "tracing" else pipe)(x)
+            (GPipe(layers(), [2, 2, 2], chunks=M) if variant == "tracing" else pipe)(x)
 
     threading.Thread(target=steps, daemon=True).start()
     time.sleep(0.1)
 
 
 def forks(states: str, count: str) -> None:
-    """Children that train, of a parent with a new or used pipeline, a half-way step, or a busy thread."""
+    """Forks children that train; the parent has a new, used or pending step, or a busy thread."""
 
     def child(state: str) -> None:
         before = num_threads()
@@ -174,22 +174,22 @@ def forks(states: str, count: str) -> None:
                 time.sleep(0.0003 * number)
                 yield state, in_child(partial(child, state))
             if state in ("new", "used", "half"):
-                check_step(pipe)  # the parent goes on
+                check_step(pipe)  # the parent still works
 
     report(children())
-    os._exit(0)  # busy as it may be
+    os._exit(0)  # even if its thread is busy
 
 
-def forks_to_end(how: str, count: str) -> None:
-    """Children that only end, of a parent whose thread is busy."""
+def forks_to_end(variant: str, count: str) -> None:
+    """Forks children that only exit; another thread of the parent is busy."""
     pipe(x)
-    keep_busy(how)
-    report((how, in_child(lambda: None)) for _ in range(int(count)))
+    keep_busy(variant)
+    report((variant, in_child(lambda: None)) for _ in range(int(count)))
     os._exit(0)
 
 
 class Features(Dataset[Tensor]):
-    """Mini-batches that go through a pipeline where they are loaded."""
+    """Mini-batches that a pipeline computes in the data loader's worker."""
 
     def __len__(self) -> int:
         return 6
@@ -204,7 +204,7 @@ extractor = GPipe(layers()[:2].eval(), [1, 1], chunks=2)
 
 
 def data_loader() -> None:
-    """Trains on what forked workers load; then without them, which must give the same parameters."""
+    """Trains with and without forked workers; prints whether both give the same parameters."""
     extractor(x)
     results = []
     for num_workers in (2, 0):
@@ -224,7 +224,7 @@ def data_loader() -> None:
 
 
 PROGRAMS = {
-    "leave": leave_everything_behind,
+    "exit": exit_with_pending_graphs,
     "daemon": daemon,
     "forks": forks,
     "forks_to_end": forks_to_end,

@@ -1,4 +1,4 @@
-"""Compiling pipelines: equal stages share a trace, and each change that matters makes a new one."""
+"""Compiling pipelines: equal stages share a trace, and each relevant change causes a new one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def spec(*shape: int, requires_grad: bool = True) -> Spec:
     return Spec.of(torch.empty(shape), requires_grad)
 
 
-def compiled(compiler: Compiler, stages: list[Stage], first: Spec | None = None) -> list[CompiledStage]:
+def compile_stages(compiler: Compiler, stages: list[Stage], first: Spec | None = None) -> list[CompiledStage]:
     result = compiler.compile(stages, [Boundary((first or spec(8, 4),))])
     assert not isinstance(result, Refusal), result
     return result[0]
@@ -39,25 +39,25 @@ def compiled(compiler: Compiler, stages: list[Stage], first: Spec | None = None)
 
 def test_equal_stages_are_traced_once() -> None:
     compiler = Compiler()
-    result = compiled(compiler, stages_of(*(block() for _ in range(4))))
+    result = compile_stages(compiler, stages_of(*(block() for _ in range(4))))
     assert compiler.num_traces == 1
     assert len({id(stage.traced) for stage in result}) == 1
     assert [stage.stage.first_layer for stage in result] == [0, 1, 2, 3]
-    # Programs are shared as data; as objects, each stage has its own.
+    # Stages share their programs as data, but each stage has its own segment.
     assert len({id(stage.segment(0.0)) for stage in result}) == 4
     assert result[0].segment(0.0) is result[0].segment(0.0)
 
 
-def test_a_first_stage_without_input_gradient_is_another() -> None:
+def test_a_first_stage_without_input_gradient_has_its_own_trace() -> None:
     compiler = Compiler()
-    compiled(compiler, stages_of(*(block() for _ in range(3))), spec(8, 4, requires_grad=False))
+    compile_stages(compiler, stages_of(*(block() for _ in range(3))), spec(8, 4, requires_grad=False))
     assert compiler.num_traces == 2
 
 
 def test_compiling_again_traces_nothing() -> None:
     compiler, stages = Compiler(), stages_of(block(), block())
     for _ in range(3):
-        compiled(compiler, stages)
+        compile_stages(compiler, stages)
     assert compiler.num_traces == 1
 
 
@@ -71,14 +71,14 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_change_is_traced_anew(change: Callable[[nn.Module], object]) -> None:
+def test_a_changed_layer_is_traced_again(change: Callable[[nn.Module], object]) -> None:
     compiler, layer = Compiler(), block()
     stages = stages_of(layer)
-    before = compiled(compiler, stages)
+    before = compile_stages(compiler, stages)
     change(layer)
     dtype = layer[0].weight.dtype
     first = Spec.of(torch.empty(8, 4, dtype=dtype), True)
-    after = compiled(compiler, stages, first)
+    after = compile_stages(compiler, stages, first)
     assert compiler.num_traces == 2
     assert after[0].traced is not before[0].traced
 
@@ -92,31 +92,31 @@ def test_a_change_is_traced_anew(change: Callable[[nn.Module], object]) -> None:
     ],
     ids=["shape", "requires_grad", "strides"],
 )
-def test_another_input_is_traced_anew(other: Spec) -> None:
+def test_another_input_spec_is_traced_again(other: Spec) -> None:
     compiler, stages = Compiler(), stages_of(block())
-    compiled(compiler, stages)
-    compiled(compiler, stages, other)
+    compile_stages(compiler, stages)
+    compile_stages(compiler, stages, other)
     assert compiler.num_traces == 2
 
 
 def test_modes_are_part_of_the_signature() -> None:
     compiler, stages = Compiler(), stages_of(nn.Linear(4, 4))
-    compiled(compiler, stages)
+    compile_stages(compiler, stages)
     with torch.no_grad():
-        assert compiled(compiler, stages, spec(8, 4, requires_grad=False))[0].segment(0.0) is not None
+        assert compile_stages(compiler, stages, spec(8, 4, requires_grad=False))[0].segment(0.0) is not None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        (stage,) = compiled(compiler, stages)
+        (stage,) = compile_stages(compiler, stages)
     assert stage.outputs.tensors[0].dtype is torch.bfloat16
     assert compiler.num_traces == 3
 
 
-def test_boundaries_are_described() -> None:
-    (first, second) = compiled(Compiler(), stages_of(nn.Linear(4, 6), nn.Linear(6, 2)))
+def test_compiled_stages_have_boundary_specs() -> None:
+    (first, second) = compile_stages(Compiler(), stages_of(nn.Linear(4, 6), nn.Linear(6, 2)))
     assert first.outputs == second.inputs == Boundary((spec(8, 6),))
     assert second.outputs == Boundary((spec(8, 2),))
 
 
-class Two(nn.Module):
+class TwoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.kept, self.dropped = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -125,15 +125,15 @@ class Two(nn.Module):
         return self.kept(x), self.dropped(x)
 
 
-class First(nn.Module):
+class TakesFirst(nn.Module):
     def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
         return x[0] + 1
 
 
-def test_an_output_that_nobody_reads_has_no_gradient() -> None:
-    """Zeros in place of no gradient would give its parameters a gradient, or NaN."""
+def test_an_unused_output_has_no_gradient() -> None:
+    """Zeros instead of no gradient would give the output's parameters a gradient, or NaN."""
     compiler = Compiler()
-    found = compiler.expecting([compiled(compiler, stages_of(Two(), First()))], Arrived(1))
+    found = compiler.expecting([compile_stages(compiler, stages_of(TwoOutputs(), TakesFirst()))], Arrived(1))
     assert not isinstance(found, Refusal)
     ((first, _),) = found
     assert len(first.outputs.tensors) == 2
@@ -158,21 +158,21 @@ def test_a_refusal_carries_stage_layer_and_reason() -> None:
     assert "DataDependent" in refusal.untraceable.reason
 
 
-def test_refusals_do_not_count_toward_the_traces_that_there_may_be() -> None:
-    """What comes in may be to blame, of which the layers know nothing."""
+def test_refusals_do_not_count_toward_the_limit_of_traces() -> None:
+    """The cause may be the input, independently of the layers."""
     compiler, stages = Compiler(most=1), stages_of(nn.Linear(4, 4))
     for batch in range(1, 4):
         refusal = compiler.compile(stages, [Boundary((spec(batch, 5),))])
         assert isinstance(refusal, Refusal)
         assert not isinstance(refusal.untraceable, TooManyTraces)
-    compiled(compiler, stages, spec(8, 4))
+    compile_stages(compiler, stages, spec(8, 4))
     assert isinstance(compiler.compile(stages, [Boundary((spec(2, 2, 4),))]), Refusal)
 
 
-def test_the_cache_is_bounded_and_drops_the_oldest() -> None:
+def test_the_trace_cache_is_bounded_and_evicts_the_least_recently_used() -> None:
     compiler, (stage,) = Compiler(limit=2), stages_of(nn.Linear(4, 4))
     kinds = [Boundary((spec(*shape),)) for shape in ((4,), (2, 4), (1, 2, 4))]
-    for index in (0, 1, 0, 2):  # 1 was used longest ago
+    for index in (0, 1, 0, 2):  # 1 is least recently used
         compiler.trace(stage, kinds[index], ())
     assert compiler.num_traces == 3
     compiler.trace(stage, kinds[0], ())
@@ -181,8 +181,8 @@ def test_the_cache_is_bounded_and_drops_the_oldest() -> None:
     assert compiler.num_traces == 4
 
 
-def test_budgets_are_lowered_once() -> None:
-    (stage,) = compiled(Compiler(), stages_of(block()))
+def test_each_saved_fraction_is_lowered_once() -> None:
+    (stage,) = compile_stages(Compiler(), stages_of(block()))
     recompute, save = FULL_RECOMPUTE, NO_RECOMPUTE
     assert stage.traced.lower(recompute) is stage.traced.lower(recompute)
     assert stage.traced.lower(recompute).split.saved == ()

@@ -1,4 +1,4 @@
-"""Layers that draw from Python's and NumPy's generators: a recompute draws what the forward drew."""
+"""Layers that draw from Python's and NumPy's generators: a recompute repeats the forward's draws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = ("always", "except_last", "never")
 
 
 class LayerDrop(nn.Module):
-    """Skips its layer in half of all calls; it asks once more, so that each call draws twice."""
+    """Skips its linear layer in half of all calls; a call that skips it draws a second number."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class LayerDrop(nn.Module):
         return x * (1 + self.draw()) if self.draw() < 0.5 else self.linear(x)
 
 
-class Holding(LayerDrop):
-    """Draws from generators of its own."""
+class OwnGenerators(LayerDrop):
+    """Draws from its own generators."""
 
     def __init__(self) -> None:
-        super().__init__(self.own)
+        super().__init__(self.draw_own)
         self.python, self.numpy = random.Random(1), np.random.default_rng(1)
 
-    def own(self) -> float:
+    def draw_own(self) -> float:
         return (self.python.random() + float(self.numpy.random())) / 2
 
 
@@ -44,13 +44,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "random": lambda: LayerDrop(random.random),
     "uniform": lambda: LayerDrop(lambda: random.uniform(0, 1)),
     "numpy": lambda: LayerDrop(np.random.rand),
-    "held": Holding,
+    "own": OwnGenerators,
     "global": lambda: LayerDrop(lambda: SHARED.random()),
 }
 
 
 def step(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
-    """Output and gradients of one step under equal seeds."""
+    """Returns output and gradients of one step with fixed seeds."""
     random.seed(0)
     np.random.seed(0)
     SHARED.seed(0)
@@ -62,8 +62,8 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_gradients_are_those_without_recompute(kind: str, backend: str) -> None:
-    """Of two stages that draw, whichever of them comes first draws first: only what recomputes counts."""
+def test_gradients_are_equal_with_and_without_recompute(kind: str, backend: str) -> None:
+    """Only one stage draws, as timing would decide in which order two stages draw."""
     x, results = torch.randn(16, 4), []
     for mode in MODES:
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ def test_gradients_are_those_without_recompute(kind: str, backend: str) -> None:
                 assert tensor is None or (found is not None and torch.equal(found, tensor)), name
 
 
-def test_draws_like_the_plain_loop() -> None:
+def test_draws_equal_those_of_the_plain_loop() -> None:
     seq = nn.Sequential(nn.Linear(4, 4), LAYERS["random"](), nn.Linear(4, 4))
     x = torch.randn(64, 4)
     model = GPipe(seq, [2, 1], devices=["cpu"] * 2, chunks=64, checkpoint="always")
@@ -92,8 +92,8 @@ def test_draws_like_the_plain_loop() -> None:
     assert torch.equal(ours, torch.cat([seq(c) for c in x.chunk(64)]))
 
 
-def test_two_stages_that_draw_at_once() -> None:
-    """Each repeats its own draws, in whatever order the stages drew."""
+def test_stages_that_draw_concurrently_repeat_their_own_draws() -> None:
+    """The order in which the stages drew does not matter."""
     torch.manual_seed(0)
     seq = nn.Sequential(*(LayerDrop(random.random) for _ in range(4)))
     with warnings.catch_warnings():
@@ -103,7 +103,7 @@ def test_two_stages_that_draw_at_once() -> None:
             x = torch.randn(32, 4, requires_grad=True)
             output = model(x)
             output.sum().backward()
-            # What is linear in its input is its gradient's product with it, but for biases.
+            # An output linear in input and biases is the sum of their products with their gradients.
             with torch.no_grad():
                 biases = [layer.linear.bias for layer in seq]
                 total = (x.grad * x).sum() + sum((b.grad * b).sum() for b in biases if b.grad is not None)
@@ -111,19 +111,19 @@ def test_two_stages_that_draw_at_once() -> None:
             model.zero_grad()
 
 
-def test_generators_are_left_as_they_were() -> None:
-    layer = Holding()
+def test_repeated_draws_do_not_change_the_generators_states() -> None:
+    layer = OwnGenerators()
     draws = Draws([layer])
     with draws.forward(repeated=True) as drawn:
-        first = layer.own(), random.random(), np.random.rand()
+        first = layer.draw_own(), random.random(), np.random.rand()
     assert drawn.repeatable
     after = random.getstate(), layer.python.getstate(), layer.numpy.bit_generator.state
     with draws.repeated(drawn, "layer 1"):
-        assert (layer.own(), random.random(), np.random.rand()) == first
+        assert (layer.draw_own(), random.random(), np.random.rand()) == first
     assert (random.getstate(), layer.python.getstate(), layer.numpy.bit_generator.state) == after
 
 
-def test_other_draws_than_the_first_ones_are_an_error() -> None:
+def test_a_recompute_that_draws_differently_is_an_error() -> None:
     draws = Draws([LayerDrop(random.random)])
     with draws.forward(repeated=True) as drawn:
         random.random()
@@ -135,8 +135,8 @@ def test_other_draws_than_the_first_ones_are_an_error() -> None:
         random.random()
 
 
-def test_layers_that_draw_late_are_not_repeated_at_first() -> None:
-    """Once they were seen not to draw they run beside others."""
+def test_draws_of_a_layer_that_did_not_draw_before_are_not_repeatable() -> None:
+    """After a call without draws, the layers may run concurrently with others."""
     layer = LayerDrop(random.random)
     draws = Draws([layer])
     found = []
@@ -157,11 +157,11 @@ def test_layers_that_draw_late_are_not_repeated_at_first() -> None:
         (LayerDrop(np.random.rand), True),
         (LayerDrop(lambda: random.gauss(0, 1)), True),
         (LayerDrop(lambda: SHARED.random()), True),
-        (Holding(), True),
+        (OwnGenerators(), True),
     ],
 )
-def test_layers_that_cannot_draw_are_left_alone(layer: nn.Module, can_draw: bool) -> None:
-    """Whatever other threads draw meanwhile."""
+def test_draws_of_others_are_ignored_for_layers_that_cannot_draw(layer: nn.Module, can_draw: bool) -> None:
+    """The draw outside of the layer stands for another thread's."""
     draws = Draws([layer])
     with draws.forward(repeated=True) as drawn:
         random.random()

@@ -1,4 +1,4 @@
-"""Pipelines come and go: threads and memory they give back, copies, forks, and the interpreter's exit."""
+"""Lifetime of pipelines: released threads and memory, copies, forks, and the interpreter's exit."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def no_garbage() -> None:
-    """Pipelines of earlier tests that wait for the collector would end their threads within this one."""
+def collect_garbage() -> None:
+    """Collects pipelines of earlier tests, whose threads would otherwise end during this test."""
     gc.collect()
 
 
@@ -42,12 +42,12 @@ def features() -> Tensor:
 
 
 def wide() -> nn.Sequential:
-    """Few operators, which are traced quickly; a gradient, or what a micro-batch keeps, takes 256 KiB."""
+    """Returns two layers, which trace fast; a weight's gradient or a micro-batch's input takes 256 KiB."""
     return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
 
 
-def use(number: int, model: nn.Sequential, x: Tensor) -> None:
-    """Makes a pipeline, uses it, and drops it at one of several points of its life."""
+def make_and_drop(number: int, model: nn.Sequential, x: Tensor) -> None:
+    """Makes a pipeline, uses it, and drops it in one of several states, which ``number`` selects."""
     pipe = GPipe(model, [1, 1], chunks=2, checkpoint="never")
     if number % 10 == 9:
         return
@@ -72,26 +72,26 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def cycles(count: int) -> tuple[int, float]:
-    """How many threads more there are after so many pipelines, and how many bytes more per pipeline."""
+def growth_of_dropped_pipelines(count: int) -> tuple[int, float]:
+    """Returns how many threads, and how many bytes per pipeline, ``count`` dropped pipelines leave behind."""
     model, x = wide(), torch.randn(512, 256)
     for number in range(60):
-        use(number, model, x)
+        make_and_drop(number, model, x)
     memory, threads = resident_bytes(), num_threads()
     for number in range(count):
-        use(number, model, x)
+        make_and_drop(number, model, x)
     grown = resident_bytes() - memory
     return num_threads() - threads, grown / count
 
 
-# PyTorch keeps the source text of every graph that it traces: here some 7 KB for each pipeline.
-MOST_BYTES = 80e3
+# PyTorch keeps the source text of every graph that it traces: here some 7 KB per pipeline.
+MAX_BYTES = 80e3
 
 
-def stays(count: int) -> tuple[int, float]:
-    """As `cycles`, for pipelines that stay, each with what it keeps for a backward."""
+def growth_of_kept_pipelines(count: int) -> tuple[int, float]:
+    """Returns the same for pipelines that are kept, each with a pending backward."""
     model, x = wide(), torch.randn(512, 256)
-    use(0, model, x)
+    make_and_drop(0, model, x)
     memory, threads = resident_bytes(), num_threads()
     kept = []
     for _ in range(count):
@@ -102,7 +102,7 @@ def stays(count: int) -> tuple[int, float]:
 
 
 def in_own_process(measure: str, count: int) -> tuple[int, float]:
-    """One of the two above where no other test has used memory."""
+    """Runs one of the two functions above in a new process, where no other test has used memory."""
     code = f"import test_lifetime as t; t.torch.set_num_threads(1); print(*t.{measure}({count}))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -115,29 +115,29 @@ def in_own_process(measure: str, count: int) -> tuple[int, float]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.soak)])
-def test_pipelines_come_and_go(count: int) -> None:
-    threads, bytes_each = in_own_process("cycles", count)
+def test_dropped_pipelines_release_threads_and_memory(count: int) -> None:
+    threads, bytes_each = in_own_process("growth_of_dropped_pipelines", count)
     assert threads == 0
-    assert bytes_each < MOST_BYTES
+    assert bytes_each < MAX_BYTES
 
 
 @pytest.mark.extended
-def test_the_count_of_what_stays_can_fail() -> None:
-    threads, bytes_each = in_own_process("stays", 10)
+def test_kept_pipelines_are_seen_to_hold_threads_and_memory() -> None:
+    threads, bytes_each = in_own_process("growth_of_kept_pipelines", 10)
     assert threads == 20
-    assert bytes_each > MOST_BYTES
+    assert bytes_each > MAX_BYTES
 
 
-def test_workers_come_with_the_first_step_and_go_with_the_pipeline() -> None:
+def test_workers_start_with_the_first_step_and_end_with_the_pipeline() -> None:
     before = num_threads()
     pipe = GPipe(layers(), [2, 2, 2], chunks=4)
     assert num_threads() == before
     for _ in range(3):
         pipe(features())
         assert num_threads() == before + 3
-    gone = weakref.ref(pipe)
+    weak_pipe = weakref.ref(pipe)
     del pipe
-    assert gone() is None
+    assert weak_pipe() is None
     assert num_threads() == before
 
 
@@ -146,10 +146,10 @@ def test_a_graph_outlives_its_pipeline(checkpoint: str) -> None:
     model, x, before = layers(), leaf(features()), num_threads()
     expected = loop_step(model, x, 4)
     pipe = GPipe(model, [2, 2, 2], chunks=4, checkpoint=checkpoint)
-    output, gone = pipeline(pipe, x), weakref.ref(pipe)
+    output, weak_pipe = pipeline(pipe, x), weakref.ref(pipe)
     del pipe
     gc.collect()
-    assert gone() is None
+    assert weak_pipe() is None
     assert num_threads() == before + 3
     assert unequal(collect(model, x, output), expected) == []
     del output
@@ -157,40 +157,41 @@ def test_a_graph_outlives_its_pipeline(checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_copies_train_on_their_own(way: str, used: bool, tmp_path: Path) -> None:
-    """What is copied is the model; threads, programs and what a mini-batch keeps stay with the original."""
+@pytest.mark.parametrize("method", ["deepcopy", "pickle", "torch.save"])
+def test_copies_train_independently(method: str, used: bool, tmp_path: Path) -> None:
+    """A copy has its own model; threads, programs and pending backwards stay with the original."""
     pipe, x = GPipe(layers(), [2, 2, 2], chunks=4, checkpoint="always"), features()
     pipe.threads_per_stage = 1
     expected = loop_step(nn.Sequential(*pipe), x, 4)
     pending = pipeline(pipe, x) if used else None
     start = {name: value.clone() for name, value in pipe.state_dict().items()}
-    if way == "deepcopy":
-        made = copy.deepcopy(pipe)
-    elif way == "pickle":
-        made = pickle.loads(pickle.dumps(pipe))
+    if method == "deepcopy":
+        copied = copy.deepcopy(pipe)
+    elif method == "pickle":
+        copied = pickle.loads(pickle.dumps(pipe))
     else:
         torch.save(pipe, tmp_path / "pipe.pt")
-        made = torch.load(tmp_path / "pipe.pt", weights_only=False)
-    assert (made.balance, made.chunks, made.checkpoint, made.threads_per_stage) == ([2, 2, 2], 4, "always", 1)
-    assert not {p.data_ptr() for p in made.parameters()} & {p.data_ptr() for p in pipe.parameters()}
+        copied = torch.load(tmp_path / "pipe.pt", weights_only=False)
+    assert (copied.balance, copied.chunks) == ([2, 2, 2], 4)
+    assert (copied.checkpoint, copied.threads_per_stage) == ("always", 1)
+    assert not {p.data_ptr() for p in copied.parameters()} & {p.data_ptr() for p in pipe.parameters()}
     before = num_threads()
-    made(x).square().sum().backward()
+    copied(x).square().sum().backward()
     assert num_threads() == before + 3
     assert all(torch.equal(value, start[name]) for name, value in pipe.state_dict().items())
     assert all(p.grad is None for p in pipe.parameters())
-    for which in (made, pipe):
-        which.load_state_dict(start)
-        which.zero_grad()
-        assert unequal(pipeline_step(which, x), loop_step(nn.Sequential(*which), x, 4)) == []
+    for trained in (copied, pipe):
+        trained.load_state_dict(start)
+        trained.zero_grad()
+        assert unequal(pipeline_step(trained, x), loop_step(nn.Sequential(*trained), x, 4)) == []
     if pending is not None:
         del pending
     else:
         assert unequal(pipeline_step(pipe, x), expected) == []
 
 
-def run(*arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """One of lifetime_programs.py."""
+def run_program(*arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Runs a program of lifetime_programs.py."""
     command = [
         sys.executable,
         "-W",
@@ -204,10 +205,10 @@ def run(*arguments: object, timeout: float = 300) -> subprocess.CompletedProcess
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("how", "status"), [("end", 0), ("exit", 3), ("exception", 1)])
-def test_the_interpreter_exits(how: str, status: int) -> None:
-    """With a pipeline and graphs of it as globals: at the program's end, by sys.exit, by an exception."""
+def test_the_interpreter_exits_with_pending_graphs(how: str, status: int) -> None:
+    """The program returns, calls sys.exit, or raises, while globals hold a pipeline and its graphs."""
     begin = time.monotonic()
-    done = run("leave", how)
+    done = run_program("exit", how)
     assert done.returncode == status, done.stderr
     if how == "exception":
         assert done.stderr.endswith("\nLookupError: as planned\n")
@@ -217,56 +218,56 @@ def test_the_interpreter_exits(how: str, status: int) -> None:
     assert time.monotonic() - begin < 20
 
 
-def check_children(kinds: list[str], program: str, of_each: int) -> None:
-    """All of them ended with status 0 and without a word, and the parent too."""
-    done = run(program, "+".join(kinds), of_each, timeout=60 + 25 * len(kinds) * of_each)
-    assert done.stdout == f"{len(kinds) * of_each} children\n", done.stderr
+def check_children(kinds: list[str], program: str, count: int) -> None:
+    """Checks that all children and the parent exit with status 0 and an empty stderr."""
+    done = run_program(program, "+".join(kinds), count, timeout=60 + 25 * len(kinds) * count)
+    assert done.stdout == f"{len(kinds) * count} children\n", done.stderr
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# In the middle of a short step and of a long one, by several threads, by one that goes on after errors, and
-# while a backward goes on outside of the pipeline.
-DAEMONS = ["stops", "slow", "several", "catches", "leaving"]
+# What runs at exit: a short step, a slow step, steps of several threads, steps that continue after errors,
+# and a backward that is outside of the pipeline.
+DAEMON_VARIANTS = ["stops", "slow", "several", "catches", "leaving"]
 
 
 @pytest.mark.extended
 def test_the_interpreter_exits_while_a_daemon_thread_trains() -> None:
-    check_children(DAEMONS, "daemon", of_each=2)
+    check_children(DAEMON_VARIANTS, "daemon", count=2)
 
 
 @pytest.mark.soak
 def test_the_interpreter_exits_a_hundred_times_while_a_daemon_thread_trains() -> None:
-    check_children(DAEMONS, "daemon", of_each=20)
+    check_children(DAEMON_VARIANTS, "daemon", count=20)
 
 
-# Of a pipeline that was never run, one that was, one whose step is half done, which a child may finish; and
-# while another thread computes, or is delayed, in a step.
-FORKS = ["new", "used", "half", "computing", "delayed"]
+# The parent's state at a fork: a new pipeline, a used one, a pending backward, which the child may run, and
+# another thread that computes, or is delayed, in a step.
+PARENT_STATES = ["new", "used", "half", "computing", "delayed"]
 
 
 @pytest.mark.extended
-def test_children_of_forks_train() -> None:
-    """Bits equal to the parent's, by workers of their own; and the parent goes on."""
-    check_children(FORKS, "forks", of_each=1)
+def test_forked_children_train() -> None:
+    """Children get the parent's bits with their own workers, and the parent still works."""
+    check_children(PARENT_STATES, "forks", count=1)
 
 
 @pytest.mark.soak
-def test_a_hundred_children_of_forks_train() -> None:
-    check_children(FORKS, "forks", of_each=20)
+def test_a_hundred_forked_children_train() -> None:
+    check_children(PARENT_STATES, "forks", count=20)
 
 
 @pytest.mark.soak
-def test_the_child_of_a_fork_trains_though_another_thread_was_tracing() -> None:
-    check_children(["tracing"], "forks", of_each=3)
+def test_a_forked_child_trains_although_another_thread_was_tracing() -> None:
+    check_children(["tracing"], "forks", count=3)
 
 
 @pytest.mark.extended
-def test_children_of_forks_end_though_the_parent_was_in_a_step() -> None:
-    check_children(["delayed"], "forks_to_end", of_each=2)
+def test_forked_children_exit_although_the_parent_was_in_a_step() -> None:
+    check_children(["delayed"], "forks_to_end", count=2)
 
 
 @pytest.mark.extended
-def test_a_data_loader_forks() -> None:
-    """Workers that run a pipeline themselves, while the parent trains another on what they load."""
-    done = run("data_loader")
+def test_forked_workers_of_a_data_loader_run_pipelines() -> None:
+    """The workers run a pipeline, while the parent trains another one on their data."""
+    done = run_program("data_loader")
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

@@ -1,4 +1,4 @@
-"""Recordings: that every action is there once and in order, what waits mean, and the figures made of them."""
+"""Recordings: complete and ordered actions, waits, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SEND_OF = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
 TRANSFERS = {*SEND_OF, *(send for send, _ in SEND_OF.values())}
 
-# Times are differences of numbers of some 1e5 s.
+# Tolerance in seconds: times are differences of numbers of about 1e5.
 ROUNDING = 1e-9
 
 
 def schedule_of_a_step(num_stages: int, num_microbatches: int) -> Schedule:
-    """All but the last micro-batch recompute, as by default."""
+    """Returns the schedule of a step by default: all but the last micro-batch recompute."""
     return fill_drain(num_stages, num_microbatches, recomputed=range(num_microbatches - 1))
 
 
@@ -42,7 +42,7 @@ def step(pipe: GPipe, num_samples: int = 8) -> None:
 
 @functools.cache
 def warm_pipe(num_stages: int, chunks: int) -> GPipe:
-    """One that has run a step, so that another one compiles nothing."""
+    """Returns a pipeline that has run a step, so that the next step compiles nothing."""
     pipe = GPipe(mlp(), cut(5, num_stages), chunks=chunks)
     step(pipe)
     return pipe
@@ -58,7 +58,7 @@ def names(stage: tuple[Event, ...]) -> list[tuple[str, bool]]:
 
 
 def expected_names(schedule: Schedule, stage: int) -> list[tuple[str, bool]]:
-    """Every action, each transfer after the wait for it."""
+    """Returns the stage's actions in order, each transfer after the wait for it."""
     return [
         (str(a), is_wait)
         for a in schedule.stages[stage]
@@ -67,7 +67,7 @@ def expected_names(schedule: Schedule, stage: int) -> list[tuple[str, bool]]:
 
 
 def check_events(recording: Recording, schedule: Schedule) -> None:
-    """Asserts that these are the events of one run, and that time goes the way causes do."""
+    """Checks that these are the events of one run, and that no wait ends before its send."""
     for stage, events in enumerate(recording.stages):
         assert names(events) == expected_names(schedule, stage)
         assert all(e.begin <= e.end for e in events)
@@ -82,16 +82,16 @@ def check_events(recording: Recording, schedule: Schedule) -> None:
         assert send.end <= waits[action].end, action
 
 
-def test_off_by_default() -> None:
+def test_recording_is_off_by_default() -> None:
     pipe = GPipe(mlp(), cut(5, 3), chunks=4)
     assert pipeline_of(pipe).events() == [[], [], []]
     step(pipe)
     assert pipeline_of(pipe).events() == [[], [], []]
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["workers made inside", "workers there"])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_every_action_of_a_step(num_stages: int, warm: bool) -> None:
+def test_every_action_of_a_step_is_recorded(num_stages: int, warm: bool) -> None:
     pipe = warm_pipe(num_stages, 4) if warm else GPipe(mlp(), cut(5, num_stages), chunks=4)
     with pipe.recording() as recording:
         assert recording.stages == ()
@@ -103,7 +103,7 @@ def test_every_action_of_a_step(num_stages: int, warm: bool) -> None:
     assert not any(pipeline_of(pipe).events())
 
 
-def test_every_action_of_a_step_under_delays() -> None:
+def test_every_action_of_a_step_is_recorded_under_delays() -> None:
     pipe = warm_pipe(4, 8)
     for seed in range(10):
         delay(pipe, seed, 300)
@@ -114,7 +114,7 @@ def test_every_action_of_a_step_under_delays() -> None:
         assert recording.span() >= recording.critical_path() - ROUNDING
 
 
-def test_inference() -> None:
+def test_every_action_of_an_inference_is_recorded() -> None:
     pipe = GPipe(mlp(), cut(5, 3), chunks=8)
     with pipe.recording() as recording:
         infer(pipe)
@@ -123,7 +123,7 @@ def test_inference() -> None:
     assert recording.span() >= recording.critical_path() - ROUNDING
 
 
-def test_changes_no_bit() -> None:
+def test_recording_changes_no_bit() -> None:
     model = mlp()
     pipe = GPipe(model, cut(5, 3), chunks=4)
     expected = loop_step(model, features(), 4)
@@ -131,7 +131,7 @@ def test_changes_no_bit() -> None:
         assert unequal(pipeline_step(pipe, features()), expected) == []
 
 
-def test_the_latest_of_several_steps_counts() -> None:
+def test_latest_holds_the_events_of_the_last_step() -> None:
     pipe = warm_pipe(2, 2)
     with pipe.recording() as recording:
         step(pipe)
@@ -144,7 +144,7 @@ def test_the_latest_of_several_steps_counts() -> None:
     assert list(recording.latest) == list(chain(*schedule_of_a_step(2, 2).stages))
 
 
-def test_times_are_those_of_the_monotonic_clock() -> None:
+def test_times_are_read_from_the_monotonic_clock() -> None:
     pipe = warm_pipe(3, 4)
     with pipe.recording() as recording:
         begin = time.monotonic()
@@ -155,7 +155,7 @@ def test_times_are_those_of_the_monotonic_clock() -> None:
     assert recording.span() <= end - begin
 
 
-def test_a_block_that_raises_ends_its_recording() -> None:
+def test_an_exception_in_the_block_ends_the_recording() -> None:
     pipe = warm_pipe(2, 2)
     with pytest.raises(KeyError), pipe.recording() as recording:
         step(pipe)
@@ -166,7 +166,7 @@ def test_a_block_that_raises_ends_its_recording() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 4, 7, 1000])
-def test_keeps_the_latest_events(kept: int) -> None:
+def test_a_bounded_recording_keeps_the_latest_events(kept: int) -> None:
     pipe = warm_pipe(3, 4)
     pipeline_of(pipe).record(kept)
     step(pipe)
@@ -185,14 +185,14 @@ def test_capacity_is_enough_for_5400_micro_batches() -> None:
     assert max(len(expected_names(schedule_of_a_step(3, 54), s)) for s in range(3)) * 100 <= CAPACITY
 
 
-def slow(num_layers: int) -> nn.Sequential:
+def slow_layers(num_layers: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(512, 512) for _ in range(num_layers)))
 
 
-def test_a_slow_stage_shows_as_waits_of_those_after_it() -> None:
-    """Stage 1 of 3: stage 2 waits for activations, stage 0 for gradients, and nobody waits elsewhere."""
+def test_neighbours_wait_for_a_slow_stage() -> None:
+    """Stage 1 of 3 is slow: stage 2 waits for activations, and stage 0 for gradients."""
     torch.manual_seed(0)
-    pipe = GPipe(nn.Sequential(nn.Tanh(), slow(4), nn.Tanh()), [1, 1, 1], chunks=4)
+    pipe = GPipe(nn.Sequential(nn.Tanh(), slow_layers(4), nn.Tanh()), [1, 1, 1], chunks=4)
     x = torch.randn(512, 512, requires_grad=True)
     pipe(x).sum().backward()
     with pipe.recording() as recording:
@@ -213,10 +213,10 @@ def test_a_slow_stage_shows_as_waits_of_those_after_it() -> None:
         assert waited(stage, kind) < 0.2 * worked[kind in IN_BACKWARD], (stage, kind)
 
 
-def test_a_slow_stage_shows_as_waits_of_the_one_before_if_slots_are_few() -> None:
-    """Inference, 4 slots: stage 0 sends its fifth tensor when stage 1 has received the first."""
+def test_a_sender_waits_for_slots_of_a_slow_receiver() -> None:
+    """Inference with 4 slots: stage 0 sends its fifth tensor after stage 1 has received the first."""
     torch.manual_seed(0)
-    pipe = GPipe(nn.Sequential(nn.Tanh(), slow(4)), [1, 1], chunks=10)
+    pipe = GPipe(nn.Sequential(nn.Tanh(), slow_layers(4)), [1, 1], chunks=10)
     x = torch.randn(640, 512)
     with torch.no_grad():
         pipe(x)
@@ -226,14 +226,14 @@ def test_a_slow_stage_shows_as_waits_of_the_one_before_if_slots_are_few() -> Non
     waits = {e.action.microbatch: e for e in recording.stages[0] if e.is_wait}
     received = {m: recording.latest[Action(1, Kind.RECV_F, m)] for m in range(10)}
     assert all(received[m - 4].end <= waits[m].end for m in range(4, 10))
-    # All but one of the six must wait while stage 1 works, the first maybe not.
+    # Six sends need a freed slot. Five of them must wait while stage 1 computes; the first need not.
     seconds = [recording.seconds()[Action(1, Kind.F, m)] for m in range(10)]
     assert sum(e.end - e.begin for e in waits.values()) > 0.5 * sum(seconds[:5])
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_one_micro_batch_leaves_all_stages_but_one_idle(num_stages: int) -> None:
-    """Whatever the timing: one after the other. In a backward stages make gradients of weights at once."""
+def test_with_one_micro_batch_only_one_stage_is_busy_at_a_time(num_stages: int) -> None:
+    """In inference, stages run one after the other; a backward computes weight gradients concurrently."""
     pipe = warm_pipe(num_stages, 1)
     infer(pipe)
     with pipe.recording() as recording:
@@ -241,8 +241,8 @@ def test_one_micro_batch_leaves_all_stages_but_one_idle(num_stages: int) -> None
     assert 1 - 1 / num_stages - 1e-6 <= recording.bubble() < 1
 
 
-def synthetic(text: str) -> Recording:
-    """A row per stage, of actions with begin and end; a wait has a ~ before it."""
+def parse_recording(text: str) -> Recording:
+    """Parses one row per stage, of actions with begin and end in seconds; ~ marks a wait."""
 
     def events(row: str) -> Iterator[Event]:
         for cell in row.split(","):
@@ -254,12 +254,12 @@ def synthetic(text: str) -> Recording:
     return recording
 
 
-# 13 s are needed, as 0F0 0SEND_F0 1RECV_F0 1F0 1RECV_F1 1F1 take 2 + 1 + 1 + 4 + 1 + 4; 1 s is lost.
+# Critical path 13 s: 0F0 0SEND_F0 1RECV_F0 1F0 1RECV_F1 1F1 take 2 + 1 + 1 + 4 + 1 + 4; 1 s is lost.
 FORWARD = (
     "0F0 0.5 2.5, ~0SEND_F0 2.5 2.5, 0SEND_F0 2.5 3.5, 0F1 3.5 4.5, ~0SEND_F1 4.5 4.5, 0SEND_F1 4.5 5.5",
     "~1RECV_F0 0 4.5, 1RECV_F0 4.5 5.5, 1F0 5.5 9.5, ~1RECV_F1 9.5 9.5, 1RECV_F1 9.5 10.5, 1F1 10.5 14.5",
 )
-# 11 s are needed, as 1B1 1SEND_B1 1B0 1SEND_B0 0RECV_B0 0B0 take 3 + 1 + 3 + 1 + 1 + 2; 1 s is lost.
+# Critical path 11 s: 1B1 1SEND_B1 1B0 1SEND_B0 0RECV_B0 0B0 take 3 + 1 + 3 + 1 + 1 + 2; 1 s is lost.
 BACKWARD = (
     "~0RECV_B1 100 104, 0RECV_B1 104 105, 0B1 105 106, ~0RECV_B0 106 109, 0RECV_B0 109 110, 0B0 110 112",
     "1B1 100 103, ~1SEND_B1 103 103, 1SEND_B1 103 104, 1B0 104 107, ~1SEND_B0 107 107, 1SEND_B0 107 108",
@@ -267,8 +267,8 @@ BACKWARD = (
 STEP = tuple(", ".join(rows) for rows in zip(FORWARD, BACKWARD, strict=True))
 
 
-def test_figures_of_a_forward() -> None:
-    recording = synthetic("\n".join(FORWARD))
+def test_figures_of_a_forward_are_exact() -> None:
+    recording = parse_recording("\n".join(FORWARD))
     assert recording.phases() == [fill_drain(2, 2, backward=False)]
     assert recording.span() == 14
     assert recording.critical_path() == 13
@@ -285,9 +285,8 @@ def test_figures_of_a_forward() -> None:
     }
 
 
-def test_figures_of_a_step() -> None:
-    """Without the time between forward and backward."""
-    recording = synthetic("\n".join(STEP))
+def test_figures_of_a_step_exclude_the_time_between_forward_and_backward() -> None:
+    recording = parse_recording("\n".join(STEP))
     assert recording.phases() == [fill_drain(2, 2).forward_part(), fill_drain(2, 2).backward_part()]
     assert recording.span() == 14 + 12
     assert recording.critical_path() == 13 + 11
@@ -300,18 +299,19 @@ def test_figures_of_a_step() -> None:
         ("0F0 -90 -50, 0SEND_F0 -50 -49, 0F1 -49 -48, 0SEND_F1 -48 -47", "1RECV_F0 -49 -48, 1F0 -48 -3"),
         ("0B0 -60 -50", "1B0 -90 -70, 1SEND_B0 -70 -61"),
     ],
-    ids=["its begin", "its end"],
+    ids=["begin of a step", "end of a step"],
 )
-def test_figures_of_the_latest_step(earlier: tuple[str, str]) -> None:
-    """What is left of an earlier one does not count."""
-    once, both = synthetic("\n".join(STEP)), Recording()
-    before = (tuple(replace(e, run=-1) for e in stage) for stage in synthetic("\n".join(earlier)).stages)
+def test_figures_ignore_events_that_remain_of_an_earlier_step(earlier: tuple[str, str]) -> None:
+    once, both = parse_recording("\n".join(STEP)), Recording()
+    before = (
+        tuple(replace(e, run=-1) for e in stage) for stage in parse_recording("\n".join(earlier)).stages
+    )
     both.stages = tuple(map(add, before, once.stages))
     assert (both.span(), both.critical_path(), both.bubble()) == (26, 24, once.bubble())
     assert list(both.latest.items()) == list(once.latest.items())
 
 
-def test_an_inference_after_a_step_counts_alone() -> None:
+def test_figures_of_an_inference_ignore_the_step_before() -> None:
     pipe = warm_pipe(2, 4)
     with pipe.recording() as recording:
         step(pipe)
@@ -330,7 +330,7 @@ def test_recordings_cannot_be_nested() -> None:
     check_events(recording, schedule_of_a_step(2, 2))
 
 
-def test_goes_on_when_a_layer_is_replaced() -> None:
+def test_recording_continues_when_a_layer_is_replaced() -> None:
     pipe = warm_pipe(2, 2)
     with pipe.recording() as recording:
         setattr(pipe, "1", copy.deepcopy(pipe[1]))
@@ -352,37 +352,37 @@ def test_goes_on_when_a_layer_is_replaced() -> None:
         "backward only",
         "one stage of two",
         "last forward missing",
-        "last send only waited for",
+        "only the wait of the last send",
         "backward of one stage",
-        "first lost",
+        "first event missing",
     ],
 )
-def test_a_part_of_a_step_has_no_figures(text: str) -> None:
-    recording = synthetic(text)
+def test_an_incomplete_step_has_no_figures(text: str) -> None:
+    recording = parse_recording(text)
     for figure in (recording.phases, recording.span, recording.bubble, recording.critical_path):
         with pytest.raises(ValueError):
             figure()
 
 
-def test_recordings_without_a_whole_step_have_no_figures() -> None:
+def test_empty_and_failed_recordings_have_no_figures() -> None:
     pipe = warm_pipe(3, 2)
-    with pipe.recording() as nothing:
+    with pipe.recording() as empty:
         pass
-    assert nothing.stages == ((), (), ())
+    assert empty.stages == ((), (), ())
     plant_failure(pipe, "1F1")
     with pipe.recording() as failed, pytest.raises(ValueError, match="injected"):
         step(pipe)
     disturb_no_more(pipe)
     assert "1F1" not in map(str, failed.latest)
-    for recording in (nothing, failed):
+    for recording in (empty, failed):
         for figure in (recording.phases, recording.span, recording.bubble, recording.critical_path):
             with pytest.raises(ValueError):
                 figure()
 
 
-def test_prints_as_a_summary() -> None:
-    """Stage 1 waits for 4 s of the forward; before 0.5 s nobody ran anything."""
-    recording = synthetic("\n".join(FORWARD))
+def test_a_recording_prints_a_summary() -> None:
+    """Stage 1 waits for 4 s of the forward, which begins with the first action at 0.5 s."""
+    recording = parse_recording("\n".join(FORWARD))
     assert str(recording).splitlines() == [
         "Recording: forward of 14000.000 ms, 2 stages, 2 micro-batches, bubble 46.4%, "
         "critical path 13000.000 ms",
@@ -392,6 +392,6 @@ def test_prints_as_a_summary() -> None:
         "      0   5000.000         0.000   64.3%",
         "      1  10000.000      4000.000   28.6%",
     ]
-    assert str(synthetic("\n".join(STEP))).startswith("Recording: step of ")
+    assert str(parse_recording("\n".join(STEP))).startswith("Recording: step of ")
     how = "call the model inside 'with model.recording() as recording:', and read it after the block"
     assert str(Recording()) == f"Recording: the recording holds no step: {how}"

@@ -1,4 +1,4 @@
-"""What a module says once: here that attention with dropout costs more than it has to on a GPU."""
+"""Warnings that a module raises once, here about attention with dropout, which runs unfused on a GPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _encoder(dropout: float) -> nn.Sequential:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention is keyed as on a GPU, although it runs on the CPU."""
+def keyed_as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes attention draw by key as on a GPU, although it runs on the CPU."""
     make = random.KeyedRandomMode.__init__
 
     def make_unfused(mode: random.KeyedRandomMode, *args: Any) -> None:
@@ -31,20 +31,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "_is_on_gpu", lambda query: True)
 
 
-@pytest.mark.usefixtures("gpu")
-def test_attention_with_dropout_is_told_once() -> None:
+@pytest.mark.usefixtures("keyed_as_on_gpu")
+def test_attention_with_dropout_warns_once() -> None:
     pipe, x = GPipe(_encoder(0.1), [1, 2], chunks=8), torch.randn(8, 5, 8)
-    with pytest.warns(UserWarning, match=r"stage 1, layer 1 .* and 1 more: attention with dropout") as told:
+    with pytest.warns(UserWarning, match=r"stage 1, layer 1 .* and 1 more: attention with dropout") as warned:
         pipe(x).sum().backward()
-    assert len(told) == 1
+    assert len(warned) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe(x[:, :4]).sum().backward()
     assert "avoidable costs\n  stage 1, layer 1" in doctor(pipe)
 
 
-@pytest.mark.usefixtures("gpu")
-def test_attention_without_dropout_is_not() -> None:
+@pytest.mark.usefixtures("keyed_as_on_gpu")
+def test_attention_without_dropout_does_not_warn() -> None:
     pipe, x = GPipe(_encoder(0.0), [1, 2], chunks=8), torch.randn(8, 5, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

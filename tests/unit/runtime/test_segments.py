@@ -1,4 +1,4 @@
-"""Segments that stand in for others in a backward."""
+"""Fallback segments: backwards whose gradients the forward's segment does not accept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.untraceable import WIDTH, Of, branch, features, quiet
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_no_layer_runs_in_any_stage_while_one_is_compiled_by_a_worker() -> None:
+def test_no_stages_layers_run_while_a_worker_compiles_a_segment() -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(branch), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
     pipe = GPipe(layers, [2, 1, 1], chunks=4)
     with quiet(), layers_can_run_while_one_is_compiled(pipe) as found:
@@ -24,7 +24,7 @@ def test_no_layer_runs_in_any_stage_while_one_is_compiled_by_a_worker() -> None:
     assert not any(found)
 
 
-def test_a_backward_that_comes_otherwise_after_a_change_is_refused() -> None:
+def test_unexpected_gradients_after_a_layer_changed_are_refused() -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
     pipe = GPipe(layers, [1, 1], chunks=2)
     output = pipe(features())

@@ -1,4 +1,4 @@
-"""What programs are specialised on: a call under other modes of PyTorch gets programs of its own."""
+"""Modes of PyTorch that programs are specialised on: a call under other modes gets its own programs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
 
-def test_the_kernels_that_attention_may_choose_from() -> None:
+def test_programs_depend_on_the_enabled_attention_kernels() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), Attention()), torch.randn(4, 2, 33, 16)
     pipe = GPipe(model, [1, 1], chunks=2)
-    by_default = loop_step(model, x, 2)
-    assert unequal(pipeline_step(pipe, x), by_default) == []
+    default = loop_step(model, x, 2)
+    assert unequal(pipeline_step(pipe, x), default) == []
     with sdpa_kernel(SDPBackend.MATH):
         mathematical = loop_step(model, x, 2)
-        assert unequal(mathematical, by_default) != []
+        assert unequal(mathematical, default) != []
         assert unequal(pipeline_step(pipe, x), mathematical) == []
-    assert unequal(pipeline_step(pipe, x), by_default) == []
+    assert unequal(pipeline_step(pipe, x), default) == []
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,9 @@ def test_the_kernels_that_attention_may_choose_from() -> None:
     ],
     ids=["cuDNN", "cuDNN's attention", "fast path of attention"],
 )
-def test_what_chooses_operators_is_a_mode(get: Callable[[], bool], set_to: Callable[[bool], None]) -> None:
+def test_settings_that_select_operators_are_modes(
+    get: Callable[[], bool], set_to: Callable[[bool], None]
+) -> None:
     before, on = Modes.now(), get()
     set_to(not on)
     try:
@@ -54,8 +56,8 @@ def test_what_chooses_operators_is_a_mode(get: Callable[[], bool], set_to: Calla
     assert Modes.now() == before
 
 
-def test_a_backward_that_is_traced_anew_has_the_choices_of_its_forward() -> None:
-    """Since its gradient is laid out otherwise than expected; as with a loss outside of ``sdpa_kernel``."""
+def test_a_retraced_backward_uses_the_attention_kernels_of_its_forward() -> None:
+    """The gradient's unexpected layout causes a new trace, with the loss outside of ``sdpa_kernel``."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), Attention()), torch.randn(4, 2, 33, 16)
     pipe = GPipe(model, [2], chunks=2)
