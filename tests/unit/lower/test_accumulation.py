@@ -1,4 +1,4 @@
-"""How gradients are added up: what waits for what, and the step of a program that adds several at once."""
+"""Gradient accumulation: pending accumulations, and the program step that runs several at once."""
 
 from __future__ import annotations
 
@@ -14,57 +14,59 @@ from gpipe_fast.lower.accumulation import LARGE, WAITING, Accumulation, Waiting,
 from gpipe_fast.lower.program import Accumulate, AccumulateAll
 
 CPU = torch.device("cpu")
-LOWER = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 _accumulate_ = torch.ops.gpipe_fast._accumulate_.default
 
 
-def like(elements: int, device: str = "cuda", dtype: torch.dtype = torch.uint8) -> Tensor:
-    """A tensor that is nowhere."""
+def fake_tensor(elements: int, device: str = "cuda", dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Returns a fake tensor, which has no memory."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         return torch.empty(elements, device=device, dtype=dtype)
 
 
-def test_what_is_added_in_more_precision() -> None:
-    for own in LOWER:
-        assert sum_dtype(own, torch.float32) is torch.float32
-        assert sum_dtype(own, None) is own
-        assert Accumulation(torch.float32).is_higher(torch.empty(1, dtype=own))
-        assert not Accumulation().is_higher(torch.empty(1, dtype=own))
-    for own in (torch.float32, torch.float64, torch.complex64):
-        assert sum_dtype(own, torch.float32) is own
+def test_only_low_precision_gradients_are_summed_in_another_dtype() -> None:
+    for dtype in LOW_PRECISION:
+        assert sum_dtype(dtype, torch.float32) is torch.float32
+        assert sum_dtype(dtype, None) is dtype
+        assert Accumulation(torch.float32).is_higher(torch.empty(1, dtype=dtype))
+        assert not Accumulation().is_higher(torch.empty(1, dtype=dtype))
+    for dtype in (torch.float32, torch.float64, torch.complex64):
+        assert sum_dtype(dtype, torch.float32) is dtype
 
 
-def test_products_on_a_gpu_add_to_gradients_unless_bits_are_wanted() -> None:
-    a, b = like(16, dtype=torch.float32).view(4, 4), like(16, dtype=torch.float32).view(4, 4)
+def test_gpu_products_accumulate_in_place_unless_deterministic() -> None:
+    a, b = fake_tensor(16, dtype=torch.float32).view(4, 4), fake_tensor(16, dtype=torch.float32).view(4, 4)
     assert Accumulation().in_product(a, b)
     assert not Accumulation(deterministic=True).in_product(a, b)
 
 
-def test_on_the_cpu_nothing_waits() -> None:
-    waiting = Waiting()
-    assert waiting.add(0, 1, like(4, "cpu")) == [Accumulate(0, 1, When.LATER)]
-    assert waiting.done() == []
+def test_gradients_on_the_cpu_are_added_immediately() -> None:
+    pending = Waiting()
+    assert pending.add(0, 1, fake_tensor(4, "cpu")) == [Accumulate(0, 1, When.LATER)]
+    assert pending.done() == []
 
 
-def test_on_a_gpu_small_ones_wait_and_large_ones_do_not() -> None:
-    waiting = Waiting()
-    assert waiting.add(0, 1, like(LARGE)) == []
-    assert waiting.add(2, 3, like(LARGE + 1)) == [Accumulate(2, 3, When.LATER)]
-    assert waiting.add(4, 5, like(1)) == []
-    assert waiting.done() == [AccumulateAll((0, 4), (1, 5), When.LATER)]
-    assert waiting.done() == []
+def test_on_a_gpu_small_gradients_are_deferred_and_large_ones_are_not() -> None:
+    pending = Waiting()
+    assert pending.add(0, 1, fake_tensor(LARGE)) == []
+    assert pending.add(2, 3, fake_tensor(LARGE + 1)) == [Accumulate(2, 3, When.LATER)]
+    assert pending.add(4, 5, fake_tensor(1)) == []
+    assert pending.done() == [AccumulateAll((0, 4), (1, 5), When.LATER)]
+    assert pending.done() == []
 
 
-def test_no_more_waits_than_may() -> None:
-    waiting, most = Waiting(), WAITING // LARGE
-    for i in range(most):
-        assert waiting.add(i, i, like(LARGE)) == []
-    assert waiting.add(most, most, like(1)) == [AccumulateAll((*range(most),), (*range(most),), When.LATER)]
-    assert waiting.done() == [AccumulateAll((most,), (most,), When.LATER)]
+def test_the_size_of_deferred_gradients_is_bounded() -> None:
+    pending, capacity = Waiting(), WAITING // LARGE
+    for i in range(capacity):
+        assert pending.add(i, i, fake_tensor(LARGE)) == []
+    assert pending.add(capacity, capacity, fake_tensor(1)) == [
+        AccumulateAll((*range(capacity),), (*range(capacity),), When.LATER)
+    ]
+    assert pending.done() == [AccumulateAll((capacity,), (capacity,), When.LATER)]
 
 
-def test_a_step_that_adds_several() -> None:
-    """In later runs: to each accumulator its value, whatever their dtypes and strides."""
+def test_several_gradients_are_added_in_one_step() -> None:
+    """Later runs add each value to its accumulator; the pairs differ in dtypes and strides."""
     program = Program(Arena(), CPU)
     layouts = [
         Layout((3,), (1,), torch.float32),
@@ -82,20 +84,20 @@ def test_a_step_that_adds_several() -> None:
         program.add_make(accumulator, When.FIRST)
     program.add_accumulate_all(accumulators, values, When.LATER)
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True)]
+    inputs = [torch.randn(s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True)]
     before: list[Tensor | None] = [
         torch.zeros(3),
         torch.ones(2, 2).t(),
         torch.tensor(2.0, dtype=torch.float64),
     ]
-    expected = [b.clone() + g for b, g in zip(before, given, strict=True) if b is not None]
-    _, after = program.run(given, before, False)
-    for own, wanted in zip(after, expected, strict=True):
-        assert own is not None
-        assert torch.equal(own, wanted)
+    expected = [b.clone() + g for b, g in zip(before, inputs, strict=True) if b is not None]
+    _, after = program.run(inputs, before, False)
+    for ours, theirs in zip(after, expected, strict=True):
+        assert ours is not None
+        assert torch.equal(ours, theirs)
 
 
-def test_a_step_needs_as_many_values_as_accumulators() -> None:
+def test_a_step_with_fewer_values_than_accumulators_is_refused() -> None:
     program = Program(Arena(), CPU)
     layout = Layout((3,), (1,), torch.float32)
     accumulator = program.add_accumulator(0, layout)
@@ -104,9 +106,11 @@ def test_a_step_needs_as_many_values_as_accumulators() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtypes", list(itertools.product(LOWER, (torch.float32, *LOWER))), ids=str)
-def test_cuda_many_at_once_while_capturing(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """More than one launch takes, of which one is laid out otherwise; replayed, they are added again."""
+@pytest.mark.parametrize(
+    "dtypes", list(itertools.product(LOW_PRECISION, (torch.float32, *LOW_PRECISION))), ids=str
+)
+def test_cuda_many_gradients_are_added_while_capturing(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Adds more gradients than one launch takes, one of them with other strides; replays add them again."""
     value_dtype, accumulator_dtype = dtypes
     generator = torch.Generator().manual_seed(0)
     sizes = [*range(1, 300), 100_003]
@@ -114,7 +118,7 @@ def test_cuda_many_at_once_while_capturing(dtypes: tuple[torch.dtype, torch.dtyp
     values.append(torch.randn(5, 7, generator=generator).to("cuda", value_dtype).t())
     accumulators = [torch.ones(v.shape, device="cuda", dtype=accumulator_dtype) for v in values]
     expected = [a.clone() for a in accumulators]
-    _accumulate_(accumulators, values)  # so that kernels are loaded
+    _accumulate_(accumulators, values)  # loads the kernels before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         _accumulate_(accumulators, values)
@@ -127,8 +131,8 @@ def test_cuda_many_at_once_while_capturing(dtypes: tuple[torch.dtype, torch.dtyp
 
 
 @pytest.mark.cuda
-def test_cuda_a_product_adds_to_a_gradient() -> None:
-    """No temporary, and no more error against float64 than twice that of a product and a sum."""
+def test_cuda_a_product_accumulates_without_a_temporary() -> None:
+    """Allocates no temporary; the error against float64 is at most twice that of a product and a sum."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(512, 512, generator=generator).cuda() for _ in range(2))
     total = torch.randn(512, 512, generator=generator).cuda()

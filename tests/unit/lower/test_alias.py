@@ -1,4 +1,4 @@
-"""Views are followed to the memory they look at, and no further."""
+"""Aliases: every view leads to the value whose memory it shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def result_of(function: Callable[[Tensor], Tensor], *shape: int) -> tuple[fx.Node, fx.Node]:
-    """The placeholder and the result of a function traced to a graph."""
+    """Traces the function to a graph; returns the graph's placeholder and result."""
     module = make_fx(function, tracing_mode="fake")(torch.zeros(*shape))
     *_, output = module.graph.nodes
     (placeholder,) = module.graph.find_nodes(op="placeholder")
@@ -50,13 +50,13 @@ def test_views_lead_to_their_base(function: Callable[[Tensor], Tensor], offset: 
     source = source_of(result)
     assert source.base is placeholder
     assert source.offset == offset
-    # The elements are where it says.
+    # The elements are at this offset.
     x = torch.arange(24.0).view(4, 6)
-    like = result.meta["val"]
-    assert torch.equal(x.as_strided(like.shape, like.stride(), source.offset), function(x))
+    fake = result.meta["val"]
+    assert torch.equal(x.as_strided(fake.shape, fake.stride(), source.offset), function(x))
 
 
-OWNERS: dict[str, Callable[[Tensor], Tensor]] = {
+NON_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "computed": lambda x: x + 0,
     "clone in other strides": lambda x: x.t().clone(memory_format=torch.contiguous_format),
     "clone of expanded": lambda x: x[:1].expand(4, 6).clone(),
@@ -70,19 +70,19 @@ OWNERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("function", OWNERS.values(), ids=OWNERS.keys())
-def test_other_values_own_their_memory(function: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("function", NON_VIEWS.values(), ids=NON_VIEWS.keys())
+def test_values_that_are_not_views_own_their_memory(function: Callable[[Tensor], Tensor]) -> None:
     placeholder, result = result_of(function, 4, 6)
     assert source_of(result).base is not placeholder
 
 
-def test_a_result_of_several_is_its_own_base() -> None:
+def test_one_of_several_results_is_its_own_base() -> None:
     _, result = result_of(lambda x: aten.native_layer_norm.default(x, [6], None, None, 1e-5)[1], 4, 6)
     assert source_of(result) == (result, 0)
 
 
-def test_conjugation_is_not_looked_through() -> None:
-    """A conjugate shares memory, but its elements are others."""
+def test_a_conjugate_is_its_own_base() -> None:
+    """A conjugate shares memory, but its elements differ."""
     module = make_fx(lambda x: torch.view_as_complex(x).conj(), tracing_mode="fake")(torch.zeros(3, 2))
     (conjugate,) = module.graph.find_nodes(op="call_function", target=aten._conj.default)
     assert source_of(conjugate).base is conjugate
@@ -102,11 +102,11 @@ def test_conjugation_is_not_looked_through() -> None:
     ],
     ids=str,
 )
-def test_is_view(op: object, expected: bool) -> None:
+def test_is_view_recognizes_view_operators(op: object, expected: bool) -> None:
     assert is_view(op) is expected  # type: ignore[arg-type]
 
 
-def test_count_reads_looks_into_lists_and_keywords() -> None:
+def test_count_reads_includes_lists_and_keywords() -> None:
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     user = graph.call_function(aten.cat.default, ([x, y, x],), {"dim": 0})

@@ -1,4 +1,4 @@
-"""Whether a product may add in place: the answer holds for numbers it was not tried on."""
+"""Whether a product may accumulate in place: the answer of one trial holds for other numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = [
 
 
 def operands(m: int, k: int, n: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As for the gradient of a weight: the left operand is a transposed view."""
+    """Returns the operands of a weight gradient, the left one a transposed view, and an accumulator."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -36,8 +36,10 @@ def operands(m: int, k: int, n: int, dtype: torch.dtype, seed: int) -> tuple[Ten
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_answer_holds_for_other_numbers(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Yes means that no product of these shapes changes a bit, no that some product does."""
+def test_the_answer_of_one_trial_holds_for_other_numbers(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """True means that no product of these shapes changes a bit; False, that some product does."""
     a, b, _ = operands(*shape, dtype, 0)
     others = (operands(*shape, dtype, seed) for seed in range(1, 200))
     equal = all(torch.equal(torch.addmm(c, a, b), c + a @ b) for a, b, c in others)
@@ -45,8 +47,8 @@ def test_the_answer_holds_for_other_numbers(shape: tuple[int, int, int], dtype: 
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])
-def test_a_product_that_sums_in_blocks_is_found(in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both answers, whatever the library's own products do."""
+def test_a_product_that_sums_in_blocks_is_detected(in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces ``addmm``, so that both answers are tested on every machine."""
 
     def addmm(c: Tensor, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
         if in_blocks:
@@ -54,7 +56,7 @@ def test_a_product_that_sums_in_blocks_is_found(in_blocks: bool, monkeypatch: py
         return torch.add(c, a @ b, out=out)
 
     monkeypatch.setattr(torch, "addmm", addmm)
-    # Answers are remembered: no other test has these shapes.
+    # Answers are cached: no other test has these shapes.
     assert accumulates_exactly(torch.ones(13 + in_blocks, 5), torch.ones(5, 11)) != in_blocks
 
 
@@ -66,23 +68,24 @@ def test_a_product_that_sums_in_blocks_is_found(in_blocks: bool, monkeypatch: py
         (torch.ones(2, 2, device="meta"), torch.ones(2, 2, device="meta"), "no CPU tensors"),
     ],
 )
-def test_what_cannot_be_tried_is_not_promised(a: Tensor, b: Tensor, why: str) -> None:
+def test_operands_that_cannot_be_tried_are_not_exact(a: Tensor, b: Tensor, why: str) -> None:
     assert not accumulates_exactly(a, b), why
 
 
-def test_is_tried_once_per_layout_and_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
+def test_exactness_is_tried_once_per_layout_and_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[int] = []
     addmm = torch.addmm
-    monkeypatch.setattr(torch, "addmm", lambda *args, **kwargs: tried.append(1) or addmm(*args, **kwargs))
+    monkeypatch.setattr(torch, "addmm", lambda *args, **kwargs: trials.append(1) or addmm(*args, **kwargs))
 
-    def tries(a: Tensor) -> bool:
-        tried.clear()
+    def was_tried(a: Tensor) -> bool:
+        trials.clear()
         accumulates_exactly(a, b)
-        return bool(tried)
+        return bool(trials)
 
     a, b = torch.ones(7, 5), torch.ones(5, 3)  # no other test has these shapes
-    assert [tries(a) for _ in range(3)] == [True, False, False]
+    assert [was_tried(a) for _ in range(3)] == [True, False, False]
     a_transposed = torch.ones(5, 7).t()
-    assert [tries(a_transposed) for _ in range(2)] == [True, False]  # other strides may take another kernel
+    # Other strides may take another kernel.
+    assert [was_tried(a_transposed) for _ in range(2)] == [True, False]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert [tries(a) for _ in range(2)] == [True, False]
+    assert [was_tried(a) for _ in range(2)] == [True, False]

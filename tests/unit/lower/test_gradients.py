@@ -1,4 +1,4 @@
-"""Gradients of parameters used more than once: each use is a term of one running sum, in autograd's order."""
+"""Gradients of parameters that are used more than once: one running sum of all uses, in autograd's order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 8
 
 
 class Weight(nn.Module):
-    """One matrix, used as the function says."""
+    """A matrix parameter that ``function`` uses."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_terms_are_summed_in_autograds_order(use: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_gradients_of_all_uses_are_summed_in_autograds_order(use: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     check_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Weight(use), nn.Tanh()), torch.randn(64, WIDTH), 4)
 
 
-def test_sums_that_are_taken_apart_are_not_computed() -> None:
+def test_sums_that_are_split_into_accumulations_are_not_computed() -> None:
     layers, x = [Weight(lambda x, w: (x @ w).tanh() @ w)], torch.randn(4, WIDTH)
     backward = split(joint_of(layers, x), 0.0).backward
     assert backward is not None
@@ -80,13 +80,13 @@ class Shifted(nn.Module):
         return (x + self.twice).tanh() + (x + self.twice).sigmoid()
 
 
-def test_a_sum_that_is_taken_apart_for_one_of_two() -> None:
+def test_a_sum_is_split_for_one_parameter_and_computed_for_another() -> None:
     torch.manual_seed(0)
     check_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Shifted()), torch.randn(64, WIDTH), 4)
 
 
-def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
-    """Each has its own memory: what is added to one must not reach the other."""
+def test_equal_gradients_of_two_parameters_have_separate_memory() -> None:
+    """Additions to one parameter's gradient must not change the other's."""
     torch.manual_seed(0)
     layers, x = [Biases()], torch.randn(4, WIDTH)
     joint = joint_of(layers, x)
@@ -98,8 +98,8 @@ def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
     check_step(nn.Sequential(*layers, nn.Linear(WIDTH, 2)), torch.randn(64, WIDTH), 4)
 
 
-def test_a_boundary_gradient_is_no_accumulator() -> None:
-    """The gradient of an input can be that of a parameter too."""
+def test_a_boundary_gradient_shares_no_memory_with_an_accumulator() -> None:
+    """One tensor can be the gradient of an input and of a parameter."""
     layers = [Weight(lambda x, w: (x + w).tanh())]
     x = torch.randn(WIDTH, WIDTH, requires_grad=True)
     joint = joint_of(layers, x)

@@ -1,4 +1,4 @@
-"""Programs have the bits of the graphs they were lowered from, and read as they should."""
+"""Programs: equal bit for bit to the graphs that they were lowered from, and their printed form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.stages import Runner, Values, given, joint_of, run_graphs, saved, une
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BUDGETS = (0.0, 0.5, 1.0)
+FRACTIONS = (0.0, 0.5, 1.0)
 
 
 class Residual(nn.Sequential):
@@ -33,15 +33,15 @@ class Gate(nn.Module):
 
 
 class Rotate(nn.Module):
-    """A rotary embedding: views as another dtype."""
+    """A rotary embedding, which views its input as another dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
-        turned = pairs * torch.polar(torch.ones(4), torch.arange(4.0))
-        return torch.view_as_real(turned).flatten(-2)
+        rotated = pairs * torch.polar(torch.ones(4), torch.arange(4.0))
+        return torch.view_as_real(rotated).flatten(-2)
 
 
-class Two(nn.Module):
+class TwoViews(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x.t()[1:].t()
 
@@ -72,8 +72,8 @@ STAGES: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Tensor]]] = 
     "embedding": (lambda: [nn.Embedding(9, 8), nn.LayerNorm(8)], lambda: torch.arange(8).view(2, 4)),
     "dropout": (lambda: [nn.Linear(8, 8), nn.Dropout(0.4), nn.GELU(), nn.Dropout(0.2)], features),
     "complex": (lambda: [nn.Linear(8, 8), Rotate(), nn.Linear(8, 8), nn.Tanh(), Rotate()], features),
-    "views of one value": (lambda: [nn.Linear(8, 8), Two()], features),
-    "views across layers": (lambda: [Two(), Join(), nn.Softmax(1)], features),
+    "views of one value": (lambda: [nn.Linear(8, 8), TwoViews()], features),
+    "views across layers": (lambda: [TwoViews(), Join(), nn.Softmax(1)], features),
     "in-place layers": (lambda: [nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True)], features),
     "identity": (lambda: [nn.Identity()], features),
     "one value twice": (lambda: [nn.Linear(8, 8, bias=False), Residual(Residual())], features),
@@ -81,26 +81,26 @@ STAGES: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Tensor]]] = 
 
 
 def check_stage(layers: Sequence[nn.Module], x: Tensor, plain: bool = False) -> None:
-    """Two micro-batches at every budget, the second added to the first."""
+    """Checks two micro-batches at every saved fraction; gradients of the second are added to the first's."""
     joint = joint_of(layers, x)
     values = [given(layers, joint, x, seed=seed) for seed in (0, 1)]
-    for budget in BUDGETS:
-        parts = split(joint, budget)
+    for fraction in FRACTIONS:
+        parts = split(joint, fraction)
         assert parts.backward is not None
         forward = Runner(parts.forward_saving, layers, plain)
         backward = Runner(parts.backward, layers, plain)
         expected: Values = {}
         for number, ports in enumerate(values):
-            in_python = run_graphs(parts, ports)
+            graph_results = run_graphs(parts, ports)
             outputs = forward(ports)
-            assert unequal(outputs, in_python[0]) == [], f"forward, budget {budget}"
-            expected = add(expected, in_python[1])
+            assert unequal(outputs, graph_results[0]) == [], f"forward, saved fraction {fraction}"
+            expected = accumulated(expected, graph_results[1])
             gradients = backward(ports | saved(outputs), first=number == 0)
-            assert unequal(gradients, expected) == [], f"backward {number}, budget {budget}"
+            assert unequal(gradients, expected) == [], f"backward {number}, saved fraction {fraction}"
 
 
-def add(sums: Values, new: Values) -> Values:
-    """Gradients of parameters are summed, those of inputs are new in each run."""
+def accumulated(sums: Values, new: Values) -> Values:
+    """Adds gradients of parameters to ``sums``; gradients of inputs are new in each run."""
     is_sum = Role.PARAMETER_GRADIENT
     return {p: sums[p] + v if p.role is is_sum and p in sums else v for p, v in new.items()}
 
@@ -114,7 +114,7 @@ def test_programs_equal_their_graphs(layers: Callable[[], list[nn.Module]], x: C
 
 @pytest.mark.parametrize("name", ["mlp", "block", "convolution", "dropout"])
 def test_plain_programs_equal_their_graphs(name: str) -> None:
-    """What lower is measured against must compute the same."""
+    """Plain programs, the baseline of benchmarks, must compute the same."""
     torch.manual_seed(0)
     layers, x = STAGES[name]
     check_stage(layers(), x(), plain=True)
@@ -137,7 +137,7 @@ def random_layer(generator: random.Random) -> nn.Module:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("seed", range(12))
-def test_random_stages(seed: int) -> None:
+def test_programs_of_random_stages_equal_their_graphs(seed: int) -> None:
     torch.manual_seed(seed)
     generator = random.Random(seed)
     layers = [random_layer(generator) for _ in range(generator.randrange(2, 7))]
@@ -147,17 +147,19 @@ def test_random_stages(seed: int) -> None:
     check_stage(layers, x)
 
 
-def gradients_apart(layers: list[nn.Module], x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
-    """The gradients of both uses of a tied weight, the later layer's first, as autograd gets them."""
-    apart = [layers[0], layers[1], nn.Linear(8, 8)]
-    apart[2].load_state_dict(layers[2].state_dict())
+def gradients_by_use(layers: list[nn.Module], x: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of both uses of a tied weight, the later layer's first, in autograd's order."""
+    untied = [layers[0], layers[1], nn.Linear(8, 8)]
+    untied[2].load_state_dict(layers[2].state_dict())
     (tangent,) = (v for p, v in values.items() if p.role is Role.TANGENT)
-    last, first = torch.autograd.grad(nn.Sequential(*apart)(x), [apart[2].weight, apart[0].weight], tangent)
+    last, first = torch.autograd.grad(
+        nn.Sequential(*untied)(x), [untied[2].weight, untied[0].weight], tangent
+    )
     return last, first
 
 
-def test_uses_of_a_tied_parameter_are_summed_one_by_one() -> None:
-    """Autograd adds each use to one running sum over all micro-batches."""
+def test_gradients_of_a_tied_parameter_are_added_one_by_one() -> None:
+    """Autograd adds the gradient of each use to one running sum over all micro-batches."""
     torch.manual_seed(0)
     layers, x = tied(), torch.randn(64, 8)
     joint = joint_of(layers, x)
@@ -167,14 +169,14 @@ def test_uses_of_a_tied_parameter_are_summed_one_by_one() -> None:
     values = [given(layers, joint, x, seed=seed) for seed in (0, 1)]
     runner(values[0])
     weight = runner(values[1], first=False)[Port(Role.PARAMETER_GRADIENT, 0)]
-    (a0, b0), (a1, b1) = (gradients_apart(layers, x, v) for v in values)
+    (a0, b0), (a1, b1) = (gradients_by_use(layers, x, v) for v in values)
     assert torch.equal(weight, ((a0 + b0) + a1) + b1)
-    assert not torch.equal(weight, (a0 + b0) + (a1 + b1))  # the order shows
+    assert not torch.equal(weight, (a0 + b0) + (a1 + b1))  # the order matters
 
 
 @pytest.mark.smoke
-def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program as a person reads it: a weight is looked at transposed, relu works in place."""
+def test_describe_prints_a_program_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this program, a weight is viewed transposed, and relu works in place."""
     monkeypatch.setattr("gpipe_fast.lower.accumulation.accumulates_exactly", lambda a, b: True)
     parts = split(joint_of([nn.Linear(3, 5), nn.ReLU()], torch.randn(4, 3)), 0.0)
     assert parts.backward is not None
@@ -198,7 +200,7 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_products_are_added_in_place_only_if_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_accumulate_in_place_only_if_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = split(joint_of([nn.Linear(3, 5)], torch.randn(4, 3)), 0.0)
     assert parts.backward is not None
     monkeypatch.setattr("gpipe_fast.lower.accumulation.accumulates_exactly", lambda a, b: True)

@@ -1,4 +1,4 @@
-"""Forms of operators that write where they are told: which exist, and that their bits are the same."""
+"""Out variants of operators: which operators have one, and that it gives the same bits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 aten = torch.ops.aten
 
 
-def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A graph's node; tensors stand in as the nodes of its arguments."""
+def make_node(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Returns a graph node whose arguments are tensors instead of nodes."""
     return fx.Graph().call_function(op, args, kwargs)
 
 
@@ -54,8 +54,10 @@ WRITING = [
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("op", "args", "expected"), WRITING, ids=lambda v: getattr(v, "__name__", ""))
-def test_writes_the_bits_that_it_would_return(op: Any, args: tuple[Any, ...], expected: Any) -> None:
-    chosen = writing(call(op, *args))
+def test_out_variants_write_the_bits_that_the_operator_returns(
+    op: Any, args: tuple[Any, ...], expected: Any
+) -> None:
+    chosen = writing(make_node(op, *args))
     assert chosen is not None
     assert chosen.op is expected
     returned = op(*args)
@@ -64,9 +66,9 @@ def test_writes_the_bits_that_it_would_return(op: Any, args: tuple[Any, ...], ex
     assert torch.equal(out, returned)
 
 
-def test_relu_keeps_its_bits_at_the_edges() -> None:
+def test_the_out_variant_of_relu_keeps_the_bits_of_special_values() -> None:
     edges = torch.tensor([float("nan"), -float("nan"), -0.0, 0.0, float("inf"), -float("inf"), 1e-45, -1e-45])
-    chosen = writing(call(aten.relu.default, edges))
+    chosen = writing(make_node(aten.relu.default, edges))
     assert chosen is not None
     out = torch.empty_like(edges)
     execute(chosen, [out])
@@ -74,7 +76,7 @@ def test_relu_keeps_its_bits_at_the_edges() -> None:
 
 
 def test_all_results_of_an_operator_are_written() -> None:
-    chosen = writing(call(aten.max_pool2d_with_indices.default, X[None, None], [2, 2]))
+    chosen = writing(make_node(aten.max_pool2d_with_indices.default, X[None, None], [2, 2]))
     assert chosen is not None
     assert chosen.writes is not None
     assert len(chosen.writes) == 2
@@ -88,7 +90,7 @@ def test_all_results_of_an_operator_are_written() -> None:
 @pytest.mark.parametrize(
     ("op", "args"),
     [
-        # Their out variants are generated: they compute elsewhere and copy.
+        # Their generated out variants compute into a temporary and copy it.
         (aten.native_layer_norm.default, (X, [4], None, None, 1e-5)),
         (aten.embedding.default, (X, torch.tensor([0]))),
         (aten.convolution.default, (X[None], X[:, :, None], None, [1], [0], [1], False, [0], 1)),
@@ -96,19 +98,19 @@ def test_all_results_of_an_operator_are_written() -> None:
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_operators_that_only_return(op: Any, args: tuple[Any, ...]) -> None:
-    node = call(op, *args)
+def test_operators_without_a_real_out_variant_return_their_results(op: Any, args: tuple[Any, ...]) -> None:
+    node = make_node(op, *args)
     assert writing(node) is None
-    plain = returning(node)
-    assert plain.op is op
-    assert plain.writes is None
+    returned = returning(node)
+    assert returned.op is op
+    assert returned.writes is None
 
 
 def test_arguments_are_in_schema_order_with_defaults() -> None:
-    plain = returning(call(aten.addmm.default, "bias", "a", "b", alpha=3))
-    assert plain.arguments == ("bias", "a", "b", 1, 3)
-    plain = returning(call(aten.add.Tensor, "a", other="b"))
-    assert plain.arguments == ("a", "b", 1)
+    returned = returning(make_node(aten.addmm.default, "bias", "a", "b", alpha=3))
+    assert returned.arguments == ("bias", "a", "b", 1, 3)
+    returned = returning(make_node(aten.add.Tensor, "a", other="b"))
+    assert returned.arguments == ("a", "b", 1)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,6 @@ def test_arguments_are_in_schema_order_with_defaults() -> None:
     ],
     ids=str,
 )
-def test_pointwise(op: Any, expected: bool) -> None:
-    """A wrong yes would let a product overwrite its operands."""
+def test_is_pointwise_recognizes_pointwise_operators(op: Any, expected: bool) -> None:
+    """A false positive would let a product overwrite its operands."""
     assert is_pointwise(op) is expected

@@ -1,4 +1,4 @@
-"""Where values of a program go: memory is taken over only when nothing reads it any more."""
+"""Placement of a program's values in memory, which is reused only after its last read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def broadcast(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [transposed, shifted, read_later, broadcast])
-def test_nothing_is_overwritten_while_it_is_read(function: Callable[[Tensor], Tensor]) -> None:
+def test_memory_is_not_overwritten_before_its_last_read(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     layers, x = [Function(function)], torch.randn(8, 8)
     joint = joint_of(layers, x)
@@ -56,14 +56,14 @@ def test_nothing_is_overwritten_while_it_is_read(function: Callable[[Tensor], Te
     assert unequal(Runner(graph, layers)(values), run_graph(graph, values)) == []
 
 
-def test_a_chain_of_pointwise_calls_takes_one_place() -> None:
+def test_a_chain_of_pointwise_calls_takes_one_block() -> None:
     layers = [nn.Linear(8, 8), *(nn.Tanh() for _ in range(10)), nn.Linear(8, 8)]
     program = lower(split(joint_of(layers, torch.randn(4, 8)), 0.0).forward)
     assert program.arena_bytes == 4 * 8 * 4
 
 
-def test_values_of_their_own_are_released_after_their_last_use() -> None:
-    """Layer norm returns its results: each goes as soon as nothing reads it."""
+def test_values_that_operators_allocate_are_released_after_their_last_use() -> None:
+    """Layer norm returns new tensors, each of which is released after its last read."""
     layers = [m for _ in range(3) for m in (nn.Linear(8, 8), nn.LayerNorm(8))]
     program = lower(split(joint_of(layers, torch.randn(4, 8)), 0.0).forward)
     made = {i for i, v in enumerate(program.values) if v.home is Home.RESULT}
@@ -72,15 +72,15 @@ def test_values_of_their_own_are_released_after_their_last_use() -> None:
     assert made - set(released) == {program.results[0]}
 
 
-def test_what_leaves_holds_no_more_memory_than_itself() -> None:
+def test_outputs_hold_no_more_memory_than_their_own_size() -> None:
     layers, x = [nn.Linear(8, 8), Function(lambda h: h[:, :2].contiguous())], torch.randn(64, 8)
     joint = joint_of(layers, x)
     (output,) = Runner(split(joint, 0.0).forward, layers)(given(layers, joint, x)).values()
     assert output.untyped_storage().nbytes() == output.nbytes
 
 
-class Table(nn.Module):
-    """Returns what it owns, as position embeddings do."""
+class ReturnsOwnTensors(nn.Module):
+    """Returns its own tensors, as position embeddings do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,9 +92,9 @@ class Table(nn.Module):
         return x + 1, self.weight.t(), self.scale, self.plain
 
 
-def test_what_leaves_is_no_memory_of_the_module() -> None:
-    """An optimizer's step must not change what was handed out before."""
-    layer, x = Table(), torch.randn(4, 4)
+def test_outputs_do_not_alias_the_modules_tensors() -> None:
+    """An optimizer step must not change results that were returned before it."""
+    layer, x = ReturnsOwnTensors(), torch.randn(4, 4)
     joint = joint_of([layer], x)
     values = given([layer], joint, x)
     results = Runner(split(joint, 0.0).forward, [layer])(values)
@@ -113,22 +113,22 @@ MODELS: dict[str, list[nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("budget", [0.0, 1.0])
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("name", MODELS)
-def test_parts_wait_for_no_more_than_they_need(name: str, budget: float) -> None:
+def test_each_part_of_a_backward_waits_only_for_what_it_reads(name: str, fraction: float) -> None:
     layers, x = MODELS[name], torch.randn(4, 8, requires_grad=True)
-    graph = split(joint_of(layers, x), budget).backward
+    graph = split(joint_of(layers, x), fraction).backward
     assert graph is not None
     program = lower(graph)
     early, made = program.parts
-    reached = {i for i, p in zip(inputs_of(program), program.inputs, strict=True) if p.role is Role.TANGENT}
+    dependent = {i for i, p in zip(inputs_of(program), program.inputs, strict=True) if p.role is Role.TANGENT}
     for position, step in enumerate(program.steps):
-        waits = not reached.isdisjoint(bases(program, step))
-        reached |= set(bases(program, step)) if waits else set()
-        assert waits or position < early or isinstance(step, (Make, Release))
-        assert not waits or position >= early
+        depends = not dependent.isdisjoint(bases(program, step))
+        dependent |= set(bases(program, step)) if depends else set()
+        assert depends or position < early or isinstance(step, (Make, Release))
+        assert not depends or position >= early
         accumulates = any(program.values[v].home is Home.ACCUMULATOR for v in bases(program, step))
-        # One operator makes all gradients of a layer norm.
+        # One operator computes all gradients of a layer norm.
         assert not accumulates or position >= made or name == "normalised"
     written = [position for position, step in enumerate(program.steps) if writes_result(program, step)]
     assert max(written, default=early - 1) + 1 == made
@@ -136,8 +136,8 @@ def test_parts_wait_for_no_more_than_they_need(name: str, budget: float) -> None
     assert (made < len(program.steps)) == (parameters > 0)
 
 
-def test_without_a_boundary_gradient_nothing_is_made_first() -> None:
-    """The first stage of a model whose input needs none: autograd's order, as it was."""
+def test_without_a_boundary_gradient_the_backward_keeps_autograds_order() -> None:
+    """This is the first stage of a model whose input needs no gradient."""
     graph = split(joint_of(MODELS["mlp"], torch.randn(4, 8)), 0.0).backward
     assert graph is not None
     program = lower(graph)
@@ -171,7 +171,7 @@ def refs(argument: object) -> list[int]:
 
 
 def writes_result(program: Program, step: Step) -> bool:
-    """Whether a step makes what the program returns."""
+    """Returns whether a step computes a result of the program."""
     results = {program.values[r].index if program.values[r].home is Home.VIEW else r for r in program.results}
     match step:
         case Call(op, arguments, None):

@@ -1,4 +1,4 @@
-"""The joint graph cut by every policy: what is saved, what is recomputed, what is not computed at all."""
+"""The joint graph split by every policy: saved, recomputed, and omitted values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mlp() -> list[nn.Module]:
     return [nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)]
 
 
-def calls(graph: StageGraph | None) -> Counter[object]:
+def count_calls(graph: StageGraph | None) -> Counter[object]:
     assert graph is not None
     return Counter(n.target for n in graph.module.graph.nodes if n.op == "call_function")
 
@@ -40,43 +40,43 @@ def test_full_recompute_saves_nothing() -> None:
     assert Role.SAVED not in roles(parts.backward)
 
 
-def test_full_recompute_leaves_out_the_last_product() -> None:
+def test_full_recompute_omits_the_last_product() -> None:
     """No gradient needs the stage's own output."""
     parts = split(joint_of(mlp(), INPUT.clone().requires_grad_()), 0.0)
-    assert calls(parts.forward)[aten.addmm.default] == 3
-    backward = calls(parts.backward)
+    assert count_calls(parts.forward)[aten.addmm.default] == 3
+    backward = count_calls(parts.backward)
     assert backward[aten.addmm.default] == 2
     assert backward[aten.mm.default] == 6  # a weight's and an input's gradient for each layer
     assert parts.backward is not None
     assert parts.backward.name == "backward_recompute"
 
 
-def test_no_recompute_saves_what_the_backward_reads() -> None:
+def test_no_recompute_saves_the_values_that_the_backward_reads() -> None:
     parts = split(joint_of(mlp(), INPUT.clone().requires_grad_()), 1.0)
     assert parts.saved == (
         Saved("relu", (4, 5), torch.float32, 80, 1),
         Saved("tanh", (4, 5), torch.float32, 80, 3),
     )
-    assert calls(parts.backward)[aten.addmm.default] == 0
-    assert calls(parts.forward_saving) == calls(parts.forward)
+    assert count_calls(parts.backward)[aten.addmm.default] == 0
+    assert count_calls(parts.forward_saving) == count_calls(parts.forward)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("budget", [0.0, 0.3, 0.6, 1.0])
-def test_saved_tells_what_the_forward_hands_out(budget: float) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.6, 1.0])
+def test_saved_describes_the_saved_outputs_of_the_forward(fraction: float) -> None:
     x = torch.randn(2, 8, 16, requires_grad=True)
     layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)]
     joint = joint_of(layers, x)
-    parts = split(joint, budget)
+    parts = split(joint, fraction)
     kept = saved(run_graph(parts.forward_saving, given(layers, joint, x)))
     assert [port.index for port in kept] == list(range(len(parts.saved)))
-    for told, value in zip(parts.saved, kept.values(), strict=True):
-        assert (told.shape, told.dtype) == (tuple(value.shape), value.dtype)
-        assert told.bytes == value.numel() * value.element_size()
-        assert told.layer == 0
+    for description, value in zip(parts.saved, kept.values(), strict=True):
+        assert (description.shape, description.dtype) == (tuple(value.shape), value.dtype)
+        assert description.bytes == value.numel() * value.element_size()
+        assert description.layer == 0
 
 
-def test_a_larger_budget_saves_more() -> None:
+def test_a_larger_saved_fraction_saves_more_bytes() -> None:
     x = torch.randn(2, 8, 16, requires_grad=True)
     layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
     joint = joint_of(layers, x)
@@ -85,20 +85,20 @@ def test_a_larger_budget_saves_more() -> None:
     assert bytes_saved == sorted(set(bytes_saved))
 
 
-def test_views_are_saved_as_what_they_look_at() -> None:
+def test_views_are_saved_as_their_base() -> None:
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Unflatten(1, (2, 3)), nn.Linear(3, 3)]
     parts = split(joint_of(layers, torch.randn(4, 6, requires_grad=True)), 1.0)
     assert [s.name for s in parts.saved] == ["tanh"]
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
-def test_all_budgets_compute_the_same(budget: float) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_all_saved_fractions_compute_the_same_values(fraction: float) -> None:
     layers = [*mlp(), nn.Dropout(0.3), nn.LayerNorm(2)]
     x = INPUT.clone().requires_grad_()
     joint = joint_of(layers, x)
     values = given(layers, joint, x)
     expected = run_graphs(split(joint, 1.0), values)
-    forward, backward = run_graphs(split(joint, budget), values)
+    forward, backward = run_graphs(split(joint, fraction), values)
     for port in (p for p in forward if p.role is not Role.SAVED):
         assert torch.equal(forward[port], expected[0][port])
     assert unequal(backward, expected[1]) == []
@@ -112,10 +112,10 @@ def test_frozen_parameters_get_no_gradient_and_cost_no_product() -> None:
     assert parts.backward is not None
     gradients = [port for port, _ in parts.backward.outputs]
     assert gradients == [Port(Role.PARAMETER_GRADIENT, i) for i in (2, 3, 4, 5)]
-    assert calls(parts.backward)[aten.mm.default] == 3
+    assert count_calls(parts.backward)[aten.mm.default] == 3
 
 
-def test_no_gradients_no_backward() -> None:
+def test_without_gradients_there_is_no_backward() -> None:
     layers = mlp()
     with torch.no_grad():
         parts = split(joint_of(layers, INPUT), 0.0)
@@ -126,7 +126,7 @@ def test_no_gradients_no_backward() -> None:
     assert split(joint_of(layers, INPUT), 1.0).backward is None
 
 
-def test_buffers_leave_with_the_forward_alone() -> None:
+def test_buffers_are_outputs_of_the_forward_only() -> None:
     layers = [nn.Linear(3, 4), nn.BatchNorm1d(4)]
     parts = split(joint_of(layers, INPUT.clone().requires_grad_()), 0.0)
     assert {port.role for port, _ in parts.forward.outputs} == {Role.OUTPUT, Role.BUFFER}
