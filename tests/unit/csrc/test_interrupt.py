@@ -73,7 +73,7 @@ def slow() -> Iterator[SlowPipeline]:
 
 
 class InterruptedCall:
-    """A call during which this process receives SIGINT, ``delay`` seconds after its start.
+    """A call during which this process receives SIGINT, ``after`` seconds after its start.
 
     Attributes:
         seconds: time from the signal to the ``KeyboardInterrupt`` that ended the call.
@@ -82,9 +82,9 @@ class InterruptedCall:
         end: time at which the call returned.
     """
 
-    def __init__(self, call: Callable[[], object], delay: float) -> None:
+    def __init__(self, call: Callable[[], object], after: float) -> None:
         self.finished = False
-        thread = threading.Thread(target=self._send, args=(delay,))
+        thread = threading.Thread(target=self._send, args=(after,))
         try:
             thread.start()
             call()
@@ -95,8 +95,8 @@ class InterruptedCall:
             self.seconds = time.monotonic() - self.sent
             thread.join()
 
-    def _send(self, delay: float) -> None:
-        time.sleep(delay)
+    def _send(self, after: float) -> None:
+        time.sleep(after)
         self.sent = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -144,13 +144,13 @@ in_both_halves = pytest.mark.parametrize("half", ["forward", "backward"])
 def fastest_interrupt(slow: SlowPipeline, attempt: Callable[[float], InterruptedCall]) -> float:
     """Returns the shortest ``seconds`` of three interrupted calls, as other processes may use the cores.
 
-    ``attempt`` gets a delay, which is halved after each step that finished before the signal.
+    ``attempt`` gets ``after``, which is halved after each step that finished before the signal.
     """
-    delay, found = slow.signal_delay, list[float]()
+    after, found = slow.signal_delay, list[float]()
     for _ in range(12):
-        interrupted = attempt(delay)
+        interrupted = attempt(after)
         if interrupted.finished:
-            delay /= 2
+            after /= 2
         else:
             found.append(interrupted.seconds)
         if len(found) == 3:
@@ -159,9 +159,9 @@ def fastest_interrupt(slow: SlowPipeline, attempt: Callable[[float], Interrupted
 
 
 def test_sigint_ends_a_forward(slow: SlowPipeline) -> None:
-    def attempt(delay: float) -> InterruptedCall:
+    def attempt(after: float) -> InterruptedCall:
         before = slow.state()
-        interrupted = InterruptedCall(lambda: slow.pipe(slow.x), delay)
+        interrupted = InterruptedCall(lambda: slow.pipe(slow.x), after)
         assert interrupted.finished or unequal(slow.state(), before) == []
         return interrupted
 
@@ -175,10 +175,10 @@ def test_sigint_ends_a_backward(slow: SlowPipeline, checkpoint: str) -> None:
     for parameter in slow.pipe.parameters():
         parameter.grad = torch.ones_like(parameter)
 
-    def attempt(delay: float) -> InterruptedCall:
+    def attempt(after: float) -> InterruptedCall:
         output = slow.pipe(slow.x)
         before, gradient = slow.state(), gradient_like(output)
-        interrupted = InterruptedCall(lambda: output.backward(gradient), delay)
+        interrupted = InterruptedCall(lambda: output.backward(gradient), after)
         if not interrupted.finished:
             assert unequal(slow.state(), before) == []
             assert kept_bytes(output) == 0
