@@ -25,7 +25,7 @@ def random_pairs(sizes, accumulator_dtype, gradient_dtype, device="cpu"):
 
 
 def check_against_loop(accumulators, gradients):
-    """Checks that every accumulator gets the bits of its own `accumulator.add_(gradient)`."""
+    """Checks that every accumulator equals `accumulator.add_(gradient)` bit for bit."""
     expected = [a.clone().add_(g) for a, g in zip(accumulators, gradients, strict=True)]
     unchanged = [g.clone() for g in gradients]
     versions = [a._version for a in accumulators]
