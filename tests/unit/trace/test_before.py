@@ -1,4 +1,4 @@
-"""What a trace changed is named and put back: attributes, containers, objects, variables, generators."""
+"""The restore point of a trace, which names and undoes changes to attributes, containers and objects."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gpipe_fast.trace.fingerprint import fingerprint
 from tests.unit.trace.test_fingerprint import Layer, Mode
 
 EFFECTS: dict[str, tuple[Callable[[Layer], object], str]] = {
-    "set": (lambda m: setattr(m, "last", torch.ones(1)), "last"),
-    "replaced": (lambda m: setattr(m, "mode", Mode.EXACT), "mode"),
+    "attribute set": (lambda m: setattr(m, "last", torch.ones(1)), "last"),
+    "attribute replaced": (lambda m: setattr(m, "mode", Mode.EXACT), "mode"),
     "list appended": (lambda m: m.sizes.append(5), "sizes"),
-    "list element": (lambda m: m.sizes.__setitem__(0, 9), "sizes"),
-    "dict": (lambda m: m.options.update(eps=1.0), "options"),
+    "list element replaced": (lambda m: m.sizes.__setitem__(0, 9), "sizes"),
+    "dict updated": (lambda m: m.options.update(eps=1.0), "options"),
     "set added": (lambda m: m.tags.add("c"), "tags"),
-    "of a child": (lambda m: setattr(m.first, "calls", 1), "first.calls"),
+    "child attribute set": (lambda m: setattr(m.first, "calls", 1), "first.calls"),
 }
 
 
 @pytest.mark.parametrize(("effect", "name"), EFFECTS.values(), ids=EFFECTS.keys())
-def test_before_names_and_undoes_an_effect(effect: Callable[[Layer], object], name: str) -> None:
+def test_a_restore_point_names_and_undoes_an_effect(effect: Callable[[Layer], object], name: str) -> None:
     layer = Layer()
     value = fingerprint([layer])
     before = Before([layer])
@@ -39,19 +39,19 @@ def test_before_names_and_undoes_an_effect(effect: Callable[[Layer], object], na
     before.put_back()
 
 
-def test_before_keeps_the_objects_themselves() -> None:
+def test_restoring_puts_back_the_original_objects() -> None:
     layer = Layer()
     sizes, weight = layer.sizes, layer.first.weight
     before = Before([layer])
     layer.sizes = [7]
     layer.first.weight = nn.Parameter(torch.zeros(4, 4))
-    assert before.changes() == [Change(0, "sizes")]  # parameters are put back without being named
+    assert before.changes() == [Change(0, "sizes")]  # parameters are restored but not reported
     before.put_back()
     assert layer.sizes is sizes
     assert layer.first.weight is weight
 
 
-def test_before_puts_a_deleted_attribute_back() -> None:
+def test_restoring_brings_back_a_deleted_attribute() -> None:
     layer = Layer()
     before = Before([layer])
     del layer.mode
@@ -60,7 +60,7 @@ def test_before_puts_a_deleted_attribute_back() -> None:
     assert layer.mode is Mode.FAST
 
 
-def test_before_counts_layers() -> None:
+def test_a_change_names_the_index_of_its_layer() -> None:
     layers = [Layer(), Layer()]
     before = Before(layers)
     layers[1].dropout.p = 0.5
@@ -69,20 +69,20 @@ def test_before_counts_layers() -> None:
     assert layers[1].dropout.p == 0.1
 
 
-def test_nothing_changed() -> None:
+def test_an_unchanged_layer_reports_no_changes() -> None:
     assert Before([Layer()]).changes() == []
 
 
-class Making(collections.OrderedDict[str, type]):
-    """Makes an object whenever it is asked, as a table of activation functions does."""
+class InstantiatingDict(collections.OrderedDict[str, type]):
+    """Returns a new instance of the stored class on every lookup, as a table of activation functions does."""
 
     def __getitem__(self, key: str) -> Any:
         return super().__getitem__(key)()
 
 
-def test_a_container_is_read_as_it_is_kept() -> None:
+def test_a_dict_that_computes_its_values_is_compared_by_what_it_stores() -> None:
     layer = Layer()
-    layer.table = Making(relu=nn.ReLU, lazy=object)
+    layer.table = InstantiatingDict(relu=nn.ReLU, lazy=object)
     before = Before([layer])
     value = fingerprint([layer])
     assert before.changes() == []

@@ -1,4 +1,4 @@
-"""Fingerprints tell apart what would trace differently, and nothing else."""
+"""Fingerprints: they differ for layers that would trace differently, and only for those."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SlottedConfig:
 
 
 class Layer(nn.Module):
-    """Two linear layers, and attributes of every kind."""
+    """Two linear layers and attributes of every supported type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,10 +54,10 @@ def no_op(*arguments: Any) -> None:
 
 CHANGES: dict[str, Callable[[Layer], object]] = {
     "attribute of a child": lambda m: setattr(m.dropout, "p", 0.2),
-    "type of an attribute": lambda m: setattr(m.dropout, "p", True),
+    "attribute type": lambda m: setattr(m.dropout, "p", True),
     "nested list": lambda m: m.sizes[1].append(4),
     "nested dict": lambda m: m.options["nested"].update(flag=False),
-    "set": lambda m: m.tags.add("c"),
+    "set element": lambda m: m.tags.add("c"),
     "dataclass": lambda m: setattr(m.config, "scale", 2.0),
     "list in a dataclass": lambda m: m.config.widths.append(1),
     "dataclass with slots": lambda m: setattr(m.slotted, "scale", 2.0),
@@ -86,7 +86,7 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_change_shows(change: Callable[[Layer], object]) -> None:
+def test_every_change_of_a_layer_changes_its_fingerprint(change: Callable[[Layer], object]) -> None:
     layer = Layer()
     before = fingerprint([layer])
     change(layer)
@@ -96,7 +96,7 @@ def test_a_change_shows(change: Callable[[Layer], object]) -> None:
     assert hash(after) == hash(fingerprint([layer]))
 
 
-def test_is_stable_and_blind_to_values() -> None:
+def test_a_fingerprint_ignores_tensor_values_and_gradients() -> None:
     layer = Layer()
     before = fingerprint([layer])
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_is_stable_and_blind_to_values() -> None:
     assert fingerprint([layer]) == before
 
 
-def test_equal_layers_are_equal() -> None:
+def test_layers_of_equal_structure_have_equal_fingerprints() -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.1), nn.BatchNorm1d(4))
 
@@ -114,25 +114,25 @@ def test_equal_layers_are_equal() -> None:
     assert fingerprint([block(), block()]) != fingerprint([block()])
 
 
-def test_ties_between_layers_show() -> None:
+def test_tying_parameters_of_two_layers_changes_the_fingerprint() -> None:
     a, b = nn.Linear(4, 4), nn.Linear(4, 4)
-    apart = fingerprint([a, b])
+    untied = fingerprint([a, b])
     b.weight = a.weight
-    assert fingerprint([a, b]) != apart
+    assert fingerprint([a, b]) != untied
 
 
-def test_which_parameters_are_tied_shows() -> None:
-    def three(first: int, second: int) -> list[nn.Linear]:
+def test_a_fingerprint_tells_which_parameters_are_tied() -> None:
+    def three_layers(first: int, second: int) -> list[nn.Linear]:
         layers = [nn.Linear(4, 4) for _ in range(3)]
         layers[second].weight = layers[first].weight
         return layers
 
-    assert fingerprint(three(0, 1)) == fingerprint(three(0, 1))
-    assert fingerprint(three(0, 1)) != fingerprint(three(0, 2))
-    assert fingerprint(three(0, 2)) != fingerprint(three(1, 2))
+    assert fingerprint(three_layers(0, 1)) == fingerprint(three_layers(0, 1))
+    assert fingerprint(three_layers(0, 1)) != fingerprint(three_layers(0, 2))
+    assert fingerprint(three_layers(0, 2)) != fingerprint(three_layers(1, 2))
 
 
-def test_a_module_that_refers_to_its_parent_ends() -> None:
+def test_the_fingerprint_of_a_module_that_refers_to_its_parent_terminates() -> None:
     layer = nn.Sequential(nn.Linear(2, 2))
     layer[0].__dict__["owner"] = layer
     layer[0].__dict__["owners"] = [layer]

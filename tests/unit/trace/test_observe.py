@@ -1,4 +1,4 @@
-"""What a trace sees of Python: randomness and time end it before they are asked, reads are noted."""
+"""How a trace observes Python: it refuses randomness, time and I/O before they run, and records reads."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NUMBER = 2.0
 SEEN: list[Any] = []
 
 
-class Calling(nn.Module):
-    """Calls a function beside its layer."""
+class CallsFunction(nn.Module):
+    """A linear layer whose forward also calls `function`."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         super().__init__()
@@ -41,31 +41,31 @@ class Calling(nn.Module):
         return y
 
 
-def traced(function: Callable[[], object]) -> Joint | Untraceable:
-    return trace([nn.Tanh(), Calling(function)], [X])
+def trace_layer_calling(function: Callable[[], object]) -> Joint | Untraceable:
+    return trace([nn.Tanh(), CallsFunction(function)], [X])
 
 
-def reason_for(function: Callable[[], object]) -> str:
-    found = traced(function)
-    assert isinstance(found, Untraceable)
-    assert found.layer == 1
-    return found.reason
+def refusal_reason(function: Callable[[], object]) -> str:
+    result = trace_layer_calling(function)
+    assert isinstance(result, Untraceable)
+    assert result.layer == 1
+    return result.reason
 
 
-def test_what_is_refused_does_not_happen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_side_effect_is_not_executed(capsys: pytest.CaptureFixture[str]) -> None:
     state = random.getstate()
-    assert "prints" in reason_for(lambda: print("once"))
-    assert "random numbers" in reason_for(lambda: random.shuffle([1, 2, 3]))
+    assert "prints" in refusal_reason(lambda: print("once"))
+    assert "random numbers" in refusal_reason(lambda: random.shuffle([1, 2, 3]))
     assert capsys.readouterr().out == ""
     assert random.getstate() == state
 
 
-def test_a_layer_that_catches_the_refusal_is_refused() -> None:
-    def catching() -> None:
+def test_a_layer_that_suppresses_the_refusal_is_still_refused() -> None:
+    def draw_suppressing_errors() -> None:
         with contextlib.suppress(Exception):
             random.random()
 
-    assert "random numbers" in reason_for(catching)
+    assert "random numbers" in refusal_reason(draw_suppressing_errors)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_a_layer_that_catches_the_refusal_is_refused() -> None:
         (lambda: logging.getLogger("gpipe_fast_test").warning("each time"), "logs messages"),
     ],
 )
-def test_effects_outside_of_the_program_are_refused(function: Callable[[], object], reason: str) -> None:
-    assert reason in reason_for(function)
+def test_external_side_effects_are_refused(function: Callable[[], object], reason: str) -> None:
+    assert reason in refusal_reason(function)
 
 
 @pytest.mark.parametrize(
@@ -94,22 +94,22 @@ def test_effects_outside_of_the_program_are_refused(function: Callable[[], objec
     ],
 )
 @pytest.mark.filterwarnings("ignore:shown once")
-def test_what_has_no_effect_outside_is_traced(function: Callable[[], object]) -> None:
-    assert isinstance(traced(function), Joint)
+def test_calls_without_external_side_effects_are_traced(function: Callable[[], object]) -> None:
+    assert isinstance(trace_layer_calling(function), Joint)
 
 
-def test_a_context_variable_is_refused_for_good() -> None:
-    """It has another value in the thread of a stage."""
+def test_reading_a_context_variable_is_refused_permanently() -> None:
+    """A stage's thread has another context, in which the variable may have another value."""
     from contextvars import ContextVar
 
     variable = ContextVar("variable", default=1)
-    found = traced(lambda: variable.get())
-    assert isinstance(found, Untraceable)
-    assert found.final
-    assert "context variable" in found.reason
+    result = trace_layer_calling(lambda: variable.get())
+    assert isinstance(result, Untraceable)
+    assert result.final
+    assert "context variable" in result.reason
 
 
-def test_a_profiler_of_the_users_is_put_back() -> None:
+def test_the_users_profile_function_is_restored() -> None:
     calls: list[str] = []
 
     def profile(frame: Any, event: str, argument: Any) -> None:
@@ -117,15 +117,15 @@ def test_a_profiler_of_the_users_is_put_back() -> None:
 
     sys.setprofile(profile)
     try:
-        traced(lambda: None)
+        trace_layer_calling(lambda: None)
         assert sys.getprofile() is profile
     finally:
         sys.setprofile(None)
     assert calls
 
 
-def test_other_threads_are_not_watched() -> None:
-    """What draws there is not the layer's doing."""
+def test_other_threads_are_not_observed() -> None:
+    """A random draw in another thread is no side effect of the traced layer."""
     done = threading.Event()
 
     def draw() -> None:
@@ -135,14 +135,14 @@ def test_other_threads_are_not_watched() -> None:
     thread = threading.Thread(target=draw)
     thread.start()
     try:
-        assert isinstance(traced(lambda: None), Joint)
+        assert isinstance(trace_layer_calling(lambda: None), Joint)
     finally:
         done.set()
         thread.join()
 
 
-def test_the_standard_library_acts_for_its_caller() -> None:
-    """0 is PyTorch's code, 1 the user's, 2 the standard library's."""
+def test_standard_library_frames_are_observed_only_under_user_code() -> None:
+    """Frame kinds: 0 is PyTorch's code, 1 the user's, 2 the standard library's."""
     called: list[str] = []
     kinds = {"outer": 0, "user": 1, "library": 2}
     observer = Observer(
@@ -167,7 +167,7 @@ def test_the_standard_library_acts_for_its_caller() -> None:
     assert called == ["user", "library", "abs"]
 
 
-def test_names_of_a_function() -> None:
+def test_a_code_object_lists_the_names_that_it_may_read() -> None:
     def function(x: Any) -> Any:
         import os.path as somewhere
 
@@ -181,30 +181,30 @@ def test_names_of_a_function() -> None:
     assert names_of((lambda x: getattr(x, "a")).__code__).any_attribute  # noqa: B009
 
 
-def test_what_was_read_is_known_after_the_trace() -> None:
-    layer = Calling(lambda: NUMBER)
+def test_a_trace_records_the_globals_that_a_layer_reads() -> None:
+    layer = CallsFunction(lambda: NUMBER)
     assert reads_of(layer) is None
     trace([layer], [X])
-    known = reads_of(layer)
-    assert known is not None
-    assert [entry.label for entry in known.entries.values()] == ["the global variable NUMBER"]
-    assert {"linear", "function"} <= known.attributes
+    recorded = reads_of(layer)
+    assert recorded is not None
+    assert [entry.label for entry in recorded.entries.values()] == ["the global variable NUMBER"]
+    assert {"linear", "function"} <= recorded.attributes
 
 
-def test_the_line_of_an_error_is_the_users() -> None:
+def test_the_reported_line_of_an_error_is_in_user_code() -> None:
     def branching() -> None:
         if float(torch.ones(2, device="meta").sum()) > 0:
             raise AssertionError
 
     with pytest.raises(RuntimeError) as caught:
         branching()
-    assert line_of(caught.value).startswith(" (test_observe.py, line ")
+    assert line_of(caught.value).startswith(f" ({os.path.basename(__file__)}, line ")
     assert "if float(torch.ones(2" in line_of(caught.value)
     assert reason_against(abs) is None
 
 
-class Caching(nn.Module):
-    """Computes something at its first call and keeps it: a number, or a tensor."""
+class CachesFirstCall(nn.Module):
+    """Caches what `make` returns at the first call: a number or a tensor."""
 
     def __init__(self, make: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -218,30 +218,30 @@ class Caching(nn.Module):
         return x * self.shared.setdefault("scale", self.cache)
 
 
-def test_what_only_the_first_call_changes_is_kept() -> None:
-    layer = Caching(lambda x: 0.5 * x.dim())
+def test_a_cache_filled_by_the_first_call_is_kept() -> None:
+    layer = CachesFirstCall(lambda x: 0.5 * x.dim())
     assert isinstance(trace([layer], [X]), Joint)
     assert layer.cache == 1.0
     assert layer.shared == {"scale": 1.0}
 
 
-def test_a_cache_of_tracing_tensors_is_put_back() -> None:
-    layer = Caching(lambda x: x.mean())
+def test_a_cache_of_tracing_tensors_is_undone() -> None:
+    layer = CachesFirstCall(lambda x: x.mean())
     assert isinstance(trace([layer], [X]), Untraceable)
     assert layer.cache is None
     assert layer.shared == {}
 
 
-def test_what_every_call_changes_is_put_back_to_what_it_was() -> None:
-    layer = Calling(lambda: SEEN.append(1))
+def test_a_side_effect_of_every_call_is_undone_and_refused() -> None:
+    layer = CallsFunction(lambda: SEEN.append(1))
     SEEN.clear()
-    found = trace([layer], [X])
-    assert isinstance(found, Untraceable)
-    assert found.reason == "its forward changes the global variable SEEN, a side effect"
+    result = trace([layer], [X])
+    assert isinstance(result, Untraceable)
+    assert result.reason == "its forward changes the global variable SEEN, a side effect"
     assert SEEN == []
 
 
-class Scaled(torch.autograd.Function):
+class ScaleGradient(torch.autograd.Function):
     """Scales the gradient by a number that only the backward reads."""
 
     @staticmethod
@@ -253,15 +253,15 @@ class Scaled(torch.autograd.Function):
         return gradient * NUMBER
 
 
-class Scaling(nn.Module):
+class ScalesGradient(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        scaled: Tensor = Scaled.apply(x)
+        scaled: Tensor = ScaleGradient.apply(x)
         return scaled
 
 
-def test_what_a_backward_of_the_users_reads_is_known() -> None:
-    layer = Scaling()
+def test_a_trace_records_the_globals_that_a_custom_backward_reads() -> None:
+    layer = ScalesGradient()
     assert isinstance(trace([layer], [X.clone().requires_grad_()]), Joint)
-    known = reads_of(layer)
-    assert known is not None
-    assert "the global variable NUMBER" in [entry.label for entry in known.entries.values()]
+    recorded = reads_of(layer)
+    assert recorded is not None
+    assert "the global variable NUMBER" in [entry.label for entry in recorded.entries.values()]

@@ -1,4 +1,4 @@
-"""Templates: one trace for many shapes gives the graph that a trace of each would give, or is not used."""
+"""Templates: one symbolic trace for many shapes gives the graphs of separate traces, or is not used."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ WIDTH, HEADS, VOCABULARY = 16, 2, 11
 CPU = torch.device("cpu")
 
 
-class Of(nn.Module):
-    """A function of a linear layer and of what comes in."""
+class FunctionLayer(nn.Module):
+    """Applies `function` to a linear layer and the input."""
 
     def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class Of(nn.Module):
         return self.function(self.linear, x)
 
 
-class Embedded(nn.Module):
+class TokenAndPosition(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(64, WIDTH))
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(64, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.tokens(x) + self.places[: x.shape[1]]
+        y: Tensor = self.tokens(x) + self.positions[: x.shape[1]]
         return y
 
 
@@ -68,7 +68,9 @@ class Block(nn.Module):
 
 def gpt() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Embedded(), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    return nn.Sequential(
+        TokenAndPosition(), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+    )
 
 
 def tokens(batch: int, length: int) -> Tensor:
@@ -97,7 +99,7 @@ def conv() -> nn.Sequential:
 @pytest.mark.sampled(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_lengths_and_batch_sizes_of_a_gpt_share_two_templates(checkpoint: str) -> None:
+def test_lengths_and_batch_sizes_of_a_gpt_share_few_templates(checkpoint: str) -> None:
     layers = gpt()
     pipe = GPipe(layers, [2, 3], chunks=4, checkpoint=checkpoint)
     draw = random.Random(0)
@@ -106,13 +108,13 @@ def test_lengths_and_batch_sizes_of_a_gpt_share_two_templates(checkpoint: str) -
         x = tokens(batch, length)
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 4)) == [], (batch, length)
     compiler = compiler_of(pipe)
-    # Of each stage two lengths and a template; for another batch size two more templates at most.
+    # Per stage: traces of two lengths, a template, and at most two more templates for other batch sizes.
     assert compiler.num_traces <= 2 * 5
     assert compiler.num_written >= 2 * 10
 
 
-def test_texts_that_are_views_of_longer_ones() -> None:
-    """As language models are trained: all tokens but the last, whose strides are one longer."""
+def test_token_views_of_longer_sequences_share_a_template() -> None:
+    """Language models train on all tokens but the last: a view with the strides of the whole sequence."""
     layers = gpt()
     pipe = GPipe(layers, [2, 3], chunks=2)
     for length in (5, 9, 7, 12, 30, 22, 3):
@@ -121,7 +123,7 @@ def test_texts_that_are_views_of_longer_ones() -> None:
     assert compiler_of(pipe).num_traces <= 2 * 3
 
 
-def test_length_one_is_traced_as_it_is() -> None:
+def test_length_one_has_a_trace_of_its_own() -> None:
     layers = gpt()
     pipe = GPipe(layers, [5], chunks=2)
     for length in (5, 1, 7, 6, 1, 2, 3):
@@ -130,7 +132,7 @@ def test_length_one_is_traced_as_it_is() -> None:
     assert compiler_of(pipe).num_traces <= 5
 
 
-def test_images_of_many_sizes() -> None:
+def test_images_of_many_sizes_equal_the_plain_loop() -> None:
     layers = conv()
     pipe = GPipe(layers, [4, 5], chunks=2)
     for height, width in [(8, 8), (10, 8), (12, 8), (14, 8), (9, 11), (13, 12), (16, 10)]:
@@ -138,11 +140,12 @@ def test_images_of_many_sizes() -> None:
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], (height, width)
 
 
-def test_gradients_that_arrive_permuted_or_expanded() -> None:
+def test_permuted_and_expanded_boundary_gradients_share_a_template() -> None:
     layers = nn.Sequential(
-        Of(lambda f, x: f(x)), Of(lambda f, x: f(x).transpose(1, 2).contiguous().transpose(1, 2))
+        FunctionLayer(lambda f, x: f(x)),
+        FunctionLayer(lambda f, x: f(x).transpose(1, 2).contiguous().transpose(1, 2)),
     )
-    layers.append(Of(lambda f, x: f(x).mean(1, keepdim=True).expand_as(x)))
+    layers.append(FunctionLayer(lambda f, x: f(x).mean(1, keepdim=True).expand_as(x)))
     pipe = GPipe(layers, [1, 1, 1], chunks=2)
     for length in (4, 5, 6, 7, 9, 12):
         x = features(6, length)
@@ -150,47 +153,51 @@ def test_gradients_that_arrive_permuted_or_expanded() -> None:
     assert compiler_of(pipe).num_written > 0
 
 
-def by_size(f: nn.Module, x: Tensor) -> Tensor:
-    """Another graph from length 8 on."""
+def branch_on_length(f: nn.Module, x: Tensor) -> Tensor:
+    """Traces to another graph from length 8 on."""
     y: Tensor = f(x)
     return y.tanh() if x.shape[1] < 8 else y.sigmoid()
 
 
-def parity(f: nn.Module, x: Tensor) -> Tensor:
+def branch_on_parity(f: nn.Module, x: Tensor) -> Tensor:
     y: Tensor = f(x)
     return y.tanh() if x.shape[1] % 2 else y.sigmoid()
 
 
-def scaled(f: nn.Module, x: Tensor) -> Tensor:
-    """A number that Python rounds twice."""
+def scaled_by_length(f: nn.Module, x: Tensor) -> Tensor:
+    """Multiplies by a float that Python rounds twice."""
     y: Tensor = f(x) * (1.0 / x.shape[1] ** 0.5)
     return y
 
 
-def unrolled(f: nn.Module, x: Tensor) -> Tensor:
-    """As many operators as places."""
+def unrolled_over_length(f: nn.Module, x: Tensor) -> Tensor:
+    """Traces to as many operators as there are positions."""
     state = torch.zeros_like(x[:, 0])
-    for place in range(x.shape[1]):
-        state = torch.tanh(f(x[:, place]) + state)
+    for position in range(x.shape[1]):
+        state = torch.tanh(f(x[:, position]) + state)
     return state
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.smoke
-@pytest.mark.parametrize("function", [by_size, parity, scaled, unrolled])
-def test_what_depends_on_sizes_otherwise_is_right(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    layers = nn.Sequential(Of(function), nn.Linear(WIDTH, 2))
+@pytest.mark.parametrize(
+    "function", [branch_on_length, branch_on_parity, scaled_by_length, unrolled_over_length]
+)
+def test_graphs_that_depend_on_the_length_equal_the_plain_loop(
+    function: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    layers = nn.Sequential(FunctionLayer(function), nn.Linear(WIDTH, 2))
     pipe = GPipe(layers, [1, 1], chunks=2)
     for length in (3, 4, 5, 6, 7, 8, 9, 10, 11, 3, 9):
         x = features(4, length)
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
 
 
-def test_many_shapes_without_a_template_end_in_python_after_one_warning(
+def test_too_many_shapes_without_a_template_run_in_python_after_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("gpipe_fast.runtime.planner.TRACES", 8)
-    layers = nn.Sequential(Of(unrolled), nn.Linear(WIDTH, 2))
+    layers = nn.Sequential(FunctionLayer(unrolled_over_length), nn.Linear(WIDTH, 2))
     pipe = GPipe(layers, [1, 1], chunks=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -203,16 +210,16 @@ def test_many_shapes_without_a_template_end_in_python_after_one_warning(
     assert 8 <= compiler_of(pipe).num_traces <= 8 + 6
 
 
-def test_under_aten_every_shape_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many they are: no layer may run in Python instead."""
+def test_backend_aten_traces_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit on traces does not apply, because no layer may run in Python instead."""
     monkeypatch.setattr("gpipe_fast.runtime.planner.TRACES", 2)
-    layers = nn.Sequential(Of(unrolled))
+    layers = nn.Sequential(FunctionLayer(unrolled_over_length))
     pipe = GPipe(layers, [1], backend="aten")
     with torch.no_grad():
         for length in range(2, 10):
             x = features(1, length)
             assert torch.equal(pipe(x), layers(x)), length
-    # A trace of each length, and attempts at a template.
+    # One trace per length, and attempts to make a template.
     assert compiler_of(pipe).num_traces >= len(range(2, 10))
     assert compiler_of(pipe).num_written == 0
 
@@ -224,7 +231,7 @@ def joint_of(layers: nn.Sequential, x: Tensor) -> Joint:
 
 
 def template_after(layers: nn.Sequential, *lengths: int) -> Template:
-    """The one that a compiler makes when it meets these lengths."""
+    """Returns the template that a compiler makes after it traced these lengths."""
     compiler, stage = Compiler(), Stage(list(layers), 0, CPU)
     for length in lengths:
         x = features(4, length).requires_grad_()
@@ -235,7 +242,7 @@ def template_after(layers: nn.Sequential, *lengths: int) -> Template:
 
 
 @pytest.mark.extended
-def test_a_template_is_the_trace() -> None:
+def test_a_template_gives_the_graph_of_a_separate_trace() -> None:
     layers = nn.Sequential(Block(), Block())
     template = template_after(layers, 5, 7, 9)
     for length in (2, 3, 10, 33):
@@ -246,21 +253,21 @@ def test_a_template_is_the_trace() -> None:
         assert not equal(written, joint_of(layers, features(4, length + 1)))
 
 
-def test_a_template_refuses_what_it_was_not_made_for() -> None:
-    template = template_after(nn.Sequential(Of(by_size)), 3, 4, 5)
+def test_a_template_rejects_shapes_that_violate_its_guards() -> None:
+    template = template_after(nn.Sequential(FunctionLayer(branch_on_length)), 3, 4, 5)
 
     def written(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         return template.write_out([shape], [strides], ()) is not None
 
     assert written((4, 6, WIDTH), (6 * WIDTH, WIDTH, 1))
-    assert not written((4, 8, WIDTH), (8 * WIDTH, WIDTH, 1))  # the branch
+    assert not written((4, 8, WIDTH), (8 * WIDTH, WIDTH, 1))  # takes the other branch
     assert not written((5, 6, WIDTH), (6 * WIDTH, WIDTH, 1))  # a size that never varied
     assert not written((4, 1, WIDTH), (WIDTH, WIDTH, 1))  # too small
     assert not written((4, 6, WIDTH), (WIDTH, 4 * WIDTH, 1))  # permuted
 
 
-def test_without_rule_guards_are_not_looked_at_and_the_graph_is_wrong() -> None:
-    layers = nn.Sequential(Of(by_size))
+def test_a_template_without_guards_gives_a_wrong_graph() -> None:
+    layers = nn.Sequential(FunctionLayer(branch_on_length))
     template = template_after(layers, 3, 4, 5)
     ranges = {symbol: (2, float("inf")) for symbol in template.symbols.ranges}
     symbols = replace(template.symbols, guards=(), ranges=ranges)
@@ -270,7 +277,7 @@ def test_without_rule_guards_are_not_looked_at_and_the_graph_is_wrong() -> None:
     assert not equal(written, joint_of(layers, x))
 
 
-def test_two_sizes_that_only_happened_to_be_equal_make_another_template() -> None:
+def test_sizes_that_were_equal_by_coincidence_may_differ_later() -> None:
     class Product(nn.Module):
         def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
             a, b = x
@@ -283,15 +290,15 @@ def test_two_sizes_that_only_happened_to_be_equal_make_another_template() -> Non
         ours = pipe((a, b))
         expected = torch.cat([layers((c, d)) for c, d in zip(a.chunk(2), b.chunk(2), strict=True)])
         assert torch.equal(ours, expected)
-        for mine, his in zip(
+        for gradient, expected_gradient in zip(
             torch.autograd.grad(ours.square().sum(), (a, b)),
             torch.autograd.grad(expected.square().sum(), (a, b)),
             strict=True,
         ):
-            assert torch.equal(mine, his)
+            assert torch.equal(gradient, expected_gradient)
 
 
-def test_equal_notices_every_difference() -> None:
+def test_equal_detects_every_kind_of_difference() -> None:
     layers = nn.Sequential(Block())
 
     def changed(change: Callable[[Joint, list[fx.Node]], object]) -> bool:
@@ -321,7 +328,7 @@ def test_equal_notices_every_difference() -> None:
     assert not equal(replace(joint, outputs=joint.outputs[::-1]), joint)
 
 
-def test_symbols_solve_only_what_fits() -> None:
+def test_symbols_solve_only_shapes_that_fit() -> None:
     template = template_after(nn.Sequential(Block()), 5, 7, 9)
     symbols: Symbols = template.symbols
     strides = [(1,), (6 * WIDTH, WIDTH, 1)]

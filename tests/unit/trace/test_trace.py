@@ -1,4 +1,4 @@
-"""Stages to joint graphs: every port is named, and what cannot be traced faithfully is refused by name."""
+"""Traces of stages: every port of a joint graph is named, and an untraceable layer is refused by name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.stages import joint_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:Error detected in"),  # PyTorch's own note on a backward that fails
+    pytest.mark.filterwarnings("ignore:Error detected in"),  # PyTorch's warning about a failed backward
 ]
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 
 
 class Apply(nn.Module):
-    """A layer that calls a function of itself and its input."""
+    """Calls `function(self, x)`."""
 
     def __init__(self, function: Callable[[Any, Any], Any], **attributes: Any) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Apply(nn.Module):
         return self.function(self, x)
 
 
-def test_ports() -> None:
+def test_a_joint_graph_names_every_input_and_output_port() -> None:
     joint = joint_of([nn.Linear(4, 4), nn.BatchNorm1d(4)], X.clone().requires_grad_())
     inputs = [str(port) for port, _ in joint.inputs]
     assert sorted(inputs) == [
@@ -54,15 +54,15 @@ def test_ports() -> None:
     assert joint.of(Role.INPUT_GRADIENT).keys() == {0}
 
 
-def test_nodes_remember_their_layer() -> None:
+def test_graph_nodes_record_their_layer() -> None:
     joint = joint_of([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], X.clone().requires_grad_())
     layers = {str(n.target): layer_of(n) for n in joint.module.graph.nodes if n.op == "call_function"}
     assert layers["aten.relu.default"] == 1
     assert layers["aten.threshold_backward.default"] == 1
-    assert layers["aten.addmm.default"] == 2  # the last of them
+    assert layers["aten.addmm.default"] == 2  # the last addmm
 
 
-def test_no_input_gradient_unless_asked_for() -> None:
+def test_an_input_without_requires_grad_has_no_input_gradient() -> None:
     assert not joint_of([nn.Linear(4, 4)], X).of(Role.INPUT_GRADIENT)
 
 
@@ -74,7 +74,7 @@ def test_tied_parameters_share_a_port() -> None:
     assert gradients == [0, 1, 0, 2]  # a gradient under each name
 
 
-def test_several_inputs_and_outputs() -> None:
+def test_several_inputs_and_outputs_have_a_port_each() -> None:
     layer = Apply(lambda self, x: (self.linear(x[0]) + x[1], x[1].argmax(1), x[0]))
     joint = joint_of([layer], X.clone().requires_grad_(), X)
     assert sorted(joint.of(Role.OUTPUT)) == [0, 1, 2]
@@ -86,7 +86,7 @@ def test_an_undefined_gradient_has_no_tangent() -> None:
     layer = Apply(lambda self, x: (self.linear(x), x.sin()))
     x = X.clone().requires_grad_()
     assert joint_of([layer], x, arrivals=((1, None),)).differentiable_outputs() == {0}
-    # Nothing is computed from a gradient that never comes.
+    # No parameter gradient is computed from an undefined gradient.
     joint = joint_of([layer], x, arrivals=((0, None),))
     assert Port(Role.PARAMETER_GRADIENT, 0) not in [port for port, _ in joint.outputs]
 
@@ -102,12 +102,12 @@ def data_dependent(self: Any, x: Tensor) -> Tensor:
     return x if x.sum() > 0 else -x
 
 
-def keep(self: Any, x: Tensor) -> Tensor:
+def keep_input(self: Any, x: Tensor) -> Tensor:
     self.last = x
     return x
 
 
-def hooked() -> nn.Module:
+def hooked_linear() -> nn.Module:
     layer = nn.Linear(4, 4)
     layer.register_forward_hook(lambda module, args, output: None)
     return layer
@@ -117,16 +117,19 @@ LINEAR = nn.Linear(4, 4)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "data-dependent": (lambda: Apply(data_dependent), "tracing raised DataDependentOutputException"),
     "boolean index": (lambda: Apply(lambda self, x: x[x > 0]), "tracing raised"),
-    "side effect": (lambda: Apply(keep), "its forward sets last, a side effect"),
-    "list": (lambda: Apply(lambda self, x: self.log.append(1) or x, log=[]), "its forward sets log"),
+    "attribute set": (lambda: Apply(keep_input), "its forward sets last, a side effect"),
+    "list attribute changed": (
+        lambda: Apply(lambda self, x: self.log.append(1) or x, log=[]),
+        "its forward sets log",
+    ),
     "recurrent": (lambda: nn.LSTM(4, 4), "LSTM: recurrent layers"),
     "nested recurrent": (lambda: nn.Sequential(nn.GRU(4, 4)), "GRU 0: recurrent layers"),
     "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), "max_norm changes a parameter"),
-    "sparse": (lambda: nn.Embedding(4, 4, sparse=True), "sparse gradients"),
-    "hook": (hooked, "the hook <lambda> would run only in the trace"),
-    "lazy": (lambda: nn.LazyLinear(4), "weight is not initialised yet"),
-    "script": (lambda: torch.jit.script(nn.ReLU()), "a TorchScript module is opaque"),
-    "parameter of others": (
+    "sparse gradients": (lambda: nn.Embedding(4, 4, sparse=True), "sparse gradients"),
+    "forward hook": (hooked_linear, "the hook <lambda> would run only in the trace"),
+    "lazy parameter": (lambda: nn.LazyLinear(4), "weight is not initialised yet"),
+    "TorchScript": (lambda: torch.jit.script(nn.ReLU()), "a TorchScript module is opaque"),
+    "parameter of another module": (
         lambda: Apply(lambda self, x: F.linear(x, self.others[0].weight), others=[LINEAR]),
         "requires a gradient but is not one of its parameters",
     ),
@@ -136,7 +139,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize(("layer", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_refuses_and_names_layer_and_reason(layer: Callable[[], nn.Module], reason: str) -> None:
+def test_an_untraceable_layer_is_refused_with_its_index_and_reason(
+    layer: Callable[[], nn.Module], reason: str
+) -> None:
     layers = [nn.Tanh(), layer()]
     before = Before(layers)
     result = trace(layers, [X.clone().requires_grad_()])
@@ -147,15 +152,15 @@ def test_refuses_and_names_layer_and_reason(layer: Callable[[], nn.Module], reas
     assert before.changes() == []
 
 
-def test_refuses_a_reentrant_checkpoint() -> None:
-    """It fails in the backward, where no layer is to blame."""
+def test_a_reentrant_checkpoint_is_refused() -> None:
+    """Its trace fails in the backward, where the error is attributed to no layer."""
     layer = Apply(lambda self, x: checkpoint(self.linear, x, use_reentrant=True))
     result = trace([layer], [X.clone().requires_grad_()])
     assert isinstance(result, Untraceable)
     assert result.reason.startswith("tracing raised RuntimeError")
 
 
-def test_refuses_what_is_no_tensor() -> None:
+def test_an_output_that_is_not_a_tensor_is_refused() -> None:
     result = trace([Apply(lambda self, x: {x})], [X])
     assert isinstance(result, Untraceable)
     assert result.reason.startswith(
@@ -163,8 +168,7 @@ def test_refuses_what_is_no_tensor() -> None:
     )
 
 
-def test_leaves_no_tracing_tensor_behind() -> None:
-    """A container inside a container is changed by the forward too."""
+def test_a_refused_trace_leaves_no_tracing_tensor_in_a_nested_container() -> None:
 
     def keep_nested(self: Any, x: Tensor) -> Tensor:
         self.cache["k"].append(x)
@@ -176,7 +180,7 @@ def test_leaves_no_tracing_tensor_behind() -> None:
     assert layer.cache == {"k": []}
 
 
-def test_tracing_changes_nothing() -> None:
+def test_tracing_changes_neither_layers_nor_random_state() -> None:
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)]
     state = {k: v.clone() for k, v in nn.Sequential(*layers).state_dict().items()}
     random_state = torch.get_rng_state()

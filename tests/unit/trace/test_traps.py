@@ -1,4 +1,4 @@
-"""The traps of tracing that give wrong numbers: each with its rule, and without."""
+"""Pitfalls of tracing that give wrong numbers, each tested with and without the rule that avoids it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from gpipe_fast.trace.refuse import Untraceable
 from gpipe_fast.trace.trace import Joint, Role
 from tests.inside import with_autocast_cache
 from tests.reference import check_step, loop_step, pipeline_step, unequal
-from tests.unit.trace.traps import batch, differences, linear, run_joint, traced
+from tests.unit.trace.traps import batch, linear, run_joint, traced, wrong_results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Both(nn.Module):
+class InputAndTanh(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x.tanh()
 
 
-class Product(nn.Module):
+class MultipliesPair(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0] * pair[1]
 
@@ -40,24 +40,24 @@ class Product(nn.Module):
 
 @contextlib.contextmanager
 def without_clones() -> Iterator[None]:
-    def uncloned(*args: Any, **kwargs: Any) -> Joint | Untraceable:
+    def trace_without_clones(*args: Any, **kwargs: Any) -> Joint | Untraceable:
         with mock.patch.object(Tensor, "clone", lambda self, **kwargs: self):
             return trace.trace(*args, **kwargs)
 
-    with mock.patch.object(gpipe_fast.runtime.compile, "trace", uncloned):
+    with mock.patch.object(gpipe_fast.runtime.compile, "trace", trace_without_clones):
         yield
 
 
-def test_aliased_outputs() -> None:
-    check_step(nn.Sequential(linear(), Both(), Product()), batch(), balance=[2, 1])
-    check_step(nn.Sequential(Both(), Product(), linear()), batch(), balance=[1, 2])
+def test_outputs_that_alias_the_input_equal_the_plain_loop() -> None:
+    check_step(nn.Sequential(linear(), InputAndTanh(), MultipliesPair()), batch(), balance=[2, 1])
+    check_step(nn.Sequential(InputAndTanh(), MultipliesPair(), linear()), batch(), balance=[1, 2])
 
 
-def test_aliased_outputs_without_rule_are_wrong() -> None:
-    model = nn.Sequential(Both(), Product(), linear())
+def test_without_clones_an_aliased_output_gets_no_tangent() -> None:
+    model = nn.Sequential(InputAndTanh(), MultipliesPair(), linear())
     with without_clones():
         joint = gpipe_fast.runtime.compile.trace([model[0]], [batch().requires_grad_()])
-        # The output that is the input itself gets no tangent, so its share of the gradient is lost.
+        # The output that is the input itself gets no tangent, so its part of the gradient is lost.
         assert isinstance(joint, Joint)
         assert joint.differentiable_outputs() == {1}
     assert traced(model[0], x=batch().requires_grad_()).differentiable_outputs() == {0, 1}
@@ -66,12 +66,12 @@ def test_aliased_outputs_without_rule_are_wrong() -> None:
 # Random operations under recompute
 
 
-def test_recomputed_random_operations() -> None:
+def test_recomputed_random_operations_equal_the_plain_loop() -> None:
     model = nn.Sequential(linear(), nn.Dropout(0.5), nn.RReLU(), nn.AlphaDropout(0.2), linear(1))
     check_step(model, batch())
 
 
-def test_recomputed_random_operations_without_rule_are_wrong() -> None:
+def test_without_keys_a_recomputed_dropout_draws_another_mask() -> None:
     class Unkeyed(contextlib.nullcontext):  # type: ignore[type-arg]
         unfused_attention = False
 
@@ -97,14 +97,14 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.4)
 
 
-def test_attention_dropout() -> None:
+def test_recomputed_attention_dropout_equals_the_plain_loop() -> None:
     check_step(nn.Sequential(linear(), Attention(), linear(1)), batch(2, 5, 6))
 
 
 # Strides
 
 
-def test_strides_are_in_the_signature() -> None:
+def test_inputs_of_other_strides_equal_the_plain_loop() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
     x = batch(3, 6, 6)
     pipe = GPipe(model, [5], chunks=4)
@@ -120,8 +120,8 @@ def test_a_permuted_boundary_gradient_is_coerced() -> None:
     torch.testing.assert_close(ours, loop_step(model, x, 4, gradient=gradient))
 
 
-def test_a_permuted_boundary_gradient_without_rule_is_wrong() -> None:
-    # A program's views have the strides that were traced; over memory laid out otherwise they read this.
+def test_a_permuted_boundary_gradient_read_with_the_traced_strides_is_wrong() -> None:
+    # A program's views have the traced strides; over memory of another layout they read these values.
     (node,) = traced(nn.Tanh(), x=batch(3, 6, 6).requires_grad_()).of(Role.TANGENT).values()
     gradient = batch(6, 6, 3).transpose(1, 3)
     read = gradient.as_strided(gradient.shape, node.meta["val"].stride())
@@ -129,48 +129,51 @@ def test_a_permuted_boundary_gradient_without_rule_is_wrong() -> None:
     assert not torch.equal(read, gradient)
 
 
-# Gradients that never come
+# Undefined gradients
 
 
-class Root(nn.Module):
+class DoubleAndRoot(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x * 2, (x * 0).sqrt()
 
 
-class First(nn.Module):
+class FirstPlusOne(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0] + 1
 
 
-def test_an_unused_output_gets_no_gradient() -> None:
-    check_step(nn.Sequential(Root(), First(), linear()), batch(), balance=[1, 2])
+def test_an_unused_output_gets_an_undefined_gradient() -> None:
+    check_step(nn.Sequential(DoubleAndRoot(), FirstPlusOne(), linear()), batch(), balance=[1, 2])
 
 
-def test_an_unused_output_without_rule_is_nan() -> None:
+def test_a_zero_gradient_for_an_unused_output_gives_nan() -> None:
     x = batch().requires_grad_()
     one, zero = torch.ones(8, 6), torch.zeros(8, 6)
-    wrong = run_joint(traced(Root(), x=x), [Root()], x, one, zero)
-    right = run_joint(traced(Root(), x=x, arrivals=((1, None),)), [Root()], x, one)
+    wrong = run_joint(traced(DoubleAndRoot(), x=x), [DoubleAndRoot()], x, one, zero)
+    right = run_joint(traced(DoubleAndRoot(), x=x, arrivals=((1, None),)), [DoubleAndRoot()], x, one)
     assert wrong[Role.INPUT_GRADIENT, 0].isnan().any()
     assert torch.equal(right[Role.INPUT_GRADIENT, 0], 2 * one)
 
 
-# Buffers
+# Operators with Python decompositions
 
 
 UPSAMPLING = {"bilinear": (3, 5, 4), "bicubic": (3, 5, 4), "trilinear": (2, 3, 4, 3)}
 
 
 @pytest.mark.parametrize("mode", UPSAMPLING)
-def test_upsampling(mode: str) -> None:
+def test_upsampling_equals_the_plain_loop(mode: str) -> None:
     check_step(nn.Sequential(nn.Upsample(scale_factor=1.7, mode=mode)), batch(*UPSAMPLING[mode]))
 
 
 @pytest.mark.parametrize("mode", UPSAMPLING)
-def test_upsampling_without_rule_is_wrong(mode: str) -> None:
+def test_upsampling_through_python_decompositions_is_wrong(mode: str) -> None:
     model = nn.Sequential(nn.Upsample(scale_factor=1.7, mode=mode))
     with mock.patch.object(aot, "without_python_decompositions", contextlib.nullcontext):
-        assert differences(model, batch(*UPSAMPLING[mode])) != []
+        assert wrong_results(model, batch(*UPSAMPLING[mode])) != []
+
+
+# Inference
 
 
 def encoder() -> nn.Sequential:
@@ -178,14 +181,14 @@ def encoder() -> nn.Sequential:
     return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True)).eval()
 
 
-def test_inference_is_traced_by_itself() -> None:
+def test_inference_has_a_trace_of_its_own() -> None:
     model, x = encoder(), batch(5, 8)
     with torch.no_grad():
         plain = torch.cat([model(c) for c in x.chunk(4)])
         assert torch.equal(GPipe(model, [1], chunks=4)(x), plain)
 
 
-def test_inference_without_rule_is_wrong() -> None:
+def test_inference_through_the_joint_graph_is_wrong() -> None:
     # Without gradients the layer calls one fused operator, which rounds differently from the joint graph.
     model, x = encoder(), batch(5, 8)
     with torch.no_grad():
@@ -195,7 +198,10 @@ def test_inference_without_rule_is_wrong() -> None:
     torch.testing.assert_close(plain, traced_with_gradients)
 
 
-class Twice(nn.Module):
+# Autocast
+
+
+class LinearTwiceUnderAutocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = linear()
@@ -206,33 +212,33 @@ class Twice(nn.Module):
 
 
 @contextlib.contextmanager
-def uncached() -> Iterator[None]:
+def without_autocast_cache() -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)
     yield
     torch.set_autocast_cache_enabled(True)
 
 
-def test_autocast_without_its_weight_cache() -> None:
-    with uncached():
-        expected = loop_step(nn.Sequential(Twice()), batch(), 4)
-    ours = pipeline_step(GPipe(nn.Sequential(Twice()), [1], chunks=4), batch(), 0.0)
+def test_autocast_equals_the_plain_loop_without_the_weight_cache() -> None:
+    with without_autocast_cache():
+        expected = loop_step(nn.Sequential(LinearTwiceUnderAutocast()), batch(), 4)
+    ours = pipeline_step(GPipe(nn.Sequential(LinearTwiceUnderAutocast()), [1], chunks=4), batch(), 0.0)
     assert unequal(ours, expected) == []
 
 
-def test_autocast_without_rule_is_wrong() -> None:
-    # The cached cast sums the gradients of both uses in bfloat16. While tracing the cache is never filled on
-    # this version of PyTorch, so taking the rule out of the trace alone changes nothing.
-    cached = loop_step(nn.Sequential(Twice()), batch(), 4)
-    with uncached():
-        expected = loop_step(nn.Sequential(Twice()), batch(), 4)
+def test_autocast_with_the_weight_cache_is_wrong() -> None:
+    # The cached cast sums the gradients of both uses in bfloat16. This version of PyTorch never fills the
+    # cache while tracing, so removing the rule from the trace alone changes nothing.
+    cached = loop_step(nn.Sequential(LinearTwiceUnderAutocast()), batch(), 4)
+    with without_autocast_cache():
+        expected = loop_step(nn.Sequential(LinearTwiceUnderAutocast()), batch(), 4)
     assert "gradient of 0.linear.weight" in unequal(cached, expected)
     with with_autocast_cache():
-        assert differences(nn.Sequential(Twice()), batch()) != []
-        ours = pipeline_step(GPipe(nn.Sequential(Twice()), [1], chunks=4), batch(), 0.0)
+        assert wrong_results(nn.Sequential(LinearTwiceUnderAutocast()), batch()) != []
+        ours = pipeline_step(GPipe(nn.Sequential(LinearTwiceUnderAutocast()), [1], chunks=4), batch(), 0.0)
     assert unequal(ours, expected) == []
 
 
-# Constants
+# Out variants that write more than their result
 
 
 class Loss(nn.Module):
@@ -245,17 +251,14 @@ class Loss(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.BCELoss, nn.HuberLoss, nn.MSELoss, nn.SmoothL1Loss, nn.SoftMarginLoss])
-def test_reduced_losses(kind: type[nn.Module]) -> None:
+def test_reduced_losses_equal_the_plain_loop(kind: type[nn.Module]) -> None:
     check_step(nn.Sequential(linear(), Loss(kind)), batch())
 
 
-def test_reduced_losses_without_rule_overwrite_their_neighbours() -> None:
+def test_the_out_variant_of_a_reduced_loss_writes_past_its_result() -> None:
     a, b = batch().sigmoid(), batch(seed=2).sigmoid()
     memory = torch.full((1000,), float("nan"))
     torch.ops.aten.huber_loss.out(a, b, 1, 1.0, out=memory[:1].view(()))
-    assert int((~memory.isnan()).sum()) == a.numel()  # one number was asked for
+    assert int((~memory.isnan()).sum()) == a.numel()  # the result has one element
     node = fx.Graph().call_function(torch.ops.aten.huber_loss.default, (a, b))
     assert operators.writing(node) is None
-
-
-# What fails to trace, loudly

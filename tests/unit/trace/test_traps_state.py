@@ -1,4 +1,4 @@
-"""The traps of tracing that miss or leave behind state, and what is refused: with the rule, and without."""
+"""Pitfalls of tracing that lose or leak state, each tested with and without the rule that avoids it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from gpipe_fast.trace.before import Before
 from gpipe_fast.trace.trace import Role, buffers_of
 from tests.inside import without_watching_buffers
 from tests.reference import check_step, leaf, loop_step, pipeline_step, unequal
-from tests.unit.trace.traps import batch, differences, linear, refused, run_joint, traced
+from tests.unit.trace.traps import batch, linear, refusal_reason, run_joint, traced, wrong_results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Average(nn.Module):
-    """Scales by a moving average that it updates, so that its backward depends on the buffer."""
+    """Scales by a moving average that it updates. Its backward depends on the buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +46,14 @@ STATEFUL = {
 
 @pytest.mark.parametrize("name", STATEFUL)
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_a_buffer_read_and_written_under_recompute(name: str, chunks: int) -> None:
+def test_recomputing_a_layer_that_updates_a_buffer_it_reads_equals_the_plain_loop(
+    name: str, chunks: int
+) -> None:
     check_step(STATEFUL[name](), batch(), chunks)
 
 
 @pytest.mark.parametrize("name", ["average", "spectral norm"])
-def test_a_buffer_read_and_written_without_rule_is_wrong(name: str) -> None:
+def test_recomputing_with_the_updated_buffer_is_wrong(name: str) -> None:
     layers, x, one = list(STATEFUL[name]()), batch().requires_grad_(), torch.ones(8, 6)
     joint = traced(*layers, x=x)
     before = run_joint(joint, layers, x, one)
@@ -63,19 +65,19 @@ def test_a_buffer_read_and_written_without_rule_is_wrong(name: str) -> None:
     assert not all(torch.equal(before[key], after[key]) for key in gradients)
 
 
-def test_a_failure_in_a_later_stage_leaves_buffers_as_they_were() -> None:
-    class Index(nn.Module):
+def test_a_failure_in_a_later_stage_leaves_buffers_unchanged() -> None:
+    class LargeIndices(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x[:, 0] * 1e6).long().abs()
 
-    model = nn.Sequential(nn.BatchNorm1d(6), Index(), nn.Embedding(3, 2))
+    model = nn.Sequential(nn.BatchNorm1d(6), LargeIndices(), nn.Embedding(3, 2))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises((IndexError, RuntimeError), match="index out of range"):
         GPipe(model, [1, 1, 1], chunks=4)(batch())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-class Replacing(nn.Module):
+class ReplacesBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("ema", torch.zeros(6))
@@ -86,28 +88,28 @@ class Replacing(nn.Module):
 
 
 def test_a_replaced_buffer_is_refused() -> None:
-    layer = Replacing()
-    held = layer.ema
-    assert "ema" in refused(layer, x=batch())
-    assert layer.ema is held
+    layer = ReplacesBuffer()
+    original = layer.ema
+    assert "ema" in refusal_reason(layer, x=batch())
+    assert layer.ema is original
 
 
-def test_a_replaced_buffer_without_rule_is_never_updated() -> None:
-    layer = Replacing()
+def test_without_the_check_a_replaced_buffer_is_never_updated() -> None:
+    layer = ReplacesBuffer()
     with without_watching_buffers():
         joint = traced(layer, x=batch())
     assert Role.BUFFER not in {port.role for port, _ in joint.outputs}
 
 
-# Layers that trace into something else
+# Layers that trace to something else
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers_are_refused(kind: type[nn.RNNBase]) -> None:
-    assert "recurrent" in refused(kind(6, 6), x=batch(5, 6))
+    assert "recurrent" in refusal_reason(kind(6, 6), x=batch(5, 6))
 
 
-class States(nn.Module):
+class RecurrentStates(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -119,30 +121,30 @@ class States(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
-def test_recurrent_layers_without_rule_are_wrong(kind: type[nn.RNNBase]) -> None:
-    # Three rules stand in the way, one of them by chance: the layer's list of its weights changes in a trace.
+def test_traced_recurrent_layers_are_wrong(kind: type[nn.RNNBase]) -> None:
+    # Three rules refuse these layers, one of them by chance: a trace changes the layer's list of weights.
     with (
         mock.patch.object(trace, "refuse_layers", return_value=None),
         mock.patch.object(Before, "changes", return_value=[]),
         mock.patch.object(Before, "put_back"),
         mock.patch.object(aot, "without_python_decompositions", contextlib.nullcontext),
     ):
-        assert "output" in differences(nn.Sequential(States(kind)), batch(5, 6))
+        assert "output" in wrong_results(nn.Sequential(RecurrentStates(kind)), batch(5, 6))
 
 
-def test_a_changed_parameter_is_refused() -> None:
+def test_a_layer_that_changes_a_parameter_is_refused() -> None:
     indices = torch.arange(6).expand(8, 6)
-    assert "max_norm" in refused(nn.Embedding(6, 4, max_norm=0.5), x=indices)
+    assert "max_norm" in refusal_reason(nn.Embedding(6, 4, max_norm=0.5), x=indices)
 
 
-def test_a_changed_parameter_without_rule_is_refused_by_its_trace() -> None:
-    # Today the trace has the change of a parameter as a result of its own, for which there is no port.
+def test_without_the_check_a_layer_that_changes_a_parameter_fails_to_trace() -> None:
+    # The trace returns the changed parameter as an extra output, for which there is no port.
     indices = torch.arange(6).expand(8, 6)
     with mock.patch.object(trace, "refuse_layers", return_value=None):
-        assert refused(nn.Embedding(6, 4, max_norm=0.5), x=indices)
+        assert refusal_reason(nn.Embedding(6, 4, max_norm=0.5), x=indices)
 
 
-class Constants(nn.Module):
+class UsesConstants(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.plain = torch.linspace(0, 1, 6)
@@ -151,16 +153,16 @@ class Constants(nn.Module):
         return x[:, [0, 2, 4, 1, 3, 5]] * torch.tensor(2.0) + self.plain
 
 
-def test_constants() -> None:
-    check_step(nn.Sequential(linear(), Constants()), batch())
+def test_constants_equal_the_plain_loop() -> None:
+    check_step(nn.Sequential(linear(), UsesConstants()), batch())
 
 
-def test_constants_without_rule_fail_to_trace() -> None:
+def test_without_the_tracing_context_constants_fail_to_trace() -> None:
     with mock.patch.object(aot, "tracing", return_value=contextlib.nullcontext()):
-        assert "tracing raised" in refused(Constants(), x=batch())
+        assert "tracing raised" in refusal_reason(UsesConstants(), x=batch())
 
 
-class Hidden(nn.Module):
+class UnregisteredParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = [nn.Parameter(torch.ones(6))]
@@ -169,12 +171,12 @@ class Hidden(nn.Module):
         return x * self.hidden[0]
 
 
-def test_a_parameter_that_is_no_parameter_is_refused() -> None:
-    assert "requires a gradient" in refused(Hidden(), x=batch())
+def test_an_unregistered_parameter_is_refused() -> None:
+    assert "requires a gradient" in refusal_reason(UnregisteredParameter(), x=batch())
 
 
-def test_a_parameter_that_is_no_parameter_without_rule_gets_no_gradient() -> None:
-    layer = Hidden()
+def test_without_the_check_an_unregistered_parameter_gets_no_gradient() -> None:
+    layer = UnregisteredParameter()
     with mock.patch.object(trace, "refuse_graph", return_value=None):
         GPipe(nn.Sequential(linear(), layer), [2])(batch()).sum().backward()
     assert layer.hidden[0].grad is None
@@ -183,20 +185,20 @@ def test_a_parameter_that_is_no_parameter_without_rule_gets_no_gradient() -> Non
 # Side effects
 
 
-class Remembering(nn.Module):
+class KeepsInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.last = x
         return x * 2
 
 
-def test_side_effects_are_refused() -> None:
-    layer = Remembering()
-    assert "last" in refused(layer, x=batch())
+def test_a_layer_that_keeps_its_input_is_refused() -> None:
+    layer = KeepsInput()
+    assert "last" in refusal_reason(layer, x=batch())
     assert not hasattr(layer, "last")
 
 
-def test_side_effects_without_rule_leave_tracing_tensors_behind() -> None:
-    layer = Remembering()
+def test_without_the_check_side_effects_leave_tracing_tensors_behind() -> None:
+    layer = KeepsInput()
     with mock.patch.object(Before, "changes", return_value=[]), mock.patch.object(Before, "put_back"):
         traced(layer, x=batch())
     assert type(layer.last) is not Tensor
@@ -205,10 +207,10 @@ def test_side_effects_without_rule_leave_tracing_tensors_behind() -> None:
 def test_hooks_are_refused() -> None:
     layer = linear()
     layer.register_forward_hook(lambda *_: None)
-    assert "hook" in refused(layer, x=batch())
+    assert "hook" in refusal_reason(layer, x=batch())
 
 
-def test_hooks_without_rule_run_while_tracing_alone() -> None:
+def test_without_the_check_hooks_run_only_in_the_trace() -> None:
     calls: list[object] = []
     layer = linear()
     layer.register_forward_hook(lambda *args: calls.append(None))
@@ -231,7 +233,7 @@ def _set_dropout(model: nn.Sequential) -> None:
     model[1].p = 0.9
 
 
-def _replace(model: nn.Sequential) -> None:
+def _replace_weight(model: nn.Sequential) -> None:
     model[0].weight = nn.Parameter(model[0].weight.detach().double().float() * 2)
 
 
@@ -243,7 +245,7 @@ def _unfreeze(model: nn.Sequential) -> None:
     model[2].requires_grad_(True)
 
 
-CHANGES = {"attribute": _set_dropout, "replaced": _replace, "frozen": _freeze, "unfrozen": _unfreeze}
+CHANGES = {"attribute": _set_dropout, "replaced": _replace_weight, "frozen": _freeze, "unfrozen": _unfreeze}
 
 
 def changeable() -> nn.Sequential:
@@ -251,7 +253,7 @@ def changeable() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_after_the_first_call(name: str) -> None:
+def test_a_change_after_the_first_call_takes_effect(name: str) -> None:
     model = changeable()
     pipe = GPipe(model, [3], chunks=4)
     pipeline_step(pipe, batch(), 0.0)
@@ -259,8 +261,8 @@ def test_changes_after_the_first_call(name: str) -> None:
     assert unequal(pipeline_step(pipe, batch(), 0.0), loop_step(model, batch(), 4)) == []
 
 
-@pytest.mark.parametrize("name", ["attribute", "unfrozen"])  # a frozen one loses its gradient in any case
-def test_changes_after_the_first_call_without_rule_are_missed(name: str) -> None:
+@pytest.mark.parametrize("name", ["attribute", "unfrozen"])  # a frozen parameter gets no gradient in any case
+def test_without_the_fingerprint_a_change_after_the_first_call_is_missed(name: str) -> None:
     model = changeable()
     pipe = GPipe(model, [3], chunks=4)
     with (
@@ -272,7 +274,7 @@ def test_changes_after_the_first_call_without_rule_are_missed(name: str) -> None
         assert unequal(pipeline_step(pipe, batch(), 0.0), loop_step(model, batch(), 4)) != []
 
 
-# Out variants that write more than their result
+# Layers whose trace fails
 
 
 class Branch(nn.Module):
@@ -294,18 +296,18 @@ class Masked(nn.Module):
         return x[x > 0]
 
 
-class Sampling(nn.Module):
-    """Checks its arguments' values; torch.compile, once used, makes that no longer the default."""
+class ValidatesArguments(nn.Module):
+    """Validates argument values explicitly, because torch.compile, once used, turns off this default."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.distributions.Normal(x, 1.0, validate_args=True).rsample()
 
 
-@pytest.mark.parametrize("kind", [Branch, Reentrant, Masked, Sampling])
-def test_what_cannot_be_traced_says_so(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [Branch, Reentrant, Masked, ValidatesArguments])
+def test_an_untraceable_layer_is_named_in_the_error(kind: type[nn.Module]) -> None:
     layer = kind()
     x = leaf(batch())
-    assert "tracing raised" in refused(nn.Tanh(), layer, x=x)
-    # A reentrant checkpoint fails only in the backward, which belongs to no layer: it is found by trying.
+    assert "tracing raised" in refusal_reason(nn.Tanh(), layer, x=x)
+    # A reentrant checkpoint fails only in the backward, whose error names no layer; a search finds the layer.
     with pytest.raises(RuntimeError, match=rf"layer 1 \({kind.__name__}\)"):
         GPipe(nn.Sequential(nn.Tanh(), layer, nn.Tanh()), [3], backend="aten")(x)

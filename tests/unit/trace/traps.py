@@ -1,4 +1,4 @@
-"""What the trap tests share: tracing without a module around it, and models in one line."""
+"""Helpers of the pitfall tests: traces without a pipeline, and one-line models."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gpipe_fast.trace.trace import Joint, Role, buffers_of, parameters_of
 from tests.reference import loop_step, pipeline_step, unequal
 
 
-def differences(model: nn.Sequential, x: Tensor, budget: float = 0.0, balance: Any = None) -> list[str]:
-    """What a pipeline of four micro-batches gets wrong."""
+def wrong_results(model: nn.Sequential, x: Tensor, budget: float = 0.0, balance: Any = None) -> list[str]:
+    """Returns the names of tensors that a pipeline of four micro-batches computes wrongly."""
     pipe = GPipe(model, balance or [len(model)], chunks=4)
     return unequal(pipeline_step(pipe, x, budget), loop_step(model, x, 4))
 
@@ -27,15 +27,15 @@ def traced(*layers: nn.Module, x: Tensor, arrivals: Arrivals = ()) -> Joint:
     return joint
 
 
-def refused(*layers: nn.Module, x: Tensor) -> str:
+def refusal_reason(*layers: nn.Module, x: Tensor) -> str:
     joint = trace.trace(list(layers), [x])
     assert isinstance(joint, Untraceable), "the layers were traced"
     return joint.reason
 
 
 def run_joint(joint: Joint, layers: list[nn.Module], x: Tensor, *tangents: Tensor) -> dict[Any, Tensor]:
-    """Every result of a joint graph by port, run eagerly as traced: no strides checked, none coerced."""
-    given = {
+    """Runs a joint graph eagerly, without checking or coercing strides, and returns all outputs by port."""
+    inputs = {
         Role.PARAMETER: parameters_of(layers),
         Role.BUFFER: buffers_of(layers),
         Role.KEY: [torch.zeros(3, dtype=torch.int64)],
@@ -44,7 +44,7 @@ def run_joint(joint: Joint, layers: list[nn.Module], x: Tensor, *tangents: Tenso
     }
     interpreter = fx.Interpreter(joint.module, garbage_collect_values=False)
     with torch.no_grad():
-        interpreter.run(*(given[p.role][p.index].detach() for p, _ in joint.inputs))
+        interpreter.run(*(inputs[p.role][p.index].detach() for p, _ in joint.inputs))
     return {(port.role, port.index): interpreter.env[node] for port, node in joint.outputs}
 
 
