@@ -1,4 +1,4 @@
-"""Which GPUs an extension runs on, by what it was built for."""
+"""For which GPUs an extension has code, given the architectures it was built for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHEEL = "7.5;8.0;9.0;12.0+PTX"
         ),
     ],
 )
-def test_code_that_runs(gpu: Capability, archs: str, expected: str) -> None:
+def test_code_for_names_the_binary_or_ptx_that_a_gpu_runs(gpu: Capability, archs: str, expected: str) -> None:
     assert code_for(gpu, archs) == expected
 
 
@@ -49,7 +49,7 @@ def test_code_that_runs(gpu: Capability, archs: str, expected: str) -> None:
         ((12, 0), "10.0f+PTX"),
     ],
 )
-def test_code_that_does_not_run(gpu: Capability, archs: str) -> None:
+def test_code_for_says_how_to_rebuild_for_an_unsupported_gpu(gpu: Capability, archs: str) -> None:
     version = f"{gpu[0]}.{gpu[1]}"
     assert code_for(gpu, archs) == (
         f"the extension has no code for {version}, only for {archs}; rebuild it with "
@@ -57,13 +57,13 @@ def test_code_that_does_not_run(gpu: Capability, archs: str) -> None:
     )
 
 
-def test_an_extension_without_cuda() -> None:
+def test_an_extension_built_without_cuda_has_no_code_for_any_gpu() -> None:
     assert code_for((9, 0), "none") == (
         "the extension was built without CUDA; rebuild it with a CUDA toolkit for TORCH_CUDA_ARCH_LIST=9.0"
     )
 
 
-def test_names_of_architectures_are_not_known() -> None:
+def test_an_architecture_given_by_name_is_reported_as_unknown() -> None:
     assert code_for((9, 0), "8.0;Hopper") == (
         "unknown whether the extension has code for it: it was built for 8.0;Hopper, and "
         "'Hopper' is not a version"

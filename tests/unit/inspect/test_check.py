@@ -1,4 +1,4 @@
-"""`doctor --check`: equal models, one that differs, one that fails, and time that is over; cheap ones."""
+"""`doctor --check` on cheap models: equal, differing and failing cases, and an exceeded time limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def broken() -> tuple[nn.Sequential, Tensor]:
 
 
 @contextmanager
-def models(**makers: object) -> Iterator[None]:
+def checked_models(**makers: object) -> Iterator[None]:
     with mock.patch.object(checks, "MODELS", makers):
         yield
 
@@ -40,9 +40,9 @@ def results(checkup: Checkup) -> list[tuple[str, str, str, str]]:
     return [(case.model, case.transport, case.checkpoint, case.result) for case in checkup.cases]
 
 
-def test_a_machine_on_which_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_passing_check_reports_every_case_and_restores_settings(capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_rng_state(), torch.are_deterministic_algorithms_enabled()
-    with models(small=small):
+    with checked_models(small=small):
         assert main(["--check"]) == 0
     assert torch.equal(before[0], torch.get_rng_state())
     assert torch.are_deterministic_algorithms_enabled() == before[1]
@@ -54,7 +54,7 @@ def test_a_machine_on_which_all_is_well(capsys: pytest.CaptureFixture[str]) -> N
     assert lines[-1].startswith("all 3 cases equal the plain loop bit for bit (")
 
 
-def test_every_model_of_the_check() -> None:
+def test_every_built_in_model_passes_the_check() -> None:
     with mock.patch.object(checks, "CHECKPOINT_MODES", ["except_last"]):
         checkup = check()
     assert checkup, checkup
@@ -62,10 +62,10 @@ def test_every_model_of_the_check() -> None:
     assert [case.model for case in checkup.cases] == list(checks.MODELS)
 
 
-def test_what_differs_and_what_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_differing_and_failing_cases_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     forward = GPipe.forward
     with (
-        models(broken=broken, small=small),
+        checked_models(broken=broken, small=small),
         mock.patch.object(GPipe, "forward", lambda self, x: forward(self, x) * 1.5),
     ):
         assert main(["--check", "--devices", "cpu", "cpu"]) == 1
@@ -75,8 +75,8 @@ def test_what_differs_and_what_fails(capsys: pytest.CaptureFixture[str]) -> None
     assert report.splitlines()[-1].startswith("6 of 6 cases differ from the plain loop or failed (")
 
 
-def test_what_there_is_no_time_for_is_left_out() -> None:
-    with models(small=small), mock.patch.object(checks, "LIMIT_SECONDS", -1.0):
+def test_cases_beyond_the_time_limit_are_left_out() -> None:
+    with checked_models(small=small), mock.patch.object(checks, "LIMIT_SECONDS", -1.0):
         checkup = check()
     assert checkup.left_out == tuple(
         f"small, auto, {mode}: the time limit of a minute was reached" for mode in MODES
@@ -85,11 +85,11 @@ def test_what_there_is_no_time_for_is_left_out() -> None:
     assert "skipped: small, auto, always: the time limit of a minute was reached" in str(checkup)
 
 
-def test_transports_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were two GPUs; settings are fixed for bits and put back."""
+def test_every_transport_between_gpus_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates two GPUs. The check turns on deterministic settings and restores them."""
     seen: list[tuple[str, bool, str | None]] = []
 
-    def compare(make: object, places: object, transport: str, checkpoint: str) -> tuple[bool, str]:
+    def compare(make: object, devices: object, transport: str, checkpoint: str) -> tuple[bool, str]:
         enabled = torch.are_deterministic_algorithms_enabled()
         seen.append((transport, enabled, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
         return True, "equal"
@@ -100,25 +100,27 @@ def test_transports_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         checks._devices, "default_devices", lambda: [torch.device("cuda", i) for i in range(2)]
     )
     monkeypatch.setattr(checks, "CHECKPOINT_MODES", ["never"])
-    for reach, transports in ((True, ["auto", "peer", "pinned"]), (False, ["auto", "pinned"])):
-        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other, reach=reach: reach)
+    for peer_access, transports in ((True, ["auto", "peer", "pinned"]), (False, ["auto", "pinned"])):
+        monkeypatch.setattr(
+            torch.cuda, "can_device_access_peer", lambda one, other, peer_access=peer_access: peer_access
+        )
         seen.clear()
-        with models(small=small):
+        with checked_models(small=small):
             checkup = check()
         assert checkup.stages == ("cuda:0", "cuda:1")
         assert seen == [(transport, True, ":4096:8") for transport in transports]
         assert [case.transport for case in checkup.cases] == transports
-        assert len(checkup.left_out) == (not reach)
+        assert len(checkup.left_out) == (not peer_access)
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def test_devices_are_checked() -> None:
+def test_wrong_devices_are_refused() -> None:
     with pytest.raises(IndexError, match=r"too few devices .* \(devices: 1, partitions: 2\)"):
         check(["cpu"])
     with pytest.raises(TypeError, match="devices must be a list"):
         check("cpu")
 
 
-def test_the_function_of_the_package_is_the_report() -> None:
+def test_the_doctor_function_of_the_package_returns_the_report() -> None:
     assert gpipe_fast.doctor().startswith("versions")

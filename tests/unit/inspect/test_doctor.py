@@ -1,4 +1,4 @@
-"""The report on the machine and on models on the CPU; tests/fake_cuda/test_pipelines.py has those on GPUs."""
+"""The report on the machine and on CPU models; tests/fake_cuda/test_pipelines.py covers GPU models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def section(report: str, title: str) -> list[str]:
-    """Its lines."""
+    """Returns the lines of the section `title`."""
     found = [part.splitlines() for part in report.split("\n\n") if part.splitlines()[0] == title]
     assert len(found) == 1, report
     return [line.strip() for line in found[0][1:]]
@@ -37,7 +37,7 @@ def step(model: GPipe) -> None:
         model(torch.ones(8, 4, requires_grad=True)).sum().backward()
 
 
-def test_the_machine() -> None:
+def test_the_report_lists_versions_and_devices() -> None:
     versions, devices = section(doctor(), "versions"), section(doctor(), "devices")
     assert versions[0].startswith(f"torch {torch.__version__}, ")
     assert gpipe_fast.build_info()["torch"] in versions[1]
@@ -46,8 +46,8 @@ def test_the_machine() -> None:
     assert sum("GiB" in line for line in devices) == torch.cuda.device_count()
 
 
-def test_gpus_for_which_the_extension_has_code_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were two GPUs, one of them newer than all that the extension was built for."""
+def test_the_report_says_for_which_gpus_the_extension_has_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates two GPUs, one newer than every architecture that the extension was built for."""
     gpus = [SimpleNamespace(name=f"GPU {m}", total_memory=2**30, major=m, minor=0) for m in (9, 11)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
@@ -65,14 +65,14 @@ def test_gpus_for_which_the_extension_has_code_and_others(monkeypatch: pytest.Mo
     ]
 
 
-def test_from_the_command_line() -> None:
+def test_the_command_line_prints_the_report() -> None:
     command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "gpipe_fast.doctor"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert section(done.stdout, "versions") == section(doctor(), "versions")
     assert "Warning" not in done.stderr
 
 
-def test_a_model_before_and_after_its_first_call() -> None:
+def test_transport_sizes_are_reported_after_the_first_call() -> None:
     model = GPipe(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), [2, 1], chunks=4)
     before = doctor(model)
     assert section(before, "stages") == [
@@ -86,7 +86,7 @@ def test_a_model_before_and_after_its_first_call() -> None:
     assert section(before, "layers in Python") == ["unknown until the first call"]
     step(model)
     after = doctor(model)
-    # A micro-batch of two samples, six floats each.
+    # A micro-batch has two samples of six floats each.
     assert section(after, "transport") == [
         "stage 0 (cpu) -> stage 1 (cpu): hand-over; in flight at most 4 x 48 bytes forward, "
         "4 x 48 bytes backward"
@@ -97,7 +97,7 @@ def test_a_model_before_and_after_its_first_call() -> None:
     assert "at most 4 x 48 bytes forward, nothing backward" in section(doctor(model), "transport")[0]
 
 
-def test_layers_in_python_are_told_with_the_reason_also_once_warned_of() -> None:
+def test_layers_in_python_are_reported_with_the_reason_every_time() -> None:
     model = GPipe(nn.Sequential(nn.Linear(4, 4), Branching()), [1, 1], chunks=2)
     for _ in range(2):
         step(model)
@@ -108,12 +108,12 @@ def test_layers_in_python_are_told_with_the_reason_also_once_warned_of() -> None
     ]
 
 
-def test_eager_models() -> None:
+def test_an_eager_model_reports_all_layers_in_python() -> None:
     model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), [1, 1], chunks=2, backend="eager")
     assert section(doctor(model), "layers in Python") == ["all, because backend='eager'"]
 
 
-def test_several_tensors_and_skip_connections() -> None:
+def test_the_report_counts_tensor_tuples_and_skip_connections() -> None:
     @skippable(stash=["skip"])
     class Down(nn.Module):
         def forward(self, x: Tensor) -> Iterator[object]:
@@ -142,7 +142,7 @@ def test_several_tensors_and_skip_connections() -> None:
     ]
 
 
-def test_a_model_prints_as_its_layers_and_how_they_run() -> None:
+def test_repr_of_a_model_shows_its_settings_and_layers() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     before = repr(layers)
     model = GPipe(layers, [1, 1], chunks=2)
@@ -154,12 +154,12 @@ def test_a_model_prints_as_its_layers_and_how_they_run() -> None:
 
 
 @pytest.mark.parametrize("transport", ["Peer", "", None, "nccl"])
-def test_other_transports_are_refused(transport: object) -> None:
+def test_unknown_transports_are_refused(transport: object) -> None:
     with pytest.raises(ValueError, match="transport is not one of 'auto', 'peer', 'pinned', got"):
         GPipe(nn.Sequential(nn.ReLU()), [1], transport=transport)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("transport", ["auto", "peer", "pinned"])
-def test_stages_on_the_cpu_hand_over_whatever_is_asked_for(transport: str) -> None:
+def test_cpu_stages_hand_over_tensors_under_every_transport_setting(transport: str) -> None:
     model = GPipe(nn.Sequential(nn.ReLU(), nn.Tanh()), [1, 1], chunks=2, transport=transport)
     assert section(doctor(model), "transport")[0] == "stage 0 (cpu) -> stage 1 (cpu): hand-over"

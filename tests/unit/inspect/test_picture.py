@@ -1,4 +1,4 @@
-"""Pictures of recorded steps: valid SVG, all in its place and inside of the drawing, names that fit."""
+"""Drawings of recorded steps: valid SVG, boxes in place and within the drawing, labels that fit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.models import cut, features, mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-START = 1e5  # seconds: clocks do not begin at 0
-ROUNDING = 0.011  # pixels: places have two decimals
+START = 1e5  # seconds; clocks do not start at 0
+ROUNDING = 0.011  # pixels; coordinates have two decimals
 
 
-def replay(
+def simulate(
     num_stages: int,
     num_microbatches: int,
     milliseconds: tuple[float, float] = (10.0, 30.0),
@@ -31,16 +31,16 @@ def replay(
     backward: bool = True,
     recomputed: Collection[int] | None = None,
 ) -> Recording:
-    """A recording in which every forward and every backward takes that long, without disturbances."""
-    whole = fill_drain(num_stages, num_microbatches, backward=backward, recomputed=recomputed)
-    taken = dict(zip((Kind.F, Kind.B), milliseconds, strict=True))
-    taken |= dict.fromkeys((Kind.R, Kind.I, Kind.W), milliseconds[1] / 3)
+    """Returns the recording of an ideal step, whose forwards and backwards take `milliseconds` each."""
+    schedule = fill_drain(num_stages, num_microbatches, backward=backward, recomputed=recomputed)
+    durations = dict(zip((Kind.F, Kind.B), milliseconds, strict=True))
+    durations |= dict.fromkeys((Kind.R, Kind.I, Kind.W), milliseconds[1] / 3)
     stages: list[list[Event]] = [[] for _ in range(num_stages)]
     begin = START
-    for run, part in enumerate([whole.forward_part(), *([whole.backward_part()] if backward else [])]):
+    for run, part in enumerate([schedule.forward_part(), *([schedule.backward_part()] if backward else [])]):
 
         def seconds(action: Action) -> float:
-            return taken.get(action.kind, 0.0) * 1e-3
+            return durations.get(action.kind, 0.0) * 1e-3
 
         ends = part.times(seconds)
         for row, actions in zip(stages, part.stages, strict=True):
@@ -63,7 +63,7 @@ class Box:
 
 
 class Drawing:
-    """What an SVG file says, in the order in which it says it."""
+    """The elements of an SVG file, in document order."""
 
     def __init__(self, svg: str) -> None:
         self.root = ElementTree.fromstring(svg)
@@ -86,13 +86,13 @@ class Drawing:
         return found
 
     def stages(self) -> list[list[Box]]:
-        """The blocks of every stage, from left to right, named as their tips."""
+        """Returns each stage's blocks from left to right, named by their tooltips."""
         groups = [g for g in self._all("g") if g.get("class") == "stage"]
         blocks = [[box for kind in "FRBIW" for box in self.boxes(kind, g)] for g in groups]
         return [sorted(row, key=lambda box: (box.left, box.right)) for row in blocks]
 
     def texts(self, parent: ElementTree.Element | None = None) -> list[Box]:
-        """As wide as they are in a monospaced font."""
+        """Returns the boxes of texts, whose widths are those of a monospaced font."""
         found = []
         for text in self._all("text", parent):
             size, x, y = (float(text.attrib[k]) for k in ("font-size", "x", "y"))
@@ -115,11 +115,11 @@ def within(inner: Box, outer: Box) -> bool:
 
 
 def check(recording: Recording) -> Drawing:
-    """Asserts what must be so in every picture."""
+    """Draws a recording, asserts what must hold for every drawing, and returns the drawing."""
     drawing = Drawing(draw(recording))
-    paper = Box(0, 0, drawing.width, drawing.height)
+    canvas = Box(0, 0, drawing.width, drawing.height)
     for box in (*drawing.boxes(), *drawing.texts()):
-        assert within(box, paper), box
+        assert within(box, canvas), box
     rows = drawing.stages()
     assert len(rows) == len(recording.stages)
     for stage, row in enumerate(rows):
@@ -136,29 +136,29 @@ def check(recording: Recording) -> Drawing:
     return drawing
 
 
-def names(drawing: Drawing) -> list[str]:
+def labels(drawing: Drawing) -> list[str]:
     return [word for word in drawing.words() if re.fullmatch("[FRBIW][0-9]+", word)]
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (2, 8), (4, 16), (3, 5)])
-def test_every_block_has_its_name(num_stages: int, num_microbatches: int) -> None:
-    drawing = check(replay(num_stages, num_microbatches))
+def test_every_block_has_its_label(num_stages: int, num_microbatches: int) -> None:
+    drawing = check(simulate(num_stages, num_microbatches))
     expected = [f"{kind}{m}" for kind in "FB" for m in range(num_microbatches)] * num_stages
-    assert sorted(names(drawing)) == sorted(expected)
+    assert sorted(labels(drawing)) == sorted(expected)
     assert drawing.width < 2000
 
 
-def test_names_are_left_out_where_they_do_not_fit() -> None:
-    recording = replay(8, 32, milliseconds=(10.0, 30.0))
+def test_labels_that_do_not_fit_are_left_out() -> None:
+    recording = simulate(8, 32, milliseconds=(10.0, 30.0))
     drawing = check(recording)
     assert drawing.width < 2010
-    assert "F31" not in names(drawing)
-    assert names(drawing).count("B31") == 8
+    assert "F31" not in labels(drawing)
+    assert labels(drawing).count("B31") == 8
 
 
-def test_time_is_to_scale() -> None:
-    """K = 2, M = 2: F at 0, 10 and 10, 20; a loss of 5; B of 30 from 35 on and from 65 on."""
-    drawing = check(replay(2, 2))
+def test_blocks_are_drawn_to_scale() -> None:
+    """K = 2, M = 2; in ms, forwards take 10, the loss 5 and backwards 30; the first backward starts at 35."""
+    drawing = check(simulate(2, 2))
     first, second = drawing.stages()
     scale = (first[0].right - first[0].left) / 10
     expected = [[(0, 10), (10, 20), (65, 95), (95, 125)], [(10, 20), (20, 30), (35, 65), (65, 95)]]
@@ -175,10 +175,10 @@ def test_time_is_to_scale() -> None:
     assert "loss" in drawing.words()
 
 
-def test_the_axis_is_to_scale() -> None:
-    drawing = check(replay(2, 8))
+def test_axis_ticks_are_drawn_to_scale() -> None:
+    drawing = check(simulate(2, 8))
     row = drawing.stages()[0]
-    scale = (row[-1].right - row[0].left) / 365  # 9 x 40 and a loss of 5
+    scale = (row[-1].right - row[0].left) / 365  # ms: 9 x 40 and a loss of 5
     ticks = [t for t in drawing.texts() if re.fullmatch(r"[0-9.]+( ms)?", t.name)]
     assert ticks[0].name == "0 ms"
     assert len(ticks) >= 5
@@ -191,22 +191,22 @@ def test_the_axis_is_to_scale() -> None:
 
 
 @pytest.mark.parametrize("milliseconds", [1e-4, 1e-2, 1.0, 33.3, 1e5])
-def test_the_axis_suits_any_duration(milliseconds: float) -> None:
-    drawing = check(replay(2, 4, (milliseconds, milliseconds), loss=0))
+def test_axis_ticks_are_distinct_and_even_for_any_duration(milliseconds: float) -> None:
+    drawing = check(simulate(2, 4, (milliseconds, milliseconds), loss=0))
     ticks = [t.name for t in drawing.texts() if re.fullmatch(r"[0-9.]+", t.name)]
     assert len(set(ticks)) == len(ticks) >= 3
     steps = [float(b) - float(a) for a, b in pairwise(ticks)]
     assert max(steps) == pytest.approx(min(steps), rel=1e-3)
 
 
-def test_the_figures() -> None:
-    """(K - 1)/(M + K - 1) = 1/9 of a step whose actions take equally long; 9 x 40 ms and a loss of 7 ms."""
-    (line,) = [word for word in check(replay(2, 8, loss=7.0)).words() if word.startswith("K = ")]
+def test_the_caption_gives_step_time_and_bubble() -> None:
+    """The bubble is (K - 1)/(M + K - 1) = 1/9 of 9 x 40 ms; the loss adds 7 ms to the step."""
+    (line,) = [word for word in check(simulate(2, 8, loss=7.0)).words() if word.startswith("K = ")]
     assert line == "K = 2 stages, M = 8 micro-batches: step 367.0 ms, bubble 11.1%, (K-1)/(M+K-1) = 11.1%"
 
 
-def test_a_measured_bubble_is_not_the_ideal_one() -> None:
-    recording = replay(2, 4)
+def test_the_caption_gives_the_measured_and_the_ideal_bubble() -> None:
+    recording = simulate(2, 4)
     slow = [Event(e.action, e.is_wait, e.begin, e.begin + 1e-3, e.run) for e in recording.stages[1]]
     recording.stages = (recording.stages[0], tuple(slow))
     (line,) = [word for word in Drawing(draw(recording)).words() if word.startswith("K = ")]
@@ -214,43 +214,42 @@ def test_a_measured_bubble_is_not_the_ideal_one() -> None:
     assert recording.bubble() > 0.5
 
 
-def test_a_forward_by_itself() -> None:
-    drawing = check(replay(3, 4, backward=False))
+def test_a_forward_without_backward_has_neither_loss_nor_backward() -> None:
+    drawing = check(simulate(3, 4, backward=False))
     assert drawing.boxes("loss") == drawing.boxes("B") == []
     assert not any("backward" in word or word == "loss" for word in drawing.words())
     assert any("forward 60.0 ms" in word for word in drawing.words())
 
 
-def test_two_colours_and_a_legend() -> None:
-    svg = ElementTree.fromstring(draw(replay(2, 4)))
+def test_forward_and_backward_have_a_colour_each_and_a_legend() -> None:
+    svg = ElementTree.fromstring(draw(simulate(2, 4)))
     fills = {kind: {r.get("fill") for r in svg.iter() if r.get("class") == kind} for kind in "FB"}
     assert len(fills["F"]) == len(fills["B"]) == 1
     assert fills["F"] != fills["B"]
-    words = Drawing(draw(replay(2, 4))).words()
+    words = Drawing(draw(simulate(2, 4))).words()
     assert words[1:4] == ["forward", "backward", "idle"]
 
 
-def test_backwards_in_parts() -> None:
-    """With their own colours, names and words; what they save is seen: 1 tick of 36 (see test_schedule)."""
-    recording = replay(2, 8, recomputed=range(8))
+def test_parts_of_a_backward_have_a_colour_a_label_and_a_legend_entry_each() -> None:
+    recording = simulate(2, 8, recomputed=range(8))
     svg = ElementTree.fromstring(draw(recording))
     assert len({r.get("fill") for r in svg.iter() if r.get("class") in ("F", "R", "B", "I", "W")}) == 5
     drawing = check(recording)
-    assert {name[0] for name in names(drawing)} == set("FRBIW")
+    assert {name[0] for name in labels(drawing)} == set("FRBIW")
     meanings = ["forward", "recompute", "backward", "backward to the boundary gradient", "weight gradients"]
     assert drawing.words()[1:7] == [*meanings, "idle"]
 
 
 def test_a_title_is_escaped_and_widens_the_drawing() -> None:
     title = "<b> & \"so\" 'on' </text> " + "long " * 60
-    drawing = Drawing(draw(replay(2, 2), title=title))
+    drawing = Drawing(draw(simulate(2, 2), title=title))
     assert drawing.words()[0] == title
     assert drawing.texts()[0].right <= drawing.width
-    assert draw(replay(2, 2)) == draw(replay(2, 2), title="")
+    assert draw(simulate(2, 2)) == draw(simulate(2, 2), title="")
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_what_was_recorded(num_stages: int) -> None:
+def test_recordings_of_a_real_pipeline_are_drawn(num_stages: int) -> None:
     pipe = GPipe(mlp(), cut(5, num_stages), chunks=4)
     with pipe.recording() as recording:
         for _ in range(2):
@@ -266,15 +265,15 @@ def test_an_empty_recording_is_refused() -> None:
         draw(recording)
 
 
-def test_part_of_a_step_is_refused() -> None:
-    recording = replay(2, 4)
+def test_a_recording_of_part_of_a_step_is_refused() -> None:
+    recording = simulate(2, 4)
     recording.stages = tuple(row[1:] for row in recording.stages)
     with pytest.raises(ValueError, match="stage 0 does"):
         draw(recording)
 
 
-def test_a_path_gets_the_drawing(tmp_path: Path) -> None:
-    recording = replay(2, 3)
+def test_the_drawing_is_written_to_a_path(tmp_path: Path) -> None:
+    recording = simulate(2, 3)
     for path in (tmp_path / "step.svg", str(tmp_path / "STEP.SVG")):
         returned = draw(recording, path, title="saved")
         assert Path(path).read_text(encoding="utf-8") == returned == draw(recording, title="saved")

@@ -1,4 +1,4 @@
-"""`verify`: that it says yes to a right pipeline and no to a wrong one, and leaves nothing behind."""
+"""`verify` accepts correct pipelines, rejects wrong ones, and restores all state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def squares(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     return torch.stack([o.abs().float().square().mean() for o in outputs]).sum()
 
 
-def normed() -> nn.Sequential:
+def batch_normed() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 4))
 
@@ -43,15 +43,15 @@ def differing(report: Report) -> dict[str, Row]:
 
 
 @contextmanager
-def wrong(change: Change) -> Iterator[None]:
-    """A `GPipe` whose forwards end with ``change``."""
+def wrong_forward(change: Change) -> Iterator[None]:
+    """Makes every forward of a `GPipe` return ``change(pipe, output)``."""
     forward = GPipe.forward
     with mock.patch.object(GPipe, "forward", lambda self, x: change(self, forward(self, x))):
         yield
 
 
 class Alternating:
-    """Two losses in turn: for the pipeline, and for the plain loop."""
+    """Calls the losses in turn: the first for the pipeline, the second for the plain loop."""
 
     def __init__(self, *losses: Loss) -> None:
         self.losses = list(losses)
@@ -63,7 +63,9 @@ class Alternating:
 
 @pytest.mark.smoke
 @every_model
-def test_yes_to_every_model(make: Callable[[], nn.Sequential], batch: Callable[[int], Tensor]) -> None:
+def test_verify_accepts_every_model(
+    make: Callable[[], nn.Sequential], batch: Callable[[int], Tensor]
+) -> None:
     model = make()
     report = verify(GPipe(model, cut(len(model), 2), chunks=4), batch(7), squares)
     assert report, report
@@ -75,7 +77,7 @@ def test_yes_to_every_model(make: Callable[[], nn.Sequential], batch: Callable[[
 
 
 @pytest.mark.parametrize("name", TUPLES)
-def test_yes_to_tuples(name: str) -> None:
+def test_verify_accepts_tuple_inputs_and_outputs(name: str) -> None:
     make, balance, arity = TUPLES[name]
     inputs = tuple(features().requires_grad_() for _ in range(abs(arity)))
     x = inputs[0] if arity == 1 else inputs
@@ -83,13 +85,15 @@ def test_yes_to_tuples(name: str) -> None:
     report = verify(pipe, x, squares)
     assert report, report
     output = pipe(x)
-    of_input = ["gradient of input"] if arity == 1 else [f"gradient of input {i}" for i in range(len(inputs))]
-    of_output = [f"output {i}" for i in range(len(output))] if isinstance(output, tuple) else ["output"]
-    assert names(report)[: len(of_output) + 1 + len(of_input)] == [*of_output, "loss", *of_input]
+    input_names = (
+        ["gradient of input"] if arity == 1 else [f"gradient of input {i}" for i in range(len(inputs))]
+    )
+    output_names = [f"output {i}" for i in range(len(output))] if isinstance(output, tuple) else ["output"]
+    assert names(report)[: len(output_names) + 1 + len(input_names)] == [*output_names, "loss", *input_names]
 
 
-def test_yes_in_eval_mode_and_without_grad_mode() -> None:
-    pipe = GPipe(normed(), [2, 3], chunks=4).eval()
+def test_verify_accepts_eval_mode_and_no_grad_mode() -> None:
+    pipe = GPipe(batch_normed(), [2, 3], chunks=4).eval()
     with torch.no_grad():
         report = verify(pipe, features(), squares)
         assert not torch.is_grad_enabled()
@@ -97,8 +101,8 @@ def test_yes_in_eval_mode_and_without_grad_mode() -> None:
     assert "gradient of 0.weight" in names(report)
 
 
-def test_yes_under_autocast_whose_weight_cache_is_on() -> None:
-    """The cache would add up the gradients of several micro-batches in bfloat16."""
+def test_verify_accepts_autocast_with_its_weight_cache() -> None:
+    """Left on, the cache would add up the gradients of several micro-batches in bfloat16."""
     pipe = GPipe(mlp(), [2, 3], chunks=4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         report = verify(pipe, features(16), squares)
@@ -112,32 +116,32 @@ class Complex(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_complex_numbers(dtype: torch.dtype) -> None:
+def test_complex_outputs_are_compared(dtype: torch.dtype) -> None:
     pipe, x = GPipe(mlp().append(Complex()).to(dtype), [2, 4], chunks=2), features().to(dtype)
     report = verify(pipe, x, squares)
     assert report, report
-    with wrong(lambda pipe, y: torch.complex(y.real, y.imag + 2**-10)):
+    with wrong_forward(lambda pipe, y: torch.complex(y.real, y.imag + 2**-10)):
         assert differing(verify(pipe, x, squares))["output"].difference == pytest.approx(2**-10, rel=1e-3)
 
 
-def test_what_is_not_a_number_on_both_sides_is_equal() -> None:
+def test_nan_on_both_sides_is_equal() -> None:
     x = features()
     x[0, 0], x[1, 0] = math.nan, math.inf
     report = verify(GPipe(mlp(), [2, 3], chunks=2), x, squares)
     assert report, report
-    with wrong(lambda pipe, y: torch.where(y.isnan(), -y, y)):  # other bits, and still no number
+    with wrong_forward(lambda pipe, y: torch.where(y.isnan(), -y, y)):  # other bits, but still NaN
         assert "output" not in differing(verify(GPipe(mlp(), [2, 3], chunks=2), x, squares))
-    with wrong(lambda pipe, y: y.index_fill(0, torch.tensor([5]), math.nan)):
+    with wrong_forward(lambda pipe, y: y.index_fill(0, torch.tensor([5]), math.nan)):
         assert differing(verify(GPipe(mlp(), [2, 3], chunks=2), x, squares))["output"].difference == math.inf
 
 
-def test_no_to_an_output_that_is_off_by_one_bit() -> None:
+def test_verify_rejects_an_output_that_is_off_by_one_bit() -> None:
     def change(pipe: GPipe, y: Tensor) -> Tensor:
         bump = torch.zeros_like(y)
         bump[7, 3] = (torch.nextafter(y[7, 3], torch.tensor(9.0)) - y[7, 3]).detach()
         return y + bump
 
-    with wrong(change):
+    with wrong_forward(change):
         report = verify(GPipe(mlp(), [2, 3], chunks=4), features(), squares)
     assert not report
     row = differing(report)["output"]
@@ -145,40 +149,40 @@ def test_no_to_an_output_that_is_off_by_one_bit() -> None:
     assert row.relative == pytest.approx(row.difference / mlp()(features()).abs().max().item(), rel=1e-3)
 
 
-def test_no_to_the_sign_of_a_zero() -> None:
+def test_verify_rejects_a_zero_of_the_other_sign() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
-    with wrong(lambda pipe, y: torch.where(y == 0, -0.0, y)):
+    with wrong_forward(lambda pipe, y: torch.where(y == 0, -0.0, y)):
         rows = differing(verify(GPipe(model, [1, 1], chunks=2), features(), squares))
     assert rows["output"] == Row("output", False, 0.0, 0.0)
 
 
-def test_no_to_gradients_that_are_off() -> None:
+def test_verify_rejects_wrong_gradients() -> None:
     def change(pipe: GPipe, y: Tensor) -> Tensor:
         y.register_hook(lambda gradient: gradient * 1.5)
         return y
 
-    with wrong(change):
+    with wrong_forward(change):
         report = verify(GPipe(mlp(), [2, 3], chunks=4), features(), squares)
     assert set(names(report)) - set(differing(report)) == {"output", "loss"}
     assert differing(report)["gradient of 2.weight"].relative == pytest.approx(0.5, rel=1e-5)
 
 
-def test_no_to_buffers_that_are_off() -> None:
+def test_verify_rejects_wrong_buffers() -> None:
     def change(pipe: GPipe, y: Tensor) -> Tensor:
         pipe[1].running_mean.add_(2.0)  # type: ignore[union-attr, operator]
         return y
 
-    with wrong(change):
-        rows = differing(verify(GPipe(normed(), [2, 3], chunks=4), features(), squares))
+    with wrong_forward(change):
+        rows = differing(verify(GPipe(batch_normed(), [2, 3], chunks=4), features(), squares))
     assert rows.keys() == {"buffer 1.running_mean"}
     assert rows["buffer 1.running_mean"].difference == pytest.approx(2.0)
 
 
-def test_no_to_other_draws() -> None:
+def test_verify_rejects_other_random_numbers() -> None:
     def change(pipe: GPipe, y: Tensor) -> Tensor:
         return y + torch.rand_like(y)
 
-    with wrong(change):
+    with wrong_forward(change):
         assert "output" in differing(verify(GPipe(mlp(), [2, 3], chunks=4), features(), squares))
 
 
@@ -193,7 +197,7 @@ def test_no_to_other_draws() -> None:
         ),
     ],
 )
-def test_no_to_another_dtype_or_shape(losses: tuple[Loss, Loss], name: str, note: str) -> None:
+def test_verify_rejects_another_dtype_or_shape(losses: tuple[Loss, Loss], name: str, note: str) -> None:
     row = differing(verify(GPipe(mlp(), [2, 3], chunks=4), features(), Alternating(*losses)))[name]
     assert row.difference == row.relative == math.inf
     with pytest.raises(AssertionError, match=note):
@@ -209,7 +213,7 @@ class Heads(nn.Module):
         return self.a(x), self.b(x)
 
 
-def test_gradients_that_do_not_come() -> None:
+def test_a_gradient_that_is_missing_on_one_side_is_reported() -> None:
     def one(output: tuple[Tensor, ...]) -> Tensor:
         return output[0].sum()
 
@@ -236,8 +240,8 @@ def test_frozen_parameters_have_no_row() -> None:
     assert "gradient of 2.weight" in names(report)
 
 
-class Surroundings:
-    """All that `verify` may not change."""
+class StateSnapshot:
+    """The state that `verify` must not change."""
 
     def __init__(self, pipe: GPipe, x: Tensor) -> None:
         tensors = [x, *pipe.parameters(), *pipe.buffers()]
@@ -251,7 +255,7 @@ class Surroundings:
         )
 
     def __eq__(self, other: object) -> bool:
-        assert isinstance(other, Surroundings)
+        assert isinstance(other, StateSnapshot)
         pairs = zip(self.values, other.values, strict=True)
         assert self.identities == other.identities
         assert all(torch.equal(a, b) for (a, _), (b, _) in pairs)
@@ -267,27 +271,29 @@ def failing(output: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "loss", [(squares, squares), (failing,), (squares, failing)], ids=["none", "first", "second"]
+    "loss",
+    [(squares, squares), (failing,), (squares, failing)],
+    ids=["no failure", "first loss fails", "second loss fails"],
 )
 @pytest.mark.parametrize("gradients", [False, True], ids=["no gradients", "gradients"])
-def test_leaves_everything_as_it_was(loss: tuple[Loss, ...], gradients: bool) -> None:
-    pipe, x = GPipe(normed(), [2, 3], chunks="auto"), features(16)
-    pipe[2].eval()  # a mode of its own
+def test_verify_restores_all_state(loss: tuple[Loss, ...], gradients: bool) -> None:
+    pipe, x = GPipe(batch_normed(), [2, 3], chunks="auto"), features(16)
+    pipe[2].eval()  # unlike the other layers
     if gradients:
         pipe(x).sum().backward()
     torch.rand(3)
     torch.set_num_threads(2)
-    before = Surroundings(pipe, x)
+    before = StateSnapshot(pipe, x)
     if failing in loss:
         with pytest.raises(ZeroDivisionError, match="the loss"):
             verify(pipe, x, Alternating(*loss), chunks=3)
     else:
         report = verify(pipe, x, Alternating(*loss), chunks=3)
         assert report, report
-    assert Surroundings(pipe, x) == before
+    assert StateSnapshot(pipe, x) == before
 
 
-def test_an_input_that_is_written_comes_back() -> None:
+def test_an_input_that_is_written_in_place_is_restored() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 4).requires_grad_(False), nn.PReLU())
     x = features()
     before = x.clone()
@@ -296,7 +302,7 @@ def test_an_input_that_is_written_comes_back() -> None:
     assert torch.equal(x, before)
 
 
-def test_a_backward_may_be_pending() -> None:
+def test_verify_may_run_between_a_forward_and_its_backward() -> None:
     pipe = GPipe(noisy(), [2, 4], chunks=4)
     x = features()
     output = pipe(x)
@@ -305,19 +311,19 @@ def test_a_backward_may_be_pending() -> None:
     assert pipe[1].weight.grad is not None
 
 
-def test_runs_no_hook_of_a_gradient_that_arrives() -> None:
-    """An optimizer may live in one."""
-    pipe, arrived = GPipe(mlp(), [2, 3], chunks=2), []
+def test_verify_runs_no_post_accumulate_grad_hooks() -> None:
+    """Such a hook may run an optimizer."""
+    pipe, hooked = GPipe(mlp(), [2, 3], chunks=2), []
     for parameter in pipe.parameters():
-        parameter.register_post_accumulate_grad_hook(arrived.append)
+        parameter.register_post_accumulate_grad_hook(hooked.append)
     assert verify(pipe, features(), squares)
-    assert arrived == []
+    assert hooked == []
     squares(pipe(features())).backward()
-    assert len(arrived) == 6
+    assert len(hooked) == 6
 
 
 @pytest.mark.parametrize(("threads_per_stage", "expected"), [(None, 2), (1, 1), (3, 3)])
-def test_runs_at_the_threads_of_a_stage(threads_per_stage: int | None, expected: int) -> None:
+def test_verify_uses_the_thread_count_of_a_stage(threads_per_stage: int | None, expected: int) -> None:
     seen = []
 
     def loss(output: Tensor) -> Tensor:
@@ -331,26 +337,26 @@ def test_runs_at_the_threads_of_a_stage(threads_per_stage: int | None, expected:
     assert seen == [(expected, expected)] * 2
 
 
-def test_a_loss_may_draw() -> None:
+def test_the_loss_may_draw_random_numbers() -> None:
     torch.manual_seed(3)
     report = verify(GPipe(noisy(), [2, 4], chunks=4), features(), lambda y: (y * torch.rand_like(y)).sum())
     assert report, report
 
 
 @pytest.mark.parametrize(
-    ("own", "chunks", "expected"),
+    ("pipe_chunks", "chunks", "expected"),
     [(3, None, 3), (3, 5, 4), (3, "auto", 7), ("auto", None, 7), ("auto", 2, 2)],
 )
-def test_into_how_many_micro_batches(own: int, chunks: int | None, expected: int) -> None:
-    pipe = GPipe(mlp(), [2, 3], chunks=own)
+def test_chunks_set_the_number_of_micro_batches(pipe_chunks: int, chunks: int | None, expected: int) -> None:
+    pipe = GPipe(mlp(), [2, 3], chunks=pipe_chunks)
     report = verify(pipe, features(7), squares, chunks=chunks)
     assert report, report
     assert report.num_microbatches == expected
-    assert pipe.chunks == own
+    assert pipe.chunks == pipe_chunks
 
 
 @pytest.mark.usefixtures("nothing_noted")
-def test_does_not_warn_of_few_micro_batches_and_leaves_it_to_training() -> None:
+def test_verify_leaves_the_warning_about_few_micro_batches_to_training() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -359,11 +365,11 @@ def test_does_not_warn_of_few_micro_batches_and_leaves_it_to_training() -> None:
         pipe(features())
 
 
-def test_the_package_exports_it() -> None:
+def test_the_package_exports_verify() -> None:
     assert gpipe_fast.verify is verify
 
 
-def test_a_table_for_a_reader() -> None:
+def test_a_report_prints_a_table() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=2)
     report = verify(pipe, features(), squares, all=True)
     first, empty, headers, _, *rows = str(report).splitlines()
@@ -374,20 +380,20 @@ def test_a_table_for_a_reader() -> None:
     assert report.table(all=False).splitlines() == verify(pipe, features(), squares).table().splitlines()
     assert headers.split() == ["tensor", "equal", "largest", "difference", "relative", "note"]
     assert [row.split()[-3:] for row in rows] == [["yes", "0", "0"]] * 8
-    with wrong(lambda pipe, y: y * 2):
+    with wrong_forward(lambda pipe, y: y * 2):
         wrong_rows = str(verify(pipe, features(), torch.sum)).splitlines()
     assert wrong_rows[0] == "8 of 8 tensors differ from the plain loop's"
     assert wrong_rows[4].split()[:2] == ["output", "NO"]
     assert wrong_rows[4].split()[3] == "1"
 
 
-def test_what_is_equal_is_left_out() -> None:
+def test_equal_tensors_are_left_out_of_the_table() -> None:
     def change(pipe: GPipe, y: Tensor) -> Tensor:
         pipe[1].running_mean.add_(2.0)  # type: ignore[union-attr, operator]
         return y
 
-    pipe = GPipe(normed(), [2, 3], chunks=4)
-    with wrong(change):
+    pipe = GPipe(batch_normed(), [2, 3], chunks=4)
+    with wrong_forward(change):
         report = verify(pipe, features(), squares)
     headline, _, _, _, *rows = str(report).splitlines()
     assert headline == f"1 of {len(report.rows)} tensors differ from the plain loop's"
@@ -396,13 +402,13 @@ def test_what_is_equal_is_left_out() -> None:
 
 
 class Weighted(nn.Module):
-    """Takes two tensors and a keyword."""
+    """Takes two tensors and a keyword argument."""
 
     def forward(self, x: Tensor, y: Tensor, *, scale: Tensor | float = 1.0) -> Tensor:
         return (x * scale + y).tanh()
 
 
-def test_several_inputs_and_keywords() -> None:
+def test_verify_takes_several_inputs_and_keyword_arguments() -> None:
     pipe = GPipe(nn.Sequential(Weighted(), *mlp(), nn.Dropout(0.3)), [3, 4], chunks=4)
     x, y = features().requires_grad_(), features(8).flip(0)
     scale = gpipe_fast.replicate(torch.tensor(0.5, requires_grad=True))
@@ -419,7 +425,7 @@ def test_several_inputs_and_keywords() -> None:
     assert verify(GPipe(mlp(), [2, 3], chunks=2), input=features(), loss_fn=squares)
 
 
-def test_why_tied_parameters_may_differ() -> None:
+def test_a_note_explains_why_tied_parameters_may_differ() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 16), nn.Linear(16, 11, bias=False))
     layers[2].weight = layers[0].weight
@@ -433,26 +439,26 @@ def test_why_tied_parameters_may_differ() -> None:
     assert row.relative < 1e-5
 
 
-PIPE_ERRORS: dict[str, tuple[type[Exception], str, object, object, object]] = {
+ERRORS: dict[str, tuple[type[Exception], str, object, object, object]] = {
     "a plain model": (TypeError, "verify compares a GPipe .*, got Sequential", mlp(), features(), squares),
-    "no tensor": (TypeError, "expected Tensor, but got list", None, [1.0], squares),
-    "no batch": (ValueError, "no dimension to split", None, torch.zeros(()), squares),
-    "batch sizes": (ValueError, "same batch size", None, (features(8), features(3)), squares),
-    "no function": (
+    "input without tensors": (TypeError, "expected Tensor, but got list", None, [1.0], squares),
+    "0-dimensional input": (ValueError, "no dimension to split", None, torch.zeros(()), squares),
+    "unequal batch sizes": (ValueError, "same batch size", None, (features(8), features(3)), squares),
+    "loss_fn is not a function": (
         TypeError,
         "loss_fn must be a function .*, got Tensor; pass it as the last argument or as loss_fn=",
         None,
         features(),
         torch.ones(2),
     ),
-    "loss without tensor": (
-        TypeError,
-        "a tensor with one element, got float",
+    "loss is a float": (TypeError, "a tensor with one element, got float", None, features(), lambda y: 1.0),
+    "loss with many elements": (
+        ValueError,
+        r"must have one element, got shape \[8, 4\]",
         None,
         features(),
-        lambda y: 1.0,
+        lambda y: y,
     ),
-    "loss of many": (ValueError, r"must have one element, got shape \[8, 4\]", None, features(), lambda y: y),
     "loss without gradient": (
         ValueError,
         "the loss requires no gradient",
@@ -463,10 +469,10 @@ PIPE_ERRORS: dict[str, tuple[type[Exception], str, object, object, object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "message", "model", "x", "loss"), PIPE_ERRORS.values(), ids=PIPE_ERRORS.keys()
-)
-def test_errors(kind: type[Exception], message: str, model: object, x: object, loss: object) -> None:
+@pytest.mark.parametrize(("kind", "message", "model", "x", "loss"), ERRORS.values(), ids=ERRORS.keys())
+def test_wrong_arguments_are_refused(
+    kind: type[Exception], message: str, model: object, x: object, loss: object
+) -> None:
     with pytest.raises(kind, match=message):
         verify(model or GPipe(mlp(), [2, 3], chunks=2), x, loss)  # type: ignore[arg-type]
 
@@ -478,7 +484,7 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
         verify(GPipe(model, [2, 3], chunks=2), features(), lambda y: (y * weight).sum())
 
 
-def test_chunks_are_checked_as_ever() -> None:
+def test_wrong_chunks_are_refused() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=2)
     with pytest.raises(ValueError, match="number of chunks must be positive integer or 'auto', got 0"):
         verify(pipe, features(), squares, chunks=0)

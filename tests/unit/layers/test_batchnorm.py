@@ -1,4 +1,4 @@
-"""Deferred batch norm: running statistics of the whole mini-batch; all else as the plain loop has it."""
+"""Deferred batch norm: running statistics of the whole mini-batch, all else equal to the plain loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def convolutional(**options: Any) -> nn.Sequential:
-    """Batch norm of the input itself, so that its statistics do not depend on micro-batches, and two more."""
+    """Three batch norms. The first normalizes the input, so its statistics do not depend on other layers."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.BatchNorm2d(3, **options),
@@ -44,7 +44,7 @@ def images(batch: int = 8, seed: int = 1) -> Tensor:
 
 
 def check_statistics(norm: nn.Module, expected: nn.Module) -> None:
-    """Asserts that running statistics are others' but for rounding, and their count is."""
+    """Asserts that running statistics are equal up to rounding, and batch counts exactly."""
     for name in BUFFERS[:2]:
         torch.testing.assert_close(getattr(norm, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
     assert torch.equal(getattr(norm, BUFFERS[2]), getattr(expected, BUFFERS[2]))
@@ -53,17 +53,19 @@ def check_statistics(norm: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("backend", ["aten", "eager"])
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 1, 2]], ids=str)
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
-def test_statistics_of_the_whole_mini_batch(momentum: float | None, balance: list[int], backend: str) -> None:
-    """Once a mini-batch, also where it has fewer samples than chunks; nothing of it is left for the next."""
+def test_running_statistics_are_those_of_the_whole_mini_batch(
+    momentum: float | None, balance: list[int], backend: str
+) -> None:
+    """Each mini-batch updates them once, even if it has fewer samples than chunks; no sums carry over."""
     model = convolutional(momentum=momentum)
     first, inner = copy.deepcopy(model[0]), nn.BatchNorm2d(4, momentum=momentum)
     pipe = GPipe(model, balance, chunks=M, deferred_batch_norm=True, backend=backend)
     for step, batch in enumerate((8, 7, 3, 8)):
         pipe.checkpoint = CHECKPOINT_MODES[step % 3]
         x = images(batch, seed=step + 1)
-        met = torch.cat([nn.BatchNorm2d(3)(c) for c in x.chunk(M)])
+        normalized = torch.cat([nn.BatchNorm2d(3)(c) for c in x.chunk(M)])
         first(x)
-        inner(model[1](met))
+        inner(model[1](normalized))
         pipe(x).sum().backward()
         check_statistics(pipe[0], first)
         check_statistics(pipe[2], inner)
@@ -72,7 +74,7 @@ def test_statistics_of_the_whole_mini_batch(momentum: float | None, balance: lis
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("mode", CHECKPOINT_MODES)
-def test_all_else_is_the_plain_loop_s(mode: str, affine: bool) -> None:
+def test_everything_but_running_statistics_equals_the_plain_loop(mode: str, affine: bool) -> None:
     model = convolutional(affine=affine)
     expected = loop_step(model, images(), M)
     pipe = GPipe(model, [2, 3], chunks=M, checkpoint=mode, deferred_batch_norm=True, backend="aten")
@@ -80,17 +82,17 @@ def test_all_else_is_the_plain_loop_s(mode: str, affine: bool) -> None:
     assert set(different) == {f"buffer {layer}.{name}" for layer in ("0", "2", "4.1") for name in BUFFERS}
 
 
-def item(f: nn.Module, x: Tensor) -> Any:
-    """Cannot be traced."""
+def branch_on_value(f: nn.Module, x: Tensor) -> Any:
+    """Applies a layer under a data-dependent branch, which cannot be traced."""
     return f(x) if float(x.detach().sum()) < 1e9 else x
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("mode", CHECKPOINT_MODES)
-def test_in_python_beside_lowered_ones(mode: str, balance: list[int]) -> None:
-    """From the first step, when all runs in Python, to when what can be is lowered."""
+def test_statistics_are_deferred_in_python_layers_and_lowered_layers(mode: str, balance: list[int]) -> None:
+    """The first step runs every layer in Python; later steps run the lowered layers."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm2d(3), Of(item, nn.BatchNorm2d(3)), nn.BatchNorm2d(3))
+    model = nn.Sequential(nn.BatchNorm2d(3), Of(branch_on_value, nn.BatchNorm2d(3)), nn.BatchNorm2d(3))
     first = copy.deepcopy(model[0])
     pipe = GPipe(model, balance, chunks=M, checkpoint=mode, deferred_batch_norm=True)
     for step in range(4):
@@ -104,7 +106,7 @@ def test_in_python_beside_lowered_ones(mode: str, balance: list[int]) -> None:
         check_statistics(pipe[1].held, held)
 
 
-def test_verify_leaves_them_out() -> None:
+def test_verify_leaves_out_deferred_statistics() -> None:
     pipe = GPipe(convolutional(), [2, 3], chunks=M, deferred_batch_norm=True)
     report = verify(pipe, images(), lambda y: y.square().mean())
     assert report, report
@@ -114,7 +116,7 @@ def test_verify_leaves_them_out() -> None:
     assert [name for name in names if "running" in name] == ["buffer 0.running_mean", "buffer 0.running_var"]
 
 
-def test_evaluation_and_back() -> None:
+def test_evaluation_leaves_running_statistics_unchanged() -> None:
     model = convolutional()
     pipe = GPipe(model, [2, 3], chunks=M, deferred_batch_norm=True, backend="aten")
     pipe(images())
@@ -125,13 +127,13 @@ def test_evaluation_and_back() -> None:
         assert torch.equal(y, torch.cat([model(c) for c in images(seed=2).chunk(M)]))
     assert all(torch.equal(b, before[name]) for name, b in pipe.named_buffers())
     pipe.train()
-    pipe[0].eval()  # one of them alone
+    pipe[0].eval()  # only this batch norm
     pipe(images(seed=2))
     assert [int(pipe[i].num_batches_tracked) for i in (0, 2)] == [1, 2]
     assert torch.equal(pipe[0].running_mean, before["0.running_mean"])
 
 
-def test_momentum_may_change_and_gradients_be_off() -> None:
+def test_momentum_may_change_between_steps_with_and_without_gradients() -> None:
     model = convolutional()
     first = copy.deepcopy(model[0])
     pipe = GPipe(model, [2, 3], chunks=M, deferred_batch_norm=True)
@@ -143,15 +145,15 @@ def test_momentum_may_change_and_gradients_be_off() -> None:
         check_statistics(pipe[0], first)
 
 
-def test_without_statistics_there_is_nothing_to_defer() -> None:
+def test_batch_norm_without_running_statistics_equals_the_plain_loop() -> None:
     model = convolutional(track_running_stats=False)
     pipe = GPipe(model, [2, 3], chunks=M, deferred_batch_norm=True, backend="aten")
     assert unequal(pipeline_step(pipe, images()), loop_step(model, images(), M)) == []
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.BatchNorm3d(3)])
-def test_other_dimensions(layer: nn.Module) -> None:
-    """Also a batch of two dimensions, which torchgpipe refuses."""
+def test_batch_norm_1d_and_3d_are_deferred(layer: nn.Module) -> None:
+    """This includes two-dimensional batches, which torchgpipe refuses."""
     shapes = [(8, 3), (8, 3, 5)] if isinstance(layer, nn.BatchNorm1d) else [(8, 3, 2, 2, 2)]
     for shape in shapes:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 2
@@ -162,8 +164,8 @@ def test_other_dimensions(layer: nn.Module) -> None:
         check_statistics(pipe[0], expected)
 
 
-def test_large_offsets_do_not_cancel() -> None:
-    """Means a thousand times the deviation: sums of squares would lose it."""
+def test_the_variance_does_not_cancel_for_a_large_mean() -> None:
+    """The mean is 3000 times the deviation; sums of squares would lose the variance."""
     x = torch.randn(64, 3, 4, 4, generator=torch.Generator().manual_seed(1)) + 3000
     exact = x.double().var((0, 2, 3), unbiased=True)
     pipe = GPipe(nn.Sequential(nn.BatchNorm2d(3, momentum=1.0)), [1], chunks=8, deferred_batch_norm=True)
@@ -171,7 +173,7 @@ def test_large_offsets_do_not_cancel() -> None:
     torch.testing.assert_close(pipe[0].running_var.double(), exact, rtol=1e-4, atol=0)
 
 
-def test_half_precision_buffers_hold_them() -> None:
+def test_bfloat16_buffers_hold_the_statistics() -> None:
     x = torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
     pipe = GPipe(
         nn.Sequential(nn.BatchNorm2d(3, momentum=1.0)).bfloat16(), [1], chunks=4, deferred_batch_norm=True
@@ -181,7 +183,7 @@ def test_half_precision_buffers_hold_them() -> None:
     torch.testing.assert_close(pipe[0].running_var.double(), exact, rtol=2e-2, atol=0)
 
 
-def test_a_failure_leaves_them_as_they_were() -> None:
+def test_a_failed_step_leaves_running_statistics_unchanged() -> None:
     for backend in ("aten", "eager"):
         pipe = GPipe(convolutional(), [2, 3], chunks=M, deferred_batch_norm=True, backend=backend)
         pipe(images())
@@ -193,25 +195,25 @@ def test_a_failure_leaves_them_as_they_were() -> None:
         assert all(torch.equal(b, before[name]) for name, b in pipe.named_buffers())
 
 
-def test_modules_stay_what_they_are() -> None:
-    """The same objects, keys and parameters; alone, and in a pipeline that does not defer, as ever."""
+def test_deferring_changes_neither_module_objects_nor_state_dict_keys() -> None:
+    """Outside of the pipeline, and in one that does not defer, the modules compute as before."""
     model = convolutional()
     plain, norm = copy.deepcopy(model), model[0]
     pipe = GPipe(model, [2, 3], chunks=M, deferred_batch_norm=True)
     assert pipe[0] is norm
     assert isinstance(norm, nn.BatchNorm2d)
     assert list(pipe.state_dict()) == list(plain.state_dict())
-    for again in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-        again(images())
-        assert again[0].num_batches_tracked == 1
+    for copied in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        copied(images())
+        assert copied[0].num_batches_tracked == 1
     assert torch.equal(model(images()), plain(images()))
     assert torch.equal(norm.running_var, plain[0].running_var)
     other = GPipe(model, [5], chunks=M)
     assert unequal(pipeline_step(other, images()), loop_step(plain, images(), M)) == []
 
 
-def test_what_comes_later_is_deferred_too() -> None:
-    """A layer that is replaced, and a module within one."""
+def test_batch_norms_assigned_after_construction_are_deferred() -> None:
+    """Covers a replaced layer and a replaced module within a layer."""
     pipe = GPipe(convolutional(), [2, 3], chunks=M, deferred_batch_norm=True)
     pipe(images())
     setattr(pipe, "0", nn.BatchNorm2d(3))
@@ -224,10 +226,10 @@ def test_what_comes_later_is_deferred_too() -> None:
 
 
 class Own(nn.BatchNorm2d):
-    """A class of the user's."""
+    """A user-defined subclass."""
 
 
-def test_what_cannot_be_deferred_is_refused_by_name() -> None:
+def test_batch_norms_that_cannot_be_deferred_are_refused_by_name() -> None:
     synchronised = nn.Sequential(nn.Sequential(nn.ReLU(), nn.SyncBatchNorm(3)))
     with pytest.raises(ValueError, match=r"layer '0\.1' \(SyncBatchNorm\) synchronises its statistics"):
         GPipe(synchronised, [1], deferred_batch_norm=True)

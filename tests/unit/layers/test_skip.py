@@ -1,4 +1,4 @@
-"""Skip connections outside of pipelines, as torchgpipe has them."""
+"""Skip connections outside of pipelines, which behave as in torchgpipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import gpipe_fast.layers.skip
 from gpipe_fast.layers.skip import Namespace, Skippable, pop, skippable, skips_of, stash, verify_skippables
 
 torchgpipe_skip = pytest.importorskip("torchgpipe.skip")
-BOTH = pytest.mark.parametrize("api", [gpipe_fast.skip, torchgpipe_skip], ids=["gpipe_fast", "torchgpipe"])
+BOTH_APIS = pytest.mark.parametrize(
+    "api", [gpipe_fast.skip, torchgpipe_skip], ids=["gpipe_fast", "torchgpipe"]
+)
 
 
 @skippable(stash=["a"])
@@ -37,7 +39,7 @@ class Pop(nn.Module):
 
 
 def yielding(api: Any, commands: Callable[..., Any], **declared: list[str]) -> nn.Module:
-    """A module that yields what a generator function does."""
+    """Returns a skippable module whose forward is the generator function `commands`."""
 
     class Yielding(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -66,16 +68,16 @@ def popping(api: Any, *names: str) -> Callable[[Tensor], Any]:
     return commands
 
 
-def nothing(api: Any) -> Callable[[Tensor], Any]:
+def without_commands(api: Any) -> Callable[[Tensor], Any]:
     return lambda x: x
 
 
-def other(x: Tensor) -> Any:
+def yielding_a_number(x: Tensor) -> Any:
     yield 42
     return x
 
 
-def none(api: Any) -> Callable[[Tensor], Any]:
+def stashing_none(api: Any) -> Callable[[Tensor], Any]:
     def commands(x: Tensor) -> Any:
         yield api.stash("s", None)
         return x
@@ -83,8 +85,8 @@ def none(api: Any) -> Callable[[Tensor], Any]:
     return commands
 
 
-@BOTH
-def test_what_is_stashed_is_popped(api: Any) -> None:
+@BOTH_APIS
+def test_stashed_tensors_are_popped(api: Any) -> None:
     x = torch.randn(2, 3)
     model = nn.Sequential(
         yielding(api, stashing(api, "s", "t"), stash=["s", "t"]),
@@ -96,14 +98,16 @@ def test_what_is_stashed_is_popped(api: Any) -> None:
         assert torch.equal(model(x), x.tanh() + x * 2 + x * 2)
 
 
-@BOTH
+@BOTH_APIS
 def test_none_can_be_stashed(api: Any) -> None:
     x = torch.randn(2, 3)
-    model = nn.Sequential(yielding(api, none(api), stash=["s"]), yielding(api, popping(api, "s"), pop=["s"]))
+    model = nn.Sequential(
+        yielding(api, stashing_none(api), stash=["s"]), yielding(api, popping(api, "s"), pop=["s"])
+    )
     assert torch.equal(model(x), x)
 
 
-@BOTH
+@BOTH_APIS
 @pytest.mark.parametrize(
     ("message", "build"),
     [
@@ -118,24 +122,27 @@ def test_none_can_be_stashed(api: Any) -> None:
                 yielding(api, stashing(api, "s"), stash=["s"]), yielding(api, popping(api, "t"), pop=["s"])
             ),
         ),
-        ("'s' must be stashed but have not", lambda api: yielding(api, nothing(api), stash=["s"])),
+        ("'s' must be stashed but have not", lambda api: yielding(api, without_commands(api), stash=["s"])),
         (
             "'s' must be popped but have not",
             lambda api: nn.Sequential(
-                yielding(api, stashing(api, "s"), stash=["s"]), yielding(api, nothing(api), pop=["s"])
+                yielding(api, stashing(api, "s"), stash=["s"]),
+                yielding(api, without_commands(api), pop=["s"]),
             ),
         ),
     ],
 )
-def test_broken_promises(api: Any, message: str, build: Callable[[Any], nn.Module]) -> None:
+def test_commands_that_contradict_the_declaration_are_refused(
+    api: Any, message: str, build: Callable[[Any], nn.Module]
+) -> None:
     with pytest.raises(RuntimeError, match=f"^{message}$"):
         build(api)(torch.ones(1, 3))
 
 
-@BOTH
-def test_other_commands(api: Any) -> None:
+@BOTH_APIS
+def test_yielding_something_other_than_a_command_is_refused(api: Any) -> None:
     with pytest.raises(TypeError, match=r"^42 is not a command from @skippable$"):
-        yielding(api, other)(torch.ones(1, 3))
+        yielding(api, yielding_a_number)(torch.ones(1, 3))
 
 
 def test_popping_twice_is_refused() -> None:
@@ -144,10 +151,10 @@ def test_popping_twice_is_refused() -> None:
         model(torch.ones(1, 3))
 
 
-@BOTH
-def test_what_does_not_match_is_listed(api: Any) -> None:
+@BOTH_APIS
+def test_verify_skippables_lists_every_mismatch(api: Any) -> None:
     def s(**declared: list[str]) -> nn.Module:
-        return yielding(api, nothing(api), **declared)
+        return yielding(api, without_commands(api), **declared)
 
     api.verify_skippables(nn.Sequential(s(stash=["a"]), nn.ReLU(), s(pop=["a"])))
     with pytest.raises(TypeError) as caught:
@@ -174,7 +181,7 @@ def test_what_does_not_match_is_listed(api: Any) -> None:
     ]
 
 
-@BOTH
+@BOTH_APIS
 def test_namespaces_keep_equal_names_apart(api: Any) -> None:
     inner, outer = api.Namespace(), api.Namespace()
 
@@ -199,8 +206,8 @@ def test_namespaces_keep_equal_names_apart(api: Any) -> None:
     assert torch.equal(model(x), (x + x * 3).tanh() + x * 2)
 
 
-@BOTH
-def test_namespaces(api: Any) -> None:
+@BOTH_APIS
+def test_copies_of_a_namespace_are_equal_and_other_namespaces_differ(api: Any) -> None:
     a, b = api.Namespace(), api.Namespace()
     assert a == copy.deepcopy(a) == pickle.loads(pickle.dumps(a))
     assert a != b
@@ -208,12 +215,12 @@ def test_namespaces(api: Any) -> None:
     assert (a < b) != (b < a)
 
 
-def test_isolating_what_is_not_declared() -> None:
+def test_isolating_an_undeclared_name_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot isolate 'b': the module declares 'a'"):
         Stash().isolate(Namespace(), only=["b"])
 
 
-def test_decorated_classes() -> None:
+def test_a_skippable_module_wraps_an_instance_of_its_class() -> None:
     layer = Stash()
     assert isinstance(layer, Stash)
     assert isinstance(layer, Skippable)
@@ -222,15 +229,15 @@ def test_decorated_classes() -> None:
     assert (layer.stashable(), layer.poppable()) == ([(None, "a")], [])
 
 
-def test_copies_and_pickles() -> None:
+def test_copied_and_pickled_skip_connections_still_match() -> None:
     namespace, x = Namespace(), torch.randn(2, 3)
     model = nn.Sequential(Stash().isolate(namespace), Pop().isolate(namespace))
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        verify_skippables(again)
-        assert torch.equal(again(x), model(x))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        verify_skippables(copied)
+        assert torch.equal(copied(x), model(x))
 
 
-def test_threads_do_not_see_each_other_s() -> None:
+def test_stashed_tensors_are_thread_local() -> None:
     Stash()(torch.ones(1, 3))
     try:
         raised: list[str] = []
@@ -260,8 +267,8 @@ def test_a_failed_layer_stashes_nothing() -> None:
         yielding(gpipe_fast.skip, popping(gpipe_fast.skip, "f"), pop=["f"])(torch.ones(1, 3))
 
 
-def test_skips_of_layers() -> None:
-    """Those within a layer do not show, and deeper ones belong to their layer."""
+def test_skips_of_lists_the_skip_connections_between_layers() -> None:
+    """Skip connections within a layer are left out; those of nested modules belong to the enclosing layer."""
     a, b = Namespace(), Namespace()
     layers = [
         Stash().isolate(a),

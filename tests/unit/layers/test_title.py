@@ -1,4 +1,4 @@
-"""One title of a layer, in every message that names one."""
+"""Layer titles, by which messages name layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 from gpipe_fast.layers.title import title
 
 
-def test_a_position_and_a_name() -> None:
+def test_a_title_has_the_position_or_name_and_the_class() -> None:
     assert title(3, nn.Linear(1, 1)) == "layer 3 (Linear)"
     assert title("head", nn.Linear(1, 1)) == "layer 'head' (Linear)"
     assert title("4.norm", nn.BatchNorm1d(1)) == "layer '4.norm' (BatchNorm1d)"
