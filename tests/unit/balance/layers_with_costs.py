@@ -1,4 +1,4 @@
-"""Layers whose costs are known, and the clock that they move; no test of a balance depends on real time."""
+"""Layers of known cost and the fake clock that they advance; no balance test depends on real time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import gpipe_fast.balance.visit
 
 
 class Clock:
-    """Stands still but for what `Takes` layers take, and a microsecond a look.
+    """A fake clock. A `TimedLayer` advances it by its cost, and each reading by a microsecond.
 
     Args:
-        slow: factor of each further run of a layer, in order; 1 when they are used up.
+        slow: factors that multiply the forward times of successive layer runs; 1 once they are used up.
     """
 
     def __init__(self, *slow: float) -> None:
@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
     def __deepcopy__(self, memo: object) -> Clock:
-        return self  # the copy of a layer moves the same
+        return self  # copies of a layer advance the same clock
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
         monkeypatch.setattr(gpipe_fast.balance.profile, "perf_counter", self)
@@ -36,7 +36,7 @@ class Clock:
         return self
 
 
-class _Backward(torch.autograd.Function):
+class _TimedBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
         ctx.clock, ctx.seconds = clock, seconds
@@ -48,8 +48,8 @@ class _Backward(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class Takes(nn.Module):
-    """Multiplies by a weight, and takes so many seconds by the clock."""
+class TimedLayer(nn.Module):
+    """Multiplies by a weight, and advances the clock by the given seconds."""
 
     def __init__(self, clock: Clock, forward: float, backward: float = 0.0) -> None:
         super().__init__()
@@ -59,10 +59,10 @@ class Takes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         factor = self.clock.slow.pop(0) if self.clock.slow else 1.0
         self.clock.now += self.seconds[0] * factor
-        result: Tensor = _Backward.apply(x * self.weight, self.clock, self.seconds[1])
+        result: Tensor = _TimedBackward.apply(x * self.weight, self.clock, self.seconds[1])
         return result
 
 
 def sequence(clock: Clock, *seconds: float) -> nn.Sequential:
-    """Layers that take so long forward, and twice as long backward."""
-    return nn.Sequential(*(Takes(clock, each, 2 * each) for each in seconds))
+    """Returns layers that take `seconds` in the forward, and twice as long in the backward."""
+    return nn.Sequential(*(TimedLayer(clock, each, 2 * each) for each in seconds))

@@ -1,4 +1,4 @@
-"""Balances of layers whose costs are known, beside torchgpipe's."""
+"""Automatic balances of layers of known cost, compared with torchgpipe's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpipe_fast.balance.automatic import balance_automatically
 from gpipe_fast.layers.skip import pop, skippable, stash
 from gpipe_fast.layers.structure import Call
 from tests import models
-from tests.unit.balance.layers_with_costs import Clock, Takes, sequence
+from tests.unit.balance.layers_with_costs import Clock, TimedLayer, sequence
 
 torchgpipe_balance = pytest.importorskip("torchgpipe.balance")
 
@@ -32,7 +32,7 @@ COSTS: list[list[float]] = [
 
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("partitions", [1, 2])
-def test_by_time_is_the_best_cut(
+def test_balance_by_time_finds_the_optimal_partition(
     costs: list[float], partitions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = sequence(Clock().install(monkeypatch), *costs)
@@ -40,15 +40,15 @@ def test_by_time_is_the_best_cut(
     assert found == balance_by_cost(partitions, costs)
 
 
-def test_the_backward_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_balance_by_time_counts_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock().install(monkeypatch)
-    model = nn.Sequential(Takes(clock, 1, 9), Takes(clock, 2, 1), Takes(clock, 4, 1))
+    model = nn.Sequential(TimedLayer(clock, 1, 9), TimedLayer(clock, 2, 1), TimedLayer(clock, 4, 1))
     assert balance_by_time(2, model, torch.randn(4), device="cpu") == [1, 2]
 
 
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("partitions", [1, 2])
-def test_by_time_is_no_worse_than_torchgpipe(
+def test_balance_by_time_is_no_worse_than_torchgpipe(
     costs: list[float], partitions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock().install(monkeypatch)
@@ -57,12 +57,12 @@ def test_by_time_is_no_worse_than_torchgpipe(
     theirs = torchgpipe_balance.balance_by_time(partitions, model, x, device="cpu")
     ours = balance_by_time(partitions, model, x, device="cpu")
 
-    def dearest(sizes: list[int]) -> float:
+    def max_cost(sizes: list[int]) -> float:
         ends = [0, *itertools.accumulate(sizes)]
         return max(sum(costs[a:b]) for a, b in itertools.pairwise(ends))
 
-    assert dearest(ours) <= dearest(theirs)
-    if len(set(costs)) == 1 or len(costs) == 2:  # where there is one best cut, and it finds it
+    assert max_cost(ours) <= max_cost(theirs)
+    if len(set(costs)) == 1 or len(costs) == 2:  # the optimum is unique, and torchgpipe finds it
         assert ours == theirs
 
 
@@ -80,16 +80,16 @@ class Pop(nn.Module):
         return value[0] + skip
 
 
-def awkward() -> nn.Sequential:
-    """Skips, tuples, and layers that write to what they get."""
+def unusual_layers() -> nn.Sequential:
+    """Skip connections, tuples, and layers that write to their inputs."""
     return nn.Sequential(
         nn.Linear(6, 6), nn.ReLU(inplace=True), Stash(), Pop(), nn.Dropout(0.5, inplace=True)
     )
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 5])
-def test_awkward_layers(partitions: int) -> None:
-    model, x = awkward(), models.features()
+def test_skips_tuples_and_in_place_layers_are_balanced(partitions: int) -> None:
+    model, x = unusual_layers(), models.features()
     by_time = balance_by_time(partitions, model, x, timeout=0.0, device="cpu")
     by_size = balance_by_size(partitions, model, x, chunks=2, device="cpu")
     for found in (by_time, by_size):
@@ -98,14 +98,14 @@ def test_awkward_layers(partitions: int) -> None:
         assert min(found) >= 1
 
 
-def test_a_pipeline_takes_it() -> None:
+def test_a_pipeline_accepts_a_measured_balance() -> None:
     model = models.mlp()
     pipe = GPipe(model, balance_by_time(2, model, models.features(2), timeout=0.0, device="cpu"), chunks=4)
     assert pipe(models.features()).shape == (8, 4)
 
 
-def test_by_size_weighs_activations_and_parameters() -> None:
-    """Of float32, for a micro-batch of 8: inputs 8 x 4, 8 x 100, 8 x 4, 8 x 4; weights 400, 400, 16, 16."""
+def test_balance_by_size_weighs_activations_and_parameters() -> None:
+    """Elements for a micro-batch of 8: inputs 8 x 4, 8 x 100, 8 x 4, 8 x 4; weights 400, 400, 16, 16."""
     widths = [4, 100, 4, 4, 4]
     layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
     model, x = nn.Sequential(*layers), torch.randn(16, 4)
@@ -118,19 +118,19 @@ def test_by_size_weighs_activations_and_parameters() -> None:
         assert found == balance_by_cost(2, costs)
 
 
-def test_by_size_has_the_default_scale_of_torchgpipe() -> None:
+def test_balance_by_size_has_torchgpipes_default_param_scale() -> None:
     layers = [nn.Linear(4, 100, bias=False), nn.Linear(100, 4, bias=False), nn.Linear(4, 4, bias=False)]
     model, x = nn.Sequential(*layers), torch.randn(4, 4)
     assert balance_by_size(2, model, x) == balance_by_size(2, model, x, param_scale=2.0)
 
 
-def test_by_size_runs_what_needs_more_than_one_sample() -> None:
+def test_balance_by_size_runs_layers_that_need_more_than_one_sample() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
     assert sum(balance_by_size(2, model, models.features(), chunks=4, device="cpu")) == 3
 
 
 @pytest.mark.parametrize("function", [balance_by_time, balance_by_size])
-def test_says_what_torchgpipe_says(function: Any) -> None:
+def test_error_messages_equal_torchgpipes(function: Any) -> None:
     model, x = nn.Sequential(nn.Linear(1, 1)), torch.rand(1, 1)
     theirs = torchgpipe_balance.balance_by_time
     for partitions in (0, 2):
@@ -142,25 +142,25 @@ def test_says_what_torchgpipe_says(function: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [balance_by_time, balance_by_size, balance_automatically])
-def test_refuses_what_is_no_sequential(function: Any) -> None:
+def test_a_module_that_is_not_sequential_is_refused(function: Any) -> None:
     with pytest.raises(TypeError, match=r"^module must be nn.Sequential to be partitioned, got Linear$"):
         function(1, nn.Linear(1, 1), torch.rand(1, 1))
 
 
-def test_by_size_refuses_numbers_of_chunks() -> None:
+def test_balance_by_size_refuses_zero_chunks() -> None:
     with pytest.raises(ValueError, match=r"^number of chunks must be positive integer, got 0$"):
         balance_by_size(1, models.mlp(), models.features(), chunks=0)
 
 
-def test_times_are_taken_on_the_threads_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_timed_with_the_thread_count_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    class Asks(nn.Module):
+    class RecordsThreads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             seen.append(torch.get_num_threads())
             return x
 
-    model, x = nn.Sequential(Asks(), Asks(), Asks()), torch.randn(4)
+    model, x = nn.Sequential(RecordsThreads(), RecordsThreads(), RecordsThreads()), torch.randn(4)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(6)
@@ -174,10 +174,10 @@ def test_times_are_taken_on_the_threads_of_a_stage(monkeypatch: pytest.MonkeyPat
         torch.set_num_threads(before)
 
 
-def test_automatically_is_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_automatic_balance_is_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sequence(Clock().install(monkeypatch), 1, 1, 9, 1, 1)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # as between two steps
+        parameter.grad = torch.zeros_like(parameter)  # gradients exist between two steps
     assert balance_automatically(3, model, torch.randn(4), device="cpu") == [2, 1, 2]
     assert balance_automatically(9, model, torch.randn(4), device="cpu") == [1] * 5
     assert balance_automatically(2, nn.Sequential(), torch.randn(4), device="cpu") == []
@@ -185,7 +185,7 @@ def test_automatically_is_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
         balance_automatically(0, model, torch.randn(4), device="cpu")
 
 
-def test_automatically_of_several_arguments() -> None:
+def test_the_automatic_balance_takes_several_arguments() -> None:
     model = nn.Sequential(nn.Bilinear(6, 6, 6), nn.Linear(6, 6))
     sample = Call((models.features(), models.features()), {})
     assert balance_automatically(2, model, sample, timeout=0.0, device="cpu") == [1, 1]

@@ -1,4 +1,4 @@
-"""Profiles of whole sequences: what is timed, by a clock that layers move, and what stays as it was."""
+"""Profiles of whole sequences, timed by a fake clock, and the state that profiling must not change."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ from tests import models
 from tests.unit.balance.layers_with_costs import Clock, sequence
 
 
-def seconds(profiles: list[LayerProfile]) -> list[tuple[float, float]]:
+def layer_seconds(profiles: list[LayerProfile]) -> list[tuple[float, float]]:
     return [(each.forward_seconds, each.backward_seconds) for each in profiles]
 
 
-def expect(profiles: list[LayerProfile], wanted: list[tuple[float, float]]) -> None:
-    for found, pair in zip(seconds(profiles), wanted, strict=True):
+def assert_seconds(profiles: list[LayerProfile], wanted: list[tuple[float, float]]) -> None:
+    for found, pair in zip(layer_seconds(profiles), wanted, strict=True):
         assert found == pytest.approx(pair, abs=1e-5)
 
 
-def test_times_are_those_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiled_times_are_the_costs_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock().install(monkeypatch)
     profiles = profile_layers(sequence(clock, 0.001, 0.5, 0.02), torch.randn(4), device="cpu")
-    expect(profiles, [(0.001, 0.002), (0.5, 1.0), (0.02, 0.04)])
+    assert_seconds(profiles, [(0.001, 0.002), (0.5, 1.0), (0.02, 0.04)])
     assert [(each.index, each.name, each.kind) for each in profiles] == [
-        (index, str(index), "Takes") for index in range(3)
+        (index, str(index), "TimedLayer") for index in range(3)
     ]
 
 
-def test_the_median_counts_and_the_first_run_of_a_round_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first round counts bytes; then three, in each of which both layers run twice."""
+def test_times_are_medians_without_the_first_run_of_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first round counts bytes. Three rounds follow, in each of which both layers run twice."""
     clock = Clock(9, 9, *[9, 1, 9, 1], *[9, 1, 9, 1], *[9, 9, 9, 9]).install(monkeypatch)
-    expect(profile_layers(sequence(clock, 1.0, 2.0), torch.randn(4), device="cpu"), [(1, 2), (2, 4)])
+    assert_seconds(profile_layers(sequence(clock, 1.0, 2.0), torch.randn(4), device="cpu"), [(1, 2), (2, 4)])
     assert not clock.slow
 
 
-def test_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are slow in the second of three rounds, so none is dearer for it."""
+def test_layers_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers are slow in the second of three rounds, so none of them seems more expensive."""
     clock = Clock(*[1] * 3, *[1] * 6, *[9] * 6).install(monkeypatch)
-    expect(profile_layers(sequence(clock, 1.0, 1.0, 1.0), torch.randn(4), device="cpu"), [(1, 2)] * 3)
+    assert_seconds(profile_layers(sequence(clock, 1.0, 1.0, 1.0), torch.randn(4), device="cpu"), [(1, 2)] * 3)
 
 
-def test_goes_on_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiling_repeats_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock().install(monkeypatch)
     model = sequence(clock, 0.1, 0.1)
     profile_layers(model, torch.randn(4), device="cpu", timeout=60.0)
     assert 60.0 < clock.now < 70.0
 
 
-def test_times_nothing_without_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_of_none_skips_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock().install(monkeypatch)
     profiles = profile_layers(sequence(clock, 1.0, 1.0), torch.randn(4), device="cpu", timeout=None)
     assert clock.now == 2.0
-    assert all(math.isnan(x) for pair in seconds(profiles) for x in pair)
+    assert all(math.isnan(x) for pair in layer_seconds(profiles) for x in pair)
     assert [each.parameter_bytes for each in profiles] == [4, 4]
 
 
-def test_nothing_for_no_layers() -> None:
+def test_an_empty_sequential_has_an_empty_profile() -> None:
     assert profile_layers(nn.Sequential(), torch.randn(4), device="cpu") == []
 
 
-def test_a_layer_that_comes_twice_counts_twice() -> None:
+def test_a_layer_that_occurs_twice_has_two_profiles() -> None:
     layer = nn.Linear(6, 6)
     profiles = profile_layers(nn.Sequential(layer, nn.ReLU(), layer), torch.randn(4, 6), timeout=None)
     assert [each.name for each in profiles] == ["0", "1", "2"]
@@ -76,7 +76,9 @@ def test_a_layer_that_comes_twice_counts_twice() -> None:
 
 @models.every_model
 @pytest.mark.parametrize("training", [True, False])
-def test_everything_stays_as_it_was(make: models.Model, batch: models.Batch, training: bool) -> None:
+def test_profiling_changes_neither_model_nor_input_nor_random_state(
+    make: models.Model, batch: models.Batch, training: bool
+) -> None:
     model, x = make().train(training), batch(8)
     before, input = copy.deepcopy(model), x.clone()
     with torch.no_grad():
@@ -95,13 +97,13 @@ def test_everything_stays_as_it_was(make: models.Model, batch: models.Batch, tra
     assert all(each.forward_seconds > 0 and each.boundary_bytes > 0 for each in profiles)
 
 
-def test_gradients_are_taken_under_inference_mode() -> None:
+def test_backwards_are_timed_under_inference_mode() -> None:
     with torch.inference_mode():
         profiles = profile_layers(models.mlp(), torch.randn(8, 6), device="cpu", timeout=0.0)
     assert all(each.backward_seconds > 0 for each in profiles)
 
 
-def test_a_microbatch_is_what_counts() -> None:
+def test_sizes_are_those_of_one_micro_batch() -> None:
     model, x = models.mlp(), models.features(8)
     whole = profile_layers(model, x, timeout=None)
     quarter = profile_layers(model, x, timeout=None, chunks=4)
@@ -118,7 +120,7 @@ def test_an_error_names_the_layer() -> None:
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
-def test_an_error_of_a_backward_names_the_layer() -> None:
+def test_an_error_in_a_backward_names_the_layer() -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -136,13 +138,13 @@ def test_an_error_of_a_backward_names_the_layer() -> None:
         profile_layers(nn.Sequential(Layer()), torch.randn(4, requires_grad=True))
 
 
-def test_refuses_what_is_no_sequential() -> None:
+def test_a_module_that_is_not_sequential_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^module must be nn.Sequential to be partitioned, got Linear$"):
         profile_layers(nn.Linear(1, 1), torch.randn(1))  # type: ignore[arg-type]
 
 
-def test_gradients_stay_as_they_are() -> None:
-    """In torchgpipe they are refused; measuring copies does not need to."""
+def test_profiling_leaves_gradients_unchanged() -> None:
+    """Profiling copies the layers, so it allows gradients, which torchgpipe refuses."""
     model = models.mlp()
     model(models.features()).sum().backward()
     before = [(p.grad, cast(Tensor, p.grad).clone()) for p in model.parameters()]
@@ -152,14 +154,14 @@ def test_gradients_stay_as_they_are() -> None:
         assert torch.equal(value, parameter.grad)
 
 
-def test_refuses_parameters_that_are_not_there_yet() -> None:
+def test_meta_and_lazy_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^layer '1' \(Linear\) is on the meta device; give it memory"):
         profile_layers(nn.Sequential(nn.ReLU(), nn.Linear(1, 1, device="meta")), torch.randn(1))
     with pytest.raises(ValueError, match=r"^layer '0' \(LazyLinear\) has lazy parameters; run the module"):
         profile_layers(nn.Sequential(nn.LazyLinear(1)), torch.randn(1))
 
 
-def test_a_profile_cannot_be_changed() -> None:
+def test_a_profile_is_immutable() -> None:
     profiles = profile_layers(models.mlp(), models.features(), timeout=None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         profiles[0].flops = 0  # type: ignore[misc]
@@ -172,17 +174,19 @@ def test_a_table_has_a_row_for_each_layer() -> None:
     assert " ".join(text.splitlines()[2].split()) == "0 Linear 1.500 3.000 2.000 1.000 2.000 3.000"
 
 
-def test_a_bar_shows_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tqdm")
     model = models.mlp()
     profile_layers(model, models.features(), device="cpu", timeout=0.0, progress=True)
     assert "/20 " in capsys.readouterr().err  # five layers, four rounds
-    for progress in (None, False):  # and not where there is no terminal
+    for progress in (None, False):  # standard error is no terminal here
         profile_layers(model, models.features(), device="cpu", timeout=0.0, progress=progress)
         assert not capsys.readouterr().err
 
 
-def test_does_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profiling_works_without_tqdm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     imported = builtins.__import__
 
     def missing(name: str, *arguments: Any) -> Any:
@@ -195,14 +199,14 @@ def test_does_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert not capsys.readouterr().err
 
 
-def test_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_device_is_the_first_gpu_or_else_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for available, wanted in ([torch.device("cuda:0"), torch.device("cuda:1")], "cuda:0"), (None, "cpu"):
         monkeypatch.setattr(devices, "default_devices", lambda answer=available: answer)
         assert default_device() == torch.device(wanted)
 
 
 @pytest.mark.cuda
-def test_on_a_gpu() -> None:
+def test_profiling_on_a_gpu_leaves_the_model_on_the_cpu() -> None:
     model, x = models.convolutions(), models.images()
     state = torch.cuda.get_rng_state()
     profiles = profile_layers(model, x, timeout=0.0)

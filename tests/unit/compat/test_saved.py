@@ -1,4 +1,4 @@
-"""State dicts: keyed as the plain Sequential's, and those of torchgpipe are read."""
+"""State dicts: the keys are the plain Sequential's, and torchgpipe's state dicts can be loaded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def layers(seed: int) -> nn.Sequential:
     return nn.Sequential(OrderedDict([*first, ("block", inner), ("0", nn.Linear(6, 2))]))
 
 
-def of_torchgpipe(balance: list[int], **options: Any) -> tuple[nn.Sequential, dict[str, Tensor]]:
-    """A model in torchgpipe, and its checkpoint as it comes from a file."""
+def torchgpipe_state_dict(balance: list[int], **options: Any) -> tuple[nn.Sequential, dict[str, Tensor]]:
+    """Returns the layers of a torchgpipe model, and its state dict as loaded from a file."""
     module = layers(1)
     plain = list(module.state_dict())
     pipe = TORCHGPIPE.make(module, balance, chunks=2, **options)
@@ -35,13 +35,13 @@ def of_torchgpipe(balance: list[int], **options: Any) -> tuple[nn.Sequential, di
     return module, torch.load(file)
 
 
-def same(a: nn.Module, b: dict[str, Tensor]) -> bool:
+def state_equals(a: nn.Module, b: dict[str, Tensor]) -> bool:
     state = a.state_dict()
     return all(torch.equal(value, b[name]) for name, value in state.items())
 
 
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
-def test_keys_are_the_sequentials(balance: list[int]) -> None:
+def test_state_dict_keys_are_the_sequentials(balance: list[int]) -> None:
     module = layers(0)
     names = list(module.state_dict())
     pipe = GPipe(module, balance)
@@ -49,55 +49,55 @@ def test_keys_are_the_sequentials(balance: list[int]) -> None:
     assert [name for name, _ in pipe.named_parameters()] == [n for n, _ in module.named_parameters()]
     other = layers(1)
     pipe.load_state_dict(other.state_dict())
-    assert same(pipe, other.state_dict())
+    assert state_equals(pipe, other.state_dict())
     module.load_state_dict(pipe.state_dict())
 
 
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 @pytest.mark.parametrize("theirs", BALANCES, ids=str)
-def test_torchgpipes_checkpoints_are_read(theirs: list[int], balance: list[int]) -> None:
-    """Whatever the balance, here and there; the dictionary stays as it is."""
-    module, checkpoint = of_torchgpipe(theirs)
+def test_torchgpipes_state_dicts_are_loaded(theirs: list[int], balance: list[int]) -> None:
+    """The two balances may differ, and loading does not change the dictionary."""
+    module, checkpoint = torchgpipe_state_dict(theirs)
     before = list(checkpoint)
     assert all(name.startswith("partitions.") for name in before)
     pipe = GPipe(layers(0), balance)
     assert str(pipe.load_state_dict(checkpoint)) == "<All keys matched successfully>"
-    assert same(pipe, module.state_dict())
+    assert state_equals(pipe, module.state_dict())
     assert list(checkpoint) == before
 
 
-def test_of_deferred_batch_norm() -> None:
-    """Its sums are dropped, also where the module itself was saved, whose layers torchgpipe replaces."""
-    module, checkpoint = of_torchgpipe([2, 3], deferred_batch_norm=True)
+def test_sums_of_torchgpipes_deferred_batch_norm_are_dropped() -> None:
+    """This includes state dicts of the module itself, in which torchgpipe replaces layers."""
+    module, checkpoint = torchgpipe_state_dict([2, 3], deferred_batch_norm=True)
     for state in (checkpoint, module.state_dict()):
         assert sum(name.endswith(("norm.sum", "norm.sum_squares")) for name in state) == 4
         pipe = GPipe(layers(0), [3, 2])
         pipe.load_state_dict(state)
-        assert same(pipe, module.state_dict())
+        assert state_equals(pipe, module.state_dict())
 
 
 class Sums(nn.Module):
-    """Has a buffer of the same name, and is no batch norm."""
+    """Has a buffer called `sum`, but is no batch norm."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
         self.register_buffer("sum", torch.tensor(value))
 
 
-def test_other_buffers_of_that_name_are_read() -> None:
+def test_sum_buffers_of_other_modules_are_loaded() -> None:
     pipe = GPipe(nn.Sequential(Sums(0.0)), [1])
     pipe.load_state_dict(TORCHGPIPE.make(nn.Sequential(Sums(3.0)), [1]).state_dict())
     assert pipe[0].sum == 3.0
 
 
-def test_sums_that_are_nobodys_are_unexpected() -> None:
+def test_a_sum_outside_of_batch_norm_is_an_unexpected_key() -> None:
     state = layers(1).state_dict() | {"partitions.0.stem.sum": torch.ones(6)}
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "stem.sum"'):
         GPipe(layers(0), [2, 3]).load_state_dict(state)
 
 
-class Around(nn.Module):
-    """A pipeline among other modules, one of which has partitions of its own."""
+class ContainsPipeline(nn.Module):
+    """A module with a pipeline, and another submodule with an entry called `partitions`."""
 
     def __init__(self, pipe: nn.Module) -> None:
         super().__init__()
@@ -106,13 +106,13 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_within_another_module(deferred: bool) -> None:
-    theirs = Around(TORCHGPIPE.make(layers(1), [2, 3], deferred_batch_norm=deferred))
-    ours = Around(OURS.make(layers(0), [4, 1]))
+def test_a_pipeline_within_another_module_is_loaded(deferred: bool) -> None:
+    theirs = ContainsPipeline(TORCHGPIPE.make(layers(1), [2, 3], deferred_batch_norm=deferred))
+    ours = ContainsPipeline(OURS.make(layers(0), [4, 1]))
     state = theirs.state_dict()
     before = list(state)
     ours.load_state_dict(state)
-    assert same(
+    assert state_equals(
         ours.pipe, dict(theirs.pipe.partitions[0].state_dict() | theirs.pipe.partitions[1].state_dict())
     )
     assert torch.equal(ours.head.weight, theirs.head.weight)
@@ -121,7 +121,7 @@ def test_within_another_module(deferred: bool) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "partitions.0."])
-def test_errors_list_the_users_own_names(prefix: str) -> None:
+def test_load_errors_list_the_users_own_names(prefix: str) -> None:
     state = {f"{prefix}{name}": value for name, value in layers(1).state_dict().items()}
     del state[f"{prefix}stem.weight"]
     state[f"{prefix}tail.weight"] = torch.ones(1)
@@ -145,8 +145,8 @@ def test_both_names_of_one_tensor_are_an_error() -> None:
         GPipe(layers(0), [2, 3]).load_state_dict(state)
 
 
-def test_tensors_are_assigned_where_that_is_asked_for() -> None:
-    _, checkpoint = of_torchgpipe([2, 3])
+def test_assign_true_assigns_the_loaded_tensors() -> None:
+    _, checkpoint = torchgpipe_state_dict([2, 3])
     pipe = GPipe(layers(0), [1, 4])
     pipe.load_state_dict(checkpoint, assign=True)
     assert pipe[0].weight.data_ptr() == checkpoint["partitions.0.stem.weight"].data_ptr()

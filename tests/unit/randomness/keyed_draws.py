@@ -1,4 +1,4 @@
-"""What the tests of keyed randomness share: draws at a given place, and statistical checks."""
+"""Helpers of the tests of keyed randomness: draws at given positions, and statistical checks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def assert_uncorrelated(a: Tensor, b: Tensor) -> None:
 
 
 def assert_distributed(drawn: Tensor, cdf: Callable[[Tensor], Tensor]) -> None:
-    """Kolmogorov-Smirnov: the largest distance of the two distribution functions, at a level of 1e-4."""
+    """Kolmogorov-Smirnov test at level 1e-4: bounds the largest distance of the distribution functions."""
     ordered = drawn.flatten().double().sort().values
     steps = torch.arange(ordered.numel() + 1, dtype=torch.float64) / ordered.numel()
     expected = cdf(ordered)

@@ -28,7 +28,7 @@ from tests.unit.randomness.keyed_draws import KEY, assert_uncorrelated, draw, ke
         (lambda: checkpoint(F.dropout, torch.ones(3, requires_grad=True), use_reentrant=False), "checkpoint"),
     ],
 )
-def test_unkeyed_random_op_raises(call: Callable[[], Tensor], message: str) -> None:
+def test_random_operations_that_cannot_be_keyed_raise(call: Callable[[], Tensor], message: str) -> None:
     with keyed_mode(), pytest.raises(UnkeyedRandomOp, match=message):
         call()
 
@@ -48,8 +48,8 @@ def test_attention_dropout_is_keyed() -> None:
         assert not torch.equal(first, second)
 
 
-class Kernels(TorchFunctionMode):
-    """Notes whether attention may take a fused kernel, which would draw its dropout by itself."""
+class FusedAttentionRecorder(TorchFunctionMode):
+    """Records whether attention may use a fused kernel, which would draw its own dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,26 +63,28 @@ class Kernels(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def test_where_there_are_gpus_attention_with_dropout_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_with_dropout_is_not_fused_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     q, k, v = torch.randn(3, 2, 4, 16, 8)
-    with Kernels() as kernels, keyed_mode():
+    with FusedAttentionRecorder() as recorder, keyed_mode():
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
         F.scaled_dot_product_attention(q, k, v, None, 0.3)
         F.scaled_dot_product_attention(q, k, v)
-    assert kernels.fused_allowed == [False, False, True]
+    assert recorder.fused_allowed == [False, False, True]
 
 
-def test_nor_is_multi_head_attention_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside of which a function mode sees nothing."""
+def test_multi_head_attention_with_dropout_is_not_fused_where_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A torch function mode sees no calls inside of multi-head attention."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     attend, allowed = F.scaled_dot_product_attention, []
 
-    def noting(*args: Any) -> Tensor:
+    def recording_attend(*args: Any) -> Tensor:
         allowed.append(torch.backends.cuda.flash_sdp_enabled())
         return attend(*args)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recording_attend)
     attention, x = nn.MultiheadAttention(8, 2, dropout=0.3), torch.randn(4, 2, 8)
     with keyed_mode():
         attention(x, x, x, need_weights=False)
@@ -90,7 +92,7 @@ def test_nor_is_multi_head_attention_with_dropout(monkeypatch: pytest.MonkeyPatc
     assert allowed == [False, True]
 
 
-def test_trace_takes_the_key_as_an_input() -> None:
+def test_a_trace_takes_the_key_as_an_input() -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU(), nn.Dropout(0.2))
 
     class Stage(nn.Module):
@@ -162,7 +164,7 @@ def test_keyed_rng_counts_microbatches_and_layers() -> None:
         assert torch.equal(output, expected)
 
 
-def test_keyed_rng_tells_a_shared_layer_by_its_position() -> None:
+def test_keyed_rng_distinguishes_the_positions_of_a_shared_layer() -> None:
     shared = nn.Dropout(0.5)
 
     class CallsShared(nn.Module):
@@ -176,16 +178,18 @@ def test_keyed_rng_tells_a_shared_layer_by_its_position() -> None:
     assert torch.equal(output, masks[0] * masks[1] * masks[2] * 8)
 
 
-@pytest.mark.parametrize("by_call", [[False, False, False], [False, True, False], [True, False, True]])
-def test_keyed_rng_takes_layers_one_by_one(by_call: list[bool]) -> None:
-    """Also mixed with calls of the whole, and with a layer that stands in it twice, first and last."""
+@pytest.mark.parametrize(
+    "calls_whole_model", [[False, False, False], [False, True, False], [True, False, True]]
+)
+def test_keyed_rng_counts_layers_that_are_called_one_by_one(calls_whole_model: list[bool]) -> None:
+    """Such calls may be mixed with calls of the whole model; one layer occurs twice, first and last."""
     shared = nn.Dropout(0.5)
     model = nn.Sequential(shared, nn.Sequential(nn.Dropout(0.5), nn.ReLU()), nn.Dropout(0.1), shared)
     x = torch.ones(6, 64)
     with keyed_rng(model, key=5):
         expected = [model(c) for c in x.chunk(3)]
     with keyed_rng(model, key=5):
-        for c, whole, wanted in zip(x.chunk(3), by_call, expected, strict=True):
+        for c, whole, wanted in zip(x.chunk(3), calls_whole_model, expected, strict=True):
             if whole:
                 c = model(c)
             else:
@@ -194,7 +198,7 @@ def test_keyed_rng_takes_layers_one_by_one(by_call: list[bool]) -> None:
             assert torch.equal(c, wanted)
 
 
-def test_keyed_rng_begins_the_next_microbatch_after_a_layer_that_failed() -> None:
+def test_keyed_rng_begins_the_next_microbatch_after_a_failed_layer() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Bilinear(1, 1, 1))
     with keyed_rng(model, key=5):
         first = model[0](torch.ones(64))
@@ -220,7 +224,7 @@ def test_keyed_rng_refuses_layers_out_of_order() -> None:
                 model[calls[-1]](x)
 
 
-def test_manual_seed_governs_keyed_rng() -> None:
+def test_manual_seed_determines_the_keys_of_keyed_rng() -> None:
     model = nn.Sequential(nn.Dropout(0.5))
     outputs = []
     for seed in (1, 1, 2):
@@ -246,7 +250,7 @@ def test_keyed_rng_leaves_no_hooks_behind() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_keyed_rng_refuses_what_it_cannot_count() -> None:
+def test_keyed_rng_refuses_modules_whose_layers_it_cannot_count() -> None:
     with (
         pytest.raises(TypeError, match=r"must be an nn\.Sequential, but is Linear"),
         keyed_rng(nn.Linear(1, 1)),

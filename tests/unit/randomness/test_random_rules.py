@@ -1,4 +1,4 @@
-"""Every random op that is replaced: shape, distribution, and the same bits for the same place."""
+"""Every random operation that is replaced: shape, distribution, and equal bits for equal keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTS = torch.zeros(SHAPE, dtype=torch.int64)
 WEIGHTS = torch.tensor([[1.0, 0.0, 3.0, 4.0]]).expand(4096, 4)
 
 
-# Each replaced op, and the mean its draw must show (None where there is none).
+# Each replaced operation, and the expected mean of its draws (None if it is not checked).
 OPS: dict[str, tuple[Callable[[], Tensor], float | None]] = {
     "bernoulli": (lambda: torch.bernoulli(torch.full(SHAPE, 0.3)), 0.3),
     "bernoulli.p": (lambda: torch.bernoulli(X, 0.3), 0.3),
@@ -67,7 +67,7 @@ OPS: dict[str, tuple[Callable[[], Tensor], float | None]] = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_replaced_op(name: str) -> None:
+def test_a_replaced_operation_draws_reproducibly_from_its_distribution(name: str) -> None:
     call, mean = OPS[name]
     plain = call()
     with keyed_mode():
@@ -86,7 +86,7 @@ def test_replaced_op(name: str) -> None:
         assert call().shape == plain.shape
 
 
-def test_distribution_details() -> None:
+def test_permutations_integers_samples_and_cauchy_follow_their_distributions() -> None:
     with keyed_mode():
         assert sorted(torch.randperm(1001).tolist()) == list(range(1001))
         assert torch.randint(3, (1000,)).unique().tolist() == [0, 1, 2]
@@ -95,14 +95,14 @@ def test_distribution_details() -> None:
         cauchy = torch.empty(N, dtype=torch.float64).cauchy_(3.0, 0.1)
     assert (
         sample.sort().values == torch.tensor([0, 2, 3])
-    ).all()  # without replacement, never the weight of 0
+    ).all()  # without replacement; a weight of 0 is never drawn
     expected = WEIGHTS[0].double() / 8 * 4096
     assert counts[1] == 0
     assert ((counts - expected)[[0, 2, 3]].abs() < 4 * expected[[0, 2, 3]].sqrt()).all()
     assert_distributed(cauchy, lambda x: 0.5 + ((x - 3.0) / 0.1).atan() / math.pi)
 
 
-def test_ops_that_draw_nothing_pass() -> None:
+def test_operations_that_draw_nothing_do_not_shift_later_draws() -> None:
     x = torch.randn(3, 4)
     with keyed_mode():
         first = F.dropout(x)
@@ -114,7 +114,7 @@ def test_ops_that_draw_nothing_pass() -> None:
         assert torch.equal(F.dropout(x), first)
 
 
-def test_dropout_draws_by_logical_index() -> None:
+def test_dropout_masks_do_not_depend_on_the_memory_format() -> None:
     x = torch.ones(4, 8, 6, 6)
     with keyed_mode():
         expected = F.dropout(x, 0.4)
@@ -128,13 +128,13 @@ def test_dropout_draws_by_logical_index() -> None:
     assert torch.equal(mask, expected != 0)
 
 
-def test_dropouts_draw_one_mask() -> None:
+def test_all_dropout_operations_draw_the_same_mask() -> None:
     x = torch.ones(64, 64)
     with keyed_mode():
         expected = F.dropout(x, 0.4) != 0
     with keyed_mode():
         assert torch.equal(torch.native_dropout(x, 0.4, True)[1], expected)
-    with keyed_mode():  # PyTorch has this one for CUDA alone
+    with keyed_mode():  # PyTorch implements this one only for CUDA
         output, mask = torch._fused_dropout(x, 0.6)
     assert torch.equal(mask, expected.byte())
     torch.testing.assert_close(output, expected / 0.6)
