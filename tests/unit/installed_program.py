@@ -1,6 +1,6 @@
-"""Calls every public function where nothing but the declared dependencies of gpipe_fast can be imported.
+"""Calls every public function while only the declared dependencies of gpipe_fast can be imported.
 
-`python installed_program.py FOLDER`: takes gpipe_fast from FOLDER, and says where it came from.
+`python installed_program.py FOLDER` imports gpipe_fast from FOLDER and prints its location.
 """
 
 import importlib.metadata
@@ -15,8 +15,8 @@ FOLDER = sys.argv[1]
 sys.path.insert(0, FOLDER)
 
 
-def allowed() -> set[str]:
-    """The top-level names of gpipe_fast's declared dependencies, and of what these depend on."""
+def declared_modules() -> set[str]:
+    """Returns the top-level module names of gpipe_fast's declared dependencies and of their dependencies."""
     wanted, found = ["gpipe_fast"], set[str]()
     names = importlib.metadata.packages_distributions()
     while wanted:
@@ -36,21 +36,21 @@ def allowed() -> set[str]:
     }
 
 
-class Declared(PathFinder):
-    """Finds modules on sys.path; an undeclared package looks as if it were not installed."""
+class DeclaredPathFinder(PathFinder):
+    """Finds modules on sys.path, but hides undeclared packages as if they were not installed."""
 
     installed = frozenset(importlib.metadata.packages_distributions())
-    allowed = allowed()
+    declared_modules = declared_modules()
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        if fullname.partition(".")[0] in cls.installed - cls.allowed:
+        if fullname.partition(".")[0] in cls.installed - cls.declared_modules:
             return None
         return super().find_spec(fullname, path, target)
 
 
 # ruff: noqa: E402 the imports below use this finder
-sys.meta_path[sys.meta_path.index(PathFinder)] = Declared
+sys.meta_path[sys.meta_path.index(PathFinder)] = DeclaredPathFinder
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: its paths, names, packages, directions and contracts are the tree's."""
+"""docs/architecture.md agrees with the tree: its paths, names, packages, directions and contracts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
 FENCE = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# `path/to/file: Name, Class.method`; without a slash only what ends as a file's name does.
+# `path/to/file: Name, Class.method`. Without a slash, only .py, .toml and .md files are paths.
 REFERENCE = re.compile(r"(?P<path>[\w.-]*/[\w./-]*|[\w-]+\.(?:py|toml|md))(?:: (?P<names>.+))?")
 CONTRACTS = (
     "same bits",
@@ -27,7 +27,7 @@ CONTRACTS = (
 
 
 def references(text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Every path in backticks, with the names behind it."""
+    """Returns every path in backticks, with the names after it."""
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
     found = [match for span in spans if (match := REFERENCE.fullmatch(span))]
     return [(m["path"], tuple(m["names"].split(", ")) if m["names"] else ()) for m in found]
@@ -35,7 +35,7 @@ def references(text: str) -> list[tuple[str, tuple[str, ...]]]:
 
 @functools.cache
 def python_names(path: Path) -> frozenset[str]:
-    """Classes, functions and constants of a module, and what its classes have, with dots."""
+    """Returns the classes, functions and constants of a module, and the dotted names of class members."""
 
     def names(body: list[ast.stmt], prefix: str) -> set[str]:
         found = set()
@@ -53,14 +53,14 @@ def python_names(path: Path) -> frozenset[str]:
 
 @functools.cache
 def cpp_code(path: Path) -> str:
-    """A source without comments and strings, in which a name proves nothing."""
+    """Returns a source without its comments and strings, in which a name proves nothing."""
     return re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', "", path.read_text())
 
 
 def cpp_defines(path: Path, name: str) -> bool:
-    """Whether a file declares or defines a type, or a function of a scope.
+    """Returns whether a file declares or defines a type, or a function in a scope.
 
-    A scope may be declared there around it, or be written before the name, as much of it as is needed.
+    The file either declares the scope around the name, or writes the innermost scope before it.
     """
     *scopes, last = name.split("::")
     code = cpp_code(path)
@@ -69,7 +69,7 @@ def cpp_defines(path: Path, name: str) -> bool:
     if scopes and re.search(rf"\b{scopes[-1]}::{last}\(", code):
         return True
     declared = all(re.search(rf"\b(?:struct|class) (?:\w+::)*{scope}\b", code) for scope in scopes)
-    # After a type, not as part of an expression.
+    # The name follows a type and is not part of an expression.
     return declared and bool(re.search(rf"^[^=\n]*[\w>&*](?<!return) [*&]?{last}\(", code, re.MULTILINE))
 
 
@@ -79,26 +79,26 @@ def is_defined(path: str, name: str) -> bool:
 
 
 def section(title: str) -> str:
-    """What stands below a heading, up to the next one."""
+    """Returns the text below a heading, up to the next heading."""
     match = re.search(rf"^#+ {title}\n(.*?)(?=^#|\Z)", TEXT, re.DOTALL | re.MULTILINE)
     assert match, f"there is no heading {title!r}"
     return match[1]
 
 
 def diagram(title: str) -> list[str]:
-    """The lines of the drawing in a section."""
+    """Returns the lines of the diagram in a section."""
     match = FENCE.search(section(title))
     assert match, f"{title} has no diagram"
     return match[1].splitlines()
 
 
 def packages() -> dict[str, list[str]]:
-    """The rows of the table of packages."""
+    """Returns the rows of the table of packages, by package."""
     rows = [line.split(" | ") for line in section("The packages").splitlines() if line.startswith("| `")]
     return {row[0].strip("| `"): row[1:] for row in rows}
 
 
-def test_paths_exist() -> None:
+def test_paths_in_the_document_exist() -> None:
     found = references(TEXT)
     assert len(found) > 150
     assert not [path for path, _ in found if not (ROOT / path).exists()]
@@ -106,7 +106,7 @@ def test_paths_exist() -> None:
     assert not [p for p in drawn if not (ROOT / p).exists() and not (ROOT / "gpipe_fast" / p).exists()]
 
 
-def test_names_are_defined() -> None:
+def test_names_in_the_document_are_defined() -> None:
     named = {(path, name) for path, names in references(TEXT) for name in names}
     assert len(named) > 120
     assert not sorted(f"{path}: {name}" for path, name in named if not is_defined(path, name))
@@ -117,7 +117,7 @@ def test_names_are_defined() -> None:
     [
         "gpipe_fast/gpipe.py: GPipe.forwards",
         "gpipe_fast/gpipe.py: forward",
-        "gpipe_fast/trace/trace.py: GPipe",  # elsewhere
+        "gpipe_fast/trace/trace.py: GPipe",  # defined in another file
         "csrc/engine/engine.cpp: Engine::Pool::walks",
         "csrc/engine/engine.h: MiniBatch::run",  # a function of another class
         "csrc/pipeline/pipeline.cpp: MiniBatch::take_outputs",  # called, not defined
@@ -125,7 +125,7 @@ def test_names_are_defined() -> None:
         "csrc/engine/slots.h: Action",
     ],
 )
-def test_wrong_names_are_noticed(reference: str) -> None:
+def test_undefined_names_are_detected(reference: str) -> None:
     [(path, [name])] = references(f"`{reference}`")
     assert not is_defined(path, name)
 
@@ -137,7 +137,7 @@ def test_the_table_lists_every_package() -> None:
 
 
 def importers_of(package: str) -> set[str]:
-    """What else in gpipe_fast imports a package or something in it."""
+    """Returns the other packages and modules of gpipe_fast that import from a package."""
     found = set()
     for path in (ROOT / "gpipe_fast").rglob("*.py"):
         importer = path.relative_to(ROOT / "gpipe_fast").parts[0].removesuffix(".py")
@@ -152,12 +152,12 @@ def importers_of(package: str) -> set[str]:
 @pytest.mark.parametrize(
     "package", ["balance", "compat", "doctor", "inspect", "lower", "runtime", "trace"], ids=str
 )
-def test_only_those_import_a_package_that_the_table_names(package: str) -> None:
+def test_a_package_is_imported_only_by_those_that_the_table_names(package: str) -> None:
     named = re.findall(r"`(?:gpipe_fast/)?(\w+)(?:\.py)?`", packages()[f"gpipe_fast/{package}/"][2])
     assert importers_of(package) == set(named)
 
 
-def test_python_directions_are_those_that_lint_checks() -> None:
+def test_python_directions_equal_those_that_lint_checks() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     [contract] = [c for c in settings["contracts"] if c["type"] == "layers"]
@@ -165,7 +165,7 @@ def test_python_directions_are_those_that_lint_checks() -> None:
     assert drawn == [set(layer.split(" | ")) for layer in contract["layers"]]
 
 
-def test_cpp_directions_are_those_that_lint_checks() -> None:
+def test_cpp_directions_equal_those_that_lint_checks() -> None:
     below = runpy.run_path(str(ROOT / ".ci" / "check_includes.py"))["BELOW"]
     drawn = {}
     for line in diagram("Directions in C\\+\\+"):
@@ -190,7 +190,7 @@ def test_every_contract_names_its_tests(number: int, title: str) -> None:
     assert cited <= named
 
 
-def test_no_contract_is_cited_that_is_not_defined() -> None:
+def test_every_cited_contract_is_defined() -> None:
     sources = [
         path
         for folder in ("gpipe_fast", "csrc", "tests", "bench", "examples", "docs")

@@ -1,4 +1,4 @@
-"""Arguments that are wrong: each error says what was received and what to do."""
+"""Wrong arguments: each error states what was received and what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models import features, mlp
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def pipe(**options: Any) -> GPipe:
+def make_pipe(**options: Any) -> GPipe:
     return GPipe(mlp(), **{"balance": [2, 3], "chunks": 2, **options})
 
 
@@ -29,7 +29,7 @@ def nested(layout: torch.layout) -> Tensor:
     return torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)], layout=layout)
 
 
-CONSTRUCTED: list[tuple[dict[str, Any], type[Exception], str]] = [
+CONSTRUCTOR_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"balance": 3}, TypeError, "a list with the number of layers of each stage, such as [5] for one "),
     ({"balance": "23"}, TypeError, "got '23'; to choose only the number of stages, leave balance out and "),
     ({"balance": ["2", 3]}, TypeError, "all balance numbers must be positive integer (balance: ['2', 3])"),
@@ -46,13 +46,15 @@ CONSTRUCTED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "kind", "message"), CONSTRUCTED)
-def test_what_a_constructor_refuses(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("options", "kind", "message"), CONSTRUCTOR_ERRORS)
+def test_wrong_constructor_arguments_are_refused(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=re.escape(message)):
-        pipe(**options)
+        make_pipe(**options)
 
 
-CALLS: list[tuple[str, Callable[[GPipe], object]]] = [
+CALL_ERRORS: list[tuple[str, Callable[[GPipe], object]]] = [
     ("got no argument; call the model with a mini-batch: model(x)", lambda model: model()),
     ("expected Tensor, but got int, str", lambda model: model(3, "x")),
     ("model(x=...) passes its arguments to layer 0 (Linear), which does not", lambda m: m(x=features())),
@@ -69,21 +71,21 @@ CALLS: list[tuple[str, Callable[[GPipe], object]]] = [
 
 
 @pytest.mark.filterwarnings("ignore:.*(CSR|quantiz|nested)")
-@pytest.mark.parametrize(("message", "call"), CALLS, ids=[message for message, _ in CALLS])
-def test_inputs_that_a_pipeline_does_not_take(message: str, call: Callable[[GPipe], object]) -> None:
-    model = pipe()
+@pytest.mark.parametrize(("message", "call"), CALL_ERRORS, ids=[message for message, _ in CALL_ERRORS])
+def test_unsupported_inputs_are_refused(message: str, call: Callable[[GPipe], object]) -> None:
+    model = make_pipe()
     with pytest.raises(TypeError, match=re.escape(message)):
         call(model)
     assert model(features()).shape == (8, 4)
 
 
-class Named(nn.Module):
+class TakesKeyword(nn.Module):
     def forward(self, x: Tensor, *, scale: int = 1) -> Tensor:
         return x * scale
 
 
-def test_keywords_that_the_first_layer_takes() -> None:
-    model, x = GPipe(nn.Sequential(Named(), nn.ReLU()), [1, 1], chunks=2), features()
+def test_keyword_arguments_reach_the_first_layer() -> None:
+    model, x = GPipe(nn.Sequential(TakesKeyword(), nn.ReLU()), [1, 1], chunks=2), features()
     assert torch.equal(model(x, scale=2), (x * 2).relu())
     assert torch.equal(model(x=x), x.relu())
     hook = lambda _, args, kwargs: (args, {"scale": kwargs["s"]})  # noqa: E731
@@ -92,14 +94,14 @@ def test_keywords_that_the_first_layer_takes() -> None:
         assert torch.equal(model(x, s=3), (x * 3).relu())
 
 
-def test_threads_are_counted() -> None:
+def test_threads_per_stage_must_be_a_positive_integer() -> None:
     with pytest.raises(ValueError, match="must be a positive integer or None, got True"):
-        pipe().threads_per_stage = True
+        make_pipe().threads_per_stage = True
 
 
-FUNCTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
+FUNCTION_ERRORS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (TypeError, "doctor reports on a GPipe, got Linear; wrap it", lambda: doctor(nn.Linear(1, 1))),  # type: ignore[arg-type]
-    (TypeError, "draw takes the Recording of a 'with model.recording", lambda: draw(pipe())),  # type: ignore[arg-type]
+    (TypeError, "draw takes the Recording of a 'with model.recording", lambda: draw(make_pipe())),  # type: ignore[arg-type]
     (ValueError, "the recording holds no step: call the model inside", lambda: Recording().bubble()),
     (ValueError, "the recording holds no step: call the model inside", lambda: Recording().span()),
     (ValueError, "the recording holds no step: call", lambda: Recording().critical_path()),
@@ -142,11 +144,15 @@ FUNCTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "message", "call"), FUNCTIONS, ids=[message for _, message, _ in FUNCTIONS])
-def test_what_functions_refuse(kind: type[Exception], message: str, call: Callable[[], object]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "message", "call"), FUNCTION_ERRORS, ids=[message for _, message, _ in FUNCTION_ERRORS]
+)
+def test_wrong_function_arguments_are_refused(
+    kind: type[Exception], message: str, call: Callable[[], object]
+) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call()
 
 
-def test_a_table_of_nothing_is_its_headers() -> None:
+def test_a_table_of_no_profiles_has_only_headers() -> None:
     assert table([]).splitlines()[0].startswith("layer")

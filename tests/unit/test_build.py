@@ -1,4 +1,4 @@
-"""The build's decisions, and what the extension says about itself."""
+"""The build's choices of CUDA and architectures, and what the extension reports about its build."""
 
 import ast
 import importlib.util
@@ -17,7 +17,7 @@ import gpipe_fast
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # which pytest brings
+    import tomli as tomllib  # a dependency of pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +44,7 @@ def setup_py():
         ("1", "13.0", "13.0", True),
     ],
 )
-def test_toolkit_and_torch_decide(setup_py, request_, torch_cuda, toolkit, cuda):
+def test_toolkit_and_torch_decide_whether_to_build_with_cuda(setup_py, request_, torch_cuda, toolkit, cuda):
     chosen, reason = setup_py.choose_cuda(request_, torch_cuda, toolkit)
     assert chosen is cuda
     assert (torch_cuda or "no") in reason
@@ -52,18 +52,18 @@ def test_toolkit_and_torch_decide(setup_py, request_, torch_cuda, toolkit, cuda)
 
 
 @pytest.mark.parametrize(("torch_cuda", "toolkit"), [("13.0", None), (None, "13.0"), ("13.0", "12.8")])
-def test_forcing_cuda_without_it_says_what_was_found(setup_py, torch_cuda, toolkit):
+def test_forcing_cuda_where_it_is_missing_reports_what_was_found(setup_py, torch_cuda, toolkit):
     found = f"torch built with CUDA: {torch_cuda or 'no'}, CUDA toolkit: {toolkit or 'not found'}"
     with pytest.raises(SystemExit, match=found):
         setup_py.choose_cuda("1", torch_cuda, toolkit)
 
 
-def test_an_unknown_request_is_refused(setup_py):
+def test_an_invalid_cuda_request_is_refused(setup_py):
     with pytest.raises(SystemExit, match="must be 0 or 1, but is 'yes'"):
         setup_py.choose_cuda("yes", "13.0", "13.0")
 
 
-def test_architectures(setup_py):
+def test_architectures_come_from_the_environment_the_gpus_or_torch(setup_py):
     flags = "sm_75 sm_80 sm_90 sm_100 compute_120"
     assert setup_py.choose_archs("8.0;9.0", [(9, 0)], flags) == ("8.0;9.0", "TORCH_CUDA_ARCH_LIST")
     assert setup_py.choose_archs(None, [(9, 0), (8, 6), (9, 0)], flags) == ("8.6;9.0", "the visible GPUs")
@@ -81,7 +81,7 @@ def make_toolkit(root, *, headers):
     return root
 
 
-def test_the_toolkit_is_the_one_with_headers(setup_py, tmp_path, monkeypatch):
+def test_a_toolkit_without_headers_is_skipped(setup_py, tmp_path, monkeypatch):
     whole, wrapper = make_toolkit(tmp_path / "a", headers=True), make_toolkit(tmp_path / "b", headers=False)
     monkeypatch.setenv("CUDA_HOME", str(wrapper))
     monkeypatch.delenv("CUDA_PATH", raising=False)
@@ -90,7 +90,7 @@ def test_the_toolkit_is_the_one_with_headers(setup_py, tmp_path, monkeypatch):
 
 
 @pytest.mark.smoke
-def test_the_extension_says_how_it_was_built():
+def test_the_extension_reports_how_it_was_built():
     info = gpipe_fast.build_info()
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert gpipe_fast.built_with_cuda() is (info["cuda"] != "none") is (info["cuda_archs"] != "none")
@@ -98,8 +98,8 @@ def test_the_extension_says_how_it_was_built():
         assert info["cuda"].split(".")[0] == torch.version.cuda.split(".")[0]
 
 
-def import_in(folder, **files):
-    """Imports the package without its extension, but with `files`, in a new process."""
+def import_package_in(folder, **files):
+    """Imports a copy of the package without its extension, but with `files`, in a new process."""
     package = folder / "gpipe_fast"
     shutil.copytree(
         ROOT / "gpipe_fast", package, ignore=shutil.ignore_patterns("*.so", "__pycache__", "kernels")
@@ -111,8 +111,8 @@ def import_in(folder, **files):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_without_an_extension_the_import_says_what_to_run(tmp_path):
-    result = import_in(tmp_path)
+def test_importing_without_the_extension_says_how_to_build_it(tmp_path):
+    result = import_package_in(tmp_path)
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: gpipe_fast's C++ extension does not load")
@@ -120,14 +120,14 @@ def test_without_an_extension_the_import_says_what_to_run(tmp_path):
     assert "run `make` in the source tree, or `pip install --no-build-isolation .`" in last
 
 
-def test_an_extension_of_another_torch_is_refused(tmp_path):
+def test_an_extension_built_for_another_torch_is_refused(tmp_path):
     stale = "def build_info(): return {'torch': '1.0.0'}\ndef built_with_cuda(): return False\n"
-    result = import_in(tmp_path, _C=stale)
+    result = import_package_in(tmp_path, _C=stale)
     assert f"built against torch 1.0.0, but this is torch {torch.__version__}" in result.stderr
 
 
 @pytest.mark.smoke
-def test_imports_from_any_folder(tmp_path):
+def test_the_package_can_be_imported_from_any_folder(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     module = "gpipe_fast.kernels" if importlib.util.find_spec("triton") else "gpipe_fast"
     command = [sys.executable, "-c", f"import {module}"]
@@ -135,7 +135,7 @@ def test_imports_from_any_folder(tmp_path):
 
 
 def imported_packages(path):
-    """Top-level names that a file imports when it runs, but not those of Python or of this package."""
+    """Returns the top-level names of third-party packages that a file imports at run time."""
     names, pending = set(), [ast.parse(path.read_text())]
     while pending:
         node = pending.pop()
@@ -151,7 +151,7 @@ def imported_packages(path):
 
 
 def test_every_import_is_a_declared_dependency():
-    """Triton comes with torch; without tqdm there is no progress bar."""
+    """Triton, a dependency of torch, and tqdm, which only draws progress bars, are exempt."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}
     imports = {path: imported_packages(path) for path in (ROOT / "gpipe_fast").rglob("*.py")}

@@ -1,4 +1,4 @@
-"""The check of includes in csrc/: it passes on the tree, and finds every kind of include not allowed."""
+"""The check of includes in csrc/: it passes on the tree and finds every kind of forbidden include."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def check_includes() -> ModuleType:
     return module
 
 
-def test_the_tree_has_no_errors(check_includes: ModuleType) -> None:
+def test_the_tree_has_no_forbidden_includes(check_includes: ModuleType) -> None:
     assert check_includes.find_errors(ROOT / "csrc") == []
     assert check_includes.BELOW.keys() == {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
 
 
-def test_folders_form_no_circle(check_includes: ModuleType) -> None:
-    left = {folder: set(below) for folder, below in check_includes.BELOW.items()}
-    while left:
-        lowest = {folder for folder, below in left.items() if not below & left.keys()}
-        assert lowest, f"these include each other: {sorted(left)}"
-        left = {folder: below for folder, below in left.items() if folder not in lowest}
+def test_includes_between_folders_are_acyclic(check_includes: ModuleType) -> None:
+    remaining = {folder: set(below) for folder, below in check_includes.BELOW.items()}
+    while remaining:
+        lowest = {folder for folder, below in remaining.items() if not below & remaining.keys()}
+        assert lowest, f"these include each other: {sorted(remaining)}"
+        remaining = {folder: below for folder, below in remaining.items() if folder not in lowest}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_folders_form_no_circle(check_includes: ModuleType) -> None:
         ("elsewhere", '#include "check.h"', "is not a folder listed"),
     ],
 )
-def test_an_include_that_is_not_allowed(
+def test_a_forbidden_include_is_reported(
     check_includes: ModuleType, tmp_path: Path, folder: str, line: str, message: str
 ) -> None:
     (tmp_path / folder).mkdir()
@@ -52,7 +52,7 @@ def test_an_include_that_is_not_allowed(
     assert message in errors[-1]
 
 
-def test_includes_that_are_allowed(check_includes: ModuleType, tmp_path: Path) -> None:
+def test_allowed_includes_are_not_reported(check_includes: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "program").mkdir()
     text = '#include "program/program.h"\n#include "engine/watch.h"\n#include <ATen/core/Tensor.h>\n'
     (tmp_path / "program" / "file.cpp").write_text(text)

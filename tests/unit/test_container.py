@@ -1,4 +1,4 @@
-"""What a GPipe shows: the balance and the devices that run, and layers that do not change by position."""
+"""GPipe as a container: its current balance and devices; layers cannot be changed by position."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.reference import loop_step, pipeline_step, unequal
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def stages_that_ran(pipe: GPipe) -> int:
+def num_stages_that_ran(pipe: GPipe) -> int:
     with pipe.recording() as recording:
         pipe(features())
     return len(recording.stages)
 
 
-def test_assigning_a_balance_cuts_anew() -> None:
+def test_assigning_a_balance_repartitions_the_layers() -> None:
     pipe, x = GPipe(noisy(), [2, 4], chunks=4), features()
     expected = loop_step(nn.Sequential(*pipe), x, 4)
     for balance in ([4, 2], [1, 2, 3], [6], torch.tensor([3, 3])):
@@ -32,10 +32,10 @@ def test_assigning_a_balance_cuts_anew() -> None:
         assert [len(partition) for partition in pipe.partitions] == pipe.balance
         assert pipe.devices == [torch.device("cpu")] * len(balance)
         assert unequal(pipeline_step(pipe, x), expected) == []
-        assert stages_that_ran(pipe) == len(balance)
+        assert num_stages_that_ran(pipe) == len(balance)
 
 
-def test_a_backward_after_the_cut_is_that_of_its_forward() -> None:
+def test_a_pending_backward_keeps_the_balance_of_its_forward() -> None:
     pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
     pipe(x).sum().backward()
     expected = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
@@ -46,7 +46,7 @@ def test_a_backward_after_the_cut_is_that_of_its_forward() -> None:
     assert all(torch.equal(p.grad, e) for p, e in zip(pipe.parameters(), expected, strict=True))
 
 
-def test_a_balance_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+def test_an_invalid_balance_is_refused_and_changes_nothing() -> None:
     pipe, x = GPipe(mlp(), [2, 3], devices=["cpu"] * 2, chunks=4), features()
     expected = loop_step(nn.Sequential(*pipe), x, 4)
     for balance, error, message in (
@@ -60,14 +60,14 @@ def test_a_balance_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert unequal(pipeline_step(pipe, x), expected) == []
 
 
-def test_assigning_a_balance_ends_the_wait_for_a_measured_one() -> None:
+def test_assigning_a_balance_cancels_the_automatic_measurement() -> None:
     pipe = GPipe(mlp(), devices=["cpu"] * 2, chunks=8)
     pipe.balance = [4, 1]
     pipe(features())
     assert pipe.balance == [4, 1]
 
 
-def test_a_layer_assigned_under_a_new_name_needs_a_new_balance() -> None:
+def test_an_added_layer_needs_a_new_balance() -> None:
     pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
     pipe.add_module("5", nn.ReLU())
     with pytest.raises(ValueError, match=r"\(module: 6, sum of balance: 5\)"):
@@ -81,7 +81,7 @@ def test_assigning_devices_moves_the_stages() -> None:
     expected = loop_step(nn.Sequential(*pipe), x, 4)
     pipe.devices = ["cpu"] * 3  # type: ignore[list-item]
     assert pipe.devices == [torch.device("cpu")] * 2
-    pipe.balance = [1, 1, 3]  # as many as were given
+    pipe.balance = [1, 1, 3]  # one stage for each given device
     assert unequal(pipeline_step(pipe, x), expected) == []
     for devices, error, message in (
         (["cpu"], IndexError, r"\(devices: 1, partitions: 3\)"),
@@ -92,7 +92,7 @@ def test_assigning_devices_moves_the_stages() -> None:
     assert unequal(pipeline_step(pipe, x), expected) == []
 
 
-def test_lists_that_were_asked_for_are_copies() -> None:
+def test_balance_and_devices_are_returned_as_copies() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=4)
     pipe.balance.append(3)
     pipe.balance[0] = 9
@@ -101,8 +101,8 @@ def test_lists_that_were_asked_for_are_copies() -> None:
     assert pipe.devices == [torch.device("cpu")] * 2
 
 
-def test_stages_stay_while_they_are_recorded() -> None:
-    """But layers may go to another of them."""
+def test_the_number_of_stages_is_fixed_during_a_recording() -> None:
+    """Layers may still move to another stage."""
     pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
     with pipe.recording() as recording:
         pipe.balance = [1, 4]
@@ -121,7 +121,7 @@ def delete(pipe: Any) -> None:
     del pipe[2]
 
 
-BY_POSITION: dict[str, Callable[[Any], object]] = {
+CHANGES_BY_POSITION: dict[str, Callable[[Any], object]] = {
     "assign": assign,
     "delete": delete,
     "append": lambda pipe: pipe.append(nn.ReLU()),
@@ -131,7 +131,7 @@ BY_POSITION: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", BY_POSITION.values(), ids=BY_POSITION.keys())
+@pytest.mark.parametrize("change", CHANGES_BY_POSITION.values(), ids=CHANGES_BY_POSITION.keys())
 def test_changing_layers_by_position_is_refused(change: Callable[[Any], object]) -> None:
     pipe = GPipe(mlp(), [2, 3])
     before = list(pipe)
@@ -140,7 +140,7 @@ def test_changing_layers_by_position_is_refused(change: Callable[[Any], object])
     assert list(pipe) == before
 
 
-def test_layers_are_profiled_as_those_of_the_sequential() -> None:
+def test_profiling_a_pipeline_equals_profiling_its_sequential() -> None:
     pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
     profiles = profile_layers(pipe, x, timeout=None)
     expected = profile_layers(nn.Sequential(*pipe), x, timeout=None)

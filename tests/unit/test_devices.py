@@ -1,6 +1,6 @@
-"""Where stages are if nothing is said, and what fits there: as if there were GPUs.
+"""Default devices of stages, and the check that stages fit into memory, on simulated GPUs.
 
-What needs one is in tests/fake_cuda/test_memory.py.
+Tests that need a GPU are in tests/fake_cuda/test_memory.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gpipe_fast import GPipe, devices
 from gpipe_fast.balance.capacity import check_all_fit
 from tests.inside import disturb_no_more, plant_failure
 
-Visible = Callable[[int], None]
+SetVisible = Callable[[int], None]
 
 
 @pytest.fixture
-def visible(monkeypatch: pytest.MonkeyPatch) -> Visible:
-    """Lets a number of devices be those that are taken by default."""
+def set_visible(monkeypatch: pytest.MonkeyPatch) -> SetVisible:
+    """Returns a function that sets the number of default devices."""
     return lambda number: monkeypatch.setattr(
         devices, "default_devices", lambda: [torch.device("cpu")] * number or None
     )
@@ -33,21 +33,21 @@ def layers(number: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(number)))
 
 
-def test_as_many_partitions_as_devices(visible: Visible) -> None:
-    visible(3)
+def test_the_default_balance_has_a_partition_for_each_device(set_visible: SetVisible) -> None:
+    set_visible(3)
     assert GPipe(layers(6)).balance == [2, 2, 2]
-    assert len(GPipe(layers(6), [1, 5]).devices) == 2, "those left over are dropped"
+    assert len(GPipe(layers(6), [1, 5]).devices) == 2, "surplus devices are dropped"
     assert GPipe(layers(2)).balance == [1, 1]
 
 
-def test_too_few_devices(visible: Visible) -> None:
-    visible(1)
+def test_too_few_default_devices_are_refused(set_visible: SetVisible) -> None:
+    set_visible(1)
     with pytest.raises(IndexError, match=r"too few devices .* \(devices: 1, partitions: 2\)"):
         GPipe(layers(2), [1, 1])
 
 
-def test_devices_that_are_given_count_alone(visible: Visible) -> None:
-    visible(1)
+def test_given_devices_replace_the_default_devices(set_visible: SetVisible) -> None:
+    set_visible(1)
     assert GPipe(layers(4), devices=["cpu"] * 2).balance == [2, 2]
 
 
@@ -61,8 +61,8 @@ def test_other_devices_than_cpu_and_cuda_are_refused(device: str) -> None:
         GPipe(layers(4), devices=["cpu", device])
 
 
-def test_without_gpus_stages_are_on_the_cpu(visible: Visible, monkeypatch: pytest.MonkeyPatch) -> None:
-    visible(0)
+def test_without_gpus_stages_are_on_the_cpu(set_visible: SetVisible, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_visible(0)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     pipe = GPipe(layers(6))
     assert pipe.balance == [2, 2, 2]
@@ -70,8 +70,8 @@ def test_without_gpus_stages_are_on_the_cpu(visible: Visible, monkeypatch: pytes
     assert len(GPipe(layers(6), [1] * 6).devices) == 6
 
 
-def test_the_gpus_that_are_visible() -> None:
-    """In a process of its own, since this one's tests are kept from GPUs."""
+def test_the_default_devices_are_the_visible_gpus() -> None:
+    """Runs in a new process, because this one hides GPUs from tests."""
     program = """
 import torch
 from gpipe_fast.devices import default_devices
@@ -89,7 +89,7 @@ GPU = torch.device("cuda:0")
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Lets a GPU have so many bytes, of which so many are free."""
+    """Returns a function that sets the total and the free bytes of GPU memory."""
 
     def set_memory(total: int, free: int) -> None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
@@ -98,14 +98,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 
 def partition(width: int = 1024) -> list[tuple[str, nn.Module]]:
-    """4 MiB of parameters."""
+    """Returns a partition with 4 MiB of parameters."""
     return [("0", nn.Linear(width, width, bias=False))]
 
 
 MIB = 1 << 20
 
 
-def test_stages_of_one_gpu_add_up(memory: Callable[[int, int], None]) -> None:
+def test_memory_of_stages_on_one_gpu_adds_up(memory: Callable[[int, int], None]) -> None:
     memory(16 * MIB, 16 * MIB)
     check_all_fit([partition(), partition()], [GPU, GPU])
     memory(15 * MIB, 15 * MIB)
@@ -115,13 +115,13 @@ def test_stages_of_one_gpu_add_up(memory: Callable[[int, int], None]) -> None:
     check_all_fit([partition(), partition()], [torch.device("cpu")] * 2)
 
 
-def test_a_shared_layer_counts_once(memory: Callable[[int, int], None]) -> None:
+def test_memory_of_a_shared_layer_counts_once(memory: Callable[[int, int], None]) -> None:
     memory(8 * MIB, 8 * MIB)
     shared = partition()
     check_all_fit([shared, shared], [GPU, GPU])
 
 
-def test_what_is_moved_must_be_free(memory: Callable[[int, int], None]) -> None:
+def test_moved_parameters_must_fit_into_free_memory(memory: Callable[[int, int], None]) -> None:
     memory(16 * MIB, 4 * MIB)
     check_all_fit([partition()], [GPU])
     memory(16 * MIB, 4 * MIB - 1)
@@ -129,8 +129,8 @@ def test_what_is_moved_must_be_free(memory: Callable[[int, int], None]) -> None:
         check_all_fit([partition()], [GPU])
 
 
-def test_a_planted_lack_of_memory_says_who_holds_what() -> None:
-    """The type stays; the next call works."""
+def test_an_injected_out_of_memory_error_reports_memory_use() -> None:
+    """The error keeps its type, and the next call works."""
     pipe = GPipe(layers(4), [2, 2], devices=["cpu"] * 2, chunks=4)
     x = torch.randn(8, 4)
     pipe(x).sum().backward()
@@ -148,7 +148,7 @@ def test_a_planted_lack_of_memory_says_who_holds_what() -> None:
 
 
 @pytest.mark.parametrize("action", ["1F2", "0B1"])
-def test_an_error_of_a_gpu_stays_one(action: str) -> None:
+def test_an_injected_gpu_error_keeps_its_type(action: str) -> None:
     pipe = GPipe(layers(4), [2, 2], devices=["cpu"] * 2, chunks=4)
     plant_failure(pipe, action, "AcceleratorError", after=1)
     with pytest.raises(

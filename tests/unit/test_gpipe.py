@@ -1,4 +1,4 @@
-"""GPipe against the plain micro-batch loop, and against what users of torchgpipe rely on."""
+"""GPipe compared with the plain micro-batch loop, and the behaviour that torchgpipe's users rely on."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("batch_size", "chunks", "sizes"),
     [(7, 4, [2, 2, 2, 1]), (5, 4, [2, 2, 1]), (2, 4, [1, 1]), (1, 8, [1]), (0, 4, [0] * 4)],
 )
-def test_cuts_mini_batches_as_chunk_does(batch_size: int, chunks: int, sizes: list[int]) -> None:
+def test_mini_batches_are_cut_as_by_chunk(batch_size: int, chunks: int, sizes: list[int]) -> None:
     assert [len(c) for c in features(batch_size).chunk(chunks)] == sizes
     check_step(mlp(), features(batch_size), chunks, [2, 3])
 
 
 @pytest.mark.smoke
 @every_model
-def test_inference(make: Model, batch: Batch) -> None:
+def test_inference_equals_the_plain_loop(make: Model, batch: Batch) -> None:
     model, x = make().eval(), batch(8)
     pipe = GPipe(model, cut(len(model), 3), chunks=4)
     expected = plain_loop(model, x, 4)
@@ -63,8 +63,8 @@ def test_inference(make: Model, batch: Batch) -> None:
     assert pipe(x).requires_grad
 
 
-def test_autocast() -> None:
-    """As a loop without autocast's weight cache; layer norm's statistics stay in float32."""
+def test_autocast_equals_the_plain_loop() -> None:
+    """The loop runs without autocast's weight cache. Layer norm's statistics stay in float32."""
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4))
     results = []
     for forward in (GPipe(model, [2, 2], chunks=2), lambda x: plain_loop(model, x, 2)):
@@ -78,7 +78,7 @@ def test_autocast() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_other_dtypes_equal_the_plain_loop(dtype: torch.dtype) -> None:
     check_step(mlp().to(dtype), features().to(dtype), 4, [2, 3])
 
 
@@ -87,11 +87,11 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     [features().t().contiguous().t(), features(1).expand(8, 6), features(16)[::2], features()],
     ids=["transposed", "expanded", "strided", "contiguous"],
 )
-def test_strides_of_the_input(x: Tensor) -> None:
+def test_strided_inputs_equal_the_plain_loop(x: Tensor) -> None:
     check_step(mlp(), x, 4, [2, 3])
 
 
-def test_a_mini_batch_without_random_layers_leaves_the_generator_alone() -> None:
+def test_a_mini_batch_without_random_layers_leaves_the_generator_unchanged() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
     pipe, x = GPipe(model, [2], chunks=2), features()
     before = torch.get_rng_state()
@@ -115,7 +115,7 @@ def test_state_dict_is_the_sequentials() -> None:
     model.load_state_dict(pipe.state_dict())
 
 
-def test_is_a_container_of_the_users_layers() -> None:
+def test_a_pipeline_is_a_container_of_the_users_layers() -> None:
     model = mlp()
     pipe = GPipe(model, [2, 3], chunks=2.0, checkpoint="never")  # type: ignore[arg-type]
     assert len(pipe) == 5
@@ -142,11 +142,11 @@ def test_is_a_container_of_the_users_layers() -> None:
     ids=["batch", "no dimension", "empty batch", "unequal batches", "nested"],
 )
 def test_an_empty_sequential_returns_its_input(x: Any) -> None:
-    """Nothing is cut, so nothing needs a batch; there is no stage, so there is no device to be on."""
+    """Nothing is cut, so the input needs no batch; there is no stage, so it may be on any device."""
     assert GPipe(nn.Sequential())(x) is x
 
 
-def test_what_an_empty_sequential_takes() -> None:
+def test_an_empty_sequential_checks_its_arguments() -> None:
     pipe, x, mask = GPipe(nn.Sequential()), features(), torch.ones(1)
     returned = pipe((x, replicate(mask)))
     assert returned[0] is x
@@ -163,7 +163,7 @@ def test_what_an_empty_sequential_takes() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "expected"), [("always", "RRRR"), ("except_last", "RRR-"), ("never", "----")]
 )
-def test_checkpoint_says_which_micro_batches_recompute(checkpoint: str, expected: str) -> None:
+def test_the_checkpoint_mode_selects_the_micro_batches_that_recompute(checkpoint: str, expected: str) -> None:
     pipe = GPipe(mlp(), [5], chunks=4, checkpoint=checkpoint)
     with mock.patch("gpipe_fast.runtime.planner.make_plan", side_effect=make_plan) as made:
         pipe(features())
@@ -174,9 +174,7 @@ def test_checkpoint_says_which_micro_batches_recompute(checkpoint: str, expected
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(5, 5), (8, 8), (40, 8), (0, 1)])
-def test_auto_takes_four_micro_batches_a_stage_as_far_as_the_batch_goes(
-    batch_size: int, expected: int
-) -> None:
+def test_chunks_auto_makes_up_to_four_micro_batches_per_stage(batch_size: int, expected: int) -> None:
     pipe, x = GPipe(mlp(), [2, 3], chunks="auto"), features(batch_size)
     assert pipe.chunks == "auto"
     with pipe.recording() as recording:
@@ -186,7 +184,7 @@ def test_auto_takes_four_micro_batches_a_stage_as_far_as_the_batch_goes(
 
 
 class Repeated(nn.Module):
-    """A layer as long as it is told to be, with as many parameters as others."""
+    """A layer whose cost is proportional to `times`, with a fixed number of parameters."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -199,7 +197,7 @@ class Repeated(nn.Module):
 
 
 def test_without_a_balance_layers_are_measured() -> None:
-    """At the first call; all that a step leaves behind is as ever, dropout's draws too."""
+    """The first call measures the layers. Its results are unaffected, including dropout's random draws."""
     torch.manual_seed(0)
     x = torch.randn(8, 32)
     model = nn.Sequential(
@@ -214,13 +212,13 @@ def test_without_a_balance_layers_are_measured() -> None:
     assert unequal(pipeline_step(pipe, x), expected) == []
 
 
-class NotCopied(nn.Linear):
+class Uncopyable(nn.Linear):
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("no copies")
 
 
 def test_layers_that_cannot_be_measured_are_cut_evenly() -> None:
-    model = nn.Sequential(NotCopied(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(Uncopyable(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     pipe, x = GPipe(model, devices=["cpu"] * 2, chunks=8), torch.randn(8, 4)
     with pytest.warns(UserWarning, match=r"balanced by parameter count, .* failed: layer '0' .*: no copies"):
         y = pipe(x)
@@ -228,8 +226,7 @@ def test_layers_that_cannot_be_measured_are_cut_evenly() -> None:
     assert torch.equal(y, torch.cat([model(c) for c in x.chunk(8)]))
 
 
-def test_an_empty_batch_measures_nothing() -> None:
-    """The next one does."""
+def test_an_empty_batch_postpones_the_measurement() -> None:
     model = nn.Sequential(Repeated(200), *(Repeated(1) for _ in range(3)))
     pipe = GPipe(model, devices=["cpu"] * 2, chunks=8)
     assert pipe(torch.randn(0, 32)).shape == (0, 32)
@@ -239,8 +236,8 @@ def test_an_empty_batch_measures_nothing() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_layers_without_room_are_refused_by_name(device: str) -> None:
-    """Before anything is done to any layer."""
+def test_layers_that_do_not_fit_into_memory_are_refused_by_name(device: str) -> None:
+    """The check comes before any change to a layer."""
     large = nn.Linear(1, 1, bias=False)
     large.weight = nn.Parameter(torch.empty(1, device=device).expand(1 << 50))
     module = nn.Sequential(OrderedDict(small=nn.Linear(1, 1), large=large))
@@ -253,13 +250,13 @@ def test_layers_without_room_are_refused_by_name(device: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_noted")
-def test_too_few_micro_batches_are_noted_once() -> None:
-    """In a process for the same numbers, and once for a model."""
+def test_too_few_micro_batches_are_warned_about_once() -> None:
+    """Once per process for the same numbers, and once per model."""
     message = "^3 micro-batches on 2 stages leave the stages idle for up to 25% of a step; pass chunks=8 "
     pipe, x = GPipe(mlp(), [2, 3], chunks=3), features()
-    with pytest.warns(UserWarning, match=message) as noted:
+    with pytest.warns(UserWarning, match=message) as caught:
         pipe(x)
-    assert [warning.filename for warning in noted] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for quiet in (
@@ -276,7 +273,7 @@ def test_too_few_micro_batches_are_noted_once() -> None:
 
 
 @pytest.mark.usefixtures("nothing_noted")
-def test_other_numbers_are_noted_again() -> None:
+def test_other_numbers_of_micro_batches_are_warned_about_again() -> None:
     x = features()
     for chunks, balance, message in (
         (3, [2, 3], "^3 micro-batches on 2 stages leave the stages idle for up to 25% "),
@@ -288,8 +285,8 @@ def test_other_numbers_are_noted_again() -> None:
 
 
 @pytest.mark.usefixtures("nothing_noted")
-def test_tests_do_not_see_the_note(pytestconfig: pytest.Config) -> None:
-    """The filter in pyproject.toml matches it, for one micro-batch and for several."""
+def test_the_pytest_filter_hides_the_warning_about_few_micro_batches(pytestconfig: pytest.Config) -> None:
+    """The filter in pyproject.toml matches the message for one micro-batch and for several."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for line in pytestconfig.getini("filterwarnings"):
@@ -337,12 +334,12 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "message", "call"), ERRORS, ids=[m for _, m, _ in ERRORS])
-def test_errors(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
+def test_wrong_arguments_are_refused(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(kind, match=message):
         call()
 
 
-def test_earlier_errors_come_first() -> None:
+def test_arguments_are_checked_in_order() -> None:
     for first, second in (({"chunks": 0}, {"checkpoint": "no"}), ({"checkpoint": "no"}, {"balance": [9]})):
         with pytest.raises(ValueError, match=next(iter(first))):
             GPipe(nn.Linear(1, 1), **{"balance": [1], **first, **second})  # type: ignore[arg-type]
@@ -382,7 +379,7 @@ class HalfUsed(nn.Module):
         return self.used(x)
 
 
-def test_unused_parameters_have_no_gradient() -> None:
+def test_unused_parameters_get_no_gradient() -> None:
     model = nn.Sequential(HalfUsed(), nn.Linear(6, 2))
     check_step(model, features(), 2, [1, 1])
     GPipe(model, [1, 1])(features()).sum().backward()
@@ -414,7 +411,7 @@ def test_a_change_between_calls_takes_effect(change: Callable[[GPipe], object]) 
     assert after.keys() != before.keys() or unequal(after, before) != []
 
 
-def test_changing_batch_sizes() -> None:
+def test_batch_sizes_may_change_between_calls() -> None:
     model = mlp()
     pipe = GPipe(model, [2, 3], chunks=3)
     for size in (8, 3, 8, 1, 5):
@@ -424,8 +421,8 @@ def test_changing_batch_sizes() -> None:
 
 @pytest.mark.smoke
 @every_model
-def test_training_steps(make: Model, batch: Batch) -> None:
-    """Five steps of AdamW: parameters, moments and buffers."""
+def test_five_training_steps_equal_the_plain_loop(make: Model, batch: Batch) -> None:
+    """Compares parameters, buffers and the moments of AdamW."""
     states = []
     for pipelined in (False, True):
         model, x = make(), batch(7)

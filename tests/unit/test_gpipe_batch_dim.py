@@ -1,4 +1,4 @@
-"""Batches that are not in the first dimension: cut and joined as by a plain loop over x.chunk(M, dim)."""
+"""Batch dimensions other than the first: cut and joined as by a plain loop over x.chunk(M, dim)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = 7
 
 
 def sequences() -> Tensor:
-    """Time first, then the batch, then features."""
+    """Returns sequences of shape [time, batch, features]."""
     return torch.randn(LENGTH, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
@@ -34,7 +34,7 @@ def encoder() -> nn.Sequential:
 
 
 class TimeFirst(Recurrent):
-    """In Python."""
+    """A recurrent layer with time first. It runs in Python."""
 
     def __init__(self) -> None:
         super().__init__(nn.GRU)
@@ -43,7 +43,7 @@ class TimeFirst(Recurrent):
         return super().forward(x.transpose(0, 1)).transpose(0, 1)
 
 
-def with_python() -> nn.Sequential:
+def with_python_layer() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), TimeFirst(), nn.Dropout(0.5), nn.Tanh())
 
@@ -66,9 +66,9 @@ def loop(model: nn.Sequential, chunks: int, dim: int) -> Callable[[Tensor], Tens
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("make", "dim"), [(encoder, 1), (with_python, -2)])
-def test_a_step_is_that_of_the_loop(make: Callable[[], nn.Sequential], dim: int) -> None:
-    """Also where a layer runs in Python, with micro-batches of unequal sizes, twice, in every mode."""
+@pytest.mark.parametrize(("make", "dim"), [(encoder, 1), (with_python_layer, -2)])
+def test_a_step_equals_the_plain_loop(make: Callable[[], nn.Sequential], dim: int) -> None:
+    """With or without a layer in Python, with unequal micro-batches, in every checkpoint mode, twice."""
     model, x = make(), sequences()
     expected = step(loop(model, 4, dim), model, x)
     assert expected[0] is not None
@@ -76,15 +76,15 @@ def test_a_step_is_that_of_the_loop(make: Callable[[], nn.Sequential], dim: int)
     with quiet():
         for pipe.checkpoint in CHECKPOINT_MODES:
             for _ in range(2):
-                assert all(map(same, step(pipe, model, x), expected))
+                assert all(map(equal_or_both_none, step(pipe, model, x), expected))
 
 
-def same(a: Tensor | None, b: Tensor | None) -> bool:
+def equal_or_both_none(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
-class Strides(nn.Module):
-    """Fails where its input is not laid out as a chunk of the mini-batch."""
+class ChecksStrides(nn.Module):
+    """Asserts that its input has the strides of a chunk of the mini-batch."""
 
     def __init__(self, expected: Sequence[int]) -> None:
         super().__init__()
@@ -96,16 +96,16 @@ class Strides(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["aten", "eager"])
-def test_micro_batches_are_laid_out_as_chunks(backend: str) -> None:
+def test_micro_batches_have_the_strides_of_chunks(backend: str) -> None:
     x = sequences()
     pipe = GPipe(
-        nn.Sequential(Strides(x.chunk(4, 1)[0].stride())), [1], chunks=4, batch_dim=1, backend=backend
+        nn.Sequential(ChecksStrides(x.chunk(4, 1)[0].stride())), [1], chunks=4, batch_dim=1, backend=backend
     )
     assert torch.equal(pipe(x), x * 2)
 
 
 class Attend(nn.Module):
-    """Of a sequence with the batch second, a mask with the batch first and a whole table."""
+    """Takes a sequence with the batch second, a mask with the batch first, and a table without a batch."""
 
     def forward(self, value: Any) -> tuple[Tensor, Tensor]:
         x, mask, table = value
@@ -113,8 +113,8 @@ class Attend(nn.Module):
         return y, y.sum(0, keepdim=True)
 
 
-def test_each_tensor_has_a_dimension_of_its_own() -> None:
-    """What is replicated has none; outputs are joined along the first."""
+def test_each_tensor_has_its_own_batch_dim() -> None:
+    """Replicated tensors have none. Outputs are joined along the first entry of batch_dim."""
     x, mask, table = sequences(), torch.rand(BATCH, LENGTH), torch.randn(WIDTH)
     pipe = GPipe(nn.Sequential(Attend()), [1], chunks=3, batch_dim=(1, 0))
     found = pipe((x, mask, replicate(table)))
@@ -125,8 +125,8 @@ def test_each_tensor_has_a_dimension_of_its_own() -> None:
     assert verify(pipe, (x.requires_grad_(), mask, replicate(table)), lambda y: y[0].square().mean()).ok
 
 
-def test_what_depends_on_the_batch_size_asks_along_the_dimension() -> None:
-    """The number of micro-batches, measuring for a balance, profiles, recordings and verify."""
+def test_the_batch_size_is_taken_along_batch_dim() -> None:
+    """By chunks='auto', the measurement for a balance, profiles, recordings and verify."""
     model, x = encoder(), sequences()
     pipe = GPipe(model, devices=["cpu"] * 2, chunks="auto", batch_dim=1)
     with pipe.recording() as recording:
@@ -142,7 +142,7 @@ def test_what_depends_on_the_batch_size_asks_along_the_dimension() -> None:
 
 
 class Last(nn.Module):
-    """Drops the dimension of time, and the batch comes first."""
+    """Drops the time dimension, so that the batch comes first."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[-1]
@@ -173,7 +173,7 @@ ERRORS: list[tuple[BatchDim, Any, nn.Module, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("dim", "x", "layer", "kind", "message"), ERRORS)
 @pytest.mark.parametrize("backend", ["aten", "eager"])
-def test_errors(
+def test_values_that_contradict_batch_dim_are_refused(
     dim: BatchDim, x: Any, layer: nn.Module, kind: type[Exception], message: str, backend: str
 ) -> None:
     pipe = GPipe(nn.Sequential(layer), [1], chunks=4, batch_dim=dim, backend=backend)
@@ -184,6 +184,6 @@ def test_errors(
 @pytest.mark.parametrize(
     ("dim", "kind"), [("1", TypeError), (0.5, TypeError), ((), ValueError), (None, TypeError)]
 )
-def test_what_is_no_dimension_is_refused(dim: Any, kind: type[Exception]) -> None:
+def test_an_invalid_batch_dim_is_refused(dim: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="batch_dim"):
         GPipe(encoder(), [4], batch_dim=dim)

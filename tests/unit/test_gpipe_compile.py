@@ -1,4 +1,4 @@
-"""torch.compile around a pipeline, and within it: Dynamo sees nothing of this library, and numbers stay."""
+"""torch.compile around and within a pipeline: Dynamo compiles none of its code, and results are equal."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def frames() -> Iterator[list[str]]:
-    """The files of all frames that Dynamo compiles."""
+    """Records the source files of all frames that Dynamo compiles."""
     found: list[str] = []
     compile_frame = torch._dynamo.convert_frame._compile
 
-    def noted(code: Any, *args: Any, **kwargs: Any) -> Any:
+    def recording_compile(code: Any, *args: Any, **kwargs: Any) -> Any:
         found.append(code.co_filename)
         return compile_frame(code, *args, **kwargs)
 
     torch._dynamo.reset()
-    with mock.patch.object(torch._dynamo.convert_frame, "_compile", noted):
+    with mock.patch.object(torch._dynamo.convert_frame, "_compile", recording_compile):
         yield found
     torch._dynamo.reset()
 
 
-def own(frames: list[str]) -> list[str]:
+def own_frames(frames: list[str]) -> list[str]:
     return [name for name in frames if "gpipe_fast" in name.rsplit("site-packages", 1)[-1]]
 
 
@@ -52,7 +52,7 @@ def compiled_in_place(pipe: GPipe) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("compile_it", [compiled, compiled_in_place])
-def test_a_compiled_pipeline_is_opaque(
+def test_a_compiled_pipeline_is_opaque_to_dynamo(
     compile_it: Callable[[GPipe], Callable[[Tensor], Tensor]], frames: list[str]
 ) -> None:
     pipe, x = GPipe(mlp(), [2, 3], chunks=4, backend="aten"), features()
@@ -64,19 +64,19 @@ def test_a_compiled_pipeline_is_opaque(
         y = forward(leaf)
         y.backward(torch.ones_like(y))
         assert torch.equal(y, expected["output"])
-    assert own(frames) == []
+    assert own_frames(frames) == []
     assert len(frames) <= 2
 
 
-class Twice(nn.Module):
+class InputAndDouble(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, 2 * x
 
 
 @pytest.mark.smoke
-def test_a_compiled_training_step(frames: list[str]) -> None:
-    """Also where a gradient comes to one output alone, for which programs are made in the backward."""
-    model, x = nn.Sequential(*mlp(), Twice()), features()
+def test_a_compiled_training_step_equals_an_uncompiled_one(frames: list[str]) -> None:
+    """Only one of two outputs gets a gradient, so the backward has to make new programs."""
+    model, x = nn.Sequential(*mlp(), InputAndDouble()), features()
     pipe = GPipe(model, [2, 4], chunks=4, backend="aten")
 
     def step(x: Tensor) -> Tensor:
@@ -92,11 +92,11 @@ def test_a_compiled_training_step(frames: list[str]) -> None:
         )
     assert all(map(torch.equal, *gradients))
     assert frames
-    assert own(frames) == []
+    assert own_frames(frames) == []
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
-def test_compiled_layers_compute_as_they_are_written(backend: str) -> None:
+def test_compiled_layers_equal_uncompiled_layers(backend: str) -> None:
     layers, x = list(mlp()), features()
     layers[2] = torch.compile(layers[2], backend="eager")
     layers[4].compile(backend="eager")
@@ -106,15 +106,15 @@ def test_compiled_layers_compute_as_they_are_written(backend: str) -> None:
         assert list(map(torch.equal, pipeline_step(pipe, x).values(), expected.values())) == [True] * 8
 
 
-def test_a_layer_that_is_compiled_after_the_first_call_stays_native() -> None:
+def test_a_layer_compiled_after_the_first_call_stays_native() -> None:
     pipe, x = GPipe(mlp(), [2, 3], chunks=4, backend="aten"), features()
     expected = pipeline_step(pipe, x)
     pipe[2].compile(backend="eager")
     assert unequal(pipeline_step(pipe, x), expected) == []
 
 
-def test_copies_of_a_compiled_pipeline_call_themselves() -> None:
-    """As PyTorch's modules they leave what was compiled behind."""
+def test_copies_of_a_compiled_pipeline_run_their_own_layers() -> None:
+    """Like copies of other modules, they drop the compiled call."""
     pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
     pipe.compile(backend="eager")
     for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
@@ -123,7 +123,7 @@ def test_copies_of_a_compiled_pipeline_call_themselves() -> None:
     assert pipe[0].weight.grad is None
 
 
-def test_one_graph_is_refused_by_dynamo() -> None:
+def test_fullgraph_compilation_is_refused() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=4)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a GPipe runs its own"):
         torch.compile(pipe, backend="eager", fullgraph=True)(features())

@@ -1,4 +1,4 @@
-"""The wheel: what it holds, how large it is, and that it works where only its dependencies are installed."""
+"""The wheel: its contents, its size, and that it works with only its dependencies installed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-# With debug information the library alone had 72 MB.
+# In bytes. With debug information, the library alone took 72 MB.
 LARGEST_WHEEL = 8 << 20
 
 
 def build_wheel(folder: Path) -> Path:
-    """Builds it from the objects of `make build`, so that nothing is compiled again."""
+    """Builds the wheel from the object files of `make build`, so that nothing is compiled again."""
     objects = f"build/{Path(sys.prefix).name}-torch-{torch.__version__.partition('+')[0]}"
     for old in (ROOT / "build").glob("lib.*"):
         shutil.rmtree(old)
-    # In two processes: in one, the command lines of the second build would differ from those of the first.
+    # Two processes, because within one the second build's command lines would differ from the first's.
     for command in (["build", "--build-temp", objects], ["bdist_wheel", "--skip-build", "-d", str(folder)]):
         whole = [sys.executable, "setup.py", "--quiet", *command]
         done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=1200)
@@ -43,7 +43,7 @@ def test_every_public_function_works_with_declared_dependencies_alone(tmp_path: 
 
 
 def check_contents(wheel: Path) -> None:
-    """It holds all modules of the library, and nothing else."""
+    """Checks that a wheel holds all modules of the library and nothing else, and is small."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "gpipe_fast").rglob("*.py")}

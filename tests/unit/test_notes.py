@@ -1,4 +1,4 @@
-"""The note on layers that take the sequence first; that on idle stages is tested with GPipe."""
+"""The warning about sequence-first layers; test_gpipe.py tests the warning about idle stages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def block(batch_first: bool = False) -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(D, 2, 8, batch_first=batch_first)
 
 
-class Own(nn.Module):
-    """Turns its input round, for all that is known."""
+class TransposesInput(nn.Module):
+    """Transposes its input, which the library cannot know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,16 +33,16 @@ class Own(nn.Module):
         return self.block(x.transpose(0, 1)).transpose(0, 1)
 
 
-def test_layers_that_take_the_sequence_first_are_named_once() -> None:
+def test_sequence_first_layers_are_warned_about_once() -> None:
     x = torch.randn(8, 3, D)
     pipe = GPipe(nn.Sequential(nn.Linear(D, D), nn.Sequential(nn.ReLU(), block())), [1, 1], chunks=8)
     message = (
         r"^stage 1, layer 1 \(Sequential\): TransformerEncoderLayer has batch_first=False, but micro-batches "
         "are split along dimension 0, .*; pass batch_dim=1 to GPipe, or batch_first=True to the layer$"
     )
-    with pytest.warns(UserWarning, match=message) as noted:
+    with pytest.warns(UserWarning, match=message) as caught:
         pipe(x)
-    assert [warning.filename for warning in noted] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe(x)
@@ -59,7 +59,7 @@ def test_layers_that_take_the_sequence_first_are_named_once() -> None:
     ],
     ids=["encoder", "decoder layer", "attention", "recurrent", "transformer"],
 )
-def test_kinds_of_such_layers(make: Callable[[], nn.Module]) -> None:
+def test_every_kind_of_sequence_first_layer_is_warned_about(make: Callable[[], nn.Module]) -> None:
     layer = make()
     with pytest.warns(UserWarning, match=f"{type(layer).__name__} has batch_first=False"):
         note_sequence_first([[layer]], Dims((None, 0)))
@@ -68,11 +68,14 @@ def test_kinds_of_such_layers(make: Callable[[], nn.Module]) -> None:
         note_sequence_first([[layer]], Dims((1,)))
 
 
-def test_other_layers_are_not_named() -> None:
-    """Neither those that take the batch first, nor what a module of the user's has inside."""
+def test_batch_first_layers_and_modules_inside_user_modules_are_not_warned_about() -> None:
     x = torch.randn(8, 3, D)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for layer in (block(True), Own(), nn.TransformerEncoder(block(True), 1, enable_nested_tensor=False)):
+        for layer in (
+            block(True),
+            TransposesInput(),
+            nn.TransformerEncoder(block(True), 1, enable_nested_tensor=False),
+        ):
             GPipe(nn.Sequential(layer, nn.Tanh()), [2], chunks=4)(x)
         GPipe(nn.Sequential(block(), nn.Tanh()), [2], chunks=3, batch_dim=1)(x)

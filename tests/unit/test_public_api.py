@@ -1,4 +1,4 @@
-"""The public API, literally: every name and its signature; a change of it has to change this table."""
+"""The public API as a table of names and signatures, which every change of the API must update."""
 
 from __future__ import annotations
 
@@ -183,10 +183,10 @@ MODULES = [
 
 
 def signature(function: object) -> str:
-    """As it is written, without the quotes of annotations that are not evaluated."""
+    """Returns a signature as in the source, without the quotes of unevaluated annotations."""
     try:
         text = str(inspect.signature(function))  # type: ignore[arg-type]
-    except ValueError:  # the extension's functions have none
+    except ValueError:  # the extension's functions have no signature
         return "(...)"
     text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", text)
     text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", text)
@@ -194,7 +194,7 @@ def signature(function: object) -> str:
 
 
 def members(cls: type) -> Iterator[str]:
-    """Public methods and properties, also those inherited from classes of this package."""
+    """Yields public methods and properties, including those inherited from classes of this package."""
     own = [base for base in cls.__mro__ if base.__module__.startswith("gpipe_fast")]
     for name in sorted({name for base in own for name in vars(base) if not name.startswith("_")}):
         member = inspect.getattr_static(cls, name)
@@ -204,7 +204,7 @@ def members(cls: type) -> Iterator[str]:
             yield f"{name}{signature(getattr(cls, name))}"
 
 
-def described(name: str, value: object) -> Iterator[str]:
+def describe(name: str, value: object) -> Iterator[str]:
     if isinstance(value, enum.EnumMeta):
         yield f"enum {name}: {', '.join(value.__members__)}"
     elif isinstance(value, type):
@@ -217,7 +217,7 @@ def described(name: str, value: object) -> Iterator[str]:
 
 
 def wrapped(line: str) -> list[str]:
-    """Its parts of at most 100 characters, broken between parameters; all but the first indented further."""
+    """Wraps a line between parameters to at most 100 characters, and indents continuation lines further."""
     indent = line[: len(line) - len(line.lstrip())]
     bracketed = r"\[(?:[^\[\]]|\[[^\]]*\])*\]"
     unbroken = re.sub(bracketed, lambda found: found[0].replace(" ", "\0"), line.lstrip())
@@ -238,24 +238,24 @@ def public_api() -> list[str]:
                 lines.append(f"  {name}, as in {seen[id(value)]}")
                 continue
             seen[id(value)] = module_name
-            for line in described(name, value):
+            for line in describe(name, value):
                 lines += wrapped(f"  {line}")
     return lines
 
 
-def test_the_public_api_is_as_written() -> None:
+def test_the_public_api_equals_the_table() -> None:
     assert public_api() == API.strip().splitlines()
 
 
-def test_attributes_of_a_pipeline() -> None:
-    """Beside its properties and methods, which stand above."""
+def test_a_pipeline_has_only_the_listed_public_attributes() -> None:
+    """Properties and methods are listed in the table above."""
     own = vars(GPipe(nn.Sequential(nn.ReLU()), [1])).keys() - vars(nn.Module()).keys()
     names = {"backend", "grad_dtype", "transport"}
     assert {name for name in own if not name.startswith("_")} == names
 
 
-def test_functions_stay_functions_after_imports_of_modules_of_their_names() -> None:
-    """In a process of its own, where nothing was imported before."""
+def test_importing_a_module_does_not_shadow_the_function_of_its_name() -> None:
+    """Runs in a new process, where nothing has been imported yet."""
     program = """
 import gpipe_fast.doctor
 import gpipe_fast.verify

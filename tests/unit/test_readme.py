@@ -13,7 +13,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches on:UserWarning")
-def test_examples_run() -> None:
+def test_readme_examples_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len(blocks) >= 4
     names: dict[str, Any] = {}

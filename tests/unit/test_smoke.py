@@ -1,4 +1,4 @@
-"""The sample that runs against every supported torch: one training step of a small pipeline."""
+"""Smoke tests for every supported version of torch: training steps of small pipelines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_one_step_equals_the_plain_loop() -> None:
     check_step(model, torch.randn(8, 3, 6, 6), chunks=4, balance=[3, 3, 3])
 
 
-def test_attention_and_ties_equal_the_plain_loop() -> None:
+def test_attention_and_tied_weights_equal_the_plain_loop() -> None:
     torch.manual_seed(0)
     layers = [nn.Embedding(11, 16), nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)]
     head = nn.Linear(16, 11, bias=False)
@@ -42,7 +42,7 @@ def test_attention_and_ties_equal_the_plain_loop() -> None:
     check_step(nn.Sequential(*layers, head), torch.randint(0, 11, (6, 5)), chunks=3)
 
 
-def test_inference_and_training_take_turns() -> None:
+def test_inference_and_training_may_alternate() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     pipe, x = GPipe(model, [1, 2], chunks=2), torch.randn(8, 4)

@@ -1,4 +1,4 @@
-"""The span of strided tensors, against the memory that PyTorch allocates for them."""
+"""The span of strided tensors, compared with the memory that PyTorch allocates for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gpipe_fast.strides import span
         ((3, 0, 2), (2, 2, 1), 0),
     ],
 )
-def test_span_is_what_pytorch_allocates(
+def test_span_equals_the_memory_that_pytorch_allocates(
     shape: tuple[int, ...], strides: tuple[int, ...], expected: int
 ) -> None:
     tensor = torch.empty_strided(shape, strides, dtype=torch.uint8)

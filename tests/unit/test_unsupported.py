@@ -1,4 +1,4 @@
-"""What PyTorch puts around a call: it works as around the plain loop, is refused, or is warned of once."""
+"""PyTorch features around a call: they work as around the plain loop, are refused, or cause one warning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_new_process() -> Iterator[None]:
+def forget_issued_warnings() -> Iterator[None]:
     with mock.patch.object(unsupported, "_warned", set()):
         yield
 
@@ -39,7 +39,7 @@ def small(**options: Any) -> GPipe:
     return GPipe(mlp(), [2, 3], chunks=4, **options)
 
 
-# Hooks on all modules
+# Global module hooks
 
 
 def halve(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
@@ -63,8 +63,8 @@ HOOKS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_on_all_modules_counts_while_it_is_there(name: str) -> None:
-    """Whether it comes before the first call or after it; then layers are native as before."""
+def test_a_global_module_hook_takes_effect_while_it_is_registered(name: str) -> None:
+    """The hook may come before or after the first call; after its removal, layers run natively again."""
     register, hook = HOOKS[name]
     x, early, late = features(), small(), small()
     without = pipeline_step(late, x)
@@ -87,7 +87,7 @@ def test_a_hook_on_all_modules_counts_while_it_is_there(name: str) -> None:
         assert chains(pipe) == [[(0, 2, True)], [(0, 3, True)]]  # lowered
 
 
-# What looks and sees nothing
+# Observers that see nothing of a pipeline
 
 
 class Dispatched(TorchDispatchMode):
@@ -100,7 +100,7 @@ class Called(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-BLIND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+BLIND_OBSERVERS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "flops": (lambda: FlopCounterMode(display=False), "FlopCounterMode sees"),
     "dispatch": (Dispatched, "Dispatched sees"),
     "function": (Called, "Called sees"),
@@ -109,24 +109,27 @@ BLIND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", BLIND)
-def test_what_sees_nothing_is_warned_of_once(name: str) -> None:
-    """And it is not traced: the next call without it is the same, and layers stay native."""
-    around, who = BLIND[name]
+@pytest.mark.parametrize("name", BLIND_OBSERVERS)
+def test_an_observer_that_sees_nothing_is_warned_about_once(name: str) -> None:
+    """Programs are traced without the observer: calls give equal results, and layers stay native."""
+    make_observer, subject = BLIND_OBSERVERS[name]
     x, pipe = features(), GPipe(noisy(), [2, 4], chunks=4, backend="aten")
     expected = loop_step(noisy(), x, 4)
-    with around(), pytest.warns(UserWarning, match=f"^{who} nothing of a GPipe, whose layers run") as noted:
+    with (
+        make_observer(),
+        pytest.warns(UserWarning, match=f"^{subject} nothing of a GPipe, whose layers run") as caught,
+    ):
         pipe(x)
-    assert [warning.filename for warning in noted] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with around():
+        with make_observer():
             assert unequal(pipeline_step(pipe, x), expected) == []
             pipeline_step(small(), x)
         assert unequal(pipeline_step(pipe, x), expected) == []
 
 
-def test_what_does_no_harm_is_not_warned_of() -> None:
+def test_harmless_contexts_cause_no_warning() -> None:
     x, pipe, model = features(), GPipe(noisy(), [2, 4], chunks=4), noisy()
     nested = GPipe(nn.Sequential(mlp(), nn.Sequential(nn.Tanh())), devices=["cpu"] * 2, chunks=8)
     with warnings.catch_warnings():
@@ -138,13 +141,13 @@ def test_what_does_no_harm_is_not_warned_of() -> None:
             pipe(x)
         with profile():
             pipe(x)
-        nested(x)  # is measured under modes of this library
+        nested(x)  # its layers are measured under modes of this library
 
 
-# What would get wrong results
+# Transforms that would give wrong results
 
 
-def under_a_level(pipe: GPipe, x: Tensor) -> Any:
+def under_a_dual_level(pipe: GPipe, x: Tensor) -> Any:
     with forward_ad.dual_level():
         return pipe(forward_ad.make_dual(x, x))
 
@@ -157,11 +160,11 @@ def with_a_dual_parameter(pipe: GPipe, x: Tensor) -> Any:
         return pipe(x)
 
 
-def faked(pipe: GPipe, x: Tensor) -> Any:
+def with_a_fake_input(pipe: GPipe, x: Tensor) -> Any:
     return pipe(FakeTensorMode().from_tensor(x))
 
 
-def within_fakes(pipe: GPipe, x: Tensor) -> Any:
+def within_fake_mode(pipe: GPipe, x: Tensor) -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True):
         return pipe(x)
 
@@ -170,14 +173,14 @@ REFUSED: dict[str, Callable[[GPipe, Tensor], Any]] = {
     "torch.func.vmap": lambda pipe, x: torch.func.vmap(pipe)(x.expand(3, 8, 6)),
     "torch.func.grad": lambda pipe, x: torch.func.grad(lambda y: pipe(y).sum())(x),
     "torch.func.jvp": lambda pipe, x: torch.func.jvp(pipe, (x,), (x,)),
-    "forward-mode AD": under_a_level,
+    "forward-mode AD": under_a_dual_level,
     "forward-mode AD .its tangents": with_a_dual_parameter,
     "torch.jit.trace": lambda pipe, x: torch.jit.trace(pipe, (x,)),
     "torch.jit.script": lambda pipe, x: torch.jit.script(pipe),
     "torch.export": lambda pipe, x: torch.export.export(pipe, (x,), strict=False),
     "ProxyTorchDispatchMode": lambda pipe, x: make_fx(pipe)(x),
-    "FakeTensorMode": faked,
-    "FakeTensorMode ": within_fakes,
+    "FakeTensorMode": with_a_fake_input,
+    "FakeTensorMode ": within_fake_mode,
 }
 
 
@@ -198,7 +201,7 @@ def test_tracers_and_transforms_are_refused(name: str) -> None:
 
 
 def test_batched_gradients_are_refused() -> None:
-    """The plain backward after it works."""
+    """A plain backward afterwards works."""
     pipe, x = small(), features().requires_grad_()
     y = pipe(x)
     with pytest.raises(RuntimeError, match=r"vmap \(is_grads_batched=True, .*\) cannot look into a GPipe"):
@@ -207,7 +210,7 @@ def test_batched_gradients_are_refused() -> None:
     assert x.grad is not None
 
 
-def test_a_level_without_tangents_is_no_obstacle() -> None:
+def test_a_dual_level_without_tangents_is_allowed() -> None:
     pipe, x = small(), features()
     with forward_ad.dual_level():
         assert torch.equal(pipe(x), plain_loop(mlp(), x, 4))
@@ -223,8 +226,8 @@ def test_a_pipeline_within_a_pipeline_runs_in_python() -> None:
     assert torch.equal(y, torch.cat([plain(d) for c in x.chunk(2) for d in outer[0](c).chunk(4)]))
 
 
-def test_functional_call_takes_other_tensors_as_parameters() -> None:
-    """Their gradients are the plain loop's, and the module's own parameters are what they were."""
+def test_functional_call_substitutes_parameters() -> None:
+    """The gradients equal the plain loop's, and the module's own parameters are unchanged."""
     pipe, x = small(backend="aten"), features()
     plain = nn.Sequential(*pipe)
     before = pipe(x)

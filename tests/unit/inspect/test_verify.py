@@ -24,7 +24,7 @@ Change = Callable[[GPipe, Tensor], Tensor]
 Loss = Callable[[Tensor], object]
 
 
-def squares(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+def squared_loss(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     outputs = output if isinstance(output, tuple) else (output,)
     return torch.stack([o.abs().float().square().mean() for o in outputs]).sum()
 
@@ -67,7 +67,7 @@ def test_verify_accepts_every_model(
     make: Callable[[], nn.Sequential], batch: Callable[[int], Tensor]
 ) -> None:
     model = make()
-    report = verify(GPipe(model, cut(len(model), 2), chunks=4), batch(7), squares)
+    report = verify(GPipe(model, cut(len(model), 2), chunks=4), batch(7), squared_loss)
     assert report, report
     assert report.ok
     gradients = [f"gradient of {name}" for name, _ in model.named_parameters()]
@@ -82,7 +82,7 @@ def test_verify_accepts_tuple_inputs_and_outputs(name: str) -> None:
     inputs = tuple(features().requires_grad_() for _ in range(abs(arity)))
     x = inputs[0] if arity == 1 else inputs
     pipe = GPipe(nn.Sequential(*make()), balance, chunks=3)
-    report = verify(pipe, x, squares)
+    report = verify(pipe, x, squared_loss)
     assert report, report
     output = pipe(x)
     input_names = (
@@ -95,7 +95,7 @@ def test_verify_accepts_tuple_inputs_and_outputs(name: str) -> None:
 def test_verify_accepts_eval_mode_and_no_grad_mode() -> None:
     pipe = GPipe(batch_normed(), [2, 3], chunks=4).eval()
     with torch.no_grad():
-        report = verify(pipe, features(), squares)
+        report = verify(pipe, features(), squared_loss)
         assert not torch.is_grad_enabled()
     assert report, report
     assert "gradient of 0.weight" in names(report)
@@ -105,7 +105,7 @@ def test_verify_accepts_autocast_with_its_weight_cache() -> None:
     """Left on, the cache would add up the gradients of several micro-batches in bfloat16."""
     pipe = GPipe(mlp(), [2, 3], chunks=4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        report = verify(pipe, features(16), squares)
+        report = verify(pipe, features(16), squared_loss)
         assert torch.is_autocast_cache_enabled()
     assert report, report
 
@@ -118,21 +118,26 @@ class Complex(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_complex_outputs_are_compared(dtype: torch.dtype) -> None:
     pipe, x = GPipe(mlp().append(Complex()).to(dtype), [2, 4], chunks=2), features().to(dtype)
-    report = verify(pipe, x, squares)
+    report = verify(pipe, x, squared_loss)
     assert report, report
     with wrong_forward(lambda pipe, y: torch.complex(y.real, y.imag + 2**-10)):
-        assert differing(verify(pipe, x, squares))["output"].difference == pytest.approx(2**-10, rel=1e-3)
+        assert differing(verify(pipe, x, squared_loss))["output"].difference == pytest.approx(
+            2**-10, rel=1e-3
+        )
 
 
 def test_nan_on_both_sides_is_equal() -> None:
     x = features()
     x[0, 0], x[1, 0] = math.nan, math.inf
-    report = verify(GPipe(mlp(), [2, 3], chunks=2), x, squares)
+    report = verify(GPipe(mlp(), [2, 3], chunks=2), x, squared_loss)
     assert report, report
     with wrong_forward(lambda pipe, y: torch.where(y.isnan(), -y, y)):  # other bits, but still NaN
-        assert "output" not in differing(verify(GPipe(mlp(), [2, 3], chunks=2), x, squares))
+        assert "output" not in differing(verify(GPipe(mlp(), [2, 3], chunks=2), x, squared_loss))
     with wrong_forward(lambda pipe, y: y.index_fill(0, torch.tensor([5]), math.nan)):
-        assert differing(verify(GPipe(mlp(), [2, 3], chunks=2), x, squares))["output"].difference == math.inf
+        assert (
+            differing(verify(GPipe(mlp(), [2, 3], chunks=2), x, squared_loss))["output"].difference
+            == math.inf
+        )
 
 
 def test_verify_rejects_an_output_that_is_off_by_one_bit() -> None:
@@ -142,7 +147,7 @@ def test_verify_rejects_an_output_that_is_off_by_one_bit() -> None:
         return y + bump
 
     with wrong_forward(change):
-        report = verify(GPipe(mlp(), [2, 3], chunks=4), features(), squares)
+        report = verify(GPipe(mlp(), [2, 3], chunks=4), features(), squared_loss)
     assert not report
     row = differing(report)["output"]
     assert 0 < row.difference < 1e-7
@@ -152,7 +157,7 @@ def test_verify_rejects_an_output_that_is_off_by_one_bit() -> None:
 def test_verify_rejects_a_zero_of_the_other_sign() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
     with wrong_forward(lambda pipe, y: torch.where(y == 0, -0.0, y)):
-        rows = differing(verify(GPipe(model, [1, 1], chunks=2), features(), squares))
+        rows = differing(verify(GPipe(model, [1, 1], chunks=2), features(), squared_loss))
     assert rows["output"] == Row("output", False, 0.0, 0.0)
 
 
@@ -162,7 +167,7 @@ def test_verify_rejects_wrong_gradients() -> None:
         return y
 
     with wrong_forward(change):
-        report = verify(GPipe(mlp(), [2, 3], chunks=4), features(), squares)
+        report = verify(GPipe(mlp(), [2, 3], chunks=4), features(), squared_loss)
     assert set(names(report)) - set(differing(report)) == {"output", "loss"}
     assert differing(report)["gradient of 2.weight"].relative == pytest.approx(0.5, rel=1e-5)
 
@@ -173,7 +178,7 @@ def test_verify_rejects_wrong_buffers() -> None:
         return y
 
     with wrong_forward(change):
-        rows = differing(verify(GPipe(batch_normed(), [2, 3], chunks=4), features(), squares))
+        rows = differing(verify(GPipe(batch_normed(), [2, 3], chunks=4), features(), squared_loss))
     assert rows.keys() == {"buffer 1.running_mean"}
     assert rows["buffer 1.running_mean"].difference == pytest.approx(2.0)
 
@@ -183,7 +188,7 @@ def test_verify_rejects_other_random_numbers() -> None:
         return y + torch.rand_like(y)
 
     with wrong_forward(change):
-        assert "output" in differing(verify(GPipe(mlp(), [2, 3], chunks=4), features(), squares))
+        assert "output" in differing(verify(GPipe(mlp(), [2, 3], chunks=4), features(), squared_loss))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +239,7 @@ def test_a_gradient_that_is_missing_on_one_side_is_reported() -> None:
 def test_frozen_parameters_have_no_row() -> None:
     model = mlp()
     model[0].requires_grad_(False)
-    report = verify(GPipe(model, [2, 3], chunks=2), features(), squares)
+    report = verify(GPipe(model, [2, 3], chunks=2), features(), squared_loss)
     assert report, report
     assert "gradient of 0.weight" not in names(report)
     assert "gradient of 2.weight" in names(report)
@@ -272,7 +277,7 @@ def failing(output: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "loss",
-    [(squares, squares), (failing,), (squares, failing)],
+    [(squared_loss, squared_loss), (failing,), (squared_loss, failing)],
     ids=["no failure", "first loss fails", "second loss fails"],
 )
 @pytest.mark.parametrize("gradients", [False, True], ids=["no gradients", "gradients"])
@@ -297,7 +302,7 @@ def test_an_input_that_is_written_in_place_is_restored() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 4).requires_grad_(False), nn.PReLU())
     x = features()
     before = x.clone()
-    report = verify(GPipe(model, [2, 1], chunks=2), x, squares)
+    report = verify(GPipe(model, [2, 1], chunks=2), x, squared_loss)
     assert report, report
     assert torch.equal(x, before)
 
@@ -306,7 +311,7 @@ def test_verify_may_run_between_a_forward_and_its_backward() -> None:
     pipe = GPipe(noisy(), [2, 4], chunks=4)
     x = features()
     output = pipe(x)
-    assert verify(pipe, x, squares)
+    assert verify(pipe, x, squared_loss)
     output.sum().backward()
     assert pipe[1].weight.grad is not None
 
@@ -316,9 +321,9 @@ def test_verify_runs_no_post_accumulate_grad_hooks() -> None:
     pipe, hooked = GPipe(mlp(), [2, 3], chunks=2), []
     for parameter in pipe.parameters():
         parameter.register_post_accumulate_grad_hook(hooked.append)
-    assert verify(pipe, features(), squares)
+    assert verify(pipe, features(), squared_loss)
     assert hooked == []
-    squares(pipe(features())).backward()
+    squared_loss(pipe(features())).backward()
     assert len(hooked) == 6
 
 
@@ -328,7 +333,7 @@ def test_verify_uses_the_thread_count_of_a_stage(threads_per_stage: int | None, 
 
     def loss(output: Tensor) -> Tensor:
         seen.append((torch.get_num_threads(), pipe.threads_per_stage))
-        return squares(output)
+        return squared_loss(output)
 
     pipe = GPipe(mlp(), [2, 3], chunks=2)
     pipe.threads_per_stage = threads_per_stage
@@ -349,7 +354,7 @@ def test_the_loss_may_draw_random_numbers() -> None:
 )
 def test_chunks_set_the_number_of_micro_batches(pipe_chunks: int, chunks: int | None, expected: int) -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=pipe_chunks)
-    report = verify(pipe, features(7), squares, chunks=chunks)
+    report = verify(pipe, features(7), squared_loss, chunks=chunks)
     assert report, report
     assert report.num_microbatches == expected
     assert pipe.chunks == pipe_chunks
@@ -360,7 +365,7 @@ def test_verify_leaves_the_warning_about_few_micro_batches_to_training() -> None
     pipe = GPipe(mlp(), [2, 3], chunks=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        verify(pipe, features(), squares)
+        verify(pipe, features(), squared_loss)
     with pytest.warns(UserWarning, match="2 micro-batches on 2 stages"):
         pipe(features())
 
@@ -371,13 +376,13 @@ def test_the_package_exports_verify() -> None:
 
 def test_a_report_prints_a_table() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=2)
-    report = verify(pipe, features(), squares, all=True)
+    report = verify(pipe, features(), squared_loss, all=True)
     first, empty, headers, _, *rows = str(report).splitlines()
     assert first == "equal bit for bit to the plain loop: 8 tensors"
     assert empty == ""
-    assert str(verify(pipe, features(), squares)) == first
+    assert str(verify(pipe, features(), squared_loss)) == first
     assert report.table() == "\n".join([headers, _, *rows])
-    assert report.table(all=False).splitlines() == verify(pipe, features(), squares).table().splitlines()
+    assert report.table(all=False).splitlines() == verify(pipe, features(), squared_loss).table().splitlines()
     assert headers.split() == ["tensor", "equal", "largest", "difference", "relative", "note"]
     assert [row.split()[-3:] for row in rows] == [["yes", "0", "0"]] * 8
     with wrong_forward(lambda pipe, y: y * 2):
@@ -394,7 +399,7 @@ def test_equal_tensors_are_left_out_of_the_table() -> None:
 
     pipe = GPipe(batch_normed(), [2, 3], chunks=4)
     with wrong_forward(change):
-        report = verify(pipe, features(), squares)
+        report = verify(pipe, features(), squared_loss)
     headline, _, _, _, *rows = str(report).splitlines()
     assert headline == f"1 of {len(report.rows)} tensors differ from the plain loop's"
     assert [row.split()[:3] for row in rows] == [["buffer", "1.running_mean", "NO"]]
@@ -413,16 +418,16 @@ def test_verify_takes_several_inputs_and_keyword_arguments() -> None:
     x, y = features().requires_grad_(), features(8).flip(0)
     scale = gpipe_fast.replicate(torch.tensor(0.5, requires_grad=True))
     for report in (
-        verify(pipe, x, y, squares, scale=scale),
-        verify(pipe, x, loss_fn=squares, y=y, scale=scale),
-        verify(pipe, loss_fn=squares, x=x, y=y, scale=0.5),
+        verify(pipe, x, y, squared_loss, scale=scale),
+        verify(pipe, x, loss_fn=squared_loss, y=y, scale=scale),
+        verify(pipe, loss_fn=squared_loss, x=x, y=y, scale=0.5),
     ):
         assert report, report
-    assert names(verify(pipe, x, y, squares, scale=scale))[2:4] == [
+    assert names(verify(pipe, x, y, squared_loss, scale=scale))[2:4] == [
         "gradient of input 0",
         "gradient of input 2",
     ]
-    assert verify(GPipe(mlp(), [2, 3], chunks=2), input=features(), loss_fn=squares)
+    assert verify(GPipe(mlp(), [2, 3], chunks=2), input=features(), loss_fn=squared_loss)
 
 
 def test_a_note_explains_why_tied_parameters_may_differ() -> None:
@@ -430,7 +435,7 @@ def test_a_note_explains_why_tied_parameters_may_differ() -> None:
     layers = nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 16), nn.Linear(16, 11, bias=False))
     layers[2].weight = layers[0].weight
     x = torch.randint(11, (16, 5))
-    report = verify(GPipe(layers, [2, 1], chunks=8), x, squares)
+    report = verify(GPipe(layers, [2, 1], chunks=8), x, squared_loss)
     (row,) = differing(report).values()
     assert row.name == "gradient of 0.weight"
     assert row.note == (
@@ -440,10 +445,16 @@ def test_a_note_explains_why_tied_parameters_may_differ() -> None:
 
 
 ERRORS: dict[str, tuple[type[Exception], str, object, object, object]] = {
-    "a plain model": (TypeError, "verify compares a GPipe .*, got Sequential", mlp(), features(), squares),
-    "input without tensors": (TypeError, "expected Tensor, but got list", None, [1.0], squares),
-    "0-dimensional input": (ValueError, "no dimension to split", None, torch.zeros(()), squares),
-    "unequal batch sizes": (ValueError, "same batch size", None, (features(8), features(3)), squares),
+    "a plain model": (
+        TypeError,
+        "verify compares a GPipe .*, got Sequential",
+        mlp(),
+        features(),
+        squared_loss,
+    ),
+    "input without tensors": (TypeError, "expected Tensor, but got list", None, [1.0], squared_loss),
+    "0-dimensional input": (ValueError, "no dimension to split", None, torch.zeros(()), squared_loss),
+    "unequal batch sizes": (ValueError, "same batch size", None, (features(8), features(3)), squared_loss),
     "loss_fn is not a function": (
         TypeError,
         "loss_fn must be a function .*, got Tensor; pass it as the last argument or as loss_fn=",
@@ -487,5 +498,5 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 def test_wrong_chunks_are_refused() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=2)
     with pytest.raises(ValueError, match="number of chunks must be positive integer or 'auto', got 0"):
-        verify(pipe, features(), squares, chunks=0)
+        verify(pipe, features(), squared_loss, chunks=0)
     assert pipe.chunks == 2
