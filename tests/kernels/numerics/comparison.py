@@ -1,7 +1,7 @@
-"""Kernels against PyTorch's own operators, both measured by what float64 gives; where, and in which dtypes.
+"""Helpers that compare kernels with PyTorch's operators, both measured against float64.
 
-Where: on the device that GPIPE_FAST_KERNELS_ON names: 'cuda', or 'cpu', which is the default, in Triton's
-interpreter with TRITON_INTERPRET=1 and else by the references.
+The environment variable GPIPE_FAST_KERNELS_ON names the device: 'cuda', or 'cpu' (the default). On the CPU,
+kernels run in Triton's interpreter if TRITON_INTERPRET=1; otherwise the reference implementations run.
 """
 
 from __future__ import annotations
@@ -22,47 +22,50 @@ __all__ = [
     "DTYPES",
     "check",
     "doubles",
-    "dropped",
     "every_dtype",
     "every_width",
+    "keyed_dropout",
     "needs_kernels",
-    "rows_beyond",
-    "strided",
-    "with_gradients",
+    "noncontiguous",
+    "outputs_and_gradients",
+    "shape_beyond_one_block",
 ]
 
 
-# What tests allocate on.
+# The device on which tests allocate.
 DEVICE = os.environ.get("GPIPE_FAST_KERNELS_ON", "cpu")
-# Columns of a row: one, below and above a warp, no power of two, and beyond every block.
+# Numbers of columns: 1, small and large numbers that are not powers of two, and one more than a power of two.
 COLUMNS = (1, 63, 100, 1000, 4097)
-# The interpreter's bf16 arithmetic is wrong.
+# The interpreter's bf16 arithmetic is incorrect.
 DTYPES = (torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16]))
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_width = pytest.mark.parametrize("cols", COLUMNS)
-needs_kernels = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="the references are tested")
+needs_kernels = pytest.mark.skipif(
+    DEVICE == "cpu" and not INTERPRETED, reason="this run tests the reference implementations"
+)
 
 
-def rows_beyond(block_rows: int, cols: int) -> tuple[int, int, int]:
-    """A shape of more rows than a block has, and no multiple of a block's; few in the interpreter.
+def shape_beyond_one_block(block_rows: int, cols: int) -> tuple[int, int, int]:
+    """Returns a shape with more rows than a block, and no multiple of a block's rows.
 
-    An operation of one program takes it about 0.1 ms, whatever the size of a block.
+    In the interpreter it has few rows: one operation of one program takes about 0.1 ms, whatever the block
+    size.
     """
     return (3, 3 if INTERPRETED and block_rows < 9 else 19, cols)
 
 
-def dropped(a: Tensor, draw: Draw | None) -> Tensor:
-    """PyTorch's own dropout, with the mask of gpipe_fast's keyed op; without a draw, what is given."""
+def keyed_dropout(a: Tensor, draw: Draw | None) -> Tensor:
+    """Returns PyTorch's dropout of `a`, with the mask of gpipe_fast's keyed operator; without a draw, `a`."""
     if draw is None:
         return a
     return a * reference.keep(a.shape, *draw) * (0.0 if draw.p == 1.0 else 1 / (1 - draw.p))
 
 
-def with_gradients(
+def outputs_and_gradients(
     function: Callable[..., Tensor | Sequence[Tensor]], inputs: Results, gradients: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """What a function returns, and the gradients of its floating-point inputs."""
+    """Returns the outputs of a function, and the gradients of its floating-point inputs."""
     leaves = [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in inputs]
     results = function(*leaves)
     outputs = [results] if isinstance(results, Tensor) else list(results)
@@ -73,6 +76,6 @@ def with_gradients(
     return [*(output.detach() for output in outputs), *found]
 
 
-def strided(tensor: Tensor) -> Tensor:
-    """The same elements, not contiguous: every second column of twice as many."""
+def noncontiguous(tensor: Tensor) -> Tensor:
+    """Returns a view with the same elements: every second column of a tensor with NaN in the others."""
     return torch.stack([tensor, torch.full_like(tensor, float("nan"))], dim=-1).flatten(-2)[..., ::2]

@@ -1,4 +1,4 @@
-"""Where kernels are compared with PyTorch, as comparison.py says, and which share of the comparisons runs."""
+"""Hooks that select the comparisons to run, and fixtures that allocate on the tested device."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from gpipe_fast.kernels.launch import INTERPRETED
 from tests.kernels.numerics.comparison import DEVICE
 from tests.sampling import sample
 
-# How many parametrizations of each test function the sample has.
-SAMPLED = 1
+# Parametrizations of each test function in a sample.
+SAMPLES_PER_FUNCTION = 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the share that GPIPE_FAST_KERNELS_SHARE names: 'sample', or 'rest', which is all others."""
+    """Keeps the tests that GPIPE_FAST_KERNELS_SHARE names: 'sample', or 'rest' for all others."""
     share = os.environ.get("GPIPE_FAST_KERNELS_SHARE")
     if share is None:
         return
     by_function: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    sampled = {item for name, group in by_function.items() for item in sample(group, SAMPLED, salt=name)}
+    sampled = {
+        item for name, group in by_function.items() for item in sample(group, SAMPLES_PER_FUNCTION, salt=name)
+    }
     left_out = [item for item in items if (item in sampled) != (share == "sample")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if (item in sampled) == (share == "sample")]
 
 
 @pytest.fixture(autouse=True)
-def poisoned(one_thread: None) -> Iterator[None]:
-    """Tests allocate where kernels are tested; fills what is allocated and not written with NaN."""
+def nan_filled_allocations(one_thread: None) -> Iterator[None]:
+    """Makes the tested device the default, and fills uninitialised memory with NaN."""
     torch.utils.deterministic.fill_uninitialized_memory = True
-    # Some of PyTorch's operators that kernels are compared with cannot be deterministic on a GPU.
+    # Some of the PyTorch operators in the comparisons have no deterministic implementation on GPUs.
     torch.use_deterministic_algorithms(True, warn_only=DEVICE == "cuda")
     torch.set_default_device(DEVICE)
     torch.manual_seed(0)
@@ -45,11 +47,11 @@ def poisoned(one_thread: None) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=INTERPRETED, scope="session")
-def patched_once() -> Iterator[None]:
-    """Triton's interpreter patches triton.language for each call of a device function; here, for the first.
+def patch_interpreter_once() -> Iterator[None]:
+    """Makes Triton's interpreter patch triton.language once per device function instead of at every call.
 
-    It leaves what a device function's module needs patched, so the first call is enough. The others took a
-    third of the time of these tests.
+    The interpreter leaves the module of a device function patched, so the first patch is enough. The
+    repeated ones took a third of the time of these tests.
     """
     from triton.runtime import interpreter
 
