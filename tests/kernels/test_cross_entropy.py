@@ -1,4 +1,4 @@
-"""Softmax cross-entropy outside the interpreter: operators, references, errors, autograd, compiled."""
+"""Cross-entropy on the CPU: the reference implementation, operators, errors, autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ OPTIONS = (
     {"reduction": "none", "ignore_index": 3},
 )
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
-both_places = pytest.mark.parametrize("inplace", [False, True], ids=["beside", "in place"])
+out_of_place_and_in_place = pytest.mark.parametrize(
+    "inplace", [False, True], ids=["out of place", "in place"]
+)
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seed_generator() -> None:
     torch.manual_seed(0)
 
 
-def some(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Input of a layer that makes logits, and targets."""
+def random_x_and_targets(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Returns the input of a layer that computes logits, and targets."""
     x, target = torch.randn(9, 5, dtype=dtype, requires_grad=True), torch.randint(7, (9,))
     target[2] = -100
     return x, target
@@ -37,10 +39,12 @@ def some(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("g", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@both_places
+@out_of_place_and_in_place
 @every_option
-def test_the_reference_is_pytorchs(options: dict, inplace: bool, dtype: torch.dtype, g: float) -> None:
-    x, target = some(dtype)
+def test_cross_entropy_and_its_gradient_match_pytorch(
+    options: dict, inplace: bool, dtype: torch.dtype, g: float
+) -> None:
+    x, target = random_x_and_targets(dtype)
     target[target == -100] = options.get("ignore_index", -100)
     weight = torch.randn(7, 5, dtype=dtype, requires_grad=True)
     own = cross_entropy(F.linear(x, weight), target, inplace=inplace, **options)
@@ -48,12 +52,12 @@ def test_the_reference_is_pytorchs(options: dict, inplace: bool, dtype: torch.dt
     assert own.dtype == torch.float32
     torch.testing.assert_close(own, other)
     found, expected = (torch.autograd.grad(loss.sum() * g, [x, weight]) for loss in (own, other))
-    # Beside the largest of each, a few roundings of what is added up.
+    # The tolerance is a few roundings, relative to the largest element of each gradient.
     for a, b in zip(found, expected, strict=True):
         assert (a - b).abs().max() <= 4 * torch.finfo(dtype).eps * b.abs().max()
 
 
-def test_operators_keep_their_promises() -> None:
+def test_cross_entropy_operators_pass_opcheck() -> None:
     logits, target = torch.randn(9, 7, requires_grad=True), torch.randint(7, (9,))
     ops, options = torch.ops.gpipe_fast, (-100, 0.1)
     for reduction in ("mean", "sum", "none"):
@@ -70,24 +74,24 @@ def test_operators_keep_their_promises() -> None:
         torch.library.opcheck(ops.linear_cross_entropy.default, (*arguments, *options, "mean", 4, needs))
 
 
-# Of x, weight and target.
-KINDS: dict[str, Callable[..., Tensor]] = {
+# Losses as functions of x, weight and target.
+LOSSES: dict[str, Callable[..., Tensor]] = {
     "linear": lambda x, weight, target: linear_cross_entropy(x, weight, target, chunk_rows=4),
-    "beside": lambda x, weight, target: cross_entropy(F.linear(x, weight), target),
+    "out of place": lambda x, weight, target: cross_entropy(F.linear(x, weight), target),
     "in place": lambda x, weight, target: cross_entropy(F.linear(x, weight), target, inplace=True),
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
-@every_kind
-def test_compiled(kind: str) -> None:
-    (x, target), weight = some(), torch.randn(7, 5, requires_grad=True)
+@every_loss
+def test_a_compiled_cross_entropy_equals_the_eager_one(name: str) -> None:
+    (x, target), weight = random_x_and_targets(), torch.randn(7, 5, requires_grad=True)
 
-    def twice(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return 2 * KINDS[kind](x.sin(), weight, target)
+    def doubled(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return 2 * LOSSES[name](x.sin(), weight, target)
 
-    expected = twice(x, weight, target)
-    found = torch.compile(twice, backend="aot_eager", fullgraph=True)(x, weight, target)
+    expected = doubled(x, weight, target)
+    found = torch.compile(doubled, backend="aot_eager", fullgraph=True)(x, weight, target)
     assert torch.equal(found, expected)
     for a, b in zip(
         torch.autograd.grad(found, [x, weight]), torch.autograd.grad(expected, [x, weight]), strict=True
@@ -95,10 +99,10 @@ def test_compiled(kind: str) -> None:
         assert torch.equal(a, b)
 
 
-@every_kind
-def test_a_graph_that_is_kept_can_be_gone_through_again(kind: str) -> None:
-    (x, target), weight = some(), torch.randn(7, 5, requires_grad=True)
-    loss = KINDS[kind](x, weight, target)
+@every_loss
+def test_the_backward_of_a_cross_entropy_can_run_again_with_retain_graph(name: str) -> None:
+    (x, target), weight = random_x_and_targets(), torch.randn(7, 5, requires_grad=True)
+    loss = LOSSES[name](x, weight, target)
     once = torch.autograd.grad(loss, [x, weight], retain_graph=True)
     thrice = torch.autograd.grad(loss, [x, weight], torch.tensor(3.0), retain_graph=True)
     again = torch.autograd.grad(loss, [x, weight])
@@ -108,7 +112,7 @@ def test_a_graph_that_is_kept_can_be_gone_through_again(kind: str) -> None:
 
 
 @pytest.mark.parametrize("retain", [True, False])
-def test_gradients_add_up_and_belong_to_nobody_else(retain: bool) -> None:
+def test_gradients_of_several_backwards_are_summed_without_aliasing(retain: bool) -> None:
     logits, target = torch.randn(9, 7, requires_grad=True), torch.randint(7, (9,))
     expected = torch.autograd.grad(F.cross_entropy(logits, target), logits)[0]
     losses = (
@@ -119,32 +123,32 @@ def test_gradients_add_up_and_belong_to_nobody_else(retain: bool) -> None:
     torch.testing.assert_close(logits.grad, 3 * expected)
 
 
-@every_kind
-def test_a_second_derivative_is_refused(kind: str) -> None:
-    (x, target), weight = some(), torch.randn(7, 5, requires_grad=True)
-    loss = KINDS[kind](x, weight, target)
+@every_loss
+def test_a_second_derivative_of_a_cross_entropy_is_an_error(name: str) -> None:
+    (x, target), weight = random_x_and_targets(), torch.randn(7, 5, requires_grad=True)
+    loss = LOSSES[name](x, weight, target)
     with pytest.raises(RuntimeError, match="cannot be differentiated"):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_only_what_requires_a_gradient_gets_one() -> None:
-    (x, target), weight, bias = some(), torch.randn(7, 5), torch.randn(7, requires_grad=True)
+def test_linear_cross_entropy_gives_gradients_only_to_inputs_that_require_them() -> None:
+    (x, target), weight, bias = random_x_and_targets(), torch.randn(7, 5), torch.randn(7, requires_grad=True)
     expected = torch.autograd.grad(F.cross_entropy(F.linear(x, weight, bias), target), [x, bias])
     found = torch.autograd.grad(linear_cross_entropy(x, weight, target, bias), [x, bias])
     torch.testing.assert_close(found, expected)
     assert not linear_cross_entropy(x.detach(), weight, target).requires_grad
 
 
-def test_who_saved_logits_that_were_destroyed_is_told() -> None:
-    x, target = some()
+def test_backward_through_saved_logits_that_were_overwritten_is_an_error() -> None:
+    x, target = random_x_and_targets()
     logits = F.linear(x, torch.randn(7, 5)).exp()
     loss = cross_entropy(logits, target, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_logits_in_place_may_be_a_view() -> None:
-    (x, target), weight = some(), torch.randn(8, 5)
+def test_cross_entropy_in_place_accepts_logits_that_are_a_view() -> None:
+    (x, target), weight = random_x_and_targets(), torch.randn(8, 5)
     target[2] = 0
     expected = torch.autograd.grad(F.cross_entropy(F.linear(x, weight)[:, :7], target), x)[0]
     logits = F.linear(x.view(3, 3, 5), weight).view(9, 8)[:, :7]
@@ -155,9 +159,9 @@ def test_logits_in_place_may_be_a_view() -> None:
 
 @pytest.mark.parametrize("bad", [7, -1])
 def test_a_target_out_of_range_is_an_error_on_the_cpu(bad: int) -> None:
-    (x, target), weight = some(), torch.randn(7, 5)
+    (x, target), weight = random_x_and_targets(), torch.randn(7, 5)
     target[3] = bad
-    for loss in KINDS.values():
+    for loss in LOSSES.values():
         with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
             loss(x, weight, target)
 
@@ -183,7 +187,7 @@ LOGITS, TARGET = torch.randn(3, 7), torch.zeros(3, dtype=torch.int64)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_does_not_fit(arguments: tuple, options: dict, message: str) -> None:
+def test_cross_entropy_rejects_invalid_arguments(arguments: tuple, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cross_entropy(*arguments, **options)
 
@@ -207,13 +211,15 @@ X, WEIGHT = torch.randn(3, 5), torch.randn(7, 5)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_does_not_fit_a_linear_layer(arguments: tuple, options: dict, message: str) -> None:
+def test_linear_cross_entropy_rejects_invalid_arguments(
+    arguments: tuple, options: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(*arguments, **options)
 
 
-class Memory(TorchDispatchMode):
-    """Bytes that are alive of what operators made, the most there were, and the most of one."""
+class AllocationTracker(TorchDispatchMode):
+    """Tracks the live bytes of tensors that operators allocate, their peak, and the largest allocation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,11 +228,11 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
-        given = {
+        known = {
             t.untyped_storage()._cdata for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)
         }
         for result in results if isinstance(results, tuple) else (results,):
-            if isinstance(result, Tensor) and result.untyped_storage()._cdata not in given | self._seen:
+            if isinstance(result, Tensor) and result.untyped_storage()._cdata not in known | self._seen:
                 self._count(result.untyped_storage())
         return results
 
@@ -242,27 +248,29 @@ class Memory(TorchDispatchMode):
         self.alive -= size
 
 
-@pytest.mark.parametrize(("dtype", "twice"), [(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
-def test_the_full_logits_never_exist(dtype: torch.dtype, twice: int) -> None:
+@pytest.mark.parametrize(("dtype", "num_fp32_copies"), [(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
+def test_linear_cross_entropy_never_allocates_the_full_logits(
+    dtype: torch.dtype, num_fp32_copies: int
+) -> None:
     rows, features, classes, chunk_rows = 512, 16, 256, 32
     x, weight = torch.randn(rows, features, dtype=dtype), torch.randn(classes, features, dtype=dtype)
     target, bias = torch.randint(classes, (rows,)), torch.randn(classes, dtype=dtype)
     needs = [True, True, True]
-    with Memory() as memory:
+    with AllocationTracker() as tracker:
         results = in_chunks(x, weight, target, bias, -100, 0.1, "mean", chunk_rows, needs)
-    assert memory.alive >= sum(t.nbytes for t in results), "the measure misses what is returned"
-    # On the CPU the reference, and the factors of the weight's gradient, are copies in fp32: a few chunks.
-    beside = memory.peak - sum(t.nbytes for t in results) - twice * 4 * classes * (features + 1)
-    assert beside <= 8 * 4 * chunk_rows * classes < 4 * rows * classes // 2 + 1
-    assert memory.largest <= 4 * max(chunk_rows * classes, rows * features)
-    with Memory() as memory:
+    assert tracker.alive >= sum(t.nbytes for t in results), "the tracker misses the results"
+    # On the CPU, the reference and the factors of the weight's gradient make fp32 copies of a few chunks.
+    temporary = tracker.peak - sum(t.nbytes for t in results) - num_fp32_copies * 4 * classes * (features + 1)
+    assert temporary <= 8 * 4 * chunk_rows * classes < 4 * rows * classes // 2 + 1
+    assert tracker.largest <= 4 * max(chunk_rows * classes, rows * features)
+    with AllocationTracker() as tracker:
         in_chunks(x, weight, target, bias, -100, 0.1, "mean", rows, needs)
-    assert memory.largest >= x.itemsize * rows * classes, "the measure misses full logits"
+    assert tracker.largest >= x.itemsize * rows * classes, "the tracker misses the full logits"
 
 
-def test_chunks_are_chosen_by_shape() -> None:
+def test_chunk_rows_are_chosen_by_shape() -> None:
     assert choose_chunk_rows(100, 50257, 768) == 100
     assert choose_chunk_rows(16384, 128256, 4096) == MIN_CHUNK_ROWS
-    assert choose_chunk_rows(65536, 32000, 4096) == 16384  # 8389 rows take what x takes
+    assert choose_chunk_rows(65536, 32000, 4096) == 16384  # 8389 rows of logits take as much memory as x
     assert choose_chunk_rows(4096, 100, 4096) == 4096
     assert choose_chunk_rows(0, 0, 0) == 1

@@ -1,4 +1,4 @@
-"""What only a GPU can show of kernels, beside test_numerics.py."""
+"""Tests of kernels that need a GPU, in addition to test_numerics.py."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from gpipe_fast.kernels import bias_activation_backward
 pytestmark = pytest.mark.cuda
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of elements: the least that benchmarks take, one in whose rows the last block is not full, and many.
-ELEMENTS = (1 << 20, 1_234_567, 1 << 24)
+# The smallest size in benchmarks, a size for which the last block of a row is partial, and a large size.
+NUM_ELEMENTS = (1 << 20, 1_234_567, 1 << 24)
 
 every_case = pytest.mark.parametrize("name", all_cases())
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seed_generator() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("elements", ELEMENTS)
+@pytest.mark.parametrize("num_elements", NUM_ELEMENTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @every_case
-def test_within_twice_the_error_of_pytorch(name: str, dtype: torch.dtype, elements: int) -> None:
+def test_every_kernel_is_within_twice_the_error_of_pytorch(
+    name: str, dtype: torch.dtype, num_elements: int
+) -> None:
     case = all_cases()[name]
-    inputs = case.inputs(elements, dtype, "cuda")
+    inputs = case.inputs(num_elements, dtype, "cuda")
     gradients = case.gradients(inputs)
     judge = Judge.of(case, inputs, gradients)
     assert judge.excess(gpu.ours(case, inputs, gradients).run()) <= 1
 
 
 @every_case
-def test_compiled_by_inductor(name: str) -> None:
+def test_every_kernel_compiled_by_inductor_equals_the_eager_one(name: str) -> None:
     case = all_cases()[name]
     inputs = case.inputs(1 << 20, torch.bfloat16, "cuda")
     gradients = case.gradients(inputs)
@@ -46,7 +48,7 @@ def test_compiled_by_inductor(name: str) -> None:
     assert all(w is f is None or torch.equal(w, f) for w, f in zip(wanted, found, strict=True))
 
 
-def test_offsets_beyond_32_bits() -> None:
+def test_bias_activation_backward_addresses_more_than_2_to_the_31_elements() -> None:
     rows, cols = (1 << 31) // 4096 + 64, 4096
     if torch.cuda.mem_get_info()[0] < 5 * 2 * rows * cols:
         pytest.skip("needs 20 GiB")

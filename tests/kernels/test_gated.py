@@ -1,4 +1,4 @@
-"""Gated pairs of kernels/ on the CPU: the operators, errors, torch.compile."""
+"""Gated activations in kernels/ on the CPU: operators, errors and torch.compile."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from torch import Tensor
 
 from gpipe_fast.kernels import gated_activation, gated_activation_backward
 
-every_form = pytest.mark.parametrize("packed", [True, False], ids=["packed", "two"])
+packed_and_separate = pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
 
 
-def inputs_of(packed: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """A packed product, or gate and up; 37 columns of an activation."""
+def random_inputs(packed: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Returns gate and up, packed in one tensor or separate; the activation has 37 columns."""
     if packed:
         return (torch.randn(3, 5, 74, dtype=dtype),)
     return torch.randn(3, 5, 37, dtype=dtype), torch.randn(3, 5, 37, dtype=dtype)
 
 
-def grads(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], g: Tensor) -> list[Tensor]:
-    """What comes out, and the gradients of all inputs."""
+def output_and_gradients(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], g: Tensor
+) -> list[Tensor]:
+    """Returns the output of a function, and the gradients of all inputs."""
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, g)]
 
 
-@every_form
-def test_gradients_of_doubles(packed: bool) -> None:
-    inputs = tuple(t[:1, :2].clone().requires_grad_() for t in inputs_of(packed, torch.float64))
+@packed_and_separate
+def test_gated_activation_passes_gradcheck(packed: bool) -> None:
+    inputs = tuple(t[:1, :2].clone().requires_grad_() for t in random_inputs(packed, torch.float64))
     assert torch.autograd.gradcheck(gated_activation, inputs)
 
 
-@every_form
-def test_operators_are_sound(packed: bool) -> None:
-    z, up = (*inputs_of(packed), None)[:2]
+@packed_and_separate
+def test_gated_activation_operators_pass_opcheck(packed: bool) -> None:
+    z, up = (*random_inputs(packed), None)[:2]
     g = torch.randn(3, 5, 37)
     for with_a in (True, False):
         arguments = (z, up, g, "silu", with_a)
@@ -44,15 +46,18 @@ def test_operators_are_sound(packed: bool) -> None:
     torch.library.opcheck(torch.ops.gpipe_fast.gated_activation.default, (z, up, "silu"))
 
 
-@every_form
-def test_under_torch_compile(packed: bool) -> None:
-    inputs, g = inputs_of(packed), torch.randn(3, 5, 37)
+@packed_and_separate
+def test_a_compiled_gated_activation_equals_the_eager_one(packed: bool) -> None:
+    inputs, g = random_inputs(packed), torch.randn(3, 5, 37)
     compiled = torch.compile(gated_activation, backend="aot_eager", fullgraph=True)
-    found, expected = grads(compiled, inputs, g), grads(gated_activation, inputs, g)
+    found, expected = (
+        output_and_gradients(compiled, inputs, g),
+        output_and_gradients(gated_activation, inputs, g),
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_what_does_not_fit() -> None:
+def test_gated_activation_rejects_invalid_arguments() -> None:
     z = torch.randn(4, 6)
     with pytest.raises(ValueError, match="activation is not one of relu, silu, gelu, gelu_tanh, got 'tanh'"):
         gated_activation(z, None, "tanh")

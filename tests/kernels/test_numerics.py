@@ -1,7 +1,8 @@
-"""Starts the comparisons of numerics/ where kernels run: in Triton's interpreter, and on a GPU.
+"""Runs the comparisons in numerics/ with kernels: in Triton's interpreter, and on a GPU.
 
-The interpreter is chosen when Triton is imported, so it needs processes of its own; in this one pytest
-compares the references. In the interpreter `make test` runs a sample, and `make test-all` the rest.
+Triton selects the interpreter when it is imported, so these runs need separate processes; in pytest's own
+process the comparisons test the reference implementations. `make test` runs a sample in the interpreter,
+`make test-all` the rest.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ FAMILIES = [path.stem for path in sorted((ROOT / "tests" / "kernels" / "numerics
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def test_a_sample_in_the_interpreter() -> None:
-    """All families in one process: to start one takes as long as the sample of a family."""
-    run(FAMILIES, {"TRITON_INTERPRET": "1", "GPIPE_FAST_KERNELS_SHARE": "sample"})
+def test_a_sample_of_the_comparisons_passes_in_the_interpreter() -> None:
+    """All families share a process, because its start takes as long as the sample of one family."""
+    run_families(FAMILIES, {"TRITON_INTERPRET": "1", "GPIPE_FAST_KERNELS_SHARE": "sample"})
 
 
 @pytest.mark.extended
 @every_family
-def test_the_rest_in_the_interpreter(family: str) -> None:
-    run([family], {"TRITON_INTERPRET": "1", "GPIPE_FAST_KERNELS_SHARE": "rest"})
+def test_the_remaining_comparisons_pass_in_the_interpreter(family: str) -> None:
+    run_families([family], {"TRITON_INTERPRET": "1", "GPIPE_FAST_KERNELS_SHARE": "rest"})
 
 
 @pytest.mark.cuda
 @every_family
-def test_on_a_gpu(family: str) -> None:
-    run([family], {"TRITON_INTERPRET": "0", "GPIPE_FAST_KERNELS_ON": "cuda"})
+def test_all_comparisons_pass_on_a_gpu(family: str) -> None:
+    run_families([family], {"TRITON_INTERPRET": "0", "GPIPE_FAST_KERNELS_ON": "cuda"})
 
 
-def run(families: Sequence[str], variables: dict[str, str]) -> None:
-    """Runs the comparisons of some families in a process of their own."""
+def run_families(families: Sequence[str], variables: dict[str, str]) -> None:
+    """Runs the comparisons of some families in a separate process."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"tests/kernels/numerics/{family}.py" for family in families]
     own = {"GPIPE_FAST_SEED": str(seed()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment = os.environ | own | variables
-    # A worker of pytest-xdist tells its children that they are workers, too.
+    # With these variables of a pytest-xdist worker, the child would consider itself a worker.
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)

@@ -1,4 +1,4 @@
-"""Rotary position embedding outside the interpreter: as an operator of PyTorch's, and on the CPU."""
+"""Rotary position embedding on the CPU: the reference implementation, operators, errors and torch.compile."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from gpipe_fast.kernels import rotary, rotary_, rotary_backward_, rotary_tables
 both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
 
-def make(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def random_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k = torch.randn(2, 7, 4, 24, dtype=dtype), torch.randn(2, 7, 2, 24, dtype=dtype)
     cos, sin = rotary_tables(torch.arange(7), 16)
     return q, k, cos, sin
 
 
-def complex_numbers(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Each pair as a complex number, multiplied by another: in fp64."""
+def rotate_by_complex_product(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Returns the rotation as a product of complex numbers, one per pair of dimensions, in fp64."""
     half = cos.shape[-1]
-    turned, rest = x.double().split([2 * half, x.shape[-1] - 2 * half], -1)
-    pairs = turned.unflatten(-1, (half, 2)) if interleaved else turned.unflatten(-1, (2, half)).mT
+    rotated, unrotated = x.double().split([2 * half, x.shape[-1] - 2 * half], -1)
+    pairs = rotated.unflatten(-1, (half, 2)) if interleaved else rotated.unflatten(-1, (2, half)).mT
     angles = torch.complex(cos.double(), sin.double()).unsqueeze(-2)
     product = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angles)
-    return torch.cat([(product if interleaved else product.mT).flatten(-2), rest], -1)
+    return torch.cat([(product if interleaved else product.mT).flatten(-2), unrotated], -1)
 
 
 @pytest.mark.parametrize(("interleaved", "opposite"), [(False, True), (True, False)])
-def test_opcheck(interleaved: bool, opposite: bool) -> None:
-    q, k, cos, sin = make()
+def test_rotary_operators_pass_opcheck(interleaved: bool, opposite: bool) -> None:
+    q, k, cos, sin = random_inputs()
     arguments = (q.requires_grad_(), k.requires_grad_(), cos, sin, interleaved, opposite)
     torch.library.opcheck(torch.ops.gpipe_fast.rotary.default, arguments)
-    q, k, cos, sin = make()
+    q, k, cos, sin = random_inputs()
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     torch.library.opcheck(torch.ops.gpipe_fast.rotary_.default, (q, k, cos, sin, interleaved, opposite))
 
 
 @both_pairings
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_rotates_by_the_angle(interleaved: bool, dtype: torch.dtype) -> None:
-    q, k, cos, sin = make(dtype)
-    for ours, x in zip(rotary(q, k, cos, sin, interleaved=interleaved), (q, k), strict=True):
-        assert ours.dtype == dtype
-        exact = complex_numbers(x, cos, sin, interleaved)
-        assert (ours.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+def test_rotary_equals_a_complex_product_within_one_rounding(interleaved: bool, dtype: torch.dtype) -> None:
+    q, k, cos, sin = random_inputs(dtype)
+    for found, x in zip(rotary(q, k, cos, sin, interleaved=interleaved), (q, k), strict=True):
+        assert found.dtype == dtype
+        exact = rotate_by_complex_product(x, cos, sin, interleaved)
+        assert (found.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
 
 
 @both_pairings
-def test_gradients(interleaved: bool) -> None:
+def test_rotary_passes_gradcheck_and_gradgradcheck(interleaved: bool) -> None:
     cos, sin = (table.double() for table in rotary_tables(torch.arange(2), 4))
     inputs = [torch.randn(1, 2, heads, 6, dtype=torch.float64, requires_grad=True) for heads in (2, 1)]
 
@@ -59,8 +59,8 @@ def test_gradients(interleaved: bool) -> None:
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
-def test_a_gradient_that_others_read_is_left_alone() -> None:
-    q, k, cos, sin = make()
+def test_the_backward_of_rotary_does_not_write_a_gradient_that_others_read() -> None:
+    q, k, cos, sin = random_inputs()
     other = torch.zeros_like(q, requires_grad=True)
     (rotary(q.requires_grad_(), k, cos, sin)[0] + other).backward(torch.ones_like(q))
     assert q.grad is not None
@@ -70,12 +70,12 @@ def test_a_gradient_that_others_read_is_left_alone() -> None:
 
 
 @both_pairings
-def test_compiled(interleaved: bool) -> None:
+def test_a_compiled_rotary_equals_the_eager_one(interleaved: bool) -> None:
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k = rotary(q * 2, k, cos, sin, interleaved=interleaved)
         return (q[..., :2, :] * k).square().sum()
 
-    arguments = make()
+    arguments = random_inputs()
     found = []
     for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
         q, k = (x.clone().requires_grad_() for x in arguments[:2])
@@ -84,13 +84,13 @@ def test_compiled(interleaved: bool) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-def test_compiled_in_place() -> None:
+def test_a_compiled_in_place_rotary_equals_the_eager_one() -> None:
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q = q + 1
         rotary_(q, k, cos, sin)
         return q * 2
 
-    q, k, cos, sin = make()
+    q, k, cos, sin = random_inputs()
     own = k.clone()
     expected = function(q, k, cos, sin)
     found = torch.compile(function, backend="aot_eager", fullgraph=True)(q, own, cos, sin)
@@ -98,7 +98,7 @@ def test_compiled_in_place() -> None:
     assert torch.equal(own, k)
 
 
-def test_tables() -> None:
+def test_rotary_tables_hold_the_cosines_and_sines_of_the_angles() -> None:
     positions = torch.tensor([[0, 1, 1_000_000], [3, 4, 5]])
     cos, sin = rotary_tables(positions, 8, base=500.0)
     assert cos.shape == sin.shape == (2, 3, 4)
@@ -112,9 +112,9 @@ def test_tables() -> None:
             rotary_tables(positions, dim)
 
 
-def test_bad_input() -> None:
-    q, k, cos, sin = make()
-    for arguments, words in [
+def test_rotary_rejects_invalid_arguments() -> None:
+    q, k, cos, sin = random_inputs()
+    for arguments, message in [
         ((q[0], k, cos, sin), "q and k must be"),
         ((q, k[:, :6], cos, sin), "q and k must be"),
         ((q, k[..., :20], cos, sin), "q and k must be"),
@@ -127,7 +127,7 @@ def test_bad_input() -> None:
         ((q, k, cos.to("meta"), sin), "devices differ"),
     ]:
         for function in (rotary, rotary_, rotary_backward_):
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises(ValueError, match=message):
                 function(*arguments)
     with pytest.raises(ValueError, match="the tables get no gradient"):
         rotary(q, k, cos.clone().requires_grad_(), sin)

@@ -1,4 +1,4 @@
-"""Every kernel and configuration compiled for GPUs, without one: nothing spills; the table is true."""
+"""The table of compiled kernels: every variant, compiled for GPUs without one, and its register spills."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from bench.compiled import CAPABILITIES, TABLE, rows
 from gpipe_fast.kernels.variants import all_variants
 from tests.sampling import sample, seed
 
-# Another Triton makes other code.
-WRITTEN_BY = re.findall(r"By Triton (\S+),", TABLE.read_text())[0]
+# Other versions of Triton generate other code.
+TABLE_TRITON_VERSION = re.findall(r"By Triton (\S+),", TABLE.read_text())[0]
 NAMES = list(all_variants())
 SAMPLED = sample(NAMES, 16, salt="compiled kernels")
 REST = [name for name in NAMES if name not in SAMPLED]
-# Variants that are compiled one after another by one test; several tests run at once.
+# The number of variants that one test compiles sequentially; several tests run in parallel.
 CHUNK = 33
 
 
-@pytest.mark.skipif(triton.__version__ != WRITTEN_BY, reason=f"the table is by Triton {WRITTEN_BY}")
+@pytest.mark.skipif(
+    triton.__version__ != TABLE_TRITON_VERSION, reason=f"Triton {TABLE_TRITON_VERSION} wrote the table"
+)
 @pytest.mark.parametrize(
     "names",
     [
@@ -31,13 +33,13 @@ CHUNK = 33
         ),
     ],
 )
-def test_the_table_is_as_compiled(names: list[str]) -> None:
+def test_compiled_kernels_match_their_rows_in_the_table(names: list[str]) -> None:
     prefixes = tuple(f"| {name} | sm_" for name in names)
     written = [line for line in TABLE.read_text().splitlines() if line.startswith(prefixes)]
     assert rows(names) == written, f"python -m bench compiled writes the table; GPIPE_FAST_SEED={seed()}"
 
 
-def test_nothing_spills_and_all_is_there() -> None:
+def test_the_table_has_every_variant_and_no_register_spills() -> None:
     lines = [line for line in TABLE.read_text().splitlines() if re.match(r"\| \w+ .* \| sm_\d+ ", line)]
     assert len(lines) == len(all_variants()) * len(CAPABILITIES)
     assert all(line.split("|")[5].strip() == "0" for line in lines)

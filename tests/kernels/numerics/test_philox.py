@@ -38,10 +38,10 @@ def _mask_kernel(
 ):  # fmt: skip
     o_rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     first_col = tl.program_id(0) * COLS
-    kernel_mask = philox.keep_rows(o_rows, first_col, num_cols, p_key, layer, ordinal, last, COLS, BY_FOUR)
+    kept = philox.keep_rows(o_rows, first_col, num_cols, p_key, layer, ordinal, last, COLS, BY_FOUR)
     o_cols = first_col + tl.arange(0, COLS)
     mask = (o_rows < num_rows)[:, None] & (o_cols < num_cols)[None, :]
-    tl.store(p_kept + o_rows[:, None] * num_cols + o_cols[None, :], kernel_mask.to(tl.int8), mask=mask)
+    tl.store(p_kept + o_rows[:, None] * num_cols + o_cols[None, :], kept.to(tl.int8), mask=mask)
 
 
 def kernel_mask(num_rows: int, num_cols: int, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
