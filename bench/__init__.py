@@ -2,5 +2,5 @@
 
 import warnings
 
-# Some pipelines here are short on purpose.
+# Some benchmarks deliberately use pipelines with few micro-batches.
 warnings.filterwarnings("ignore", message=".* micro-batch(es)? on .* stages leaves? the stages idle")

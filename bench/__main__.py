@@ -1,4 +1,4 @@
-"""`python -m bench [name ...]`: runs the benchmarks, all by default."""
+"""`python -m bench [name ...]`: runs the named benchmarks, or all of them without arguments."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import argparse
 import importlib
 
 BENCHMARKS = {
-    "balance": "steps under the balance found by time against those under every other balance",
-    "census": "every model of torchvision against the plain loop: native layers, equal gradients",
-    "cuda": "steps on a GPU against plain PyTorch, torch.compile and torchgpipe; copies between stages",
-    "cuda-counts": "launches, bytes, casts, events and host calls of a step on GPUs, counted without one",
+    "balance": "step times under the balance of balance_by_time, compared with every other balance",
+    "census": "every torchvision model compared with the plain loop: natively run layers, equal gradients",
+    "cuda": "steps on a GPU compared with plain PyTorch, torch.compile and torchgpipe; stage-to-stage copies",
+    "cuda-counts": "launches, bytes, casts, events and host calls of a GPU step, counted without a GPU",
     "compiled": "registers, spills and 16-byte accesses of every kernel, compiled without a GPU",
-    "draws": "keyed random draws against PyTorch's own",
-    "engine": "steps of empty programs against bare hand-overs between threads",
-    "execution": "one stage's programs against eager autograd and boxed dispatch",
-    "interpreted": "one layer in Python among lowered ones, against all in Python",
-    "kernels": "every kernel on a GPU against eager PyTorch, Inductor, Liger-Kernel and a copy",
-    "lengths": "sequences whose length changes from step to step",
-    "overhead": "steps of tiny stages against torchgpipe and plain PyTorch",
-    "pipeline": "two stages of GPT blocks at once against their critical path",
-    "recompute": "GPT blocks against eager checkpointing, in processes of their own",
-    "signature": "what a call costs before any stage runs",
-    "step": "steps of GPT blocks against torch.distributed.pipelining, torchgpipe and plain PyTorch",
-    "tracing": "seconds to trace and lower GPT blocks",
-    "traffic": "bytes that fused backwards of recomputed segments read and write, counted",
+    "draws": "keyed random draws compared with PyTorch's",
+    "engine": "steps of empty programs compared with bare thread hand-offs",
+    "execution": "one stage's programs compared with eager autograd and boxed dispatch",
+    "interpreted": "one layer run in Python among lowered layers, compared with all layers in Python",
+    "kernels": "every kernel on a GPU compared with eager PyTorch, Inductor, Liger-Kernel and a copy",
+    "lengths": "training steps on sequences of varying length",
+    "overhead": "steps of tiny stages compared with torchgpipe and plain PyTorch",
+    "pipeline": "steps of two concurrent stages of GPT blocks compared with their critical path",
+    "recompute": "GPT blocks compared with eager checkpointing, each in its own process",
+    "signature": "overhead of a call before any stage runs",
+    "step": "steps of GPT blocks compared with torch.distributed.pipelining, torchgpipe and plain PyTorch",
+    "tracing": "time to trace and lower GPT blocks",
+    "traffic": "bytes that fused backward kernels of recomputed segments read and write",
 }
 
 
 def main() -> None:
     names = ", ".join(f"{name} ({what})" for name, what in BENCHMARKS.items())
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("name", nargs="*", help=f"which to run; by default all: {names}")
+    parser.add_argument("name", nargs="*", help=f"benchmarks to run (default: all): {names}")
     wanted = parser.parse_args().name or list(BENCHMARKS)
     unknown = [name for name in wanted if name not in BENCHMARKS]
     if unknown:
-        parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+        parser.error(f"unknown benchmark: {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
     for name in wanted:
         importlib.import_module(f"bench.{name.replace('-', '_')}").main()
 

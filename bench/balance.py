@@ -1,4 +1,4 @@
-"""Steps under the balance that is found by time, against every other balance; seconds to cut many layers."""
+"""Step times under the balance that `balance_by_time` finds and under every other balance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANY_LAYERS, MANY_PARTITIONS = 1000, 64
 
 
 class Repeated(nn.Module):
-    """One linear layer so many times; parameters do not tell how heavy it is."""
+    """One linear layer applied `times` times, so that its parameter count does not reveal its cost."""
 
     def __init__(self, width: int, times: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Repeated(nn.Module):
 
 
 class Uneven:
-    """A net with one heavy layer, as a plain loop and under every balance of two stages."""
+    """A model with one heavy layer, as a plain loop and as a pipeline under every balance of two stages."""
 
     def __init__(self, width: int = WIDTH, batch: int = BATCH) -> None:
         torch.manual_seed(0)
@@ -45,12 +45,12 @@ class Uneven:
         self.balances = [[first, LAYERS - first] for first in range(1, LAYERS)]
 
     def chosen(self, timeout: float = 1.0) -> list[int]:
-        """The balance by time."""
+        """Returns the balance that `balance_by_time` chooses."""
         microbatch = self._input.chunk(CHUNKS)[0]
         return balance_by_time(2, self.model, microbatch, timeout=timeout, device="cpu")
 
     def by_parameters(self) -> list[int]:
-        """The balance by parameter count."""
+        """Returns the balance that equalizes parameter counts."""
         return balance_by_cost(2, [sum(p.numel() for p in layer.parameters()) for layer in self.model])
 
     def loop(self) -> Step:
@@ -58,7 +58,7 @@ class Uneven:
         return Step(model.parameters(), looped(model, CHUNKS), self._input, self._gradient)
 
     def steps(self) -> dict[str, Step]:
-        """By balance; each has a model of its own, of the same numbers."""
+        """Returns a step for each balance; each step has its own copy of the model."""
         found: dict[str, Step] = {}
         for balance in self.balances:
             model, devices = deepcopy(self.model), ["cpu"] * len(balance)
@@ -69,7 +69,7 @@ class Uneven:
 
 
 def differences(steps: Mapping[str, Step], loop: Step) -> dict[str, float]:
-    """How far the gradients under each balance are off those of the plain loop."""
+    """Returns, for each balance, the largest relative gradient difference from the plain loop."""
     loop()
     found: dict[str, float] = {}
     for balance, step in steps.items():
@@ -81,7 +81,7 @@ def differences(steps: Mapping[str, Step], loop: Step) -> dict[str, float]:
 def rows(
     times: Mapping[str, Sequence[float]], off: Mapping[str, float], choices: Mapping[str, int]
 ) -> list[list[object]]:
-    """One for each balance; what has other gradients has no timing, and gets no ratio."""
+    """Returns one row per balance; a balance whose gradients are wrong gets neither a time nor a ratio."""
     chosen = max(choices, key=lambda balance: choices[balance])
     result: list[list[object]] = []
     for balance, difference in off.items():
@@ -102,7 +102,7 @@ def rows(
 
 
 def cutting(layers: int, partitions: int, rounds: int) -> list[list[object]]:
-    """Milliseconds to cut layers of random costs, for each objective."""
+    """Times, for each objective, how long it takes to balance layers of random costs."""
     generator = random.Random(0)
     costs = [generator.lognormvariate(0, 1) for _ in range(layers)]
     timings = alternate(
@@ -124,21 +124,23 @@ def main() -> None:
     choices = Counter(str(net.chosen()) for _ in range(CHOICES))
     report(
         "balance",
-        "Balance by time against all balances",
-        ["balance", "costs of its stages", "times chosen", "ms", "chosen / this", "gradients"],
+        "balance_by_time compared with all balances",
+        ["balance", "costs of the stages", "times chosen", "ms", "chosen / this", "gradients"],
         rows(samples(right, ROUNDS), off, choices),
-        f"{LAYERS} layers, the second {FACTOR} times as heavy as the others with as many parameters (by "
-        f"which {net.by_parameters()} would be best), of width {WIDTH}; two stages of one intra-op thread, "
-        f"{CHUNKS} micro-batches of {BATCH // CHUNKS}, no checkpointing. {CHOICES} choices by time, each of "
-        f"a second. Medians [p20, p80] of forward and backward in {ROUNDS} rounds, all balances in turn. "
-        "Ratios are of what was chosen most, in pairs of one round: the median, with its 95% confidence "
-        "interval, bootstrapped; below 1 no other is as fast. Gradients against the plain loop's.\n",
+        f"The model has {LAYERS} layers of width {WIDTH}. The second layer costs {FACTOR} times as much as "
+        f"each other layer and has equally many parameters, so parameter counts alone suggest "
+        f"{net.by_parameters()}. Two stages with one intra-op thread each, {CHUNKS} micro-batches of "
+        f"{BATCH // CHUNKS} samples, no checkpointing. balance_by_time ran {CHOICES} times for one second. "
+        f"Times are medians [p20, p80] of forward and backward over {ROUNDS} rounds; the balances alternate. "
+        "A ratio divides the time of the balance chosen most often by the time of this balance, paired by "
+        "round: the median with a bootstrapped 95% confidence interval; below 1, the chosen balance is "
+        "faster. The last column compares gradients with the plain loop's.\n",
         [
             Table(
-                f"Cutting {MANY_LAYERS:,} layers into {MANY_PARTITIONS} partitions",
+                f"Balancing {MANY_LAYERS:,} layers over {MANY_PARTITIONS} partitions",
                 ["objective", "ms"],
                 cutting(MANY_LAYERS, MANY_PARTITIONS, rounds=10),
-                "`balance_by_cost` of random floats, exactly; medians [p20, p80].\n",
+                "Exact solutions of `balance_by_cost` for random float costs; medians [p20, p80].\n",
             ),
         ],
     )

@@ -1,4 +1,4 @@
-"""Every model of torchvision as a pipeline: which layers are native, and whether a step has the same bits."""
+"""Every torchvision model as a pipeline: which layers run natively, and whether a step is bitwise equal."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ NUM_STAGES, CHUNKS, BATCH = 3, 2, 4
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one model.
+    """The result for one model.
 
     Attributes:
-        num_layers: of the sequence.
-        refused: the layers that are not native, with reasons.
+        num_layers: number of layers in the sequence.
+        refused: layers that cannot be lowered, with the reasons.
         report: the comparison with the plain loop; None if a layer was refused.
-        note: how the model was reduced, what went wrong.
-        name: of its constructor.
-        seconds: that all of it took.
+        note: how the model was reduced, and what went wrong.
+        name: name of the constructor.
+        seconds: time to examine the model.
     """
 
     num_layers: int
@@ -47,12 +47,12 @@ class Verdict:
 
     @property
     def num_native(self) -> int:
-        """Layers that are lowered."""
+        """Number of lowered layers."""
         return self.num_layers - len(self.refused)
 
     @property
     def result(self) -> str:
-        """Equal, or by how much not."""
+        """'equal', or the number of differing tensors and the largest relative difference."""
         if self.report is None:
             return "-"
         if self.report.ok:
@@ -62,27 +62,27 @@ class Verdict:
         return f"{len(wrong)} tensors differ, {worst.name} by {worst.relative:.1e}"
 
     def row(self) -> list[object]:
-        """As the table has it."""
+        """Returns the table row."""
         share = f"{self.num_native / self.num_layers:.0%}" if self.num_layers else "-"
         return [self.name, self.num_layers, self.num_native, share, self.result, self.note]
 
 
 def inputs(name: str, batch: int = BATCH) -> Tensor | tuple[Tensor, ...]:
-    """A mini-batch of noise."""
+    """Returns a mini-batch of random noise."""
     generator = torch.Generator().manual_seed(1)
     tensors = tuple(torch.randn(batch, *shape, generator=generator) for shape in shapes_of(name))
     return tensors[0] if len(tensors) == 1 else tensors
 
 
 def loss_of(output: object) -> Tensor:
-    """A weighted sum of all that a model returns, so that nothing cancels out."""
+    """Returns a weighted sum of all outputs, with random weights so that gradients do not cancel."""
     generator = torch.Generator().manual_seed(2)
     tensors, _ = flatten(output)
     return torch.stack([(t * torch.randn(t.shape, generator=generator)).mean() for t in tensors]).sum()
 
 
 def check_outputs(model: nn.Module, sequence: nn.Sequential, x: Tensor | tuple[Tensor, ...]) -> None:
-    """Raises an AssertionError unless both return the same bits, in evaluation."""
+    """Raises AssertionError unless model and sequence return bitwise equal outputs in evaluation mode."""
     model.eval()
     arguments = (x,) if isinstance(x, Tensor) else x
     with torch.no_grad():
@@ -91,19 +91,19 @@ def check_outputs(model: nn.Module, sequence: nn.Sequential, x: Tensor | tuple[T
     model.train()
     assert [len(structure.leaves), len(wanted)] == [len(same.leaves), len(found)]
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), (
-        "the sequence is another function"
+        "the sequence computes another function than the model"
     )
 
 
 def dead_gradients(sequence: nn.Sequential, x: object) -> int:
-    """How many parameters have a gradient of zeros alone: comparing those tells nothing.
+    """Returns the number of parameters whose gradient is missing or zero: comparing these proves nothing.
 
     Raises:
-        AssertionError: a gradient is not finite, so that comparing it would not either.
+        AssertionError: a gradient is not finite, so comparing it would prove nothing either.
     """
     for module in sequence.modules():
         if type(module).__name__ in ("Dropout", "StochasticDepth"):
-            module.eval()  # what drops a block zeroes its gradients by chance
+            module.eval()  # stochastic depth would zero gradients at random
     parameters = list(sequence.parameters())
     gradients = torch.autograd.grad(loss_of(sequence(x)), parameters, allow_unused=True)
     sequence.train()
@@ -112,13 +112,13 @@ def dead_gradients(sequence: nn.Sequential, x: object) -> int:
 
 
 def even_cuts(num_layers: int) -> list[int]:
-    """As many layers for each stage."""
+    """Returns the balance with equally many layers per stage, up to rounding."""
     cuts = [num_layers * i // NUM_STAGES for i in range(NUM_STAGES + 1)]
     return [end - begin for begin, end in itertools.pairwise(cuts)]
 
 
 def refusals(sequence: nn.Sequential, x: object) -> dict[str, str]:
-    """The layers that cannot be lowered by themselves, and why; moves running statistics."""
+    """Returns the layers that cannot be lowered, with reasons. Running statistics change."""
     compiler = Compiler()
     found: dict[str, str] = {}
     for name, layer in sequence.named_children():
@@ -134,7 +134,7 @@ def refusals(sequence: nn.Sequential, x: object) -> dict[str, str]:
 
 
 def examine(name: str) -> Verdict:
-    """One step of a constructor's model, as a pipeline and as the plain loop."""
+    """Builds a constructor's model and compares one pipelined step with the plain loop."""
     start = time.perf_counter()
     verdict = compare(construct(name), inputs(name), shapes_of(name)[0][-2:])
     notes = filter(None, [remark(name), verdict.note])
@@ -142,10 +142,10 @@ def examine(name: str) -> Verdict:
 
 
 def compare(model: nn.Module, x: Tensor | tuple[Tensor, ...], size: Sequence[int]) -> Verdict:
-    """One step of a model, as a pipeline and as the plain loop.
+    """Compares one step of the model as a pipeline with the plain loop.
 
     Args:
-        model: its running statistics move.
+        model: the model; its running statistics change.
         x: a mini-batch.
         size: height and width of the images.
     """
@@ -174,30 +174,30 @@ def _attempt(name: str) -> Verdict:
 
 
 def write(verdicts: Sequence[Verdict], skipped: dict[str, str]) -> None:
-    """Prints the tables, and keeps them."""
+    """Prints the tables and writes them to bench/results."""
     layers, native = (sum(n) for n in zip(*((v.num_layers, v.num_native) for v in verdicts), strict=True))
     equal = sum(v.report is not None and v.report.ok for v in verdicts)
     total = [f"{len(verdicts)} models", layers, native, f"{native / layers:.1%}", f"{equal} equal", ""]
     refused = [(v.name, *item) for v in verdicts for item in v.refused.items()]
-    further = [Table("Constructors left out", ["constructor", "reason"], sorted(skipped.items()))]
+    further = [Table("Excluded constructors", ["constructor", "reason"], sorted(skipped.items()))]
     if refused:
-        further.insert(0, Table("Layers that are not native", ["model", "layer", "reason"], refused))
+        further.insert(0, Table("Layers that cannot run natively", ["model", "layer", "reason"], refused))
     version = importlib.import_module("torchvision").__version__
     report(
         "census_torchvision",
         "Census of torchvision's models",
-        ["model", "layers", "native", "share", "against the plain loop", "note"],
+        ["model", "layers", "native", "share", "compared with the plain loop", "note"],
         [*(v.row() for v in verdicts), total],
-        f"torchvision {version}. Every constructor's model, random weights, as a sequence of its blocks that "
-        f"returns what it returns, in {NUM_STAGES} stages: one step in training mode on {BATCH} samples in "
-        f"{CHUNKS} micro-batches, checkpoint='except_last', one thread. Equal: output, loss, gradients and "
-        "buffers, bit for bit.\n",
+        f"torchvision {version}. Every constructor's model has random weights and is rewritten as a sequence "
+        f"of its blocks that computes the same function, in {NUM_STAGES} stages. One step in training mode, "
+        f"{BATCH} samples in {CHUNKS} micro-batches, checkpoint='except_last', one thread. 'equal' means "
+        "that output, loss, gradients and buffers are bitwise equal.\n",
         further,
     )
 
 
 def main(patterns: Sequence[str] = ()) -> None:
-    """Examines all models, one after the other, and writes the tables; or only those whose names fit."""
+    """Examines the models whose names match a pattern; without patterns, all, and writes the tables."""
     if importlib.util.find_spec("torchvision") is None:
         print("census: skipped, torchvision is not installed")
         return

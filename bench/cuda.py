@@ -1,7 +1,8 @@
-"""Steps on a GPU, four stages on one, against plain PyTorch and torchgpipe: `python -m bench.cuda [row ...]`.
+"""Steps of four stages on one GPU, compared with plain PyTorch and torchgpipe.
 
-Every row is measured in a process of its own. What is known is written after each, so that a run that is cut
-off keeps what it has; a candidate that takes its process with it is left out of another try.
+`python -m bench.cuda [row ...]` measures every row in its own process. Results are written after each row, so
+an interrupted run keeps the rows that it finished. A candidate that crashes its process is excluded when the
+row is retried.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from bench import cuda_copies, cuda_report, measure
 from bench.cuda_subjects import ROWS
 
 SECONDS = float(os.environ.get("GPIPE_FAST_BENCH_SECONDS", "480"))
-# Copies are quick, and may matter most.
+# Copies come early: they are quick and may matter most.
 ORDER = ("tiny-never", "tiny-always", cuda_copies.NAME, *list(ROWS)[2:])
-# A row may take so many times what it needs at least; a process that hangs takes no more from the others.
+# Time limit of a row, as a multiple of its minimum time; bounds what a hanging process costs the other rows.
 PATIENCE = 3
 COPIES_SECONDS = 20
 
 
 @dataclass
 class Attempt:
-    """What a process has left behind.
+    """The outcome of one measuring process.
 
     Attributes:
-        found: its findings, or nothing.
-        fault: why it did not end well; None if it did.
+        found: its findings; empty if it wrote none.
+        fault: why the process failed; None if it succeeded.
     """
 
     found: dict[str, Any] = field(default_factory=dict)
     fault: str | None = None
 
 
-# By name, seconds, and who is left out.
+# Arguments: row name, seconds, excluded candidates.
 Launch = Callable[[str, float, Collection[str]], Attempt]
 
 
 def in_a_process(device: str, small: bool) -> Launch:
-    """Measures a row in a process of its own, which gets four fifths of the time to end by itself."""
+    """Returns a launcher that runs a row in a new process, which gets 80% of the time to exit by itself."""
 
     def launch(name: str, seconds: float, without: Collection[str]) -> Attempt:
         with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +61,7 @@ def in_a_process(device: str, small: bool) -> Launch:
             command += ["--device", device, "--seconds", str(0.8 * seconds), *(["--small"] if small else [])]
             command += [word for each in without for word in ("--without", each)]
             fault = None
-            # To a file: whoever else has the error output open may outlive the process.
+            # stderr goes to a file, not a pipe: a grandchild may keep it open after the process exits.
             with words.open("w") as file:
                 try:
                     code = subprocess.run(command, cwd=measure.ROOT, stderr=file, timeout=seconds).returncode
@@ -75,19 +76,19 @@ def in_a_process(device: str, small: bool) -> Launch:
 
 
 def _last(words: Path) -> str:
-    """Lines of an error output."""
+    """Returns the last lines of a stderr file."""
     lines = [line for line in words.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(line for line in lines if not line.startswith("USDT"))[-800:]
 
 
 def attempt(name: str, launch: Launch, deadline: float, least: float) -> dict[str, Any]:
-    """A row: who takes its process with it is left out, as often as time allows."""
+    """Measures a row; excludes candidates that crash the process and retries while time remains."""
     begin, failed = time.monotonic(), dict[str, str]()
     row: dict[str, Any] = {"candidates": {}, "remarks": []}
     while True:
         seconds = min(deadline - time.monotonic(), PATIENCE * least)
         if seconds < least:
-            row["remarks"].append(f"no more tries: {max(seconds, 0):.0f} s were left, {least:.0f} are wanted")
+            row["remarks"].append(f"no further retry: {max(seconds, 0):.0f} s left, {least:.0f} s needed")
             break
         found = launch(name, seconds, tuple(failed))
         row["candidates"] |= found.found.get("candidates", {})
@@ -113,12 +114,12 @@ def least_seconds(name: str) -> float:
 
 
 class Results:
-    """The JSON and the Markdown of one run, written again with every row.
+    """The JSON and Markdown files of one run, rewritten after every row.
 
     Args:
-        device: where the stages are.
-        seconds: that the run has.
-        small: whether models are small ones.
+        device: device of the stages.
+        seconds: time limit of the run.
+        small: whether the small models are measured.
     """
 
     def __init__(self, device: str, seconds: float, small: bool) -> None:
@@ -137,7 +138,7 @@ class Results:
         }
 
     def keep(self, name: str, row: dict[str, Any]) -> None:
-        """Adds a row, and writes all."""
+        """Adds a row and rewrites both files."""
         self.found["rows"][name] = row
         measure.RESULTS.mkdir(exist_ok=True)
         path = measure.RESULTS / f"{self.name}.json"
@@ -150,12 +151,12 @@ class Results:
 def bench(
     names: Sequence[str], seconds: float, results: Results, launch: Launch, say: Callable[[str], None] = print
 ) -> None:
-    """Measures rows in the order given, as far as time goes."""
+    """Measures the rows in the given order until time runs out."""
     deadline = time.monotonic() + seconds
     for name in names:
         left, least = deadline - time.monotonic(), least_seconds(name)
         if left < least:
-            row: dict[str, Any] = {"skipped": f"{max(left, 0):.0f} s were left, {least:.0f} are wanted"}
+            row: dict[str, Any] = {"skipped": f"{max(left, 0):.0f} s left, {least:.0f} s needed"}
         else:
             row = attempt(name, launch, deadline, least)
         results.keep(name, row)
@@ -164,16 +165,16 @@ def bench(
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cuda", description=__doc__)
-    parser.add_argument("name", nargs="*", help=f"of {', '.join(ORDER)}; by default all")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="that the run has")
-    parser.add_argument("--device", default="cuda:0", help="on which all stages are")
+    parser.add_argument("name", nargs="*", help=f"rows to measure, from {', '.join(ORDER)} (default: all)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of the run")
+    parser.add_argument("--device", default="cuda:0", help="device of all stages")
     parser.add_argument("--small", action="store_true", help="measure small models")
     wanted = parser.parse_args(arguments)
     unknown = [name for name in wanted.name if name not in ORDER]
     if unknown:
-        parser.error(f"no row is called {', '.join(unknown)}; there are {', '.join(ORDER)}")
+        parser.error(f"unknown row: {', '.join(unknown)}; choose from {', '.join(ORDER)}")
     if wanted.device.startswith("cuda") and not torch.cuda.is_available():
-        print("cuda: needs a GPU, and none is visible; nothing is written", flush=True)
+        print("cuda: skipped, needs a GPU and none is visible", flush=True)
         return
     results = Results(wanted.device, wanted.seconds, wanted.small)
     bench(

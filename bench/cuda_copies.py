@@ -1,4 +1,4 @@
-"""Bandwidth of boundaries between stages, against plain copies of the same bytes."""
+"""Bandwidth of stage boundaries, compared with plain copies of the same bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bench.cuda_findings import Findings
 from gpipe_fast import GPipe
 
 NAME = "copies"
-TITLE = "Boundaries between two stages, against plain copies of the same bytes"
+TITLE = "Bandwidth of a boundary between two stages, compared with plain copies of the same bytes"
 BYTES, SMALL_BYTES, CHUNKS, ROUNDS = 512 << 20, 1 << 16, (1, 8), 15
 
 
 def paths(device: str) -> dict[str, tuple[str, str]]:
-    """The devices of the two stages, by the transport between them and where."""
+    """Returns the devices of the two stages for each transport and placement."""
     found = {f"{transport}, the same device": (device, device) for transport in ("pinned", "peer")}
     if torch.device(device).type == "cuda" and torch.cuda.device_count() > 1:
         found |= {f"{transport}, two devices": ("cuda:0", "cuda:1") for transport in ("pinned", "peer")}
@@ -26,13 +26,13 @@ def paths(device: str) -> dict[str, tuple[str, str]]:
 
 
 def boundary(source: str, target: str, transport: str, chunks: int) -> nn.Module:
-    """Two stages between which a mini-batch goes, and which do nothing."""
+    """Returns a pipeline of two stages that do nothing but pass the mini-batch on."""
     layers = nn.Sequential(nn.Identity(), nn.Identity())
     return GPipe(layers, [1, 1], devices=[source, target], chunks=chunks, transport=transport)
 
 
 def plain(transport: str, x: Tensor, target: str) -> Callable[[], object]:
-    """The copy that a transport's bandwidth is compared with: one, of the same bytes."""
+    """Returns the reference for a transport's bandwidth: a single copy of the same bytes."""
     pinned = transport == "pinned"
     there = torch.empty_like(
         x, device="cpu" if pinned else target, pin_memory=pinned and torch.cuda.is_available()
@@ -41,7 +41,10 @@ def plain(transport: str, x: Tensor, target: str) -> Callable[[], object]:
 
 
 def measure(findings: Findings, device: str, small: bool, without: Collection[str] = ()) -> None:
-    """GB/s of each path: what it takes longer than a hand-over without a copy is the copy's time."""
+    """Measures the bandwidth (GB/s) of each path.
+
+    The copy time is the time of the path minus the time of a hand-off without a copy.
+    """
     num_bytes = SMALL_BYTES if small else BYTES
     for name, (source, target) in paths(device).items():
         transport = name.partition(",")[0]
@@ -68,7 +71,7 @@ def _measure(
         for pipe in (through, beside):
             for _ in range(3):
                 if not torch.equal(pipe(x).to(x.device), x):
-                    raise AssertionError("what arrives is not what was sent")
+                    raise AssertionError("the received tensor differs from the sent one")
         candidates = {
             "path": lambda: through(x),
             "none": lambda: beside(x),
@@ -80,7 +83,7 @@ def _measure(
                 times[name].append(_seconds(candidate))
     path, none, copy = (statistics.median(times[name][1:]) for name in ("path", "none", "copy"))
     found = {"path_us": path * 1e6, "hand_over_us": none * 1e6, "plain_gbps": x.nbytes / copy / 1e9}
-    # What takes no longer than no copy at all was not measured.
+    # If the path takes no longer than a hand-off without a copy, the bandwidth is not measurable.
     rate = x.nbytes / (path - none) / 1e9 if path > none else None
     return {**found, "gbps": rate, "share": rate and rate / found["plain_gbps"]}
 

@@ -1,7 +1,7 @@
-"""The steps that `cuda_counts` counts: run in a process of its own on the runtime of tests/fake_cuda.
+"""The process in which `cuda_counts` counts a step, on the fake CUDA runtime of tests/fake_cuda.
 
-`python -m bench.cuda_counted OPERATORS PACKAGE SETUP`: loads the operators, imports gpipe_fast from the
-folder PACKAGE, and trains as SETUP, in JSON, says. The log has a mark before and after the last step.
+`python -m bench.cuda_counted OPERATORS PACKAGE SETUP` loads the operators, imports gpipe_fast from the
+folder PACKAGE and trains as the JSON SETUP describes. Marks in the log enclose the last step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.peers import checkpointed, looped
 
 STAGES, CHUNKS = 4, 8
 WIDTH, HEADS, VOCAB, LENGTH, BATCH = 32, 4, 64, 8, 16
-# Plans are made by the first two, graphs by the third.
+# The first two steps make plans; the third captures graphs.
 WARM_UP = 4
 BEGIN, END = "counted", "counted to here"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
@@ -30,14 +30,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and how.
+    """The model and the way it is trained.
 
     Attributes:
         how: 'captured', 'uncaptured', or 'plain loop', which recomputes each stage as a whole.
         precision: 'fp32', 'bf16', or 'autocast' of fp32 parameters to bf16.
-        devices: how many the four stages are on.
-        blocks: of the GPT.
-        dropout: the probability of a dropout layer behind each block; none if 0.
+        devices: number of devices that the four stages share.
+        blocks: number of blocks of the GPT.
+        dropout: the probability of a dropout layer after each block; no such layer if 0.
     """
 
     how: str
@@ -51,7 +51,7 @@ class Setup:
 
 
 def layers(setup: Setup) -> list[nn.Module]:
-    """Embedding, blocks, norm and head; a dropout is one layer with its block."""
+    """Returns embedding, blocks, norm and head; a dropout forms one layer with its block."""
     found: list[nn.Module] = []
     for name, layer in gpt(setup.blocks, WIDTH, HEADS, VOCAB, LENGTH).named_children():
         dropped = name.startswith("block") and setup.dropout > 0
@@ -60,13 +60,13 @@ def layers(setup: Setup) -> list[nn.Module]:
 
 
 def balance(count: int) -> list[int]:
-    """As even as can be."""
+    """Returns the most even balance."""
     cuts = [count * stage // STAGES for stage in range(STAGES + 1)]
     return [end - begin for begin, end in itertools.pairwise(cuts)]
 
 
 def trained(setup: Setup) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter]]:
-    """The pipeline or the loop, and its parameters, which are on the devices."""
+    """Returns the pipeline or the plain loop, and its parameters on their devices."""
     from gpipe_fast import GPipe
 
     torch.manual_seed(0)
@@ -83,9 +83,9 @@ def trained(setup: Setup) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter
 
 
 def train(setup: Setup, mark: Callable[[bytes], object]) -> Callable[[Tensor], Tensor]:
-    """Prints the parameters' addresses and trains; marks the last step, and returns what computed it.
+    """Prints the parameters' addresses and trains; marks the last step and returns the forward function.
 
-    Gradients are dropped before each step, and no optimizer runs: what is counted is forward and backward.
+    Gradients are reset before each step and no optimizer runs: only forward and backward are counted.
     """
     forward, parameters = trained(setup)
     print(*(hex(parameter.data_ptr()) for parameter in parameters))
@@ -118,7 +118,7 @@ def main() -> None:
     forward = train(Setup(**json.loads(text)), ctypes.CDLL(None).fake_cuda_mark)
     if isinstance(forward, gpipe_fast.GPipe):
         print(gpipe_fast.doctor(forward))
-    # Without the destructors of static objects, which may find threads of autograd still there.
+    # Skips destructors of static objects, which may run while autograd's threads are still alive.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,7 +1,7 @@
-"""What a step costs on GPUs, counted without one: launches, bytes, casts, events and calls of the runtime.
+"""The cost of a step on GPUs, counted without a GPU: launches, bytes, casts, events and CUDA runtime calls.
 
-`python -m bench cuda-counts` runs steps on the CUDA runtime of tests/fake_cuda, reads its log, and keeps the
-table. `python -m bench.cuda_counts --before FOLDER` counts those of the built tree in FOLDER too.
+`python -m bench cuda-counts` runs steps on the fake CUDA runtime of tests/fake_cuda, reads its log and writes
+the table. `python -m bench.cuda_counts --before FOLDER` also counts the steps of the built tree in FOLDER.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ HEADERS = (
     "graph nodes", "MB read", "MB written", "MB copied", "casts", "casts of parameters",
     "events recorded", "stream waits",
 )  # fmt: skip
-# Lines of the log that are no call of the runtime.
+# Log lines that are not runtime calls.
 NO_CALLS = {"read", "write", "mark", "stream"}
 NOTE = (
-    "One training step after warm-up, forward and backward given the gradient of the output, without an "
-    "optimizer, counted in the log of the CUDA runtime without a GPU in tests/fake_cuda; there are no times. "
-    f"The models are GPTs in {STAGES} stages, width {WIDTH}, {HEADS} heads, sequence {LENGTH}, "
-    f"batch {BATCH}, {CHUNKS} micro-batches, checkpoint 'except_last'; the plain loop recomputes all. "
-    "Host calls are all that the host asks of the runtime: launches, copies, fills, events, waits, queries, "
-    "allocations. An operator that is no view counts as one launch; a real one may launch several kernels. "
-    "Operators, copies and fills in a replayed graph are its nodes, and no host calls. Bytes are those of "
-    "the tensors that operators read and write, replayed or not, and of copies and fills. A cast is a copy "
-    "from one dtype to another. Every fp32 weight that autocast casts once is one cast of a parameter. "
-    "Attention is in its mathematical form, since the runtime has no other.\n"
+    "One training step after warm-up: forward and backward from a given output gradient, without an "
+    "optimizer. The counts come from the log of the fake CUDA runtime in tests/fake_cuda; no time is "
+    f"measured. The model is a GPT in {STAGES} stages, width {WIDTH}, {HEADS} heads, sequence {LENGTH}, "
+    f"batch {BATCH}, {CHUNKS} micro-batches, checkpoint 'except_last'; the plain loop recomputes every "
+    "micro-batch. Host calls are all calls into the runtime: launches, copies, fills, events, waits, queries "
+    "and allocations. Each operator other than a view counts as one launch; on a GPU it may launch several "
+    "kernels. Operators, copies and fills inside a replayed graph count as graph nodes, not as host calls. "
+    "Bytes are the sizes of the tensors that operators read and write, replayed or not, and of copies and "
+    "fills. A cast is a copy between dtypes. Casts of parameters are the casts of fp32 weights by autocast. "
+    "Attention uses its mathematical form, the only one that the fake runtime supports.\n"
 )
 
 
@@ -47,11 +47,11 @@ class Counts:
     """What one step did.
 
     Attributes:
-        calls: of the host, by kind of line in the log; those of operators are called 'operator'.
-        nodes: of replayed graphs, by the same kinds.
-        operators: by name, replayed or not.
-        casts: by the two types.
-        parameter_casts: those that read a parameter.
+        calls: host calls by kind of log line; operator launches have the kind 'operator'.
+        nodes: nodes of replayed graphs, by the same kinds.
+        operators: operators by name, replayed or not.
+        casts: casts by source and target dtype.
+        parameter_casts: casts that read a parameter.
         read, written, copied: bytes.
     """
 
@@ -81,14 +81,14 @@ class Counts:
 
 
 def count(lines: Iterable[str], parameters: Container[str] = ()) -> Counts:
-    """Counts what a log has between the marks.
+    """Counts the log lines between the marks.
 
     Args:
-        lines: of the log.
-        parameters: addresses, as the log writes them.
+        lines: lines of the log.
+        parameters: addresses of the parameters, in the log's notation.
     """
     counts, inside = Counts(), False
-    graphs: dict[str, str] = {}  # threads that launch one, and the stream that will wait for it
+    graphs: dict[str, str] = {}  # threads that are launching a graph, and the stream that will wait for it
     for line in lines:
         thread, kind, *words = line.rstrip("\n").split("\t")
         if kind == "mark" and words[0] in (BEGIN, END):
@@ -124,10 +124,10 @@ def _take(
 
 
 def run(setup: Setup, libraries: tuple[Path, Path], package: Path = ROOT) -> Counts:
-    """Trains on the runtime that is not there.
+    """Trains on the fake CUDA runtime and returns the counts of the last step.
 
     Raises:
-        RuntimeError: the process failed, or a step was not replayed that should have been.
+        RuntimeError: the process failed, or a captured step was not replayed.
     """
     runtime, operators = libraries
     command = [sys.executable, "-W", "ignore", "-m", "bench.cuda_counted", str(operators), str(package)]
@@ -154,7 +154,7 @@ def run(setup: Setup, libraries: tuple[Path, Path], package: Path = ROOT) -> Cou
 
 
 def setups(blocks: int = 24) -> list[Setup]:
-    """What the table has."""
+    """Returns the setups of the table."""
     precisions = ("fp32", "bf16", "autocast")
     found = [Setup("plain loop", precision, blocks=blocks) for precision in precisions]
     for devices in (1, 4):
@@ -164,7 +164,7 @@ def setups(blocks: int = 24) -> list[Setup]:
 
 
 def tables(found: Sequence[tuple[str, Setup, Counts]]) -> tuple[list[list[object]], Table]:
-    """The counts, and how often each operator is launched on one device."""
+    """Returns the rows of counts, and a table of operator launches on one device."""
     rows: list[list[object]] = []
     for tree, setup, counts in found:
         precision = setup.precision + (f", dropout {setup.dropout:g}" if setup.dropout else "")
@@ -179,20 +179,18 @@ def tables(found: Sequence[tuple[str, Setup, Counts]]) -> tuple[list[list[object
         [name, *((counts.operators + counts.casts)[name] for counts in columns.values())]
         for name, _ in sorted(total.items(), key=lambda item: (-item[1], item[0]))
     ]
-    note = "Casts, by their two types, are among the launches of aten::copy_.\n"
+    note = "Casts, listed by source and target dtype, are also counted as aten::copy_.\n"
     return rows, Table("Operators on one device", ["operator", *columns], lines, note)
 
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cuda_counts", description=__doc__)
-    parser.add_argument("--before", type=Path, help="a built tree whose steps are counted too")
+    parser.add_argument("--before", type=Path, help="a built tree whose steps are also counted")
     wanted = parser.parse_args(arguments)
     from tests.fake_cuda.build import build, can_build
 
     if not can_build():
-        print(
-            "cuda-counts: needs an extension built with CUDA, and the toolkit's headers; nothing is written"
-        )
+        print("cuda-counts: skipped, needs an extension built with CUDA and the toolkit's headers")
         return
     libraries, packages = build(), {"now": ROOT}
     if wanted.before is not None:
@@ -204,7 +202,9 @@ def main(arguments: Sequence[str] = ()) -> None:
                 print(f"counting {setup}, {tree}", file=sys.stderr, flush=True)
                 found.append((tree, setup, run(setup, libraries, package)))
     rows, operators = tables(found)
-    report("cuda_counts", "What a step on GPUs is made of", HEADERS, rows, NOTE, [operators])
+    report(
+        "cuda_counts", "Launches, bytes and runtime calls of a step on GPUs", HEADERS, rows, NOTE, [operators]
+    )
 
 
 if __name__ == "__main__":

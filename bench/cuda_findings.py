@@ -1,4 +1,4 @@
-"""What one row of the CUDA benchmark has measured so far, kept in a file while it runs."""
+"""The measurements of one row of the CUDA benchmark, saved to a file while it runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 
 
 class Findings:
-    """What is known so far, in a file.
+    """Measurements so far, mirrored in a JSON file.
 
     Attributes:
-        candidates: by name; what is not known of one is not there.
+        candidates: measurements by candidate; missing keys have not been measured.
+        remarks: remarks on the whole row.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +25,7 @@ class Findings:
         self.remarks: list[str] = []
 
     def at(self, name: str | None) -> None:
-        """Says who is at work."""
+        """Records which candidate runs now, and writes the file."""
         text = json.dumps({"at": name, "candidates": self.candidates, "remarks": self.remarks})
         beside = self._path.with_suffix(".new")
         beside.write_text(text)
@@ -34,10 +35,10 @@ class Findings:
         self.candidates.setdefault(name, {}).update(found)
 
     def fail(self, name: str, error: BaseException) -> None:
-        """Says why there is no more of a candidate.
+        """Records why a candidate failed.
 
         Raises:
-            BaseException: the same, where the device is of no more use to others either.
+            BaseException: the device is unusable after the failure.
         """
         self.note(name, failed=f"{type(error).__name__}: {str(error).strip()[:600]}")
         self.at(None)
@@ -45,7 +46,7 @@ class Findings:
 
 
 def settle() -> None:
-    """Waits for the device, and gives back what nobody uses."""
+    """Waits for the device and frees unused memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Tables of what the CUDA benchmark has found, and what was asked of it."""
+"""Tables of the CUDA benchmark's findings, and the performance targets."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from bench.cuda_subjects import COMPILED, LOOP, OURS, ROWS, STAGES, TORCHGPIPE, 
 from bench.measure import Ratio, Table, report, timing
 
 HEADERS = (
-    "candidate", "ms: median [p20, p80]", "per second", "ours is x times faster", "host, µs a task",
+    "candidate", "ms: median [p20, p80]", "per second", "speedup of gpipe_fast", "host, µs per task",
     "device idle", "peak, MiB", "reserved, MiB", "error",
 )  # fmt: skip
-ASKED = ("row", "what", "asked", "found", "")
-# Of ours against float64, in errors of the plain loop.
+ASKED = ("row", "quantity", "target", "measured", "met")
+# Limit for our error against float64, as a multiple of the plain loop's error.
 LIMIT = 2.0
 
 
 NOTE = (
-    "All stages are on one device. Every row has a process of its own, in which candidates take turns; "
-    "a step is forward and backward given the gradient of the output, until the device is done. Plain "
-    "loops recompute each stage as a whole with non-reentrant torch.utils.checkpoint. A task is one "
-    "micro-batch in one stage, forward and backward; the host's time is that until the calls return. "
-    "Ratios are in pairs of one round: the median, with its 95% confidence interval. Idle is the share "
-    "of some steps, one after the other, in which the device runs no kernel and no copy. Memory is what "
-    "a step needs beyond parameters and input. The error is the largest of any gradient against "
-    "float64, as a share of the largest of its tensor, of a small model of the kind; ours may be "
-    f"{LIMIT:g} times the plain loop's, or it is WRONG and gets no ratio.\n"
+    "All stages share one device. Every row has its own process, in which the candidates alternate. A step "
+    "is forward and backward from a given output gradient, until the device has finished. Plain loops "
+    "recompute each stage as a whole with non-reentrant torch.utils.checkpoint. A task is the forward and "
+    "backward of one micro-batch in one stage; host time ends when the calls return. Speedups are paired by "
+    "round: the median with its 95% confidence interval. Idle is the fraction of consecutive steps in which "
+    "the device runs neither a kernel nor a copy. Memory excludes parameters and input. The error is the "
+    "largest gradient error against float64, relative to the largest element of its tensor, on a small model "
+    f"of the same kind. If ours exceeds {LIMIT:g} times the plain loop's error, it is WRONG and gets no "
+    "speedup.\n"
 )
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part."""
+    """Returns the versions of CUDA, cuDNN, the GPU and the packages involved."""
     found = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -48,12 +48,12 @@ def versions() -> dict[str, str]:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "is not there"
+            found[package] = "not installed"
     return found
 
 
 def right(name: str, candidates: Mapping[str, Any]) -> bool:
-    """Whether what is ours is no further off than it may be; of others nothing is asked."""
+    """Returns whether our candidate's error is within the limit; other candidates only need an error."""
     found = candidates.get(name, {})
     if "error" not in found:
         return False
@@ -62,7 +62,7 @@ def right(name: str, candidates: Mapping[str, Any]) -> bool:
 
 
 def ratio(name: str, candidates: Mapping[str, Any], of: str = OURS) -> Ratio | None:
-    """How many times faster ours is, if both are right; samples are in pairs of one round."""
+    """Returns the speedup of `of` over candidate `name`, paired by round; None unless both are right."""
     pair = [candidates.get(each, {}).get("step_us") for each in (name, of)]
     if not all(pair) or not (right(name, candidates) and right(of, candidates)):
         return None
@@ -71,20 +71,20 @@ def ratio(name: str, candidates: Mapping[str, Any], of: str = OURS) -> Ratio | N
 
 
 def table(name: str, row: Mapping[str, Any]) -> Table:
-    """Of one row."""
+    """Returns the table of one row."""
     note = "".join(f"{remark}. " for remark in row.get("remarks", []))
     note += f"Skipped: {row['skipped']}. " if "skipped" in row else ""
     note += f"Failed: {row['failed']}. " if "failed" in row else ""
     candidates = row.get("candidates", {})
     if name == cuda_copies.NAME:
-        headers: tuple[str, ...] = ("path", "GB/s", "plain copy, GB/s", "share", "hand-over, µs")
+        headers: tuple[str, ...] = ("path", "GB/s", "plain copy, GB/s", "share", "hand-off, µs")
         cells = [[title, *_copies(found)] for title, found in candidates.items()]
         return Table(cuda_copies.TITLE, headers, cells, note + "\n")
     subject = ROWS[name].small if row.get("small") else ROWS[name].full
     dtype = str(subject.dtype).removeprefix("torch.")
     note += (
         f"Batch {subject.batch}, {subject.chunks} micro-batches, {STAGES} stages, checkpoint "
-        f"'{subject.checkpoint}', {dtype}; per second: {subject.unit[0]}.\n"
+        f"'{subject.checkpoint}', {dtype}; 'per second' counts {subject.unit[0]}.\n"
     )
     cells = [[each, *_cells(each, candidates, subject)] for each in candidates]
     return Table(ROWS[name].title, HEADERS, cells, note)
@@ -105,7 +105,10 @@ def _copies(found: Mapping[str, Any]) -> list[object]:
 def _cells(name: str, candidates: Mapping[str, Any], subject: Any) -> list[object]:
     found = candidates[name]
     if "step_us" not in found:
-        return [f"FAILED: {found.get('failed', 'ended before it was timed')}", *[""] * (len(HEADERS) - 2)]
+        return [
+            f"FAILED: {found.get('failed', 'ended before it was timed')}",
+            *[""] * (len(HEADERS) - 2),
+        ]
     time = timing(found["step_us"])
     count = subject.batch * subject.unit[1]
     faster, idle = ratio(name, candidates), found.get("idle")
@@ -121,19 +124,19 @@ def _cells(name: str, candidates: Mapping[str, Any], subject: Any) -> list[objec
 
 
 def per_task(found: Mapping[str, Any], subject: Any) -> float:
-    """Microseconds of the host for one micro-batch in one stage, forward and backward."""
+    """Returns the host time (µs) of one micro-batch in one stage, forward and backward."""
     median: float = statistics.median(found["host_us"])
     return median / (STAGES * int(subject.chunks))
 
 
 def _error(name: str, candidates: Mapping[str, Any]) -> str:
     found = candidates[name]
-    text = f"{found['error']:.1e}" + (", the loop's bits" if found["equal"] and name != LOOP else "")
+    text = f"{found['error']:.1e}" + (", equal to the loop" if found["equal"] and name != LOOP else "")
     return text if right(name, candidates) else f"WRONG: {text}"
 
 
 def asked(rows: Mapping[str, Any]) -> list[list[object]]:
-    """What the project set itself, and whether it is so."""
+    """Returns one line per performance target: the limit, the measured value and whether it is met."""
     lines: list[list[object]] = []
 
     def line(row: str, what: str, limit: str, found: float | None, good: bool) -> None:
@@ -159,19 +162,19 @@ def asked(rows: Mapping[str, Any]) -> list[list[object]]:
             subject = ROWS[name].full
             both = "host_us" in ours and "host_us" in theirs
             share = per_task(ours, subject) / per_task(theirs, subject) if both else None
-            at_most(name, "host time a task, of torchgpipe's", 0.1, share)
-            at_least(name, "steps, times faster than torchgpipe's", 10, median[TORCHGPIPE])
+            at_most(name, "host time per task, relative to torchgpipe", 0.1, share)
+            at_least(name, "speedup over torchgpipe", 10, median[TORCHGPIPE])
             continue
         if COMPILED in ROWS[name].full.names:
-            line(name, "times faster than torch.compile", "-", median[COMPILED], True)
+            line(name, "speedup over torch.compile", "-", median[COMPILED], True)
             continue
-        at_least(name, "times faster than the plain loop", 1.05, median[LOOP])
-        at_least(name, "times faster than torchgpipe", 1.2, median[TORCHGPIPE])
+        at_least(name, "speedup over the plain loop", 1.05, median[LOOP])
+        at_least(name, "speedup over torchgpipe", 1.2, median[TORCHGPIPE])
         at_most(name, "device idle within steps", 0.02, ours.get("idle"))
         known = "peak_bytes" in ours and "peak_bytes" in theirs
         at_most(
             name,
-            "peak memory, of torchgpipe's",
+            "peak memory, relative to torchgpipe",
             1.0,
             ours["peak_bytes"] / theirs["peak_bytes"] if known else None,
         )
@@ -184,7 +187,7 @@ def write(name: str, device: str, found: Mapping[str, Any]) -> None:
     words = "; ".join(f"{what}: {which}" for what, which in found["versions"].items())
     report(
         name,
-        f"Pipelines on {device}" + (", small models: the figures mean nothing" if small else ""),
+        f"Pipelines on {device}" + (" (small models: the figures are meaningless)" if small else ""),
         ASKED,
         asked(rows),
         f"{words}. {NOTE}",
@@ -194,7 +197,7 @@ def write(name: str, device: str, found: Mapping[str, Any]) -> None:
 
 
 def line(name: str, row: Mapping[str, Any]) -> str:
-    """One row in one line, for who looks on."""
+    """Returns a one-line summary of a row, for the console."""
     if "skipped" in row:
         return f"{name}: skipped, {row['skipped']}"
     parts = []

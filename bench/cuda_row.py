@@ -1,7 +1,7 @@
-"""One row of the CUDA benchmark: `python -m bench.cuda_row NAME FILE`, in a process of its own.
+"""One row of the CUDA benchmark, in its own process: `python -m bench.cuda_row NAME FILE`.
 
-What is found is written to FILE as it comes, with the name of the candidate that is at work: whoever started
-the process knows whom it ended with.
+Findings are written to FILE as they are made, together with the candidate that is running, so the parent
+process knows which candidate crashed this one.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from bench.idle import idle_share, intervals
 from bench.peers import Step, off_by
 from gpipe_fast import GPipe, doctor
 
-# Before what is counted: plans are made, programs captured and replayed.
+# Steps before the counted ones: they make plans, capture graphs and replay them.
 WARM_UP = 4
 PROFILED_STEPS = 2
 
 
 class Measurement:
-    """Of one row.
+    """Measures one row.
 
     Args:
-        row: what.
-        device: where.
-        findings: filled in.
-        deadline: of `time.monotonic()`, after which no more rounds begin.
-        backend: of torch.compile.
+        row: the row.
+        device: device of the stages.
+        findings: receives the measurements.
+        deadline: value of `time.monotonic()` after which no new round begins.
+        backend: backend of torch.compile.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Measurement:
         names = [name for name in names if "failed" not in self.findings.candidates[name]]
         settle()
         if self._counts:
-            torch._C._cuda_clearCublasWorkspaces()  # those that a step brings with it are counted
+            torch._C._cuda_clearCublasWorkspaces()  # the workspaces that a step allocates count as its memory
         data = self.row.full.data(self.device)
         for name in names:
             self.findings.at(name)
@@ -64,11 +64,11 @@ class Measurement:
         if time.monotonic() < self.deadline:
             self.idle()
         else:
-            self.findings.remarks.append("no time was left for profiles")
+            self.findings.remarks.append("no time left for profiles")
         self.findings.at(None)
 
     def errors(self, names: Collection[str]) -> None:
-        """Against float64, of gradients of the first step and of the last of several."""
+        """Records each candidate's gradient error against float64, for the first and for a later step."""
         small = self.row.small
         data = small.data(self.device)
         exact, plain = small.exact(self.device, data), small.step(LOOP, self.device, data)
@@ -87,7 +87,7 @@ class Measurement:
                 self.findings.fail(name, error)
 
     def build(self, name: str, data: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Makes a candidate, and counts the memory that a step of it needs beyond parameters and input."""
+        """Builds a candidate and records the memory that its step needs beyond parameters and input."""
         begin = time.monotonic()
         step = self.row.full.step(name, self.device, data, self.backend)
         settle()
@@ -113,11 +113,14 @@ class Measurement:
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
     def times(self) -> None:
-        """Microseconds until a step's call returns, and until the device is done; candidates take turns."""
+        """Records the time until a step's call returns and until the device has finished (µs).
+
+        The candidates alternate.
+        """
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in self.steps}
         for round_index in range(self.row.rounds):
             if round_index >= 2 and time.monotonic() > self.deadline:
-                self.findings.remarks.append(f"time ran out after {round_index} rounds")
+                self.findings.remarks.append(f"time limit reached after {round_index} rounds")
                 break
             for name, step in self.steps.items():
                 self.findings.at(name)
@@ -135,7 +138,10 @@ class Measurement:
         return (returned - begin) * 1e6, (time.perf_counter() - begin) * 1e6
 
     def idle(self) -> None:
-        """The device's, while steps follow each other; the first profile of a process is another's."""
+        """Records the device's idle share during consecutive steps.
+
+        The first profile of the process profiles a dummy operator and is discarded.
+        """
         intervals(lambda: torch.ones((), device=self.device), self.device)
         for name, step in self.steps.items():
             self.findings.at(name)
@@ -159,19 +165,19 @@ def run(
     """Measures a row.
 
     Args:
-        name: in `ROWS`, or 'copies'.
-        path: of the findings.
-        device: where the stages are.
-        seconds: that there are.
-        small: measure small models, and compile nothing.
-        without: candidates that are left out.
+        name: a key of `ROWS`, or 'copies'.
+        path: file of the findings.
+        device: device of the stages.
+        seconds: time limit.
+        small: whether to measure the small models and compile nothing.
+        without: excluded candidates.
     """
     findings, deadline = Findings(path), time.monotonic() + seconds
     if name == cuda_copies.NAME:
         cuda_copies.measure(findings, device, small, without)
         return
     row = in_small(ROWS[name]) if small else ROWS[name]
-    # Profiles come after the rounds.
+    # 20% of the time is reserved for the profiles after the rounds.
     backend = "eager" if small else "inductor"
     Measurement(row, device, findings, deadline - 0.2 * seconds, backend).run(without)
 
@@ -185,7 +191,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--without", action="append", default=[])
     wanted = parser.parse_args()
-    # Where it hangs, before it is killed.
+    # Prints a traceback of a hanging process before the parent kills it.
     faulthandler.dump_traceback_later(1.15 * wanted.seconds)
     run(**vars(wanted))
 

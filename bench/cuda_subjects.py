@@ -1,4 +1,4 @@
-"""What is compared on a GPU: models, their mini-batches, and the candidates that train them."""
+"""The subjects of the CUDA benchmark: models, mini-batches, and the candidates that train them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpipe_fast import GPipe
 STAGES = 4
 OURS, UNCAPTURED = "gpipe_fast, captured", "gpipe_fast, not captured"
 LOOP, COMPILED, TORCHGPIPE = "plain loop", "plain loop, torch.compile", "torchgpipe"
-# Plain PyTorch first: by its error others are judged.
+# The plain loop comes first: the errors of the others are judged by its error.
 EAGER = (LOOP, OURS, UNCAPTURED, TORCHGPIPE)
 
 
@@ -30,15 +30,15 @@ class Subject:
     """A model in four stages, and steps of it.
 
     Attributes:
-        make: the model.
+        make: builds the model.
         sample: the shape of a sample.
-        batch: samples of a mini-batch.
-        chunks: micro-batches.
-        vocab: tokens that there are; None where samples are noise.
-        dtype: of parameters and noise.
+        batch: number of samples in a mini-batch.
+        chunks: number of micro-batches.
+        vocab: size of the vocabulary; None if samples are random noise.
+        dtype: dtype of the parameters and of the noise.
         checkpoint: 'always' or 'never'.
-        unit: what throughput counts, and how many a sample has.
-        names: of the candidates.
+        unit: unit of throughput, and number of units per sample.
+        names: names of the candidates.
     """
 
     make: Callable[[], nn.Sequential]
@@ -52,13 +52,13 @@ class Subject:
     names: tuple[str, ...] = EAGER
 
     def model(self, device: str) -> nn.Sequential:
-        """The same parameters every time."""
+        """Returns a new model; its parameters are the same on every call."""
         torch.manual_seed(0)
         with torch.device(device):
             return self.make().to(self.dtype)
 
     def data(self, device: str) -> tuple[Tensor, Tensor]:
-        """The mini-batch, and the gradient of its output."""
+        """Returns the mini-batch and the gradient of its output."""
         dtype = self.dtype if self.vocab is None else torch.long
         with torch.no_grad():
             output = self.model("meta")(torch.zeros((2, *self.sample), dtype=dtype, device="meta"))
@@ -71,16 +71,16 @@ class Subject:
         return x, torch.randn(shape_out, device=device, dtype=self.dtype)
 
     def balance(self, layers: int) -> list[int]:
-        """As even as can be, the longer ones last."""
+        """Returns the most even balance; longer partitions come last."""
         cuts = [layers * stage // STAGES for stage in range(STAGES + 1)]
         return [end - begin for begin, end in itertools.pairwise(cuts)]
 
     def candidates(self) -> list[str]:
-        """Those that are there."""
+        """Returns the names of the candidates that are installed."""
         return [name for name in self.names if name != TORCHGPIPE or has_torchgpipe()]
 
     def step(self, name: str, device: str, data: tuple[Tensor, Tensor], backend: str = "inductor") -> Step:
-        """A candidate, with a model of its own."""
+        """Returns a step of a candidate, with its own model."""
         model = self.model(device)
         balance, devices = self.balance(len(model)), [device] * STAGES
         pipeline: dict[str, Any] = {"devices": devices, "chunks": self.chunks, "checkpoint": self.checkpoint}
@@ -102,7 +102,7 @@ class Subject:
         return Step(model.parameters(), forward, *data)
 
     def exact(self, device: str, data: tuple[Tensor, Tensor]) -> Step:
-        """The plain loop in float64, from the same numbers."""
+        """Returns a step of the plain loop in float64, from the same parameters and inputs."""
         model = self.model(device).double()
         x, gradient = (t.double() if t.is_floating_point() else t for t in data)
         return Step(model.parameters(), looped(model, self.chunks), x, gradient)
@@ -110,14 +110,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured in a process of its own.
+    """A measurement that runs in its own process.
 
     Attributes:
-        title: of its table.
-        full: in full size.
-        small: of the same kind, for errors against float64.
-        least: seconds without which it is not begun.
-        rounds: samples of each candidate, at most.
+        title: title of the table.
+        full: the subject in full size.
+        small: a small subject of the same kind, for errors against float64.
+        least: minimum time in seconds; with less time left, the row is skipped.
+        rounds: maximum number of samples per candidate.
     """
 
     title: str
@@ -144,22 +144,22 @@ _COMPILED = (LOOP, OURS, COMPILED)
 def _gpt(chunks: int, names: tuple[str, ...], least: int) -> Row:
     what = "GPT, 24 layers, width 1024, sequence 1024, bfloat16"
     if COMPILED in names:
-        what += ", beside torch.compile"
-    # Four sequences of the small one a micro-batch, or one.
+        what += ", with torch.compile"
+    # At most 16 micro-batches, because the small subject's mini-batch has 16 sequences.
     small = replace(_SMALL_GPT, chunks=min(chunks, 16), names=names)
     return Row(f"{what}: M = {chunks}", replace(_GPT, chunks=chunks, names=names), small, least, 7)
 
 
-# The dearest last.
+# The most expensive rows come last.
 ROWS = {
     "tiny-never": Row(
-        "4 x 2 x (Linear(64, 64), ReLU), nothing recomputed",
+        "4 x 2 x (Linear(64, 64), ReLU), no recomputation",
         replace(_TINY, checkpoint="never"),
         replace(_TINY, checkpoint="never"),
         20,
         60,
     ),
-    "tiny-always": Row("4 x 2 x (Linear(64, 64), ReLU), all recomputed", _TINY, _TINY, 20, 60),
+    "tiny-always": Row("4 x 2 x (Linear(64, 64), ReLU), full recomputation", _TINY, _TINY, 20, 60),
     "gpt-8": _gpt(8, EAGER, 40),
     "resnet": Row(
         "ResNet-101, 224 x 224, float32",
@@ -180,5 +180,5 @@ ROWS = {
 
 
 def in_small(row: Row) -> Row:
-    """The same, of sizes for machines without a GPU."""
+    """Returns the row with its small subject, for machines without a GPU."""
     return replace(row, full=row.small, rounds=2)

@@ -150,7 +150,7 @@ def test_rows_for_which_no_time_is_left_are_skipped(kept: Path) -> None:
     )
     found, text = written(kept)
     assert "skipped" not in found["rows"]["tiny-never"]
-    assert "are wanted" in found["rows"]["gpt-8"]["skipped"]
+    assert "s needed" in found["rows"]["gpt-8"]["skipped"]
     assert "Skipped:" in text
     assert "skipped" in lines[1]
 
@@ -166,7 +166,7 @@ def test_what_is_wrong_gets_no_ratio() -> None:
             del candidates[OURS]["error"]
         assert cuda_report.ratio(LOOP, candidates) is None
         asked = {line[1]: line[3:] for line in cuda_report.asked({"gpt-8": {"candidates": candidates}})}
-        assert asked["times faster than the plain loop"] == ["-", ""]
+        assert asked["speedup over the plain loop"] == ["-", ""]
     assert cuda_report.right(OURS, {LOOP: GOOD, OURS: {**wrong, "error": 2e-7}})
     table = cuda_report.table("gpt-8", {"candidates": {LOOP: GOOD, OURS: wrong}})
     assert [str(row[-1])[:5] for row in table.rows] == ["1.0e-", "WRONG"]
