@@ -1,4 +1,4 @@
-"""The engine alone: steps of empty programs, beside bare hand-overs between two threads."""
+"""Overhead of the engine alone: steps of empty programs, and bare thread hand-offs for comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUNDS, STEPS = 200, 20
 
 @dataclass
 class Samples:
-    """Microseconds of steps: plain, recorded, waking the workers; and of single hand-overs."""
+    """Times in µs: steps, recorded steps, steps that must wake the workers, and single hand-offs."""
 
     steps: list[float] = field(default_factory=list)
     recorded_steps: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ Size = tuple[int, int]  # stages, micro-batches
 
 
 def build(folder: Path) -> Path:
-    """Compiles the C++ half, optimised as the extension is."""
+    """Compiles the C++ half with the extension's optimization level."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
     binary = folder / "engine"
     command = [compiler, "-std=c++17", "-O3", "-Icsrc", "-pthread", *SOURCES, "-o", str(binary)]
@@ -47,7 +47,7 @@ def build(folder: Path) -> Path:
 
 
 def run(binary: Path, rounds: int, steps: int) -> dict[Size, Samples]:
-    """Samples by size; ``steps`` steps each. The program checks that every action runs, in order."""
+    """Runs the C++ program, which checks the order of actions; returns samples by size."""
     command = [str(binary), str(rounds), str(steps)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     samples: dict[Size, Samples] = defaultdict(Samples)
@@ -61,12 +61,12 @@ def run(binary: Path, rounds: int, steps: int) -> dict[Size, Samples]:
 
 
 def rows(samples: Mapping[Size, Samples]) -> list[list[object]]:
-    """One for each size, beginning with its number of stages and of micro-batches."""
+    """Returns one row per size; a row starts with the numbers of stages and micro-batches."""
     result: list[list[object]] = []
     for (num_stages, num_microbatches), sample in samples.items():
         computing = 2 * num_stages * num_microbatches
         hand_overs = 2 * (num_stages - 1) * num_microbatches
-        actions = computing + 2 * hand_overs  # each is a SEND and a RECV
+        actions = computing + 2 * hand_overs  # each hand-off is a SEND and a RECV
         bare = statistics.median(sample.hand_overs) * hand_overs
         result.append(
             [
@@ -94,7 +94,7 @@ def main() -> None:
         samples = run(build(Path(folder)), ROUNDS, STEPS)
     report(
         "engine",
-        "What the engine costs",
+        "Overhead of the engine",
         [
             "stages",
             "micro-batches",
@@ -104,15 +104,15 @@ def main() -> None:
             "per action, recorded",
             "step",
             "step, workers asleep",
-            "bare hand-over",
-            "a step's hand-overs, bare",
+            "bare hand-off",
+            "bare hand-offs of a step",
         ],
         rows(samples),
-        "All times in µs. Fill-drain with programs that do nothing; a step is two runs, forward and "
-        "backward, and its actions are F, B, SEND and RECV. Steps follow each other at once, or (workers "
-        "asleep) every run comes after 300 µs of work by the caller. The bare hand-over wakes another thread "
-        "through a mutex and a condition variable: quick while both threads share a core, slow where a "
-        "sleeping core must be woken.\n",
+        "All times are in µs. The schedule is fill-drain and the programs are empty. A step is two runs, "
+        "forward and backward, with actions F, B, SEND and RECV. Steps run back to back; for 'workers "
+        "asleep' the caller works for 300 µs before every run. A bare hand-off wakes another thread "
+        "through a mutex and a condition variable: fast while both threads share a core, slow if a "
+        "sleeping core must wake up.\n",
     )
 
 

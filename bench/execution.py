@@ -1,4 +1,4 @@
-"""One stage's programs against eager autograd and against the same graph dispatched op by op."""
+"""One stage's programs, compared with eager autograd and with boxed dispatch of the same graph."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Run = Callable[[bool], tuple[list[Tensor], list[Tensor | None]]]
 
 @dataclass
 class StageUnderTest:
-    """A stage, one micro-batch of input, and the gradient of its output."""
+    """A stage, the input of one micro-batch, and the gradient of its output."""
 
     layers: list[nn.Module]
     input: Tensor
     tangent: Tensor
 
     def program(self, graph: StageGraph, plain: bool) -> Run:
-        """``run(first)`` of one graph; ``plain`` sends every operator through the boxed dispatcher."""
+        """Returns `run(first)` of a graph; `plain` calls every operator through the boxed dispatcher."""
         program = lower_plainly(graph) if plain else lower(graph)
         native = program.build(Arena(), CPU, direct=not plain)
         parameters = [p.detach() for p in parameters_of(self.layers)]
@@ -50,7 +50,7 @@ class StageUnderTest:
 
 
 def prepare(layers: list[nn.Module], input: Tensor) -> tuple[StageUnderTest, StageGraph, StageGraph]:
-    """The stage, its forward, and its recomputing backward."""
+    """Returns the stage, its forward graph, and its recomputing backward graph."""
     joint = trace(layers, [input.detach().requires_grad_()])
     assert not isinstance(joint, Untraceable), joint
     parts = split(joint, FULL_RECOMPUTE)
@@ -61,7 +61,7 @@ def prepare(layers: list[nn.Module], input: Tensor) -> tuple[StageUnderTest, Sta
 
 
 def check(stage: StageUnderTest, runs: Sequence[tuple[Run, Run]]) -> None:
-    """The programs' outputs and gradients are eager's, bit for bit."""
+    """Asserts that the programs' outputs and gradients are bitwise equal to eager's."""
     input = stage.input.detach().requires_grad_()
     model = nn.Sequential(*stage.layers)
     output = model(input)
@@ -75,7 +75,10 @@ def check(stage: StageUnderTest, runs: Sequence[tuple[Run, Run]]) -> None:
 
 
 def measure(layers: list[nn.Module], input: Tensor, rounds: int, calls: int) -> dict[str, Timing]:
-    """Times forward, recomputing backward and their sum; later micro-batches, which add to the gradients."""
+    """Times the forward, the recomputing backward, and both.
+
+    The backward is that of a later micro-batch: it adds to existing gradients.
+    """
     stage, forward_graph, backward_graph = prepare(layers, input)
     ours = [stage.program(g, plain=False) for g in (forward_graph, backward_graph)]
     boxed = [stage.program(g, plain=True) for g in (forward_graph, backward_graph)]
@@ -128,12 +131,12 @@ def main() -> None:
             name = ""
     report(
         "execution",
-        "One stage's programs",
+        "Programs of one stage",
         ["stage", "what", "µs: median [p20, p80]", "ours / this"],
         rows,
-        "Backward means recompute and backward, adding to the gradients of an earlier micro-batch; "
-        "boxed is the same graph, every operator and view one call through the boxed dispatcher. "
-        "Outputs and gradients were checked to be eager's, bit for bit.\n",
+        "Backward recomputes the forward, then adds to the gradients of an earlier micro-batch. Boxed runs "
+        "the same graph, with one call through the boxed dispatcher for every operator and view. Outputs and "
+        "gradients are bitwise equal to eager's.\n",
     )
 
 

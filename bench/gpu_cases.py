@@ -1,7 +1,7 @@
-"""What pipelines on a GPU must do, in small cases: every model once; then plans in flight, memory, autocast.
+"""Small correctness cases for pipelines on a GPU: every model, plans in flight, memory limits, and autocast.
 
-Each case compares with the plain loop, bit for bit, under deterministic algorithms, and says what was
-replayed; `gpu_checks` runs them.
+Each case compares a pipeline with the plain loop, bit for bit, under deterministic algorithms, and reports
+which plans were replayed. `gpu_checks` runs the cases.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from bench.models.unet import unet
 from gpipe_fast import GPipe, doctor, verify
 
 STAGES, CHUNKS, BATCH, WIDTH = 4, 4, 16, 64
-# Plans are made by the first two steps, graphs by the third.
+# The first two steps make plans; the third captures graphs.
 STEPS = 5
 DEVICE = "cuda:0"
-# Bytes that a captured step may need, in those of an uncaptured one.
+# Memory limit of a captured step, as a multiple of an uncaptured step's memory.
 MEMORY = 1.3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a case found.
+    """The result of a case.
 
     Attributes:
-        good: whether all was equal, and replayed where a replay was expected.
-        text: what differs, or 'equal'.
-        captured: what was replayed, or what prevented it.
+        good: whether all tensors were equal and the expected replays happened.
+        text: the differences, or 'equal'.
+        captured: what was replayed, or what prevented a replay.
     """
 
     good: bool
@@ -48,7 +48,7 @@ class Verdict:
 
 
 def piped(model: nn.Sequential, device: str = DEVICE, **keywords: Any) -> GPipe:
-    """Four stages on one GPU, or with the device 'all' on all that there are, in turns."""
+    """Returns a pipeline of four stages on one GPU; 'all' distributes the stages over all visible GPUs."""
     cuts = [len(model) * stage // STAGES for stage in range(STAGES + 1)]
     balance = [end - begin for begin, end in itertools.pairwise(cuts)]
     count = torch.cuda.device_count()
@@ -57,14 +57,14 @@ def piped(model: nn.Sequential, device: str = DEVICE, **keywords: Any) -> GPipe:
 
 
 def captured(pipe: GPipe) -> list[str]:
-    """What `doctor` says about its graphs, line by line."""
+    """Returns the lines of the doctor's report about captured graphs."""
     lines = doctor(pipe).splitlines()
     begin = lines.index("captured") + 1
     return [line.strip() for line in lines[begin:] if line.startswith("  ")]
 
 
 def told(pipe: GPipe, found: Sequence[str], replays: int = STEPS - 2) -> Verdict:
-    """The verdict: differences, and whether a plan was replayed as often as was expected."""
+    """Returns the verdict: the differences, and whether some plan was replayed at least `replays` times."""
     lines = captured(pipe)
     replayed = any(f"{count} mini-batches replayed" in line for line in lines for count in range(replays, 99))
     text = "; ".join(dict.fromkeys(found)) or "equal"
@@ -75,7 +75,7 @@ def loss_of(y: Tensor) -> Tensor:
     return y.float().square().mean()
 
 
-# Of each model: how it is made, the shape of a sample, and tokens that there are.
+# For each model: its constructor, the shape of a sample, and the vocabulary size (0: random noise).
 MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], int]] = {
     "mlp": (lambda: nn.Sequential(*(layer for _ in range(STAGES) for layer in mlp(WIDTH))), (WIDTH,), 0),
     "gpt": (lambda: gpt(4, WIDTH, 4, 128, 16), (16,), 128),
@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], int]] = {
 
 
 def subject(name: str) -> tuple[nn.Sequential, Tensor]:
-    """A model and a mini-batch."""
+    """Returns a model and a mini-batch."""
     make, shape, vocab = MODELS[name]
     torch.manual_seed(0)
     model = make().to(DEVICE)
@@ -95,7 +95,7 @@ def subject(name: str) -> tuple[nn.Sequential, Tensor]:
 
 
 def verified(pipe: GPipe, x: Tensor, steps: int = STEPS) -> list[str]:
-    """What differs in any of some steps: the first of the tensors, and by how much."""
+    """Returns the first and the last difference found in several steps: the worst tensor and its error."""
     found = []
     for step in range(steps):
         report = verify(pipe, x, loss_of)
@@ -106,25 +106,26 @@ def verified(pipe: GPipe, x: Tensor, steps: int = STEPS) -> list[str]:
 
 
 def model_case(name: str, device: str = DEVICE, **keywords: Any) -> Verdict:
-    """Steps of a model, of which the last ones are replayed."""
+    """Checks several steps of a model; the last ones must be replayed."""
     model, x = subject(name)
     pipe = piped(model, device, **keywords)
     return told(pipe, verified(pipe, x))
 
 
 def lowered(name: str, dtype: torch.dtype) -> Verdict:
+    """Checks several steps of a model whose parameters and inputs have the given dtype."""
     model, x = subject(name)
     pipe = piped(model.to(dtype))
     return told(pipe, verified(pipe, x.to(dtype) if x.is_floating_point() else x))
 
 
 class Pair:
-    """A pipeline and the plain loop over a copy of its layers, which do the same.
+    """A pipeline, and the plain loop over a copy of its layers.
 
     Args:
-        name: of the model.
-        autocast: to which dtype, without its cache, so that the loop has the same bits.
-        keywords: of the pipeline.
+        name: name of the model.
+        autocast: dtype of autocast, which runs without its weight cache so that the loop is bitwise equal.
+        keywords: arguments of the pipeline.
     """
 
     def __init__(self, name: str = "mlp", autocast: torch.dtype | None = None, **keywords: Any) -> None:
@@ -135,7 +136,7 @@ class Pair:
         self._autocast = autocast
 
     def input(self, size: int, seed: int = 1) -> Tensor:
-        """Some samples, others for each seed."""
+        """Returns `size` samples; each seed gives other samples."""
         x = self._x.roll(seed, 0)[:size]
         return x + seed if x.is_floating_point() else x
 
@@ -153,7 +154,7 @@ class Pair:
             return torch.cat([self.plain(chunk) for chunk in x.chunk(CHUNKS)])
 
     def compare(self, what: str, do: Callable[[Callable[[Tensor], Tensor]], list[Tensor]]) -> None:
-        """Does something with both, and compares what it returns and the gradients of parameters."""
+        """Runs `do` on both and compares the tensors that it returns and the parameters' gradients."""
         for parameter in (*self.pipe.parameters(), *self.plain.parameters()):
             parameter.grad = None
         ours, theirs = do(self.ours), do(self.loop)
@@ -189,7 +190,7 @@ def autocast(name: str, dtype: torch.dtype) -> Verdict:
 
 
 def two_shapes(first_back: bool, **keywords: Any) -> Verdict:
-    """Two mini-batches in flight, of different shapes; the first or the last goes back first."""
+    """Runs two mini-batches of different shapes in flight; either backward may come first."""
     pair = Pair(**keywords)
     pair.train(BATCH)
     pair.train(BATCH // 2)
@@ -206,7 +207,10 @@ def two_shapes(first_back: bool, **keywords: Any) -> Verdict:
 
 
 def inference_between(trained_first: bool, size: int, **keywords: Any) -> Verdict:
-    """A forward without gradients between a forward and its backward, captured after or before those."""
+    """Runs inference between a forward and its backward.
+
+    Depending on `trained_first`, training or inference is captured first.
+    """
     pair = Pair(**keywords)
     if trained_first:
         pair.train(BATCH)
@@ -227,7 +231,7 @@ def inference_between(trained_first: bool, size: int, **keywords: Any) -> Verdic
 
 
 def memory() -> Verdict:
-    """Steps that are captured, in little more memory than those that are not have needed."""
+    """Runs captured steps within a memory limit slightly above the need of uncaptured ones."""
     torch.manual_seed(0)
     layers = [layer for _ in range(2 * STAGES) for layer in mlp(256)]
     model, x = nn.Sequential(*layers).to(DEVICE), torch.randn(4096, 256).to(DEVICE)
@@ -235,7 +239,7 @@ def memory() -> Verdict:
     def steps(capture: bool) -> tuple[GPipe, float]:
         pipe = piped(model, capture=capture, checkpoint="never")
         gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()  # those of streams of the pipeline before
+        torch._C._cuda_clearCublasWorkspaces()  # workspaces for streams of the previous pipeline
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(STEPS):
@@ -259,7 +263,7 @@ def memory() -> Verdict:
 
 
 def model_cases() -> dict[str, Callable[[], Verdict]]:
-    """One for each model; across GPUs too where there are several."""
+    """Returns a case for each model, and another one across GPUs if there are several."""
     found: dict[str, Callable[[], Verdict]] = {name: partial(model_case, name) for name in MODELS}
     if torch.cuda.device_count() > 1:
         found |= {f"{name}, all GPUs": partial(model_case, name, "all") for name in MODELS}
@@ -267,7 +271,7 @@ def model_cases() -> dict[str, Callable[[], Verdict]]:
 
 
 def plan_cases() -> dict[str, Callable[[], Verdict]]:
-    """Two plans of a pipeline in flight; little memory; lower precision; other transports and checkpoints."""
+    """Returns cases of plans in flight, limited memory, low precision, transports and checkpoint modes."""
     half = BATCH // 2
     found: dict[str, Callable[[], Verdict]] = {}
     for name, first in (("first", True), ("last", False)):

@@ -1,8 +1,8 @@
-"""Runs small cases on a GPU, and keeps a table that grows with each: `python -m bench.gpu_checks models`.
+"""Runs small cases on a GPU and keeps a growing table of results: `python -m bench.gpu_checks models`.
 
-Cases run in a process of their own, one after the other. A case that takes the process with it, or is not
-done in its time, is noted, and another process goes on with the next: after some errors a GPU is of no use to
-a process any more.
+The cases run one after the other in a child process. If a case crashes its process or exceeds its time
+limit, it is reported as failed and a new process continues with the next case, because some CUDA errors make
+the device unusable for the rest of the process.
 
     gpu_checks ──starts──▶ gpu_checks --here ──"begin mlp", "end mlp .."──▶ gpu_checks ──▶ gpu-models.md
 """
@@ -28,30 +28,30 @@ from typing import Any, Protocol
 from bench import measure
 
 SECONDS = float(os.environ.get("GPIPE_FAST_SECONDS", "60"))
-# For one case, or for a process until its first one.
+# Time limit in seconds for one case, and for the start of a process.
 PATIENCE = 40.0
 PHASES = ("models", "plans")
 TITLES = {
-    "models": "Steps of each model on GPUs, against the plain loop",
-    "plans": "Plans that interleave, memory and precision on GPUs, against the plain loop",
+    "models": "Steps of each model on GPUs, compared with the plain loop",
+    "plans": "Interleaved plans, memory and precision on GPUs, compared with the plain loop",
 }
-HEADERS = ("case", "against the plain loop", "captured", "s")
+HEADERS = ("case", "compared with the plain loop", "captured", "s")
 NOTE = (
-    "Outputs, gradients and buffers of some steps are compared bit for bit with the plain loop's, under "
-    "deterministic algorithms; from the third step on a replay is expected. Where there is none, the third "
-    "column has the obstacle.\n"
+    "Outputs, gradients and buffers of several steps are compared bit for bit with the plain loop's, under "
+    "deterministic algorithms. From the third step on, a replay is expected; if there is none, the column "
+    "'captured' gives the reason.\n"
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a case.
+    """The result of a case.
 
     Attributes:
-        good: whether it went well.
-        text: how it ended.
+        good: whether the case passed.
+        text: differences, failure, or 'equal'.
         captured: what was replayed.
-        seconds: how long it took.
+        seconds: duration.
     """
 
     good: bool
@@ -61,20 +61,20 @@ class Row:
 
 
 class Process(Protocol):
-    """Runs cases one after the other."""
+    """A process that runs cases one after the other."""
 
     def next(self, seconds: float) -> list[Any] | None:
-        """What it says next, ``["begin", name]`` or ``["end", name, good, text, captured]``.
+        """Returns the next message: `["begin", name]` or `["end", name, good, text, captured]`.
 
-        None where it has ended, or says nothing in time.
+        Returns None if the process ended or sends nothing within `seconds`.
         """
 
     def stop(self) -> str:
-        """Ends it where it has not ended; returns how it ended."""
+        """Kills the process if it still runs; returns how it ended."""
 
 
 class Child:
-    """A process in a group of its own; each line that it prints is a list in JSON."""
+    """A process in its own process group; each line that it prints is a list in JSON."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -98,12 +98,12 @@ class Child:
     def stop(self) -> str:
         late = self._process.poll() is None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.5)  # what has said its last word
+            self._process.wait(0.5)  # lets a process that has sent its last message exit
             late = False
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
-        return "FAILED: not done in its time" if late else f"FAILED: its process ended with {code}"
+        return "FAILED: time limit exceeded" if late else f"FAILED: its process exited with {code}"
 
 
 def run_all(
@@ -113,19 +113,19 @@ def run_all(
     keep: Callable[[str, Row], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Whether all cases went well.
+    """Runs all cases and returns whether all passed.
 
     Args:
-        names: of the cases, in order.
-        seconds: for all of them.
-        start: a process for those that it is given.
-        keep: takes what is known of a case, as soon as it is.
-        clock: in seconds.
+        names: names of the cases, in order.
+        seconds: time limit for all cases.
+        start: starts a process that runs the given cases.
+        keep: receives the result of each case as soon as it is known.
+        clock: returns the current time in seconds.
     """
     deadline, left, good = clock() + seconds, list(names), True
     while left and clock() < deadline:
         process, begin = start(left), clock()
-        at: str | None = left[0]  # who is blamed where the process goes no further
+        at: str | None = left[0]  # the case that failed if the process ends or hangs now
         while left and (said := process.next(min(PATIENCE, deadline - clock()))):
             if said[0] == "begin":
                 at, begin = said[1], clock()
@@ -142,12 +142,12 @@ def run_all(
             keep(at, Row(False, how, seconds=clock() - begin))
             left.remove(at)
     for name in left:
-        keep(name, Row(False, "skipped: no time was left"))
+        keep(name, Row(False, "skipped: no time left"))
     return good and not left
 
 
 def here(phase: str, names: Sequence[str]) -> None:
-    """Runs cases in this process, and says how each went; ends where the device is of no use any more."""
+    """Runs cases in this process and prints the results; raises if the device has become unusable."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
@@ -162,9 +162,9 @@ def here(phase: str, names: Sequence[str]) -> None:
             say(["end", name, verdict.good, verdict.text, verdict.captured])
         except Exception as error:
             traceback.print_exc()
-            words = " ".join(str(error).split())[:400]  # one line of a table
+            words = " ".join(str(error).split())[:400]  # the table has one line per case
             say(["end", name, False, f"FAILED: {type(error).__name__}: {words}", ""])
-        gc.collect()  # a pipeline's graphs keep their memory
+        gc.collect()  # frees the memory of captured graphs
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
@@ -174,7 +174,7 @@ def say(words: list[object]) -> None:
 
 
 class Results:
-    """The table of one phase, written again with every row."""
+    """The table of one phase, rewritten with every row."""
 
     def __init__(self, phase: str) -> None:
         self._phase = phase
@@ -190,15 +190,15 @@ class Results:
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_checks", description=__doc__)
     parser.add_argument("phase", choices=PHASES)
-    parser.add_argument("name", nargs="*", help="cases, by default all")
-    parser.add_argument("--here", action="store_true", help="in this process")
+    parser.add_argument("name", nargs="*", help="cases to run (default: all)")
+    parser.add_argument("--here", action="store_true", help="run the cases in this process")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     wanted = parser.parse_args(arguments)
     from bench.gpu_cases import PHASES as CASES
 
     every = list(CASES[wanted.phase]())
     if unknown := set(wanted.name) - set(every):
-        parser.error(f"no case is called {', '.join(unknown)}; there are {', '.join(every)}")
+        parser.error(f"unknown case: {', '.join(unknown)}; choose from {', '.join(every)}")
     names = wanted.name or every
     if wanted.here:
         here(wanted.phase, names)

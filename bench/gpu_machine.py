@@ -1,6 +1,6 @@
-"""Says what a GPU machine has: `python -m bench.gpu_machine`.
+"""Prints hardware and software versions of a GPU machine: `python -m bench.gpu_machine`.
 
-Needs neither the extension nor a package beside torch, so that this much is known whatever fails later.
+The script imports neither the extension nor a package other than torch, so it works even if the build fails.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ PACKAGES = ("torch", "triton", "pytest", "tabulate", "torchgpipe", "liger-kernel
 
 
 def said(*command: str) -> str:
-    """What a command prints, in one line."""
+    """Returns the last lines of a command's output as one line."""
     if not shutil.which(command[0]):
-        return "is not there"
+        return "not installed"
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
     return " / ".join((done.stdout.strip() or done.stderr.strip()).splitlines()[-4:])
 
 
 def packages() -> str:
-    """Their versions."""
+    """Returns the versions of the packages."""
     found = []
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""How long a device does nothing, by the intervals in which it runs kernels and copies."""
+"""A device's idle time, computed from the intervals in which it runs kernels and copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-# As torch.profiler itself wants it where graphs are replayed between profiles.
+# torch.profiler recommends these settings if graphs are replayed between profiles.
 os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
 os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
@@ -17,7 +17,10 @@ Interval = tuple[int, int]
 
 
 def idle_share(intervals: Iterable[Interval]) -> float | None:
-    """Of the time from the first begin to the last end, in which there is no interval; None without any."""
+    """Returns the fraction of the time from the first start to the last end that no interval covers.
+
+    Returns None without any interval.
+    """
     ordered = sorted(intervals)
     if not ordered:
         return None
@@ -29,7 +32,7 @@ def idle_share(intervals: Iterable[Interval]) -> float | None:
 
 
 def intervals(run: Callable[[], object], device: str) -> list[Interval]:
-    """Begins and ends, in ns, of what a device does while something runs; of operators on the CPU."""
+    """Profiles `run` and returns start and end (ns) of each kernel and copy; on the CPU, of each operator."""
     gpu = torch.device(device).type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as profiler:
         run()

@@ -1,4 +1,4 @@
-"""One layer that cannot be traced among others: what it costs in Python by itself, and with all others."""
+"""The cost of one layer that cannot be traced: alone in Python, or with all layers in Python."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ LOOP = "plain loop"
 
 
 class Checked(nn.Module):
-    """Passes on what is finite: control flow that depends on data."""
+    """A layer with data-dependent control flow: passes on its input if all elements are finite."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if bool(x.detach().abs().sum() < torch.inf) else torch.nan_to_num(x)
 
 
 def candidates(layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, mode: str) -> dict[str, Step]:
-    """By name. The layer stands in the middle of the second stage; one candidate has none."""
+    """Returns the candidates by name.
+
+    The untraceable layer is in the middle of the second stage; one candidate omits it.
+    """
     import torchgpipe
 
     first, second, *rest = balance
@@ -67,8 +70,8 @@ def candidates(layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, m
 
 
 def row(what: str, steps: dict[str, Step], rounds: int, calls: int) -> list[object]:
-    """Median ms of each candidate."""
-    for _ in range(4):  # until nothing is new
+    """Returns a row: the median time in ms of each candidate."""
+    for _ in range(4):  # until plans are made and caches are warm
         for step in steps.values():
             step()
     expected = steps[LOOP].gradients()
@@ -96,9 +99,10 @@ def main() -> None:
         "One layer that cannot be traced, in the middle of the second stage",
         ["step", *steps],
         rows,
-        f"ms, forward and backward, {CHUNKS} micro-batches, medians [p20, p80] of candidates that take "
-        "turns. The layer looks whether its input is finite. All have one intra-op thread, our stages a core "
-        "each as far as there are; gradients of ours equal the plain loop's, bit for bit.\n",
+        f"Milliseconds of forward and backward, {CHUNKS} micro-batches, medians [p20, p80]; the candidates "
+        "alternate. The layer checks whether its input is finite. All candidates have one intra-op thread; "
+        "each of our stages has its own core as far as cores are available. Our gradients are bitwise equal "
+        "to the plain loop's.\n",
     )
 
 

@@ -1,4 +1,4 @@
-"""Sequences whose length changes from step to step: what that costs over a fixed one."""
+"""Training on sequences whose length changes from step to step, compared with a fixed length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNKS, BATCH, WIDTH, BLOCKS = 4, 8, 128, 4
 
 @contextmanager
 def _timed(owner: Any, name: str) -> Iterator[list[float]]:
-    """Seconds of every call of a method inside the block."""
+    """Collects the duration (s) of every call of a method inside the block."""
     method: Callable[..., Any] = getattr(owner, name)
     taken: list[float] = []
 
@@ -42,7 +42,7 @@ def _timed(owner: Any, name: str) -> Iterator[list[float]]:
 
 
 def train(name: str, lengths: Sequence[int], width: int = WIDTH) -> list[object]:
-    """One row: steps on sequences of these lengths, in order, each compared with the plain loop's."""
+    """Returns one row: steps on sequences of the given lengths, each step compared with the plain loop."""
     generator = torch.Generator().manual_seed(0)
     plain = gpt(width, layers=BLOCKS, heads=4, length=max(lengths))
     pipe = GPipe(deepcopy(plain), [3, 3], devices=["cpu"] * 2, chunks=CHUNKS)
@@ -84,7 +84,7 @@ def _step(model: nn.Module, forward: Callable[[Tensor], Tensor], text: Tensor) -
 
 
 def drawn(steps: int, longest: int) -> list[int]:
-    """So many lengths up to the longest, in random order, none twice."""
+    """Returns `steps` distinct lengths up to `longest`, in random order."""
     order = torch.randperm(longest, generator=torch.Generator().manual_seed(0))
     return [int(length) + 1 for length in order[:steps]]
 
@@ -97,27 +97,27 @@ def main() -> None:
     few = [FEW[length % len(FEW)] for length in changing]
     report(
         "lengths",
-        "Sequences of changing length",
+        "Sequences of varying length",
         [
             "lengths",
             "steps",
-            "different",
+            "distinct",
             "mean",
             "traces",
-            "written from templates",
+            "instantiated from templates",
             "seconds",
-            "of them making plans",
+            "seconds making plans",
             "seconds of the plain loop",
         ],
         [
-            train(f"1 to {LONGEST}, none twice", changing),
-            train(f"{len(FEW)} of them, again and again", few),
-            train("one, the mean of the first", [mean] * STEPS),
+            train(f"1 to {LONGEST}, all distinct", changing),
+            train(f"{len(FEW)} repeated lengths", few),
+            train("one length, the mean of the first row", [mean] * STEPS),
         ],
-        f"A GPT of {BLOCKS} blocks of width {WIDTH}, trained on {BATCH} sequences in {CHUNKS} micro-batches "
-        "that are all of one length. Two stages, default checkpointing, one thread each; the plain loop has "
-        "one thread. Making a plan is tracing or writing out, lowering and building. In every step loss and "
-        "gradients equalled the plain loop's, bit for bit.\n",
+        f"A GPT of {BLOCKS} blocks of width {WIDTH}, trained on {BATCH} sequences of equal length per step, "
+        f"in {CHUNKS} micro-batches. Two stages with one thread each, default checkpointing; the plain loop "
+        "has one thread. Making a plan means tracing or instantiating a template, lowering and building. In "
+        "every step, loss and gradients were bitwise equal to the plain loop's.\n",
     )
 
 

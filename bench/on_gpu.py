@@ -1,18 +1,20 @@
-"""What `make gpu` runs within its time, in the order of worth; each phase writes its files as it goes.
+"""Runs the phases of `make gpu` within a time limit, most important first; phases write results as they go.
 
-    phase        what                                                      in bench/results
-    machine      what there is, while the extension is built; that it      gpu-machine.txt
-                 imports and sees the device
-    models       some steps of each model against the plain loop: what     gpu-models.md
-                 is replayed, and what prevents it
-    plans        plans in flight together, memory, autocast, transports    gpu-plans.md
-    steps        against checkpointed loops, torchgpipe, torch.compile     the GPU's name and date, .md, .json
-    tests        those marked `cuda`                                       gpu-pipelines.txt, gpu-others.txt
-    kernels      against eager PyTorch, Inductor and Liger-Kernel          kernels.md
+    phase        contents                                                  files in bench/results
+    machine      hardware and versions, while the extension is built;      gpu-machine.txt
+                 checks that it imports and sees the device
+    models       several steps of each model, compared with the plain      gpu-models.md
+                 loop: what is replayed, and what prevents a replay
+    plans        plans in flight, memory, autocast, transports             gpu-plans.md
+    steps        compared with checkpointed loops, torchgpipe and          the GPU's name and date, .md, .json
+                 torch.compile
+    tests        the tests marked `cuda`                                   gpu-pipelines.txt, gpu-others.txt
+    kernels      compared with eager PyTorch, Inductor and Liger-Kernel    kernels.md
     sanitizer    steps under compute-sanitizer                             sanitizer.txt
 
-`python -m bench.on_gpu [phase ...]` runs some of them alone. Whatever fails, the phases after it run; each
-has a share of the time, and what it leaves is the next one's. What COMMAND prints is in `gpu-COMMAND.txt`.
+`python -m bench.on_gpu [phase ...]` runs the named phases only. A failed phase does not stop the later ones.
+Each phase has a share of the time; unused time goes to the next phase. The output of COMMAND is written to
+`gpu-COMMAND.txt`.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from typing import BinaryIO
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get("GPIPE_FAST_RESULTS", ROOT / "bench" / "results"))
 SECONDS = float(os.environ.get("GPIPE_FAST_GPU_SECONDS", "585"))
-# After which what does not end when it is interrupted is killed.
+# Seconds from the interrupt of a late process until it is killed.
 GRACE = 8.0
-# Seconds for the import and one step.
+# Time limit in seconds for the import and one step.
 PATIENCE = 60.0
 
-# Whether the extension that is there suits this Python and torch; else it is built.
+# Tests whether an existing extension works with this Python and torch; otherwise it is rebuilt.
 SUITS = """
 import torch, gpipe_fast
 assert gpipe_fast.built_with_cuda(), "built without CUDA"
@@ -48,13 +50,14 @@ assert pipe(torch.ones(2, 4, device="cuda:0")).shape == (2, 4)
 
 @dataclass(frozen=True)
 class Part:
-    """A phase: commands that run at once.
+    """A phase: commands that run concurrently.
 
     Attributes:
-        name: of the part, and of the files of its output.
-        commands: by name.
-        share: seconds, to which comes what the parts before have left.
-        told: the environment variable that tells them how long they have.
+        name: name of the phase.
+        commands: command lines by name; the name also names the output file.
+        share: minimum time in seconds; time that earlier phases left unused is added.
+        told: environment variable that passes the time limit to the commands.
+        environment: further environment variables.
     """
 
     name: str
@@ -65,20 +68,20 @@ class Part:
 
 
 def pytest(*arguments: str) -> list[str]:
-    """Who runs, before it is known how it ends; and a traceback of what hangs."""
+    """Returns a pytest command that prints each test's name before it runs, and tracebacks of hangs."""
     options = ["-v", "-ra", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
-    options.append("--continue-on-collection-errors")  # a file that does not import loses no other's tests
+    options.append("--continue-on-collection-errors")  # one broken file must not stop the others
     return [sys.executable, "-m", "pytest", *options, "-m", "cuda or smoke", *arguments]
 
 
 def marked() -> list[str]:
-    """Files with tests that need a GPU; to collect all the others would take much of their time."""
+    """Returns the test files with `cuda` tests; collecting all other files would take too long."""
     found = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in found if "pytest.mark.cuda" in path.read_text()]
 
 
 def parts() -> list[Part]:
-    """In this order, and so many seconds for each."""
+    """Returns the phases in order, with their time shares."""
     pipelines = [
         "tests/unit/test_smoke.py",
         "tests/equivalence/test_cuda_steps.py",
@@ -91,7 +94,8 @@ def parts() -> list[Part]:
         Part("models", {"models": [*module, "bench.gpu_checks", "models"]}, 50),
         Part("plans", {"plans": [*module, "bench.gpu_checks", "plans"]}, 60),
         Part("steps", {"cuda": [*module, "bench.cuda"]}, 205, "GPIPE_FAST_BENCH_SECONDS"),
-        # Those of pipelines by themselves: a GPU that has met an error is of no use to a process any more.
+        # Pipeline tests have their own process: after a CUDA error, the GPU is unusable for the whole
+        # process.
         Part(
             "tests",
             {"pipelines": pytest(*pipelines), "others": pytest(*others)},
@@ -104,10 +108,10 @@ def parts() -> list[Part]:
 
 
 def ready(seconds: float) -> bool:
-    """Whether there is an extension: the one that is there, or after a build; what there is, is noted.
+    """Returns whether an extension exists, building it if the present one does not work; records the machine.
 
-    A build that fails leaves nothing to run. One that succeeds is tried out, and whatever is amiss with it is
-    noted: the phases show the rest.
+    If the build fails, nothing can run. A new build is tested; if the test fails, the reason is recorded and
+    the phases still run.
     """
     begin, reason = time.monotonic(), unsuited()
     commands = {"machine": [sys.executable, "-m", "bench.gpu_machine"]}
@@ -119,11 +123,11 @@ def ready(seconds: float) -> bool:
     codes = ended(Part("machine", commands, seconds, environment=environment), seconds)
     built = codes.get("build", 0) == 0
     if reason and built:
-        took = f"was built in {time.monotonic() - begin:.0f} s, since: {reason}"
+        took = f"rebuilt in {time.monotonic() - begin:.0f} s, because: {reason}"
         reason = unsuited()
     else:
-        took = "is taken as it is" if built else f"COULD NOT BE BUILT ({codes['build']})"
-    said = f"extension: {took}; {f'it fails: {reason}' if reason else 'it imports, and runs on the device'}"
+        took = "existing build used" if built else f"BUILD FAILED ({codes['build']})"
+    said = f"extension: {took}; {f'check failed: {reason}' if reason else 'imports and runs on the device'}"
     print(said, flush=True)
     with (RESULTS / "gpu-machine.txt").open("a") as file:
         file.write(f"{said}\n")
@@ -131,22 +135,22 @@ def ready(seconds: float) -> bool:
 
 
 def unsuited() -> str:
-    """Why the extension does not suit, or nothing."""
+    """Returns why the extension does not work here, or an empty string."""
     command = [sys.executable, "-c", SUITS]
     try:
         tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        return f"a first step is not done within {PATIENCE:g} s"
+        return f"the first step took longer than {PATIENCE:g} s"
     return "" if tried.returncode == 0 else (tried.stderr.strip().splitlines() or ["?"])[-1]
 
 
 def run(part: Part, seconds: float) -> bool:
-    """Whether all of a part's commands ended well in time."""
+    """Runs a phase and returns whether all its commands succeeded in time."""
     return not any(ended(part, seconds).values())
 
 
 def ended(part: Part, seconds: float) -> dict[str, int | str]:
-    """How each of a part's commands ended; their output goes to files too."""
+    """Runs a phase and returns each command's exit code or failure; output is also written to files."""
     print(f"{part.name}: {seconds:.0f} s", flush=True)
     deadline = time.monotonic() + seconds
     RESULTS.mkdir(exist_ok=True)
@@ -159,7 +163,7 @@ def ended(part: Part, seconds: float) -> dict[str, int | str]:
         }
         codes = {name: _ended(process, deadline) for name, process in started.items()}
     for name, code in codes.items():
-        print(f"{part.name}, {name}: {'ended well' if code == 0 else f'ended with {code}'}", flush=True)
+        print(f"{part.name}, {name}: {'succeeded' if code == 0 else f'failed ({code})'}", flush=True)
     return codes
 
 
@@ -167,7 +171,7 @@ def ended(part: Part, seconds: float) -> dict[str, int | str]:
 def _started(
     command: Sequence[str], path: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, in a group of its own, whose output is shown and kept."""
+    """Starts a process in its own process group and copies its output to stdout and a file."""
     with path.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -183,7 +187,7 @@ def _started(
         try:
             yield process
         finally:
-            # Also what it has left behind, which may hold the pipe.
+            # Kills grandchildren, too: they may hold the pipe open.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -199,25 +203,25 @@ def _copy(source: BinaryIO, file: BinaryIO) -> None:
 
 
 def _ended(process: subprocess.Popen[bytes], deadline: float) -> int | str:
-    """The exit code; what is late is interrupted, so that it says what it knows, then killed."""
+    """Returns the exit code. Interrupts a late process, so that it can report its findings, then kills it."""
     try:
         return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGINT)
     try:
         process.wait(GRACE)
-        return "a signal: its time was over"
+        return "interrupted at the time limit"
     except subprocess.TimeoutExpired:
-        return "a kill: its time was over, and it did not listen"
+        return "killed at the time limit after ignoring the interrupt"
 
 
 def run_all(wanted: Sequence[Part], seconds: float) -> bool:
-    """Whether all went well; every part leaves the shares of those after it untouched."""
+    """Runs the phases and returns whether all succeeded; each phase preserves the shares of later ones."""
     deadline, good = time.monotonic() + seconds, True
     for index, part in enumerate(wanted):
         later = sum(each.share for each in wanted[index + 1 :])
         left = deadline - time.monotonic()
-        # Where the build took more than it should, all have less.
+        # If the build took too long, all phases get proportionally less.
         share = max(left - later, left * part.share / (part.share + later)) - GRACE
         good = run(part, max(1.0, share)) and good
     return good
@@ -227,15 +231,13 @@ def main(names: Sequence[str] = ()) -> None:
     begin, every = time.monotonic(), parts()
     unknown = set(names) - {part.name for part in every}
     if unknown:
-        sys.exit(
-            f"no phase is called {', '.join(unknown)}; there are {', '.join(part.name for part in every)}"
-        )
+        sys.exit(f"unknown phase: {', '.join(unknown)}; choose from {', '.join(part.name for part in every)}")
     if not ready(SECONDS / 2):
-        sys.exit("build: there is no extension, so there is nothing to run")
+        sys.exit("build: the build failed and no extension exists, so nothing can run")
     wanted = [part for part in every if not names or part.name in names]
     good = run_all(wanted, SECONDS - (time.monotonic() - begin))
-    verdict = "well" if good else "something failed, see above"
-    print(f"all in {time.monotonic() - begin:.0f} s: {verdict}", flush=True)
+    verdict = "all succeeded" if good else "some failed, see above"
+    print(f"finished in {time.monotonic() - begin:.0f} s: {verdict}", flush=True)
     sys.exit(0 if good else 1)
 
 

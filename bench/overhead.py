@@ -1,4 +1,4 @@
-"""What a step costs beyond its operators: stages so small that hardly anything else is left."""
+"""Overhead of a step beyond its operators: the stages are so small that little else remains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOOP, WHOLE, CHECKPOINTED = "plain loop", "plain, whole mini-batch", "plain loop
 
 
 class Overhead:
-    """The candidates, each with a model of its own, all of the same numbers."""
+    """The candidates; each has its own model, and all models have equal parameters."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class Overhead:
         self._input, self._gradient = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
 
     def plain(self) -> dict[str, Step]:
-        """Plain PyTorch: the loop that all others must equal, then its variants."""
+        """Returns plain PyTorch steps: the loop that all others must equal, then its variants."""
         loop, whole, model = (self._model() for _ in range(3))
         size = len(model) // STAGES
         stages = [model[first : first + size] for first in range(0, len(model), size)]
@@ -78,7 +78,7 @@ class Overhead:
 
 
 def candidates() -> dict[str, Step]:
-    """By name; a name ends in the checkpoint mode, if there is one."""
+    """Returns the candidates by name; a name ends in the checkpoint mode, if the candidate has one."""
     overhead = Overhead()
     found = overhead.plain()
     for mode in CHECKPOINT_MODES:
@@ -90,7 +90,7 @@ def candidates() -> dict[str, Step]:
 
 
 def differences(candidates: Mapping[str, Candidate]) -> dict[str, float]:
-    """How far the gradients of each are off those of the plain loop, the first step's and a later one's."""
+    """Returns each candidate's largest gradient difference from the plain loop, over two steps."""
     found: dict[str, float] = {}
     for _ in range(2):
         for candidate in candidates.values():
@@ -102,7 +102,7 @@ def differences(candidates: Mapping[str, Candidate]) -> dict[str, float]:
 
 
 def rows(timings: Mapping[str, Timing], differences: Mapping[str, float]) -> list[list[object]]:
-    """One for each candidate; what has other gradients has no timing, and gets no ratio."""
+    """Returns one row per candidate; one whose gradients are wrong gets neither a time nor a ratio."""
     result: list[list[object]] = []
     for name, off in differences.items():
         time, ours, loop = (timings.get(n) for n in (name, _ours(name), LOOP))
@@ -119,14 +119,14 @@ def rows(timings: Mapping[str, Timing], differences: Mapping[str, float]) -> lis
 
 
 def _ours(name: str) -> str:
-    """With which of ours a candidate is compared: that of its checkpoint mode."""
+    """Returns which of our candidates this one is compared with: the one of its checkpoint mode."""
     mode = name.rpartition(", ")[2]
     instead = "always" if name == CHECKPOINTED else "never"
     return f"gpipe_fast, K = {STAGES}, {mode if mode in CHECKPOINT_MODES else instead}"
 
 
 class _Watched:
-    """A C++ pipeline that notes when its forward was called and when it returned."""
+    """Wraps a C++ pipeline and records when its forward is called and when it returns."""
 
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
@@ -142,29 +142,29 @@ class _Watched:
         return getattr(self._pipeline, name)
 
 
-# Between these marks a step is cut; what overlaps them comes after.
+# The parts into which a step is cut, in the order of time.
 PARTS = (
     "Python before the C++ call",
-    "from there to the first F",
-    "first to last action of the forward",
-    "from there to the end of the C++ call",
-    "Python after it",
-    "backward to the first B, autograd included",
-    "first to last action of the backward",
-    "from there to the end of the backward",
+    "C++ call to first F",
+    "forward: first to last action",
+    "last forward action to the end of the C++ call",
+    "Python after the C++ call",
+    "start of backward to first B, including autograd",
+    "backward: first to last action",
+    "last backward action to the end of backward",
 )
-TOTALS = ("whole step, recorded", "critical path of its actions", "all actions, of every stage")
+TOTALS = ("whole step, recorded", "critical path of its actions", "all actions of all stages")
 
 
 def parts(step: Step, rounds: int) -> list[float]:
-    """Median µs of each of ``PARTS`` and ``TOTALS`` in as many steps, one after the other."""
+    """Returns the median time (µs) of each of `PARTS` and `TOTALS` over `rounds` consecutive steps."""
     pipe = step.forward
     assert isinstance(pipe, GPipe)
     step()
     watched = _Watched(pipe._pipeline)
     pipe._pipeline = watched  # type: ignore[assignment]
     marks: list[tuple[float, ...]] = []
-    with pipe.recording() as recording:  # of all steps: to begin one sweeps the caches
+    with pipe.recording() as recording:  # one for all steps: starting it evicts CPU caches
         for _ in range(rounds):
             for parameter in step.parameters:
                 parameter.grad = None
@@ -179,7 +179,7 @@ def parts(step: Step, rounds: int) -> list[float]:
 
 
 def _steps(recording: Recording) -> Iterator[Recording]:
-    """One recording of each step: of a forward, and of the backward after it."""
+    """Yields one recording per step; a step is a forward run and the backward run after it."""
     runs = sorted({event.run for stage in recording.stages for event in stage})
     for both in zip(runs[::2], runs[1::2], strict=True):
         one = Recording()
@@ -201,18 +201,18 @@ def _cut(
 
 
 def where(rounds: int) -> Table:
-    """Where the time of our steps goes."""
+    """Returns a table that divides the time of our steps into parts."""
     overhead = Overhead()
     sizes = [(stages, mode) for stages in (STAGES, 2, 1) for mode in CHECKPOINT_MODES]
     columns = [parts(overhead.ours(mode, stages), rounds) for stages, mode in sizes]
     by_part = zip(PARTS + TOTALS, *columns, strict=True)
     return Table(
-        "Where the rest of ours goes",
+        "Breakdown of our steps",
         ["median µs", *(f"K = {stages}, {mode}" for stages, mode in sizes)],
         [[part, *times] for part, *times in by_part],
-        f"Medians of {rounds} recorded steps, one after the other, so lines add up only about. The critical "
-        "path replays the schedule with the measured durations; where stages outnumber cores, an action's "
-        "duration includes the time that it waits for a core.\n",
+        f"Medians of {rounds} consecutive recorded steps; the medians add up only approximately to the "
+        "median of the step. The critical path replays the schedule with the measured durations. If there "
+        "are more stages than cores, an action's duration includes the time that it waits for a core.\n",
     )
 
 
@@ -224,31 +224,32 @@ def measure(rounds: int, calls: int) -> list[list[object]]:
 
 
 def here() -> None:
-    """Measures in this process, whose threads must have one OpenMP thread each."""
+    """Runs the benchmark in this process, whose threads must have one OpenMP thread each."""
     torch.set_num_threads(1)
     report(
         "overhead",
-        "What a step costs beyond its operators",
+        "Overhead of a step beyond its operators",
         [
             "candidate",
             "ms: median [p20, p80]",
-            "times slower than ours",
-            "times faster than plain loop",
+            "time / ours",
+            "plain loop / time",
             "gradients",
         ],
         measure(ROUNDS, CALLS),
         f"{STAGES} stages of 2 x (Linear({WIDTH}, {WIDTH}), ReLU), {CHUNKS} micro-batches, batch {BATCH}; "
-        "forward and backward given the gradient of the output, no gradients before; all in one process "
-        f"under OMP_NUM_THREADS=1, alternating, medians of {ROUNDS} samples of {CALLS} steps. Ours is the "
-        f"one with K = {STAGES} and the same checkpoint mode; what has no mode is set beside never, the "
-        "checkpointed loop beside always. Gradients were compared with the plain loop's: ours must be equal, "
-        f"those of others within {TOLERANCE:.0e} of the largest of their tensor.\n",
+        "forward and backward from a given output gradient, starting without gradients. All candidates run "
+        f"alternately in one process under OMP_NUM_THREADS=1; medians of {ROUNDS} samples of {CALLS} steps. "
+        f"'Ours' is gpipe_fast with K = {STAGES} and the same checkpoint mode; the checkpointed loop is "
+        "compared with 'always', other candidates without a mode with 'never'. Gradients are compared with "
+        "the plain loop's: ours must be equal, others may differ by "
+        f"{TOLERANCE:.0e} of the largest element of their tensor.\n",
         [where(5 * ROUNDS)],
     )
 
 
 def main() -> None:
-    # torchgpipe starts threads in every step; only the environment tells them how many OpenMP threads to use.
+    # torchgpipe starts threads in every step; only the environment can limit their OpenMP threads.
     command = [sys.executable, "-m", "bench.overhead"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, cwd=ROOT, env=environment)

@@ -1,4 +1,4 @@
-"""What our steps are compared with, all alike from outside: in this process, or in processes of their own."""
+"""Candidates with which our steps are compared; all have one interface. Some run in child processes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from torch.utils.checkpoint import checkpoint
 
 Forward = Callable[[Tensor], Tensor]
 
-# What is not ours adds up in another order, in float32: its gradients may be off by this share of the largest
-# element of their tensor.
+# Other candidates may sum float32 in another order: their gradients may differ by this fraction of the
+# largest element of their tensor.
 TOLERANCE = 1e-5
 
 
 class Candidate(Protocol):
-    """What is timed."""
+    """A training step that can be timed."""
 
     def __call__(self) -> None:
-        """Makes one step, from no gradients to all of them."""
+        """Runs one step, from no gradients to all gradients."""
 
     def gradients(self) -> list[Tensor]:
-        """The latest step's, in the order of the model's parameters."""
+        """Returns the gradients of the latest step, in the order of the model's parameters."""
 
 
 class Step:
-    """Forward and backward of one mini-batch, given the gradient of its output."""
+    """Forward and backward of one mini-batch from a given gradient of its output."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], forward: Forward, input: Tensor, gradient: Tensor
@@ -53,12 +53,12 @@ class Step:
 
 
 def looped(model: Forward, chunks: int) -> Forward:
-    """The plain loop over micro-batches."""
+    """Returns the plain loop over micro-batches."""
     return lambda input: torch.cat([model(chunk) for chunk in input.chunk(chunks)])
 
 
 def checkpointed(stages: Sequence[nn.Module]) -> Forward:
-    """The stages one after the other; the backward recomputes each as a whole, as GPipe does."""
+    """Returns the sequence of stages, each recomputed as a whole in the backward, as GPipe does."""
 
     def forward(input: Tensor) -> Tensor:
         for stage in stages:
@@ -69,7 +69,7 @@ def checkpointed(stages: Sequence[nn.Module]) -> Forward:
 
 
 class Checkpointed(nn.Module):
-    """The same of one stage, as a module."""
+    """A module that recomputes one stage as a whole in the backward."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class Checkpointed(nn.Module):
 
 
 class Pipelining:
-    """One stage's part in the steps of torch.distributed.pipelining's GPipe, in a process of its own.
+    """One rank's part of a step of torch.distributed.pipelining's ScheduleGPipe, in its own process.
 
-    It takes a loss, not a gradient: here the one that has this gradient.
+    ScheduleGPipe takes a loss instead of an output gradient; this loss has the given output gradient.
     """
 
     def __init__(
@@ -116,24 +116,24 @@ class Pipelining:
 
 
 def join(rendezvous: str, rank: int, size: int) -> None:
-    """Makes this process the member ``rank`` of a gloo group that meets at a file."""
+    """Joins this process to a gloo group as `rank`; the processes meet at the file `rendezvous`."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
 
 
 def has_torchgpipe() -> bool:
-    """Whether it is installed; a GPU machine that installs nothing may lack it."""
+    """Returns whether torchgpipe is installed; GPU machines without network may lack it."""
     return importlib.util.find_spec("torchgpipe") is not None
 
 
 class Elsewhere:
-    """A candidate in processes of its own, which sleep but while it makes a step.
+    """A candidate in its own processes, which sleep except while they run a step.
 
     Args:
-        make: called in each process, with its number and ``arguments``.
-        arguments: for ``make``; both must pickle.
-        threads: intra-op threads of each process.
-        processes: how many.
+        make: builds the candidate; called in each process with its number and `arguments`.
+        arguments: arguments of `make`; both must be picklable.
+        threads: number of intra-op threads of each process.
+        processes: number of processes.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Elsewhere:
         self._connections: list[Connection] = []
         self._processes = []
         before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # for every thread that they start
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # inherited by the processes
         try:
             for number in range(processes):
                 ours, theirs = context.Pipe()
@@ -165,12 +165,15 @@ class Elsewhere:
         return [torch.from_numpy(gradient) for part in self._all("gradients") for gradient in part]
 
     def peak_bytes(self) -> int | None:
-        """Makes a step; the memory it needs beyond that before the first, or None where nobody tells."""
+        """Runs a step and returns its peak memory beyond the memory before the first step.
+
+        Returns None on systems that do not report it.
+        """
         peaks = self._all("peak_bytes")
         return None if None in peaks else sum(peaks)
 
     def idle_seconds(self) -> float:
-        """Processor time spent so far between steps."""
+        """Returns the processor time used between steps so far."""
         return float(sum(self._all("idle_seconds")))
 
     def close(self) -> None:
@@ -186,7 +189,7 @@ class Elsewhere:
 
 
 class _Server:
-    """One process of a candidate, at its own end."""
+    """The child-process end of a candidate."""
 
     def __init__(self, step: Candidate) -> None:
         self.step = step
@@ -204,7 +207,7 @@ class _Server:
 
     def peak_bytes(self) -> int | None:
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+            Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's peak counter
         except OSError:
             return None
         self.step()
@@ -223,7 +226,7 @@ def _serve(connection: Connection, make: Callable[..., Candidate], number: int, 
 
 
 def _status(field: str) -> int | None:
-    """Bytes, of this process."""
+    """Returns a field of this process's status in bytes, or None if /proc is not available."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -238,7 +241,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def off_by(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The largest difference, as a share of the largest element of its tensor; 0 if all bits are equal."""
+    """Returns the largest difference relative to the largest element of its tensor; 0 if bitwise equal."""
     if all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True)):
         return 0.0
     shares = [((f - w).abs().max() / w.abs().max()).item() for f, w in zip(found, wanted, strict=True)]
@@ -246,12 +249,12 @@ def off_by(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def agrees(name: str, off: float) -> bool:
-    """Whether a candidate's gradients are right; ours must have the reference's bits."""
+    """Returns whether a candidate's gradients are right; ours must be bitwise equal to the reference."""
     return off == 0 if name.startswith("gpipe_fast") else off <= TOLERANCE
 
 
 def verdict(name: str, off: float) -> str:
-    """The same in words."""
+    """Returns the result of the comparison as text."""
     if off == 0:
         return "equal"
     return f"{'within' if agrees(name, off) else 'WRONG, off by'} {off:.0e}"

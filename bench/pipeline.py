@@ -1,4 +1,4 @@
-"""Two stages of GPT blocks at once: a whole step against what its own actions need at least."""
+"""Two concurrent stages of GPT blocks: a step's time, compared with the minimum that its actions need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Layers = Sequence[nn.Module]
 
 
 class Step:
-    """One training step that recomputes everything, given the gradient of its output; recorded."""
+    """One recorded training step with full recomputation, from a given gradient of its output."""
 
     def __init__(self, stages: Sequence[Layers], input: Tensor, chunks: int) -> None:
         layers = nn.Sequential(*(layer for stage in stages for layer in stage))
@@ -32,7 +32,7 @@ class Step:
         self.gradient = torch.randn_like(input)
 
     def __call__(self) -> tuple[float, Recording]:
-        """Seconds of wall time, and what happened in them."""
+        """Runs a step; returns its wall time in seconds and its recording."""
         self.model.zero_grad()
         with self.model.recording() as recording:
             start = time.perf_counter()
@@ -42,7 +42,7 @@ class Step:
 
 
 def measure(num_microbatches: int) -> list[object]:
-    """One row: alternating in each round, the step, and each stage with nobody beside it."""
+    """Returns one row; each round runs the whole step and each stage alone, on an otherwise idle machine."""
     stages = [blocks(2, WIDTH), blocks(2, WIDTH)]
     input = torch.randn(BATCH * num_microbatches, LENGTH, WIDTH)
     whole = Step(stages, input, num_microbatches)
@@ -67,7 +67,7 @@ def measure(num_microbatches: int) -> list[object]:
     share = {Kind.I: statistics.median(shares), Kind.W: 1 - statistics.median(shares)}
 
     def median(action: Action) -> float:
-        if action.kind in share:  # alone a stage has nobody to send to, and does both at once
+        if action.kind in share:  # a stage alone has no neighbour and does not split B into I and W
             return share[action.kind] * median(Action(action.stage, Kind.B, action.microbatch))
         return statistics.median(seconds[action]) if action.kind not in TRANSFERS else 0.0
 
@@ -86,7 +86,7 @@ def measure(num_microbatches: int) -> list[object]:
 
 
 def _share_of_inputs(recording: Recording) -> float:
-    """Of I and W together, what I takes."""
+    """Returns the share of I in the time of I and W."""
     taken = {
         kind: sum(s for action, s in recording.seconds().items() if action.kind is kind)
         for kind in (Kind.I, Kind.W)
@@ -100,22 +100,23 @@ def main() -> None:
     rows = [measure(num_microbatches) for num_microbatches in (8, 16)]
     report(
         "pipeline",
-        "Two stages at once",
+        "Two concurrent stages",
         [
             "micro-batches",
             "step, ms",
-            "step / own critical path",
+            "step / its critical path",
             "critical path of programs timed alone, ms",
-            "step / that",
+            "step / critical path alone",
             "all programs alone / step",
-            "at most",
+            "upper bound",
         ],
         rows,
-        f"K = 2 stages of 2 GPT blocks of width {WIDTH} each, {BATCH} x {LENGTH} tokens a micro-batch, every "
-        f"micro-batch recomputes, one intra-op thread a stage; medians of {ROUNDS} steps. The own critical "
-        "path replays the schedule with the durations that the same step recorded; timed alone means that "
-        "the other stage's core was idle; how I and W share a backward is taken from the step. At most: with "
-        "no time lost to anything but the schedule.\n",
+        f"K = 2 stages of 2 GPT blocks of width {WIDTH} each, {BATCH} x {LENGTH} tokens per micro-batch. "
+        f"Each micro-batch is recomputed; one intra-op thread per stage; medians of {ROUNDS} steps. A "
+        "critical path replays the schedule with durations. A step's own critical path uses those of the "
+        "same step. Programs timed alone run while the other stage's core is idle; the ratio of I to W is "
+        "taken from the step. The upper bound is the speedup over one stage if only the schedule costs "
+        "time.\n",
     )
 
 

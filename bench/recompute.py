@@ -1,7 +1,8 @@
-"""Forward and recomputing backward of GPT blocks against eager checkpointing, each in a process of its own.
+"""Forward and recomputing backward of GPT blocks, compared with eager checkpointing, each in its own process.
 
-Within one process the two share the C library's heap, and how one leaves it decides how many pages the
-other has zeroed for it; a program keeps its own memory, so eager's time would depend on its neighbour.
+In one process, the two would share the C library's heap: the state in which one leaves the heap determines
+how many pages the kernel must zero for the other. Programs keep their own memory, so eager's time would
+depend on what ran before.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from bench.execution import check, prepare
 from bench.measure import ROOT, alternate, report
 from bench.models.gpt import blocks
 
-PROCESSES = 5  # of each kind, alternating
+PROCESSES = 5  # processes of each kind; the kinds alternate
 
 
 def ours(count: int) -> float:
-    """Median µs of a stage's two programs, adding to the gradients of an earlier micro-batch."""
+    """Returns the median time (µs) of a stage's two programs, which add to existing gradients."""
     stage, forward_graph, backward_graph = prepare(blocks(count), torch.randn(2, 128, 256))
     forward, backward = (stage.program(g, plain=False) for g in (forward_graph, backward_graph))
     check(stage, [(forward, backward)])
@@ -35,7 +36,7 @@ def ours(count: int) -> float:
 
 
 def eager(count: int) -> float:
-    """Median µs of the same in eager mode, checkpointed as a whole; gradients add up too."""
+    """Returns the median time (µs) in eager mode, checkpointed as a whole, adding to existing gradients."""
     model, input = nn.Sequential(*blocks(count)), torch.randn(2, 128, 256, requires_grad=True)
     tangent = torch.randn(2, 128, 256)
 
@@ -46,7 +47,7 @@ def eager(count: int) -> float:
 
 
 def elsewhere(kind: str, count: int) -> float:
-    """Runs ``ours`` or ``eager`` in a new process."""
+    """Runs `ours` or `eager` in a new process and returns its result."""
     command = [sys.executable, "-m", "bench.recompute", kind, str(count)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return float(done.stdout.split()[-1])
@@ -63,11 +64,11 @@ def main() -> None:
     report(
         "recompute",
         "Full recompute of GPT blocks",
-        ["blocks", "eager with checkpoint, ms", "gpipe_fast, ms", "times faster", "pairs"],
+        ["blocks", "eager with checkpoint, ms", "gpipe_fast, ms", "speedup", "speedup, min to max"],
         rows,
-        "Forward and recomputing backward, width 256, 8 heads, 2 x 128 tokens; medians of "
-        f"{PROCESSES} processes of each kind, alternating, each a median of 30 runs. Outputs and gradients "
-        "were checked to be eager's, bit for bit.\n",
+        "Forward and recomputing backward, width 256, 8 heads, 2 x 128 tokens. Medians of "
+        f"{PROCESSES} alternating processes of each kind; each reports the median of 30 runs. Outputs "
+        "and gradients are bitwise equal to eager's.\n",
     )
 
 

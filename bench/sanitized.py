@@ -1,7 +1,7 @@
-"""A few steps under compute-sanitizer, with its reports in bench/results: `python -m bench.sanitized`.
+"""Runs a few steps under compute-sanitizer and writes its reports to bench/results.
 
-With ``steps`` and a word, in the process that is looked into: steps ``captured``, ``uncaptured``, or one of
-the ``smallest`` model.
+`python -m bench.sanitized` starts the tools. `python -m bench.sanitized steps WORD` runs inside a tool: WORD
+selects `captured` steps, `uncaptured` steps, or one step of the `smallest` model.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import IO
 from bench import measure
 
 SECONDS = float(os.environ.get("GPIPE_FAST_SANITIZER_SECONDS", "80"))
-# Seconds without which none is begun.
+# A run is skipped if fewer seconds are left.
 LEAST = 10
 SMALLEST, UNCAPTURED, CAPTURED = "smallest", "uncaptured", "captured"
 
-# Tools, and what they look into. The first has all the time, so that at least one process is seen through;
-# then the most telling come first, for the last ones there may be no time.
+# Tools and the steps that they check. The first run may use all the time, so that at least one run completes.
+# Then the most informative runs come first, because time may run out.
 RUNS = (
     ("memcheck", SMALLEST),
     ("memcheck", CAPTURED),
@@ -36,7 +36,7 @@ RUNS = (
 
 
 def tool() -> str | None:
-    """Where it is; toolkits have it beside nvcc."""
+    """Returns the path of compute-sanitizer, or None; toolkits install it next to nvcc."""
     for folder in (None, os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
         found = shutil.which("compute-sanitizer", path=folder and str(Path(folder) / "bin"))
         if found:
@@ -45,17 +45,17 @@ def tool() -> str | None:
 
 
 def look(sanitizer: str, seconds: float, python: Sequence[str] = (sys.executable,)) -> bool:
-    """Whether no tool has found anything, in as many runs as there is time for."""
+    """Runs the tools while time remains, and returns whether none reported an error."""
     deadline, good = time.monotonic() + seconds, True
     for name, what in RUNS:
         left = deadline - time.monotonic()
         title = f"{name}, {what}"
         if left < LEAST:
-            print(f"{title}: skipped, {max(left, 0):.0f} s were left, {LEAST} are wanted", flush=True)
+            print(f"{title}: skipped, {max(left, 0):.0f} s left, {LEAST} s needed", flush=True)
             continue
         command = [sanitizer, "--tool", name, "--error-exitcode", "9", "--print-limit", "20"]
         command += [*python, "-m", "bench.sanitized", "steps", what]
-        # With the allocator's cache memory that was freed may be read; captured programs need the cache.
+        # Reads of freed memory go unnoticed while the allocator caches it; captured programs need the cache.
         cached = {} if what == CAPTURED else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         measure.RESULTS.mkdir(exist_ok=True)
         with (measure.RESULTS / "sanitizer.txt").open("a+") as file:
@@ -72,7 +72,7 @@ def look(sanitizer: str, seconds: float, python: Sequence[str] = (sys.executable
 
 
 def _code(command: Sequence[str], environment: dict[str, str], seconds: float, file: IO[str]) -> str:
-    """How a process ends, whose output goes to a file as it comes; one that is late is killed."""
+    """Returns a process's exit code; its output is streamed to a file, and a late process is killed."""
     process = subprocess.Popen(
         command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[1],
         start_new_session=True,
@@ -80,15 +80,15 @@ def _code(command: Sequence[str], environment: dict[str, str], seconds: float, f
     try:
         return str(process.wait(seconds))
     except subprocess.TimeoutExpired:
-        return f"none, it did not end within {seconds:.0f} s"
+        return f"none, killed after {seconds:.0f} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+            os.killpg(process.pid, signal.SIGKILL)  # and its child processes
         process.wait()
 
 
 def steps(what: str, device: str = "cuda:0") -> None:
-    """Some steps of four stages over every transport, compared with the plain loop."""
+    """Runs several steps of a pipeline over every transport and compares them with the plain loop."""
     import torch
     from torch import nn
 
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         return
     sanitizer = tool()
     if sanitizer is None:
-        print("sanitizer: there is no compute-sanitizer; nothing is written", flush=True)
+        print("sanitizer: skipped, compute-sanitizer is not installed", flush=True)
         return
     (measure.RESULTS / "sanitizer.txt").unlink(missing_ok=True)
     sys.exit(0 if look(sanitizer, SECONDS) else 1)

@@ -1,4 +1,4 @@
-"""torchvision's models as sequences of their own blocks."""
+"""torchvision's models, rewritten as sequences of their own blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 Layers = Iterator[tuple[str, nn.Module]]
 
-_DETECTOR = "takes a list of images and of targets; what it computes depends on the boxes it finds"
+_DETECTOR = "takes lists of images and targets, and its computation depends on the boxes that it detects"
 LEFT_OUT = {
     "fasterrcnn_*": _DETECTOR,
     "fcos_*": _DETECTOR,
@@ -28,8 +28,8 @@ LEFT_OUT = {
     "ssd*": _DETECTOR,
 }
 
-# Of one sample, or of each of several; the first pattern that fits counts. Small, but nothing shrinks to a
-# batch norm over one number.
+# Shapes of one sample, one for each input; the first matching pattern counts. The sizes are small, but large
+# enough that no batch norm sees a single value.
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "*inception_v3": ((3, 96, 96),),
     "maxvit_t": ((3, 224, 224),),
@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Apply(nn.Module):
-    """A function of what arrives and of the modules it calls."""
+    """A layer that applies a function to its input and to the modules that the function calls."""
 
     def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Apply(nn.Module):
 
 
 class Tokens(nn.Module):
-    """A class token before the sequence, and an embedding of every position."""
+    """Prepends a class token to the sequence and adds a positional embedding."""
 
     def __init__(self, token: nn.Parameter, positions: nn.Parameter) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _apply(function: Callable[..., Any]) -> Glue:
 
 _flatten: Glue = partial(nn.Flatten, 1)
 
-# What a forward does beside calling its children in order: by class, and by the child that comes next.
+# Glue in a model's forward besides calling its children in order: by class, and by the child it precedes.
 IN_ORDER: dict[str, dict[str, Sequence[Glue]]] = {
     "AlexNet": {"classifier": [_flatten]},
     "ConvNeXt": {},
@@ -115,7 +115,7 @@ IN_ORDER: dict[str, dict[str, Sequence[Glue]]] = {
     "VideoResNet": {"fc": [_flatten]},
 }
 
-# Containers that call their children in order and do nothing else.
+# Containers that only call their children in order.
 _CONTAINERS = frozenset(
     {
         "AnyStage",
@@ -131,7 +131,7 @@ _CONTAINERS = frozenset(
 
 
 def shapes_of(name: str) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one sample of what the model takes."""
+    """Returns the shape of one sample for each input of the model."""
     found: tuple[tuple[int, ...], ...] = _first(SHAPES, name)
     return found
 
@@ -141,12 +141,12 @@ def _first(table: dict[str, Any], name: str) -> Any:
 
 
 def left_out(name: str) -> str | None:
-    """Why a constructor's model is no sequence of blocks, or None."""
+    """Returns why a constructor's model cannot be written as a sequence of blocks, or None."""
     return next((why for pattern, why in LEFT_OUT.items() if fnmatch(name, pattern)), None)
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """A model of ``torchvision.models`` as it is made without weights."""
+    """Returns a torchvision model with its default initialization."""
     models = importlib.import_module("torchvision.models")
     torch.manual_seed(seed)
     with _reduced(name):
@@ -155,12 +155,12 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 
 def construct(name: str, seed: int = 0) -> nn.Module:
-    """The same, with weights that leave no block without effect."""
+    """Returns a model whose weights let every block affect the gradients."""
     return enlivened(build(name, seed))
 
 
 def enlivened(model: nn.Module) -> nn.Module:
-    """Moves weights that are constant a little: a head of zeros would make every gradient before it zero."""
+    """Perturbs constant parameters: for example, a zero head would make every gradient before it zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.numel() and bool((parameter == parameter.flatten()[0]).all()):
@@ -177,7 +177,7 @@ def _with(build: Callable[..., nn.Module], given: dict[str, Any], **options: Any
     return build(**{**options, **given})
 
 
-# Where a constructor takes no argument for it: module and class, and how that is built instead.
+# Reductions that no constructor argument offers: module, class, and a replacement for the class.
 _REDUCED: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "mvit_*": (
         "video.mvit",
@@ -203,7 +203,7 @@ _REMARKS = {
     "quantized_googlenet": "aux_logits=False, quantize=False",
     "quantized_inception_v3": "aux_logits=False, quantize=False",
     "quantized_*": "quantize=False",
-    "raft_*": "the 12 updates share their weights, and are one layer",
+    "raft_*": "the 12 updates share their weights, so they form one layer",
     "regnet_y_128gf": "4 of 27 blocks, one for each width",
     "vit_h_14": "4 of 32 blocks",
     "vit_l_*": "8 of 24 blocks",
@@ -211,7 +211,7 @@ _REMARKS = {
 
 
 def remark(name: str) -> str:
-    """What of a model is otherwise than its constructor makes it by default."""
+    """Returns how a model deviates from the constructor's defaults."""
     return next((text for pattern, text in _REMARKS.items() if fnmatch(name, pattern)), "")
 
 
@@ -227,11 +227,11 @@ def _reduced(name: str) -> Iterator[None]:
 
 
 def as_sequence(model: nn.Module, size: Sequence[int]) -> nn.Sequential | None:
-    """The same blocks in a ``Sequential`` that returns what ``model`` does, or None for an unknown class.
+    """Returns a `Sequential` of the model's blocks that computes the same function; None for other classes.
 
     Args:
-        model: its blocks are shared, not copied.
-        size: height and width of the images, which segmentation returns its maps in.
+        model: the model; its blocks are shared, not copied.
+        size: height and width of the images, to which segmentation models resize their output.
     """
     for kind in type(model).__mro__:
         if kind.__name__ in _BY_CLASS:
@@ -243,7 +243,7 @@ def as_sequence(model: nn.Module, size: Sequence[int]) -> nn.Sequential | None:
 
 def _in_order(model: nn.Module, glue: dict[str, Sequence[Glue]]) -> Layers:
     children = dict(model.named_children())
-    if "quant" in children:  # which comes last, but is called first
+    if "quant" in children:  # registered last, but called first
         yield "quant", children.pop("quant")
     for name, child in (*children.items(), ("end", nn.ModuleList())):
         for index, make in enumerate(glue.get(name, ())):
@@ -263,7 +263,7 @@ def _expand(name: str, module: nn.Module) -> Layers:
 
 
 def _dense(name: str, block: nn.Module) -> Layers:
-    """A dense block: every layer takes all that was made before it."""
+    """Yields the layers of a dense block; each layer takes the outputs of all layers before it."""
     for index, (child_name, child) in enumerate(block.named_children()):
         function = _grow if index else lambda x, layer: _grow([x], layer)
         yield f"{name}_{child_name}", Apply(function, child)
@@ -341,7 +341,7 @@ def _first_of(pair: tuple[Tensor, Any], layer: nn.Module) -> tuple[Tensor, Any]:
 
 
 def _raft(model: Any, size: Sequence[int]) -> Layers:
-    """Two images to twelve flows; the updates are one layer, because they share their weights."""
+    """Yields RAFT's layers, from two images to twelve flows; the updates share weights: they are one layer."""
     yield "images", Apply(lambda pair: (pair[0], torch.cat(pair)))
     for name, layer in _expand("feature_encoder", model.feature_encoder):
         yield name, Apply(_second, layer)
@@ -354,7 +354,7 @@ def _raft(model: Any, size: Sequence[int]) -> Layers:
 
 def _pyramid(pair: tuple[Tensor, Tensor], corr_block: Any) -> tuple[Tensor, list[Tensor]]:
     image, features = pair
-    own = copy.copy(corr_block)  # which keeps the pyramid as an attribute
+    own = copy.copy(corr_block)  # the block stores the pyramid as an attribute
     own.build_pyramid(*features.chunk(2))
     return image, own.corr_pyramid
 

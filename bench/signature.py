@@ -1,4 +1,4 @@
-"""What a call costs before any stage runs: to find out that nothing changed."""
+"""Overhead of a call before any stage runs: checking that nothing changed since the last call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (10, 500)
 
 
 class _Instead:
-    """Stands for a C++ pipeline whose forward takes no time."""
+    """A stub for a C++ pipeline; its forward returns immediately."""
 
     def __init__(self, outputs: list[Tensor]) -> None:
         self._outputs = outputs
@@ -25,7 +25,7 @@ class _Instead:
 
 
 def unchanged(num_modules: int, rounds: int, calls: int) -> list[object]:
-    """Median µs of a call's parts, the second call and later ones of a pipeline of so many modules."""
+    """Returns median times (µs) of a call's parts, for repeated calls of a pipeline."""
     layers = [nn.Linear(8, 8) if index % 2 == 0 else nn.ReLU() for index in range(num_modules)]
     half = num_modules // 2
     sizes = [half, num_modules - half]
@@ -49,12 +49,12 @@ def main() -> None:
     torch.manual_seed(0)
     report(
         "signature",
-        "What a call costs before any stage runs",
-        ["modules", "parameters", "look for changes", "all Python of a call", "whole call"],
+        "Overhead of a call before any stage runs",
+        ["modules", "parameters", "check for changes", "Python part of a call", "whole call"],
         [unchanged(size, rounds=40, calls=20) for size in SIZES],
-        "µs, medians [p20, p80] of calls in which nothing has changed. Linear(8, 8) and ReLU in turn, two "
-        "stages, 8 micro-batches of one sample, under no_grad. All Python is a whole call, with the look, of "
-        "a pipeline whose C++ part returns at once.\n",
+        "Times in µs, medians [p20, p80] of calls without changes. The modules are Linear(8, 8) and ReLU, "
+        "alternately, in two stages; 8 micro-batches of one sample, under no_grad. The Python part is a "
+        "whole call, including the check for changes, of a pipeline whose C++ part returns immediately.\n",
     )
 
 

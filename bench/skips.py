@@ -1,4 +1,4 @@
-"""Models with skips between layers, for peers: as checkpointed stages, and in torchgpipe's words."""
+"""Models with skip connections for other candidates: as checkpointed stages, and translated to torchgpipe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gpipe_fast.layers.skip import Key, Skippable, carrying, skips_of, stash, ta
 
 
 class _Stage(nn.Module):
-    """Some layers; skips from and to others are arguments and results.
+    """A run of layers; skip connections to other stages are arguments and results.
 
     Attributes:
-        incoming: what it pops that others have stashed.
-        outgoing: what it stashes for others.
+        incoming: keys that the stage pops and other stages stash.
+        outgoing: keys that the stage stashes for other stages.
     """
 
     def __init__(self, layers: nn.Sequential, incoming: list[Key], outgoing: list[Key]) -> None:
@@ -30,7 +30,7 @@ class _Stage(nn.Module):
 
 
 def checkpointed(model: nn.Sequential, balance: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """The stages one after the other; the backward recomputes each as a whole, as GPipe does."""
+    """Returns the sequence of stages, each recomputed as a whole in the backward, as GPipe does."""
     skips, layers = skips_of(model), iter(model)
     stages = []
     for size, end in zip(balance, itertools.accumulate(balance), strict=True):
@@ -50,7 +50,7 @@ def checkpointed(model: nn.Sequential, balance: Sequence[int]) -> Callable[[Tens
 
 
 class _Translated(nn.Module):
-    """A layer with skips, which yields torchgpipe's commands."""
+    """A layer with skip connections that yields torchgpipe's commands."""
 
     def __init__(self, layer: Skippable) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Translated(nn.Module):
 
 
 def for_torchgpipe(model: nn.Sequential) -> nn.Sequential:
-    """The same layers, with the same parameters."""
+    """Returns the model translated to torchgpipe's skippable layers; parameters are shared."""
     import torchgpipe.skip as theirs
 
     namespaces: dict[object, Any] = {}
@@ -82,7 +82,7 @@ def for_torchgpipe(model: nn.Sequential) -> nn.Sequential:
         if not isinstance(layer, Skippable):
             return layer
         decorate = theirs.skippable(layer.stashable_names, layer.poppable_names)
-        # A class of its own for each: classes say what is stashed and popped.
+        # Each layer gets its own class, because torchgpipe keeps the stashed and popped names in the class.
         made: Any = decorate(type("Translated", (_Translated,), {}))(layer)
         for key in (*layer.stashable(), *layer.poppable()):
             if key.namespace is not None:

@@ -1,4 +1,4 @@
-"""Steps of a GPT in two stages against the same steps of its peers, each in processes of its own."""
+"""Steps of a two-stage GPT, compared with other implementations, each in its own processes."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ STAGES, ROUNDS, PAUSE = 2, 15, 0.05
 OURS, PIPELINING, TORCHGPIPE = "gpipe_fast", "torch.distributed.pipelining", "torchgpipe"
 LOOP, WHOLE = "plain loop", "plain, whole mini-batch"
 
-# Processes, and intra-op threads of each: two cores' worth for everyone.
+# Number of processes, and intra-op threads of each: every candidate gets two cores.
 RESOURCES = {OURS: (1, 1), PIPELINING: (STAGES, 1), TORCHGPIPE: (1, 2), LOOP: (1, 2), WHOLE: (1, 2)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step: GPT blocks, and the mini-batch they are given.
+    """A training step of GPT blocks on a mini-batch.
 
     Attributes:
-        recompute: whether every micro-batch recomputes, or none.
-        chunks: the number of micro-batches.
-        batch: sequences in a micro-batch.
-        length: of each.
-        width: of the blocks, which have 8 heads.
-        count: of blocks.
+        recompute: whether every micro-batch is recomputed, or none.
+        chunks: number of micro-batches.
+        batch: number of sequences in a micro-batch.
+        length: length of each sequence.
+        width: width of the blocks, which have 8 heads.
+        count: number of blocks.
     """
 
     recompute: bool
@@ -60,13 +60,13 @@ class Case:
     count: int = 4
 
     def stages(self) -> list[nn.Sequential]:
-        """The same parameters in every process."""
+        """Returns the stages; their parameters are the same in every process."""
         torch.manual_seed(0)
         layers, size = blocks(self.count, self.width), self.count // STAGES
         return [nn.Sequential(*layers[i * size : (i + 1) * size]) for i in range(STAGES)]
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """The mini-batch, and the gradient of its output."""
+        """Returns the mini-batch and the gradient of its output."""
         generator = torch.Generator().manual_seed(1)
         shape = (self.batch * self.chunks, self.length, self.width)
         input, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -77,13 +77,13 @@ TINY = (2, 1, 8, 8, 2)  # chunks, batch, length, width, count
 
 
 def names(recompute: bool) -> list[str]:
-    """The candidates."""
+    """Returns the names of the candidates."""
     found = [OURS, PIPELINING, LOOP, *([TORCHGPIPE] if has_torchgpipe() else [])]
     return found if recompute else [*found, WHOLE]
 
 
 def make(number: int, name: str, case: Case, rendezvous: str) -> Candidate:
-    """The candidate's process ``number``; a tiny step has brought in what a first step imports."""
+    """Builds the candidate in process `number`; first runs a tiny step, which triggers all lazy imports."""
     if name == PIPELINING:
         join(rendezvous, number, STAGES)
     build(number, name, Case(case.recompute, *TINY))()
@@ -91,6 +91,7 @@ def make(number: int, name: str, case: Case, rendezvous: str) -> Candidate:
 
 
 def build(number: int, name: str, case: Case) -> Candidate:
+    """Builds the part of a candidate that belongs to process `number`."""
     stages, (input, gradient) = case.stages(), case.data()
     model = nn.Sequential(*(layer for stage in stages for layer in stage))
     balance, mode = [len(stage) for stage in stages], "always" if case.recompute else "never"
@@ -114,7 +115,7 @@ def build(number: int, name: str, case: Case) -> Candidate:
 
 
 def reference(case: Case) -> list[Tensor]:
-    """Gradients of the plain loop with one thread."""
+    """Returns the gradients of the plain loop with one thread."""
     step = build(0, LOOP, case)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -125,13 +126,13 @@ def reference(case: Case) -> list[Tensor]:
 
 @dataclass
 class Result:
-    """What was found out about one candidate.
+    """The measurements of one candidate.
 
     Attributes:
-        off: how far its gradients are off (see ``off_by``).
-        timing: None if that is too far.
-        peak_bytes: memory in a step, None if unknown.
-        idle: the share of a core that it used while others were timed.
+        off: relative gradient difference (see `off_by`).
+        timing: step times; None if the gradients are wrong.
+        peak_bytes: peak memory of a step; None if unknown.
+        idle: share of a core that the candidate used while other candidates were timed.
     """
 
     off: float
@@ -141,7 +142,7 @@ class Result:
 
 
 def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Result]:
-    """Compares gradients of the first step and of a later one, then times what has the right ones."""
+    """Compares the gradients of two steps, then times the candidates whose gradients are right."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         candidates: dict[str, Elsewhere] = {}
@@ -172,14 +173,14 @@ HEADERS = [
     "candidate",
     "processes x threads",
     "ms: median [p20, p80]",
-    "ours is x times faster",
+    "time / ours",
     "peak memory, MiB",
     "gradients",
 ]
 
 
 def rows(case: Case, results: Mapping[str, Result]) -> list[list[object]]:
-    """One for each candidate; what has other gradients has no timing, and gets no ratio."""
+    """Returns one row per candidate; one whose gradients are wrong gets neither a time nor a ratio."""
     found: list[list[object]] = []
     ours = results[OURS].timing
     for name, result in results.items():
@@ -209,18 +210,18 @@ def main() -> None:
         tables[recompute] += rows(case, results)
     report(
         "step",
-        "Steps of two stages, every micro-batch recomputed",
+        "Steps of two stages, full recomputation",
         HEADERS,
         tables[True],
         f"{case.count} GPT blocks of width {case.width}, 8 heads, K = {STAGES}, {case.batch} x {case.length} "
-        "tokens a micro-batch; forward and backward given the gradient of the output. Every candidate has "
-        "processes of its own and threads for two cores; they alternate, medians of "
-        f"{ROUNDS} steps. Who waits sleeps: between its steps nobody used more than {idle:.1%} of a core. "
-        "Stages are recomputed as a whole, by others with non-reentrant torch.utils.checkpoint. torchgpipe's "
-        "two CPU stages share one worker thread. Gradients were compared with those of the plain loop with "
-        f"one thread: ours must be equal, others within {TOLERANCE:.0e} of the largest of their tensor. Peak "
-        "memory is what a step needs, in all processes, beyond parameters, input and what is imported.\n",
-        [Table("Nothing recomputed", HEADERS, tables[False])],
+        "tokens per micro-batch; forward and backward from a given output gradient. Every candidate has its "
+        f"own processes and threads for two cores. Candidates alternate; medians of {ROUNDS} steps. Waiting "
+        f"candidates sleep: none used over {idle:.1%} of a core between its steps. Stages are recomputed "
+        "as a whole; other candidates use non-reentrant torch.utils.checkpoint. torchgpipe's two CPU stages "
+        "share one worker thread. Gradients are compared with the plain loop's with one thread: ours must be "
+        f"equal, others may differ by {TOLERANCE:.0e} of the largest element of their tensor. Peak memory is "
+        "what a step needs in all processes, beyond parameters, input and imported modules.\n",
+        [Table("No recomputation", HEADERS, tables[False])],
     )
 
 

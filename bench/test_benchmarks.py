@@ -1,7 +1,7 @@
-"""Headline steps of ours under pytest-benchmark: `pytest bench --benchmark-only`.
+"""Our main training steps under pytest-benchmark: `pytest bench --benchmark-only`.
 
-Good for comparing commits (`--benchmark-autosave`, `--benchmark-compare`). What compares us with others is
-`python -m bench`, whose candidates alternate.
+Use them to compare commits (`--benchmark-autosave`, `--benchmark-compare`). `python -m bench` compares
+gpipe_fast with other implementations, with alternating candidates.
 """
 
 from __future__ import annotations

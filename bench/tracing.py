@@ -1,4 +1,4 @@
-"""What it costs to trace, split and lower a stage, and what equal stages cost together."""
+"""The time to trace, split and lower a stage, and the time for several equal stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def one_stage(count: int) -> list[object]:
-    """Seconds to make the programs of one stage of ``count`` blocks."""
+    """Returns a row: seconds to trace and to lower one stage of `count` blocks."""
     layers, input = blocks(count), torch.randn(2, 128, 256, requires_grad=True)
     start = time.perf_counter()
     joint = trace(layers, [input])
@@ -42,7 +42,7 @@ def one_stage(count: int) -> list[object]:
 
 
 def equal_stages(count: int, num_stages: int) -> list[object]:
-    """Seconds for a pipeline of ``num_stages`` equal stages: the first pays, the others find its work."""
+    """Returns a row for a pipeline of equal stages, of which only the first is traced and lowered."""
     per_stage = count // num_stages
     layers = blocks(count)
     stages = [
@@ -62,7 +62,7 @@ def equal_stages(count: int, num_stages: int) -> list[object]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    trace(blocks(1), [torch.randn(2, 128, 256)])  # what PyTorch imports and registers once per process
+    trace(blocks(1), [torch.randn(2, 128, 256)])  # warms up PyTorch's lazy imports and registrations
     rows = [one_stage(count) for count in (2, 8, 24)]
     rows += [equal_stages(24, num_stages) for num_stages in (2, 4, 12)]
     report(
@@ -70,7 +70,7 @@ def main() -> None:
         "Tracing and lowering GPT blocks of width 256",
         ["blocks", "traces", "trace, s", "split and lower, s", "steps"],
         rows,
-        "Full recompute. In the lower rows one pipeline of 24 blocks is compiled, building included.\n",
+        "Full recompute. The lower rows compile a pipeline of 24 blocks and build its programs.\n",
     )
 
 

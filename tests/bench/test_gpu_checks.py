@@ -102,7 +102,7 @@ def test_what_hangs_takes_no_more_than_its_time() -> None:
     assert started == [["a", "b", "c"], ["b", "c"]]
     assert kept["a"].seconds == PATIENCE
     assert kept["b"].seconds == 60 - 1 - PATIENCE - 1
-    assert kept["c"] == Row(False, "skipped: no time was left")
+    assert kept["c"] == Row(False, "skipped: no time left")
 
 
 def test_a_row_is_written_as_soon_as_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +118,8 @@ def test_a_row_is_written_as_soon_as_it_is_known(tmp_path: Path, monkeypatch: py
 
 def test_a_process_says_how_it_ended() -> None:
     for ends, how in (
-        ("os._exit(3)", "its process ended with 3"),
-        ("time.sleep(60)", "not done in its time"),
+        ("os._exit(3)", "its process exited with 3"),
+        ("time.sleep(60)", "time limit exceeded"),
     ):
         child = Child([sys.executable, "-c", f"import os, time; print('[1]', flush=True); {ends}"])
         assert child.next(60) == [1]
@@ -179,7 +179,7 @@ def test_the_first_phases_on_gpus_that_are_not_there(libraries: tuple[Path, Path
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     machine = (tmp_path / "gpu-machine.txt").read_text()
     assert "Fake GPU" in machine
-    assert "extension: is taken as it is; it imports, and runs on the device" in machine
+    assert "extension: existing build used; imports and runs on the device" in machine
     for phase, replays in (("models", 3), ("plans", 5)):
         row = (tmp_path / f"gpu-{phase}.md").read_text().splitlines()[-1]
         assert row.split("|")[2].strip() == "equal", row

@@ -33,7 +33,7 @@ def test_output_is_shown_and_kept(kept: Path, capfd: pytest.CaptureFixture[str])
     out = capfd.readouterr().out
     assert (kept / "gpu-one.txt").read_text() == "has 28 own\n"
     assert (kept / "gpu-two.txt").read_text() == "well\n"
-    for line in ("has 28 own", "well", "part, one: ended with 3", "part, two: ended well"):
+    for line in ("has 28 own", "well", "part, one: failed (3)", "part, two: succeeded"):
         assert line in out
 
 
@@ -44,8 +44,8 @@ LATE = "import signal, sys, time; signal.signal(2, {}); print('on', flush=True);
 @pytest.mark.parametrize(
     ("handler", "how", "text"),
     [
-        ("lambda *_: sys.exit(print('so far'))", "a signal: its time was over", "on\nso far\n"),
-        ("signal.SIG_IGN", "a kill: its time was over, and it did not listen", "on\n"),
+        ("lambda *_: sys.exit(print('so far'))", "interrupted at the time limit", "on\nso far\n"),
+        ("signal.SIG_IGN", "killed at the time limit after ignoring the interrupt", "on\n"),
     ],
 )
 def test_what_is_late_is_interrupted_then_killed(kept: Path, handler: str, how: str, text: str) -> None:
@@ -113,14 +113,14 @@ def test_an_extension_that_does_not_suit_is_built(kept: Path, monkeypatch: pytes
     code = 1
     assert not on_gpu.ready(1)
     first, second, third = (kept / "gpu-machine.txt").read_text().splitlines()
-    assert first == "extension: is taken as it is; it imports, and runs on the device"
-    assert second.startswith("extension: was built in")
-    assert second.endswith("; it fails: another torch")
-    assert third == "extension: COULD NOT BE BUILT (1); it fails: another torch"
+    assert first == "extension: existing build used; imports and runs on the device"
+    assert second.startswith("extension: rebuilt in")
+    assert second.endswith("; check failed: another torch")
+    assert third == "extension: BUILD FAILED (1); check failed: another torch"
     monkeypatch.setattr(on_gpu, "PATIENCE", 0.1)
     monkeypatch.setattr(on_gpu, "SUITS", "import time; time.sleep(60)")
-    assert on_gpu.unsuited() == "a first step is not done within 0.1 s"
-    with pytest.raises(SystemExit, match="no phase is called nothing"):
+    assert on_gpu.unsuited() == "the first step took longer than 0.1 s"
+    with pytest.raises(SystemExit, match="unknown phase: nothing"):
         on_gpu.main(["nothing"])
 
 
@@ -170,7 +170,7 @@ def test_what_a_sanitizer_finds_is_kept(
     assert text.startswith("== memcheck, smallest\n--tool memcheck")
     assert "steps smallest 1\n== memcheck, smallest: exit code 0\n" in text
     assert "steps captured \n== memcheck, captured: exit code 9\n" in text
-    assert "== racecheck, smallest: exit code none, it did not end within" in text
+    assert "== racecheck, smallest: exit code none, killed after" in text
     assert "--tool racecheck" in text  # so far it came
     assert out.count("exit code") == 5
 
