@@ -113,10 +113,10 @@ def main() -> None:
         rows,
         f"K = 2 stages of 2 GPT blocks of width {WIDTH} each, {BATCH} x {LENGTH} tokens per micro-batch. "
         f"Each micro-batch is recomputed; one intra-op thread per stage; medians of {ROUNDS} steps. A "
-        "critical path replays the schedule with durations. A step's own critical path uses those of the "
-        "same step. Programs timed alone run while the other stage's core is idle; the ratio of I to W is "
-        "taken from the step. The upper bound is the speedup over one stage if only the schedule costs "
-        "time.\n",
+        "critical path replays the schedule with measured durations, a step's own one with the durations "
+        "of the same step. Programs timed alone run while the other stage's core is idle; the ratio of I "
+        "to W is taken from the step. The upper bound is the speedup over one stage if only the schedule "
+        "costs time.\n",
     )
 
 

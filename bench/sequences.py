@@ -341,7 +341,7 @@ def _first_of(pair: tuple[Tensor, Any], layer: nn.Module) -> tuple[Tensor, Any]:
 
 
 def _raft(model: Any, size: Sequence[int]) -> Layers:
-    """Yields RAFT's layers, from two images to twelve flows; the updates share weights: they are one layer."""
+    """Yields RAFT's layers, from two images to twelve flows; the weight-sharing updates form one layer."""
     yield "images", Apply(lambda pair: (pair[0], torch.cat(pair)))
     for name, layer in _expand("feature_encoder", model.feature_encoder):
         yield name, Apply(_second, layer)

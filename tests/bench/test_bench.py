@@ -1,4 +1,4 @@
-"""Benchmarks check what they time; here they do it on tiny sizes, and nothing is said about speed."""
+"""The checks that benchmarks make before they time, on tiny sizes; no test asserts speed."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ from bench.models.mlp import mlp
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("one_thread")]
 
 
-def test_candidates_take_turns() -> None:
+def test_alternate_interleaves_the_candidates() -> None:
     order: list[str] = []
     timings = measure.alternate(
         {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3, calls=2
     )
-    assert "".join(order) == "aabb" * 4  # one round comes first and is dropped
+    assert "".join(order) == "aabb" * 4  # the first round is a warm-up and is dropped
     assert timings.keys() == {"a", "b"}
     for timing in timings.values():
         assert 0 < timing.p20 <= timing.median <= timing.p80
 
 
-def test_a_timing_reads_as_median_and_percentiles() -> None:
+def test_a_timing_prints_its_median_and_percentiles() -> None:
     assert str(measure.Timing(12.345, 11.0, 13.96)) == "12.3 [11.0, 14.0]"
     assert str(measure.Timing(1234.5, 1100.0, 1399.6)) == "1234 [1100, 1400]"
     assert measure.Timing(1234.5, 1100.0, 1399.6).ms() == "1.23 [1.10, 1.40]"
     assert measure.Timing(123456.0, 98765.0, 2e5).ms() == "123.5 [98.8, 200.0]"
 
 
-def test_percentiles() -> None:
+def test_timing_computes_the_median_and_the_20th_and_80th_percentile() -> None:
     timing = measure.timing([float(x) for x in range(1, 10)])
     assert timing == measure.Timing(5.0, 2.0, 8.0)
     assert measure.timing([7.0]) == measure.Timing(7.0, 7.0, 7.0)
 
 
-def test_ratios_are_taken_in_pairs() -> None:
+def test_a_ratio_is_the_median_of_paired_ratios() -> None:
     assert measure.Ratio.of([2.0, 4.0, 60.0], [1.0, 2.0, 30.0]) == measure.Ratio(2.0, 2.0, 2.0)
     spread = measure.Ratio.of([float(x) for x in range(1, 100)], [1.0] * 99)
     assert 35 < spread.low < spread.median == 50 < spread.high < 65
     assert str(measure.Ratio(1.0, 0.9, 1.1)) == "1.000 [0.900, 1.100]"
 
 
-def test_a_report_has_the_machine_and_is_kept(
+def test_a_report_names_the_machine_and_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
@@ -77,26 +77,26 @@ def test_a_report_has_the_machine_and_is_kept(
 
 
 @pytest.mark.parametrize("layers", [mlp(8), blocks(1, 8, 2)], ids=["mlp", "block"])
-def test_execution_checks_its_programs(layers: list[torch.nn.Module]) -> None:
+def test_execution_checks_and_times_forward_and_backward(layers: list[torch.nn.Module]) -> None:
     input = torch.randn(2, 3, 8)
     timings = execution.measure(layers, input, rounds=1, calls=1)
     assert Counter(name.split(",")[0] for name in timings) == {"forward": 3, "backward": 3, "both": 3}
 
 
-def test_execution_notices_a_wrong_gradient() -> None:
+def test_execution_rejects_a_wrong_gradient() -> None:
     stage, forward, backward = execution.prepare(mlp(8), torch.randn(4, 8))
     runs = (stage.program(forward, plain=False), stage.program(backward, plain=False))
     execution.check(stage, [runs])
-    stage.tangent.add_(1)  # the programs read it, and so does eager
+    stage.tangent.add_(1)  # both the programs and eager read it
     execution.check(stage, [runs])
     wrong = stage.program(backward, plain=False)
 
-    def twice(first: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def run_twice(first: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         wrong(True)
         return wrong(False)
 
     with pytest.raises(AssertionError):
-        execution.check(stage, [(runs[0], twice)])
+        execution.check(stage, [(runs[0], run_twice)])
 
 
 @pytest.mark.parametrize("name", draws.DRAWS)
@@ -118,7 +118,7 @@ def test_tracing_counts_traces() -> None:
     assert all(s > 0 for s in seconds)
 
 
-def test_engine_counts_actions(tmp_path: Path) -> None:
+def test_the_engine_benchmark_returns_samples_for_each_size(tmp_path: Path) -> None:
     samples = engine.run(engine.build(tmp_path), rounds=2, steps=1)
     assert list(samples) == [(2, 8), (2, 64), (4, 8), (4, 64)]
     for sample in samples.values():
@@ -127,16 +127,16 @@ def test_engine_counts_actions(tmp_path: Path) -> None:
             assert all(time > 0 for time in times)
 
 
-def test_engine_reports_per_action_and_hand_over() -> None:
+def test_engine_rows_report_times_per_action_and_hand_off() -> None:
     sample = engine.Samples([80.0, 160.0, 240.0], [320.0] * 3, [400.0] * 3, [2.0, 2.5, 3.0])
     (row,) = engine.rows({(2, 8): sample})
-    assert row[:3] == [2, 8, 64]  # 32 F and B, 16 SEND and as many RECV
+    assert row[:3] == [2, 8, 64]  # 32 F and B, 16 SEND and 16 RECV
     medians = [str(cell).split()[0] for cell in row[3:-1]]
     assert medians == ["2.500", "5.000", "5.000", "160.0", "400.0", "2.5"]
     assert row[-1] == "16 x = 40"
 
 
-def test_overhead_compares_gradients_before_it_times() -> None:
+def test_overhead_compares_gradients_before_timing() -> None:
     rows = {name: cells for name, *cells in overhead.measure(rounds=1, calls=1)}
     for mode in ("always", "except_last", "never"):
         for num_stages in (4, 2, 1):
@@ -146,10 +146,10 @@ def test_overhead_compares_gradients_before_it_times() -> None:
     assert rows[overhead.LOOP][2] == 1.0
 
 
-def test_overhead_gives_no_times_to_other_gradients() -> None:
+def test_overhead_does_not_time_candidates_with_wrong_gradients() -> None:
     steps: dict[str, peers.Candidate] = {**overhead.Overhead().plain()}
     name = "gpipe_fast, K = 4, never"
-    steps[name] = overhead.Overhead().plain()[overhead.WHOLE]  # which adds up in another order
+    steps[name] = overhead.Overhead().plain()[overhead.WHOLE]  # sums in another order
     off = overhead.differences(steps)
     assert 0 < off[overhead.WHOLE] == off[name] < peers.TOLERANCE
     assert [n for n in steps if peers.agrees(n, off[n])] == [*overhead.Overhead().plain()]
@@ -160,7 +160,7 @@ def test_overhead_gives_no_times_to_other_gradients() -> None:
     assert rows[1][1:] == ["0.00 [0.00, 0.00]", "-", 1.0, "WRONG, off by 5e-01"]
 
 
-def test_a_step_is_cut_without_a_gap() -> None:
+def test_the_parts_of_a_step_add_up_to_the_whole_step() -> None:
     times = overhead.parts(overhead.Overhead().ours("always", 2), rounds=1)
     *between, whole, critical_path, actions = times
     assert len(between) == len(overhead.PARTS)
@@ -169,7 +169,7 @@ def test_a_step_is_cut_without_a_gap() -> None:
     assert 0 < critical_path < actions
 
 
-def test_how_far_gradients_are_off() -> None:
+def test_off_by_is_the_largest_relative_gradient_difference() -> None:
     wanted = [torch.tensor([1.0, 4.0]), torch.tensor([0.5])]
     assert peers.off_by([w.clone() for w in wanted], wanted) == 0
     assert peers.off_by([wanted[0], torch.tensor([0.625])], wanted) == 0.25
@@ -179,13 +179,13 @@ def test_how_far_gradients_are_off() -> None:
     assert not peers.agrees("gpipe_fast, K = 2, never", peers.TOLERANCE)
 
 
-TINY = step.Case(recompute=True, chunks=2, batch=1, length=4, width=16, count=2)
+TINY_CASE = step.Case(recompute=True, chunks=2, batch=1, length=4, width=16, count=2)
 
 
-def test_step_compares_processes_that_sleep_between_their_steps() -> None:
+def test_processes_of_candidates_sleep_between_their_steps() -> None:
     names = [step.OURS, step.PIPELINING]
-    results = step.measure(TINY, names, rounds=2)
-    rows = step.rows(TINY, results)
+    results = step.measure(TINY_CASE, names, rounds=2)
+    rows = step.rows(TINY_CASE, results)
     assert [row[:3] for row in rows] == [[2, step.OURS, "1 x 2 stages"], [2, step.PIPELINING, "2 x 1"]]
     assert rows[0][-1] == "equal"
     for result in results.values():
@@ -195,8 +195,8 @@ def test_step_compares_processes_that_sleep_between_their_steps() -> None:
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_step_builds_what_computes_the_same(recompute: bool) -> None:
-    case = replace(TINY, recompute=recompute)
+def test_step_candidates_compute_the_gradients_of_the_plain_loop(recompute: bool) -> None:
+    case = replace(TINY_CASE, recompute=recompute)
     wanted = step.reference(case)
     names = [name for name in step.names(recompute) if name != step.PIPELINING]
     assert len(names) == (3 if recompute else 4)
@@ -206,14 +206,14 @@ def test_step_builds_what_computes_the_same(recompute: bool) -> None:
         assert peers.agrees(name, peers.off_by(candidate.gradients(), wanted)), name
 
 
-def test_signature_reports_parts_of_a_call() -> None:
+def test_signature_times_the_parts_of_a_call() -> None:
     num_modules, num_parameters, *times = signature.unchanged(10, rounds=1, calls=1)
     assert (num_modules, num_parameters) == (10, 10)
-    look, python, whole = (float(str(time).split()[0]) for time in times)
-    assert 0 < look < python < whole
+    check, python, whole = (float(str(time).split()[0]) for time in times)
+    assert 0 < check < python < whole
 
 
-def test_lengths_counts_traces_and_templates() -> None:
+def test_lengths_counts_traces_and_template_instances() -> None:
     name, steps, different, mean, traces, written, *seconds = lengths.train("few", [4, 8, 6, 4, 6], width=16)
     assert (name, steps, different, mean, traces, written) == ("few", 5, 3, 5.6, 6, 2)
     assert all(s > 0 for s in seconds)
@@ -221,7 +221,7 @@ def test_lengths_counts_traces_and_templates() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:stage 1, layer")
-def test_a_layer_in_python_is_timed_beside_its_alternatives() -> None:
+def test_interpreted_times_all_candidates_and_rejects_wrong_gradients() -> None:
     layers = [nn.Linear(4, 4) for _ in range(4)]
     steps = interpreted.candidates(layers, [2, 2], torch.randn(8, 4), "always")
     what, *times = interpreted.row("small", steps, rounds=1, calls=1)
@@ -232,7 +232,7 @@ def test_a_layer_in_python_is_timed_beside_its_alternatives() -> None:
         interpreted.row("small", steps, rounds=1, calls=1)
 
 
-def test_balance_compares_all_balances_with_the_plain_loop() -> None:
+def test_the_balance_benchmark_compares_all_balances_with_the_plain_loop() -> None:
     net = balance.Uneven(width=4, batch=16)
     steps = net.steps()
     assert list(steps) == [f"[{first}, {8 - first}]" for first in range(1, 8)]

@@ -1,4 +1,4 @@
-"""The CUDA benchmark on small models, on the CPU: all of it but the figures."""
+"""The CUDA benchmark with small models on the CPU: everything but the figures."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where results go; steps are few."""
+def results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Redirects results to a temporary folder and reduces the number of steps."""
     monkeypatch.setattr(cuda_row, "WARM_UP", 2)
     monkeypatch.setattr(cuda_row, "PROFILED_STEPS", 1)
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     return tmp_path
 
 
-def here(folder: Path) -> cuda.Launch:
-    """Measures small rows in this process."""
+def launch_in_this_process(folder: Path) -> cuda.Launch:
+    """Returns a launcher that measures small rows in this process."""
 
     def launch(name: str, seconds: float, without: Collection[str]) -> cuda.Attempt:
         path = folder / "findings"
@@ -39,17 +39,23 @@ def here(folder: Path) -> cuda.Launch:
     return launch
 
 
-def written(folder: Path) -> tuple[dict[str, Any], str]:
-    """The JSON and the Markdown."""
+def read_results(folder: Path) -> tuple[dict[str, Any], str]:
+    """Returns the JSON and the Markdown of the run."""
     (path,) = folder.glob("cpu-*.json")
     return json.loads(path.read_text()), path.with_suffix(".md").read_text()
 
 
-def test_rows_are_measured_checked_and_written(kept: Path) -> None:
+def test_rows_are_measured_checked_and_written(results_folder: Path) -> None:
     lines: list[str] = []
     names = ["tiny-never", cuda_copies.NAME, "unet", "gpt-8-compiled"]
-    cuda.bench(names, 1000, cuda.Results("cpu", 1000, small=True), here(kept), lines.append)
-    found, text = written(kept)
+    cuda.bench(
+        names,
+        1000,
+        cuda.Results("cpu", 1000, small=True),
+        launch_in_this_process(results_folder),
+        lines.append,
+    )
+    found, text = read_results(results_folder)
     assert list(found["rows"]) == names
     assert len(lines) == len(names)
     assert found["machine"] == measure.machine()
@@ -74,11 +80,13 @@ def test_rows_are_measured_checked_and_written(kept: Path) -> None:
     assert all(each["plain_gbps"] > 0 and "failed" not in each for each in copies.values())
     assert "WRONG:" not in text
     assert "FAILED" not in text
-    asked = text.partition("\n## ")[0]
-    assert all(f"| {name} " in asked for name in names if name in ROWS)
+    targets = text.partition("\n## ")[0]
+    assert all(f"| {name} " in targets for name in names if name in ROWS)
 
 
-def test_a_row_in_a_process_of_its_own(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measuring_process_reports_findings_failures_and_timeouts(
+    results_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measure, "RESULTS", Path(cuda.__file__).parent / "results")
     name = "pinned, the same device, M = 1"
     attempt = cuda.in_a_process("cpu", small=True)(cuda_copies.NAME, 60, [name])
@@ -95,10 +103,10 @@ def test_a_row_in_a_process_of_its_own(kept: Path, monkeypatch: pytest.MonkeyPat
     assert "did not end within" in attempt.fault
 
 
-GOOD = {"error": 1e-7, "equal": True, "step_us": [2.0, 2.0], "host_us": [1.0, 1.0], "idle": 0.01}
+GOOD_CANDIDATE = {"error": 1e-7, "equal": True, "step_us": [2.0, 2.0], "host_us": [1.0, 1.0], "idle": 0.01}
 
 
-def test_who_takes_its_process_with_it_is_left_out_of_another_try(kept: Path) -> None:
+def test_a_candidate_that_crashes_its_process_is_excluded_from_the_retry(results_folder: Path) -> None:
     calls: list[tuple[str, ...]] = []
 
     def launch(name: str, seconds: float, without: Collection[str]) -> cuda.Attempt:
@@ -108,81 +116,84 @@ def test_who_takes_its_process_with_it_is_left_out_of_another_try(kept: Path) ->
         if TORCHGPIPE not in without:
             failed = {"failed": "RuntimeError: sticky"}
             return cuda.Attempt({"at": None, "candidates": {TORCHGPIPE: failed}}, "it died too")
-        return cuda.Attempt({"at": None, "candidates": {LOOP: GOOD, UNCAPTURED: GOOD}})
+        return cuda.Attempt({"at": None, "candidates": {LOOP: GOOD_CANDIDATE, UNCAPTURED: GOOD_CANDIDATE}})
 
     lines: list[str] = []
     cuda.bench(["gpt-8", "unet"], 1000, cuda.Results("cpu", 1000, small=False), launch, lines.append)
     assert calls[:3] == [(), (OURS,), (OURS, TORCHGPIPE)]
-    found, text = written(kept)
+    found, text = read_results(results_folder)
     candidates = found["rows"]["gpt-8"]["candidates"]
     assert candidates[OURS]["failed"] == "it died"
     assert candidates[TORCHGPIPE]["failed"] == "RuntimeError: sticky"
-    assert candidates[UNCAPTURED] == GOOD
+    assert candidates[UNCAPTURED] == GOOD_CANDIDATE
     assert "FAILED: it died" in text
     assert "FAILED: RuntimeError: sticky" in lines[0]
 
 
-def test_a_row_that_fails_is_written_and_the_rest_go_on(kept: Path) -> None:
+def test_a_failed_row_is_written_and_later_rows_still_run(results_folder: Path) -> None:
     def launch(name: str, seconds: float, without: Collection[str]) -> cuda.Attempt:
         return (
             cuda.Attempt({}, "no such device")
             if name == "unet"
-            else cuda.Attempt({"candidates": {LOOP: GOOD}})
+            else cuda.Attempt({"candidates": {LOOP: GOOD_CANDIDATE}})
         )
 
     cuda.bench(["unet", "resnet"], 1000, cuda.Results("cpu", 1000, small=False), launch, lambda text: None)
-    found, text = written(kept)
+    found, text = read_results(results_folder)
     assert found["rows"]["unet"]["failed"] == "no such device"
     assert "Failed: no such device" in text
-    assert found["rows"]["resnet"]["candidates"] == {LOOP: GOOD}
+    assert found["rows"]["resnet"]["candidates"] == {LOOP: GOOD_CANDIDATE}
 
 
-def test_rows_for_which_no_time_is_left_are_skipped(kept: Path) -> None:
+def test_rows_without_enough_time_are_skipped(results_folder: Path) -> None:
     lines: list[str] = []
 
     def launch(name: str, seconds: float, without: Collection[str]) -> cuda.Attempt:
         assert ROWS[name].least <= seconds <= cuda.PATIENCE * ROWS[name].least
-        return cuda.Attempt({"candidates": {LOOP: GOOD}})
+        return cuda.Attempt({"candidates": {LOOP: GOOD_CANDIDATE}})
 
     seconds = ROWS["tiny-never"].least + 1.0
     cuda.bench(
         ["tiny-never", "gpt-8"], seconds, cuda.Results("cpu", seconds, small=False), launch, lines.append
     )
-    found, text = written(kept)
+    found, text = read_results(results_folder)
     assert "skipped" not in found["rows"]["tiny-never"]
     assert "s needed" in found["rows"]["gpt-8"]["skipped"]
     assert "Skipped:" in text
     assert "skipped" in lines[1]
 
 
-def test_what_is_wrong_gets_no_ratio() -> None:
-    wrong = {**GOOD, "error": 3e-7, "equal": False}
-    assert cuda_report.ratio(TORCHGPIPE, {LOOP: GOOD, OURS: GOOD, TORCHGPIPE: wrong}) is not None
+def test_candidates_with_wrong_gradients_get_no_ratio() -> None:
+    wrong = {**GOOD_CANDIDATE, "error": 3e-7, "equal": False}
+    assert (
+        cuda_report.ratio(TORCHGPIPE, {LOOP: GOOD_CANDIDATE, OURS: GOOD_CANDIDATE, TORCHGPIPE: wrong})
+        is not None
+    )
     for candidates in (
-        {LOOP: GOOD, OURS: wrong},
-        {LOOP: GOOD, OURS: {**GOOD, "error": None, "failed": "why"}},
+        {LOOP: GOOD_CANDIDATE, OURS: wrong},
+        {LOOP: GOOD_CANDIDATE, OURS: {**GOOD_CANDIDATE, "error": None, "failed": "why"}},
     ):
         if candidates[OURS]["error"] is None:
             del candidates[OURS]["error"]
         assert cuda_report.ratio(LOOP, candidates) is None
-        asked = {line[1]: line[3:] for line in cuda_report.asked({"gpt-8": {"candidates": candidates}})}
-        assert asked["speedup over the plain loop"] == ["-", ""]
-    assert cuda_report.right(OURS, {LOOP: GOOD, OURS: {**wrong, "error": 2e-7}})
-    table = cuda_report.table("gpt-8", {"candidates": {LOOP: GOOD, OURS: wrong}})
+        targets = {line[1]: line[3:] for line in cuda_report.asked({"gpt-8": {"candidates": candidates}})}
+        assert targets["speedup over the plain loop"] == ["-", ""]
+    assert cuda_report.right(OURS, {LOOP: GOOD_CANDIDATE, OURS: {**wrong, "error": 2e-7}})
+    table = cuda_report.table("gpt-8", {"candidates": {LOOP: GOOD_CANDIDATE, OURS: wrong}})
     assert [str(row[-1])[:5] for row in table.rows] == ["1.0e-", "WRONG"]
 
 
-def test_wrong_gradients_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_gradients_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = in_small(ROWS["tiny-never"])
     gradients = Step.gradients
 
-    def changed(self: Step) -> list[torch.Tensor]:
+    def gradients_with_an_error(self: Step) -> list[torch.Tensor]:
         found = gradients(self)
         if isinstance(self.forward, torch.nn.Module):  # ours
             found[0][0] += 0.5
         return found
 
-    monkeypatch.setattr(Step, "gradients", changed)
+    monkeypatch.setattr(Step, "gradients", gradients_with_an_error)
     findings = cuda_row.Findings(tmp_path / "findings")
     cuda_row.Measurement(row, "cpu", findings, time.monotonic()).errors([LOOP, OURS])
     assert not cuda_report.right(OURS, findings.candidates)
@@ -206,7 +217,7 @@ def test_a_candidate_that_raises_is_recorded_and_the_others_are_timed(
     assert all("step_us" in found for name, found in findings.candidates.items() if name != UNCAPTURED)
 
 
-def test_idle_is_what_no_interval_covers() -> None:
+def test_idle_share_is_the_time_that_no_interval_covers() -> None:
     assert idle_share([]) is None
     assert idle_share([(5, 5)]) == 0
     assert idle_share([(0, 10), (2, 4), (5, 12)]) == 0
@@ -215,9 +226,11 @@ def test_idle_is_what_no_interval_covers() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
-def test_nothing_is_written_without_a_gpu(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_no_results_are_written(
+    results_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cuda.main(["tiny-never"])
     assert "needs a GPU" in capsys.readouterr().out
-    assert not list(kept.iterdir())
+    assert not list(results_folder.iterdir())
     with pytest.raises(SystemExit):
         cuda.main(["nothing"])

@@ -1,4 +1,4 @@
-"""What benchmarks know of kernels, without a GPU: registrations, tables, tuning."""
+"""The kernel benchmarks without a GPU: registrations, tables, tuning."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def doubled(rows: int = 4) -> Case:
-    """A function that is no kernel's: 2 x, whose gradient is 2 g."""
+def doubling_case(rows: int = 4) -> Case:
+    """Returns a case without a kernel: 2 x, with the gradient 2 g."""
 
     def inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
         return [torch.randn(rows, elements // rows, dtype=dtype, device=device)]
@@ -42,10 +42,10 @@ def doubled(rows: int = 4) -> Case:
     return Case("doubled", inputs, (0,), lambda x: x + x, ours, ours)
 
 
-# Registrations.
+# Registrations
 
 
-def test_every_family_is_registered() -> None:
+def test_every_kernel_family_has_benchmark_cases() -> None:
     assert {name.split()[0] for name in all_cases()} == {name.split()[0] for name in all_variants()}
     assert {tuning.case.name.split()[0] for tuning in all_tunings().values()} <= {
         name.split()[0] for name in all_variants()
@@ -54,7 +54,7 @@ def test_every_family_is_registered() -> None:
 
 @every_case
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_case_computes_what_pytorch_does(name: str, dtype: str) -> None:
+def test_a_fused_case_is_as_accurate_as_pytorch(name: str, dtype: str) -> None:
     case = all_cases()[name]
     inputs = case.inputs(1 << 14, DTYPES[dtype], "cpu")
     gradients = case.gradients(inputs)
@@ -67,14 +67,14 @@ def test_a_case_computes_what_pytorch_does(name: str, dtype: str) -> None:
 
 
 @every_case
-def test_fused_moves_less(name: str) -> None:
+def test_fused_memory_bound_kernels_move_fewer_bytes(name: str) -> None:
     case = all_cases()[name]
     if case.memory_bound:
         assert all(str(traffic.row(case, dtype)[-1])[0] != "-" for dtype in DTYPES)
 
 
-class Asked(dict[str, Config]):
-    """In place of what is forced: nothing is, but it is known what was asked for."""
+class RecordedRequests(dict[str, Config]):
+    """Replaces the forced configurations: forces none and records the requested names."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -85,22 +85,20 @@ class Asked(dict[str, Config]):
 
 
 @pytest.mark.parametrize("kernel", all_tunings())
-def test_launchers_ask_for_the_shape_classes_that_are_tuned(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_request_the_tuned_shape_classes(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tuning = all_tunings()[kernel]
     for name, shape in tuning.shapes.items():
-        asked = Asked()
-        monkeypatch.setattr(launching, "_forced", asked)
+        requests = RecordedRequests()
+        monkeypatch.setattr(launching, "_forced", requests)
         inputs = shape.inputs(torch.float32, "meta")
         with traffic.Traffic().counting_launches():
             tuning.case.launched(*inputs, *tuning.case.gradients(inputs))
-        assert f"{kernel} {name}" in asked.names
+        assert f"{kernel} {name}" in requests.names
         assert len({str(config) for config in shape.candidates}) == len(shape.candidates) > 1
 
 
 @pytest.mark.skipif(not TUNED.exists(), reason="nothing has been tuned")
-def test_what_was_tuned_is_a_candidate() -> None:
+def test_every_tuned_configuration_is_still_a_candidate() -> None:
     known = {
         f"{kernel} {name}": [str(config) for config in shape.candidates]
         for kernel, tuning in all_tunings().items()
@@ -111,10 +109,10 @@ def test_what_was_tuned_is_a_candidate() -> None:
             assert str(Config(**config)) in known[name]
 
 
-# Tables.
+# Tables
 
 
-def measured(**changed: object) -> kernels.Measured:
+def measurement(**changed: object) -> kernels.Measured:
     case = all_cases()["bias_activation gelu"]
     excess = {kernels.OURS: 0.5, kernels.EAGER: 0.0, kernels.INDUCTOR: 0.7, kernels.LIGER: 9.0}
     times = {kernels.OURS: 100.0, kernels.EAGER: 250.0, kernels.INDUCTOR: 150.0, kernels.LIGER: 50.0}
@@ -122,8 +120,8 @@ def measured(**changed: object) -> kernels.Measured:
     return replace(kernels.Measured(case, "fp32", 16, excess, samples), **changed)
 
 
-def test_a_row_of_measurements() -> None:
-    row = dict(zip(kernels.HEADERS, measured().row(), strict=True))
+def test_a_row_reports_times_bandwidth_and_ratios() -> None:
+    row = dict(zip(kernels.HEADERS, measurement().row(), strict=True))
     rate = traffic.fused_bytes(all_cases()["bias_activation gelu"], 1 << 24, torch.float32) / 100e-6 / 1e9
     assert row["ours, µs"] == "100.0 [100.0, 100.0]"
     assert row["GB/s"] == f"{rate:.0f}"
@@ -132,20 +130,20 @@ def test_a_row_of_measurements() -> None:
     assert row["Inductor / ours"] == "1.500 [1.500, 1.500]"
     assert row["Liger-Kernel / ours"] == "different function"
     assert row["error"] == "0.50"
-    assert measured(times={k: [1.0, 2.0] for k in (kernels.OURS, kernels.COPY)}).row()[6:9] == ["-"] * 3
+    assert measurement(times={k: [1.0, 2.0] for k in (kernels.OURS, kernels.COPY)}).row()[6:9] == ["-"] * 3
 
 
 @pytest.mark.parametrize("off", [1.01, float("inf"), float("nan")])
-def test_what_is_wrong_gets_no_times(off: float) -> None:
-    row = measured(excess={kernels.OURS: off}).row()
+def test_a_wrong_kernel_gets_no_times(off: float) -> None:
+    row = measurement(excess={kernels.OURS: off}).row()
     assert row[:3] == ["bias_activation gelu", "fp32", 16]
     assert set(row[3:-1]) == {"-"}
     assert str(row[-1]).startswith("WRONG")
     assert len(row) == len(kernels.HEADERS)
-    assert measured(fault="out of memory").row()[-1] == "out of memory"
+    assert measurement(fault="out of memory").row()[-1] == "out of memory"
 
 
-def test_what_was_measured_is_kept_if_time_runs_out(
+def test_measurements_are_kept_if_the_run_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left = iter(range(3))
@@ -153,7 +151,7 @@ def test_what_was_measured_is_kept_if_time_runs_out(
     def attempt(case: Case, dtype: str, millions: int) -> kernels.Measured:
         if next(left, None) is None:
             raise KeyboardInterrupt
-        return measured(case=case, dtype=dtype, millions=millions)
+        return measurement(case=case, dtype=dtype, millions=millions)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
@@ -163,20 +161,20 @@ def test_what_was_measured_is_kept_if_time_runs_out(
         kernels.main(["rms_norm"])
     lines = (tmp_path / "kernels_rms_norm.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines if line.startswith("| rms")]
-    # The largest first, in the order of functions.
+    # The largest sizes come first, then the order of functions.
     expected = [["rms_norm", dtype] for dtype in DTYPES] + [["rms_norm with residual", "fp32"]]
     assert cells == [[*row, "256"] for row in expected]
     assert "rms_norm | fp32 | 256" in capsys.readouterr().out
 
 
-def a_microsecond_each(candidates: Mapping[str, gpu.Candidate], rounds: int) -> dict[str, list[float]]:
+def one_microsecond_each(candidates: Mapping[str, gpu.Candidate], rounds: int) -> dict[str, list[float]]:
     for candidate in candidates.values():
         candidate.reset()
         candidate.run()
     return {name: [1.0] * rounds for name in candidates}
 
 
-def test_what_is_right_is_timed_beside_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_kernel_is_timed_with_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     case = all_cases()["bias_activation relu"]
     inputs = case.inputs
     case = replace(
@@ -185,7 +183,7 @@ def test_what_is_right_is_timed_beside_its_peers(monkeypatch: pytest.MonkeyPatch
         liger=lambda z, bias: torch.relu(z + bias).mul(1.01),
     )
     monkeypatch.setattr(liger, "available", lambda: True)
-    arguments = {"device": "cpu", "backend": "aot_eager", "sample": a_microsecond_each}
+    arguments = {"device": "cpu", "backend": "aot_eager", "sample": one_microsecond_each}
     found = kernels.measure(case, "bf16", 1, **arguments)
     assert found.excess[kernels.OURS] <= 1
     assert set(found.times) == {kernels.OURS, *kernels.PEERS, kernels.COPY}
@@ -200,8 +198,8 @@ def test_what_is_right_is_timed_beside_its_peers(monkeypatch: pytest.MonkeyPatch
     assert kernels.LIGER not in without.times
 
 
-def test_a_wrong_candidate_is_noticed() -> None:
-    case = doubled()
+def test_wrong_results_are_detected() -> None:
+    case = doubling_case()
     inputs = case.inputs(64, torch.float32, "cpu")
     gradients = case.gradients(inputs)
     judge = Judge.of(case, inputs, gradients)
@@ -216,8 +214,8 @@ def test_a_wrong_candidate_is_noticed() -> None:
         assert judge.excess(replace(case, ours=wrong).fused(inputs, gradients)) > 1
 
 
-def test_candidates_in_place_start_anew() -> None:
-    case = replace(doubled(), ours=lambda x, g: (x.mul_(2), g.mul_(2)), overwritten=(0, 1))
+def test_in_place_candidates_start_from_fresh_inputs() -> None:
+    case = replace(doubling_case(), ours=lambda x, g: (x.mul_(2), g.mul_(2)), overwritten=(0, 1))
     inputs = case.inputs(64, torch.float32, "cpu")
     gradients = case.gradients(inputs)
     judge, candidate = Judge.of(case, inputs, gradients), gpu.ours(case, inputs, gradients)
@@ -227,7 +225,7 @@ def test_candidates_in_place_start_anew() -> None:
     assert torch.equal(case.unfused(inputs, gradients)[0], judge.eager[0])
 
 
-def test_errors_are_shares_of_those_allowed() -> None:
+def test_errors_are_fractions_of_the_allowed_error() -> None:
     truth = [torch.tensor([1.0, 2.0], dtype=torch.float64)]
     exact, off = [truth[0].float()], [torch.tensor([1.0, 2.5])]
     assert accuracy.excess(exact, exact, truth) == [0.0]
@@ -241,7 +239,7 @@ def test_errors_are_shares_of_those_allowed() -> None:
 
 
 @without_gpu
-def test_without_a_gpu_nothing_is_written(
+def test_without_a_gpu_no_results_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
@@ -253,18 +251,18 @@ def test_without_a_gpu_nothing_is_written(
     assert {"kernels", "traffic"} < set(bench.__main__.BENCHMARKS)
 
 
-def test_wheels_are_pinned() -> None:
+def test_packages_of_the_wheelhouse_are_pinned() -> None:
     root = Path(__file__).parents[2]
     pinned = {line.partition("==")[0] for line in (root / "requirements.txt").read_text().splitlines()}
     for line in (root / "bench" / "wheelhouse.txt").read_text().splitlines():
         assert line.startswith("#") or "==" in line or line in pinned, line
 
 
-# Tuning.
+# Tuning
 
 
-def tuning_of(takes: Mapping[str, float], wrong: str = "", fails: str = "") -> tuple[Tuning, gpu.Sample]:
-    """A kernel without a GPU whose configurations take so long; and a clock that knows it."""
+def fake_tuning(takes: Mapping[str, float], wrong: str = "", fails: str = "") -> tuple[Tuning, gpu.Sample]:
+    """Returns a tuning whose configurations take the given times, and a sampler that reports these times."""
     launched: list[str] = []
     default = Config({"BLOCK": 1})
 
@@ -283,27 +281,29 @@ def tuning_of(takes: Mapping[str, float], wrong: str = "", fails: str = "") -> t
         return found
 
     configs = [Config({"BLOCK": size}) for size in (1, 2, 4)]
-    case = replace(doubled(), ours=ours, launched=ours)
+    case = replace(doubling_case(), ours=ours, launched=ours)
     shape = Shape(lambda dtype, device: case.inputs(64, dtype, device), configs)
     return Tuning("doubled", case, {"all": shape}), sample
 
 
-def test_the_fastest_right_configuration_is_found() -> None:
+def test_tuning_finds_the_fastest_right_configuration() -> None:
     one, two, four = (str(Config({"BLOCK": size})) for size in (1, 2, 4))
     takes = {one: 9.0, two: 6.0, four: 3.0}
-    tuning, sample = tuning_of(takes)
+    tuning, sample = fake_tuning(takes)
     assert tune.search(tuning, "all", "cpu", sample) == tune.Outcome(Config({"BLOCK": 4}), 3.0, 0)
     for broken in ({"wrong": four}, {"fails": four}):
-        tuning, sample = tuning_of(takes, **broken)
+        tuning, sample = fake_tuning(takes, **broken)
         assert tune.search(tuning, "all", "cpu", sample) == tune.Outcome(Config({"BLOCK": 2}), 1.5, 1)
-    tuning, sample = tuning_of({one: 9.0, two: 8.9, four: 8.9})  # within the margin
+    tuning, sample = fake_tuning({one: 9.0, two: 8.9, four: 8.9})  # within the margin
     assert tune.search(tuning, "all", "cpu", sample).config is None
-    tuning, sample = tuning_of(takes, wrong=one)
+    tuning, sample = fake_tuning(takes, wrong=one)
     with pytest.raises(AssertionError, match="wrong"):
         tune.search(tuning, "all", "cpu", sample)
 
 
-def test_what_was_tuned_is_chosen_on_that_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tuned_configuration_is_used_on_its_gpu_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     default, best = Config({"ROWS": 1}), Config({"ROWS": 2}, num_warps=8)
     monkeypatch.setattr(launching, "TUNED", tmp_path / "tuned.json")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -323,7 +323,7 @@ def test_what_was_tuned_is_chosen_on_that_gpu(tmp_path: Path, monkeypatch: pytes
         launching._tuned_for.cache_clear()
 
 
-def test_a_forced_configuration_is_launched_until_it_is_not() -> None:
+def test_a_forced_configuration_is_used_only_inside_the_block() -> None:
     default, other = Config({"ROWS": 1}), Config({"ROWS": 2})
     with forced("kernel", "class", other):
         assert tuned("kernel", "class", default) is other

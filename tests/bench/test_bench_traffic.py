@@ -1,4 +1,4 @@
-"""Bytes that kernels and PyTorch's operators read and write, counted by the benchmark and by hand."""
+"""Bytes read and written by kernels and PyTorch operators: benchmark counts, compared with manual counts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SIZES = {"fp32": 4, "bf16": 2}
 def test_bytes_of_bias_and_activation(activation: str, dtype: str) -> None:
     case, size = all_cases()[f"bias_activation {activation}"], SIZES[dtype]
     matrix, row, partial_sums = ROWS * COLS * size, COLS * size, 128 * COLS * 4
-    # z + bias, the activation, its gradient, and the sum of that.
+    # z + bias, the activation, its gradient, and the sum of the gradient.
     unfused = (2 * matrix + row) + 2 * matrix + 3 * matrix + (matrix + row)
     assert traffic.unfused_bytes(case, ROWS * COLS, DTYPES[dtype]) == unfused
-    # The kernel, the addition of its partial sums, and the cast of the result.
+    # The kernel, the sum of its partial sums, and the cast of the result.
     fused = (4 * matrix + row + partial_sums) + (partial_sums + COLS * 4)
     fused += COLS * 4 + row if dtype == "bf16" else 0
     assert traffic.fused_bytes(case, ROWS * COLS, DTYPES[dtype]) == fused
@@ -42,19 +42,19 @@ def test_bytes_of_bias_and_activation(activation: str, dtype: str) -> None:
         # x, y; g, x, dx.
         ("layer_norm", 2 + 3, 4),
         ("rms_norm", 2 + 3, 4),
-        # The sum and the addition of its gradient from elsewhere; h, residual, g, g_sum, y, dx.
+        # The sum, and adding the gradient that it gets from other users; h, residual, g, g_sum, y, dx.
         ("rms_norm with residual", 3 + 2 + 3 + 3, 6),
-        # The activation and the product; its two gradients and the activation's. 3 are read and written.
+        # Activation and product; the product's two gradients and the activation's. 3: two reads, one write.
         ("gated_activation silu", 2 + 3 + 3 + 3 + 3, 6),
-        # The halves of the gradient are put side by side.
+        # The halves of the gradient are concatenated.
         ("gated_activation silu, packed", 2 + 3 + 3 + 3 + 3 + 4, 6),
     ],
 )
-def test_bytes_of_what_is_as_large_as_the_input(name: str, unfused: int, fused: int, dtype: str) -> None:
+def test_bytes_of_norms_and_gated_activations(name: str, unfused: int, fused: int, dtype: str) -> None:
     case, matrix = all_cases()[name], ROWS * COLS * SIZES[dtype]
     found = traffic.unfused_bytes(case, ROWS * COLS, DTYPES[dtype])
     assert found / matrix == pytest.approx(unfused, rel=2e-3)
-    # Two programs of each multiprocessor write sums for weight and bias, which are read again.
+    # Two programs per multiprocessor write partial sums for weight and bias, which are read again.
     parameters = {"layer_norm": 2, "rms_norm": 1}.get(name.split()[0], 0)
     partial_sums = parameters * 2 * 132 * COLS * 4
     counted_bytes = traffic.fused_bytes(case, ROWS * COLS, DTYPES[dtype]) - 2 * partial_sums
@@ -63,7 +63,7 @@ def test_bytes_of_what_is_as_large_as_the_input(name: str, unfused: int, fused: 
 
 def test_bytes_of_dropout() -> None:
     case, elements = all_cases()["dropout_add"], ROWS * COLS
-    # A mask of one byte is written, and read again; the key is of 24.
+    # A mask of one byte per element is written and read again; the key has 24 bytes.
     assert traffic.unfused_bytes(case, elements, torch.bfloat16) == elements * (2 * (2 + 3 + 2) + 2)
     assert traffic.fused_bytes(case, elements, torch.bfloat16) == elements * 2 * (3 + 2) + 2 * 24
 
@@ -72,25 +72,27 @@ def test_bytes_of_dropout() -> None:
 @pytest.mark.parametrize(
     ("name", "unfused", "fused", "parameters"),
     [
-        # The sum with the bias, the activation, dropout; the gradients of these and of the bias.
+        # The sum with the bias, the activation, dropout; their gradients and the bias gradient.
         ("bias_activation gelu with dropout", 2 + 2 + 2 + 2 + 3 + 1, 4, 0),
         ("gated_activation silu with dropout", 2 + 3 + 2 + 2 + 3 + 3 + 3, 6, 0),
-        # Dropout, the sum, the norm; its gradient, that from elsewhere added, that of dropout.
+        # Dropout, sum, norm; the norm's gradient, adding the gradient from other users, dropout's gradient.
         ("layer_norm with residual and dropout", 2 + 3 + 2 + 3 + 3 + 2, 7, 2),
     ],
 )
-def test_bytes_with_dropout_behind(name: str, unfused: int, fused: int, parameters: int, dtype: str) -> None:
+def test_bytes_of_kernels_with_dropout(
+    name: str, unfused: int, fused: int, parameters: int, dtype: str
+) -> None:
     case, elements = all_cases()[name], ROWS * COLS
     masks = 2 * elements
     found = traffic.unfused_bytes(case, elements, DTYPES[dtype]) - masks
     assert found / (elements * SIZES[dtype]) == pytest.approx(unfused, rel=2e-3)
-    # Sums of programs are written, and read again: of 128, or two of each multiprocessor.
+    # Partial sums are written and read again: of 128 programs, or of two per multiprocessor.
     partial_sums = (parameters * 2 * 132 or 128 * name.startswith("bias")) * COLS * 4
     counted_bytes = traffic.fused_bytes(case, elements, DTYPES[dtype]) - 2 * partial_sums
     assert counted_bytes / (elements * SIZES[dtype]) == pytest.approx(fused, rel=2e-3)
 
 
-def test_bytes_of_what_is_computed_in_place() -> None:
+def test_bytes_of_in_place_kernels() -> None:
     rotary, unscale = all_cases()["rotary halves"], all_cases()["multi_tensor unscale"]
     tables = 2 * 2048 * 64 * 4
     assert traffic.fused_bytes(rotary, 1 << 24, torch.bfloat16) == 2 * (2 * (2 << 24) + tables)
@@ -103,9 +105,9 @@ def test_bytes_of_cross_entropy(dtype: str) -> None:
     matrix = rows * classes * SIZES[dtype]
     unfused = traffic.unfused_bytes(case, rows * classes, DTYPES[dtype])
     fused = traffic.fused_bytes(case, rows * classes, DTYPES[dtype])
-    # x, log p; the gradient of log p, in which few are not 0; that, log p and dx. Targets are of 8 bytes.
+    # x, log p; the mostly zero gradient of log p; that gradient, log p and dx. Targets have 8 bytes.
     assert 2 * rows * 8 <= unfused - (2 + 1 + 3) * matrix < 32 * rows
-    # The kernel in place; targets are counted and looked up, and losses of 4 bytes added.
+    # The kernel works in place; targets are counted and looked up, and losses of 4 bytes added.
     assert (3 * 8 + 2 * 4) * rows <= fused - 2 * matrix < 48 * rows
 
 
@@ -115,22 +117,22 @@ def test_bytes_of_cross_entropy_in_chunks(rows: int, chunks: int) -> None:
     fp32, bf16 = (traffic.fused_bytes(case, rows * classes, dtype) for dtype in DTYPES.values())
     # x, logits; the kernel in place; dlogits, dx; dlogits, x.
     each_row = 2 * features + 5 * classes + features
-    # By chunk the weight twice; its gradient is written, and read by each but the first.
+    # Each chunk reads the weight twice, writes the weight gradient, and except the first reads it.
     weights = classes * features
     assert fp32 == 4 * (rows * each_row + weights * (4 * chunks - 1))
-    # In fp32, and its cast, if there are several.
+    # The weight gradient is accumulated in fp32 and then cast if there are several chunks.
     gradient = 4 * (2 * chunks - 1) + 4 + 2 if chunks > 1 else 2
     assert bf16 == 2 * rows * each_row + weights * (2 * 2 * chunks + gradient)
 
 
-def test_what_is_given_as_addresses_is_counted_by_its_case() -> None:
+def test_a_case_may_count_its_own_bytes() -> None:
     case = all_cases()["bias_activation relu"]
     case = replace(case, moved=lambda inputs, gradients: sum(t.nbytes for t in (*inputs, *gradients)))
     # A row, its bias and its gradient.
     assert traffic.fused_bytes(case, COLS, torch.float32) == 3 * COLS * 4
 
 
-def counted(function: Callable[[], object]) -> tuple[int, int]:
+def count_bytes(function: Callable[[], object]) -> tuple[int, int]:
     with traffic.Traffic() as found:
         function()
     return found.read, found.written
@@ -138,29 +140,29 @@ def counted(function: Callable[[], object]) -> tuple[int, int]:
 
 def test_views_and_allocations_move_nothing() -> None:
     x = torch.empty(8, 16, device="meta")
-    assert counted(lambda: x.t().reshape(16, 8)[1:].chunk(3)) == (0, 0)
-    assert counted(lambda: (torch.empty_like(x), x.new_empty(3), torch.empty(4, device="meta"))) == (0, 0)
-    assert counted(lambda: torch.zeros(4, device="meta")) == (0, 16)
+    assert count_bytes(lambda: x.t().reshape(16, 8)[1:].chunk(3)) == (0, 0)
+    assert count_bytes(lambda: (torch.empty_like(x), x.new_empty(3), torch.empty(4, device="meta"))) == (0, 0)
+    assert count_bytes(lambda: torch.zeros(4, device="meta")) == (0, 16)
 
 
-def test_a_storage_is_read_once_by_an_operator_and_not_beyond_what_is_shown() -> None:
+def test_an_operator_reads_a_storage_once_and_only_its_viewed_part() -> None:
     x = torch.empty(8, 16, device="meta")
-    assert counted(lambda: x + x) == (512, 512)
-    assert counted(lambda: x[:2] * x[6:]) == (256, 128)
-    assert counted(lambda: torch.mul(x[:, ::2], x[:, 1::2])) == (512, 256)
-    assert counted(lambda: x + x[:1]) == (512, 512)
-    assert counted(lambda: torch.ones(1, device="meta").expand(100).sum()) == (4, 8)
+    assert count_bytes(lambda: x + x) == (512, 512)
+    assert count_bytes(lambda: x[:2] * x[6:]) == (256, 128)
+    assert count_bytes(lambda: torch.mul(x[:, ::2], x[:, 1::2])) == (512, 256)
+    assert count_bytes(lambda: x + x[:1]) == (512, 512)
+    assert count_bytes(lambda: torch.ones(1, device="meta").expand(100).sum()) == (4, 8)
 
 
-def test_what_is_computed_in_place_is_read_and_written() -> None:
+def test_in_place_operators_read_and_write() -> None:
     x, y = torch.empty(2, 100, device="meta")
-    assert counted(lambda: x.mul_(y)) == (800, 400)
-    assert counted(lambda: x.copy_(y)) == (400, 400)
-    assert counted(x.zero_) == (0, 400)
-    assert counted(lambda: torch._foreach_add_([x, y], 1.0)) == (800, 800)
+    assert count_bytes(lambda: x.mul_(y)) == (800, 400)
+    assert count_bytes(lambda: x.copy_(y)) == (400, 400)
+    assert count_bytes(x.zero_) == (0, 400)
+    assert count_bytes(lambda: torch._foreach_add_([x, y], 1.0)) == (800, 800)
 
 
-def test_launches_read_what_was_there_and_write_what_was_not() -> None:
+def test_launches_read_existing_tensors_and_write_new_ones() -> None:
     x, y = (torch.empty(8, 16, device="meta") for _ in range(2))
     found = traffic.Traffic()
     with found.counting_launches([y]):

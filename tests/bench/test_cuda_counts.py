@@ -1,4 +1,4 @@
-"""What steps on GPUs are made of, as the log of a CUDA runtime that is not there has it."""
+"""Counts of a step on GPUs, from the log of the fake CUDA runtime."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOG = """\
 """
 
 
-def test_what_a_step_did_is_counted() -> None:
+def test_the_log_between_the_marks_is_counted() -> None:
     counts = count(LOG.splitlines(), {"0x20"})
     named = dict(zip(HEADERS[4:], counts.cells(), strict=True))
     assert named == {
@@ -58,18 +58,18 @@ def test_what_a_step_did_is_counted() -> None:
     assert list(operators.rows) == [["Float to BFloat16", 2], ["aten::copy_", 2], ["aten::mul", 1]]
 
 
-def test_every_precision_is_counted_captured_and_not() -> None:
+def test_setups_have_every_precision_captured_and_uncaptured() -> None:
     found = {(setup.how, setup.precision, setup.devices) for setup in setups()}
     assert len(found) == 3 * 5
     assert any(setup.dropout for setup in setups())
 
 
 @pytest.mark.skipif(not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers")
-def test_a_replayed_step_is_two_launches(libraries: tuple[Path, Path]) -> None:
+def test_a_replayed_step_launches_two_graphs(libraries: tuple[Path, Path]) -> None:
     counts = run(Setup("captured", "autocast", blocks=2), libraries)
     assert counts.calls["launch"] == 2
-    # One to copy the tokens, one the gradient of the output, and what is left of the gradients' copies.
+    # Copies of the tokens and of the output gradient, and the remaining gradient copies.
     assert counts.calls["operator"] < 10
     assert counts.nodes["operator"] > 1000
-    # Each of 17 weights and biases in each forward at least.
+    # At least one cast for each of 17 weights and biases in each forward.
     assert counts.parameter_casts >= 17 * CHUNKS

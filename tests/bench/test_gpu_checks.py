@@ -1,4 +1,4 @@
-"""Small cases that `make gpu` runs first: here on GPUs that are not there, and with a clock of the tests."""
+"""The small cases that `make gpu` runs first: on the fake CUDA runtime, and with a simulated clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench import gpu_machine, measure
 from bench.gpu_checks import PATIENCE, Child, Results, Row, run_all
 from tests.fake_cuda.build import can_build
 
-# Words that a process of the tests says, after so many seconds.
+# Messages of a scripted process, each with its delay in seconds.
 Script = Sequence[tuple[float, list[Any] | None]]
 
 
@@ -27,77 +27,77 @@ class Clock:
         return self.now
 
 
-class Scripted:
-    """A process that says what the test says."""
+class ScriptedProcess:
+    """A process that sends scripted messages."""
 
     def __init__(self, clock: Clock, script: Script) -> None:
         self._clock, self._left = clock, list(script)
 
     def next(self, seconds: float) -> list[Any] | None:
-        after, said = self._left[0] if self._left else (0.0, None)
+        after, message = self._left[0] if self._left else (0.0, None)
         if after > seconds:
             self._clock.now += seconds
             return None
         self._left = self._left[1:]
         self._clock.now += after
-        return said
+        return message
 
     def stop(self) -> str:
         return "stopped"
 
 
-def told(name: str, good: bool = True) -> list[Any]:
+def end_message(name: str, good: bool = True) -> list[Any]:
     return ["end", name, good, "equal", "replayed"]
 
 
-def ran(names: str, seconds: float, *scripts: Script) -> tuple[bool, list[list[str]], dict[str, Row]]:
-    """How cases went, what each process was started for, and what was kept."""
+def run_scripts(names: str, seconds: float, *scripts: Script) -> tuple[bool, list[list[str]], dict[str, Row]]:
+    """Returns whether all cases passed, the cases given to each process, and the rows that were kept."""
     clock, started, kept, left = Clock(), list[list[str]](), dict[str, Row](), list(scripts)
 
-    def start(wanted: Sequence[str]) -> Scripted:
+    def start(wanted: Sequence[str]) -> ScriptedProcess:
         started.append(list(wanted))
-        return Scripted(clock, left.pop(0))
+        return ScriptedProcess(clock, left.pop(0))
 
     good = run_all(list(names), seconds, start, kept.__setitem__, clock)
     return good, started, kept
 
 
-def test_all_in_one_process() -> None:
-    script = [(5, ["begin", "a"]), (2, told("a")), (0, ["begin", "b"]), (3, told("b"))]
-    good, started, kept = ran("ab", 60, script)
+def test_all_cases_run_in_one_process() -> None:
+    script = [(5, ["begin", "a"]), (2, end_message("a")), (0, ["begin", "b"]), (3, end_message("b"))]
+    good, started, kept = run_scripts("ab", 60, script)
     assert good
     assert started == [["a", "b"]]
     assert kept == {"a": Row(True, "equal", "replayed", 2), "b": Row(True, "equal", "replayed", 3)}
 
 
-def test_the_next_process_goes_on_behind_what_ended_the_first() -> None:
-    first: Script = [(1, ["begin", "a"]), (1, told("a")), (0, ["begin", "b"]), (4, None)]
-    good, started, kept = ran("abc", 60, first, [(1, ["begin", "c"]), (1, told("c"))])
+def test_a_new_process_continues_after_the_case_that_ended_the_first() -> None:
+    first: Script = [(1, ["begin", "a"]), (1, end_message("a")), (0, ["begin", "b"]), (4, None)]
+    good, started, kept = run_scripts("abc", 60, first, [(1, ["begin", "c"]), (1, end_message("c"))])
     assert not good
     assert started == [["a", "b", "c"], ["c"]]
     assert kept["b"] == Row(False, "stopped", "", 4)
     assert kept["c"].good
 
 
-def test_a_process_that_ends_between_two_cases_is_nobodys_fault() -> None:
-    good, started, kept = ran(
-        "ab", 60, [(1, ["begin", "a"]), (1, told("a", False)), (0, None)], [(1, told("b"))]
+def test_a_process_that_ends_between_cases_fails_neither_case() -> None:
+    good, started, kept = run_scripts(
+        "ab", 60, [(1, ["begin", "a"]), (1, end_message("a", False)), (0, None)], [(1, end_message("b"))]
     )
     assert not good
     assert started == [["a", "b"], ["b"]]
     assert kept["a"].text == kept["b"].text == "equal"
 
 
-def test_processes_that_never_begin_come_to_an_end() -> None:
-    good, started, kept = ran("ab", 60, [(1, None)], [(1, None)])
+def test_cases_fail_if_their_process_ends_before_they_begin() -> None:
+    good, started, kept = run_scripts("ab", 60, [(1, None)], [(1, None)])
     assert not good
     assert started == [["a", "b"], ["b"]]
     assert [row.text for row in kept.values()] == ["stopped", "stopped"]
 
 
-def test_what_hangs_takes_no_more_than_its_time() -> None:
-    hangs: Script = [(1, ["begin", "a"]), (1000, told("a"))]
-    good, started, kept = ran("abc", 60, hangs, [(1, ["begin", "b"]), (1000, told("b"))])
+def test_a_hanging_case_is_stopped_at_its_time_limit() -> None:
+    hangs: Script = [(1, ["begin", "a"]), (1000, end_message("a"))]
+    good, started, kept = run_scripts("abc", 60, hangs, [(1, ["begin", "b"]), (1000, end_message("b"))])
     assert not good
     assert started == [["a", "b", "c"], ["b", "c"]]
     assert kept["a"].seconds == PATIENCE
@@ -105,7 +105,7 @@ def test_what_hangs_takes_no_more_than_its_time() -> None:
     assert kept["c"] == Row(False, "skipped: no time left")
 
 
-def test_a_row_is_written_as_soon_as_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_is_written_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     results = Results("plans")
     results.keep("one", Row(True, "equal", "forward", 1.5))
@@ -116,7 +116,7 @@ def test_a_row_is_written_as_soon_as_it_is_known(tmp_path: Path, monkeypatch: py
     assert "FAILED: why" in text
 
 
-def test_a_process_says_how_it_ended() -> None:
+def test_a_child_process_reports_how_it_ended() -> None:
     for ends, how in (
         ("os._exit(3)", "its process exited with 3"),
         ("time.sleep(60)", "time limit exceeded"),
@@ -127,7 +127,9 @@ def test_a_process_says_how_it_ended() -> None:
         assert child.stop() == f"FAILED: {how}"
 
 
-def test_what_the_machine_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_machine_prints_every_fact_even_if_one_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> str:
         raise OSError("not today")
 
@@ -139,14 +141,14 @@ def test_what_the_machine_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "torch 2." in lines["packages"]
 
 
-# What Python runs first in every process; those that compute need the operators.
-EVERYWHERE = """
+# Runs at the start of every Python process; loads the fake operators in processes that compute.
+SITECUSTOMIZE = """
 import sys
 if "--here" in sys.orig_argv or "built_with_cuda" in sys.orig_argv[-1]:
     import tests.fake_cuda.plugin
 """
-# `make gpu` up to its third phase, with few cases.
-FEW = """
+# `make gpu` with only the first phases and few cases.
+FEW_CASES = """
 import sys
 from bench import on_gpu
 from bench.on_gpu import Part
@@ -162,9 +164,9 @@ on_gpu.main()
 
 @pytest.mark.extended
 @pytest.mark.skipif(not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers")
-def test_the_first_phases_on_gpus_that_are_not_there(libraries: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_first_phases_run_on_the_fake_cuda_runtime(libraries: tuple[Path, Path], tmp_path: Path) -> None:
     runtime, operators = libraries
-    (tmp_path / "sitecustomize.py").write_text(EVERYWHERE)
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     variables = {
         "LD_PRELOAD": str(runtime),
         "FAKE_CUDA_LOG": os.devnull,
@@ -172,11 +174,11 @@ def test_the_first_phases_on_gpus_that_are_not_there(libraries: tuple[Path, Path
         "GPIPE_FAST_RESULTS": str(tmp_path),
         "PYTHONPATH": f"{tmp_path}{os.pathsep}{measure.ROOT}",
     }
-    command = [sys.executable, "-W", "ignore", "-c", FEW]
-    done = subprocess.run(
+    command = [sys.executable, "-W", "ignore", "-c", FEW_CASES]
+    process = subprocess.run(
         command, env=os.environ | variables, cwd=measure.ROOT, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert process.returncode == 0, process.stdout + process.stderr[-3000:]
     machine = (tmp_path / "gpu-machine.txt").read_text()
     assert "Fake GPU" in machine
     assert "extension: existing build used; imports and runs on the device" in machine

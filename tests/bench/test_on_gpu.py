@@ -1,4 +1,4 @@
-"""What `make gpu` runs keeps to its time, and goes on whatever fails; here with commands that need no GPU."""
+"""The time limits and failure handling of `make gpu`, with commands that need no GPU."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from bench.on_gpu import Part
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(on_gpu, "RESULTS", tmp_path)
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(on_gpu, "GRACE", 2.0)
     return tmp_path
 
 
-def python(text: str) -> list[str]:
+def python_command(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
-def test_output_is_shown_and_kept(kept: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = python("import os; print('has', os.environ['TOLD'], os.environ['OWN']); raise SystemExit(3)")
-    part = Part("part", {"one": words, "two": python("print('well')")}, 1, "TOLD", {"OWN": "own"})
+def test_output_is_printed_and_saved(results_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = python_command(
+        "import os; print('has', os.environ['TOLD'], os.environ['OWN']); raise SystemExit(3)"
+    )
+    part = Part("part", {"one": words, "two": python_command("print('well')")}, 1, "TOLD", {"OWN": "own"})
     assert not on_gpu.run(part, 30)
     out = capfd.readouterr().out
-    assert (kept / "gpu-one.txt").read_text() == "has 28 own\n"
-    assert (kept / "gpu-two.txt").read_text() == "well\n"
+    assert (results_folder / "gpu-one.txt").read_text() == "has 28 own\n"
+    assert (results_folder / "gpu-two.txt").read_text() == "well\n"
     for line in ("has 28 own", "well", "part, one: failed (3)", "part, two: succeeded"):
         assert line in out
 
 
-# What it does when it is interrupted, said when that is settled.
-LATE = "import signal, sys, time; signal.signal(2, {}); print('on', flush=True); time.sleep(60)"
+# Prints 'on' once its reaction to the interrupt is installed.
+LATE_PROGRAM = "import signal, sys, time; signal.signal(2, {}); print('on', flush=True); time.sleep(60)"
 
 
 @pytest.mark.parametrize(
@@ -48,9 +50,11 @@ LATE = "import signal, sys, time; signal.signal(2, {}); print('on', flush=True);
         ("signal.SIG_IGN", "killed at the time limit after ignoring the interrupt", "on\n"),
     ],
 )
-def test_what_is_late_is_interrupted_then_killed(kept: Path, handler: str, how: str, text: str) -> None:
-    path = kept / "output"
-    with on_gpu._started(python(LATE.format(handler)), path, {}) as process:
+def test_a_late_command_is_interrupted_then_killed(
+    results_folder: Path, handler: str, how: str, text: str
+) -> None:
+    path = results_folder / "output"
+    with on_gpu._started(python_command(LATE_PROGRAM.format(handler)), path, {}) as process:
         while not path.read_text():
             time.sleep(0.01)
         assert on_gpu._ended(process, time.monotonic()) == how
@@ -58,44 +62,45 @@ def test_what_is_late_is_interrupted_then_killed(kept: Path, handler: str, how: 
     assert path.read_text() == text
 
 
-def test_a_part_leaves_those_after_it_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, got = 0.0, dict[str, float]()
+def test_a_phase_leaves_later_phases_their_time_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, time_limits = 0.0, dict[str, float]()
     monkeypatch.setattr(on_gpu.time, "monotonic", lambda: now)
 
     def run(part: Part, seconds: float) -> bool:
         nonlocal now
-        got[part.name] = seconds
+        time_limits[part.name] = seconds
         now += {"quick": 1.0}.get(part.name, seconds + on_gpu.GRACE)
         return part.name != "quick"
 
     monkeypatch.setattr(on_gpu, "run", run)
     wanted = [Part(name, {}, share) for name, share in (("quick", 20), ("slow", 30), ("last", 50))]
     assert not on_gpu.run_all(wanted, 110)
-    assert got == {"quick": 30 - on_gpu.GRACE, "slow": 59 - on_gpu.GRACE, "last": 50 - on_gpu.GRACE}
+    assert time_limits == {"quick": 30 - on_gpu.GRACE, "slow": 59 - on_gpu.GRACE, "last": 50 - on_gpu.GRACE}
     assert now == pytest.approx(110)
     now = 0.0
     assert not on_gpu.run_all(wanted, 50)  # a slow build
-    assert got == {
+    assert time_limits == {
         "quick": 10 - on_gpu.GRACE,
         "slow": 49 * 30 / 80 - on_gpu.GRACE,
         "last": 49 * 50 / 80 - on_gpu.GRACE,
     }
 
 
-def test_parts_fit_into_ten_minutes_with_a_build() -> None:
+def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
     parts = on_gpu.parts()
     assert [part.name for part in parts] == ["models", "plans", "steps", "tests", "kernels", "sanitizer"]
     assert sum(part.share for part in parts) <= on_gpu.SECONDS - 60 < 540
     (tests,) = (part for part in parts if part.name == "tests")
     pipelines, others = ([word for word in c if word.endswith(".py")] for c in tests.commands.values())
-    assert pipelines.index("tests/equivalence/test_cuda_steps.py") < len(pipelines) - 1  # before the many
+    # The few tests of test_cuda_steps.py come before the many of test_cuda.py.
+    assert pipelines.index("tests/equivalence/test_cuda_steps.py") < len(pipelines) - 1
     assert {"tests/kernels/test_cuda.py", "tests/unit/csrc/test_random_cuda.py"} < set(others)
     assert all((on_gpu.ROOT / word).exists() for word in pipelines + others)
     assert not set(pipelines) & set(others)
     assert set(on_gpu.marked()) <= set(pipelines + others)
 
 
-def test_an_extension_that_does_not_suit_is_built(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incompatible_extension_is_rebuilt(results_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Part] = []
     code = 0
 
@@ -112,7 +117,7 @@ def test_an_extension_that_does_not_suit_is_built(kept: Path, monkeypatch: pytes
     assert "build_ext" in ran[0].commands["build"]
     code = 1
     assert not on_gpu.ready(1)
-    first, second, third = (kept / "gpu-machine.txt").read_text().splitlines()
+    first, second, third = (results_folder / "gpu-machine.txt").read_text().splitlines()
     assert first == "extension: existing build used; imports and runs on the device"
     assert second.startswith("extension: rebuilt in")
     assert second.endswith("; check failed: another torch")
@@ -124,8 +129,8 @@ def test_an_extension_that_does_not_suit_is_built(kept: Path, monkeypatch: pytes
         on_gpu.main(["nothing"])
 
 
-# As where torchgpipe is not installed.
-COLLECTS = """
+# Collects tests as if torchgpipe were not installed.
+COLLECT_WITHOUT_TORCHGPIPE = """
 import sys
 from importlib.machinery import PathFinder
 class Without(PathFinder):
@@ -139,9 +144,9 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @pytest.mark.extended
-def test_no_test_of_gpus_is_lost_without_torchgpipe() -> None:
+def test_every_cuda_test_file_is_collected_without_torchgpipe() -> None:
     options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--tier=soak", "-m", "cuda", "tests"]
-    command = [sys.executable, "-c", COLLECTS, *options]
+    command = [sys.executable, "-c", COLLECT_WITHOUT_TORCHGPIPE, *options]
     done = subprocess.run(command, cwd=on_gpu.ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
     found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
@@ -149,34 +154,34 @@ def test_no_test_of_gpus_is_lost_without_torchgpipe() -> None:
     assert len(found) >= 7
 
 
-# A tool that finds something in captured programs, and does not end when it looks for races.
-TOOL = """#!/bin/sh
+# A fake sanitizer: reports errors in captured steps, and hangs as racecheck.
+FAKE_SANITIZER = """#!/bin/sh
 echo "$@" "$PYTORCH_NO_CUDA_MEMORY_CACHING"
 case "$*" in *racecheck*) exec sleep 60;; *" captured"*) exit 9;; esac
 """
 
 
-def test_what_a_sanitizer_finds_is_kept(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_sanitizer_reports_are_saved(
+    results_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sanitized, "LEAST", 0)
-    path = kept / "compute-sanitizer"
-    path.write_text(TOOL)
+    path = results_folder / "compute-sanitizer"
+    path.write_text(FAKE_SANITIZER)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(kept), prepend=":")
+    monkeypatch.setenv("PATH", str(results_folder), prepend=":")
     assert sanitized.tool() == str(path)
     assert not sanitized.look(str(path), 4)
-    text, out = (kept / "sanitizer.txt").read_text(), capsys.readouterr().out
+    text, out = (results_folder / "sanitizer.txt").read_text(), capsys.readouterr().out
     assert text.startswith("== memcheck, smallest\n--tool memcheck")
     assert "steps smallest 1\n== memcheck, smallest: exit code 0\n" in text
     assert "steps captured \n== memcheck, captured: exit code 9\n" in text
     assert "== racecheck, smallest: exit code none, killed after" in text
-    assert "--tool racecheck" in text  # so far it came
+    assert "--tool racecheck" in text  # racecheck was started
     assert out.count("exit code") == 5
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_steps_that_are_looked_into_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sanitized_steps_compute_the_right_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     for what in (sanitized.SMALLEST, sanitized.CAPTURED, sanitized.UNCAPTURED):
         sanitized.steps(what, "cpu")
         assert capsys.readouterr().out.endswith(f"{what}: gradients are right\n")
