@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import Ratio, Table, alternate, report, samples, timing
-from bench.peers import Step, agrees, looped, off_by, verdict
+from bench.peers import Step, describe_difference, gradients_agree, looped, relative_difference
 from gpipe_fast import GPipe
 from gpipe_fast.balance import balance_by_cost, balance_by_time
 
-LAYERS, HEAVY, FACTOR = 8, 1, 8
+LAYERS, HEAVY_INDEX, HEAVY_FACTOR = 8, 1, 8
 WIDTH, BATCH, CHUNKS = 256, 512, 8
-ROUNDS, CHOICES = 60, 10
+ROUNDS, NUM_CHOICES = 60, 10
 MANY_LAYERS, MANY_PARTITIONS = 1000, 64
 
 
-class Repeated(nn.Module):
+class RepeatedLinear(nn.Module):
     """One linear layer applied `times` times, so that its parameter count does not reveal its cost."""
 
     def __init__(self, width: int, times: int) -> None:
@@ -34,22 +34,24 @@ class Repeated(nn.Module):
         return x
 
 
-class Uneven:
+class UnevenModel:
     """A model with one heavy layer, as a plain loop and as a pipeline under every balance of two stages."""
 
     def __init__(self, width: int = WIDTH, batch: int = BATCH) -> None:
         torch.manual_seed(0)
-        layers = [Repeated(width, FACTOR if index == HEAVY else 1) for index in range(LAYERS)]
+        layers = [
+            RepeatedLinear(width, HEAVY_FACTOR if index == HEAVY_INDEX else 1) for index in range(LAYERS)
+        ]
         self.model = nn.Sequential(*layers)
         self._input, self._gradient = torch.randn(batch, width), torch.randn(batch, width)
         self.balances = [[first, LAYERS - first] for first in range(1, LAYERS)]
 
-    def chosen(self, timeout: float = 1.0) -> list[int]:
+    def balance_by_time_choice(self, timeout: float = 1.0) -> list[int]:
         """Returns the balance that `balance_by_time` chooses."""
         microbatch = self._input.chunk(CHUNKS)[0]
         return balance_by_time(2, self.model, microbatch, timeout=timeout, device="cpu")
 
-    def by_parameters(self) -> list[int]:
+    def balance_by_parameters(self) -> list[int]:
         """Returns the balance that equalizes parameter counts."""
         return balance_by_cost(2, [sum(p.numel() for p in layer.parameters()) for layer in self.model])
 
@@ -74,7 +76,7 @@ def differences(steps: Mapping[str, Step], loop: Step) -> dict[str, float]:
     found: dict[str, float] = {}
     for balance, step in steps.items():
         step()
-        found[balance] = off_by(step.gradients(), loop.gradients())
+        found[balance] = relative_difference(step.gradients(), loop.gradients())
     return found
 
 
@@ -82,26 +84,28 @@ def rows(
     times: Mapping[str, Sequence[float]], off: Mapping[str, float], choices: Mapping[str, int]
 ) -> list[list[object]]:
     """Returns one row per balance; a balance whose gradients are wrong gets neither a time nor a ratio."""
-    chosen = max(choices, key=lambda balance: choices[balance])
+    most_chosen = max(choices, key=lambda balance: choices[balance])
     result: list[list[object]] = []
     for balance, difference in off.items():
         first = int(balance[1 : balance.index(",")])
-        costs = [FACTOR if index == HEAVY else 1 for index in range(LAYERS)]
-        timed = balance in times and chosen in times
+        costs = [HEAVY_FACTOR if index == HEAVY_INDEX else 1 for index in range(LAYERS)]
+        timed = balance in times and most_chosen in times
         result.append(
             [
                 balance,
                 f"{sum(costs[:first])} and {sum(costs[first:])}",
                 choices.get(balance, 0),
                 timing(times[balance]).ms() if balance in times else "-",
-                str(Ratio.of(times[chosen], times[balance])) if timed and balance != chosen else "-",
-                verdict("gpipe_fast", difference),
+                str(Ratio.of(times[most_chosen], times[balance]))
+                if timed and balance != most_chosen
+                else "-",
+                describe_difference("gpipe_fast", difference),
             ]
         )
     return result
 
 
-def cutting(layers: int, partitions: int, rounds: int) -> list[list[object]]:
+def time_balancing(layers: int, partitions: int, rounds: int) -> list[list[object]]:
     """Times, for each objective, how long it takes to balance layers of random costs."""
     generator = random.Random(0)
     costs = [generator.lognormvariate(0, 1) for _ in range(layers)]
@@ -117,29 +121,31 @@ def cutting(layers: int, partitions: int, rounds: int) -> list[list[object]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    net = Uneven()
+    net = UnevenModel()
     steps = net.steps()
     off = differences(steps, net.loop())
-    right = {balance: step for balance, step in steps.items() if agrees("gpipe_fast", off[balance])}
-    choices = Counter(str(net.chosen()) for _ in range(CHOICES))
+    correct_steps = {
+        balance: step for balance, step in steps.items() if gradients_agree("gpipe_fast", off[balance])
+    }
+    choices = Counter(str(net.balance_by_time_choice()) for _ in range(NUM_CHOICES))
     report(
         "balance",
         "balance_by_time compared with all balances",
         ["balance", "costs of the stages", "times chosen", "ms", "chosen / this", "gradients"],
-        rows(samples(right, ROUNDS), off, choices),
-        f"The model has {LAYERS} layers of width {WIDTH}. The second layer costs {FACTOR} times as much as "
-        f"each other layer and has equally many parameters, so parameter counts alone suggest "
-        f"{net.by_parameters()}. Two stages with one intra-op thread each, {CHUNKS} micro-batches of "
-        f"{BATCH // CHUNKS} samples, no checkpointing. balance_by_time ran {CHOICES} times for one second. "
-        f"Times are medians [p20, p80] of forward and backward over {ROUNDS} rounds; the balances alternate. "
-        "A ratio divides the time of the balance chosen most often by the time of this balance, paired by "
-        "round: the median with a bootstrapped 95% confidence interval; below 1, the chosen balance is "
-        "faster. The last column compares gradients with the plain loop's.\n",
+        rows(samples(correct_steps, ROUNDS), off, choices),
+        f"The model has {LAYERS} layers of width {WIDTH}. The second layer costs {HEAVY_FACTOR} times as "
+        "much as each other layer and has equally many parameters, so parameter counts alone suggest "
+        f"{net.balance_by_parameters()}. Two stages with one intra-op thread each, {CHUNKS} micro-batches "
+        f"of {BATCH // CHUNKS} samples, no checkpointing. balance_by_time ran {NUM_CHOICES} times for one "
+        f"second. Times are medians [p20, p80] of forward and backward over {ROUNDS} rounds; the balances "
+        "alternate. A ratio divides the time of the balance chosen most often by the time of this balance, "
+        "paired by round: the median with a bootstrapped 95% confidence interval; below 1, the chosen "
+        "balance is faster. The last column compares gradients with the plain loop's.\n",
         [
             Table(
                 f"Balancing {MANY_LAYERS:,} layers over {MANY_PARTITIONS} partitions",
                 ["objective", "ms"],
-                cutting(MANY_LAYERS, MANY_PARTITIONS, rounds=10),
+                time_balancing(MANY_LAYERS, MANY_PARTITIONS, rounds=10),
                 "Exact solutions of `balance_by_cost` for random float costs; medians [p20, p80].\n",
             ),
         ],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import Table, report
-from bench.sequences import as_sequence, construct, left_out, remark, shapes_of
+from bench.sequences import as_sequence, construct, left_out, reduction_note, shapes_of
 from gpipe_fast import GPipe, verify
 from gpipe_fast.inspect.verify import Report
 from gpipe_fast.layers.structure import flatten
@@ -95,7 +95,7 @@ def check_outputs(model: nn.Module, sequence: nn.Sequential, x: Tensor | tuple[T
     )
 
 
-def dead_gradients(sequence: nn.Sequential, x: object) -> int:
+def count_dead_gradients(sequence: nn.Sequential, x: object) -> int:
     """Returns the number of parameters whose gradient is missing or zero: comparing these proves nothing.
 
     Raises:
@@ -137,7 +137,7 @@ def examine(name: str) -> Verdict:
     """Builds a constructor's model and compares one pipelined step with the plain loop."""
     start = time.perf_counter()
     verdict = compare(construct(name), inputs(name), shapes_of(name)[0][-2:])
-    notes = filter(None, [remark(name), verdict.note])
+    notes = filter(None, [reduction_note(name), verdict.note])
     return replace(verdict, name=name, seconds=time.perf_counter() - start, note="; ".join(notes))
 
 
@@ -152,8 +152,8 @@ def compare(model: nn.Module, x: Tensor | tuple[Tensor, ...], size: Sequence[int
     sequence = as_sequence(model, size)
     assert sequence is not None, f"no rule for {type(model).__name__}"
     check_outputs(model, sequence, x)
-    dead = dead_gradients(sequence, x)
-    note = f"{dead} gradients are zero" if dead else ""
+    num_dead = count_dead_gradients(sequence, x)
+    note = f"{num_dead} gradients are zero" if num_dead else ""
     cuts = even_cuts(len(sequence))
     pipe = GPipe(sequence, cuts, devices=["cpu"] * len(cuts), chunks=CHUNKS, backend="aten")
     try:
@@ -163,7 +163,7 @@ def compare(model: nn.Module, x: Tensor | tuple[Tensor, ...], size: Sequence[int
         return Verdict(len(sequence), refused, None, note if refused else str(error).splitlines()[0])
 
 
-def _attempt(name: str) -> Verdict:
+def _examine_safely(name: str) -> Verdict:
     try:
         verdict = examine(name)
     except Exception as error:
@@ -179,9 +179,9 @@ def write(verdicts: Sequence[Verdict], skipped: dict[str, str]) -> None:
     equal = sum(v.report is not None and v.report.ok for v in verdicts)
     total = [f"{len(verdicts)} models", layers, native, f"{native / layers:.1%}", f"{equal} equal", ""]
     refused = [(v.name, *item) for v in verdicts for item in v.refused.items()]
-    further = [Table("Excluded constructors", ["constructor", "reason"], sorted(skipped.items()))]
+    more_tables = [Table("Excluded constructors", ["constructor", "reason"], sorted(skipped.items()))]
     if refused:
-        further.insert(0, Table("Layers that cannot run natively", ["model", "layer", "reason"], refused))
+        more_tables.insert(0, Table("Layers that cannot run natively", ["model", "layer", "reason"], refused))
     version = importlib.import_module("torchvision").__version__
     report(
         "census_torchvision",
@@ -192,7 +192,7 @@ def write(verdicts: Sequence[Verdict], skipped: dict[str, str]) -> None:
         f"of its blocks that computes the same function, in {NUM_STAGES} stages. One step in training mode, "
         f"{BATCH} samples in {CHUNKS} micro-batches, checkpoint='except_last', one thread. 'equal' means "
         "that output, loss, gradients and buffers are bitwise equal.\n",
-        further,
+        more_tables,
     )
 
 
@@ -206,7 +206,7 @@ def main(patterns: Sequence[str] = ()) -> None:
     skipped = {name: why for name in names if (why := left_out(name))}
     names = [name for name in names if name not in skipped]
     names = [name for name in names if not patterns or any(fnmatch(name, p) for p in patterns)]
-    verdicts = [_attempt(name) for name in names]
+    verdicts = [_examine_safely(name) for name in names]
     if not patterns:
         write(verdicts, skipped)
 

@@ -30,87 +30,89 @@ SECONDS = float(os.environ.get("GPIPE_FAST_BENCH_SECONDS", "480"))
 # Copies come early: they are quick and may matter most.
 ORDER = ("tiny-never", "tiny-always", cuda_copies.NAME, *list(ROWS)[2:])
 # Time limit of a row, as a multiple of its minimum time; bounds what a hanging process costs the other rows.
-PATIENCE = 3
+MAX_TIME_FACTOR = 3
 COPIES_SECONDS = 20
 
 
 @dataclass
-class Attempt:
+class ProcessOutcome:
     """The outcome of one measuring process.
 
     Attributes:
         found: its findings; empty if it wrote none.
-        fault: why the process failed; None if it succeeded.
+        failure: why the process failed; None if it succeeded.
     """
 
     found: dict[str, Any] = field(default_factory=dict)
-    fault: str | None = None
+    failure: str | None = None
 
 
 # Arguments: row name, seconds, excluded candidates.
-Launch = Callable[[str, float, Collection[str]], Attempt]
+Launch = Callable[[str, float, Collection[str]], ProcessOutcome]
 
 
-def in_a_process(device: str, small: bool) -> Launch:
+def subprocess_launcher(device: str, small: bool) -> Launch:
     """Returns a launcher that runs a row in a new process, which gets 80% of the time to exit by itself."""
 
-    def launch(name: str, seconds: float, without: Collection[str]) -> Attempt:
+    def launch(name: str, seconds: float, without: Collection[str]) -> ProcessOutcome:
         with tempfile.TemporaryDirectory() as folder:
-            path, words = Path(folder) / "findings.json", Path(folder) / "words"
+            path, stderr_path = Path(folder) / "findings.json", Path(folder) / "stderr"
             command = [sys.executable, "-X", "faulthandler", "-m", "bench.cuda_row", name, str(path)]
             command += ["--device", device, "--seconds", str(0.8 * seconds), *(["--small"] if small else [])]
             command += [word for each in without for word in ("--without", each)]
-            fault = None
+            failure = None
             # stderr goes to a file, not a pipe: a grandchild may keep it open after the process exits.
-            with words.open("w") as file:
+            with stderr_path.open("w") as file:
                 try:
                     code = subprocess.run(command, cwd=measure.ROOT, stderr=file, timeout=seconds).returncode
                     if code:
-                        fault = f"ended with {code}; {_last(words)}"
+                        failure = f"ended with {code}; {_last_lines(stderr_path)}"
                 except subprocess.TimeoutExpired:
-                    fault = f"did not end within {seconds:.0f} s; {_last(words)}"
+                    failure = f"did not end within {seconds:.0f} s; {_last_lines(stderr_path)}"
             found = json.loads(path.read_text()) if path.exists() else {}
-        return Attempt(found, fault)
+        return ProcessOutcome(found, failure)
 
     return launch
 
 
-def _last(words: Path) -> str:
+def _last_lines(stderr_path: Path) -> str:
     """Returns the last lines of a stderr file."""
-    lines = [line for line in words.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in stderr_path.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(line for line in lines if not line.startswith("USDT"))[-800:]
 
 
-def attempt(name: str, launch: Launch, deadline: float, least: float) -> dict[str, Any]:
+def measure_with_retries(name: str, launch: Launch, deadline: float, min_seconds: float) -> dict[str, Any]:
     """Measures a row; excludes candidates that crash the process and retries while time remains."""
     begin, failed = time.monotonic(), dict[str, str]()
     row: dict[str, Any] = {"candidates": {}, "remarks": []}
     while True:
-        seconds = min(deadline - time.monotonic(), PATIENCE * least)
-        if seconds < least:
-            row["remarks"].append(f"no further retry: {max(seconds, 0):.0f} s left, {least:.0f} s needed")
+        seconds = min(deadline - time.monotonic(), MAX_TIME_FACTOR * min_seconds)
+        if seconds < min_seconds:
+            row["remarks"].append(
+                f"no further retry: {max(seconds, 0):.0f} s left, {min_seconds:.0f} s needed"
+            )
             break
         found = launch(name, seconds, tuple(failed))
         row["candidates"] |= found.found.get("candidates", {})
         row["remarks"] += found.found.get("remarks", [])
-        if found.fault is None:
+        if found.failure is None:
             break
-        blamed = [n for n, c in row["candidates"].items() if "failed" in c and n not in failed]
+        culprits = [n for n, c in row["candidates"].items() if "failed" in c and n not in failed]
         if (at := found.found.get("at")) and at not in failed:
-            blamed.append(at)
-        if not blamed:
-            row["failed"] = found.fault
+            culprits.append(at)
+        if not culprits:
+            row["failed"] = found.failure
             break
-        for each in blamed:
-            reason = row["candidates"].setdefault(each, {}).setdefault("failed", found.fault)
+        for each in culprits:
+            reason = row["candidates"].setdefault(each, {}).setdefault("failed", found.failure)
             failed[each] = reason
     for each, reason in failed.items():
         row["candidates"][each]["failed"] = reason
     return row | {"seconds": time.monotonic() - begin}
 
 
-def least_seconds(name: str) -> float:
-    return COPIES_SECONDS if name == cuda_copies.NAME else ROWS[name].least
+def row_min_seconds(name: str) -> float:
+    return COPIES_SECONDS if name == cuda_copies.NAME else ROWS[name].min_seconds
 
 
 class Results:
@@ -142,25 +144,25 @@ class Results:
         self.found["rows"][name] = row
         measure.RESULTS.mkdir(exist_ok=True)
         path = measure.RESULTS / f"{self.name}.json"
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(self.found, indent=1) + "\n")
-        os.replace(beside, path)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(self.found, indent=1) + "\n")
+        os.replace(temporary, path)
         cuda_report.write(self.name, self.device, self.found)
 
 
 def bench(
-    names: Sequence[str], seconds: float, results: Results, launch: Launch, say: Callable[[str], None] = print
+    names: Sequence[str], seconds: float, results: Results, launch: Launch, log: Callable[[str], None] = print
 ) -> None:
     """Measures the rows in the given order until time runs out."""
     deadline = time.monotonic() + seconds
     for name in names:
-        left, least = deadline - time.monotonic(), least_seconds(name)
-        if left < least:
-            row: dict[str, Any] = {"skipped": f"{max(left, 0):.0f} s left, {least:.0f} s needed"}
+        left, min_seconds = deadline - time.monotonic(), row_min_seconds(name)
+        if left < min_seconds:
+            row: dict[str, Any] = {"skipped": f"{max(left, 0):.0f} s left, {min_seconds:.0f} s needed"}
         else:
-            row = attempt(name, launch, deadline, least)
+            row = measure_with_retries(name, launch, deadline, min_seconds)
         results.keep(name, row)
-        say(cuda_report.line(name, row))
+        log(cuda_report.line(name, row))
 
 
 def main(arguments: Sequence[str] = ()) -> None:
@@ -169,16 +171,16 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of the run")
     parser.add_argument("--device", default="cuda:0", help="device of all stages")
     parser.add_argument("--small", action="store_true", help="measure small models")
-    wanted = parser.parse_args(arguments)
-    unknown = [name for name in wanted.name if name not in ORDER]
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.name if name not in ORDER]
     if unknown:
         parser.error(f"unknown row: {', '.join(unknown)}; choose from {', '.join(ORDER)}")
-    if wanted.device.startswith("cuda") and not torch.cuda.is_available():
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
         print("cuda: skipped, needs a GPU and none is visible", flush=True)
         return
-    results = Results(wanted.device, wanted.seconds, wanted.small)
+    results = Results(options.device, options.seconds, options.small)
     bench(
-        wanted.name or ORDER, wanted.seconds, results, in_a_process(wanted.device, wanted.small),
+        options.name or ORDER, options.seconds, results, subprocess_launcher(options.device, options.small),
         lambda text: print(text, flush=True),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ TITLE = "Bandwidth of a boundary between two stages, compared with plain copies 
 BYTES, SMALL_BYTES, CHUNKS, ROUNDS = 512 << 20, 1 << 16, (1, 8), 15
 
 
-def paths(device: str) -> dict[str, tuple[str, str]]:
+def device_pairs(device: str) -> dict[str, tuple[str, str]]:
     """Returns the devices of the two stages for each transport and placement."""
     found = {f"{transport}, the same device": (device, device) for transport in ("pinned", "peer")}
     if torch.device(device).type == "cuda" and torch.cuda.device_count() > 1:
@@ -25,19 +25,19 @@ def paths(device: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def boundary(source: str, target: str, transport: str, chunks: int) -> nn.Module:
+def boundary_pipeline(source: str, target: str, transport: str, chunks: int) -> nn.Module:
     """Returns a pipeline of two stages that do nothing but pass the mini-batch on."""
     layers = nn.Sequential(nn.Identity(), nn.Identity())
     return GPipe(layers, [1, 1], devices=[source, target], chunks=chunks, transport=transport)
 
 
-def plain(transport: str, x: Tensor, target: str) -> Callable[[], object]:
+def plain_copy(transport: str, x: Tensor, target: str) -> Callable[[], object]:
     """Returns the reference for a transport's bandwidth: a single copy of the same bytes."""
     pinned = transport == "pinned"
-    there = torch.empty_like(
+    target_buffer = torch.empty_like(
         x, device="cpu" if pinned else target, pin_memory=pinned and torch.cuda.is_available()
     )
-    return lambda: there.copy_(x, non_blocking=True)
+    return lambda: target_buffer.copy_(x, non_blocking=True)
 
 
 def measure(findings: Findings, device: str, small: bool, without: Collection[str] = ()) -> None:
@@ -46,36 +46,36 @@ def measure(findings: Findings, device: str, small: bool, without: Collection[st
     The copy time is the time of the path minus the time of a hand-off without a copy.
     """
     num_bytes = SMALL_BYTES if small else BYTES
-    for name, (source, target) in paths(device).items():
+    for name, (source, target) in device_pairs(device).items():
         transport = name.partition(",")[0]
         x = torch.rand(64, num_bytes // 256, device=source)
         for chunks in CHUNKS:
             title = f"{name}, M = {chunks}"
             if title in without:
                 continue
-            findings.at(title)
+            findings.set_running(title)
             try:
                 found = _measure(x, source, target, transport, chunks, 2 if small else ROUNDS)
-                findings.note(title, **found)
+                findings.record(title, **found)
             except Exception as error:
                 findings.fail(title, error)
-    findings.at(None)
+    findings.set_running(None)
 
 
 def _measure(
     x: Tensor, source: str, target: str, transport: str, chunks: int, rounds: int
 ) -> dict[str, float | None]:
-    through = boundary(source, target, transport, chunks)
-    beside = boundary(source, source, "auto", chunks)
+    copying_pipeline = boundary_pipeline(source, target, transport, chunks)
+    copyless_pipeline = boundary_pipeline(source, source, "auto", chunks)
     with torch.no_grad():
-        for pipe in (through, beside):
+        for pipe in (copying_pipeline, copyless_pipeline):
             for _ in range(3):
                 if not torch.equal(pipe(x).to(x.device), x):
                     raise AssertionError("the received tensor differs from the sent one")
         candidates = {
-            "path": lambda: through(x),
-            "none": lambda: beside(x),
-            "copy": plain(transport, x, target),
+            "path": lambda: copying_pipeline(x),
+            "none": lambda: copyless_pipeline(x),
+            "copy": plain_copy(transport, x, target),
         }
         times: dict[str, list[float]] = {name: [] for name in candidates}
         for _ in range(rounds + 1):

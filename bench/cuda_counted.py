@@ -33,14 +33,14 @@ class Setup:
     """The model and the way it is trained.
 
     Attributes:
-        how: 'captured', 'uncaptured', or 'plain loop', which recomputes each stage as a whole.
+        mode: 'captured', 'uncaptured', or 'plain loop', which recomputes each stage as a whole.
         precision: 'fp32', 'bf16', or 'autocast' of fp32 parameters to bf16.
         devices: number of devices that the four stages share.
         blocks: number of blocks of the GPT.
         dropout: the probability of a dropout layer after each block; no such layer if 0.
     """
 
-    how: str
+    mode: str
     precision: str
     devices: int = 1
     blocks: int = 24
@@ -54,8 +54,8 @@ def layers(setup: Setup) -> list[nn.Module]:
     """Returns embedding, blocks, norm and head; a dropout forms one layer with its block."""
     found: list[nn.Module] = []
     for name, layer in gpt(setup.blocks, WIDTH, HEADS, VOCAB, LENGTH).named_children():
-        dropped = name.startswith("block") and setup.dropout > 0
-        found.append(nn.Sequential(layer, nn.Dropout(setup.dropout)) if dropped else layer)
+        has_dropout = name.startswith("block") and setup.dropout > 0
+        found.append(nn.Sequential(layer, nn.Dropout(setup.dropout)) if has_dropout else layer)
     return found
 
 
@@ -65,19 +65,19 @@ def balance(count: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(cuts)]
 
 
-def trained(setup: Setup) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter]]:
+def build_forward(setup: Setup) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter]]:
     """Returns the pipeline or the plain loop, and its parameters on their devices."""
     from gpipe_fast import GPipe
 
     torch.manual_seed(0)
     model = nn.Sequential(*layers(setup)).to(DTYPES[setup.precision])
-    if setup.how == "plain loop":
+    if setup.mode == "plain loop":
         model.to("cuda:0")
         ends = list(itertools.accumulate(balance(len(model))))
         stages = [model[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
         return looped(checkpointed(stages), CHUNKS), list(model.parameters())
     devices = [f"cuda:{stage * setup.devices // STAGES}" for stage in range(STAGES)]
-    capture = setup.how == "captured"
+    capture = setup.mode == "captured"
     pipe = GPipe(model, balance(len(model)), devices=devices, chunks=CHUNKS, capture=capture)
     return pipe, list(pipe.parameters())
 
@@ -87,18 +87,18 @@ def train(setup: Setup, mark: Callable[[bytes], object]) -> Callable[[Tensor], T
 
     Gradients are reset before each step and no optimizer runs: only forward and backward are counted.
     """
-    forward, parameters = trained(setup)
+    forward, parameters = build_forward(setup)
     print(*(hex(parameter.data_ptr()) for parameter in parameters))
     x = torch.randint(VOCAB, (BATCH, LENGTH)).to("cuda:0")
     gradient = torch.randn(BATCH, LENGTH, VOCAB).to(f"cuda:{setup.devices - 1}")
     gradient = gradient.to(torch.float32 if setup.precision == "fp32" else torch.bfloat16)
-    casting = setup.precision == "autocast"
+    use_autocast = setup.precision == "autocast"
     for step in range(WARM_UP + 1):
         for parameter in parameters:
             parameter.grad = None
         if step == WARM_UP:
             mark(BEGIN.encode())
-        with torch.autocast("cuda", torch.bfloat16, enabled=casting):
+        with torch.autocast("cuda", torch.bfloat16, enabled=use_autocast):
             y = forward(x)
         y.backward(gradient)
         mark(END.encode())

@@ -22,12 +22,12 @@ from bench.measure import Table, report
 ROOT = Path(__file__).parents[1]
 SECONDS = 300
 HEADERS = (
-    "devices", "how", "precision", "tree", "host calls", "operators launched", "graphs launched",
+    "devices", "mode", "precision", "tree", "host calls", "operators launched", "graphs launched",
     "graph nodes", "MB read", "MB written", "MB copied", "casts", "casts of parameters",
     "events recorded", "stream waits",
 )  # fmt: skip
 # Log lines that are not runtime calls.
-NO_CALLS = {"read", "write", "mark", "stream"}
+NON_CALLS = {"read", "write", "mark", "stream"}
 NOTE = (
     "One training step after warm-up: forward and backward from a given output gradient, without an "
     "optimizer. The counts come from the log of the fake CUDA runtime in tests/fake_cuda; no time is "
@@ -97,18 +97,18 @@ def count(lines: Iterable[str], parameters: Container[str] = ()) -> Counts:
             counts.calls[kind] += 1
             graphs[thread] = words[0]
         elif inside:
-            _take(counts, kind, words, counts.nodes if thread in graphs else counts.calls, parameters)
+            _count_line(counts, kind, words, counts.nodes if thread in graphs else counts.calls, parameters)
             if kind == "wait" and words[:2] == [graphs.get(thread), "-1"]:
                 del graphs[thread]
     return counts
 
 
-def _take(
-    counts: Counts, kind: str, words: Sequence[str], where: Counter[str], parameters: Container[str]
+def _count_line(
+    counts: Counts, kind: str, words: Sequence[str], counter: Counter[str], parameters: Container[str]
 ) -> None:
     if kind == "mark" and words[0] == "operator":
         _, name, *cast = words
-        where["operator"] += 1
+        counter["operator"] += 1
         counts.operators[name] += 1
         if cast:
             source, target, address = cast
@@ -118,8 +118,8 @@ def _take(
         counts.read += int(words[-1])
     elif kind == "write":
         counts.written += int(words[-1])
-    elif kind not in NO_CALLS:
-        where[kind] += 1
+    elif kind not in NON_CALLS:
+        counter[kind] += 1
         counts.copied += int(words[-1]) if kind in ("copy", "memset") else 0
 
 
@@ -133,9 +133,9 @@ def run(setup: Setup, libraries: tuple[Path, Path], package: Path = ROOT) -> Cou
     command = [sys.executable, "-W", "ignore", "-m", "bench.cuda_counted", str(operators), str(package)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        own = {"LD_PRELOAD": str(runtime), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_NAMES": "1"}
-        own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | own
+        variables = {"LD_PRELOAD": str(runtime), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_NAMES": "1"}
+        variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | variables
         done = subprocess.run(
             [*command, setup.text()],
             env=environment,
@@ -148,7 +148,7 @@ def run(setup: Setup, libraries: tuple[Path, Path], package: Path = ROOT) -> Cou
             raise RuntimeError(f"{setup}: {done.stdout}{done.stderr[-3000:]}")
         with log.open() as lines:
             counts = count(lines, set(done.stdout.partition("\n")[0].split()))
-    if setup.how == "captured" and not counts.calls["launch"]:
+    if setup.mode == "captured" and not counts.calls["launch"]:
         raise RuntimeError(f"{setup} was not replayed:\n{done.stdout}")
     return counts
 
@@ -158,8 +158,8 @@ def setups(blocks: int = 24) -> list[Setup]:
     precisions = ("fp32", "bf16", "autocast")
     found = [Setup("plain loop", precision, blocks=blocks) for precision in precisions]
     for devices in (1, 4):
-        for how in ("uncaptured", "captured"):
-            found += [Setup(how, precision, devices, blocks) for precision in precisions]
+        for mode in ("uncaptured", "captured"):
+            found += [Setup(mode, precision, devices, blocks) for precision in precisions]
     return [*found, Setup("captured", "fp32", blocks=blocks, dropout=0.1)]
 
 
@@ -168,11 +168,11 @@ def tables(found: Sequence[tuple[str, Setup, Counts]]) -> tuple[list[list[object
     rows: list[list[object]] = []
     for tree, setup, counts in found:
         precision = setup.precision + (f", dropout {setup.dropout:g}" if setup.dropout else "")
-        rows.append([setup.devices, setup.how, precision, tree, *counts.cells()])
+        rows.append([setup.devices, setup.mode, precision, tree, *counts.cells()])
     columns = {
-        f"{setup.how}, {precision}, {tree}": counts
+        f"{setup.mode}, {precision}, {tree}": counts
         for (tree, setup, counts), (_, _, precision, *_) in zip(found, rows, strict=True)
-        if setup.devices == 1 and setup.how != "uncaptured"
+        if setup.devices == 1 and setup.mode != "uncaptured"
     }
     total = sum((counts.operators + counts.casts for counts in columns.values()), Counter[str]())
     lines = [
@@ -186,19 +186,19 @@ def tables(found: Sequence[tuple[str, Setup, Counts]]) -> tuple[list[list[object
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cuda_counts", description=__doc__)
     parser.add_argument("--before", type=Path, help="a built tree whose steps are also counted")
-    wanted = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     from tests.fake_cuda.build import build, can_build
 
     if not can_build():
         print("cuda-counts: skipped, needs an extension built with CUDA and the toolkit's headers")
         return
     libraries, packages = build(), {"now": ROOT}
-    if wanted.before is not None:
-        packages = {"before": wanted.before.resolve()} | packages
+    if options.before is not None:
+        packages = {"before": options.before.resolve()} | packages
     found = []
     for setup in setups():
         for tree, package in packages.items():
-            if setup.how != "plain loop" or tree == "now":
+            if setup.mode != "plain loop" or tree == "now":
                 print(f"counting {setup}, {tree}", file=sys.stderr, flush=True)
                 found.append((tree, setup, run(setup, libraries, package)))
     rows, operators = tables(found)

@@ -24,14 +24,14 @@ class Findings:
         self.candidates: dict[str, dict[str, Any]] = {}
         self.remarks: list[str] = []
 
-    def at(self, name: str | None) -> None:
+    def set_running(self, name: str | None) -> None:
         """Records which candidate runs now, and writes the file."""
         text = json.dumps({"at": name, "candidates": self.candidates, "remarks": self.remarks})
-        beside = self._path.with_suffix(".new")
-        beside.write_text(text)
-        os.replace(beside, self._path)
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(text)
+        os.replace(temporary, self._path)
 
-    def note(self, name: str, **found: Any) -> None:
+    def record(self, name: str, **found: Any) -> None:
         self.candidates.setdefault(name, {}).update(found)
 
     def fail(self, name: str, error: BaseException) -> None:
@@ -40,12 +40,12 @@ class Findings:
         Raises:
             BaseException: the device is unusable after the failure.
         """
-        self.note(name, failed=f"{type(error).__name__}: {str(error).strip()[:600]}")
-        self.at(None)
-        settle()
+        self.record(name, failed=f"{type(error).__name__}: {str(error).strip()[:600]}")
+        self.set_running(None)
+        synchronize_and_free()
 
 
-def settle() -> None:
+def synchronize_and_free() -> None:
     """Waits for the device and frees unused memory."""
     gc.collect()
     if torch.cuda.is_available():

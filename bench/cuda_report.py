@@ -17,21 +17,21 @@ HEADERS = (
     "candidate", "ms: median [p20, p80]", "per second", "speedup of gpipe_fast", "host, µs per task",
     "device idle", "peak, MiB", "reserved, MiB", "error",
 )  # fmt: skip
-ASKED = ("row", "quantity", "target", "measured", "met")
+TARGET_HEADERS = ("row", "quantity", "target", "measured", "met")
 # Limit for our error against float64, as a multiple of the plain loop's error.
-LIMIT = 2.0
+MAX_ERROR_RATIO = 2.0
 
 
 NOTE = (
     "All stages share one device. Every row has its own process, in which the candidates alternate. A step "
     "is forward and backward from a given output gradient, until the device has finished. Plain loops "
     "recompute each stage as a whole with non-reentrant torch.utils.checkpoint. A task is the forward and "
-    "backward of one micro-batch in one stage; host time ends when the calls return. Speedups are paired by "
-    "round: the median with its 95% confidence interval. Idle is the fraction of consecutive steps in which "
-    "the device runs neither a kernel nor a copy. Memory excludes parameters and input. The error is the "
-    "largest gradient error against float64, relative to the largest element of its tensor, on a small model "
-    f"of the same kind. If ours exceeds {LIMIT:g} times the plain loop's error, it is WRONG and gets no "
-    "speedup.\n"
+    "backward of one micro-batch in one stage; host time ends when the calls return. Speedups are paired "
+    "by round: the median with its 95% confidence interval. Idle is the fraction of consecutive steps in "
+    "which the device runs neither a kernel nor a copy. Memory excludes parameters and input. The error is "
+    "the largest gradient error against float64, relative to the largest element of its tensor, on a small "
+    f"model of the same kind. If ours exceeds {MAX_ERROR_RATIO:g} times the plain loop's error, it is WRONG "
+    "and gets no speedup.\n"
 )
 
 
@@ -52,19 +52,19 @@ def versions() -> dict[str, str]:
     return found
 
 
-def right(name: str, candidates: Mapping[str, Any]) -> bool:
+def is_right(name: str, candidates: Mapping[str, Any]) -> bool:
     """Returns whether our candidate's error is within the limit; other candidates only need an error."""
     found = candidates.get(name, {})
     if "error" not in found:
         return False
     loop = candidates.get(LOOP, {}).get("error", 0.0)
-    return name not in (OURS, UNCAPTURED) or found["equal"] or found["error"] <= LIMIT * loop
+    return name not in (OURS, UNCAPTURED) or found["equal"] or found["error"] <= MAX_ERROR_RATIO * loop
 
 
 def ratio(name: str, candidates: Mapping[str, Any], of: str = OURS) -> Ratio | None:
     """Returns the speedup of `of` over candidate `name`, paired by round; None unless both are right."""
     pair = [candidates.get(each, {}).get("step_us") for each in (name, of)]
-    if not all(pair) or not (right(name, candidates) and right(of, candidates)):
+    if not all(pair) or not (is_right(name, candidates) and is_right(of, candidates)):
         return None
     rounds = min(len(times) for times in pair)
     return Ratio.of(pair[0][:rounds], pair[1][:rounds])
@@ -116,14 +116,14 @@ def _cells(name: str, candidates: Mapping[str, Any], subject: Any) -> list[objec
         time.ms(),
         f"{count / time.median * 1e6:,.0f}",
         "-" if faster is None else str(faster),
-        f"{per_task(found, subject):.2f}",
+        f"{host_us_per_task(found, subject):.2f}",
         "-" if idle is None else f"{idle:.1%}",
         *(f"{found[key] / 2**20:.0f}" if key in found else "-" for key in ("peak_bytes", "reserved_bytes")),
         _error(name, candidates) + (f"; FAILED: {found['failed']}" if "failed" in found else ""),
     ]
 
 
-def per_task(found: Mapping[str, Any], subject: Any) -> float:
+def host_us_per_task(found: Mapping[str, Any], subject: Any) -> float:
     """Returns the host time (µs) of one micro-batch in one stage, forward and backward."""
     median: float = statistics.median(found["host_us"])
     return median / (STAGES * int(subject.chunks))
@@ -132,10 +132,10 @@ def per_task(found: Mapping[str, Any], subject: Any) -> float:
 def _error(name: str, candidates: Mapping[str, Any]) -> str:
     found = candidates[name]
     text = f"{found['error']:.1e}" + (", equal to the loop" if found["equal"] and name != LOOP else "")
-    return text if right(name, candidates) else f"WRONG: {text}"
+    return text if is_right(name, candidates) else f"WRONG: {text}"
 
 
-def asked(rows: Mapping[str, Any]) -> list[list[object]]:
+def target_rows(rows: Mapping[str, Any]) -> list[list[object]]:
     """Returns one line per performance target: the limit, the measured value and whether it is met."""
     lines: list[list[object]] = []
 
@@ -156,12 +156,12 @@ def asked(rows: Mapping[str, Any]) -> list[list[object]]:
             for title, found in candidates.items():
                 at_least(title, "share of a plain copy's bandwidth", 0.9, found.get("share"))
             continue
-        over = {each: ratio(each, candidates) for each in (LOOP, COMPILED, TORCHGPIPE)}
-        median = {each: None if r is None else r.median for each, r in over.items()}
+        speedups = {each: ratio(each, candidates) for each in (LOOP, COMPILED, TORCHGPIPE)}
+        median = {each: None if r is None else r.median for each, r in speedups.items()}
         if name.startswith("tiny"):
             subject = ROWS[name].full
             both = "host_us" in ours and "host_us" in theirs
-            share = per_task(ours, subject) / per_task(theirs, subject) if both else None
+            share = host_us_per_task(ours, subject) / host_us_per_task(theirs, subject) if both else None
             at_most(name, "host time per task, relative to torchgpipe", 0.1, share)
             at_least(name, "speedup over torchgpipe", 10, median[TORCHGPIPE])
             continue
@@ -188,8 +188,8 @@ def write(name: str, device: str, found: Mapping[str, Any]) -> None:
     report(
         name,
         f"Pipelines on {device}" + (" (small models: the figures are meaningless)" if small else ""),
-        ASKED,
-        asked(rows),
+        TARGET_HEADERS,
+        target_rows(rows),
         f"{words}. {NOTE}",
         [table(each, row | {"small": small}) for each, row in rows.items()],
         printed=False,
@@ -208,5 +208,5 @@ def line(name: str, row: Mapping[str, Any]) -> str:
             parts.append(f"{each} {timing(found['step_us']).ms()} ms")
         elif "share" in found:
             parts.append(f"{each} {' of '.join(map(str, _copies(found)[:2]))} GB/s")
-    fault = f"; FAILED: {row['failed']}" if "failed" in row else ""
-    return f"{name}, {row['seconds']:.0f} s: {'; '.join(parts)}{fault}"
+    failure = f"; FAILED: {row['failed']}" if "failed" in row else ""
+    return f"{name}, {row['seconds']:.0f} s: {'; '.join(parts)}{failure}"

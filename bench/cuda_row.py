@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from bench import cuda_copies
-from bench.cuda_findings import Findings, settle
-from bench.cuda_subjects import LOOP, ROWS, Row, in_small
+from bench.cuda_findings import Findings, synchronize_and_free
+from bench.cuda_subjects import LOOP, ROWS, Row, with_small_subject
 from bench.idle import idle_share, intervals
-from bench.peers import Step, off_by
+from bench.peers import Step, relative_difference
 from gpipe_fast import GPipe, doctor
 
 # Steps before the counted ones: they make plans, capture graphs and replay them.
@@ -43,18 +43,18 @@ class Measurement:
         self.row, self.device, self.findings = row, device, findings
         self.deadline, self.backend = deadline, backend
         self.steps: dict[str, Step] = {}
-        self._counts = torch.device(device).type == "cuda"
+        self._on_gpu = torch.device(device).type == "cuda"
 
     def run(self, without: Collection[str] = ()) -> None:
         names = [name for name in self.row.full.candidates() if name not in without]
-        self.errors(names)
+        self.measure_errors(names)
         names = [name for name in names if "failed" not in self.findings.candidates[name]]
-        settle()
-        if self._counts:
+        synchronize_and_free()
+        if self._on_gpu:
             torch._C._cuda_clearCublasWorkspaces()  # the workspaces that a step allocates count as its memory
         data = self.row.full.data(self.device)
         for name in names:
-            self.findings.at(name)
+            self.findings.set_running(name)
             try:
                 self.build(name, data)
             except Exception as error:
@@ -65,23 +65,25 @@ class Measurement:
             self.idle()
         else:
             self.findings.remarks.append("no time left for profiles")
-        self.findings.at(None)
+        self.findings.set_running(None)
 
-    def errors(self, names: Collection[str]) -> None:
+    def measure_errors(self, names: Collection[str]) -> None:
         """Records each candidate's gradient error against float64, for the first and for a later step."""
         small = self.row.small
         data = small.data(self.device)
         exact, plain = small.exact(self.device, data), small.step(LOOP, self.device, data)
-        truth, wanted = _gradients(exact), _gradients(plain)
+        exact_gradients, wanted = _gradients(exact), _gradients(plain)
         for name in names:
-            self.findings.at(name)
+            self.findings.set_running(name)
             try:
                 step = small.step(name, self.device, data, self.backend)
                 found = [_gradients(step) for _ in range(1 if name == LOOP else WARM_UP)]
-                self.findings.note(
+                self.findings.record(
                     name,
-                    error=max(off_by(each, truth) for each in (found[0], found[-1])),
-                    equal=off_by(found[0], wanted) == off_by(found[-1], wanted) == 0,
+                    error=max(relative_difference(each, exact_gradients) for each in (found[0], found[-1])),
+                    equal=relative_difference(found[0], wanted)
+                    == relative_difference(found[-1], wanted)
+                    == 0,
                 )
             except Exception as error:
                 self.findings.fail(name, error)
@@ -90,25 +92,25 @@ class Measurement:
         """Builds a candidate and records the memory that its step needs beyond parameters and input."""
         begin = time.monotonic()
         step = self.row.full.step(name, self.device, data, self.backend)
-        settle()
+        synchronize_and_free()
         before = self._memory()
         for _ in range(WARM_UP):
             step()
-        settle()
-        if self._counts:
+        synchronize_and_free()
+        if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
             step()
             torch.cuda.synchronize()
             peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
             allocated, reserved = (peak - was for peak, was in zip(peaks, before, strict=True))
-            self.findings.note(name, peak_bytes=allocated, reserved_bytes=reserved)
-        self.findings.note(name, built_seconds=time.monotonic() - begin)
+            self.findings.record(name, peak_bytes=allocated, reserved_bytes=reserved)
+        self.findings.record(name, built_seconds=time.monotonic() - begin)
         self.steps[name] = step
         if isinstance(step.forward, GPipe):
-            self.findings.note(name, doctor=doctor(step.forward))
+            self.findings.record(name, doctor=doctor(step.forward))
 
     def _memory(self) -> tuple[int, int]:
-        if not self._counts:
+        if not self._on_gpu:
             return 0, 0
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
@@ -123,17 +125,17 @@ class Measurement:
                 self.findings.remarks.append(f"time limit reached after {round_index} rounds")
                 break
             for name, step in self.steps.items():
-                self.findings.at(name)
+                self.findings.set_running(name)
                 found[name].append(self._sample(step))
             for name, samples in found.items():
                 host, step_times = zip(*samples, strict=True)
-                self.findings.note(name, host_us=list(host), step_us=list(step_times))
+                self.findings.record(name, host_us=list(host), step_us=list(step_times))
 
     def _sample(self, step: Step) -> tuple[float, float]:
         begin = time.perf_counter()
         step()
         returned = time.perf_counter()
-        if self._counts:
+        if self._on_gpu:
             torch.cuda.synchronize()
         return (returned - begin) * 1e6, (time.perf_counter() - begin) * 1e6
 
@@ -144,14 +146,14 @@ class Measurement:
         """
         intervals(lambda: torch.ones((), device=self.device), self.device)
         for name, step in self.steps.items():
-            self.findings.at(name)
+            self.findings.set_running(name)
 
-            def several(step: Step = step) -> None:
+            def run_steps(step: Step = step) -> None:
                 for _ in range(PROFILED_STEPS):
                     step()
 
-            found = intervals(several, self.device)
-            self.findings.note(name, idle=idle_share(found), intervals=len(found) // PROFILED_STEPS)
+            found = intervals(run_steps, self.device)
+            self.findings.record(name, idle=idle_share(found), intervals=len(found) // PROFILED_STEPS)
 
 
 def _gradients(step: Step) -> list[torch.Tensor]:
@@ -176,7 +178,7 @@ def run(
     if name == cuda_copies.NAME:
         cuda_copies.measure(findings, device, small, without)
         return
-    row = in_small(ROWS[name]) if small else ROWS[name]
+    row = with_small_subject(ROWS[name]) if small else ROWS[name]
     # 20% of the time is reserved for the profiles after the rounds.
     backend = "eager" if small else "inductor"
     Measurement(row, device, findings, deadline - 0.2 * seconds, backend).run(without)

@@ -22,7 +22,7 @@ STAGES = 4
 OURS, UNCAPTURED = "gpipe_fast, captured", "gpipe_fast, not captured"
 LOOP, COMPILED, TORCHGPIPE = "plain loop", "plain loop, torch.compile", "torchgpipe"
 # The plain loop comes first: the errors of the others are judged by its error.
-EAGER = (LOOP, OURS, UNCAPTURED, TORCHGPIPE)
+EAGER_CANDIDATES = (LOOP, OURS, UNCAPTURED, TORCHGPIPE)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Subject:
     dtype: torch.dtype = torch.float32
     checkpoint: str = "always"
     unit: tuple[str, int] = ("samples", 1)
-    names: tuple[str, ...] = EAGER
+    names: tuple[str, ...] = EAGER_CANDIDATES
 
     def model(self, device: str) -> nn.Sequential:
         """Returns a new model; its parameters are the same on every call."""
@@ -116,14 +116,14 @@ class Row:
         title: title of the table.
         full: the subject in full size.
         small: a small subject of the same kind, for errors against float64.
-        least: minimum time in seconds; with less time left, the row is skipped.
+        min_seconds: minimum time in seconds; with less time left, the row is skipped.
         rounds: maximum number of samples per candidate.
     """
 
     title: str
     full: Subject
     small: Subject
-    least: int
+    min_seconds: int
     rounds: int = 15
 
 
@@ -138,16 +138,16 @@ _GPT = Subject(
     unit=("tokens", 1024),
 )
 _SMALL_GPT = replace(_GPT, make=lambda: gpt(4, 32, 4, 128, 16), sample=(16,), batch=16, vocab=128)
-_COMPILED = (LOOP, OURS, COMPILED)
+_COMPILED_CANDIDATES = (LOOP, OURS, COMPILED)
 
 
-def _gpt(chunks: int, names: tuple[str, ...], least: int) -> Row:
+def _gpt(chunks: int, names: tuple[str, ...], min_seconds: int) -> Row:
     what = "GPT, 24 layers, width 1024, sequence 1024, bfloat16"
     if COMPILED in names:
         what += ", with torch.compile"
     # At most 16 micro-batches, because the small subject's mini-batch has 16 sequences.
     small = replace(_SMALL_GPT, chunks=min(chunks, 16), names=names)
-    return Row(f"{what}: M = {chunks}", replace(_GPT, chunks=chunks, names=names), small, least, 7)
+    return Row(f"{what}: M = {chunks}", replace(_GPT, chunks=chunks, names=names), small, min_seconds, 7)
 
 
 # The most expensive rows come last.
@@ -160,7 +160,7 @@ ROWS = {
         60,
     ),
     "tiny-always": Row("4 x 2 x (Linear(64, 64), ReLU), full recomputation", _TINY, _TINY, 20, 60),
-    "gpt-8": _gpt(8, EAGER, 40),
+    "gpt-8": _gpt(8, EAGER_CANDIDATES, 40),
     "resnet": Row(
         "ResNet-101, 224 x 224, float32",
         Subject(resnet101, (3, 224, 224), 128, 8, unit=("images", 1)),
@@ -173,12 +173,12 @@ ROWS = {
         Subject(lambda: unet(1, 8, depth=2, dropout=0.0), (3, 16, 16), 16, 4),
         40,
     ),
-    "gpt-32": _gpt(32, EAGER, 45),
-    "gpt-8-compiled": _gpt(8, _COMPILED, 60),
-    "gpt-32-compiled": _gpt(32, _COMPILED, 60),
+    "gpt-32": _gpt(32, EAGER_CANDIDATES, 45),
+    "gpt-8-compiled": _gpt(8, _COMPILED_CANDIDATES, 60),
+    "gpt-32-compiled": _gpt(32, _COMPILED_CANDIDATES, 60),
 }
 
 
-def in_small(row: Row) -> Row:
+def with_small_subject(row: Row) -> Row:
     """Returns the row with its small subject, for machines without a GPU."""
     return replace(row, full=row.small, rounds=2)

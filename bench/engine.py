@@ -30,8 +30,8 @@ class Samples:
 
     steps: list[float] = field(default_factory=list)
     recorded_steps: list[float] = field(default_factory=list)
-    rested_steps: list[float] = field(default_factory=list)
-    hand_overs: list[float] = field(default_factory=list)
+    waking_steps: list[float] = field(default_factory=list)
+    hand_offs: list[float] = field(default_factory=list)
 
 
 Size = tuple[int, int]  # stages, micro-batches
@@ -54,7 +54,7 @@ def run(binary: Path, rounds: int, steps: int) -> dict[Size, Samples]:
     for line in lines:
         num_stages, num_microbatches, *times = line.split()
         sample = samples[int(num_stages), int(num_microbatches)]
-        lists = (sample.steps, sample.recorded_steps, sample.rested_steps, sample.hand_overs)
+        lists = (sample.steps, sample.recorded_steps, sample.waking_steps, sample.hand_offs)
         for values, time in zip(lists, times, strict=True):
             values.append(float(time))
     return samples
@@ -64,20 +64,20 @@ def rows(samples: Mapping[Size, Samples]) -> list[list[object]]:
     """Returns one row per size; a row starts with the numbers of stages and micro-batches."""
     result: list[list[object]] = []
     for (num_stages, num_microbatches), sample in samples.items():
-        computing = 2 * num_stages * num_microbatches
-        hand_overs = 2 * (num_stages - 1) * num_microbatches
-        actions = computing + 2 * hand_overs  # each hand-off is a SEND and a RECV
-        bare = statistics.median(sample.hand_overs) * hand_overs
+        num_compute_actions = 2 * num_stages * num_microbatches
+        hand_offs = 2 * (num_stages - 1) * num_microbatches
+        actions = num_compute_actions + 2 * hand_offs  # each hand-off is a SEND and a RECV
+        bare_total = statistics.median(sample.hand_offs) * hand_offs
         result.append(
             [
                 *(num_stages, num_microbatches, actions),
                 _spread(sample.steps, actions, 3),
-                f"{statistics.median(sample.steps) / computing:.3f}",
+                f"{statistics.median(sample.steps) / num_compute_actions:.3f}",
                 _spread(sample.recorded_steps, actions, 3),
                 _spread(sample.steps, 1, 1),
-                _spread(sample.rested_steps, 1, 1),
-                _spread(sample.hand_overs, 1, 1),
-                f"{hand_overs} x = {bare:.0f}",
+                _spread(sample.waking_steps, 1, 1),
+                _spread(sample.hand_offs, 1, 1),
+                f"{hand_offs} x = {bare_total:.0f}",
             ]
         )
     return result

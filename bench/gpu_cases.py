@@ -29,7 +29,7 @@ STAGES, CHUNKS, BATCH, WIDTH = 4, 4, 16, 64
 STEPS = 5
 DEVICE = "cuda:0"
 # Memory limit of a captured step, as a multiple of an uncaptured step's memory.
-MEMORY = 1.3
+MAX_MEMORY_RATIO = 1.3
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Verdict:
     captured: str = ""
 
 
-def piped(model: nn.Sequential, device: str = DEVICE, **keywords: Any) -> GPipe:
+def make_pipeline(model: nn.Sequential, device: str = DEVICE, **keywords: Any) -> GPipe:
     """Returns a pipeline of four stages on one GPU; 'all' distributes the stages over all visible GPUs."""
     cuts = [len(model) * stage // STAGES for stage in range(STAGES + 1)]
     balance = [end - begin for begin, end in itertools.pairwise(cuts)]
@@ -56,16 +56,16 @@ def piped(model: nn.Sequential, device: str = DEVICE, **keywords: Any) -> GPipe:
     return GPipe(model, balance, devices=devices, chunks=CHUNKS, **keywords)
 
 
-def captured(pipe: GPipe) -> list[str]:
+def graph_report_lines(pipe: GPipe) -> list[str]:
     """Returns the lines of the doctor's report about captured graphs."""
     lines = doctor(pipe).splitlines()
     begin = lines.index("captured") + 1
     return [line.strip() for line in lines[begin:] if line.startswith("  ")]
 
 
-def told(pipe: GPipe, found: Sequence[str], replays: int = STEPS - 2) -> Verdict:
+def make_verdict(pipe: GPipe, found: Sequence[str], replays: int = STEPS - 2) -> Verdict:
     """Returns the verdict: the differences, and whether some plan was replayed at least `replays` times."""
-    lines = captured(pipe)
+    lines = graph_report_lines(pipe)
     replayed = any(f"{count} mini-batches replayed" in line for line in lines for count in range(replays, 99))
     text = "; ".join(dict.fromkeys(found)) or "equal"
     return Verdict(not found and replayed, text if replayed else f"{text}; NOT REPLAYED", " / ".join(lines))
@@ -94,7 +94,7 @@ def subject(name: str) -> tuple[nn.Sequential, Tensor]:
     return model, x.to(DEVICE)
 
 
-def verified(pipe: GPipe, x: Tensor, steps: int = STEPS) -> list[str]:
+def find_differences(pipe: GPipe, x: Tensor, steps: int = STEPS) -> list[str]:
     """Returns the first and the last difference found in several steps: the worst tensor and its error."""
     found = []
     for step in range(steps):
@@ -108,18 +108,18 @@ def verified(pipe: GPipe, x: Tensor, steps: int = STEPS) -> list[str]:
 def model_case(name: str, device: str = DEVICE, **keywords: Any) -> Verdict:
     """Checks several steps of a model; the last ones must be replayed."""
     model, x = subject(name)
-    pipe = piped(model, device, **keywords)
-    return told(pipe, verified(pipe, x))
+    pipe = make_pipeline(model, device, **keywords)
+    return make_verdict(pipe, find_differences(pipe, x))
 
 
-def lowered(name: str, dtype: torch.dtype) -> Verdict:
+def dtype_case(name: str, dtype: torch.dtype) -> Verdict:
     """Checks several steps of a model whose parameters and inputs have the given dtype."""
     model, x = subject(name)
-    pipe = piped(model.to(dtype))
-    return told(pipe, verified(pipe, x.to(dtype) if x.is_floating_point() else x))
+    pipe = make_pipeline(model.to(dtype))
+    return make_verdict(pipe, find_differences(pipe, x.to(dtype) if x.is_floating_point() else x))
 
 
-class Pair:
+class PipelineAndLoop:
     """A pipeline, and the plain loop over a copy of its layers.
 
     Args:
@@ -131,7 +131,7 @@ class Pair:
     def __init__(self, name: str = "mlp", autocast: torch.dtype | None = None, **keywords: Any) -> None:
         model, self._x = subject(name)
         self.plain = copy.deepcopy(model)
-        self.pipe = piped(model, **keywords)
+        self.pipe = make_pipeline(model, **keywords)
         self.found: list[str] = []
         self._autocast = autocast
 
@@ -153,11 +153,11 @@ class Pair:
         with self._cast():
             return torch.cat([self.plain(chunk) for chunk in x.chunk(CHUNKS)])
 
-    def compare(self, what: str, do: Callable[[Callable[[Tensor], Tensor]], list[Tensor]]) -> None:
-        """Runs `do` on both and compares the tensors that it returns and the parameters' gradients."""
+    def compare(self, what: str, run: Callable[[Callable[[Tensor], Tensor]], list[Tensor]]) -> None:
+        """Runs `run` on both and compares the tensors that it returns and the parameters' gradients."""
         for parameter in (*self.pipe.parameters(), *self.plain.parameters()):
             parameter.grad = None
-        ours, theirs = do(self.ours), do(self.loop)
+        ours, theirs = run(self.ours), run(self.loop)
         pairs = list(zip(self.pipe.parameters(), self.plain.parameters(), strict=True))
         gradients = [(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None]
         if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
@@ -183,42 +183,42 @@ class Pair:
             self.compare(f"inference of {size} samples", step)
 
 
-def autocast(name: str, dtype: torch.dtype) -> Verdict:
-    pair = Pair(name, dtype)
+def autocast_case(name: str, dtype: torch.dtype) -> Verdict:
+    pair = PipelineAndLoop(name, dtype)
     pair.train(BATCH)
-    return told(pair.pipe, pair.found)
+    return make_verdict(pair.pipe, pair.found)
 
 
-def two_shapes(first_back: bool, **keywords: Any) -> Verdict:
+def two_shapes_case(first_back: bool, **keywords: Any) -> Verdict:
     """Runs two mini-batches of different shapes in flight; either backward may come first."""
-    pair = Pair(**keywords)
+    pair = PipelineAndLoop(**keywords)
     pair.train(BATCH)
     pair.train(BATCH // 2)
 
-    def do(model: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def run(model: Callable[[Tensor], Tensor]) -> list[Tensor]:
         first, second = model(pair.input(BATCH, 2)), model(pair.input(BATCH // 2, 3))
         for y in (first, second) if first_back else (second, first):
             loss_of(y).backward()
         return [first.detach(), second.detach()]
 
     for _ in range(2):
-        pair.compare("two in flight", do)
-    return told(pair.pipe, pair.found)
+        pair.compare("two in flight", run)
+    return make_verdict(pair.pipe, pair.found)
 
 
-def inference_between(trained_first: bool, size: int, **keywords: Any) -> Verdict:
+def inference_between_case(trained_first: bool, size: int, **keywords: Any) -> Verdict:
     """Runs inference between a forward and its backward.
 
     Depending on `trained_first`, training or inference is captured first.
     """
-    pair = Pair(**keywords)
+    pair = PipelineAndLoop(**keywords)
     if trained_first:
         pair.train(BATCH)
     pair.infer(size)
     if not trained_first:
         pair.train(BATCH)
 
-    def do(model: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def run(model: Callable[[Tensor], Tensor]) -> list[Tensor]:
         y = model(pair.input(BATCH, 2))
         with torch.no_grad():
             between = model(pair.input(size, 3))
@@ -226,18 +226,18 @@ def inference_between(trained_first: bool, size: int, **keywords: Any) -> Verdic
         return [y.detach(), between]
 
     for _ in range(2):
-        pair.compare("inference between", do)
-    return told(pair.pipe, pair.found)
+        pair.compare("inference between", run)
+    return make_verdict(pair.pipe, pair.found)
 
 
-def memory() -> Verdict:
+def memory_case() -> Verdict:
     """Runs captured steps within a memory limit slightly above the need of uncaptured ones."""
     torch.manual_seed(0)
     layers = [layer for _ in range(2 * STAGES) for layer in mlp(256)]
     model, x = nn.Sequential(*layers).to(DEVICE), torch.randn(4096, 256).to(DEVICE)
 
     def steps(capture: bool) -> tuple[GPipe, float]:
-        pipe = piped(model, capture=capture, checkpoint="never")
+        pipe = make_pipeline(model, capture=capture, checkpoint="never")
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()  # workspaces for streams of the previous pipeline
         torch.cuda.empty_cache()
@@ -251,13 +251,13 @@ def memory() -> Verdict:
 
     _, needed = steps(capture=False)
     total = torch.cuda.get_device_properties(DEVICE).total_memory
-    limit = MEMORY * needed / total
+    limit = MAX_MEMORY_RATIO * needed / total
     try:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit), DEVICE)
         pipe, used = steps(capture=True)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
-    verdict = told(pipe, [])
+    verdict = make_verdict(pipe, [])
     words = f"{verdict.text}; {used / 2**20:.0f} MiB captured, {needed / 2**20:.0f} MiB uncaptured"
     return Verdict(verdict.good, words, verdict.captured)
 
@@ -275,18 +275,18 @@ def plan_cases() -> dict[str, Callable[[], Verdict]]:
     half = BATCH // 2
     found: dict[str, Callable[[], Verdict]] = {}
     for name, first in (("first", True), ("last", False)):
-        found[f"two shapes in flight, {name} goes back first"] = partial(two_shapes, first)
+        found[f"two shapes in flight, {name} goes back first"] = partial(two_shapes_case, first)
     for mode in ("except_last", "never"):
         for name, trained in (("inference", False), ("training", True)):
             for what, size in (("another shape", half), ("the same shape", BATCH)):
                 title = f"inference of {what} before a backward, {name} captured first, {mode}"
-                found[title] = partial(inference_between, trained, size, checkpoint=mode)
-    found["memory"] = memory
+                found[title] = partial(inference_between_case, trained, size, checkpoint=mode)
+    found["memory"] = memory_case
     for dtype in (torch.bfloat16, torch.float16):
         word = str(dtype).removeprefix("torch.")
-        found[f"gpt, autocast to {word}"] = partial(autocast, "gpt", dtype)
-        found[f"resnet, autocast to {word}"] = partial(autocast, "resnet", dtype)
-        found[f"gpt, {word}"] = partial(lowered, "gpt", dtype)
+        found[f"gpt, autocast to {word}"] = partial(autocast_case, "gpt", dtype)
+        found[f"resnet, autocast to {word}"] = partial(autocast_case, "resnet", dtype)
+        found[f"gpt, {word}"] = partial(dtype_case, "gpt", dtype)
     for mode in ("always", "never"):
         found[f"unet, {mode}"] = partial(model_case, "unet", checkpoint=mode)
     for transport in ("peer", "pinned"):

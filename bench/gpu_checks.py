@@ -29,7 +29,7 @@ from bench import measure
 
 SECONDS = float(os.environ.get("GPIPE_FAST_SECONDS", "60"))
 # Time limit in seconds for one case, and for the start of a process.
-PATIENCE = 40.0
+CASE_SECONDS = 40.0
 PHASES = ("models", "plans")
 TITLES = {
     "models": "Steps of each model on GPUs, compared with the plain loop",
@@ -73,25 +73,25 @@ class Process(Protocol):
         """Kills the process if it still runs; returns how it ended."""
 
 
-class Child:
+class ChildProcess:
     """A process in its own process group; each line that it prints is a list in JSON."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, cwd=measure.ROOT, start_new_session=True
         )
-        self._said: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read_lines, daemon=True).start()
 
-    def _listen(self) -> None:
+    def _read_lines(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._said.put(line)
-        self._said.put(None)
+            self._lines.put(line)
+        self._lines.put(None)
 
     def next(self, seconds: float) -> list[Any] | None:
         with contextlib.suppress(queue.Empty):
-            line = self._said.get(timeout=max(0.0, seconds))
+            line = self._lines.get(timeout=max(0.0, seconds))
             return None if line is None else list(json.loads(line))
         return None
 
@@ -126,11 +126,11 @@ def run_all(
     while left and clock() < deadline:
         process, begin = start(left), clock()
         at: str | None = left[0]  # the case that failed if the process ends or hangs now
-        while left and (said := process.next(min(PATIENCE, deadline - clock()))):
-            if said[0] == "begin":
-                at, begin = said[1], clock()
+        while left and (message := process.next(min(CASE_SECONDS, deadline - clock()))):
+            if message[0] == "begin":
+                at, begin = message[1], clock()
                 continue
-            _, name, well, text, captured = said
+            _, name, well, text, captured = message
             row = Row(well, text, captured, clock() - begin)
             good = good and row.good
             keep(name, row)
@@ -146,7 +146,7 @@ def run_all(
     return good and not left
 
 
-def here(phase: str, names: Sequence[str]) -> None:
+def run_in_this_process(phase: str, names: Sequence[str]) -> None:
     """Runs cases in this process and prints the results; raises if the device has become unusable."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
@@ -156,20 +156,20 @@ def here(phase: str, names: Sequence[str]) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     cases = CASES[phase]()
     for name in names:
-        say(["begin", name])
+        send(["begin", name])
         try:
             verdict = cases[name]()
-            say(["end", name, verdict.good, verdict.text, verdict.captured])
+            send(["end", name, verdict.good, verdict.text, verdict.captured])
         except Exception as error:
             traceback.print_exc()
             words = " ".join(str(error).split())[:400]  # the table has one line per case
-            say(["end", name, False, f"FAILED: {type(error).__name__}: {words}", ""])
+            send(["end", name, False, f"FAILED: {type(error).__name__}: {words}", ""])
         gc.collect()  # frees the memory of captured graphs
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-def say(words: list[object]) -> None:
+def send(words: list[object]) -> None:
     print(json.dumps(words), flush=True)
 
 
@@ -193,19 +193,19 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("name", nargs="*", help="cases to run (default: all)")
     parser.add_argument("--here", action="store_true", help="run the cases in this process")
     parser.add_argument("--seconds", type=float, default=SECONDS)
-    wanted = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     from bench.gpu_cases import PHASES as CASES
 
-    every = list(CASES[wanted.phase]())
-    if unknown := set(wanted.name) - set(every):
+    every = list(CASES[options.phase]())
+    if unknown := set(options.name) - set(every):
         parser.error(f"unknown case: {', '.join(unknown)}; choose from {', '.join(every)}")
-    names = wanted.name or every
-    if wanted.here:
-        here(wanted.phase, names)
+    names = options.name or every
+    if options.here:
+        run_in_this_process(options.phase, names)
         return
-    command = [sys.executable, "-X", "faulthandler", "-m", "bench.gpu_checks", "--here", wanted.phase]
-    results = Results(wanted.phase)
-    good = run_all(names, wanted.seconds, lambda left: Child([*command, *left]), results.keep)
+    command = [sys.executable, "-X", "faulthandler", "-m", "bench.gpu_checks", "--here", options.phase]
+    results = Results(options.phase)
+    good = run_all(names, options.seconds, lambda left: ChildProcess([*command, *left]), results.keep)
     sys.exit(0 if good else 1)
 
 

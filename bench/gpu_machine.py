@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGES = ("torch", "triton", "pytest", "tabulate", "torchgpipe", "liger-kernel", "ninja", "numpy")
 
 
-def said(*command: str) -> str:
+def command_output(*command: str) -> str:
     """Returns the last lines of a command's output as one line."""
     if not shutil.which(command[0]):
         return "not installed"
@@ -49,7 +49,7 @@ def commit() -> str:
     return measure.commit()
 
 
-def torch_sees() -> str:
+def torch_devices() -> str:
     import torch
 
     cudnn = torch.backends.cudnn.version()
@@ -69,20 +69,20 @@ FACTS: dict[str, Callable[[], str]] = {
     "Python": lambda: f"{sys.version.split()[0]}, {sys.executable}",
     "packages": packages,
     "processor": processor,
-    "driver": lambda: said(
+    "driver": lambda: command_output(
         "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
     ),
-    "nvcc": lambda: said("nvcc", "--version"),
-    "compiler": lambda: said(os.environ.get("CXX", "g++"), "--version"),
-    "compute-sanitizer": lambda: said("compute-sanitizer", "--version"),
-    "torch": torch_sees,
+    "nvcc": lambda: command_output("nvcc", "--version"),
+    "compiler": lambda: command_output(os.environ.get("CXX", "g++"), "--version"),
+    "compute-sanitizer": lambda: command_output("compute-sanitizer", "--version"),
+    "torch": torch_devices,
 }
 
 
 def main() -> None:
-    for name, ask in FACTS.items():
+    for name, get_fact in FACTS.items():
         try:
-            found = ask()
+            found = get_fact()
         except Exception as error:
             found = f"FAILED: {type(error).__name__}: {error}"
         print(f"{name}: {found}", flush=True)

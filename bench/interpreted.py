@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from bench.measure import alternate, report
 from bench.models.gpt import blocks
 from bench.models.mlp import mlp
-from bench.peers import Step, looped, off_by
+from bench.peers import Step, looped, relative_difference
 from gpipe_fast import GPipe
 
 CHUNKS = 8
 LOOP = "plain loop"
 
 
-class Checked(nn.Module):
+class FiniteCheck(nn.Module):
     """A layer with data-dependent control flow: passes on its input if all elements are finite."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,20 +33,22 @@ def candidates(layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, m
     import torchgpipe
 
     first, second, *rest = balance
-    place = first + second // 2
+    position = first + second // 2
     gradient = torch.randn(x.shape)
 
-    def model(checked: bool = True) -> nn.Sequential:
+    def model(with_check: bool = True) -> nn.Sequential:
         copied = list(deepcopy(nn.ModuleList(layers)))
-        return nn.Sequential(*copied[:place], *([Checked()] if checked else []), *copied[place:])
+        return nn.Sequential(*copied[:position], *([FiniteCheck()] if with_check else []), *copied[position:])
 
-    def step(made: nn.Module, forward: Callable[[Tensor], Tensor]) -> Step:
-        return Step(made.parameters(), forward, x, gradient)
+    def step(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Step:
+        return Step(module.parameters(), forward, x, gradient)
 
-    def ours(backend: str, checked: bool = True) -> Step:
-        sizes = [first, second + checked, *rest]
+    def ours(backend: str, with_check: bool = True) -> Step:
+        sizes = [first, second + with_check, *rest]
         devices = ["cpu"] * len(sizes)
-        pipe = GPipe(model(checked), sizes, devices=devices, chunks=CHUNKS, checkpoint=mode, backend=backend)
+        pipe = GPipe(
+            model(with_check), sizes, devices=devices, chunks=CHUNKS, checkpoint=mode, backend=backend
+        )
         pipe.threads_per_stage = 1
         return step(pipe, pipe)
 
@@ -62,7 +64,7 @@ def candidates(layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, m
     )
     return {
         LOOP: step(plain, looped(plain, CHUNKS)),
-        "without the layer, all lowered": ours("aten", checked=False),
+        "without the layer, all lowered": ours("aten", with_check=False),
         "the layer in Python, the others lowered": ours("auto"),
         "all in Python": ours("eager"),
         "torchgpipe": step(peer, peer),
@@ -77,7 +79,7 @@ def row(what: str, steps: dict[str, Step], rounds: int, calls: int) -> list[obje
     expected = steps[LOOP].gradients()
     for name, step in steps.items():
         if name != "torchgpipe":
-            assert off_by(step.gradients(), expected) == 0, f"gradients of {name}"
+            assert relative_difference(step.gradients(), expected) == 0, f"gradients of {name}"
     timings = alternate(steps, rounds, calls)
     return [what, *(timing.ms() for timing in timings.values())]
 

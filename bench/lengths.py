@@ -17,7 +17,7 @@ from bench.peers import looped
 from examples.gpt.model import gpt
 from gpipe_fast import GPipe
 
-STEPS, LONGEST, FEW = 300, 512, range(32, 513, 32)
+STEPS, LONGEST, REPEATED_LENGTHS = 300, 512, range(32, 513, 32)
 CHUNKS, BATCH, WIDTH, BLOCKS = 4, 8, 128, 4
 
 
@@ -25,18 +25,18 @@ CHUNKS, BATCH, WIDTH, BLOCKS = 4, 8, 128, 4
 def _timed(owner: Any, name: str) -> Iterator[list[float]]:
     """Collects the duration (s) of every call of a method inside the block."""
     method: Callable[..., Any] = getattr(owner, name)
-    taken: list[float] = []
+    durations: list[float] = []
 
     def timed(*arguments: object) -> Any:
         start = time.perf_counter()
         try:
             return method(*arguments)
         finally:
-            taken.append(time.perf_counter() - start)
+            durations.append(time.perf_counter() - start)
 
     setattr(owner, name, timed)
     try:
-        yield taken
+        yield durations
     finally:
         delattr(owner, name)
 
@@ -83,7 +83,7 @@ def _step(model: nn.Module, forward: Callable[[Tensor], Tensor], text: Tensor) -
     return loss.detach()
 
 
-def drawn(steps: int, longest: int) -> list[int]:
+def distinct_lengths(steps: int, longest: int) -> list[int]:
     """Returns `steps` distinct lengths up to `longest`, in random order."""
     order = torch.randperm(longest, generator=torch.Generator().manual_seed(0))
     return [int(length) + 1 for length in order[:steps]]
@@ -92,9 +92,9 @@ def drawn(steps: int, longest: int) -> list[int]:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    changing = drawn(STEPS, LONGEST)
+    changing = distinct_lengths(STEPS, LONGEST)
     mean = round(sum(changing) / STEPS)
-    few = [FEW[length % len(FEW)] for length in changing]
+    few = [REPEATED_LENGTHS[length % len(REPEATED_LENGTHS)] for length in changing]
     report(
         "lengths",
         "Sequences of varying length",
@@ -111,7 +111,7 @@ def main() -> None:
         ],
         [
             train(f"1 to {LONGEST}, all distinct", changing),
-            train(f"{len(FEW)} repeated lengths", few),
+            train(f"{len(REPEATED_LENGTHS)} repeated lengths", few),
             train("one length, the mean of the first row", [mean] * STEPS),
         ],
         f"A GPT of {BLOCKS} blocks of width {WIDTH}, trained on {BATCH} sequences of equal length per step, "

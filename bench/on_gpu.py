@@ -35,12 +35,12 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get("GPIPE_FAST_RESULTS", ROOT / "bench" / "results"))
 SECONDS = float(os.environ.get("GPIPE_FAST_GPU_SECONDS", "585"))
 # Seconds from the interrupt of a late process until it is killed.
-GRACE = 8.0
+KILL_DELAY = 8.0
 # Time limit in seconds for the import and one step.
-PATIENCE = 60.0
+CHECK_SECONDS = 60.0
 
 # Tests whether an existing extension works with this Python and torch; otherwise it is rebuilt.
-SUITS = """
+EXTENSION_CHECK = """
 import torch, gpipe_fast
 assert gpipe_fast.built_with_cuda(), "built without CUDA"
 pipe = gpipe_fast.GPipe(torch.nn.Sequential(torch.nn.Linear(4, 4)), [1], devices=["cuda:0"])
@@ -49,21 +49,21 @@ assert pipe(torch.ones(2, 4, device="cuda:0")).shape == (2, 4)
 
 
 @dataclass(frozen=True)
-class Part:
+class Phase:
     """A phase: commands that run concurrently.
 
     Attributes:
         name: name of the phase.
         commands: command lines by name; the name also names the output file.
         share: minimum time in seconds; time that earlier phases left unused is added.
-        told: environment variable that passes the time limit to the commands.
+        seconds_variable: environment variable that passes the time limit to the commands.
         environment: further environment variables.
     """
 
     name: str
     commands: Mapping[str, Sequence[str]]
     share: float
-    told: str = "GPIPE_FAST_SECONDS"
+    seconds_variable: str = "GPIPE_FAST_SECONDS"
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -74,101 +74,102 @@ def pytest(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *options, "-m", "cuda or smoke", *arguments]
 
 
-def marked() -> list[str]:
+def cuda_test_files() -> list[str]:
     """Returns the test files with `cuda` tests; collecting all other files would take too long."""
     found = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in found if "pytest.mark.cuda" in path.read_text()]
 
 
-def parts() -> list[Part]:
+def phases() -> list[Phase]:
     """Returns the phases in order, with their time shares."""
     pipelines = [
         "tests/unit/test_smoke.py",
         "tests/equivalence/test_cuda_steps.py",
         "tests/equivalence/test_cuda.py",
     ]
-    others = [path for path in marked() if path not in pipelines]
+    others = [path for path in cuda_test_files() if path not in pipelines]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     module = [sys.executable, "-m"]
     return [
-        Part("models", {"models": [*module, "bench.gpu_checks", "models"]}, 50),
-        Part("plans", {"plans": [*module, "bench.gpu_checks", "plans"]}, 60),
-        Part("steps", {"cuda": [*module, "bench.cuda"]}, 205, "GPIPE_FAST_BENCH_SECONDS"),
+        Phase("models", {"models": [*module, "bench.gpu_checks", "models"]}, 50),
+        Phase("plans", {"plans": [*module, "bench.gpu_checks", "plans"]}, 60),
+        Phase("steps", {"cuda": [*module, "bench.cuda"]}, 205, "GPIPE_FAST_BENCH_SECONDS"),
         # Pipeline tests have their own process: after a CUDA error, the GPU is unusable for the whole
         # process.
-        Part(
+        Phase(
             "tests",
             {"pipelines": pytest(*pipelines), "others": pytest(*others)},
             70,
             environment=deterministic,
         ),
-        Part("kernels", {"kernels": [*module, "bench.kernels"]}, 50),
-        Part("sanitizer", {"sanitizer": [*module, "bench.sanitized"]}, 80, "GPIPE_FAST_SANITIZER_SECONDS"),
+        Phase("kernels", {"kernels": [*module, "bench.kernels"]}, 50),
+        Phase("sanitizer", {"sanitizer": [*module, "bench.sanitized"]}, 80, "GPIPE_FAST_SANITIZER_SECONDS"),
     ]
 
 
-def ready(seconds: float) -> bool:
+def prepare_extension(seconds: float) -> bool:
     """Returns whether an extension exists, building it if the present one does not work; records the machine.
 
     If the build fails, nothing can run. A new build is tested; if the test fails, the reason is recorded and
     the phases still run.
     """
-    begin, reason = time.monotonic(), unsuited()
+    begin, reason = time.monotonic(), extension_problem()
     commands = {"machine": [sys.executable, "-m", "bench.gpu_machine"]}
     if reason:
         print(f"build: {reason}", flush=True)
         setup = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
         commands["build"] = [*setup, "--build-temp", "build/gpu"]
     environment = {"MAX_JOBS": str(os.cpu_count() or 1)}
-    codes = ended(Part("machine", commands, seconds, environment=environment), seconds)
+    codes = run_commands(Phase("machine", commands, seconds, environment=environment), seconds)
     built = codes.get("build", 0) == 0
     if reason and built:
         took = f"rebuilt in {time.monotonic() - begin:.0f} s, because: {reason}"
-        reason = unsuited()
+        reason = extension_problem()
     else:
         took = "existing build used" if built else f"BUILD FAILED ({codes['build']})"
-    said = f"extension: {took}; {f'check failed: {reason}' if reason else 'imports and runs on the device'}"
-    print(said, flush=True)
+    result = f"check failed: {reason}" if reason else "imports and runs on the device"
+    summary = f"extension: {took}; {result}"
+    print(summary, flush=True)
     with (RESULTS / "gpu-machine.txt").open("a") as file:
-        file.write(f"{said}\n")
+        file.write(f"{summary}\n")
     return built
 
 
-def unsuited() -> str:
+def extension_problem() -> str:
     """Returns why the extension does not work here, or an empty string."""
-    command = [sys.executable, "-c", SUITS]
+    command = [sys.executable, "-c", EXTENSION_CHECK]
     try:
-        tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"the first step took longer than {PATIENCE:g} s"
-    return "" if tried.returncode == 0 else (tried.stderr.strip().splitlines() or ["?"])[-1]
+        return f"the first step took longer than {CHECK_SECONDS:g} s"
+    return "" if process.returncode == 0 else (process.stderr.strip().splitlines() or ["?"])[-1]
 
 
-def run(part: Part, seconds: float) -> bool:
+def run(phase: Phase, seconds: float) -> bool:
     """Runs a phase and returns whether all its commands succeeded in time."""
-    return not any(ended(part, seconds).values())
+    return not any(run_commands(phase, seconds).values())
 
 
-def ended(part: Part, seconds: float) -> dict[str, int | str]:
+def run_commands(phase: Phase, seconds: float) -> dict[str, int | str]:
     """Runs a phase and returns each command's exit code or failure; output is also written to files."""
-    print(f"{part.name}: {seconds:.0f} s", flush=True)
+    print(f"{phase.name}: {seconds:.0f} s", flush=True)
     deadline = time.monotonic() + seconds
     RESULTS.mkdir(exist_ok=True)
-    told = {part.told: f"{max(1.0, seconds - 2):.0f}", "PYTHONUNBUFFERED": "1"}
-    environment = {**os.environ, **part.environment, **told}
+    variables = {phase.seconds_variable: f"{max(1.0, seconds - 2):.0f}", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **phase.environment, **variables}
     with contextlib.ExitStack() as stack:
         started = {
-            name: stack.enter_context(_started(command, RESULTS / f"gpu-{name}.txt", environment))
-            for name, command in part.commands.items()
+            name: stack.enter_context(_start(command, RESULTS / f"gpu-{name}.txt", environment))
+            for name, command in phase.commands.items()
         }
-        codes = {name: _ended(process, deadline) for name, process in started.items()}
+        codes = {name: _wait(process, deadline) for name, process in started.items()}
     for name, code in codes.items():
-        print(f"{part.name}, {name}: {'succeeded' if code == 0 else f'failed ({code})'}", flush=True)
+        print(f"{phase.name}, {name}: {'succeeded' if code == 0 else f'failed ({code})'}", flush=True)
     return codes
 
 
 @contextlib.contextmanager
-def _started(
+def _start(
     command: Sequence[str], path: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a process in its own process group and copies its output to stdout and a file."""
@@ -202,39 +203,39 @@ def _copy(source: BinaryIO, file: BinaryIO) -> None:
         sys.stdout.flush()
 
 
-def _ended(process: subprocess.Popen[bytes], deadline: float) -> int | str:
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | str:
     """Returns the exit code. Interrupts a late process, so that it can report its findings, then kills it."""
     try:
         return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGINT)
     try:
-        process.wait(GRACE)
+        process.wait(KILL_DELAY)
         return "interrupted at the time limit"
     except subprocess.TimeoutExpired:
         return "killed at the time limit after ignoring the interrupt"
 
 
-def run_all(wanted: Sequence[Part], seconds: float) -> bool:
+def run_all(wanted: Sequence[Phase], seconds: float) -> bool:
     """Runs the phases and returns whether all succeeded; each phase preserves the shares of later ones."""
     deadline, good = time.monotonic() + seconds, True
-    for index, part in enumerate(wanted):
+    for index, phase in enumerate(wanted):
         later = sum(each.share for each in wanted[index + 1 :])
         left = deadline - time.monotonic()
         # If the build took too long, all phases get proportionally less.
-        share = max(left - later, left * part.share / (part.share + later)) - GRACE
-        good = run(part, max(1.0, share)) and good
+        share = max(left - later, left * phase.share / (phase.share + later)) - KILL_DELAY
+        good = run(phase, max(1.0, share)) and good
     return good
 
 
 def main(names: Sequence[str] = ()) -> None:
-    begin, every = time.monotonic(), parts()
-    unknown = set(names) - {part.name for part in every}
+    begin, every = time.monotonic(), phases()
+    unknown = set(names) - {phase.name for phase in every}
     if unknown:
-        sys.exit(f"unknown phase: {', '.join(unknown)}; choose from {', '.join(part.name for part in every)}")
-    if not ready(SECONDS / 2):
+        sys.exit(f"unknown phase: {', '.join(unknown)}; choose from {', '.join(p.name for p in every)}")
+    if not prepare_extension(SECONDS / 2):
         sys.exit("build: the build failed and no extension exists, so nothing can run")
-    wanted = [part for part in every if not names or part.name in names]
+    wanted = [phase for phase in every if not names or phase.name in names]
     good = run_all(wanted, SECONDS - (time.monotonic() - begin))
     verdict = "all succeeded" if good else "some failed, see above"
     print(f"finished in {time.monotonic() - begin:.0f} s: {verdict}", flush=True)

@@ -21,12 +21,12 @@ from bench.peers import (
     TOLERANCE,
     Candidate,
     Step,
-    agrees,
     checkpointed,
+    describe_difference,
+    gradients_agree,
     has_torchgpipe,
     looped,
-    off_by,
-    verdict,
+    relative_difference,
 )
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
@@ -97,7 +97,7 @@ def differences(candidates: Mapping[str, Candidate]) -> dict[str, float]:
             candidate()
         wanted = candidates[LOOP].gradients()
         for name, candidate in candidates.items():
-            found[name] = max(found.get(name, 0.0), off_by(candidate.gradients(), wanted))
+            found[name] = max(found.get(name, 0.0), relative_difference(candidate.gradients(), wanted))
     return found
 
 
@@ -105,27 +105,27 @@ def rows(timings: Mapping[str, Timing], differences: Mapping[str, float]) -> lis
     """Returns one row per candidate; one whose gradients are wrong gets neither a time nor a ratio."""
     result: list[list[object]] = []
     for name, off in differences.items():
-        time, ours, loop = (timings.get(n) for n in (name, _ours(name), LOOP))
+        time, ours, loop = (timings.get(n) for n in (name, _comparable_name(name), LOOP))
         result.append(
             [
                 name,
                 time.ms() if time else "-",
                 time.median / ours.median if time and ours else "-",
                 loop.median / time.median if time and loop else "-",
-                verdict(name, off),
+                describe_difference(name, off),
             ]
         )
     return result
 
 
-def _ours(name: str) -> str:
+def _comparable_name(name: str) -> str:
     """Returns which of our candidates this one is compared with: the one of its checkpoint mode."""
     mode = name.rpartition(", ")[2]
     instead = "always" if name == CHECKPOINTED else "never"
     return f"gpipe_fast, K = {STAGES}, {mode if mode in CHECKPOINT_MODES else instead}"
 
 
-class _Watched:
+class _TimedPipeline:
     """Wraps a C++ pipeline and records when its forward is called and when it returns."""
 
     def __init__(self, pipeline: Any) -> None:
@@ -156,13 +156,13 @@ PARTS = (
 TOTALS = ("whole step, recorded", "critical path of its actions", "all actions of all stages")
 
 
-def parts(step: Step, rounds: int) -> list[float]:
+def part_times(step: Step, rounds: int) -> list[float]:
     """Returns the median time (µs) of each of `PARTS` and `TOTALS` over `rounds` consecutive steps."""
     pipe = step.forward
     assert isinstance(pipe, GPipe)
     step()
-    watched = _Watched(pipe._pipeline)
-    pipe._pipeline = watched  # type: ignore[assignment]
+    timed_pipeline = _TimedPipeline(pipe._pipeline)
+    pipe._pipeline = timed_pipeline  # type: ignore[assignment]
     marks: list[tuple[float, ...]] = []
     with pipe.recording() as recording:  # one for all steps: starting it evicts CPU caches
         for _ in range(rounds):
@@ -172,9 +172,11 @@ def parts(step: Step, rounds: int) -> list[float]:
             output = pipe(step.input)
             forward_end = time.monotonic()
             output.backward(step.gradient)
-            marks.append((start, watched.called, watched.returned, forward_end, time.monotonic()))
-    pipe._pipeline = watched._pipeline
-    samples = [_cut(one, *times) for one, times in zip(_steps(recording), marks, strict=True)]
+            marks.append(
+                (start, timed_pipeline.called, timed_pipeline.returned, forward_end, time.monotonic())
+            )
+    pipe._pipeline = timed_pipeline._pipeline
+    samples = [_split_times(one, *times) for one, times in zip(_steps(recording), marks, strict=True)]
     return [median(column) * 1e6 for column in zip(*samples, strict=True)]
 
 
@@ -187,7 +189,7 @@ def _steps(recording: Recording) -> Iterator[Recording]:
         yield one
 
 
-def _cut(
+def _split_times(
     step: Recording, start: float, called: float, returned: float, forward_end: float, end: float
 ) -> list[float]:
     spans = []
@@ -200,11 +202,11 @@ def _cut(
     return [*between, end - start, step.critical_path(), sum(step.seconds().values())]
 
 
-def where(rounds: int) -> Table:
+def breakdown(rounds: int) -> Table:
     """Returns a table that divides the time of our steps into parts."""
     overhead = Overhead()
     sizes = [(stages, mode) for stages in (STAGES, 2, 1) for mode in CHECKPOINT_MODES]
-    columns = [parts(overhead.ours(mode, stages), rounds) for stages, mode in sizes]
+    columns = [part_times(overhead.ours(mode, stages), rounds) for stages, mode in sizes]
     by_part = zip(PARTS + TOTALS, *columns, strict=True)
     return Table(
         "Breakdown of our steps",
@@ -219,11 +221,13 @@ def where(rounds: int) -> Table:
 def measure(rounds: int, calls: int) -> list[list[object]]:
     found = candidates()
     off = differences(found)
-    right = {name: candidate for name, candidate in found.items() if agrees(name, off[name])}
-    return rows(alternate(right, rounds, calls), off)
+    correct_candidates = {
+        name: candidate for name, candidate in found.items() if gradients_agree(name, off[name])
+    }
+    return rows(alternate(correct_candidates, rounds, calls), off)
 
 
-def here() -> None:
+def measure_in_this_process() -> None:
     """Runs the benchmark in this process, whose threads must have one OpenMP thread each."""
     torch.set_num_threads(1)
     report(
@@ -244,7 +248,7 @@ def here() -> None:
         "compared with 'always', other candidates without a mode with 'never'. Gradients are compared with "
         "the plain loop's: ours must be equal, others may differ by "
         f"{TOLERANCE:.0e} of the largest element of their tensor.\n",
-        [where(5 * ROUNDS)],
+        [breakdown(5 * ROUNDS)],
     )
 
 
@@ -256,4 +260,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    here()
+    measure_in_this_process()

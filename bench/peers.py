@@ -80,7 +80,7 @@ class Checkpointed(nn.Module):
         return result
 
 
-class Pipelining:
+class TorchPipelining:
     """One rank's part of a step of torch.distributed.pipelining's ScheduleGPipe, in its own process.
 
     ScheduleGPipe takes a loss instead of an output gradient; this loss has the given output gradient.
@@ -126,7 +126,7 @@ def has_torchgpipe() -> bool:
     return importlib.util.find_spec("torchgpipe") is not None
 
 
-class Elsewhere:
+class ProcessCandidate:
     """A candidate in its own processes, which sleep except while they run a step.
 
     Args:
@@ -159,22 +159,22 @@ class Elsewhere:
                 os.environ["OMP_NUM_THREADS"] = before
 
     def __call__(self) -> None:
-        self._all("step")
+        self._request_all("step")
 
     def gradients(self) -> list[Tensor]:
-        return [torch.from_numpy(gradient) for part in self._all("gradients") for gradient in part]
+        return [torch.from_numpy(gradient) for part in self._request_all("gradients") for gradient in part]
 
     def peak_bytes(self) -> int | None:
         """Runs a step and returns its peak memory beyond the memory before the first step.
 
         Returns None on systems that do not report it.
         """
-        peaks = self._all("peak_bytes")
+        peaks = self._request_all("peak_bytes")
         return None if None in peaks else sum(peaks)
 
     def idle_seconds(self) -> float:
         """Returns the processor time used between steps so far."""
-        return float(sum(self._all("idle_seconds")))
+        return float(sum(self._request_all("idle_seconds")))
 
     def close(self) -> None:
         for connection in self._connections:
@@ -182,7 +182,7 @@ class Elsewhere:
         for process in self._processes:
             process.join()
 
-    def _all(self, command: str) -> list[Any]:
+    def _request_all(self, command: str) -> list[Any]:
         for connection in self._connections:
             connection.send(command)
         return [connection.recv() for connection in self._connections]
@@ -193,7 +193,7 @@ class _Server:
 
     def __init__(self, step: Candidate) -> None:
         self.step = step
-        self._resident = _status("VmRSS")
+        self._resident = _status_bytes("VmRSS")
         self._idle, self._since = 0.0, time.process_time()
 
     def serve(self, connection: Connection) -> None:
@@ -211,7 +211,7 @@ class _Server:
         except OSError:
             return None
         self.step()
-        peak = _status("VmHWM")
+        peak = _status_bytes("VmHWM")
         return None if peak is None or self._resident is None else peak - self._resident
 
     def idle_seconds(self) -> float:
@@ -225,7 +225,7 @@ def _serve(connection: Connection, make: Callable[..., Candidate], number: int, 
         dist.destroy_process_group()
 
 
-def _status(field: str) -> int | None:
+def _status_bytes(field: str) -> int | None:
     """Returns a field of this process's status in bytes, or None if /proc is not available."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -240,7 +240,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def off_by(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def relative_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """Returns the largest difference relative to the largest element of its tensor; 0 if bitwise equal."""
     if all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True)):
         return 0.0
@@ -248,13 +248,13 @@ def off_by(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return max(shares) if all(map(math.isfinite, shares)) else math.inf
 
 
-def agrees(name: str, off: float) -> bool:
+def gradients_agree(name: str, off: float) -> bool:
     """Returns whether a candidate's gradients are right; ours must be bitwise equal to the reference."""
     return off == 0 if name.startswith("gpipe_fast") else off <= TOLERANCE
 
 
-def verdict(name: str, off: float) -> str:
+def describe_difference(name: str, off: float) -> str:
     """Returns the result of the comparison as text."""
     if off == 0:
         return "equal"
-    return f"{'within' if agrees(name, off) else 'WRONG, off by'} {off:.0e}"
+    return f"{'within' if gradients_agree(name, off) else 'WRONG, off by'} {off:.0e}"

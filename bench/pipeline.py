@@ -47,19 +47,19 @@ def measure(num_microbatches: int) -> list[object]:
     input = torch.randn(BATCH * num_microbatches, LENGTH, WIDTH)
     whole = Step(stages, input, num_microbatches)
     # The second stage's input needs a gradient, as it does inside the pipeline.
-    alone = [
+    single_stages = [
         Step(stages[:1], input, num_microbatches),
         Step(stages[1:], input.clone().requires_grad_(), num_microbatches),
     ]
-    steps, replayed, shares, seconds = [], [], [], defaultdict(list)
+    steps, path_ratios, shares, seconds = [], [], [], defaultdict(list)
     for index in range(ROUNDS + 1):
         step, recording = whole()
-        by_stage = [stage()[1].seconds() for stage in alone]
+        by_stage = [stage()[1].seconds() for stage in single_stages]
         if index == 0:
             continue
         steps.append(step)
-        replayed.append(step / recording.critical_path())
-        shares.append(_share_of_inputs(recording))
+        path_ratios.append(step / recording.critical_path())
+        shares.append(_input_gradient_share(recording))
         for stage, found in enumerate(by_stage):
             for action, taken in found.items():
                 seconds[Action(stage, action.kind, action.microbatch)].append(taken)
@@ -77,7 +77,7 @@ def measure(num_microbatches: int) -> list[object]:
     return [
         num_microbatches,
         step * 1e3,
-        statistics.median(replayed),
+        statistics.median(path_ratios),
         ideal * 1e3,
         step / ideal,
         one_stage / step,
@@ -85,7 +85,7 @@ def measure(num_microbatches: int) -> list[object]:
     ]
 
 
-def _share_of_inputs(recording: Recording) -> float:
+def _input_gradient_share(recording: Recording) -> float:
     """Returns the share of I in the time of I and W."""
     taken = {
         kind: sum(s for action, s in recording.seconds().items() if action.kind is kind)

@@ -46,7 +46,7 @@ def eager(count: int) -> float:
     return alternate({"eager": step}, rounds=30)["eager"].median
 
 
-def elsewhere(kind: str, count: int) -> float:
+def run_in_new_process(kind: str, count: int) -> float:
     """Runs `ours` or `eager` in a new process and returns its result."""
     command = [sys.executable, "-m", "bench.recompute", kind, str(count)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
@@ -57,7 +57,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for count in (1, 2, 4):
-        pairs = [(elsewhere("ours", count), elsewhere("eager", count)) for _ in range(PROCESSES)]
+        pairs = [
+            (run_in_new_process("ours", count), run_in_new_process("eager", count)) for _ in range(PROCESSES)
+        ]
         own, theirs = (median(times) for times in zip(*pairs, strict=True))
         ratios = sorted(e / o for o, e in pairs)
         rows.append([count, theirs / 1e3, own / 1e3, theirs / own, f"{ratios[0]:.2f} to {ratios[-1]:.2f}"])

@@ -21,7 +21,7 @@ from bench import measure
 
 SECONDS = float(os.environ.get("GPIPE_FAST_SANITIZER_SECONDS", "80"))
 # A run is skipped if fewer seconds are left.
-LEAST = 10
+MIN_SECONDS = 10
 SMALLEST, UNCAPTURED, CAPTURED = "smallest", "uncaptured", "captured"
 
 # Tools and the steps that they check. The first run may use all the time, so that at least one run completes.
@@ -35,7 +35,7 @@ RUNS = (
 )
 
 
-def tool() -> str | None:
+def find_sanitizer() -> str | None:
     """Returns the path of compute-sanitizer, or None; toolkits install it next to nvcc."""
     for folder in (None, os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
         found = shutil.which("compute-sanitizer", path=folder and str(Path(folder) / "bin"))
@@ -44,14 +44,14 @@ def tool() -> str | None:
     return None
 
 
-def look(sanitizer: str, seconds: float, python: Sequence[str] = (sys.executable,)) -> bool:
+def run_sanitizer(sanitizer: str, seconds: float, python: Sequence[str] = (sys.executable,)) -> bool:
     """Runs the tools while time remains, and returns whether none reported an error."""
     deadline, good = time.monotonic() + seconds, True
     for name, what in RUNS:
         left = deadline - time.monotonic()
         title = f"{name}, {what}"
-        if left < LEAST:
-            print(f"{title}: skipped, {max(left, 0):.0f} s left, {LEAST} s needed", flush=True)
+        if left < MIN_SECONDS:
+            print(f"{title}: skipped, {max(left, 0):.0f} s left, {MIN_SECONDS} s needed", flush=True)
             continue
         command = [sanitizer, "--tool", name, "--error-exitcode", "9", "--print-limit", "20"]
         command += [*python, "-m", "bench.sanitized", "steps", what]
@@ -62,16 +62,16 @@ def look(sanitizer: str, seconds: float, python: Sequence[str] = (sys.executable
             file.write(f"== {title}\n")
             file.flush()
             begin = file.tell()
-            code = _code(command, os.environ | cached, left, file)
+            code = _exit_code(command, os.environ | cached, left, file)
             file.seek(begin)
-            said = file.read().strip().splitlines()
+            lines = file.read().strip().splitlines()
             file.write(f"== {title}: exit code {code}\n")
         good = good and code == "0"
-        print(f"{title}: exit code {code}; {said[-1] if said else ''}", flush=True)
+        print(f"{title}: exit code {code}; {lines[-1] if lines else ''}", flush=True)
     return good
 
 
-def _code(command: Sequence[str], environment: dict[str, str], seconds: float, file: IO[str]) -> str:
+def _exit_code(command: Sequence[str], environment: dict[str, str], seconds: float, file: IO[str]) -> str:
     """Returns a process's exit code; its output is streamed to a file, and a late process is killed."""
     process = subprocess.Popen(
         command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[1],
@@ -92,7 +92,7 @@ def steps(what: str, device: str = "cuda:0") -> None:
     import torch
     from torch import nn
 
-    from bench.peers import Step, looped, off_by
+    from bench.peers import Step, looped, relative_difference
     from gpipe_fast import GPipe, keyed_rng
 
     small = what == SMALLEST
@@ -116,7 +116,7 @@ def steps(what: str, device: str = "cuda:0") -> None:
         for _ in range({SMALLEST: 1, UNCAPTURED: 2, CAPTURED: 5}[what]):
             torch.manual_seed(1)
             step()
-        off = off_by(step.gradients(), wanted)
+        off = relative_difference(step.gradients(), wanted)
         assert off < 1e-5, f"{transport}: gradients are off by {off}"
         print(f"{transport}: gradients are right", flush=True)
     print(f"{what}: gradients are right", flush=True)
@@ -126,12 +126,12 @@ def main(arguments: Sequence[str] = ()) -> None:
     if arguments[:1] == ["steps"]:
         steps(*arguments[1:])
         return
-    sanitizer = tool()
+    sanitizer = find_sanitizer()
     if sanitizer is None:
         print("sanitizer: skipped, compute-sanitizer is not installed", flush=True)
         return
     (measure.RESULTS / "sanitizer.txt").unlink(missing_ok=True)
-    sys.exit(0 if look(sanitizer, SECONDS) else 1)
+    sys.exit(0 if run_sanitizer(sanitizer, SECONDS) else 1)
 
 
 if __name__ == "__main__":

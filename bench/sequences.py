@@ -19,7 +19,7 @@ from torch import Tensor, nn
 Layers = Iterator[tuple[str, nn.Module]]
 
 _DETECTOR = "takes lists of images and targets, and its computation depends on the boxes that it detects"
-LEFT_OUT = {
+EXCLUDED = {
     "fasterrcnn_*": _DETECTOR,
     "fcos_*": _DETECTOR,
     "keypointrcnn_*": _DETECTOR,
@@ -93,7 +93,7 @@ def _apply(function: Callable[..., Any]) -> Glue:
 _flatten: Glue = partial(nn.Flatten, 1)
 
 # Glue in a model's forward besides calling its children in order: by class, and by the child it precedes.
-IN_ORDER: dict[str, dict[str, Sequence[Glue]]] = {
+GLUE_BY_CLASS: dict[str, dict[str, Sequence[Glue]]] = {
     "AlexNet": {"classifier": [_flatten]},
     "ConvNeXt": {},
     "DenseNet": {"classifier": [nn.ReLU, partial(nn.AdaptiveAvgPool2d, 1), _flatten]},
@@ -132,17 +132,17 @@ _CONTAINERS = frozenset(
 
 def shapes_of(name: str) -> tuple[tuple[int, ...], ...]:
     """Returns the shape of one sample for each input of the model."""
-    found: tuple[tuple[int, ...], ...] = _first(SHAPES, name)
+    found: tuple[tuple[int, ...], ...] = _first_match(SHAPES, name)
     return found
 
 
-def _first(table: dict[str, Any], name: str) -> Any:
+def _first_match(table: dict[str, Any], name: str) -> Any:
     return next(value for pattern, value in table.items() if fnmatch(name, pattern))
 
 
 def left_out(name: str) -> str | None:
     """Returns why a constructor's model cannot be written as a sequence of blocks, or None."""
-    return next((why for pattern, why in LEFT_OUT.items() if fnmatch(name, pattern)), None)
+    return next((why for pattern, why in EXCLUDED.items() if fnmatch(name, pattern)), None)
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
@@ -150,7 +150,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
     models = importlib.import_module("torchvision.models")
     torch.manual_seed(seed)
     with _reduced(name):
-        model: nn.Module = models.get_model(name, weights=None, **_first(OPTIONS, name))
+        model: nn.Module = models.get_model(name, weights=None, **_first_match(OPTIONS, name))
     return model
 
 
@@ -173,7 +173,7 @@ def _shallow(build: Callable[..., nn.Module], params: Any, **options: Any) -> nn
     return build(params, **options)
 
 
-def _with(build: Callable[..., nn.Module], given: dict[str, Any], **options: Any) -> nn.Module:
+def _build_with(build: Callable[..., nn.Module], given: dict[str, Any], **options: Any) -> nn.Module:
     return build(**{**options, **given})
 
 
@@ -182,18 +182,18 @@ _REDUCED: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "mvit_*": (
         "video.mvit",
         "MViT",
-        lambda build: partial(_with, build, {"spatial_size": (64, 64), "temporal_size": 8}),
+        lambda build: partial(_build_with, build, {"spatial_size": (64, 64), "temporal_size": 8}),
     ),
     "regnet_y_128gf": ("regnet", "RegNet", lambda build: partial(_shallow, build)),
     "vit_h_14": (
         "vision_transformer",
         "VisionTransformer",
-        lambda build: partial(_with, build, {"num_layers": 4}),
+        lambda build: partial(_build_with, build, {"num_layers": 4}),
     ),
     "vit_l_*": (
         "vision_transformer",
         "VisionTransformer",
-        lambda build: partial(_with, build, {"num_layers": 8}),
+        lambda build: partial(_build_with, build, {"num_layers": 8}),
     ),
 }
 
@@ -210,7 +210,7 @@ _REMARKS = {
 }
 
 
-def remark(name: str) -> str:
+def reduction_note(name: str) -> str:
     """Returns how a model deviates from the constructor's defaults."""
     return next((text for pattern, text in _REMARKS.items() if fnmatch(name, pattern)), "")
 
@@ -236,8 +236,8 @@ def as_sequence(model: nn.Module, size: Sequence[int]) -> nn.Sequential | None:
     for kind in type(model).__mro__:
         if kind.__name__ in _BY_CLASS:
             return nn.Sequential(OrderedDict(_BY_CLASS[kind.__name__](model, size)))
-        if kind.__name__ in IN_ORDER:
-            return nn.Sequential(OrderedDict(_in_order(model, IN_ORDER[kind.__name__])))
+        if kind.__name__ in GLUE_BY_CLASS:
+            return nn.Sequential(OrderedDict(_in_order(model, GLUE_BY_CLASS[kind.__name__])))
     return None
 
 
@@ -254,7 +254,7 @@ def _in_order(model: nn.Module, glue: dict[str, Sequence[Glue]]) -> Layers:
 def _expand(name: str, module: nn.Module) -> Layers:
     kind = type(module).__name__
     if kind == "_DenseBlock":
-        yield from _dense(name, module)
+        yield from _dense_block(name, module)
     elif kind not in _CONTAINERS:
         yield name, module
     else:
@@ -262,15 +262,15 @@ def _expand(name: str, module: nn.Module) -> Layers:
             yield from _expand(f"{name}_{child_name}", child)
 
 
-def _dense(name: str, block: nn.Module) -> Layers:
+def _dense_block(name: str, block: nn.Module) -> Layers:
     """Yields the layers of a dense block; each layer takes the outputs of all layers before it."""
     for index, (child_name, child) in enumerate(block.named_children()):
-        function = _grow if index else lambda x, layer: _grow([x], layer)
+        function = _append_output if index else lambda x, layer: _append_output([x], layer)
         yield f"{name}_{child_name}", Apply(function, child)
     yield f"{name}_end", Apply(lambda xs: torch.cat(xs, 1))
 
 
-def _grow(features: list[Tensor], layer: nn.Module) -> list[Tensor]:
+def _append_output(features: list[Tensor], layer: nn.Module) -> list[Tensor]:
     return [*features, layer(features)]
 
 
@@ -318,9 +318,9 @@ def _lraspp(model: Any, size: Sequence[int]) -> Layers:
     for name, layer in model.backbone.items():
         yield f"backbone_{name}", layer if function is None else Apply(function, layer)
         if function is not None:
-            function = _second
+            function = _apply_to_second
         if name == names["low"]:
-            function = _both
+            function = _input_and_output
     yield (
         "classifier",
         Apply(lambda pair, head: head({"low": pair[0], "high": pair[1]}), model.classifier),
@@ -328,15 +328,15 @@ def _lraspp(model: Any, size: Sequence[int]) -> Layers:
     yield "resize", Apply(_resize(size))
 
 
-def _both(x: Tensor, layer: nn.Module) -> tuple[Tensor, Tensor]:
+def _input_and_output(x: Tensor, layer: nn.Module) -> tuple[Tensor, Tensor]:
     return x, layer(x)
 
 
-def _second(pair: tuple[Any, Tensor], layer: nn.Module) -> tuple[Any, Tensor]:
+def _apply_to_second(pair: tuple[Any, Tensor], layer: nn.Module) -> tuple[Any, Tensor]:
     return pair[0], layer(pair[1])
 
 
-def _first_of(pair: tuple[Tensor, Any], layer: nn.Module) -> tuple[Tensor, Any]:
+def _apply_to_first(pair: tuple[Tensor, Any], layer: nn.Module) -> tuple[Tensor, Any]:
     return layer(pair[0]), pair[1]
 
 
@@ -344,10 +344,10 @@ def _raft(model: Any, size: Sequence[int]) -> Layers:
     """Yields RAFT's layers, from two images to twelve flows; the weight-sharing updates form one layer."""
     yield "images", Apply(lambda pair: (pair[0], torch.cat(pair)))
     for name, layer in _expand("feature_encoder", model.feature_encoder):
-        yield name, Apply(_second, layer)
+        yield name, Apply(_apply_to_second, layer)
     yield "pyramid", Apply(_pyramid, model.corr_block)
     for name, layer in _expand("context_encoder", model.context_encoder):
-        yield name, Apply(_first_of, layer)
+        yield name, Apply(_apply_to_first, layer)
     held = (model.corr_block, model.update_block, model.mask_predictor or nn.Identity())
     yield "updates", Apply(_updates, *held)
 

@@ -14,7 +14,7 @@ from gpipe_fast.layers.structure import ONE_TENSOR, Structure
 SIZES = (10, 500)
 
 
-class _Instead:
+class _StubPipeline:
     """A stub for a C++ pipeline; its forward returns immediately."""
 
     def __init__(self, outputs: list[Tensor]) -> None:
@@ -24,7 +24,7 @@ class _Instead:
         return self._outputs, ONE_TENSOR
 
 
-def unchanged(num_modules: int, rounds: int, calls: int) -> list[object]:
+def time_unchanged_calls(num_modules: int, rounds: int, calls: int) -> list[object]:
     """Returns median times (µs) of a call's parts, for repeated calls of a pipeline."""
     layers = [nn.Linear(8, 8) if index % 2 == 0 else nn.ReLU() for index in range(num_modules)]
     half = num_modules // 2
@@ -36,7 +36,7 @@ def unchanged(num_modules: int, rounds: int, calls: int) -> list[object]:
         pipe(input)
         output = stub(input)
         assert torch.equal(output, pipe(input))
-        stub._pipeline = _Instead([output])  # type: ignore[assignment]
+        stub._pipeline = _StubPipeline([output])  # type: ignore[assignment]
         timings = alternate(
             {"look": pipe._look, "python": lambda: stub(input), "whole": lambda: pipe(input)}, rounds, calls
         )
@@ -51,7 +51,7 @@ def main() -> None:
         "signature",
         "Overhead of a call before any stage runs",
         ["modules", "parameters", "check for changes", "Python part of a call", "whole call"],
-        [unchanged(size, rounds=40, calls=20) for size in SIZES],
+        [time_unchanged_calls(size, rounds=40, calls=20) for size in SIZES],
         "Times in µs, medians [p20, p80] of calls without changes. The modules are Linear(8, 8) and ReLU, "
         "alternately, in two stages; 8 micro-batches of one sample, under no_grad. The Python part is a "
         "whole call, including the check for changes, of a pipeline whose C++ part returns immediately.\n",

@@ -49,7 +49,7 @@ def checkpointed(model: nn.Sequential, balance: Sequence[int]) -> Callable[[Tens
     return forward
 
 
-class _Translated(nn.Module):
+class _TranslatedLayer(nn.Module):
     """A layer with skip connections that yields torchgpipe's commands."""
 
     def __init__(self, layer: Skippable) -> None:
@@ -83,7 +83,7 @@ def for_torchgpipe(model: nn.Sequential) -> nn.Sequential:
             return layer
         decorate = theirs.skippable(layer.stashable_names, layer.poppable_names)
         # Each layer gets its own class, because torchgpipe keeps the stashed and popped names in the class.
-        made: Any = decorate(type("Translated", (_Translated,), {}))(layer)
+        made: Any = decorate(type("Translated", (_TranslatedLayer,), {}))(layer)
         for key in (*layer.stashable(), *layer.poppable()):
             if key.namespace is not None:
                 made.isolate(namespaces.setdefault(key.namespace, theirs.Namespace()), only=[key.name])

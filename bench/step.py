@@ -18,17 +18,17 @@ from bench.models.gpt import blocks
 from bench.peers import (
     TOLERANCE,
     Candidate,
-    Elsewhere,
     Forward,
-    Pipelining,
+    ProcessCandidate,
     Step,
-    agrees,
+    TorchPipelining,
     checkpointed,
+    describe_difference,
+    gradients_agree,
     has_torchgpipe,
     join,
     looped,
-    off_by,
-    verdict,
+    relative_difference,
 )
 
 STAGES, ROUNDS, PAUSE = 2, 15, 0.05
@@ -73,7 +73,7 @@ class Case:
         return input, gradient
 
 
-TINY = (2, 1, 8, 8, 2)  # chunks, batch, length, width, count
+TINY_SIZES = (2, 1, 8, 8, 2)  # chunks, batch, length, width, count
 
 
 def names(recompute: bool) -> list[str]:
@@ -86,7 +86,7 @@ def make(number: int, name: str, case: Case, rendezvous: str) -> Candidate:
     """Builds the candidate in process `number`; first runs a tiny step, which triggers all lazy imports."""
     if name == PIPELINING:
         join(rendezvous, number, STAGES)
-    build(number, name, Case(case.recompute, *TINY))()
+    build(number, name, Case(case.recompute, *TINY_SIZES))()
     return build(number, name, case)
 
 
@@ -96,7 +96,7 @@ def build(number: int, name: str, case: Case) -> Candidate:
     model = nn.Sequential(*(layer for stage in stages for layer in stage))
     balance, mode = [len(stage) for stage in stages], "always" if case.recompute else "never"
     if name == PIPELINING:
-        return Pipelining(number, stages, case.recompute, case.chunks, input, gradient)
+        return TorchPipelining(number, stages, case.recompute, case.chunks, input, gradient)
     forward: Forward = model
     if name == OURS:
         from gpipe_fast import GPipe
@@ -114,7 +114,7 @@ def build(number: int, name: str, case: Case) -> Candidate:
     return Step(model.parameters(), forward, input, gradient)
 
 
-def reference(case: Case) -> list[Tensor]:
+def reference_gradients(case: Case) -> list[Tensor]:
     """Returns the gradients of the plain loop with one thread."""
     step = build(0, LOOP, case)
     before = torch.get_num_threads()
@@ -129,7 +129,7 @@ class Result:
     """The measurements of one candidate.
 
     Attributes:
-        off: relative gradient difference (see `off_by`).
+        off: relative gradient difference (see `relative_difference`).
         timing: step times; None if the gradients are wrong.
         peak_bytes: peak memory of a step; None if unknown.
         idle: share of a core that the candidate used while other candidates were timed.
@@ -145,22 +145,22 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Result]:
     """Compares the gradients of two steps, then times the candidates whose gradients are right."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        candidates: dict[str, Elsewhere] = {}
+        candidates: dict[str, ProcessCandidate] = {}
         for name in names:
             processes, threads = RESOURCES[name]
-            candidate = Elsewhere(make, (name, case, str(folder / "rendezvous")), threads, processes)
+            candidate = ProcessCandidate(make, (name, case, str(folder / "rendezvous")), threads, processes)
             stack.callback(candidate.close)
             candidates[name] = candidate
-        wanted = reference(case)
+        wanted = reference_gradients(case)
         results = {name: Result(0.0) for name in names}
         for name, candidate in candidates.items():
             for _ in range(2):
                 candidate()
-                results[name].off = max(results[name].off, off_by(candidate.gradients(), wanted))
+                results[name].off = max(results[name].off, relative_difference(candidate.gradients(), wanted))
             results[name].peak_bytes = candidate.peak_bytes()
-        right = {n: c for n, c in candidates.items() if agrees(n, results[n].off)}
+        correct_candidates = {n: c for n, c in candidates.items() if gradients_agree(n, results[n].off)}
         start, before = time.perf_counter(), {n: c.idle_seconds() for n, c in candidates.items()}
-        for name, timing in alternate(right, rounds, pause=PAUSE).items():
+        for name, timing in alternate(correct_candidates, rounds, pause=PAUSE).items():
             results[name].timing = timing
         elapsed = time.perf_counter() - start
         for name, candidate in candidates.items():
@@ -194,7 +194,7 @@ def rows(case: Case, results: Mapping[str, Result]) -> list[list[object]]:
                 timing.ms() if timing else "-",
                 timing.median / ours.median if timing and ours else "-",
                 "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.0f}",
-                verdict(name, result.off),
+                describe_difference(name, result.off),
             ]
         )
     return found

@@ -122,7 +122,7 @@ def test_the_engine_benchmark_returns_samples_for_each_size(tmp_path: Path) -> N
     samples = engine.run(engine.build(tmp_path), rounds=2, steps=1)
     assert list(samples) == [(2, 8), (2, 64), (4, 8), (4, 64)]
     for sample in samples.values():
-        for times in (sample.steps, sample.recorded_steps, sample.rested_steps, sample.hand_overs):
+        for times in (sample.steps, sample.recorded_steps, sample.waking_steps, sample.hand_offs):
             assert len(times) == 2
             assert all(time > 0 for time in times)
 
@@ -152,7 +152,7 @@ def test_overhead_does_not_time_candidates_with_wrong_gradients() -> None:
     steps[name] = overhead.Overhead().plain()[overhead.WHOLE]  # sums in another order
     off = overhead.differences(steps)
     assert 0 < off[overhead.WHOLE] == off[name] < peers.TOLERANCE
-    assert [n for n in steps if peers.agrees(n, off[n])] == [*overhead.Overhead().plain()]
+    assert [n for n in steps if peers.gradients_agree(n, off[n])] == [*overhead.Overhead().plain()]
     timing = measure.Timing(2.0, 1.0, 3.0)
     rows = overhead.rows(dict.fromkeys([overhead.LOOP, overhead.WHOLE], timing), {**off, overhead.WHOLE: 0.5})
     assert [row[1:4] for row in rows if row[0] == name] == [["-", "-", "-"]]
@@ -161,7 +161,7 @@ def test_overhead_does_not_time_candidates_with_wrong_gradients() -> None:
 
 
 def test_the_parts_of_a_step_add_up_to_the_whole_step() -> None:
-    times = overhead.parts(overhead.Overhead().ours("always", 2), rounds=1)
+    times = overhead.part_times(overhead.Overhead().ours("always", 2), rounds=1)
     *between, whole, critical_path, actions = times
     assert len(between) == len(overhead.PARTS)
     assert all(time >= 0 for time in between)
@@ -171,12 +171,12 @@ def test_the_parts_of_a_step_add_up_to_the_whole_step() -> None:
 
 def test_off_by_is_the_largest_relative_gradient_difference() -> None:
     wanted = [torch.tensor([1.0, 4.0]), torch.tensor([0.5])]
-    assert peers.off_by([w.clone() for w in wanted], wanted) == 0
-    assert peers.off_by([wanted[0], torch.tensor([0.625])], wanted) == 0.25
-    unknown = peers.off_by([wanted[0] + 1, torch.tensor([float("nan")])], wanted)
-    assert not peers.agrees("plain loop", unknown)
-    assert peers.agrees("plain loop", peers.TOLERANCE)
-    assert not peers.agrees("gpipe_fast, K = 2, never", peers.TOLERANCE)
+    assert peers.relative_difference([w.clone() for w in wanted], wanted) == 0
+    assert peers.relative_difference([wanted[0], torch.tensor([0.625])], wanted) == 0.25
+    unknown = peers.relative_difference([wanted[0] + 1, torch.tensor([float("nan")])], wanted)
+    assert not peers.gradients_agree("plain loop", unknown)
+    assert peers.gradients_agree("plain loop", peers.TOLERANCE)
+    assert not peers.gradients_agree("gpipe_fast, K = 2, never", peers.TOLERANCE)
 
 
 TINY_CASE = step.Case(recompute=True, chunks=2, batch=1, length=4, width=16, count=2)
@@ -197,17 +197,17 @@ def test_processes_of_candidates_sleep_between_their_steps() -> None:
 @pytest.mark.parametrize("recompute", [True, False])
 def test_step_candidates_compute_the_gradients_of_the_plain_loop(recompute: bool) -> None:
     case = replace(TINY_CASE, recompute=recompute)
-    wanted = step.reference(case)
+    wanted = step.reference_gradients(case)
     names = [name for name in step.names(recompute) if name != step.PIPELINING]
     assert len(names) == (3 if recompute else 4)
     for name in names:
         candidate = step.build(0, name, case)
         candidate()
-        assert peers.agrees(name, peers.off_by(candidate.gradients(), wanted)), name
+        assert peers.gradients_agree(name, peers.relative_difference(candidate.gradients(), wanted)), name
 
 
 def test_signature_times_the_parts_of_a_call() -> None:
-    num_modules, num_parameters, *times = signature.unchanged(10, rounds=1, calls=1)
+    num_modules, num_parameters, *times = signature.time_unchanged_calls(10, rounds=1, calls=1)
     assert (num_modules, num_parameters) == (10, 10)
     check, python, whole = (float(str(time).split()[0]) for time in times)
     assert 0 < check < python < whole
@@ -217,7 +217,7 @@ def test_lengths_counts_traces_and_template_instances() -> None:
     name, steps, different, mean, traces, written, *seconds = lengths.train("few", [4, 8, 6, 4, 6], width=16)
     assert (name, steps, different, mean, traces, written) == ("few", 5, 3, 5.6, 6, 2)
     assert all(s > 0 for s in seconds)
-    assert sorted(lengths.drawn(20, 20)) == list(range(1, 21))
+    assert sorted(lengths.distinct_lengths(20, 20)) == list(range(1, 21))
 
 
 @pytest.mark.filterwarnings("ignore:stage 1, layer")
@@ -233,13 +233,13 @@ def test_interpreted_times_all_candidates_and_rejects_wrong_gradients() -> None:
 
 
 def test_the_balance_benchmark_compares_all_balances_with_the_plain_loop() -> None:
-    net = balance.Uneven(width=4, batch=16)
+    net = balance.UnevenModel(width=4, batch=16)
     steps = net.steps()
     assert list(steps) == [f"[{first}, {8 - first}]" for first in range(1, 8)]
     off = balance.differences(steps, net.loop())
     assert set(off.values()) == {0.0}
-    assert sum(net.chosen(timeout=0.0)) == 8
-    assert net.by_parameters() == [4, 4]
+    assert sum(net.balance_by_time_choice(timeout=0.0)) == 8
+    assert net.balance_by_parameters() == [4, 4]
     times = measure.samples(dict(itertools.islice(steps.items(), 2)), rounds=2)
     found = balance.rows(times, off | {"[2, 6]": 1.0}, {"[1, 7]": 3})
     assert [row[0] for row in found] == list(steps)
@@ -247,4 +247,7 @@ def test_the_balance_benchmark_compares_all_balances_with_the_plain_loop() -> No
     assert "[" in str(found[0][3])
     assert found[0][4] == "-"
     assert str(found[1][5]).startswith("WRONG")
-    assert [row[0] for row in balance.cutting(layers=20, partitions=3, rounds=1)] == ["max", "variance"]
+    assert [row[0] for row in balance.time_balancing(layers=20, partitions=3, rounds=1)] == [
+        "max",
+        "variance",
+    ]

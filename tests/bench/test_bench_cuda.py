@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import cuda, cuda_copies, cuda_report, cuda_row, measure
-from bench.cuda_subjects import COMPILED, LOOP, OURS, ROWS, TORCHGPIPE, UNCAPTURED, in_small
+from bench.cuda_subjects import COMPILED, LOOP, OURS, ROWS, TORCHGPIPE, UNCAPTURED, with_small_subject
 from bench.idle import idle_share, intervals
 from bench.peers import Step
 
@@ -31,10 +31,10 @@ def results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def launch_in_this_process(folder: Path) -> cuda.Launch:
     """Returns a launcher that measures small rows in this process."""
 
-    def launch(name: str, seconds: float, without: Collection[str]) -> cuda.Attempt:
+    def launch(name: str, seconds: float, without: Collection[str]) -> cuda.ProcessOutcome:
         path = folder / "findings"
         cuda_row.run(name, path, "cpu", 0.8 * seconds, small=True, without=without)
-        return cuda.Attempt(json.loads(path.read_text()))
+        return cuda.ProcessOutcome(json.loads(path.read_text()))
 
     return launch
 
@@ -69,7 +69,7 @@ def test_rows_are_measured_checked_and_written(results_folder: Path) -> None:
         assert list(row["candidates"]) == candidates
         assert f"## {ROWS[name].title}" in text
         for candidate, what in row["candidates"].items():
-            assert len(what["step_us"]) == len(what["host_us"]) == in_small(ROWS[name]).rounds
+            assert len(what["step_us"]) == len(what["host_us"]) == with_small_subject(ROWS[name]).rounds
             assert all(0 < h <= s for h, s in zip(what["host_us"], what["step_us"], strict=True))
             assert 0 <= what["idle"] < 1
             assert what["intervals"] > 10
@@ -89,18 +89,18 @@ def test_a_measuring_process_reports_findings_failures_and_timeouts(
 ) -> None:
     monkeypatch.setattr(measure, "RESULTS", Path(cuda.__file__).parent / "results")
     name = "pinned, the same device, M = 1"
-    attempt = cuda.in_a_process("cpu", small=True)(cuda_copies.NAME, 60, [name])
-    assert attempt.fault is None
+    attempt = cuda.subprocess_launcher("cpu", small=True)(cuda_copies.NAME, 60, [name])
+    assert attempt.failure is None
     assert len(attempt.found["candidates"]) == 3
     assert name not in attempt.found["candidates"]
     assert attempt.found["at"] is None
-    attempt = cuda.in_a_process("nowhere", small=True)("tiny-never", 60, [])
-    assert attempt.fault is not None
-    assert "ended with 1" in attempt.fault
-    assert "nowhere" in attempt.fault
-    attempt = cuda.in_a_process("cpu", small=True)("tiny-never", 0.05, [])
-    assert attempt.fault is not None
-    assert "did not end within" in attempt.fault
+    attempt = cuda.subprocess_launcher("nowhere", small=True)("tiny-never", 60, [])
+    assert attempt.failure is not None
+    assert "ended with 1" in attempt.failure
+    assert "nowhere" in attempt.failure
+    attempt = cuda.subprocess_launcher("cpu", small=True)("tiny-never", 0.05, [])
+    assert attempt.failure is not None
+    assert "did not end within" in attempt.failure
 
 
 GOOD_CANDIDATE = {"error": 1e-7, "equal": True, "step_us": [2.0, 2.0], "host_us": [1.0, 1.0], "idle": 0.01}
@@ -109,14 +109,18 @@ GOOD_CANDIDATE = {"error": 1e-7, "equal": True, "step_us": [2.0, 2.0], "host_us"
 def test_a_candidate_that_crashes_its_process_is_excluded_from_the_retry(results_folder: Path) -> None:
     calls: list[tuple[str, ...]] = []
 
-    def launch(name: str, seconds: float, without: Collection[str]) -> cuda.Attempt:
+    def launch(name: str, seconds: float, without: Collection[str]) -> cuda.ProcessOutcome:
         calls.append(tuple(without))
         if OURS not in without:
-            return cuda.Attempt({"at": OURS, "candidates": {LOOP: {"error": 0.0, "equal": True}}}, "it died")
+            return cuda.ProcessOutcome(
+                {"at": OURS, "candidates": {LOOP: {"error": 0.0, "equal": True}}}, "it died"
+            )
         if TORCHGPIPE not in without:
             failed = {"failed": "RuntimeError: sticky"}
-            return cuda.Attempt({"at": None, "candidates": {TORCHGPIPE: failed}}, "it died too")
-        return cuda.Attempt({"at": None, "candidates": {LOOP: GOOD_CANDIDATE, UNCAPTURED: GOOD_CANDIDATE}})
+            return cuda.ProcessOutcome({"at": None, "candidates": {TORCHGPIPE: failed}}, "it died too")
+        return cuda.ProcessOutcome(
+            {"at": None, "candidates": {LOOP: GOOD_CANDIDATE, UNCAPTURED: GOOD_CANDIDATE}}
+        )
 
     lines: list[str] = []
     cuda.bench(["gpt-8", "unet"], 1000, cuda.Results("cpu", 1000, small=False), launch, lines.append)
@@ -131,11 +135,11 @@ def test_a_candidate_that_crashes_its_process_is_excluded_from_the_retry(results
 
 
 def test_a_failed_row_is_written_and_later_rows_still_run(results_folder: Path) -> None:
-    def launch(name: str, seconds: float, without: Collection[str]) -> cuda.Attempt:
+    def launch(name: str, seconds: float, without: Collection[str]) -> cuda.ProcessOutcome:
         return (
-            cuda.Attempt({}, "no such device")
+            cuda.ProcessOutcome({}, "no such device")
             if name == "unet"
-            else cuda.Attempt({"candidates": {LOOP: GOOD_CANDIDATE}})
+            else cuda.ProcessOutcome({"candidates": {LOOP: GOOD_CANDIDATE}})
         )
 
     cuda.bench(["unet", "resnet"], 1000, cuda.Results("cpu", 1000, small=False), launch, lambda text: None)
@@ -148,11 +152,11 @@ def test_a_failed_row_is_written_and_later_rows_still_run(results_folder: Path) 
 def test_rows_without_enough_time_are_skipped(results_folder: Path) -> None:
     lines: list[str] = []
 
-    def launch(name: str, seconds: float, without: Collection[str]) -> cuda.Attempt:
-        assert ROWS[name].least <= seconds <= cuda.PATIENCE * ROWS[name].least
-        return cuda.Attempt({"candidates": {LOOP: GOOD_CANDIDATE}})
+    def launch(name: str, seconds: float, without: Collection[str]) -> cuda.ProcessOutcome:
+        assert ROWS[name].min_seconds <= seconds <= cuda.MAX_TIME_FACTOR * ROWS[name].min_seconds
+        return cuda.ProcessOutcome({"candidates": {LOOP: GOOD_CANDIDATE}})
 
-    seconds = ROWS["tiny-never"].least + 1.0
+    seconds = ROWS["tiny-never"].min_seconds + 1.0
     cuda.bench(
         ["tiny-never", "gpt-8"], seconds, cuda.Results("cpu", seconds, small=False), launch, lines.append
     )
@@ -176,15 +180,17 @@ def test_candidates_with_wrong_gradients_get_no_ratio() -> None:
         if candidates[OURS]["error"] is None:
             del candidates[OURS]["error"]
         assert cuda_report.ratio(LOOP, candidates) is None
-        targets = {line[1]: line[3:] for line in cuda_report.asked({"gpt-8": {"candidates": candidates}})}
+        targets = {
+            line[1]: line[3:] for line in cuda_report.target_rows({"gpt-8": {"candidates": candidates}})
+        }
         assert targets["speedup over the plain loop"] == ["-", ""]
-    assert cuda_report.right(OURS, {LOOP: GOOD_CANDIDATE, OURS: {**wrong, "error": 2e-7}})
+    assert cuda_report.is_right(OURS, {LOOP: GOOD_CANDIDATE, OURS: {**wrong, "error": 2e-7}})
     table = cuda_report.table("gpt-8", {"candidates": {LOOP: GOOD_CANDIDATE, OURS: wrong}})
     assert [str(row[-1])[:5] for row in table.rows] == ["1.0e-", "WRONG"]
 
 
 def test_wrong_gradients_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = in_small(ROWS["tiny-never"])
+    row = with_small_subject(ROWS["tiny-never"])
     gradients = Step.gradients
 
     def gradients_with_an_error(self: Step) -> list[torch.Tensor]:
@@ -195,15 +201,15 @@ def test_wrong_gradients_are_detected(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Step, "gradients", gradients_with_an_error)
     findings = cuda_row.Findings(tmp_path / "findings")
-    cuda_row.Measurement(row, "cpu", findings, time.monotonic()).errors([LOOP, OURS])
-    assert not cuda_report.right(OURS, findings.candidates)
-    assert cuda_report.right(LOOP, findings.candidates)
+    cuda_row.Measurement(row, "cpu", findings, time.monotonic()).measure_errors([LOOP, OURS])
+    assert not cuda_report.is_right(OURS, findings.candidates)
+    assert cuda_report.is_right(LOOP, findings.candidates)
 
 
 def test_a_candidate_that_raises_is_recorded_and_the_others_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row, made = in_small(ROWS["tiny-never"]), type(ROWS["tiny-never"].full).step
+    row, made = with_small_subject(ROWS["tiny-never"]), type(ROWS["tiny-never"].full).step
 
     def step(self: Any, name: str, *arguments: Any, **keywords: Any) -> Step:
         if name == UNCAPTURED:

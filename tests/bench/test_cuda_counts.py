@@ -59,7 +59,7 @@ def test_the_log_between_the_marks_is_counted() -> None:
 
 
 def test_setups_have_every_precision_captured_and_uncaptured() -> None:
-    found = {(setup.how, setup.precision, setup.devices) for setup in setups()}
+    found = {(setup.mode, setup.precision, setup.devices) for setup in setups()}
     assert len(found) == 3 * 5
     assert any(setup.dropout for setup in setups())
 

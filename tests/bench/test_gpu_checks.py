@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench import gpu_machine, measure
-from bench.gpu_checks import PATIENCE, Child, Results, Row, run_all
+from bench.gpu_checks import CASE_SECONDS, ChildProcess, Results, Row, run_all
 from tests.fake_cuda.build import can_build
 
 # Messages of a scripted process, each with its delay in seconds.
@@ -100,8 +100,8 @@ def test_a_hanging_case_is_stopped_at_its_time_limit() -> None:
     good, started, kept = run_scripts("abc", 60, hangs, [(1, ["begin", "b"]), (1000, end_message("b"))])
     assert not good
     assert started == [["a", "b", "c"], ["b", "c"]]
-    assert kept["a"].seconds == PATIENCE
-    assert kept["b"].seconds == 60 - 1 - PATIENCE - 1
+    assert kept["a"].seconds == CASE_SECONDS
+    assert kept["b"].seconds == 60 - 1 - CASE_SECONDS - 1
     assert kept["c"] == Row(False, "skipped: no time left")
 
 
@@ -121,7 +121,7 @@ def test_a_child_process_reports_how_it_ended() -> None:
         ("os._exit(3)", "its process exited with 3"),
         ("time.sleep(60)", "time limit exceeded"),
     ):
-        child = Child([sys.executable, "-c", f"import os, time; print('[1]', flush=True); {ends}"])
+        child = ChildProcess([sys.executable, "-c", f"import os, time; print('[1]', flush=True); {ends}"])
         assert child.next(60) == [1]
         assert child.next(0.2 if "sleep" in ends else 60) is None
         assert child.stop() == f"FAILED: {how}"
@@ -151,12 +151,12 @@ if "--here" in sys.orig_argv or "built_with_cuda" in sys.orig_argv[-1]:
 FEW_CASES = """
 import sys
 from bench import on_gpu
-from bench.on_gpu import Part
+from bench.on_gpu import Phase
 checks = [sys.executable, "-m", "bench.gpu_checks"]
 plans = ["two shapes in flight, last goes back first"]
-on_gpu.parts = lambda: [
-    Part("models", {"models": [*checks, "models", "gpt"]}, 200),
-    Part("plans", {"plans": [*checks, "plans", *plans]}, 200),
+on_gpu.phases = lambda: [
+    Phase("models", {"models": [*checks, "models", "gpt"]}, 200),
+    Phase("plans", {"plans": [*checks, "plans", *plans]}, 200),
 ]
 on_gpu.main()
 """

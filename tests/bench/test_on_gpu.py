@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from bench import measure, on_gpu, sanitized
-from bench.on_gpu import Part
+from bench.on_gpu import Phase
 
 
 @pytest.fixture(autouse=True)
 def results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(on_gpu, "RESULTS", tmp_path)
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
-    monkeypatch.setattr(on_gpu, "GRACE", 2.0)
+    monkeypatch.setattr(on_gpu, "KILL_DELAY", 2.0)
     return tmp_path
 
 
@@ -30,12 +30,12 @@ def test_output_is_printed_and_saved(results_folder: Path, capfd: pytest.Capture
     words = python_command(
         "import os; print('has', os.environ['TOLD'], os.environ['OWN']); raise SystemExit(3)"
     )
-    part = Part("part", {"one": words, "two": python_command("print('well')")}, 1, "TOLD", {"OWN": "own"})
-    assert not on_gpu.run(part, 30)
+    phase = Phase("phase", {"one": words, "two": python_command("print('well')")}, 1, "TOLD", {"OWN": "own"})
+    assert not on_gpu.run(phase, 30)
     out = capfd.readouterr().out
     assert (results_folder / "gpu-one.txt").read_text() == "has 28 own\n"
     assert (results_folder / "gpu-two.txt").read_text() == "well\n"
-    for line in ("has 28 own", "well", "part, one: failed (3)", "part, two: succeeded"):
+    for line in ("has 28 own", "well", "phase, one: failed (3)", "phase, two: succeeded"):
         assert line in out
 
 
@@ -54,10 +54,10 @@ def test_a_late_command_is_interrupted_then_killed(
     results_folder: Path, handler: str, how: str, text: str
 ) -> None:
     path = results_folder / "output"
-    with on_gpu._started(python_command(LATE_PROGRAM.format(handler)), path, {}) as process:
+    with on_gpu._start(python_command(LATE_PROGRAM.format(handler)), path, {}) as process:
         while not path.read_text():
             time.sleep(0.01)
-        assert on_gpu._ended(process, time.monotonic()) == how
+        assert on_gpu._wait(process, time.monotonic()) == how
     assert process.returncode is not None
     assert path.read_text() == text
 
@@ -66,65 +66,69 @@ def test_a_phase_leaves_later_phases_their_time_shares(monkeypatch: pytest.Monke
     now, time_limits = 0.0, dict[str, float]()
     monkeypatch.setattr(on_gpu.time, "monotonic", lambda: now)
 
-    def run(part: Part, seconds: float) -> bool:
+    def run(phase: Phase, seconds: float) -> bool:
         nonlocal now
-        time_limits[part.name] = seconds
-        now += {"quick": 1.0}.get(part.name, seconds + on_gpu.GRACE)
-        return part.name != "quick"
+        time_limits[phase.name] = seconds
+        now += {"quick": 1.0}.get(phase.name, seconds + on_gpu.KILL_DELAY)
+        return phase.name != "quick"
 
     monkeypatch.setattr(on_gpu, "run", run)
-    wanted = [Part(name, {}, share) for name, share in (("quick", 20), ("slow", 30), ("last", 50))]
+    wanted = [Phase(name, {}, share) for name, share in (("quick", 20), ("slow", 30), ("last", 50))]
     assert not on_gpu.run_all(wanted, 110)
-    assert time_limits == {"quick": 30 - on_gpu.GRACE, "slow": 59 - on_gpu.GRACE, "last": 50 - on_gpu.GRACE}
+    assert time_limits == {
+        "quick": 30 - on_gpu.KILL_DELAY,
+        "slow": 59 - on_gpu.KILL_DELAY,
+        "last": 50 - on_gpu.KILL_DELAY,
+    }
     assert now == pytest.approx(110)
     now = 0.0
     assert not on_gpu.run_all(wanted, 50)  # a slow build
     assert time_limits == {
-        "quick": 10 - on_gpu.GRACE,
-        "slow": 49 * 30 / 80 - on_gpu.GRACE,
-        "last": 49 * 50 / 80 - on_gpu.GRACE,
+        "quick": 10 - on_gpu.KILL_DELAY,
+        "slow": 49 * 30 / 80 - on_gpu.KILL_DELAY,
+        "last": 49 * 50 / 80 - on_gpu.KILL_DELAY,
     }
 
 
 def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
-    parts = on_gpu.parts()
-    assert [part.name for part in parts] == ["models", "plans", "steps", "tests", "kernels", "sanitizer"]
-    assert sum(part.share for part in parts) <= on_gpu.SECONDS - 60 < 540
-    (tests,) = (part for part in parts if part.name == "tests")
+    phases = on_gpu.phases()
+    assert [phase.name for phase in phases] == ["models", "plans", "steps", "tests", "kernels", "sanitizer"]
+    assert sum(phase.share for phase in phases) <= on_gpu.SECONDS - 60 < 540
+    (tests,) = (phase for phase in phases if phase.name == "tests")
     pipelines, others = ([word for word in c if word.endswith(".py")] for c in tests.commands.values())
     # The few tests of test_cuda_steps.py come before the many of test_cuda.py.
     assert pipelines.index("tests/equivalence/test_cuda_steps.py") < len(pipelines) - 1
     assert {"tests/kernels/test_cuda.py", "tests/unit/csrc/test_random_cuda.py"} < set(others)
     assert all((on_gpu.ROOT / word).exists() for word in pipelines + others)
     assert not set(pipelines) & set(others)
-    assert set(on_gpu.marked()) <= set(pipelines + others)
+    assert set(on_gpu.cuda_test_files()) <= set(pipelines + others)
 
 
 def test_an_incompatible_extension_is_rebuilt(results_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Part] = []
+    ran: list[Phase] = []
     code = 0
 
-    def ended(part: Part, seconds: float) -> dict[str, int | str]:
-        ran.append(part)
-        return dict.fromkeys(part.commands, code)
+    def run_commands(phase: Phase, seconds: float) -> dict[str, int | str]:
+        ran.append(phase)
+        return dict.fromkeys(phase.commands, code)
 
-    monkeypatch.setattr(on_gpu, "ended", ended)
-    monkeypatch.setattr(on_gpu, "SUITS", "pass")
-    assert on_gpu.ready(1)
+    monkeypatch.setattr(on_gpu, "run_commands", run_commands)
+    monkeypatch.setattr(on_gpu, "EXTENSION_CHECK", "pass")
+    assert on_gpu.prepare_extension(1)
     assert list(ran.pop().commands) == ["machine"]
-    monkeypatch.setattr(on_gpu, "SUITS", "raise SystemExit('another torch')")
-    assert on_gpu.ready(1)
+    monkeypatch.setattr(on_gpu, "EXTENSION_CHECK", "raise SystemExit('another torch')")
+    assert on_gpu.prepare_extension(1)
     assert "build_ext" in ran[0].commands["build"]
     code = 1
-    assert not on_gpu.ready(1)
+    assert not on_gpu.prepare_extension(1)
     first, second, third = (results_folder / "gpu-machine.txt").read_text().splitlines()
     assert first == "extension: existing build used; imports and runs on the device"
     assert second.startswith("extension: rebuilt in")
     assert second.endswith("; check failed: another torch")
     assert third == "extension: BUILD FAILED (1); check failed: another torch"
-    monkeypatch.setattr(on_gpu, "PATIENCE", 0.1)
-    monkeypatch.setattr(on_gpu, "SUITS", "import time; time.sleep(60)")
-    assert on_gpu.unsuited() == "the first step took longer than 0.1 s"
+    monkeypatch.setattr(on_gpu, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(on_gpu, "EXTENSION_CHECK", "import time; time.sleep(60)")
+    assert on_gpu.extension_problem() == "the first step took longer than 0.1 s"
     with pytest.raises(SystemExit, match="unknown phase: nothing"):
         on_gpu.main(["nothing"])
 
@@ -150,7 +154,7 @@ def test_every_cuda_test_file_is_collected_without_torchgpipe() -> None:
     done = subprocess.run(command, cwd=on_gpu.ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
     found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert found == set(on_gpu.marked())
+    assert found == set(on_gpu.cuda_test_files())
     assert len(found) >= 7
 
 
@@ -164,13 +168,13 @@ case "$*" in *racecheck*) exec sleep 60;; *" captured"*) exit 9;; esac
 def test_sanitizer_reports_are_saved(
     results_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sanitized, "LEAST", 0)
+    monkeypatch.setattr(sanitized, "MIN_SECONDS", 0)
     path = results_folder / "compute-sanitizer"
     path.write_text(FAKE_SANITIZER)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(results_folder), prepend=":")
-    assert sanitized.tool() == str(path)
-    assert not sanitized.look(str(path), 4)
+    assert sanitized.find_sanitizer() == str(path)
+    assert not sanitized.run_sanitizer(str(path), 4)
     text, out = (results_folder / "sanitizer.txt").read_text(), capsys.readouterr().out
     assert text.startswith("== memcheck, smallest\n--tool memcheck")
     assert "steps smallest 1\n== memcheck, smallest: exit code 0\n" in text
