@@ -26,29 +26,24 @@ class FiniteCheck(nn.Module):
 
 
 def candidates(layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, mode: str) -> dict[str, Step]:
-    """Returns the candidates by name.
-
-    The untraceable layer is in the middle of the second stage; one candidate omits it.
-    """
+    """Returns the candidates; the untraceable layer is in the middle of the second stage, absent in one."""
     import torchgpipe
 
     first, second, *rest = balance
     position = first + second // 2
     gradient = torch.randn(x.shape)
 
-    def model(with_check: bool = True) -> nn.Sequential:
+    def model(check: bool = True) -> nn.Sequential:
         copied = list(deepcopy(nn.ModuleList(layers)))
-        return nn.Sequential(*copied[:position], *([FiniteCheck()] if with_check else []), *copied[position:])
+        return nn.Sequential(*copied[:position], *([FiniteCheck()] if check else []), *copied[position:])
 
     def step(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Step:
         return Step(module.parameters(), forward, x, gradient)
 
-    def ours(backend: str, with_check: bool = True) -> Step:
-        sizes = [first, second + with_check, *rest]
+    def ours(backend: str, check: bool = True) -> Step:
+        sizes = [first, second + check, *rest]
         devices = ["cpu"] * len(sizes)
-        pipe = GPipe(
-            model(with_check), sizes, devices=devices, chunks=CHUNKS, checkpoint=mode, backend=backend
-        )
+        pipe = GPipe(model(check), sizes, devices=devices, chunks=CHUNKS, checkpoint=mode, backend=backend)
         pipe.threads_per_stage = 1
         return step(pipe, pipe)
 
@@ -64,7 +59,7 @@ def candidates(layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, m
     )
     return {
         LOOP: step(plain, looped(plain, CHUNKS)),
-        "without the layer, all lowered": ours("aten", with_check=False),
+        "without the layer, all lowered": ours("aten", check=False),
         "the layer in Python, the others lowered": ours("auto"),
         "all in Python": ours("eager"),
         "torchgpipe": step(peer, peer),
