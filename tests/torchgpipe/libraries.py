@@ -1,4 +1,4 @@
-"""torchgpipe beside ours, each made alike, so that one test shows what both do or where one fails."""
+"""gpipe_fast and torchgpipe behind one interface: a test runs on both and shows where torchgpipe fails."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch import Tensor, nn
 import gpipe_fast
 import gpipe_fast.layers.skip
 
-# A GPU machine may lack it; only the tests that compare with it are skipped there.
+# A GPU machine may lack torchgpipe; only the tests that compare with it are skipped there.
 torchgpipe = pytest.importorskip("torchgpipe")
 torchgpipe_skip = pytest.importorskip("torchgpipe.skip")
 
 
 class Library(NamedTuple):
-    """One of the two.
+    """One of the two libraries.
 
     Attributes:
-        package: what users import.
-        skip: its part of skip connections.
+        package: the package that users import.
+        skip: its module of skip connections.
     """
 
     package: Any
     skip: Any
 
     def make(self, module: nn.Module, balance: Iterable[int] | None = None, **options: Any) -> Any:
-        """A pipeline, by default of as many CPU stages as are asked for."""
+        """Returns a pipeline; by default all stages are on the CPU."""
         return self.package.GPipe(module, balance, **{"devices": ["cpu"] * 8, **options})
 
     @contextlib.contextmanager
-    def fails(self, *errors: type[BaseException]) -> Iterator[None]:
-        """A block that our library passes, and that torchgpipe does not: it raises one of these."""
+    def torchgpipe_raises(self, *errors: type[BaseException]) -> Iterator[None]:
+        """Checks that the block passes with gpipe_fast and raises one of `errors` with torchgpipe."""
         if self is OURS:
             yield
             return
@@ -45,13 +45,13 @@ class Library(NamedTuple):
 
 OURS = Library(gpipe_fast, gpipe_fast.skip)
 TORCHGPIPE = Library(torchgpipe, torchgpipe_skip)
-both = pytest.mark.parametrize("library", [OURS, TORCHGPIPE], ids=["gpipe_fast", "torchgpipe"])
-# What tests watch with layers in Python is not remarked on.
-in_python = pytest.mark.filterwarnings("ignore:.* runs in Python")
+both_libraries = pytest.mark.parametrize("library", [OURS, TORCHGPIPE], ids=["gpipe_fast", "torchgpipe"])
+# Layers that record their calls run in Python, which gpipe_fast warns about.
+ignore_python_warning = pytest.mark.filterwarnings("ignore:.* runs in Python")
 
 
-class Of(nn.Module):
-    """A function as a layer."""
+class FunctionLayer(nn.Module):
+    """A layer that calls a function."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -61,45 +61,45 @@ class Of(nn.Module):
         return self.function(x)
 
 
-class Noting(nn.Module):
-    """A linear layer that keeps the first column, notes what it is called for, and can be told to fail.
+class RecordingLinear(nn.Module):
+    """A linear layer that passes the first column through, records its calls, and can inject faults.
 
     Attributes:
-        seen: of each call whether it was a forward, "F", "C" where it is recomputed later, or that recompute,
-            "R"; how many samples; and the first number.
-        fails: raises the error that this returns for such a note.
+        calls: for each call its phase ("F": a forward that is not recomputed, "C": a forward that is
+            recomputed later, "R": a recompute), the number of samples, and the first sample's first number.
+        error_for: maps the phase and the first number of a call to the error to raise, or None.
     """
 
     def __init__(self, library: Library, width: int = 6) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.library = library
-        self.seen: list[tuple[str, int, float]] = []
-        self.fails: Callable[[str, float], BaseException | None] = lambda phase, first: None
+        self.calls: list[tuple[str, int, float]] = []
+        self.error_for: Callable[[str, float], BaseException | None] = lambda phase, first: None
 
     def forward(self, x: Tensor) -> Tensor:
         package = self.library.package
         phase = "R" if package.is_recomputing() else "C" if package.is_checkpointing() else "F"
         first = float(x.detach()[0, 0]) if len(x) else 0.0
-        self.seen.append((phase, len(x), first))
-        error = self.fails(phase, first)
+        self.calls.append((phase, len(x), first))
+        error = self.error_for(phase, first)
         if error is not None:
             raise error
         return torch.cat([x[:, :1], self.linear(x)[:, 1:]], 1)
 
     @property
     def phases(self) -> str:
-        """Of all calls."""
-        return "".join(phase for phase, _, _ in self.seen)
+        """The phases of all calls, in order."""
+        return "".join(phase for phase, _, _ in self.calls)
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of the forwards."""
-        return [size for phase, size, _ in self.seen if phase != "R"]
+        """The micro-batch sizes of the forwards."""
+        return [size for phase, size, _ in self.calls if phase != "R"]
 
 
-def numbered(batch: int = 8, width: int = 6) -> Tensor:
-    """Samples that begin with their numbers."""
+def numbered_samples(batch: int = 8, width: int = 6) -> Tensor:
+    """Returns a mini-batch in which the first number of each sample is its index."""
     x = torch.randn(batch, width, generator=torch.Generator().manual_seed(1))
     if batch:
         x[:, 0] = torch.arange(batch)
@@ -107,5 +107,5 @@ def numbered(batch: int = 8, width: int = 6) -> Tensor:
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
-    """Of all parameters."""
+    """Returns the gradients of all parameters."""
     return [p.grad for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""What a constructor refuses, and in which order: as torchgpipe's, shown of both libraries."""
+"""The constructor's argument checks and their order, which both libraries share."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from tests.torchgpipe.libraries import OURS, TORCHGPIPE, Library, both
+from tests.torchgpipe.libraries import OURS, TORCHGPIPE, Library, both_libraries
 
 
 class Fault:
-    """One thing that is wrong with the arguments of a constructor, and the error that it makes."""
+    """One invalid constructor argument, and the error that it causes."""
 
     def __init__(
-        self, kind: type[Exception], message: str, spoil: Callable[[dict[str, Any]], object]
+        self, kind: type[Exception], message: str, apply: Callable[[dict[str, Any]], object]
     ) -> None:
-        self.kind, self.message, self.spoil = kind, message, spoil
+        self.kind, self.message, self.apply = kind, message, apply
 
 
-def stash_alone(library: Library) -> nn.Module:
+def unmatched_stash(library: Library) -> nn.Module:
     class Stash(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -31,24 +31,24 @@ def stash_alone(library: Library) -> nn.Module:
             yield library.skip.stash("s", x)
             return x
 
-    made: nn.Module = library.skip.skippable(stash=["s"])(Stash)()
-    return made
+    layer: nn.Module = library.skip.skippable(stash=["s"])(Stash)()
+    return layer
 
 
-def shorten(arguments: dict[str, Any]) -> None:
+def shorten_balance(arguments: dict[str, Any]) -> None:
     arguments["balance"] = [arguments["balance"][0], 1]
 
 
-def repeat(arguments: dict[str, Any]) -> None:
+def duplicate_layer(arguments: dict[str, Any]) -> None:
     arguments["layers"][1] = arguments["layers"][0]
 
 
-def tie(arguments: dict[str, Any]) -> None:
+def share_parameter(arguments: dict[str, Any]) -> None:
     first, *_, last = arguments["layers"]
     last.register_parameter("tied", next(first.parameters()))
 
 
-# By the number in the contract; what spoils layers comes in the order in which it can be combined.
+# By the check's number in the contract. Faults in the layers are listed in an order in which they combine.
 FAULTS = {
     1: Fault(ValueError, "balance is required", lambda a: a.update(balance=None)),
     2: Fault(ValueError, "number of chunks must be positive integer", lambda a: a.update(chunks=0)),
@@ -65,10 +65,12 @@ FAULTS = {
     7: Fault(
         TypeError,
         "one or more pairs of stash and pop do not match:",
-        lambda a: a["layers"].__setitem__(0, stash_alone(a["library"])),
+        lambda a: a["layers"].__setitem__(0, unmatched_stash(a["library"])),
     ),
-    5: Fault(ValueError, "module with duplicate children is not supported", repeat),
-    6: Fault(ValueError, "module with duplicate parameters in distinct children is not supported", tie),
+    5: Fault(ValueError, "module with duplicate children is not supported", duplicate_layer),
+    6: Fault(
+        ValueError, "module with duplicate parameters in distinct children is not supported", share_parameter
+    ),
     9: Fault(
         ValueError,
         "all balance numbers must be positive integer (balance: [0, 3])",
@@ -77,7 +79,7 @@ FAULTS = {
     8: Fault(
         ValueError,
         "module and sum of balance have different length (module: 3, sum of balance: 2)",
-        shorten,
+        shorten_balance,
     ),
     10: Fault(
         IndexError,
@@ -87,7 +89,7 @@ FAULTS = {
 }
 
 
-def construct(library: Library, *faults: int, **more: Any) -> Any:
+def construct_with(library: Library, *faults: int, **options: Any) -> Any:
     arguments: dict[str, Any] = {
         "library": library,
         "layers": [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)],
@@ -95,46 +97,46 @@ def construct(library: Library, *faults: int, **more: Any) -> Any:
         **{"chunks": 2, "checkpoint": "always", "balance": [1, 2], "devices": ["cpu"] * 2},
     }
     for number, fault in FAULTS.items():
-        # With no balance there is none that could be wrong.
+        # A balance that is None cannot also be wrong.
         if number in faults and not (1 in faults and number in (8, 9)):
-            fault.spoil(arguments)
+            fault.apply(arguments)
     module = arguments.pop("container")(arguments.pop("layers"))
-    return arguments.pop("library").make(module, **arguments, **more)
+    return arguments.pop("library").make(module, **arguments, **options)
 
 
-def message_of(library: Library, kind: type[Exception], *faults: int, **more: Any) -> str:
+def error_message(library: Library, kind: type[Exception], *faults: int, **options: Any) -> str:
     with pytest.raises(kind) as raised:
-        construct(library, *faults, **more)
+        construct_with(library, *faults, **options)
     assert raised.type is kind
     return str(raised.value)
 
 
-# Two of the checks are deliberately not ours.
-CHECKS = {OURS: sorted(FAULTS.keys() - {1, 6}), TORCHGPIPE: sorted(FAULTS)}
+# gpipe_fast deliberately omits two of the checks.
+CHECKED_FAULTS = {OURS: sorted(FAULTS.keys() - {1, 6}), TORCHGPIPE: sorted(FAULTS)}
 
 
-@pytest.mark.parametrize("number", CHECKS[OURS])
-def test_our_constructor_checks(number: int) -> None:
-    """Messages begin as torchgpipe's; ours may help with something else then."""
-    assert message_of(OURS, FAULTS[number].kind, number).startswith(FAULTS[number].message)
+@pytest.mark.parametrize("number", CHECKED_FAULTS[OURS])
+def test_gpipe_fast_rejects_an_invalid_argument_with_torchgpipes_message(number: int) -> None:
+    """Messages begin with torchgpipe's text; gpipe_fast may append help."""
+    assert error_message(OURS, FAULTS[number].kind, number).startswith(FAULTS[number].message)
 
 
-@pytest.mark.parametrize("number", CHECKS[TORCHGPIPE])
-def test_torchgpipes_constructor_checks(number: int) -> None:
-    assert message_of(TORCHGPIPE, FAULTS[number].kind, number).startswith(FAULTS[number].message)
+@pytest.mark.parametrize("number", CHECKED_FAULTS[TORCHGPIPE])
+def test_torchgpipe_rejects_an_invalid_argument(number: int) -> None:
+    assert error_message(TORCHGPIPE, FAULTS[number].kind, number).startswith(FAULTS[number].message)
 
 
-@both
-def test_a_constructor_checks_in_this_order(library: Library) -> None:
-    """All pairs: of two faults the first in the contract is the one that comes out."""
-    for first, second in itertools.combinations(CHECKS[library], 2):
-        message = message_of(library, FAULTS[first].kind, first, second)
+@both_libraries
+def test_of_two_invalid_arguments_the_first_in_the_contract_is_reported(library: Library) -> None:
+    """Of every two faults, the one with the lower number in the contract is raised."""
+    for first, second in itertools.combinations(CHECKED_FAULTS[library], 2):
+        message = error_message(library, FAULTS[first].kind, first, second)
         start = FAULTS[first].message.partition(" (")[0]
         assert message.startswith(start), (first, second)
 
 
-@pytest.mark.parametrize("number", CHECKS[OURS])
-def test_checks_of_our_own_come_last(number: int) -> None:
-    assert message_of(OURS, FAULTS[number].kind, number, backend="no").startswith(FAULTS[number].message)
+@pytest.mark.parametrize("number", CHECKED_FAULTS[OURS])
+def test_checks_that_only_gpipe_fast_has_come_last(number: int) -> None:
+    assert error_message(OURS, FAULTS[number].kind, number, backend="no").startswith(FAULTS[number].message)
     with pytest.raises(ValueError, match="backend is not one of"):
-        construct(OURS, backend="no")
+        construct_with(OURS, backend="no")

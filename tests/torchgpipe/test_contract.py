@@ -1,4 +1,4 @@
-"""What users of torchgpipe rely on in names, attributes and moves, shown of both libraries."""
+"""Names, attributes, device moves and casts that torchgpipe's users rely on, on both libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from torch import nn
 
 import gpipe_fast
 from tests.reference import plain_loop
-from tests.torchgpipe.libraries import Library, Noting, both, in_python, numbered
+from tests.torchgpipe.libraries import (
+    Library,
+    RecordingLinear,
+    both_libraries,
+    ignore_python_warning,
+    numbered_samples,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,8 +32,8 @@ def layers() -> nn.Sequential:
     return nn.Sequential(named)
 
 
-@both
-def test_names(library: Library) -> None:
+@both_libraries
+def test_public_names_exist_and_are_exported(library: Library) -> None:
     for name in ("GPipe", "is_checkpointing", "is_recomputing"):
         assert name in library.package.__all__
         assert callable(getattr(library.package, name))
@@ -36,20 +42,20 @@ def test_names(library: Library) -> None:
         assert callable(getattr(library.skip, name))
 
 
-def test_what_torchgpipe_refuses_and_we_do_not() -> None:
-    """No balance, no devices where there is no GPU, and parameters that layers share."""
+def test_gpipe_fast_accepts_arguments_that_torchgpipe_rejects() -> None:
+    """The balance may be omitted, devices too where there is no GPU, and layers may share parameters."""
     pipe = gpipe_fast.GPipe(layers(), chunks=2)
     assert sum(pipe.balance) == 4
     assert pipe.devices == [torch.device("cpu")] * len(pipe.balance)
     tied = layers()
     tied.b.weight = tied.a.weight
-    x = numbered()
+    x = numbered_samples()
     for balance in ([4], [1, 3]):
         assert torch.equal(gpipe_fast.GPipe(tied, balance, chunks=2)(x), plain_loop(tied, x, 2))
 
 
-@both
-def test_arguments_are_converted(library: Library) -> None:
+@both_libraries
+def test_constructor_arguments_are_converted_to_their_types(library: Library) -> None:
     class Mode:
         def __str__(self) -> str:
             return "never"
@@ -60,16 +66,16 @@ def test_arguments_are_converted(library: Library) -> None:
     assert library.make(layers(), [4], chunks=2.9).chunks == 2
     for balance in (torch.tensor([1, 3]), [1.0, 3.0]):
         assert (pipe := library.make(layers(), balance, chunks=2)).balance == [1, 3]
-        assert pipe(numbered()).shape == (8, 6)
+        assert pipe(numbered_samples()).shape == (8, 6)
 
 
-@both
-def test_defaults(library: Library) -> None:
+@both_libraries
+def test_chunks_and_checkpoint_have_torchgpipes_defaults(library: Library) -> None:
     pipe = library.make(layers(), [2, 2])
     assert (pipe.chunks, pipe.checkpoint) == (1, "except_last")
 
 
-@both
+@both_libraries
 def test_attributes(library: Library) -> None:
     module = layers()
     pipe = library.make(module, (1, 3), devices=["cpu", torch.device("cpu", 0), "cpu"], chunks=4)
@@ -77,11 +83,11 @@ def test_attributes(library: Library) -> None:
     assert pipe.balance == [1, 3]
     assert pipe.devices == [torch.device("cpu"), torch.device("cpu", 0)]
     for device in ("cpu", "cpu:0"):
-        output = library.make(module, [2, 2], devices=[device] * 2)(numbered())
-        torch.testing.assert_close(output, module(numbered()))
+        output = library.make(module, [2, 2], devices=[device] * 2)(numbered_samples())
+        torch.testing.assert_close(output, module(numbered_samples()))
 
 
-@both
+@both_libraries
 def test_partitions(library: Library) -> None:
     """The user's own layers, under their own names."""
     module = layers()
@@ -113,62 +119,62 @@ def test_partitions_are_a_view() -> None:
 
 
 @pytest.mark.parametrize("name", ["partitions", "chunks", "balance", "recording"])
-def test_a_layer_named_as_an_attribute_is_refused(name: str) -> None:
+def test_a_layer_named_like_an_attribute_of_gpipe_is_rejected(name: str) -> None:
     module = nn.Sequential(OrderedDict([("first", nn.Linear(6, 6)), (name, nn.Linear(6, 6))]))
     with pytest.raises(ValueError, match=f"a layer named '{name}' would hide GPipe's own attribute"):
         gpipe_fast.GPipe(module, [1, 1])
 
 
-@both
-def test_is_a_sequence_of_layers(library: Library) -> None:
+@both_libraries
+def test_a_pipeline_is_indexable_and_iterable_like_sequential(library: Library) -> None:
     module = layers()
     pipe = library.make(module, [1, 3])
     assert len(pipe) == 4
     assert list(pipe) == list(module)
     assert [pipe[i] for i in range(-4, 4)] == 2 * list(module)
     assert pipe[torch.tensor(1)] is module.norm
-    for wrong in (slice(0, 2), "a", None):
+    for invalid_index in (slice(0, 2), "a", None):
         with pytest.raises(TypeError):
-            pipe[wrong]
+            pipe[invalid_index]
     for outside in (4, -5):
         with pytest.raises(IndexError):
             pipe[outside]
 
 
-@both
-def test_layers_keep_the_modes_they_have(library: Library) -> None:
+@both_libraries
+def test_layers_keep_their_training_modes(library: Library) -> None:
     module = layers()
     module.norm.eval()
     library.make(module, [2, 2])
     assert [layer.training for layer in module] == [True, False, True, True]
 
 
-@both
+@both_libraries
 def test_layers_are_moved_to_the_device_of_their_stage(library: Library) -> None:
-    """From another one; without a GPU the only other is meta, from which there is no way.
+    """Without a GPU the only other device is meta, and a tensor cannot be moved from it.
 
-    Torchgpipe finds that out as it moves them, we before.
+    torchgpipe raises when it moves the layers, gpipe_fast beforehand.
     """
     with pytest.raises((NotImplementedError, ValueError), match=r"meta tensor|is on the meta device"):
         library.make(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), [1, 1])
 
 
-@both
-@in_python
+@both_libraries
+@ignore_python_warning
 def test_chunks_and_checkpoint_may_be_set_between_calls(library: Library) -> None:
-    noting = Noting(library)
-    pipe = library.make(nn.Sequential(noting, nn.Linear(6, 6)), [1, 1], chunks=4, checkpoint="never")
-    pipe(numbered())
+    recorder = RecordingLinear(library)
+    pipe = library.make(nn.Sequential(recorder, nn.Linear(6, 6)), [1, 1], chunks=4, checkpoint="never")
+    pipe(numbered_samples())
     pipe.chunks, pipe.checkpoint = 2, "always"
-    pipe(numbered()).sum().backward()
-    assert noting.sizes == [2, 2, 2, 2, 4, 4]
-    assert noting.phases == "FFFF" + "CCRR"
+    pipe(numbered_samples()).sum().backward()
+    assert recorder.sizes == [2, 2, 2, 2, 4, 4]
+    assert recorder.phases == "FFFF" + "CCRR"
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("chunks", 0), ("chunks", None), ("chunks", float("inf")), ("checkpoint", "no")]
 )
-def test_what_is_not_right_is_refused_when_it_is_set(name: str, value: Any) -> None:
+def test_setting_an_invalid_value_raises_and_keeps_the_old_one(name: str, value: Any) -> None:
     pipe = gpipe_fast.GPipe(layers(), [2, 2], chunks=3, checkpoint="always")
     with pytest.raises(ValueError, match=r"number of chunks must be|checkpoint is not one of"):
         setattr(pipe, name, value)
@@ -190,9 +196,9 @@ MOVES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@both
+@both_libraries
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
-def test_moving_is_denied(move: Callable[[Any], object], library: Library) -> None:
+def test_moving_a_pipeline_to_a_device_is_denied(move: Callable[[Any], object], library: Library) -> None:
     pipe = library.make(layers(), [2, 2])
     with pytest.raises(TypeError) as raised:
         move(pipe)
@@ -211,11 +217,13 @@ CASTS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
 }
 
 
-@both
+@both_libraries
 @pytest.mark.parametrize(("dtype", "cast"), CASTS.values(), ids=CASTS.keys())
-def test_casting_works(dtype: torch.dtype, cast: Callable[[Any], Any], library: Library) -> None:
-    """Also of a pipeline that ran before."""
-    module, x = layers(), numbered()
+def test_a_pipeline_can_be_cast_to_another_dtype(
+    dtype: torch.dtype, cast: Callable[[Any], Any], library: Library
+) -> None:
+    """A pipeline may be cast after a step."""
+    module, x = layers(), numbered_samples()
     pipe = library.make(module, [2, 2], chunks=2)
     pipe(x).sum().backward()
     pipe.zero_grad()
