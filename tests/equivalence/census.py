@@ -1,6 +1,6 @@
-"""What becomes of every layer of torch.nn in a pipeline.
+"""The census of torch.nn: whether each layer is lowered, and whether it equals the plain loop.
 
-`python -m tests.equivalence.census` writes the table.
+`python -m tests.equivalence.census` writes the table to `bench/results/census.md`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast.runtime.compile import Compiler, Refusal
 from gpipe_fast.runtime.stage import Boundary, Spec, Stage
-from tests.equivalence.census_layers import OUT_OF_SCOPE, RECIPES, Fed, Recipe
+from tests.equivalence.census_layers import OUT_OF_SCOPE, RECIPES, Recipe, SingleTensorLayer
 from tests.reference import (
     Result,
     error,
@@ -30,36 +30,41 @@ from tests.reference import (
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "census.md"
 BUDGETS = (0.0, 0.5, 1.0)
-LIMIT = 2.0  # times the error of the plain loop, both against float64
-# Micro-batches, and samples that fill them: one; evenly; unevenly (2, 2, 2, 1).
+MAX_ERROR_RATIO = 2.0  # largest error, as a multiple of the plain loop's; both against float64
+# (Number of micro-batches, number of samples); UNEVEN has micro-batches of 2, 2, 2 and 1 samples.
 ONE, EVEN, UNEVEN = (1, 2), (4, 8), (4, 7)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one recipe.
+    """The result of one recipe.
 
     Attributes:
-        reason: why it runs in Python, or None when it is lowered.
-        rounded: memory formats in which it does not have the bits of the plain loop.
-        worst: there, its largest error relative to the plain loop's own; both against float64.
+        reason: why the layer runs in Python, or None if it is lowered.
+        inexact_formats: memory formats in which the results differ from the plain loop's by rounding.
+        max_error_ratio: the largest error there, relative to the plain loop's; both against float64.
     """
 
     reason: str | None = None
-    rounded: frozenset[str] = frozenset()
-    worst: float = 0.0
+    inexact_formats: frozenset[str] = frozenset()
+    max_error_ratio: float = 0.0
 
     def __str__(self) -> str:
         if self.reason is not None:
             return f"Python stage: {self.reason}"
-        if self.rounded:
-            kind = "native within rounding" if self.worst <= LIMIT else "native beyond rounding"
-            return f"{kind} ({', '.join(sorted(self.rounded))}; {self.worst:.1f} times eager's error)"
+        if self.inexact_formats:
+            kind = (
+                "native within rounding"
+                if self.max_error_ratio <= MAX_ERROR_RATIO
+                else "native beyond rounding"
+            )
+            formats = ", ".join(sorted(self.inexact_formats))
+            return f"{kind} ({formats}; {self.max_error_ratio:.1f} times eager's error)"
         return "native and equal"
 
 
-class Scale(nn.Module):
-    """A trainable factor, so that the layer under test has neighbours, and its input is no boundary."""
+class TrainableScale(nn.Module):
+    """A trainable factor; placed around the tested layer, so that its input is not a boundary activation."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -70,22 +75,22 @@ class Scale(nn.Module):
 
 
 def model_of(recipe: Recipe) -> nn.Sequential:
-    """One stage's layers."""
+    """Returns the layers of one stage, among them the recipe's layer."""
     torch.manual_seed(1)
     layer = recipe.make()
-    if recipe.feed is not None:
-        layer = Fed(layer, recipe.feed)
-    model = nn.Sequential(layer, Scale(0.75))
+    if recipe.call is not None:
+        layer = SingleTensorLayer(layer, recipe.call)
+    model = nn.Sequential(layer, TrainableScale(0.75))
     if not recipe.integers:
-        model.insert(0, Scale(1.25))
+        model.insert(0, TrainableScale(1.25))
     if any(isinstance(p, nn.parameter.UninitializedTensorMixin) for p in model.parameters()):
         with torch.no_grad():
-            model(inputs_of(recipe, 2)["contiguous"])  # a lazy layer learns its shape
+            model(inputs_of(recipe, 2)["contiguous"])  # initializes the parameters of a lazy layer
     return model
 
 
 def inputs_of(recipe: Recipe, samples: int) -> dict[str, Tensor]:
-    """The same mini-batch in every memory format it can have."""
+    """Returns the same mini-batch in every memory format that its number of dimensions allows."""
     generator = torch.Generator().manual_seed(3)
     size = (samples, *recipe.shape)
     if recipe.integers:
@@ -104,80 +109,80 @@ def inputs_of(recipe: Recipe, samples: int) -> dict[str, Tensor]:
     return formats
 
 
-def refusal(model: nn.Sequential, x: Tensor) -> str | None:
-    """Why the model cannot be one lowered stage, or None."""
+def reason_not_lowered(model: nn.Sequential, x: Tensor) -> str | None:
+    """Returns the reason why the model cannot be lowered as one stage, or None."""
     stage = Stage(list(model), 0, torch.device("cpu"))
     compiled = Compiler().compile([stage], [Boundary((Spec.of(x, x.is_floating_point()),))])
     return compiled.untraceable.reason if isinstance(compiled, Refusal) else None
 
 
 def examine(name: str, thorough: bool = False) -> Verdict:
-    """Compares one recipe with the plain loop: training at every budget, and inference.
+    """Compares a recipe's pipeline with the plain loop: training at every checkpoint budget, and inference.
 
     Args:
-        name: of the recipe.
-        thorough: every memory format with every cut into micro-batches.
+        name: the recipe's name.
+        thorough: whether to combine every memory format with every number of micro-batches.
     """
     recipe = RECIPES[name]
     model = model_of(recipe)
-    reason = refusal(model, inputs_of(recipe, 2)["contiguous"])
+    reason = reason_not_lowered(model, inputs_of(recipe, 2)["contiguous"])
     if reason is not None:
         return Verdict(reason)
     pipe = GPipe(model, [len(model)])
-    rounded: dict[str, float] = {}
+    error_ratios: dict[str, float] = {}
     for chunks, samples in (ONE, EVEN, UNEVEN):
         for memory_format, x in inputs_of(recipe, samples).items():
             sampled = (chunks, samples) == UNEVEN or (chunks == 1 and memory_format == "contiguous")
             if not (thorough or sampled):
                 continue
             pipe.chunks = chunks
-            gradient = _gradient(model, x, chunks)
+            gradient = _output_gradient(model, x, chunks)
             expected = loop_step(model, x, chunks, gradient=gradient)
             assert all(v is None or v.isfinite().all() for v in expected.values()), (
-                "the recipe makes no number"
+                "the recipe's results are not finite"
             )
             for budget in BUDGETS:
                 result = pipeline_step(pipe, x, budget, gradient=gradient)
                 if unequal(result, expected):
-                    worse = _relative_error(model, x, chunks, gradient, result, expected)
-                    rounded[memory_format] = max(worse, rounded.get(memory_format, 0.0))
+                    ratio = _error_ratio(model, x, chunks, gradient, result, expected)
+                    error_ratios[memory_format] = max(ratio, error_ratios.get(memory_format, 0.0))
     model.eval()
     pipe.eval()
     for memory_format, x in inputs_of(recipe, UNEVEN[1]).items():
         with torch.no_grad():
             if not torch.equal(pipeline(pipe, x), plain_loop(model, x, UNEVEN[0])):
-                rounded.setdefault(memory_format, 1.0)
-    return Verdict(None, frozenset(rounded), max(rounded.values(), default=0.0))
+                error_ratios.setdefault(memory_format, 1.0)
+    return Verdict(None, frozenset(error_ratios), max(error_ratios.values(), default=0.0))
 
 
-def _gradient(model: nn.Sequential, x: Tensor, chunks: int) -> Tensor:
+def _output_gradient(model: nn.Sequential, x: Tensor, chunks: int) -> Tensor:
     with torch.no_grad():
         return gradient_like(plain_loop(copy.deepcopy(model), x, chunks))
 
 
-def _relative_error(
+def _error_ratio(
     model: nn.Sequential, x: Tensor, chunks: int, gradient: Tensor, ours: Result, eager: Result
 ) -> float:
     exact = copy.deepcopy(model).double()
     x = x.double() if x.is_floating_point() else x
     truth = loop_step(exact, x, chunks, gradient=gradient.double())
-    own, theirs = error(ours, truth), error(eager, truth)
-    # Eager may be right to the last bit by luck where the result is still the nearest but one.
+    our_errors, eager_errors = error(ours, truth), error(eager, truth)
+    # The plain loop may be exact by chance, so an error of up to two ulps of the largest element is allowed.
     floor = {
         n: 2 * torch.finfo(torch.float32).eps * float(t.abs().max())
         for n, t in truth.items()
         if t is not None
     }
-    return max(own[n] / max(theirs[n], floor[n], 1e-30) for n in own)
+    return max(our_errors[n] / max(eager_errors[n], floor[n], 1e-30) for n in our_errors)
 
 
-def _count(verdicts: dict[str, Verdict]) -> Counter[str]:
+def _count_by_kind(verdicts: dict[str, Verdict]) -> Counter[str]:
     return Counter(str(v).split(":")[0].split(" (")[0] for v in verdicts.values())
 
 
 def table(verdicts: dict[str, Verdict]) -> str:
-    """The census as markdown."""
-    counts = _count(verdicts)
+    """Returns the census as Markdown."""
+    counts = _count_by_kind(verdicts)
     classes = {name.split()[0] for name in verdicts}
     lines = [
         "# Census of torch.nn",
@@ -200,12 +205,12 @@ def table(verdicts: dict[str, Verdict]) -> str:
 
 
 def main() -> None:
-    """Runs the whole census and writes the table."""
+    """Runs the census and writes the table."""
     torch.set_num_threads(1)
     verdicts = {name: examine(name, thorough=True) for name in RECIPES}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(table(verdicts))
-    print(f"wrote {RESULTS.name}:", dict(_count(verdicts)))
+    print(f"wrote {RESULTS.name}:", dict(_count_by_kind(verdicts)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every layer of torch.nn: how it is made, what it is fed, or why it is no layer of a pipeline."""
+"""Recipes for every layer of torch.nn: constructor, input and call; or why the layer is out of scope."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one layer is exercised.
+    """How to construct and call one layer.
 
     Attributes:
-        make: makes it.
-        shape: of one sample.
-        feed: calls it with arguments made from one tensor; by default with the tensor.
-        integers: the input is integers below this number.
+        make: constructs the layer.
+        shape: the shape of one sample.
+        call: calls the layer with arguments derived from one tensor; None passes the tensor itself.
+        integers: if not 0, the input holds integers from 0 to integers - 1.
     """
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    feed: Callable[[Any, Tensor], Tensor] | None = None
+    call: Callable[[Any, Tensor], Tensor] | None = None
     integers: int = 0
 
 
-class Fed(nn.Module):
-    """A layer of several arguments or results as one of a single tensor."""
+class SingleTensorLayer(nn.Module):
+    """Adapts a layer with several arguments or results to a single input and output tensor."""
 
-    def __init__(self, layer: nn.Module, feed: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, layer: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.layer = layer
-        self.feed = feed
+        self.call = call
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.feed(self.layer, x)
+        return self.call(self.layer, x)
 
 
 SEQUENCE, IMAGE, VOLUME, FEATURES = (6, 9), (6, 9, 7), (4, 6, 5, 7), (12,)
@@ -47,14 +47,14 @@ def _add(
     name: str,
     *args: Any,
     shape: tuple[int, ...],
-    feed: Callable[[Any, Tensor], Tensor] | None = None,
+    call: Callable[[Any, Tensor], Tensor] | None = None,
     integers: int = 0,
     **kwargs: Any,
 ) -> None:
-    """Adds a recipe; what follows the class name in ``name`` tells apart several of one class."""
-    kind = getattr(nn, name.split()[0], None)  # some are missing from older releases
-    if kind is not None:
-        RECIPES[name] = Recipe(lambda: kind(*args, **kwargs), shape, feed, integers)
+    """Adds a recipe named by its class, optionally followed by words that distinguish configurations."""
+    layer_class = getattr(nn, name.split()[0], None)  # None: the class is missing from this release of torch
+    if layer_class is not None:
+        RECIPES[name] = Recipe(lambda: layer_class(*args, **kwargs), shape, call, integers)
 
 
 def _add_pointwise() -> None:
@@ -110,7 +110,7 @@ def _add_products() -> None:
     _add("Linear on sequences", 9, 10, shape=SEQUENCE)
     _add("Linear without bias", 9, 10, bias=False, shape=SEQUENCE)
     _add("LazyLinear", 10, shape=FEATURES)
-    _add("Bilinear", 6, 6, 5, shape=FEATURES, feed=lambda f, x: f(*x.chunk(2, -1)))
+    _add("Bilinear", 6, 6, 5, shape=FEATURES, call=lambda f, x: f(*x.chunk(2, -1)))
     for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
         c = shape[0]
         _add(f"Conv{d}d", c, 8, 3, padding=1, shape=shape)
@@ -147,7 +147,7 @@ def _add_norms() -> None:
         "BatchNorm1d of features",
         12,
         shape=FEATURES,
-        feed=lambda f, x: f(x.unflatten(1, (4, 3)).flatten(0, 1).repeat(1, 4)),
+        call=lambda f, x: f(x.unflatten(1, (4, 3)).flatten(0, 1).repeat(1, 4)),
     )
     _add("SyncBatchNorm", 6, shape=IMAGE)
     _add("GroupNorm", 3, 6, shape=IMAGE)
@@ -162,14 +162,14 @@ def _add_pooling() -> None:
     for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
         _add(f"MaxPool{d}d", 2, shape=shape)
         _add(f"MaxPool{d}d overlapping", 3, stride=2, padding=1, ceil_mode=True, shape=shape)
-        _add(f"MaxPool{d}d indices", 2, return_indices=True, shape=shape, feed=lambda f, x: f(x)[0])
+        _add(f"MaxPool{d}d indices", 2, return_indices=True, shape=shape, call=lambda f, x: f(x)[0])
         _add(f"AvgPool{d}d", 2, shape=shape)
         _add(f"AvgPool{d}d padded", 3, stride=2, padding=1, count_include_pad=False, shape=shape)
         _add(f"AdaptiveAvgPool{d}d", 3, shape=shape)
         _add(f"AdaptiveAvgPool{d}d to one", 1, shape=shape)
         _add(f"AdaptiveMaxPool{d}d", 3, shape=shape)
-        _add(f"LPPool{d}d", 2, 2, shape=shape, feed=lambda f, x: f(x.abs() + 0.1))
-        _add(f"MaxUnpool{d}d", 2, shape=shape, feed=lambda f, x, d=d: _unpool(f, x, d))
+        _add(f"LPPool{d}d", 2, 2, shape=shape, call=lambda f, x: f(x.abs() + 0.1))
+        _add(f"MaxUnpool{d}d", 2, shape=shape, call=lambda f, x, d=d: _unpool(f, x, d))
     _add("FractionalMaxPool2d", 2, output_size=(4, 3), shape=IMAGE)
     _add("FractionalMaxPool3d", 2, output_size=(4, 3, 4), shape=VOLUME)
 
@@ -207,9 +207,9 @@ def _add_shapes() -> None:
 def _add_attention() -> None:
     sizes = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "batch_first": True}
     tokens = (5, 8)
-    attend = {"shape": tokens, "feed": lambda f, x: f(x, x, x)[0]}
-    _add("MultiheadAttention", 8, 2, batch_first=True, **attend)
-    _add("MultiheadAttention dropout", 8, 2, dropout=0.2, batch_first=True, **attend)
+    self_attention = {"shape": tokens, "call": lambda f, x: f(x, x, x)[0]}
+    _add("MultiheadAttention", 8, 2, batch_first=True, **self_attention)
+    _add("MultiheadAttention dropout", 8, 2, dropout=0.2, batch_first=True, **self_attention)
     _add(
         "MultiheadAttention unweighted",
         8,
@@ -217,25 +217,25 @@ def _add_attention() -> None:
         dropout=0.2,
         batch_first=True,
         shape=tokens,
-        feed=lambda f, x: f(x, x, x, need_weights=False)[0],
+        call=lambda f, x: f(x, x, x, need_weights=False)[0],
     )
     _add("TransformerEncoderLayer", **sizes, shape=tokens)
     _add("TransformerEncoderLayer norm first", **sizes, norm_first=True, activation="gelu", shape=tokens)
-    both = {"shape": tokens, "feed": lambda f, x: f(x, x.flip(1))}
-    _add("TransformerDecoderLayer", **sizes, **both)
+    source_and_target = {"shape": tokens, "call": lambda f, x: f(x, x.flip(1))}
+    _add("TransformerDecoderLayer", **sizes, **source_and_target)
     RECIPES["TransformerEncoder"] = Recipe(
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(**sizes), 2), tokens
     )
     RECIPES["TransformerDecoder"] = Recipe(
-        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(**sizes), 2), **both
+        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(**sizes), 2), **source_and_target
     )
     layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
-    _add("Transformer", **sizes, **layers, **both)
+    _add("Transformer", **sizes, **layers, **source_and_target)
     for name in ("RNN", "GRU", "LSTM"):
-        _add(name, 8, 6, batch_first=True, shape=tokens, feed=lambda f, x: f(x)[0])
+        _add(name, 8, 6, batch_first=True, shape=tokens, call=lambda f, x: f(x)[0])
     _add("RNNCell", 12, 6, shape=FEATURES)
     _add("GRUCell", 12, 6, shape=FEATURES)
-    _add("LSTMCell", 12, 6, shape=FEATURES, feed=lambda f, x: torch.cat(f(x), -1))
+    _add("LSTMCell", 12, 6, shape=FEATURES, call=lambda f, x: torch.cat(f(x), -1))
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,65 +243,69 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def _signs(x: Tensor) -> Tensor:
+def _sign_targets(x: Tensor) -> Tensor:
     return torch.where(x.detach() > 0, 1.0, -1.0)
 
 
-def _classes(x: Tensor) -> Tensor:
+def _class_targets(x: Tensor) -> Tensor:
     return x.detach().argmax(1)
 
 
 def _add_losses() -> None:
-    """Losses, their targets made from their input: one number a micro-batch."""
+    """Adds losses, whose targets are computed from their input; each returns one number per micro-batch."""
     for name in ("L1Loss", "MSELoss", "SmoothL1Loss", "HuberLoss"):
-        _add(name, shape=FEATURES, feed=lambda f, x: f(*_halves(x)).reshape(1))
+        _add(name, shape=FEATURES, call=lambda f, x: f(*_halves(x)).reshape(1))
     for name in ("SoftMarginLoss", "HingeEmbeddingLoss"):
-        _add(name, shape=FEATURES, feed=lambda f, x: f(x, _signs(x.flip(-1))).reshape(1))
+        _add(name, shape=FEATURES, call=lambda f, x: f(x, _sign_targets(x.flip(-1))).reshape(1))
     for name in ("CrossEntropyLoss", "MultiMarginLoss"):
-        _add(name, shape=FEATURES, feed=lambda f, x: f(x, _classes(x.flip(-1))).reshape(1))
+        _add(name, shape=FEATURES, call=lambda f, x: f(x, _class_targets(x.flip(-1))).reshape(1))
     _add(
         "CrossEntropyLoss smoothed",
         label_smoothing=0.1,
         shape=IMAGE,
-        feed=lambda f, x: f(x, _classes(x.flip(1))).reshape(1),
+        call=lambda f, x: f(x, _class_targets(x.flip(1))).reshape(1),
     )
-    _add("NLLLoss", shape=FEATURES, feed=lambda f, x: f(x.log_softmax(1), _classes(x)).reshape(1))
-    _add("NLLLoss2d", shape=IMAGE, feed=lambda f, x: f(x.log_softmax(1), _classes(x)).reshape(1))
-    _add("BCELoss", shape=FEATURES, feed=lambda f, x: f(*(h.sigmoid() for h in _halves(x))).reshape(1))
+    _add("NLLLoss", shape=FEATURES, call=lambda f, x: f(x.log_softmax(1), _class_targets(x)).reshape(1))
+    _add("NLLLoss2d", shape=IMAGE, call=lambda f, x: f(x.log_softmax(1), _class_targets(x)).reshape(1))
+    _add("BCELoss", shape=FEATURES, call=lambda f, x: f(*(h.sigmoid() for h in _halves(x))).reshape(1))
     _add(
-        "BCEWithLogitsLoss", shape=FEATURES, feed=lambda f, x: f(x, (x.detach() > 0.3).to(x.dtype)).reshape(1)
+        "BCEWithLogitsLoss", shape=FEATURES, call=lambda f, x: f(x, (x.detach() > 0.3).to(x.dtype)).reshape(1)
     )
-    _add("KLDivLoss", shape=FEATURES, feed=lambda f, x: f(x.log_softmax(1), x.flip(1).softmax(1)).reshape(1))
-    _add("PoissonNLLLoss", shape=FEATURES, feed=lambda f, x: f(*(h.abs() for h in _halves(x))).reshape(1))
+    _add("KLDivLoss", shape=FEATURES, call=lambda f, x: f(x.log_softmax(1), x.flip(1).softmax(1)).reshape(1))
+    _add("PoissonNLLLoss", shape=FEATURES, call=lambda f, x: f(*(h.abs() for h in _halves(x))).reshape(1))
     _add(
         "GaussianNLLLoss",
         shape=FEATURES,
-        feed=lambda f, x: f(*_halves(x), _halves(x)[0].exp()).reshape(1),
+        call=lambda f, x: f(*_halves(x), _halves(x)[0].exp()).reshape(1),
     )
     _add(
         "MultiLabelSoftMarginLoss",
         shape=FEATURES,
-        feed=lambda f, x: f(x, (x.detach() > 0.3).to(x.dtype)).reshape(1),
+        call=lambda f, x: f(x, (x.detach() > 0.3).to(x.dtype)).reshape(1),
     )
     _add(
         "MultiLabelMarginLoss",
         shape=FEATURES,
-        feed=lambda f, x: f(x, x.detach().argsort(1)).reshape(1),
+        call=lambda f, x: f(x, x.detach().argsort(1)).reshape(1),
     )
-    _add("CosineSimilarity", shape=FEATURES, feed=lambda f, x: f(*_halves(x)))
-    _add("PairwiseDistance", shape=FEATURES, feed=lambda f, x: f(*_halves(x)))
+    _add("CosineSimilarity", shape=FEATURES, call=lambda f, x: f(*_halves(x)))
+    _add("PairwiseDistance", shape=FEATURES, call=lambda f, x: f(*_halves(x)))
     _add(
         "CosineEmbeddingLoss",
         shape=FEATURES,
-        feed=lambda f, x: f(*_halves(x), _signs(x[:, 0])).reshape(1),
+        call=lambda f, x: f(*_halves(x), _sign_targets(x[:, 0])).reshape(1),
     )
-    _add("MarginRankingLoss", shape=FEATURES, feed=lambda f, x: f(*_halves(x), _signs(x[:, :6])).reshape(1))
+    _add(
+        "MarginRankingLoss",
+        shape=FEATURES,
+        call=lambda f, x: f(*_halves(x), _sign_targets(x[:, :6])).reshape(1),
+    )
     for name in ("TripletMarginLoss", "TripletMarginWithDistanceLoss"):
-        _add(name, shape=FEATURES, feed=lambda f, x: f(*x.chunk(3, -1)).reshape(1))
+        _add(name, shape=FEATURES, call=lambda f, x: f(*x.chunk(3, -1)).reshape(1))
     _add(
         "CTCLoss",
         shape=(7, 5),
-        feed=lambda f, x: f(
+        call=lambda f, x: f(
             x.transpose(0, 1).log_softmax(-1),
             torch.tensor([[1, 2, 4]] * len(x)),
             (7,) * len(x),
@@ -314,14 +318,14 @@ def _add_losses() -> None:
         10,
         [4, 7],
         shape=FEATURES,
-        feed=lambda f, x: f(x, _classes(x[:, :10])).output,
+        call=lambda f, x: f(x, _class_targets(x[:, :10])).output,
     )
     _add(
         "LinearCrossEntropyLoss",
         12,
         10,
         shape=FEATURES,
-        feed=lambda f, x: f(x, _classes(x[:, :10])).reshape(1),
+        call=lambda f, x: f(x, _class_targets(x[:, :10])).reshape(1),
     )
 
 
@@ -347,12 +351,12 @@ OUT_OF_SCOPE = {
     "ParameterList": _CONTAINER,
     "RNNBase": "abstract",
     "RNNCellBase": "abstract",
-    "Sequential": "what a pipeline is made from; every recipe is run inside one",
+    "Sequential": "the container that a pipeline is made from; every recipe runs inside one",
 }
 
 _DATA_DEPENDENT = "tracing raised DataDependentOutputException"
-_DYNAMIC_SHAPE = "tracing raised DynamicOutputShapeException"
-PYTHON: dict[str, str] = {
+_DATA_DEPENDENT_SHAPE = "tracing raised DynamicOutputShapeException"
+RUN_IN_PYTHON: dict[str, str] = {
     "RNN": "recurrent layers",
     "GRU": "recurrent layers",
     "LSTM": "recurrent layers",
@@ -360,9 +364,9 @@ PYTHON: dict[str, str] = {
     "Embedding sparse": "sparse gradients",
     **{
         f"BatchNorm{d}d cumulative": _DATA_DEPENDENT for d in (1, 2, 3)
-    },  # 1 / num_batches_tracked as a number
+    },  # momentum is 1 / num_batches_tracked, read as a Python number
     "GaussianNLLLoss": _DATA_DEPENDENT,  # checks that the variance is positive
-    "CTCLoss": _DYNAMIC_SHAPE,
-    "AdaptiveLogSoftmaxWithLoss": _DYNAMIC_SHAPE,
+    "CTCLoss": _DATA_DEPENDENT_SHAPE,
+    "AdaptiveLogSoftmaxWithLoss": _DATA_DEPENDENT_SHAPE,
     "CrossMapLRN2d": "tracing raised RuntimeError",  # its autograd.Function resizes tensors
 }

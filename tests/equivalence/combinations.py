@@ -1,4 +1,4 @@
-"""Random models and ways to train them: `draw` makes a `Combination` from a seed, plain data with a repr."""
+"""Random training runs: `draw` maps a seed to a `Combination`, plain data with a repr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.skip import Namespace
-from tests.equivalence.menu import INPUTS, LOWERED, MENU, OUTPUTS, PYTHON, Layers, Popping, Stashing
+from tests.equivalence.menu import INPUTS, LOWERED, MENU, OUTPUTS, RUN_IN_PYTHON, Layers, PopAndAdd, StashSine
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 BACKENDS = ("auto", "eager", "aten")
@@ -20,18 +20,18 @@ OPTIMIZERS = ("SGD", "AdamW")
 AUTOCAST = ("off", "bfloat16")
 LAYOUTS = ("contiguous", "permuted", "gaps", "unaligned")
 LOSSES = ("noise", "squares", "first", "mean", "transposed")
-# What is different in one of the steps.
+# What changes in one of the steps.
 CHANGES = ("nothing", "batch", "length", "checkpoint", "chunks", "eval", "freeze")
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One training run; every string is a key of one of the tables here."""
+    """One training run; every string is a key of a table in this file or in menu.py."""
 
     seed: int
     inputs: str
     layers: tuple[str, ...]
-    skips: tuple[tuple[int, int], ...]  # before which of them, from and to
+    skips: tuple[tuple[int, int], ...]  # (stash, pop): indices of the layers before which they are inserted
     outputs: str
     balance: tuple[int, ...]
     batch: int
@@ -56,40 +56,40 @@ class Combination:
 
     @property
     def in_python(self) -> bool:
-        """Whether some layer cannot be lowered."""
-        return any(name in PYTHON for name in self.layers)
+        """Whether any layer runs in Python because it cannot be lowered."""
+        return any(name in RUN_IN_PYTHON for name in self.layers)
 
     def build(self) -> Layers:
-        """The layers, the same at every call."""
+        """Returns new layers, with the same parameters at every call."""
         torch.manual_seed(self.seed)
-        between: list[Layers] = [[] for _ in range(len(self.layers) + 1)]
+        skip_layers: list[Layers] = [[] for _ in range(len(self.layers) + 1)]
         for first, last in self.skips:
-            own = Namespace()
-            between[first].append(Stashing().isolate(own))
-            between[last].append(Popping().isolate(own))
-        inner = itertools.zip_longest(between, (MENU[name]() for name in self.layers), fillvalue=[])
+            namespace = Namespace()
+            skip_layers[first].append(StashSine().isolate(namespace))
+            skip_layers[last].append(PopAndAdd().isolate(namespace))
+        merged = itertools.zip_longest(skip_layers, (MENU[name]() for name in self.layers), fillvalue=[])
         layers = [
             *INPUTS[self.inputs].layers(),
-            *(layer for skips, entry in inner for layer in (*skips, *entry)),
+            *(layer for skips, entry in merged for layer in (*skips, *entry)),
             *OUTPUTS[self.outputs](),
         ]
-        chosen = random.Random(self.seed)
+        frozen_choices = random.Random(self.seed)
         for layer in layers:
             for parameter in layer.to(DTYPES[self.dtype]).parameters():
-                parameter.requires_grad_(chosen.random() >= self.frozen)
+                parameter.requires_grad_(frozen_choices.random() >= self.frozen)
         return layers
 
 
 def draw(seed: int) -> Combination:
-    """The combination of a seed."""
+    """Returns the combination of this seed."""
     r = random.Random(seed)
     inputs = r.choice([*INPUTS, "tensor", "tokens"])
     outputs = r.choice([*OUTPUTS, "tensor", "tensor"])
-    layers, num_layers = _layers(r, len(INPUTS[inputs].layers()) + len(OUTPUTS[outputs]()))
-    skips = _skips(random.Random(f"skips of {seed}"), len(layers))
-    in_python = any(name in PYTHON for name in layers)
+    layers, num_layers = _draw_layers(r, len(INPUTS[inputs].layers()) + len(OUTPUTS[outputs]()))
+    skips = _draw_skips(random.Random(f"skips of {seed}"), len(layers))
+    in_python = any(name in RUN_IN_PYTHON for name in layers)
     backend = r.choice(["auto", "auto", "eager"] if in_python else ["auto", "auto", "aten", "eager"])
-    # Stages that are all lowered take gradients in their outputs' layout alone.
+    # If all stages are lowered, gradients must have the layout of the outputs.
     losses = LOSSES if backend == "eager" or in_python else LOSSES[:3]
     steps = r.randint(3, 4) if in_python else r.randint(2, 3)
     return Combination(
@@ -98,13 +98,13 @@ def draw(seed: int) -> Combination:
         layers,
         skips,
         outputs,
-        balance=_balance(r, num_layers + 2 * len(skips)),
+        balance=_draw_balance(r, num_layers + 2 * len(skips)),
         batch=r.randint(1, 13),
-        length=r.randint(2, 5),  # batch norm wants two values
+        length=r.randint(2, 5),  # batch norm needs at least two values per channel
         chunks=r.randint(1, 9),
         checkpoint=r.choice(CHECKPOINT_MODES),
         backend=backend,
-        # PyTorch cannot add sparse bfloat16.
+        # PyTorch has no kernel that adds sparse bfloat16 tensors.
         dtype=r.choice(["float32", "float64"] if "sparse" in layers else ["float32", "float32", *DTYPES]),
         autocast=r.choice(["off", "off", *AUTOCAST]),
         layout=r.choice(["contiguous", "contiguous", *LAYOUTS]),
@@ -122,37 +122,37 @@ def draw(seed: int) -> Combination:
     )
 
 
-def _layers(r: random.Random, others: int) -> tuple[tuple[str, ...], int]:
-    """Names of three to nine layers with the others, at most two of them in Python."""
-    wanted, names = r.randint(3, 9) - others, list[str]()
-    python = [r.choice([*PYTHON]) for _ in range(r.choice([0, 0, 1, 2]))]
-    left = wanted - sum(len(PYTHON[name]()) for name in python)
-    while left > 0:
+def _draw_layers(r: random.Random, num_other_layers: int) -> tuple[tuple[str, ...], int]:
+    """Returns layer names and the total number of layers, three to nine; at most two run in Python."""
+    num_wanted, names = r.randint(3, 9) - num_other_layers, list[str]()
+    python = [r.choice([*RUN_IN_PYTHON]) for _ in range(r.choice([0, 0, 1, 2]))]
+    remaining = num_wanted - sum(len(RUN_IN_PYTHON[name]()) for name in python)
+    while remaining > 0:
         name = r.choice([*LOWERED])
-        if (size := len(LOWERED[name]())) <= left:
+        if (size := len(LOWERED[name]())) <= remaining:
             names.append(name)
-            left -= size
+            remaining -= size
     for name in python:
         names.insert(r.randint(0, len(names)), name)
-    return tuple(names), others + sum(len(MENU[name]()) for name in names)
+    return tuple(names), num_other_layers + sum(len(MENU[name]()) for name in names)
 
 
-def _skips(r: random.Random, num_entries: int) -> tuple[tuple[int, int], ...]:
-    """None for half of the combinations, else one to three."""
+def _draw_skips(r: random.Random, num_entries: int) -> tuple[tuple[int, int], ...]:
+    """Returns no skip connections for half of the combinations, else one to three."""
     if r.random() < 0.5 or not num_entries:
         return ()
     gaps = range(num_entries + 1)
     return tuple((min(pair), max(pair)) for pair in (r.sample(gaps, 2) for _ in range(r.randint(1, 3))))
 
 
-def _balance(r: random.Random, num_layers: int) -> tuple[int, ...]:
+def _draw_balance(r: random.Random, num_layers: int) -> tuple[int, ...]:
     num_stages = r.randint(1, min(4, num_layers))
     ends = [0, *sorted(r.sample(range(1, num_layers), num_stages - 1)), num_layers]
     return tuple(end - begin for begin, end in itertools.pairwise(ends))
 
 
-def tensor(combination: Combination, generator: torch.Generator, *size: int) -> Tensor:
-    """A mini-batch of noise in the combination's dtype and layout."""
+def make_tensor(combination: Combination, generator: torch.Generator, *size: int) -> Tensor:
+    """Returns a mini-batch of noise in the combination's dtype and layout."""
     dtype = DTYPES[combination.dtype]
 
     def noise(*size: int) -> Tensor:

@@ -1,11 +1,11 @@
-"""The operators that eager PyTorch dispatches on a GPU, beside those of gpipe_fast's traces; needs no GPU.
+"""Compares the operators that eager PyTorch dispatches on a GPU with those of gpipe_fast's traces.
 
-`cuda_operators_table.py` runs this with the CUDA runtime that is not there (`tests/fake_cuda/runtime.cpp`):
-PyTorch then sees GPUs of compute capability 9.0, and chooses kernels for them. Tensors are fake, so no kernel
-runs.
+No GPU is needed: `cuda_operators_table.py` runs this file with a fake CUDA runtime
+(`tests/fake_cuda/runtime.cpp`). PyTorch then sees GPUs of compute capability 9.0 and chooses their kernels.
+Tensors are fake, so no kernel runs.
 
-Compared are, in order, the operators that compute what a training step leaves behind: outputs, gradients and
-buffers, of one micro-batch. Left out are views, uninitialised memory, and what nobody reads.
+The comparison covers, in order, the operators that compute one micro-batch's outputs, gradients and buffers.
+Views, uninitialised memory and dead code are omitted.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from gpipe_fast.trace import fake
 from gpipe_fast.trace.refuse import Untraceable
 from gpipe_fast.trace.trace import Joint, Setting, trace
 from tests.equivalence import census, test_census, test_paper_models
-from tests.equivalence.census_layers import PYTHON, RECIPES
+from tests.equivalence.census_layers import RECIPES, RUN_IN_PYTHON
 
 DEVICE = torch.device("cuda:0")
 aten = torch.ops.aten
 
-Make = Callable[[], tuple[nn.Sequential, Tensor]]
+MakeModelAndInput = Callable[[], tuple[nn.Sequential, Tensor]]
 
 
 class Mode(NamedTuple):
-    """How a configuration computes."""
+    """Dtypes and modes that a model is run with."""
 
     parameters: torch.dtype
     autocast: torch.dtype | None = None
@@ -58,8 +58,8 @@ class Mode(NamedTuple):
     gradients: bool = True
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Around the forward."""
+    def enter(self) -> Iterator[None]:
+        """Enters the autocast and gradient modes; use it around the forward."""
         autocast = torch.autocast("cuda", self.autocast, self.autocast is not None, cache_enabled=False)
         with autocast, torch.set_grad_enabled(self.gradients):
             yield
@@ -78,7 +78,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Operators:
-    """Names of operators, in order."""
+    """Names of the dispatched operators, in order."""
 
     forward: list[str]
     backward: list[str]
@@ -86,14 +86,14 @@ class Operators:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one configuration.
+    """The result of one configuration.
 
     Attributes:
-        name: of the configuration.
-        mode: of `MODES`.
-        reason: why it is not traced, or None.
-        differs: lines of a diff of eager's operators and those of the trace.
-        lowered: of the trace's operators and those of the programs for one micro-batch.
+        name: the configuration's name.
+        mode: a key of `MODES`.
+        reason: why the model was not traced, or None.
+        differs: lines of the diff between eager's operators and the trace's.
+        lowered: lines of the diff between the trace's operators and those of the programs of one micro-batch.
     """
 
     name: str
@@ -103,74 +103,80 @@ class Verdict:
     lowered: tuple[str, ...] = ()
 
 
-# Models that make tensors on the CPU, wherever they are.
-_ON_THE_CPU = {"random numbers"}
+# Models whose forward creates CPU tensors even if the model is on a GPU.
+_USES_CPU_TENSORS = {"random numbers"}
 
 
-def _configurations() -> dict[str, Make]:
-    def of_recipe(name: str) -> tuple[nn.Sequential, Tensor]:
+def _configurations() -> dict[str, MakeModelAndInput]:
+    def make_recipe(name: str) -> tuple[nn.Sequential, Tensor]:
         recipe = RECIPES[name]
         return census.model_of(recipe), census.inputs_of(recipe, 2)["contiguous"]
 
-    def of_paper(name: str) -> tuple[nn.Sequential, Tensor]:
+    def make_paper_model(name: str) -> tuple[nn.Sequential, Tensor]:
         make, batch = test_paper_models.SMALL[name]
         return make(), batch()[:2]
 
-    found: dict[str, Make] = {n: lambda n=n: of_recipe(n) for n in RECIPES if n not in PYTHON}
+    found: dict[str, MakeModelAndInput] = {
+        n: lambda n=n: make_recipe(n) for n in RECIPES if n not in RUN_IN_PYTHON
+    }
     found["BatchNorm2d without statistics"] = lambda: (
-        nn.Sequential(census.Scale(1.25), nn.BatchNorm2d(3, track_running_stats=False), nn.ReLU()),
+        nn.Sequential(census.TrainableScale(1.25), nn.BatchNorm2d(3, track_running_stats=False), nn.ReLU()),
         torch.randn(2, 3, 5, 5),
     )
     found |= {
-        f"model: {n}": lambda n=n: test_census._model(n) for n in test_census.MODELS if n not in _ON_THE_CPU
+        f"model: {n}": lambda n=n: test_census.make_model_and_input(n)
+        for n in test_census.MODELS
+        if n not in _USES_CPU_TENSORS
     }
-    found |= {f"paper: {n}": lambda n=n: of_paper(n) for n in test_paper_models.SMALL}
-    return found | _of_torchvision()
+    found |= {f"paper: {n}": lambda n=n: make_paper_model(n) for n in test_paper_models.SMALL}
+    return found | _torchvision_configurations()
 
 
-def _of_torchvision() -> dict[str, Make]:
+def _torchvision_configurations() -> dict[str, MakeModelAndInput]:
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):  # RuntimeError: torchvision was built for another build of torch
         return {}
-    from bench import census as of_models
+    from bench import census as torchvision_census
     from bench import sequences
     from tests.equivalence import test_census_models as models
 
-    def sequence(name: str, model: nn.Module, x: Tensor) -> tuple[nn.Sequential, Tensor]:
+    def as_layers(name: str, model: nn.Module, x: Tensor) -> tuple[nn.Sequential, Tensor]:
         layers = sequences.as_sequence(model, x.shape[-2:])
         assert layers is not None, name
         return layers, x
 
-    def of_sample(name: str) -> tuple[nn.Sequential, Tensor]:
-        x = of_models.inputs(name, 2)
+    def make_sample(name: str) -> tuple[nn.Sequential, Tensor]:
+        x = torchvision_census.inputs(name, 2)
         assert isinstance(x, Tensor)
-        return sequence(name, sequences.construct(name), x)
+        return as_layers(name, sequences.construct(name), x)
 
-    def of_small(name: str) -> tuple[nn.Sequential, Tensor]:
+    def make_small(name: str) -> tuple[nn.Sequential, Tensor]:
         make, shape, _ = models.SMALL[name]
-        return sequence(name, sequences.enlivened(make()), torch.randn(2, *shape))
+        return as_layers(name, sequences.enlivened(make()), torch.randn(2, *shape))
 
-    found: dict[str, Make] = {f"torchvision: {n}": lambda n=n: of_sample(n) for n in models.SAMPLE}
-    return found | {f"torchvision: {n}": lambda n=n: of_small(n) for n in models.SMALL}
+    found: dict[str, MakeModelAndInput] = {
+        f"torchvision: {n}": lambda n=n: make_sample(n) for n in models.SAMPLE
+    }
+    return found | {f"torchvision: {n}": lambda n=n: make_small(n) for n in models.SMALL}
 
 
 CONFIGURATIONS = _configurations()
-# Models of torchvision, which take long, in two modes.
-ALL = [
+# Models of torchvision are slow, so they run in two modes only.
+ALL_CONFIGURATIONS = [
     (mode, name)
     for mode in MODES
     for name in CONFIGURATIONS
     if not name.startswith("torchvision") or mode in ("fp32", "autocast to fp16")
 ]
 
-# Eager's names, and those that a functional graph has for the same kernels.
+# Operators that eager and functional graphs name differently, mapped to the name of their common kernel.
 _SAME_KERNEL = {
     "_native_batch_norm_legit": "native_batch_norm",
     "_native_batch_norm_legit_functional": "native_batch_norm",
     "_native_batch_norm_legit_no_training": "native_batch_norm",
 }
-# Uninitialised memory, and constants.
+# Operators that allocate uninitialised memory or return constants.
 _COMPUTES_NOTHING = {
     "detach",
     "empty",
@@ -184,21 +190,21 @@ _COMPUTES_NOTHING = {
 }
 
 
-def _name(op: OpOverload[Any, Any], arguments: Sequence[Any]) -> str:
-    """One for an operator and its in-place and functional variants; of batch norm, what it chooses."""
+def _kernel_name(op: OpOverload[Any, Any], arguments: Sequence[Any]) -> str:
+    """Returns a name that in-place and functional variants share; for batch norm, the chosen kernel's."""
     name = op._schema.name.split("::")[1]
     name = name if name.startswith("__") else name.removesuffix("_")
     if name in ("_batch_norm_with_update", "_batch_norm_with_update_functional"):
         tensors = (*arguments[:3], *arguments[3:5])
-        return "cudnn_batch_norm" if _takes_cudnn(*tensors, arguments[6]) else "native_batch_norm"
+        return "cudnn_batch_norm" if _uses_cudnn(*tensors, arguments[6]) else "native_batch_norm"
     if name == "batch_norm_backward":
         _, x, weight, mean, variance = arguments[:5]
-        chosen = _takes_cudnn(x, weight, torch.empty(1), mean, variance, arguments[8])
+        chosen = _uses_cudnn(x, weight, torch.empty(1), mean, variance, arguments[8])
         return "cudnn_batch_norm_backward" if chosen else "native_batch_norm_backward"
     return _SAME_KERNEL.get(name, name)
 
 
-def _takes_cudnn(*arguments: Any) -> bool:
+def _uses_cudnn(*arguments: Any) -> bool:
     *tensors, eps = arguments
     backend = torch._C._select_batch_norm_backend(*tensors, True, eps)  # type: ignore[attr-defined]
     return bool(backend == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
@@ -209,45 +215,49 @@ def _storages(values: Any) -> set[int]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes operators, and whose memory they read and write."""
+    """Records operators and the storages that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, set[int], set[int]]] = []
-        self.half = 0  # the calls before the backward
-        self._kept: list[Any] = []  # so that no address is used twice
+        self.num_forward_calls = 0  # the number of calls before the backward
+        self._keep_alive: list[Any] = []  # keeps tensors alive, so that no storage address is reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._kept.append((args, kwargs, result))
+        self._keep_alive.append((args, kwargs, result))
         read, written = _storages((args, kwargs)), _storages(result)
         if torch.Tag.inplace_view in func.tags:
             read, written = set(), set()
         elif func._schema.is_mutable:
-            written |= _storages(_written(func, args, kwargs or {}))
+            written |= _storages(_written_arguments(func, args, kwargs or {}))
         elif written <= read:
             read, written = set(), set()  # a view
-        self.calls.append((_name(func, args), read, written))
+        self.calls.append((_kernel_name(func, args), read, written))
         return result
 
     def operators(self, results: Iterable[Tensor | None]) -> Operators:
-        """Those that lead to some tensors."""
+        """Returns the operators on which these tensors depend."""
         live, found = _storages(list(results)), Operators([], [])
         for index, (name, read, written) in reversed([*enumerate(self.calls)]):
             if written & live:
                 live |= read
                 if name not in _COMPUTES_NOTHING:
-                    (found.forward if index < self.half else found.backward).insert(0, name)
+                    (found.forward if index < self.num_forward_calls else found.backward).insert(0, name)
         return found
 
 
-def _written(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    return [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+def _written_arguments(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    arguments_by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return [
+        arguments_by_name.get(a.name)
+        for a in func._schema.arguments
+        if a.alias_info and a.alias_info.is_write
+    ]
 
 
-class _Devices(TorchDispatchMode):
-    """Answers where a fake tensor is, before other modes wonder what is asked."""
+class _FakeDeviceMode(TorchDispatchMode):
+    """Returns the device of a fake tensor before other dispatch modes see the query."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -255,21 +265,21 @@ class _Devices(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def eager(model: nn.Sequential, x: Tensor, mode: Mode) -> Operators:
-    """What autograd dispatches in a step of the plain loop, for one micro-batch."""
-    faking = FakeTensorMode(allow_non_fake_inputs=True)
-    with FakeCopyMode(faking):
+def eager_operators(model: nn.Sequential, x: Tensor, mode: Mode) -> Operators:
+    """Returns the operators that autograd dispatches for one micro-batch of the plain loop."""
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(fake_mode):
         model = copy.deepcopy(model)
-    x = faking.from_tensor(x).requires_grad_(x.is_floating_point())
+    x = fake_mode.from_tensor(x).requires_grad_(x.is_floating_point())
     recorder = _Recorder()
-    with faking, recorder, keyed_rng(model, key=0), _Devices(), mode.entered():
+    with fake_mode, recorder, keyed_rng(model, key=0), _FakeDeviceMode(), mode.enter():
         output = model(x)
-    recorder.half = len(recorder.calls)
+    recorder.num_forward_calls = len(recorder.calls)
     outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
     differentiable = [t for t in outputs if t.requires_grad]
     leaves = [t for t in (*model.parameters(), x) if t.requires_grad]
     gradients: Sequence[Tensor | None] = ()
-    with faking:
+    with fake_mode:
         tangents = [torch.empty_like(t) for t in differentiable]
         with recorder:
             if differentiable:
@@ -278,28 +288,28 @@ def eager(model: nn.Sequential, x: Tensor, mode: Mode) -> Operators:
 
 
 def joint_of(model: nn.Sequential, x: Tensor, mode: Mode) -> Joint | Untraceable:
-    """The trace of the same as one stage; real kernels, which know their layouts, are not asked."""
+    """Traces the model as one stage, without checking the strides of fake results with real kernels."""
     x = x.detach().requires_grad_(x.is_floating_point())
     with (
         mock.patch.object(fake, "_is_doubtful", return_value=False),
-        mode.entered(),
+        mode.enter(),
     ):
         return trace(list(model), [x], setting=Setting(device=DEVICE))
 
 
-def traced(joint: Joint) -> Operators:
-    """What a joint graph calls."""
+def traced_operators(joint: Joint) -> Operators:
+    """Returns the operators of a joint graph."""
     found = Operators([], [])
-    for node in _live(joint):
-        name = _name(node.target, fx.map_arg(node.args, lambda n: n.meta["val"]))
+    for node in _live_nodes(joint):
+        name = _kernel_name(node.target, fx.map_arg(node.args, lambda n: n.meta["val"]))
         if name not in _COMPUTES_NOTHING:
             is_backward = node.meta.get("partitioner_tag") == "is_backward"
             (found.backward if is_backward else found.forward).append(name)
     return found
 
 
-def _live(joint: Joint) -> list[Any]:
-    """The calls that lead to its results, but views."""
+def _live_nodes(joint: Joint) -> list[Any]:
+    """Returns the nodes on which the graph's results depend, without views."""
     live, found = {node.node for node in joint.outputs}, []
     for node in reversed(joint.module.graph.nodes):
         if node in live:
@@ -310,14 +320,14 @@ def _live(joint: Joint) -> list[Any]:
     return found[::-1]
 
 
-# What lowering leaves out, or calls otherwise: copies, and a ReLU by its own kernel.
+# Copies, which lowering may elide. A ReLU may become clamp_min, which is counted as relu below.
 _COPIES = {"clone", "copy", "copy_", "_to_copy", "lift_fresh_copy"}
 
 
-def beside_lowered(joint: Joint) -> tuple[str, ...]:
-    """How the calls of a stage's programs for a first micro-batch differ from the trace's; order aside.
+def lowering_differences(joint: Joint) -> tuple[str, ...]:
+    """Returns how the operators of a first micro-batch's programs differ from the trace's, ignoring order.
 
-    Programs have their scratch memory where an allocator of a GPU might have put it.
+    Also checks that the arena's offsets are aligned for CUDA.
     """
     parts = split(joint, NO_RECOMPUTE)
     graphs = [parts.forward_saving] + ([parts.backward] if parts.backward is not None else [])
@@ -328,7 +338,7 @@ def beside_lowered(joint: Joint) -> tuple[str, ...]:
     calls = [step.op for step in steps if isinstance(step, Call) and step.when is not When.LATER]
     ours = Counter(op._schema.name.split("::")[1] for op in calls)
     ours["relu"] += ours.pop("clamp_min", 0)
-    live = _live(joint)
+    live = _live_nodes(joint)
     expected = Counter(node.target._schema.name.split("::")[1] for node in live)
     expected["relu"] += expected.pop("clamp_min", 0)
     return tuple(
@@ -339,7 +349,7 @@ def beside_lowered(joint: Joint) -> tuple[str, ...]:
 
 
 def examine(name: str, mode: str) -> Verdict:
-    """Compares one configuration."""
+    """Compares the operators of one configuration in one mode."""
     how = MODES[mode]
     torch.manual_seed(0)
     model, x = CONFIGURATIONS[name]()
@@ -348,20 +358,20 @@ def examine(name: str, mode: str) -> Verdict:
     joint = joint_of(model, x, how)
     if isinstance(joint, Untraceable):
         return Verdict(name, mode, joint.reason)
-    ours, expected = traced(joint), eager(model, x, how)
+    ours, expected = traced_operators(joint), eager_operators(model, x, how)
     differs = [
         f"{direction}: {line}"
         for direction in ("forward", "backward")
         for line in difflib.ndiff(getattr(expected, direction), getattr(ours, direction))
         if line[0] in "+-"
     ]
-    return Verdict(name, mode, None, tuple(differs), beside_lowered(joint))
+    return Verdict(name, mode, None, tuple(differs), lowering_differences(joint))
 
 
 def main() -> None:
-    """Prints verdicts as JSON, of configurations, each a mode, a slash and a name."""
+    """Prints a verdict as JSON for each command-line argument of the form mode/name."""
     warnings.simplefilter("ignore")
-    for word in sys.argv[2:]:  # the first is the library of operators, which are not computed here
+    for word in sys.argv[2:]:  # the first argument is the operator library, which is not needed here
         mode, name = word.split("/", 1)
         print(json.dumps(asdict(examine(name, mode))), flush=True)
 

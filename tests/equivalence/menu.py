@@ -1,4 +1,4 @@
-"""The layers that random combinations are made of, and the ways to call them, by name."""
+"""The layers of random combinations, and the forms of their inputs and outputs, by name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gpipe_fast import is_checkpointing, is_recomputing, replicate
 from gpipe_fast.layers.skip import pop, skippable, stash
 from tests.untraceable import WIDTH, Counting, Hooked, Of
 
-# Between entries of the menu goes a tensor of shape (batch, length, WIDTH).
+# Every menu entry maps a tensor of shape (batch, length, WIDTH) to another one.
 TOKENS = 11
 Layers = list[nn.Module]
 
 
-class Average(nn.Module):
-    """Subtracts a running average, which is read and then written in every call."""
+class RunningAverage(nn.Module):
+    """Subtracts a running average; every call reads it and then updates it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,21 +36,21 @@ class Average(nn.Module):
         return y
 
 
-def across(f: nn.Module, x: Tensor) -> Tensor:
-    """A layer that takes channels before positions."""
+def channels_first(f: nn.Module, x: Tensor) -> Tensor:
+    """Calls a layer whose input has channels before positions."""
     y: Tensor = f(x.transpose(1, 2))
     return y.transpose(1, 2)
 
 
-def planes(f: nn.Module, x: Tensor) -> Tensor:
-    """A convolution of images whose channels come last."""
+def channels_last_convolution(f: nn.Module, x: Tensor) -> Tensor:
+    """Convolves images in channels_last memory format."""
     images = x.unsqueeze(1).contiguous(memory_format=torch.channels_last)
     y: Tensor = f(images).relu().mean(1)
     return y
 
 
-def product(f: nn.Bilinear, x: Tensor) -> Tensor:
-    """By a parameter itself, and by its transpose."""
+def weight_and_transpose(f: nn.Bilinear, x: Tensor) -> Tensor:
+    """Multiplies by a parameter and by its transpose."""
     return torch.sin(x @ f.weight[:, 0] @ f.weight[:, 0].t())
 
 
@@ -63,34 +63,34 @@ def tied(f: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def itself(f: nn.Module, x: Tensor) -> Tensor:
+def return_input(f: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def view(f: nn.Module, x: Tensor) -> Tensor:
+def reshaped(f: nn.Module, x: Tensor) -> Tensor:
     return x.unflatten(-1, (2, -1)).flatten(-2)
 
 
 def flipped(f: nn.Module, x: Tensor) -> Tensor:
-    """A view in another order: the first of the channels last."""
+    """Permutes a view twice, and repeats the first half of the channels."""
     return x.movedim(-1, 0).movedim(0, -1)[:, :, : WIDTH // 2].repeat(1, 1, 2)
 
 
-def twice(f: nn.Module, x: Tensor) -> Any:
+def pair_out(f: nn.Module, x: Tensor) -> Any:
     return f(x), x
 
 
-def thrice(f: nn.Module, x: Tensor) -> Any:
+def list_out(f: nn.Module, x: Tensor) -> Any:
     h = f(x)
     return [h, h, h.transpose(1, 2), x, x[:, :1]]
 
 
-def once(f: nn.Module, value: Any) -> Tensor:
+def pair_in(f: nn.Module, value: Any) -> Tensor:
     a, b = value
     return torch.tanh(a) * b
 
 
-def joined(f: nn.Module, value: Any) -> Tensor:
+def list_in(f: nn.Module, value: Any) -> Tensor:
     a, b, c, d, e = value
     return torch.tanh(a * b) + c.transpose(1, 2) - f(d) + e
 
@@ -136,34 +136,34 @@ def out_of_dicts(f: nn.Module, value: Any) -> Tensor:
     return h + rest["which"].unsqueeze(-1) * value["constant"] if "constant" in value else f(h)
 
 
-# What can be lowered. Some entries are several layers, between which a stage may end.
+# Layers that can be lowered. A stage may end between the layers of one entry.
 LOWERED: dict[str, Callable[[], Layers]] = {
     "linear, GELU": lambda: [nn.Linear(WIDTH, WIDTH), nn.GELU()],
     "linear, tanh": lambda: [nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))],
     "in-place ReLU": lambda: [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)],
     "layer norm": lambda: [nn.LayerNorm(WIDTH)],
     "RMS norm": lambda: [nn.RMSNorm(WIDTH)],
-    "batch norm": lambda: [Of(across, nn.BatchNorm1d(WIDTH))],
-    "group norm": lambda: [Of(across, nn.GroupNorm(2, WIDTH))],
-    "instance norm": lambda: [Of(across, nn.InstanceNorm1d(WIDTH, affine=True))],
+    "batch norm": lambda: [Of(channels_first, nn.BatchNorm1d(WIDTH))],
+    "group norm": lambda: [Of(channels_first, nn.GroupNorm(2, WIDTH))],
+    "instance norm": lambda: [Of(channels_first, nn.InstanceNorm1d(WIDTH, affine=True))],
     "dropout": lambda: [nn.Dropout(0.3)],
     "alpha dropout": lambda: [nn.AlphaDropout(0.1)],
     "attention": lambda: [Block(WIDTH, 2)],
     "encoder layer": lambda: [nn.TransformerEncoderLayer(WIDTH, 2, 12, 0.2, batch_first=True)],
-    "convolution": lambda: [Of(across, nn.Conv1d(WIDTH, WIDTH, 3, padding=1)), nn.SiLU()],
-    "planes": lambda: [Of(planes, nn.Conv2d(1, 2, 3, padding=1))],
-    "product": lambda: [Of(product, nn.Bilinear(1, WIDTH, WIDTH, bias=False))],
+    "convolution": lambda: [Of(channels_first, nn.Conv1d(WIDTH, WIDTH, 3, padding=1)), nn.SiLU()],
+    "planes": lambda: [Of(channels_last_convolution, nn.Conv2d(1, 2, 3, padding=1))],
+    "product": lambda: [Of(weight_and_transpose, nn.Bilinear(1, WIDTH, WIDTH, bias=False))],
     "residual": lambda: [Of(residual)],
     "tied within": lambda: [Of(tied)],
-    "average": lambda: [Average()],
+    "average": lambda: [RunningAverage()],
     "spectral norm": lambda: [parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))],
     "weight norm": lambda: [parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))],
-    "itself": lambda: [Of(itself, nn.Identity())],
+    "itself": lambda: [Of(return_input, nn.Identity())],
     "identity": lambda: [nn.Identity()],
-    "view": lambda: [Of(view, nn.Identity())],
+    "view": lambda: [Of(reshaped, nn.Identity())],
     "permuted": lambda: [Of(flipped)],
-    "twice": lambda: [Of(twice), Of(once)],
-    "thrice": lambda: [Of(thrice), Of(joined)],
+    "twice": lambda: [Of(pair_out), Of(pair_in)],
+    "thrice": lambda: [Of(list_out), Of(list_in)],
     "tuples": lambda: [Of(in_tuples), Of(out_of_tuples)],
     "lists": lambda: [Of(in_lists), Of(through_lists), Of(out_of_lists)],
     "dicts": lambda: [Of(in_dicts), Of(out_of_dicts)],
@@ -171,13 +171,13 @@ LOWERED: dict[str, Callable[[], Layers]] = {
 }
 
 
-def recurrent(f: nn.Module, x: Tensor) -> Tensor:
+def first_output(f: nn.Module, x: Tensor) -> Tensor:
     output: Tensor = f(x)[0]
     return output
 
 
-class Branch(nn.Module):
-    """Uses one of two layers, as the data say; the other one may get no gradient."""
+class DataDependentBranch(nn.Module):
+    """Uses one of two layers, depending on the data; the other may get no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Branch(nn.Module):
 
 
 def selected(f: nn.Module, x: Tensor) -> Tensor:
-    """As many rows as are positive, scattered back."""
+    """Applies a layer to a data-dependent number of rows."""
     rows = x[..., 0] > 0
     y = x.clone()
     y[rows] = f(x[rows]).to(y.dtype)
@@ -201,96 +201,103 @@ def embedded(f: nn.Module, x: Tensor) -> Tensor:
     return x * y.sum(-1) + x
 
 
-def asking(f: nn.Module, x: Tensor) -> Tensor:
+def query_phase(f: nn.Module, x: Tensor) -> Tensor:
     assert not (is_checkpointing() and is_recomputing())
     y: Tensor = f(x)
     return y
 
 
-def listed(f: nn.Module, x: Tensor) -> Any:
-    """Values that the next layer is lowered for, of a layer in Python."""
+def dict_with_branch(f: nn.Module, x: Tensor) -> Any:
+    """Returns nested values from a layer in Python; the next layer is lowered for them."""
     h = f(x) * (1.0 if float(x.sum()) > 0 else 0.5)
     return {"h": h, "mask": h > 0, "rest": {"which": h.argmax(-1), "same": h, "no": None}, "how": "plus"}
 
 
-# What runs in Python.
-PYTHON: dict[str, Callable[[], Layers]] = {
-    "LSTM": lambda: [Of(recurrent, nn.LSTM(WIDTH, WIDTH, batch_first=True))],
-    "GRU": lambda: [Of(recurrent, nn.GRU(WIDTH, WIDTH, 2, batch_first=True, dropout=0.5))],
-    "branch on data": lambda: [Branch()],
+# Layers that run in Python.
+RUN_IN_PYTHON: dict[str, Callable[[], Layers]] = {
+    "LSTM": lambda: [Of(first_output, nn.LSTM(WIDTH, WIDTH, batch_first=True))],
+    "GRU": lambda: [Of(first_output, nn.GRU(WIDTH, WIDTH, 2, batch_first=True, dropout=0.5))],
+    "branch on data": lambda: [DataDependentBranch()],
     "data-dependent index": lambda: [Of(selected)],
     "own hooks": lambda: [Hooked()],
     "side effects": lambda: [Counting()],
     "sparse": lambda: [Of(embedded, nn.Embedding(2, WIDTH, sparse=True))],
     "max_norm": lambda: [Of(embedded, nn.Embedding(2, WIDTH, max_norm=0.5))],
-    "asks for the phase": lambda: [Of(asking)],
-    "averaging batch norm": lambda: [Of(across, nn.BatchNorm1d(WIDTH, momentum=None, affine=False))],
-    "dict from Python": lambda: [Of(listed), Of(out_of_dicts)],
+    "asks for the phase": lambda: [Of(query_phase)],
+    "averaging batch norm": lambda: [Of(channels_first, nn.BatchNorm1d(WIDTH, momentum=None, affine=False))],
+    "dict from Python": lambda: [Of(dict_with_branch), Of(out_of_dicts)],
 }
-MENU = LOWERED | PYTHON
+MENU = LOWERED | RUN_IN_PYTHON
 
 
 @skippable(stash=["skip"])
-class Stashing(nn.Module):
+class StashSine(nn.Module):
     def forward(self, x: Tensor) -> Any:
         yield stash("skip", x.sin())
         return x
 
 
 @skippable(pop=["skip"])
-class Popping(nn.Module):
+class PopAndAdd(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return x + (yield pop("skip")) * x.tanh()
 
 
-def from_tuple(f: nn.Module, value: Any) -> Tensor:
+def tuple_to_tensor(f: nn.Module, value: Any) -> Tensor:
     x, (y, tokens, [factor]) = value
     return f(x) + y * factor - tokens.unsqueeze(-1)
 
 
-def from_dict(f: nn.Module, value: Any) -> Tensor:
+def dict_to_tensor(f: nn.Module, value: Any) -> Tensor:
     assert value["none"] is None
     return f(value["x"]) * value["scale"] + value["parts"][0] if value["flag"] else value["x"]
 
 
-def two_arguments(f: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def two_arguments_to_tensor(f: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return f(x) * torch.tanh(y)
 
 
-def keywords(f: nn.Module, x: Tensor, *, bias: Tensor, factor: float = 1.0, flags: Any = ()) -> Tensor:
+def keywords_to_tensor(
+    f: nn.Module, x: Tensor, *, bias: Tensor, factor: float = 1.0, flags: Any = ()
+) -> Tensor:
     return f(x) * factor + bias if "plus" in flags else f(x) - bias
 
 
-def with_whole(f: nn.Module, value: Any, mask: Tensor | None = None) -> Tensor:
+def with_replicated(f: nn.Module, value: Any, mask: Tensor | None = None) -> Tensor:
     x, weight = value
     h = f(x @ weight)
     return h if mask is None else h * mask
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a module is called: its first layers, and from ``x``, ``y``, a weight and tokens its arguments."""
+class InputForm:
+    """How a module is called.
+
+    Attributes:
+        layers: constructs the layers that turn the arguments into one tensor.
+        call: maps ``x``, ``y``, a weight and tokens to the positional and keyword arguments.
+    """
 
     layers: Callable[[], Layers]
     call: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
-INPUTS: dict[str, Form] = {
-    "tensor": Form(lambda: [], lambda x, y, w, t: ((x,), {})),
-    "tokens": Form(lambda: [nn.Embedding(TOKENS, WIDTH)], lambda x, y, w, t: ((t,), {})),
-    "tuple": Form(lambda: [Of(from_tuple)], lambda x, y, w, t: (((x, (y, t, [0.5])),), {})),
-    "dict": Form(
-        lambda: [Of(from_dict)],
+INPUTS: dict[str, InputForm] = {
+    "tensor": InputForm(lambda: [], lambda x, y, w, t: ((x,), {})),
+    "tokens": InputForm(lambda: [nn.Embedding(TOKENS, WIDTH)], lambda x, y, w, t: ((t,), {})),
+    "tuple": InputForm(lambda: [Of(tuple_to_tensor)], lambda x, y, w, t: (((x, (y, t, [0.5])),), {})),
+    "dict": InputForm(
+        lambda: [Of(dict_to_tensor)],
         lambda x, y, w, t: (({"x": x, "parts": (y,), "scale": 0.5, "flag": True, "none": None},), {}),
     ),
-    "two arguments": Form(lambda: [Of(two_arguments)], lambda x, y, w, t: ((x, y), {})),
-    "keyword": Form(
-        lambda: [Of(keywords)],
+    "two arguments": InputForm(lambda: [Of(two_arguments_to_tensor)], lambda x, y, w, t: ((x, y), {})),
+    "keyword": InputForm(
+        lambda: [Of(keywords_to_tensor)],
         lambda x, y, w, t: ((x,), {"bias": y, "factor": 1.5, "flags": ("plus", None)}),
     ),
-    "replicated": Form(lambda: [Of(with_whole)], lambda x, y, w, t: (((x, replicate(w)),), {})),
-    "replicated keyword": Form(
-        lambda: [Of(with_whole)],
+    "replicated": InputForm(lambda: [Of(with_replicated)], lambda x, y, w, t: (((x, replicate(w)),), {})),
+    "replicated keyword": InputForm(
+        lambda: [Of(with_replicated)],
         lambda x, y, w, t: (((x, replicate(w)),), {"mask": replicate(w[0] > 0)}),
     ),
 }

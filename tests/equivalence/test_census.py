@@ -1,4 +1,4 @@
-"""Contract 1 over every layer of torch.nn and over models made of several: the bits of the plain loop."""
+"""Every layer of torch.nn, and small models, equal the plain micro-batch loop bit for bit (contract 1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe
 from tests.equivalence.census import examine
-from tests.equivalence.census_layers import OUT_OF_SCOPE, PYTHON, RECIPES
+from tests.equivalence.census_layers import OUT_OF_SCOPE, RECIPES, RUN_IN_PYTHON
 from tests.reference import check_step, pipeline, plain_loop
 
 pytestmark = [
@@ -24,46 +24,46 @@ pytestmark = [
 ]
 
 
-def test_every_class_of_torch_nn_is_counted() -> None:
+def test_every_class_of_torch_nn_has_a_recipe_or_is_out_of_scope() -> None:
     classes = {n for n, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module)}
     exercised = {name.split()[0] for name in RECIPES}
     assert exercised & OUT_OF_SCOPE.keys() == set()
     assert classes - exercised - OUT_OF_SCOPE.keys() == set()
-    assert PYTHON.keys() <= RECIPES.keys()
+    assert RUN_IN_PYTHON.keys() <= RECIPES.keys()
 
 
-def _check(name: str, thorough: bool) -> None:
+def _check_layer(name: str, thorough: bool) -> None:
     verdict = examine(name, thorough)
-    if name in PYTHON:
+    if name in RUN_IN_PYTHON:
         assert verdict.reason is not None
-        assert PYTHON[name] in verdict.reason
+        assert RUN_IN_PYTHON[name] in verdict.reason
     else:
         assert verdict.reason is None
-        assert verdict.rounded == set(), f"{verdict.worst} times eager's own error"
+        assert verdict.inexact_formats == set(), f"{verdict.max_error_ratio} times the plain loop's error"
 
 
 @pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", RECIPES)
-def test_layer(name: str) -> None:
-    _check(name, thorough=False)
+def test_a_layer_of_torch_nn_equals_the_plain_loop(name: str) -> None:
+    _check_layer(name, thorough=False)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", RECIPES)
-def test_layer_with_every_memory_format_and_every_cut(name: str) -> None:
-    _check(name, thorough=True)
+def test_a_layer_of_torch_nn_equals_the_plain_loop_in_every_memory_format(name: str) -> None:
+    _check_layer(name, thorough=True)
 
 
-class Of(nn.Module):
-    """A function of a tensor, with the modules it calls."""
+class FunctionLayer(nn.Module):
+    """A layer that calls a function with the input and some modules."""
 
     def __init__(self, function: Callable[..., Tensor], *modules: nn.Module) -> None:
         super().__init__()
         self.function = function
-        self.held = nn.ModuleList(modules)
+        self.inner = nn.ModuleList(modules)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.held)
+        return self.function(x, *self.inner)
 
 
 class Block(nn.Module):
@@ -93,7 +93,7 @@ class Exponential(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (result,) = ctx.saved_tensors
-        return gradient * result * 0.5  # not the derivative: only this function's own backward gives it
+        return gradient * result * 0.5  # deliberately not the derivative, to show that this backward runs
 
 
 def _halve_gradient(x: Tensor) -> Tensor:
@@ -123,35 +123,37 @@ def _frozen() -> nn.Sequential:
     return model
 
 
-def _images(*layers: nn.Module) -> nn.Sequential:
+def _sequential(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-TOKENS, INDICES, IMAGES, FEATURES = (9, 8), None, (3, 8, 8), (12,)
+TOKENS, INDEX_INPUT, IMAGES, FEATURES = (9, 8), None, (3, 8, 8), (12,)
 MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...] | None]] = {
-    "GPT": (lambda: nn.Sequential(nn.Embedding(11, 8), Block(8), Block(8), nn.Linear(8, 11)), INDICES),
+    "GPT": (lambda: nn.Sequential(nn.Embedding(11, 8), Block(8), Block(8), nn.Linear(8, 11)), INDEX_INPUT),
     "GPT with its loss": (
         lambda: nn.Sequential(
             nn.Embedding(11, 8),
             Block(8),
             nn.Linear(8, 11),
-            Of(lambda x: F.cross_entropy(x.flatten(0, 1), x.detach().flatten(0, 1).argmin(1)).reshape(1)),
+            FunctionLayer(
+                lambda x: F.cross_entropy(x.flatten(0, 1), x.detach().flatten(0, 1).argmin(1)).reshape(1)
+            ),
         ),
-        INDICES,
+        INDEX_INPUT,
     ),
     "convolution and batch norm": (
-        lambda: _images(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)),
+        lambda: _sequential(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)),
         IMAGES,
     ),
     "group and instance norm": (
-        lambda: _images(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.InstanceNorm2d(6, affine=True)),
+        lambda: _sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.InstanceNorm2d(6, affine=True)),
         IMAGES,
     ),
     "RMS norm": (lambda: nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8), nn.RMSNorm(8)), TOKENS),
     "multi-head attention": (
         lambda: nn.Sequential(
             nn.Linear(8, 8),
-            Of(
+            FunctionLayer(
                 lambda x, f: f(x, x, x, need_weights=False)[0],
                 nn.MultiheadAttention(8, 2, 0.1, batch_first=True),
             ),
@@ -164,9 +166,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...] | None]] = 
         ),
         TOKENS,
     ),
-    "embedding bag": (lambda: nn.Sequential(nn.EmbeddingBag(11, 8), nn.Linear(8, 4)), INDICES),
+    "embedding bag": (lambda: nn.Sequential(nn.EmbeddingBag(11, 8), nn.Linear(8, 4)), INDEX_INPUT),
     "pooling": (
-        lambda: _images(
+        lambda: _sequential(
             nn.Conv2d(3, 4, 3), nn.AvgPool2d(2), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
         ),
         IMAGES,
@@ -182,22 +184,25 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...] | None]] = 
         FEATURES,
     ),
     "transposed convolution": (
-        lambda: _images(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 3, 3, stride=2)),
+        lambda: _sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 3, 3, stride=2)),
         IMAGES,
     ),
     "nearest upsampling": (
-        lambda: _images(nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=2), nn.Conv2d(4, 2, 3)),
+        lambda: _sequential(nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=2), nn.Conv2d(4, 2, 3)),
         IMAGES,
     ),
     "custom autograd function": (
-        lambda: nn.Sequential(nn.Linear(12, 6), Of(Exponential.apply), nn.Linear(6, 2)),
+        lambda: nn.Sequential(nn.Linear(12, 6), FunctionLayer(Exponential.apply), nn.Linear(6, 2)),
         FEATURES,
     ),
-    "tensor hook": (lambda: nn.Sequential(nn.Linear(12, 6), Of(_halve_gradient), nn.Linear(6, 2)), FEATURES),
+    "tensor hook": (
+        lambda: nn.Sequential(nn.Linear(12, 6), FunctionLayer(_halve_gradient), nn.Linear(6, 2)),
+        FEATURES,
+    ),
     "nested checkpoint": (
         lambda: nn.Sequential(
             nn.Linear(12, 6),
-            Of(
+            FunctionLayer(
                 lambda x, f: checkpoint(f, x, use_reentrant=False),
                 nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)),
             ),
@@ -207,20 +212,27 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...] | None]] = 
     ),
     "frozen parameters": (_frozen, FEATURES),
     "integers between layers": (
-        lambda: nn.Sequential(Of(lambda x: x.flip(1)), Of(lambda x: (x + 1) % 11), nn.Embedding(11, 8)),
-        INDICES,
+        lambda: nn.Sequential(
+            FunctionLayer(lambda x: x.flip(1)), FunctionLayer(lambda x: (x + 1) % 11), nn.Embedding(11, 8)
+        ),
+        INDEX_INPUT,
     ),
-    "integer output": (lambda: nn.Sequential(nn.Embedding(11, 8), Of(lambda x: x.argmax(-1))), INDICES),
+    "integer output": (
+        lambda: nn.Sequential(nn.Embedding(11, 8), FunctionLayer(lambda x: x.argmax(-1))),
+        INDEX_INPUT,
+    ),
     "in-place operations": (
-        lambda: nn.Sequential(nn.Linear(12, 6), nn.ReLU(inplace=True), Of(_in_place), nn.Linear(6, 2)),
+        lambda: nn.Sequential(
+            nn.Linear(12, 6), nn.ReLU(inplace=True), FunctionLayer(_in_place), nn.Linear(6, 2)
+        ),
         FEATURES,
     ),
-    "tied parameters": (_tied, INDICES),
+    "tied parameters": (_tied, INDEX_INPUT),
     "random numbers": (
         lambda: nn.Sequential(
             nn.Linear(12, 6),
             nn.Dropout(0.3),
-            Of(lambda x: x + torch.randn_like(x) * torch.rand(6)),
+            FunctionLayer(lambda x: x + torch.randn_like(x) * torch.rand(6)),
             nn.Dropout(0.3),
         ),
         FEATURES,
@@ -228,54 +240,54 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...] | None]] = 
 }
 
 
-def _input(shape: tuple[int, ...] | None) -> Tensor:
+def _make_input(shape: tuple[int, ...] | None) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     if shape is None:
         return torch.randint(11, (7, 6), generator=generator)
     return torch.randn(7, *shape, generator=generator)
 
 
-def _model(name: str) -> tuple[nn.Sequential, Tensor]:
+def make_model_and_input(name: str) -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
     make, shape = MODELS[name]
-    return make(), _input(shape)
+    return make(), _make_input(shape)
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MODELS)
-def test_model(name: str) -> None:
-    model, x = _model(name)
+def test_a_model_in_one_stage_equals_the_plain_loop(name: str) -> None:
+    model, x = make_model_and_input(name)
     check_step(model, x)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
-def test_model_whose_input_takes_no_gradient(name: str) -> None:
-    model, x = _model(name)
+def test_a_model_whose_input_needs_no_gradient_equals_the_plain_loop(name: str) -> None:
+    model, x = make_model_and_input(name)
     check_step(model, x, input_gradient=False, budgets=(0.0,))
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "tied parameters"])
-def test_model_in_several_stages(name: str) -> None:
-    model, x = _model(name)
+def test_a_model_with_one_stage_per_layer_equals_the_plain_loop(name: str) -> None:
+    model, x = make_model_and_input(name)
     check_step(model, x, balance=[1] * len(model), budgets=(0.0, 1.0))
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
-def test_model_in_inference(name: str) -> None:
-    model, x = _model(name)
+def test_inference_equals_the_plain_loop(name: str) -> None:
+    model, x = make_model_and_input(name)
     model.eval()
     pipe = GPipe(model, [len(model)], chunks=4)
     with torch.no_grad():
         assert torch.equal(pipeline(pipe, x), plain_loop(model, x, 4))
-    # Evaluation with gradients, as for saliency maps, is another trace.
+    # Evaluation with gradients, as for saliency maps, is traced separately.
     assert torch.equal(pipeline(pipe, x), plain_loop(copy.deepcopy(model), x, 4))
 
 
 @pytest.mark.parametrize("name", [n for n, (_, shape) in MODELS.items() if shape == IMAGES])
-def test_model_in_channels_last(name: str) -> None:
-    model, x = _model(name)
+def test_a_channels_last_model_equals_the_plain_loop(name: str) -> None:
+    model, x = make_model_and_input(name)
     model.to(memory_format=torch.channels_last)
     check_step(model, x.contiguous(memory_format=torch.channels_last)[:6], chunks=3)

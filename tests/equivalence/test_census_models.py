@@ -1,4 +1,4 @@
-"""Some of the census of torchvision's models: all layers native, a step with the plain loop's bits."""
+"""A sample of the torchvision census: all layers are native, and a step equals the plain loop bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 try:
     import torchvision  # noqa: F401
-except (ImportError, RuntimeError) as error:  # RuntimeError: it was built for another build of torch
+except (ImportError, RuntimeError) as error:  # RuntimeError: built for a different torch
     pytest.skip(f"torchvision does not load: {error}", allow_module_level=True)
 
 from torchvision.models import ConvNeXt, DenseNet, SwinTransformer, VisionTransformer, list_models
@@ -22,7 +22,7 @@ from bench import census, sequences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Constructors that are small, and how many layers they have; LR-ASPP hands pairs on.
+# Constructors of small models, and their numbers of layers. LR-ASPP passes pairs between layers.
 SAMPLE = {
     "lraspp_mobilenet_v3_large": 19,
     "mobilenet_v3_small": 19,
@@ -32,7 +32,7 @@ SAMPLE = {
 }
 
 
-def _equal(verdict: census.Verdict, num_layers: int) -> None:
+def _check_all_native_and_equal(verdict: census.Verdict, num_layers: int) -> None:
     assert (verdict.refused, verdict.num_layers, verdict.num_native) == ({}, num_layers, num_layers)
     assert verdict.report, verdict.report
     assert verdict.row()[3:5] == ["100%", "equal"]
@@ -40,11 +40,11 @@ def _equal(verdict: census.Verdict, num_layers: int) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SAMPLE)
-def test_every_layer_is_native_and_every_gradient_equal(name: str) -> None:
-    _equal(census.examine(name), SAMPLE[name])
+def test_a_torchvision_model_is_all_native_and_equals_the_plain_loop(name: str) -> None:
+    _check_all_native_and_equal(census.examine(name), SAMPLE[name])
 
 
-# Of large families, a small member; a dense block hands lists on, MViT numbers too.
+# A small member of each large family. A dense block passes lists between layers, MViT also passes numbers.
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "ConvNeXt": (
         lambda: ConvNeXt([CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 1)], 0.2),
@@ -84,19 +84,19 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SMALL)
-def test_small_members_of_large_families(name: str) -> None:
+def test_a_small_member_of_a_large_family_equals_the_plain_loop(name: str) -> None:
     make, shape, num_layers = SMALL[name]
     torch.manual_seed(0)
     model = sequences.enlivened(make())
-    _equal(census.compare(model, torch.randn(4, *shape), shape[-2:]), num_layers)
+    _check_all_native_and_equal(census.compare(model, torch.randn(4, *shape), shape[-2:]), num_layers)
 
 
 @pytest.mark.extended
-def test_every_constructor_is_a_sequence_or_left_out_with_a_reason() -> None:
+def test_every_torchvision_constructor_becomes_a_sequence_or_has_a_reason() -> None:
     for name in list_models():
         if sequences.left_out(name) is not None or fnmatch(name, "regnet_*_*gf"):
             continue
-        # A RegNet reads its widths from tensors; small ones stand for the large.
+        # A RegNet reads its widths from tensors, so meta does not work; only the small ones are built.
         with torch.device("cpu" if name.startswith("regnet") else "meta"):
             model = sequences.build(name)
         sequence = sequences.as_sequence(model, (64, 64))
@@ -104,7 +104,7 @@ def test_every_constructor_is_a_sequence_or_left_out_with_a_reason() -> None:
         assert {*map(id, model.parameters())} == {*map(id, sequence.parameters())}, name
 
 
-def test_another_function_is_noticed() -> None:
+def test_check_outputs_detects_a_sequence_with_a_different_function() -> None:
     model = sequences.construct("squeezenet1_1")
     sequence = sequences.as_sequence(model, (64, 64))
     assert sequence is not None
@@ -114,18 +114,18 @@ def test_another_function_is_noticed() -> None:
         census.check_outputs(model, sequence.append(nn.Softmax(1)), x)
 
 
-def test_refused_layers_are_counted_and_named() -> None:
-    class Last(nn.Module):
+def test_layers_that_cannot_be_lowered_are_counted_and_named() -> None:
+    class StoresItsInput(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.last = x
             return x * 2
 
-    layers = nn.Sequential(nn.Linear(4, 4), Last(), nn.Linear(4, 2))
+    layers = nn.Sequential(nn.Linear(4, 4), StoresItsInput(), nn.Linear(4, 2))
     assert census.refusals(layers, torch.randn(2, 4)) == {"1": "its forward sets last, a side effect"}
     verdict = census.Verdict(3, {"1": "why"}, None, name="model")
     assert verdict.row() == ["model", 3, 2, "67%", "-", ""]
 
 
-def test_even_cuts() -> None:
+def test_even_cuts_differ_by_at_most_one_layer() -> None:
     assert census.even_cuts(15) == [5, 5, 5]
     assert census.even_cuts(7) == [2, 2, 3]

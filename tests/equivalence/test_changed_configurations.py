@@ -1,4 +1,4 @@
-"""Models of transformers and timm whose configuration changes in training; skipped without these."""
+"""Models of transformers and timm whose configuration changes during training; skipped if not installed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gpipe_fast import GPipe, keyed_rng
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("one_thread")]
 
-STEPS, CHANGES, VOCABULARY, WIDTH = 20, (7, 14), 50, 32
+STEPS, CHANGE_STEPS, VOCABULARY, WIDTH = 20, (7, 14), 50, 32
 
 
-class Case(NamedTuple):
-    """A model and how it changes.
+class ConfigurationCase(NamedTuple):
+    """A model and a configuration change.
 
     Attributes:
-        layers: the model as a sequence.
-        x: its input.
-        settings: what holds the attribute that changes: a configuration, or a module.
-        attribute: its name.
-        values: what it is, in turn.
+        layers: the model as a sequence of layers.
+        x: the model's input.
+        settings: the configuration or module whose attribute changes.
+        attribute: the attribute's name.
+        values: the attribute's alternating values.
     """
 
     layers: nn.Sequential
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 class Block(nn.Module):
-    """One block of a model, of which the first output goes on; with rotary positions, if it has any."""
+    """One transformer block; returns its first output, and passes rotary position embeddings if any."""
 
     def __init__(self, block: nn.Module, rotary: nn.Module | None = None) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class Block(nn.Module):
         return y[0] if isinstance(y, tuple) else y
 
 
-class Embedded(nn.Module):
-    """Tokens and positions of GPT-2."""
+class Gpt2Embedding(nn.Module):
+    """GPT-2's embedding of tokens and positions."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -70,40 +70,44 @@ ATTENTION: tuple[str, tuple[str, str]] = ("_attn_implementation", ("eager", "sdp
 SIZES = {"hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 48}
 
 
-def _text(embedding: nn.Module, blocks: list[nn.Module], norm: nn.Module) -> tuple[nn.Sequential, Tensor]:
+def _language_model(
+    embedding: nn.Module, blocks: list[nn.Module], norm: nn.Module
+) -> tuple[nn.Sequential, Tensor]:
     layers = nn.Sequential(embedding, *blocks, norm, nn.Linear(WIDTH, VOCABULARY))
     return layers, torch.randint(0, VOCABULARY, (4, 8))
 
 
-def gpt2() -> Case:
+def gpt2() -> ConfigurationCase:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         n_embd=WIDTH, n_layer=3, n_head=4, n_positions=32, vocab_size=VOCABULARY, attn_implementation="eager"
     )
     model = transformers.GPT2Model(config)
-    return Case(*_text(Embedded(model), [Block(b) for b in model.h], model.ln_f), config, *ATTENTION)
+    return ConfigurationCase(
+        *_language_model(Gpt2Embedding(model), [Block(b) for b in model.h], model.ln_f), config, *ATTENTION
+    )
 
 
-def _decoder(name: str, **options: Any) -> Case:
+def _decoder(name: str, **options: Any) -> ConfigurationCase:
     transformers = pytest.importorskip("transformers")
     sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
     config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation="eager", **options)
     model = getattr(transformers, f"{name}Model")(config)
     blocks: list[nn.Module] = [Block(b, model.rotary_emb) for b in model.layers]
-    return Case(*_text(model.embed_tokens, blocks, model.norm), config, *ATTENTION)
+    return ConfigurationCase(*_language_model(model.embed_tokens, blocks, model.norm), config, *ATTENTION)
 
 
-def bert() -> Case:
+def bert() -> ConfigurationCase:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         **SIZES, num_hidden_layers=3, vocab_size=VOCABULARY, attn_implementation="eager"
     )
     model = transformers.BertModel(config)
     blocks: list[nn.Module] = [Block(b) for b in model.encoder.layer]
-    return Case(*_text(model.embeddings, blocks, nn.Identity()), config, *ATTENTION)
+    return ConfigurationCase(*_language_model(model.embeddings, blocks, nn.Identity()), config, *ATTENTION)
 
 
-def vit() -> Case:
+def vit() -> ConfigurationCase:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
         **SIZES, num_hidden_layers=3, image_size=16, patch_size=4, attn_implementation="eager"
@@ -111,38 +115,38 @@ def vit() -> Case:
     model = transformers.ViTModel(config)
     blocks = model.encoder.layer if hasattr(model, "encoder") else model.layers
     layers = nn.Sequential(model.embeddings, *map(Block, blocks), model.layernorm, nn.Linear(WIDTH, 10))
-    return Case(layers, torch.randn(4, 3, 16, 16), config, *ATTENTION)
+    return ConfigurationCase(layers, torch.randn(4, 3, 16, 16), config, *ATTENTION)
 
 
-def mamba() -> Case:
+def mamba() -> ConfigurationCase:
     transformers = pytest.importorskip("transformers")
     config = transformers.MambaConfig(
         hidden_size=WIDTH, state_size=4, num_hidden_layers=2, vocab_size=VOCABULARY, use_cache=False
     )
     model = transformers.MambaModel(config)
     blocks: list[nn.Module] = [Block(b) for b in model.layers]
-    layers, x = _text(model.embeddings, blocks, model.norm_f)
-    return Case(layers, x, model.layers[0], "residual_in_fp32", (True, False))
+    layers, x = _language_model(model.embeddings, blocks, model.norm_f)
+    return ConfigurationCase(layers, x, model.layers[0], "residual_in_fp32", (True, False))
 
 
-def resnet() -> Case:
+def resnet() -> ConfigurationCase:
     timm = pytest.importorskip("timm")
     model = timm.create_model("resnet10t", num_classes=10)
     first = nn.Sequential(model.conv1, model.bn1, model.act1, model.maxpool)
     last = nn.Sequential(model.global_pool, model.fc)
     layers = nn.Sequential(first, model.layer1, model.layer2, model.layer3, model.layer4, last)
-    return Case(layers, torch.randn(4, 3, 32, 32), model.bn1, "momentum", (0.1, 0.3))
+    return ConfigurationCase(layers, torch.randn(4, 3, 32, 32), model.bn1, "momentum", (0.1, 0.3))
 
 
-def convnext() -> Case:
+def convnext() -> ConfigurationCase:
     timm = pytest.importorskip("timm")
     model = timm.create_model("convnext_atto", num_classes=10, drop_path_rate=0.2)
     layers = nn.Sequential(model.stem, *model.stages, nn.Sequential(model.norm_pre, model.head))
     path = next(m for m in model.modules() if type(m).__name__ == "DropPath")
-    return Case(layers, torch.randn(4, 3, 64, 64), path, "drop_prob", (path.drop_prob, 0.5))
+    return ConfigurationCase(layers, torch.randn(4, 3, 64, 64), path, "drop_prob", (path.drop_prob, 0.5))
 
 
-CASES: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[[], ConfigurationCase]] = {
     "gpt2": gpt2,
     "llama": lambda: _decoder("Llama"),
     "mixtral": lambda: _decoder("Mixtral", num_local_experts=4),
@@ -160,21 +164,21 @@ def _loss(y: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_the_plain_loop(name: str) -> None:
+def test_training_equals_the_plain_loop_while_the_configuration_changes(name: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]()
     case.layers.train()
     layers, settings = copy.deepcopy((case.layers, case.settings))
-    cut = len(layers) // 2
+    middle = len(layers) // 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pipe = GPipe(layers, [cut, len(layers) - cut], devices=["cpu"] * 2, chunks=2)
+        pipe = GPipe(layers, [middle, len(layers) - middle], devices=["cpu"] * 2, chunks=2)
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-3) for m in (case.layers, pipe)]
     for step in range(STEPS):
-        if step in CHANGES:
-            value = case.values[(CHANGES.index(step) + 1) % 2]
-            for held in (case.settings, settings):
-                setattr(held, case.attribute, value)
+        if step in CHANGE_STEPS:
+            value = case.values[(CHANGE_STEPS.index(step) + 1) % 2]
+            for owner in (case.settings, settings):
+                setattr(owner, case.attribute, value)
         torch.manual_seed(1000 + step)
         with keyed_rng(case.layers):
             expected = torch.cat([case.layers(c) for c in case.x.chunk(2)])

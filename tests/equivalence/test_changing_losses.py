@@ -1,4 +1,4 @@
-"""Losses that lay out their gradients otherwise than the last one did, beside calls that fail."""
+"""Losses whose gradients change their memory layout from step to step, interleaved with failing calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.untraceable import WIDTH, M, Of, Recurrent, chains, features, quiet, 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Outputs = Sequence[Tensor]
-# By the layout of the gradients that they hand back.
+# Losses by the memory layout of the gradients that they produce.
 LOSSES: dict[str, Callable[[Outputs], Tensor]] = {
     "expanded": lambda ys: sum((y.sum() for y in ys), torch.zeros(())),
     "contiguous": lambda ys: sum((y.pow(2).mean() for y in ys), torch.zeros(())),
@@ -34,14 +34,14 @@ LOSSES: dict[str, Callable[[Outputs], Tensor]] = {
 }
 
 
-def checked(f: nn.Module, x: Tensor) -> Tensor:
+def reject_large_inputs(f: nn.Module, x: Tensor) -> Tensor:
     if float(x.detach().max()) > 1e4:
         raise ValueError("too large")
     y: Tensor = f(x)
     return y
 
 
-def split(f: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def output_and_sine(f: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return f(x), x.sin()
 
 
@@ -49,7 +49,7 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     **{name: MENU[name] for name in ("linear, GELU", "batch norm", "dropout", "attention", "convolution")},
     **{name: MENU[name] for name in ("planes", "residual", "thrice", "average", "LSTM", "branch on data")},
     "selection": lambda: [Of(selected)],
-    "checked": lambda: [Of(checked)],
+    "checked": lambda: [Of(reject_large_inputs)],
 }
 
 
@@ -57,8 +57,8 @@ def outputs_of(value: Any) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def in_a_loop(layers: nn.Sequential, x: Tensor, chunks: int) -> Outputs:
-    """The outputs of the plain loop, which itself joins one."""
+def loop_outputs(layers: nn.Sequential, x: Tensor, chunks: int) -> Outputs:
+    """Returns all outputs of the plain loop; `plain_loop` itself returns only one."""
     parts: list[Outputs] = []
 
     class First(nn.Sequential):
@@ -70,13 +70,13 @@ def in_a_loop(layers: nn.Sequential, x: Tensor, chunks: int) -> Outputs:
     return [torch.cat(each) for each in zip(*parts, strict=True)]
 
 
-def in_a_pipeline(pipe: GPipe, x: Tensor) -> Outputs:
+def pipeline_outputs(pipe: GPipe, x: Tensor) -> Outputs:
     torch.manual_seed(SEED)
     return outputs_of(pipe(x))
 
 
 def step(model: nn.Module, run: Callable[[Tensor], Outputs], x: Tensor, loss: str) -> Result:
-    """What a training step leaves behind; the model is left as it was."""
+    """Runs a training step and returns outputs, gradients and buffers; restores the model."""
     with restored(model):
         x = leaf(x)
         ys = run(x)
@@ -88,76 +88,82 @@ def step(model: nn.Module, run: Callable[[Tensor], Outputs], x: Tensor, loss: st
         return result | {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
 
 
-def compare(layers: nn.Sequential, pipe: GPipe, x: Tensor, loss: str) -> list[str]:
+def compare_steps(layers: nn.Sequential, pipe: GPipe, x: Tensor, loss: str) -> list[str]:
     chunks = pipe.chunks
     assert isinstance(chunks, int)
-    ours = step(pipe, lambda x: in_a_pipeline(pipe, x), x, loss)
-    return unequal(ours, step(layers, lambda x: in_a_loop(layers, x, chunks), x, loss))
+    ours = step(pipe, lambda x: pipeline_outputs(pipe, x), x, loss)
+    return unequal(ours, step(layers, lambda x: loop_outputs(layers, x, chunks), x, loss))
 
 
-def walk(seed: int, num_steps: int) -> None:
-    """Steps of one random model, with random losses, settings and sizes, and calls that it cannot take."""
-    chosen = random.Random(seed)
-    names = [chosen.choice(list(LAYERS)) for _ in range(chosen.randint(2, 4))]
+def train_random_model(seed: int, num_steps: int) -> None:
+    """Trains a random model with random losses, settings and batch sizes, interleaved with invalid calls."""
+    rng = random.Random(seed)
+    names = [rng.choice(list(LAYERS)) for _ in range(rng.randint(2, 4))]
     torch.manual_seed(seed)
-    made = [nn.Linear(WIDTH, WIDTH), *(layer for name in names for layer in LAYERS[name]())]
-    layers = nn.Sequential(*made, *([Of(split)] if chosen.random() < 0.5 else []))
-    stages = chosen.randint(1, min(3, len(layers)))
-    cuts = sorted(chosen.sample(range(1, len(layers)), stages - 1))
+    inner_layers = [nn.Linear(WIDTH, WIDTH), *(layer for name in names for layer in LAYERS[name]())]
+    layers = nn.Sequential(*inner_layers, *([Of(output_and_sine)] if rng.random() < 0.5 else []))
+    num_stages = rng.randint(1, min(3, len(layers)))
+    cuts = sorted(rng.sample(range(1, len(layers)), num_stages - 1))
     balance = [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
-    backend = chosen.choice(("auto", "auto", "auto", "eager"))
-    pipe = GPipe(layers, balance, chunks=chosen.randint(1, 4), backend=backend)
-    for number in range(num_steps):
-        if chosen.random() < 0.3:
-            pipe.checkpoint = chosen.choice(CHECKPOINT_MODES)
-        if chosen.random() < 0.1:
-            pipe.chunks = chosen.randint(1, 4)
-        x = features(chosen.choice((4, 4, 4, 7)), 5)
-        if chosen.random() < 0.15:
+    backend = rng.choice(("auto", "auto", "auto", "eager"))
+    pipe = GPipe(layers, balance, chunks=rng.randint(1, 4), backend=backend)
+    for step_index in range(num_steps):
+        if rng.random() < 0.3:
+            pipe.checkpoint = rng.choice(CHECKPOINT_MODES)
+        if rng.random() < 0.1:
+            pipe.chunks = rng.randint(1, 4)
+        x = features(rng.choice((4, 4, 4, 7)), 5)
+        if rng.random() < 0.15:
             with pytest.raises((RuntimeError, ValueError)):
                 pipe(torch.zeros(4, 5, WIDTH + 1))
-        if "checked" in names and chosen.random() < 0.2:
-            pipe_fails(pipe, x)
-        loss = chosen.choice(list(LOSSES))
-        found = compare(layers, pipe, x, loss)
-        assert found == [], f"seed {seed}, step {number}, {loss}, {names}, {balance}, {pipe.chunks} chunks"
+        if "checked" in names and rng.random() < 0.2:
+            call_that_may_fail(pipe, x)
+        loss = rng.choice(list(LOSSES))
+        found = compare_steps(layers, pipe, x, loss)
+        assert found == [], (
+            f"seed {seed}, step {step_index}, {loss}, {names}, {balance}, {pipe.chunks} chunks"
+        )
 
 
-def pipe_fails(pipe: GPipe, x: Tensor) -> None:
-    """A call with data that a layer may refuse, which depends on those before it."""
+def call_that_may_fail(pipe: GPipe, x: Tensor) -> None:
+    """Calls the pipeline with data that a layer may reject, depending on the layers before it."""
     with restored(pipe), contextlib.suppress(ValueError):
         pipe(x * 1e6)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_losses_in_random_order(seed: int) -> None:
+def test_random_models_with_losses_in_random_order_equal_the_plain_loop(seed: int) -> None:
     with quiet():
-        walk(seed, 6)
+        train_random_model(seed, 6)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 350))
-def test_losses_in_random_order_for_long(seed: int) -> None:
+def test_many_random_models_with_losses_in_random_order_equal_the_plain_loop(seed: int) -> None:
     with quiet():
-        walk(seed, 8)
+        train_random_model(seed, 8)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("balance", [[2, 2], [4]])
-def test_two_losses_in_turn_beside_layers_in_python(checkpoint: str, balance: list[int]) -> None:
+def test_two_alternating_losses_beside_layers_in_python_equal_the_plain_loop(
+    checkpoint: str, balance: list[int]
+) -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent(nn.LSTM), Of(selected), nn.Linear(WIDTH, WIDTH))
     pipe = GPipe(layers, balance, chunks=M, checkpoint=checkpoint)
     with quiet():
-        for number in range(6):
-            assert compare(layers, pipe, features(), ("expanded", "contiguous")[number % 2]) == [], number
+        for step_index in range(6):
+            assert (
+                compare_steps(layers, pipe, features(), ("expanded", "contiguous")[step_index % 2]) == []
+            ), step_index
 
 
-def test_equal_gradients_share_one_trace_and_losses_in_turn_are_remembered() -> None:
+def test_equal_gradient_layouts_share_one_trace_and_alternating_losses_stay_cached() -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
     pipe = GPipe(layers, [1, 2], chunks=M)
     traces = []
     for loss in ("contiguous", "expanded", "contiguous", "expanded", "transposed", "expanded"):
-        assert compare(layers, pipe, features(), loss) == []
+        assert compare_steps(layers, pipe, features(), loss) == []
         traces.append(compiler_of(pipe).num_traces)
     assert traces[0] == 2
     assert traces[1] == traces[2] == traces[3]
@@ -166,12 +172,14 @@ def test_equal_gradients_share_one_trace_and_losses_in_turn_are_remembered() -> 
 
 
 @pytest.mark.parametrize("loss", list(LOSSES))
-def test_after_one_step_nothing_is_searched(loss: str) -> None:
-    layers = nn.Sequential(*MENU["convolution"](), *MENU["batch norm"](), nn.Linear(WIDTH, WIDTH), Of(split))
+def test_after_one_step_no_fallback_segment_is_searched(loss: str) -> None:
+    layers = nn.Sequential(
+        *MENU["convolution"](), *MENU["batch norm"](), nn.Linear(WIDTH, WIDTH), Of(output_and_sine)
+    )
     pipe = GPipe(layers, [1, 1, 3], chunks=M)
-    with mock.patch.object(Search, "stand_in", autospec=True, side_effect=Search.stand_in) as stood_in:
-        assert compare(layers, pipe, features(), loss) == []
-        stood_in.reset_mock()
+    with mock.patch.object(Search, "stand_in", autospec=True, side_effect=Search.stand_in) as fallback_calls:
+        assert compare_steps(layers, pipe, features(), loss) == []
+        fallback_calls.reset_mock()
         for _ in range(2):
-            assert compare(layers, pipe, features(), loss) == []
-        assert stood_in.call_count == 0
+            assert compare_steps(layers, pipe, features(), loss) == []
+        assert fallback_calls.call_count == 0

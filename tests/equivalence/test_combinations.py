@@ -1,4 +1,4 @@
-"""Random combinations of layers, cuts and ways to train: each against the plain loop, bit for bit."""
+"""Random combinations of layers, balances and training options equal the plain loop bit for bit."""
 
 from __future__ import annotations
 
@@ -28,22 +28,30 @@ from tests.equivalence.combinations import (
     OPTIMIZERS,
     Combination,
     draw,
-    tensor,
+    make_tensor,
 )
-from tests.equivalence.menu import INPUTS, MENU, OUTPUTS, PYTHON, TOKENS, Branch, itself
+from tests.equivalence.menu import (
+    INPUTS,
+    MENU,
+    OUTPUTS,
+    RUN_IN_PYTHON,
+    TOKENS,
+    DataDependentBranch,
+    return_input,
+)
 from tests.reference import gradient_like
 from tests.untraceable import WIDTH, Of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
-SAMPLE, ALL = 40, 300
+NUM_SAMPLED, NUM_COMBINATIONS = 40, 300
 
-# What a training run leaves behind, by step and name.
+# Outputs, gradients, parameters and buffers of a training run, by step and name.
 Result = dict[str, Tensor | None]
 
 
-class Layers(nn.Sequential):
-    """A Sequential that passes several arguments on to its first layer."""
+class MultiInputSequential(nn.Sequential):
+    """A Sequential whose first layer may have several arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         first, *others = self
@@ -53,35 +61,35 @@ class Layers(nn.Sequential):
         return value
 
 
-class Loop(nn.Sequential):
+class PlainLoop(nn.Sequential):
     """The plain loop over micro-batches."""
 
     chunks = 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plain = Layers(*self)
-        leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_whole)
-        # Cut once: several cuts would add up zeros around each part's gradient.
+        baseline = MultiInputSequential(*self)
+        leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_replicated)
+        # Chunks every leaf once: chunking it repeatedly would add zero-padded gradients.
         parts = [leaf.chunk(self.chunks) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         outputs = []
-        with keyed_rng(plain):
-            for m in range(max(len(part) for part in parts if _is_cut(part))):
-                part_args, part_kwargs = tree_unflatten([_part(part, m) for part in parts], spec)
-                outputs.append(plain(*part_args, **part_kwargs))
+        with keyed_rng(baseline):
+            for m in range(max(len(part) for part in parts if _is_chunked(part))):
+                part_args, part_kwargs = tree_unflatten([_micro_batch_part(part, m) for part in parts], spec)
+                outputs.append(baseline(*part_args, **part_kwargs))
         return tree_map(lambda *v: torch.cat(v) if isinstance(v[0], Tensor) else v[0], *outputs)
 
 
-def _is_cut(part: Any) -> bool:
+def _is_chunked(part: Any) -> bool:
     return isinstance(part, tuple)
 
 
-def _part(part: Any, m: int) -> Any:
-    if _is_cut(part):
+def _micro_batch_part(part: Any, m: int) -> Any:
+    if _is_chunked(part):
         return part[m]
     return part.value if isinstance(part, Replicated) else part
 
 
-def _is_whole(value: Any) -> bool:
+def _is_replicated(value: Any) -> bool:
     return isinstance(value, Replicated)
 
 
@@ -89,11 +97,11 @@ def _scaled(value: Any, factor: float) -> Any:
     def scale(v: Any) -> Any:
         return v * factor if isinstance(v, Tensor) and v.is_floating_point() else v
 
-    return tree_map(scale, value, is_leaf=_is_whole)
+    return tree_map(scale, value, is_leaf=_is_replicated)
 
 
-def hook(model: nn.Module, names: Iterable[str]) -> None:
-    """Registers hooks that change something."""
+def register_hooks(model: nn.Module, names: Iterable[str]) -> None:
+    """Registers hooks that change their arguments."""
     if "forward" in names:
         model.register_forward_hook(lambda module, args, output: _scaled(output, 0.75))
     if "forward pre" in names:
@@ -109,8 +117,8 @@ def hook(model: nn.Module, names: Iterable[str]) -> None:
             parameter.register_hook(lambda g: None if g is None else g * 2)
 
 
-def backward(output: Any, loss: str) -> None:
-    """Goes back from the outputs, with gradients of different memory layouts."""
+def run_backward(output: Any, loss: str) -> None:
+    """Runs the backward; the kinds of loss produce gradients in different memory layouts."""
     roots = [o for o in tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
     if not roots:
         return
@@ -127,23 +135,23 @@ def backward(output: Any, loss: str) -> None:
 
 
 def inputs_of(c: Combination, step: int) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-    """The arguments of a step, and what may get a gradient in them."""
+    """Returns the arguments of a step, and the tensors among them that may get a gradient."""
     generator = torch.Generator().manual_seed(1000 * c.seed + step)
     changed = c.change if step == c.change_at else "nothing"
     batch = c.batch % 13 + 1 if changed == "batch" else c.batch
     length = c.length + 1 if changed == "length" else c.length
-    x, y = (tensor(c, generator, batch, length, WIDTH) for _ in range(2))
-    weight = tensor(c, generator, 1, WIDTH, WIDTH)[0]
+    x, y = (make_tensor(c, generator, batch, length, WIDTH) for _ in range(2))
+    weight = make_tensor(c, generator, 1, WIDTH, WIDTH)[0]
     tokens = torch.randint(TOKENS, (batch, length), generator=generator)
     leaves = [t.requires_grad_(c.input_gradient and c.grad) for t in (x, y, weight)]
     args, kwargs = INPUTS[c.inputs].call(*leaves, tokens)
     return args, kwargs, leaves
 
 
-def train(model: GPipe | Loop, c: Combination) -> Result:
-    """Trains for some steps; one of them may be different."""
+def train(model: GPipe | PlainLoop, c: Combination) -> Result:
+    """Trains for `c.steps` steps, with the change `c.change` at one of them."""
     result: Result = {}
-    hook(model, c.hooks)
+    register_hooks(model, c.hooks)
     make = torch.optim.SGD if c.optimizer == "SGD" else torch.optim.AdamW
     optimizer = make(model.parameters(), lr=0.01)
     torch.manual_seed(c.seed)
@@ -162,7 +170,7 @@ def train(model: GPipe | Loop, c: Combination) -> Result:
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=c.autocast != "off", cache_enabled=False)
         with autocast, torch.set_grad_enabled(c.grad):
             output = model(*args, **kwargs)
-        backward(output, c.loss)
+        run_backward(output, c.loss)
         found: Result = {"constants": torch.tensor(list(_constants(output).encode()))}
         found |= {f"output {i}": o.detach() for i, o in enumerate(_tensors(output))}
         found |= {f"gradient of input {i}": x.grad for i, x in enumerate(leaves)}
@@ -183,51 +191,52 @@ def _constants(value: Any) -> str:
     return str(tree_map(lambda v: ... if isinstance(v, Tensor) else v, value))
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether every bit is, the sign of a zero too; any NaN is any other."""
+def equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    """Returns whether all bits are equal, including the sign of zero; all NaNs count as equal."""
     if a is None or b is None:
         return a is b
     if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
         return False
     if a.is_sparse:
         a, b = a.to_dense(), b.to_dense()
-    bits = _INTEGERS[a.element_size()]
+    bits = _INTEGER_OF_SIZE[a.element_size()]
     return bool(((a.contiguous().view(bits) == b.contiguous().view(bits)) | (a.isnan() & b.isnan())).all())
 
 
 def unequal(ours: Result, expected: Result) -> list[str]:
-    """Names of what is not the same."""
+    """Returns the names of the tensors that differ."""
     assert ours.keys() == expected.keys()
-    return [name for name in expected if not same(ours[name], expected[name])]
+    return [name for name in expected if not equal_bits(ours[name], expected[name])]
 
 
-def both(c: Combination) -> tuple[Result, Result]:
-    """What a pipeline leaves behind, and what the plain loop does."""
-    plain = Loop(*c.build())
+def train_both(c: Combination) -> tuple[Result, Result]:
+    """Trains a pipeline and the plain loop, and returns both results."""
+    baseline = PlainLoop(*c.build())
     pipe = GPipe(nn.Sequential(*c.build()), list(c.balance), chunks=c.chunks, backend=c.backend)
-    return train(pipe, c), train(plain, c)
+    return train(pipe, c), train(baseline, c)
 
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(
-    "seed", [s if s < SAMPLE else pytest.param(s, marks=pytest.mark.soak) for s in range(ALL)]
+    "seed",
+    [s if s < NUM_SAMPLED else pytest.param(s, marks=pytest.mark.soak) for s in range(NUM_COMBINATIONS)],
 )
-def test_combination(seed: int) -> None:
+def test_a_random_combination_equals_the_plain_loop(seed: int) -> None:
     c = draw(seed)
-    ours, expected = both(c)
+    ours, expected = train_both(c)
     assert unequal(ours, expected) == [], c
     outputs = [v for n, v in expected.items() if v is not None and "output" in n]
-    assert all(bool(v.isfinite().all()) for v in outputs), f"there is nothing to compare: {c}"
+    assert all(bool(v.isfinite().all()) for v in outputs), f"an output is not finite: {c}"
 
 
 @pytest.mark.extended
-def test_a_flipped_bit_is_noticed() -> None:
-    ours, expected = both(draw(0))
+def test_the_comparison_detects_one_flipped_bit() -> None:
+    ours, expected = train_both(draw(0))
     name, gradient = next((n, g) for n, g in ours.items() if g is not None and "gradient of" in n)
-    bits = gradient.view(_INTEGERS[gradient.element_size()]).view(-1)
+    bits = gradient.view(_INTEGER_OF_SIZE[gradient.element_size()]).view(-1)
     bits[-1] ^= 1
     assert unequal(ours, expected) == [name]
     bits[-1] ^= 1
@@ -235,81 +244,85 @@ def test_a_flipped_bit_is_noticed() -> None:
     assert unequal(ours, expected) == [name]
 
 
-def test_everything_is_drawn_a_few_times() -> None:
-    drawn = [draw(seed) for seed in range(ALL)]
-    assert drawn == [draw(seed) for seed in range(ALL)]
+def test_every_option_is_drawn_several_times() -> None:
+    combinations = [draw(seed) for seed in range(NUM_COMBINATIONS)]
+    assert combinations == [draw(seed) for seed in range(NUM_COMBINATIONS)]
     tables: dict[str, Iterable[str]] = {
         **{"inputs": INPUTS, "outputs": OUTPUTS, "dtype": DTYPES, "backend": BACKENDS},
         **{"checkpoint": CHECKPOINT_MODES, "autocast": AUTOCAST, "layout": LAYOUTS, "loss": LOSSES},
         **{"change": CHANGES, "optimizer": OPTIMIZERS},
     }
     for field, table in tables.items():
-        counts = Counter(getattr(c, field) for c in drawn)
+        counts = Counter(getattr(c, field) for c in combinations)
         assert counts.keys() == set(table)
         assert min(counts.values()) >= 15, counts
     for names, table in (("layers", MENU), ("hooks", HOOKS)):
-        counts = Counter(name for c in drawn for name in set(getattr(c, names)))
+        counts = Counter(name for c in combinations for name in set(getattr(c, names)))
         assert counts.keys() == set(table)
         assert min(counts.values()) >= 10, counts
-    assert {len(c.balance) for c in drawn} == {1, 2, 3, 4}
-    assert {c.batch for c in drawn} == set(range(1, 14))
-    assert {c.chunks for c in drawn} == set(range(1, 10))
-    assert {sum(c.balance) for c in drawn} >= set(range(3, 10))
-    assert {sum(name in PYTHON for name in c.layers) for c in drawn} == {0, 1, 2}
+    assert {len(c.balance) for c in combinations} == {1, 2, 3, 4}
+    assert {c.batch for c in combinations} == set(range(1, 14))
+    assert {c.chunks for c in combinations} == set(range(1, 10))
+    assert {sum(c.balance) for c in combinations} >= set(range(3, 10))
+    assert {sum(name in RUN_IN_PYTHON for name in c.layers) for c in combinations} == {0, 1, 2}
     for seen in (
-        [c.batch < c.chunks for c in drawn],
-        [c.batch % c.chunks > 0 for c in drawn],
-        [len(c.skips) > 0 for c in drawn],
-        [len(c.skips) > 0 and c.in_python for c in drawn],
-        *([getattr(c, f.name) for c in drawn] for f in dataclasses.fields(Combination) if f.type == "bool"),
+        [c.batch < c.chunks for c in combinations],
+        [c.batch % c.chunks > 0 for c in combinations],
+        [len(c.skips) > 0 for c in combinations],
+        [len(c.skips) > 0 and c.in_python for c in combinations],
+        *(
+            [getattr(c, f.name) for c in combinations]
+            for f in dataclasses.fields(Combination)
+            if f.type == "bool"
+        ),
     ):
-        assert 15 <= sum(seen) <= ALL - 15
+        assert 15 <= sum(seen) <= NUM_COMBINATIONS - 15
 
 
-# Found by combinations, and made small.
+# Regressions that random combinations found, minimised.
 
 
-def small(**changes: Any) -> Combination:
-    """A small combination with these changes."""
-    plain = Combination(
+def small_combination(**changes: Any) -> Combination:
+    """Returns a small combination with these changes."""
+    baseline = Combination(
         **{"seed": 0, "inputs": "tensor", "layers": (), "skips": (), "outputs": "tensor", "balance": (2,)},
         **{"batch": 3, "length": 3, "chunks": 2, "checkpoint": "never", "backend": "auto"},
         **{"dtype": "float32", "autocast": "off", "layout": "contiguous", "input_gradient": True},
         **{"frozen": 0.0, "hooks": (), "training": True, "grad": True, "optimizer": "SGD", "loss": "squares"},
         **{"accumulate": False, "steps": 3, "change": "nothing", "change_at": 1},
     )
-    return dataclasses.replace(plain, **changes)
+    return dataclasses.replace(baseline, **changes)
 
 
 @pytest.mark.parametrize("layer", ["identity", "itself", "average"])
-def test_a_layer_after_python_hands_its_gradient_on(layer: str) -> None:
-    """A gradient that comes laid out otherwise is that of the input, too."""
-    assert unequal(*both(small(layers=("LSTM", layer), loss="mean"))) == []
+def test_a_layer_after_one_in_python_passes_its_gradient_on(layer: str) -> None:
+    """A gradient that arrives in an unexpected layout is passed on to the input."""
+    assert unequal(*train_both(small_combination(layers=("LSTM", layer), loss="mean"))) == []
 
 
 @pytest.mark.parametrize("before", ["RMS norm", "layer norm"])
-def test_batch_norm_under_autocast(before: str) -> None:
-    """Its statistics are wider than its input."""
-    c = small(layers=("linear, tanh", before, "batch norm"), balance=(3,), autocast="bfloat16")
+def test_batch_norm_under_autocast_equals_the_plain_loop(before: str) -> None:
+    """The statistics have a wider dtype than the input."""
+    c = small_combination(layers=("linear, tanh", before, "batch norm"), balance=(3,), autocast="bfloat16")
     for seed in range(4):
         for backend in ("auto", "eager"):
-            assert unequal(*both(dataclasses.replace(c, seed=seed, backend=backend))) == []
+            assert unequal(*train_both(dataclasses.replace(c, seed=seed, backend=backend))) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_a_table_that_its_forward_shortens(checkpoint: str, dtype: str) -> None:
-    """Rounded, a row is longer than it may be once more; a recompute reads it as its forward did."""
-    c = small(layers=("max_norm",), balance=(1,), chunks=3, checkpoint=checkpoint, dtype=dtype)
+def test_an_embedding_that_renormalises_its_rows_equals_the_plain_loop(checkpoint: str, dtype: str) -> None:
+    """A rounded renormalised row may exceed max_norm again; a recompute reads the row of its forward."""
+    c = small_combination(layers=("max_norm",), balance=(1,), chunks=3, checkpoint=checkpoint, dtype=dtype)
     for seed in range(4):
-        assert unequal(*both(dataclasses.replace(c, seed=seed))) == []
+        assert unequal(*train_both(dataclasses.replace(c, seed=seed))) == []
 
 
-def test_uses_of_a_parameter_add_up_one_by_one() -> None:
-    """The last micro-batch of the last step is of a new shape, so it alone runs in Python."""
-    c = small(layers=("tied within", "LSTM"), batch=9, chunks=4, change="batch", change_at=2)
+def test_gradients_of_several_uses_are_added_one_by_one_as_in_autograd() -> None:
+    """In the last step the last micro-batch has a new shape, so it runs in Python and the others do not."""
+    c = small_combination(layers=("tied within", "LSTM"), batch=9, chunks=4, change="batch", change_at=2)
     for seed in range(4):
-        assert unequal(*both(dataclasses.replace(c, seed=seed))) == []
+        assert unequal(*train_both(dataclasses.replace(c, seed=seed))) == []
 
 
 @pytest.mark.parametrize(
@@ -319,16 +332,18 @@ def test_uses_of_a_parameter_add_up_one_by_one() -> None:
         (("linear, GELU",), lambda y: y.movedim(2, 0).contiguous().sin().sum()),
     ],
 )
-def test_a_gradient_laid_out_otherwise(layers: tuple[str, ...], loss: Callable[[Tensor], Tensor]) -> None:
-    c = small(layers=layers, chunks=1, batch=1 if "convolution" in layers else 8, length=5)
+def test_an_output_gradient_in_another_layout_equals_the_plain_loop(
+    layers: tuple[str, ...], loss: Callable[[Tensor], Tensor]
+) -> None:
+    c = small_combination(layers=layers, chunks=1, batch=1 if "convolution" in layers else 8, length=5)
     model = nn.Sequential(*c.build())
-    report = verify(GPipe(model, [2], chunks=1), tensor(c, torch.Generator(), c.batch, 5, WIDTH), loss)
+    report = verify(GPipe(model, [2], chunks=1), make_tensor(c, torch.Generator(), c.batch, 5, WIDTH), loss)
     assert report, report
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_hooks_on_parameters_without_a_gradient_are_not_called(backend: str) -> None:
-    model = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(itself)), [2], chunks=2, backend=backend)
+    model = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(return_input)), [2], chunks=2, backend=backend)
     seen: list[Any] = []
     model[1].held.weight.register_hook(lambda gradient: seen.append(gradient))
     model(torch.randn(4, 3, WIDTH)).sum().backward()
@@ -337,7 +352,7 @@ def test_hooks_on_parameters_without_a_gradient_are_not_called(backend: str) -> 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_hooks_of_a_branch_that_no_micro_batch_takes_are_not_called(checkpoint: str) -> None:
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), Branch())
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), DataDependentBranch())
     model = GPipe(layers, [1, 2], chunks=2, checkpoint=checkpoint)
     seen: list[str] = []
     layers[2].left.weight.register_hook(lambda gradient: seen.append("left"))
@@ -368,7 +383,7 @@ class Sparse(nn.Module):
 model = GPipe(nn.Sequential(nn.Linear(4, 4), Sparse()).bfloat16(), [2], chunks=2)
 try:
     model(torch.randn(4, 4).bfloat16()).sum().backward()
-except NotImplementedError as error:  # of PyTorch's: there is no such kernel
+except NotImplementedError as error:  # raised by PyTorch, which has no such kernel
     print(error)
 del model
 print("gone")

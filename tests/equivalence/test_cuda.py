@@ -1,7 +1,7 @@
-"""Pipelines on GPUs that are there: outputs, gradients, buffers against the plain loop on the same devices.
+"""Pipelines on real GPUs: outputs, gradients and buffers against the plain loop on the same devices.
 
-What is not captured has the loop's bits, under deterministic algorithms; what is captured, or of lower
-precision, is at most twice as far from float64 as PyTorch is.
+Uncaptured steps equal the loop bit for bit, under deterministic algorithms. Captured and lower-precision
+steps may have at most twice PyTorch's error against float64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.inside import pipeline_of
 from tests.models import MODELS, cut
 from tests.reference import Result, loop_step, pipeline_step, unequal
 
-# For all matrix products of this process; read when the first one is made on a stream.
+# cuBLAS reads this before the process's first matrix product on a stream.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [
@@ -33,196 +33,207 @@ pytestmark = [
     pytest.mark.usefixtures("deterministic", "one_thread"),
 ]
 
-STAGES, CHUNKS, BATCH = 4, 4, 16
-ONE = ["cuda:0"] * STAGES
+NUM_STAGES, CHUNKS, BATCH = 4, 4, 16
+ONE_GPU = ["cuda:0"] * NUM_STAGES
 TRAINED = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python")
-# Graphs are captured after a step or two, then replayed.
+# Enough steps to capture graphs, after one or two steps, and to replay them.
 STEPS = 5
 
-every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+every_checkpoint_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 captured_or_not = pytest.mark.parametrize("capture", [False, True], ids=["uncaptured", "captured"])
 
 
 def several_gpus() -> list[str]:
-    """As many of four as there are, in turns."""
+    """Returns a device for each stage, round robin over the GPUs; skips the test if there is only one."""
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip("needs two GPUs")
-    return [f"cuda:{index % count}" for index in range(STAGES)]
+    return [f"cuda:{index % count}" for index in range(NUM_STAGES)]
 
 
-def devices_of(where: str) -> list[str]:
+def devices_of(placement: str) -> list[str]:
     return {
-        "one": lambda: ONE,
+        "one": lambda: ONE_GPU,
         "mixed": lambda: ["cuda:0", "cpu", "cuda:0", "cuda:0"],
         "several": several_gpus,
-    }[where]()
+    }[placement]()
 
 
-@pytest.mark.parametrize("where", ["one", "mixed", "several"])
-@every_mode
+@pytest.mark.parametrize("placement", ["one", "mixed", "several"])
+@every_checkpoint_mode
 @pytest.mark.parametrize("name", TRAINED)
-def test_training_has_the_bits_of_the_plain_loop(name: str, checkpoint: str, where: str) -> None:
-    """Several steps with an optimizer."""
+def test_training_equals_the_plain_loop_bit_for_bit(name: str, checkpoint: str, placement: str) -> None:
+    """Trains for several steps with an optimizer."""
     torch.manual_seed(0)
-    devices = devices_of(where)
+    devices = devices_of(placement)
     assert unequal_after_training(name, devices, checkpoint, False, capture=False) == []
 
 
-@pytest.mark.parametrize("where", ["one", "several"])
-def test_steps_that_fail_in_between(where: str) -> None:
+@pytest.mark.parametrize("placement", ["one", "several"])
+def test_failing_steps_leave_the_following_steps_correct(placement: str) -> None:
     torch.manual_seed(0)
-    devices = devices_of(where)
+    devices = devices_of(placement)
     assert unequal_after_training("skips", devices, "except_last", True, capture=False) == []
 
 
-@pytest.mark.parametrize("where", ["one", "several"])
+@pytest.mark.parametrize("placement", ["one", "several"])
 @pytest.mark.parametrize("transport", ["peer", "pinned"])
 @pytest.mark.parametrize("name", [name for name in TRAINED if name != "python"])
-def test_forced_transports(name: str, transport: str, where: str) -> None:
+def test_forced_transports_equal_the_plain_loop_bit_for_bit(
+    name: str, transport: str, placement: str
+) -> None:
     torch.manual_seed(0)
     keywords = {"capture": False, "transport": transport}
-    assert unequal_after_training(name, devices_of(where), "except_last", False, **keywords) == []
+    assert unequal_after_training(name, devices_of(placement), "except_last", False, **keywords) == []
 
 
-def subject(name: str) -> tuple[nn.Sequential, Tensor]:
-    """A model and a mini-batch, on the first GPU."""
+def model_and_batch(name: str) -> tuple[nn.Sequential, Tensor]:
+    """Returns a model and a mini-batch on the first GPU."""
     if name in MODELS:
         make, batch = MODELS[name]
-        return make().to(ONE[0]), batch(BATCH).to(ONE[0])
+        return make().to(ONE_GPU[0]), batch(BATCH).to(ONE_GPU[0])
     torch.manual_seed(0)
     model = nn.Sequential(*layers_of(name))
-    return model.to(ONE[0]), torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).to(ONE[0])
+    return model.to(ONE_GPU[0]), torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).to(
+        ONE_GPU[0]
+    )
 
 
-def piped(model: nn.Sequential, checkpoint: str = "except_last", **keywords: object) -> GPipe:
-    """Four stages on one GPU."""
-    balance = cut(len(model), STAGES)
-    return GPipe(model, balance, devices=ONE, chunks=CHUNKS, checkpoint=checkpoint, **keywords)
+def make_pipe(model: nn.Sequential, checkpoint: str = "except_last", **keywords: object) -> GPipe:
+    """Returns a pipeline of four stages on one GPU."""
+    balance = cut(len(model), NUM_STAGES)
+    return GPipe(model, balance, devices=ONE_GPU, chunks=CHUNKS, checkpoint=checkpoint, **keywords)
 
 
 def minibatches(x: Tensor) -> list[Tensor]:
-    """One for each step, all of them different."""
+    """Returns a different mini-batch for each step."""
     return [x.roll(step, 0) + (step if x.is_floating_point() else 0) for step in range(STEPS)]
 
 
-@every_mode
+@every_checkpoint_mode
 @pytest.mark.parametrize("name", MODELS)
-def test_convolutions_attention_and_more_have_the_bits(name: str, checkpoint: str) -> None:
-    model, x = subject(name)
-    pipe = piped(model, checkpoint, capture=False)
+def test_models_equal_the_plain_loop_bit_for_bit(name: str, checkpoint: str) -> None:
+    model, x = model_and_batch(name)
+    pipe = make_pipe(model, checkpoint, capture=False)
     for minibatch in (x, x.flip(0), x):
         assert unequal(pipeline_step(pipe, minibatch), loop_step(model, minibatch, CHUNKS)) == []
 
 
-def beyond(ours: Sequence[Result], plain: Sequence[Result], exact: Sequence[Result]) -> list[str]:
-    """What is more than twice as far from float64 as PyTorch's, and by more than one rounding.
+def inaccurate_tensors(ours: Sequence[Result], plain: Sequence[Result], exact: Sequence[Result]) -> list[str]:
+    """Returns the names of tensors whose error exceeds twice PyTorch's, and by more than one rounding.
 
-    The largest errors of several steps are compared: one of PyTorch's may be small by chance.
+    The largest errors of several steps are compared, because PyTorch's error in one may be small by chance.
     """
     found = []
-    for name, first in plain[0].items():
+    for name, first_value in plain[0].items():
         values = [[step[name] for step in steps] for steps in (ours, plain, exact)]
-        if first is None:
+        if first_value is None:
             assert not any(value is not None for steps in values for value in steps), name
             continue
-        own, other, truth = (torch.stack(steps) for steps in values)  # type: ignore[arg-type]
-        if not first.is_floating_point():
-            assert torch.equal(own, other), name
-        elif excess([own], [other], [truth])[0] > 1:
+        ours_stacked, plain_stacked, exact_stacked = (torch.stack(steps) for steps in values)  # type: ignore[arg-type]
+        if not first_value.is_floating_point():
+            assert torch.equal(ours_stacked, plain_stacked), name
+        elif excess([ours_stacked], [plain_stacked], [exact_stacked])[0] > 1:
             found.append(name)
     return found
 
 
-def lowered(dtype: str) -> contextlib.AbstractContextManager[object]:
-    """Autocast without its cache, where that is asked for."""
+def autocast_context(dtype: str) -> contextlib.AbstractContextManager[object]:
+    """Returns autocast without its weight cache if `dtype` is "autocast", else a null context."""
     if dtype != "autocast":
         return contextlib.nullcontext()
     return torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False)
 
 
-def off(model: nn.Sequential, pipe: GPipe, batches: Sequence[Tensor], dtype: str = "float32") -> list[str]:
-    """What is further off than it may be, in a step of each mini-batch."""
+def inaccurate_after_steps(
+    model: nn.Sequential, pipe: GPipe, batches: Sequence[Tensor], dtype: str = "float32"
+) -> list[str]:
+    """Runs a step for each mini-batch, and returns the names of tensors whose error is too large."""
     exact = copy.deepcopy(model).double()
-    ours, plain, truth = list[Result](), list[Result](), list[Result]()
+    ours, plain, exact_results = list[Result](), list[Result](), list[Result]()
     for x in batches:
-        truth.append(loop_step(exact, x.double() if x.is_floating_point() else x, CHUNKS))
-        with lowered(dtype):
+        exact_results.append(loop_step(exact, x.double() if x.is_floating_point() else x, CHUNKS))
+        with autocast_context(dtype):
             ours.append(pipeline_step(pipe, x))
             plain.append(loop_step(model, x, CHUNKS))
-    return beyond(ours, plain, truth)
+    return inaccurate_tensors(ours, plain, exact_results)
 
 
-LOW = [name for name in (*TRAINED[:-1], *MODELS) if name != "spectral norm"]
+LOW_PRECISION_MODELS = [name for name in (*TRAINED[:-1], *MODELS) if name != "spectral norm"]
 PRECISIONS = [
     *(("float32", name) for name in dict.fromkeys((*TRAINED, *MODELS))),
-    *((dtype, name) for dtype in ("bfloat16", "autocast") for name in dict.fromkeys(LOW)),
+    *((dtype, name) for dtype in ("bfloat16", "autocast") for name in dict.fromkeys(LOW_PRECISION_MODELS)),
 ]
 
 
-@every_mode
+@every_checkpoint_mode
 @pytest.mark.parametrize(("dtype", "name"), PRECISIONS)
-def test_captured_is_within_twice_the_error_of_pytorch(dtype: str, name: str, checkpoint: str) -> None:
-    model, x = subject(name)
+def test_captured_steps_have_at_most_twice_the_error_of_pytorch(
+    dtype: str, name: str, checkpoint: str
+) -> None:
+    model, x = model_and_batch(name)
     if dtype == "bfloat16":
         model, x = model.bfloat16(), x.bfloat16() if x.is_floating_point() else x
-    pipe = piped(model, checkpoint, capture=True)
-    assert off(model, pipe, minibatches(x), dtype) == []
+    pipe = make_pipe(model, checkpoint, capture=True)
+    assert inaccurate_after_steps(model, pipe, minibatches(x), dtype) == []
     assert name == "python" or any(report.replays for report in pipeline_of(pipe).replays())
 
 
 @pytest.mark.parametrize("transport", ["peer", "pinned"])
 @pytest.mark.parametrize("name", ["mlp", "skips", "several", "gpt", "convolutions"])
-def test_forced_transports_captured(name: str, transport: str) -> None:
-    model, x = subject(name)
-    assert off(model, piped(model, capture=True, transport=transport), minibatches(x)) == []
+def test_forced_transports_with_captured_steps_are_accurate(name: str, transport: str) -> None:
+    model, x = model_and_batch(name)
+    assert (
+        inaccurate_after_steps(model, make_pipe(model, capture=True, transport=transport), minibatches(x))
+        == []
+    )
 
 
 @captured_or_not
-def test_gradients_added_up_in_float32(capture: bool) -> None:
-    model, x = subject("mlp")
+def test_gradients_accumulated_in_float32_are_accurate(capture: bool) -> None:
+    model, x = model_and_batch("mlp")
     model, x = model.bfloat16(), x.bfloat16()
-    pipe = piped(model, capture=capture, grad_dtype=torch.float32)
-    assert off(model, pipe, minibatches(x), "bfloat16") == []
+    pipe = make_pipe(model, capture=capture, grad_dtype=torch.float32)
+    assert inaccurate_after_steps(model, pipe, minibatches(x), "bfloat16") == []
 
 
-def check(pipe: GPipe, model: nn.Sequential, x: Tensor, capture: bool) -> None:
-    """One step."""
+def check_step(pipe: GPipe, model: nn.Sequential, x: Tensor, capture: bool) -> None:
+    """Checks one step: bit for bit if uncaptured, by its error if captured."""
     if capture:
-        assert off(model, pipe, [x]) == []
+        assert inaccurate_after_steps(model, pipe, [x]) == []
     else:
         assert unequal(pipeline_step(pipe, x), loop_step(model, x, CHUNKS)) == []
 
 
 @captured_or_not
 @pytest.mark.parametrize("name", ["mlp", "gpt", "convolutions", "dropout"])
-def test_shapes_that_change(name: str, capture: bool) -> None:
-    model, x = subject(name)
-    pipe = piped(model, capture=capture)
+def test_changing_batch_sizes_equal_the_plain_loop(name: str, capture: bool) -> None:
+    model, x = model_and_batch(name)
+    pipe = make_pipe(model, capture=capture)
     for size in (16, 16, 16, 8, 16, 5, 8, 3, 16):
-        check(pipe, model, x[:size], capture)
+        check_step(pipe, model, x[:size], capture)
 
 
 @captured_or_not
-def test_inference_and_training_take_turns(capture: bool) -> None:
-    model, x = subject("convolutions")
-    pipe = piped(model, capture=capture)
+def test_alternating_inference_and_training_equals_the_plain_loop(capture: bool) -> None:
+    model, x = model_and_batch("convolutions")
+    pipe = make_pipe(model, capture=capture)
     for _ in range(STEPS):
         pipe.train()
-        check(pipe, model, x, capture)
+        check_step(pipe, model, x, capture)
         pipe.eval()
         with torch.no_grad():
             torch.testing.assert_close(pipe(x), torch.cat([model(part) for part in x.chunk(CHUNKS)]))
 
 
-def test_the_comparison_can_fail() -> None:
-    model, x = subject("convolutions")
+def test_the_comparison_detects_a_wrong_value() -> None:
+    model, x = model_and_batch("convolutions")
     plain, exact = (
         loop_step(m, b, CHUNKS) for m, b in ((model, x), (copy.deepcopy(model).double(), x.double()))
     )
-    assert beyond([plain], [plain], [exact]) == []
+    assert inaccurate_tensors([plain], [plain], [exact]) == []
     for name in ("output", "gradient of 0.weight", "buffer 1.running_mean"):
-        assert beyond([{**plain, name: plain[name] * 1.001}], [plain], [exact]) == [name]  # type: ignore[operator]
+        assert inaccurate_tensors([{**plain, name: plain[name] * 1.001}], [plain], [exact]) == [name]  # type: ignore[operator]
     with pytest.raises(AssertionError, match="num_batches"):
         name = "buffer 1.num_batches_tracked"
-        beyond([{**plain, name: plain[name] + 1}], [plain], [exact])  # type: ignore[operator]
+        inaccurate_tensors([{**plain, name: plain[name] + 1}], [plain], [exact])  # type: ignore[operator]

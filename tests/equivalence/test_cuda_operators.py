@@ -1,4 +1,4 @@
-"""On a GPU, traces call the operators that eager autograd dispatches; shown without a GPU."""
+"""Traces call the operators that eager autograd dispatches on a GPU; the check needs no GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.equivalence.cuda_operators import ALL, MODES
-from tests.equivalence.cuda_operators_table import explained, run
+from tests.equivalence.cuda_operators import ALL_CONFIGURATIONS, MODES
+from tests.equivalence.cuda_operators_table import explain, run_configurations
 from tests.fake_cuda.build import can_build
 from tests.sampling import seed
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(
     not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
 )
 
-# What once had other operators than eager, or none.
-KNOWN = [
+# Regressions: configurations whose operators once differed from eager's, or that failed to trace.
+REGRESSIONS = [
     ("fp32", "BatchNorm2d"),
     ("evaluation", "BatchNorm2d"),
     ("autocast to fp16", "model: convolution and batch norm"),
@@ -27,33 +27,33 @@ KNOWN = [
     ("fp32", "MultiheadAttention unweighted"),
     ("bf16", "TransformerEncoderLayer"),
 ]
-# Eager refuses these, too.
-REFUSED = {("autocast to bf16", "BCELoss"), ("autocast to fp16", "BCELoss")}
+# Configurations that eager rejects, too.
+REJECTED_BY_EAGER = {("autocast to bf16", "BCELoss"), ("autocast to fp16", "BCELoss")}
 
 
-def _check(configurations: Sequence[tuple[str, str]], libraries: tuple[Path, Path]) -> None:
-    verdicts = run(configurations, libraries)
+def _check_configurations(configurations: Sequence[tuple[str, str]], libraries: tuple[Path, Path]) -> None:
+    verdicts = run_configurations(configurations, libraries)
     assert [(v.mode, v.name) for v in verdicts] == list(configurations)
-    assert {(v.mode, v.name): v.reason for v in verdicts if v.reason}.keys() <= REFUSED
-    unknown = {
+    assert {(v.mode, v.name): v.reason for v in verdicts if v.reason}.keys() <= REJECTED_BY_EAGER
+    unexplained = {
         f"{v.name} ({v.mode})": lines
         for v in verdicts
-        if (lines := [line for line, text in explained(v).items() if text is None])
+        if (lines := [line for line, text in explain(v).items() if text is None])
     }
-    assert unknown == {}
+    assert unexplained == {}
 
 
-def test_sample(libraries: tuple[Path, Path]) -> None:
-    small = [c for c in ALL if "torchvision" not in c[1] and c not in KNOWN]
-    _check([*KNOWN, *random.Random(f"{seed()}").sample(small, 40)], libraries)
+def test_operators_equal_eagers_on_a_sample_and_on_regressions(libraries: tuple[Path, Path]) -> None:
+    small = [c for c in ALL_CONFIGURATIONS if "torchvision" not in c[1] and c not in REGRESSIONS]
+    _check_configurations([*REGRESSIONS, *random.Random(f"{seed()}").sample(small, 40)], libraries)
 
 
 @pytest.mark.extended
-def test_larger_sample(libraries: tuple[Path, Path]) -> None:
-    _check(random.Random(f"{seed()} larger").sample(ALL, 120), libraries)
+def test_operators_equal_eagers_on_a_larger_sample(libraries: tuple[Path, Path]) -> None:
+    _check_configurations(random.Random(f"{seed()} larger").sample(ALL_CONFIGURATIONS, 120), libraries)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
-def test_all(mode: str, libraries: tuple[Path, Path]) -> None:
-    _check([c for c in ALL if c[0] == mode], libraries)
+def test_operators_equal_eagers_on_all_configurations(mode: str, libraries: tuple[Path, Path]) -> None:
+    _check_configurations([c for c in ALL_CONFIGURATIONS if c[0] == mode], libraries)

@@ -1,4 +1,4 @@
-"""Gradients of bfloat16 and float16 parameters, added up over micro-batches in float32, rounded once."""
+"""`grad_dtype`: 16-bit gradients are accumulated over micro-batches in float32, and rounded once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.reference import SEED, gradient_like, restored
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH, CHUNKS, BATCH = 8, 6, 24
-LOWER = [torch.bfloat16, torch.float16]
+LOW_PRECISION_DTYPES = [torch.bfloat16, torch.float16]
 Gradients = dict[str, Tensor | None]
 
 
-class Twice(nn.Module):
-    """Uses a weight twice, once as a part."""
+class UsesWeightRepeatedly(nn.Module):
+    """Uses a weight three times, the last time only one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Twice(nn.Module):
 
 
 class Branching(nn.Module):
-    """Cannot be traced."""
+    """Branches on data, so it cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Branching(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """Uses its weight for some micro-batches only."""
+    """Uses its weight for some micro-batches only, depending on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,27 +66,27 @@ def convolution() -> list[nn.Module]:
 
 
 def tied() -> list[nn.Module]:
-    """In one stage: two names of one weight."""
+    """Two layers of one stage share a weight."""
     layers = [linear(), nn.Tanh(), linear(), nn.Tanh(), linear(), nn.Tanh()]
     layers[2].weight = layers[0].weight
     return layers
 
 
-def expanded() -> list[nn.Module]:
-    return [Twice(), Twice()]
+def used_twice() -> list[nn.Module]:
+    return [UsesWeightRepeatedly(), UsesWeightRepeatedly()]
 
 
-def python() -> list[nn.Module]:
-    """The lowered layers beside it too."""
+def with_python_layer() -> list[nn.Module]:
+    """Lowered layers around one that runs in Python."""
     return [linear(), Branching(), nn.LayerNorm(WIDTH), linear()]
 
 
-def sometimes() -> list[nn.Module]:
+def with_sometimes_unused() -> list[nn.Module]:
     return [linear(), Sometimes(), linear(), nn.Tanh()]
 
 
-def mixed() -> list[nn.Module]:
-    """A parameter in float32 among others."""
+def mixed_dtypes() -> list[nn.Module]:
+    """Float32 parameters among lower-precision ones."""
     return [linear(), nn.Tanh(), Cast(torch.float32), linear().float()]
 
 
@@ -103,22 +103,22 @@ MODELS: dict[str, tuple[Callable[[], list[nn.Module]], list[int]]] = {
     "plain": (plain, [2, 2]),
     "convolution": (convolution, [2, 2]),
     "tied": (tied, [4, 2]),
-    "used twice": (expanded, [1, 1]),
-    "python": (python, [2, 2]),
-    "sometimes": (sometimes, [3, 1]),
-    "mixed": (mixed, [2, 2]),
+    "used twice": (used_twice, [1, 1]),
+    "python": (with_python_layer, [2, 2]),
+    "sometimes": (with_sometimes_unused, [3, 1]),
+    "mixed": (mixed_dtypes, [2, 2]),
 }
 
 
-def made(name: str, dtype: torch.dtype) -> tuple[nn.Sequential, list[int], Tensor]:
+def make_model(name: str, dtype: torch.dtype) -> tuple[nn.Sequential, list[int], Tensor]:
     torch.manual_seed(SEED)
     make, balance = MODELS[name]
     layers = [layer if name == "mixed" and i == 3 else layer.to(dtype) for i, layer in enumerate(make())]
     return nn.Sequential(*layers), balance, torch.randn(BATCH, WIDTH).to(dtype)
 
 
-def summed(model: nn.Sequential, x: Tensor, rounded: bool = True) -> Gradients:
-    """A plain loop that adds up each parameter's gradients in float32, and rounds the sums."""
+def float32_accumulated(model: nn.Sequential, x: Tensor, rounded: bool = True) -> Gradients:
+    """Returns the plain loop's gradients, accumulated in float32; if `rounded`, in the parameters' dtypes."""
     named = dict(model.named_parameters())
     torch.manual_seed(SEED)
     with gpipe_fast.keyed_rng(model):
@@ -127,9 +127,9 @@ def summed(model: nn.Sequential, x: Tensor, rounded: bool = True) -> Gradients:
     sums: dict[str, Tensor] = {}
     for part, gradient in reversed(list(zip(parts, gradients, strict=True))):
         found = torch.autograd.grad([part], list(named.values()), [gradient], allow_unused=True)
-        for name, one in zip(named, found, strict=True):
-            if one is not None:
-                sums[name] = sums[name] + one.float() if name in sums else one.float()
+        for name, gradient_part in zip(named, found, strict=True):
+            if gradient_part is not None:
+                sums[name] = sums[name] + gradient_part.float() if name in sums else gradient_part.float()
     return {
         name: sums[name].to(p.dtype if rounded else torch.float32) if name in sums else None
         for name, p in named.items()
@@ -156,44 +156,48 @@ def unequal(ours: Gradients, expected: Gradients) -> list[str]:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("dtype", LOWER, ids=str)
+@pytest.mark.parametrize("dtype", LOW_PRECISION_DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:stage .* runs in Python")
 @pytest.mark.filterwarnings("ignore:.*micro-batches on")
-def test_the_bits_of_a_loop_that_adds_in_float32(name: str, dtype: torch.dtype, checkpoint: str) -> None:
-    model, balance, x = made(name, dtype)
-    expected = summed(model, x)
+def test_gradients_equal_a_loop_that_accumulates_in_float32(
+    name: str, dtype: torch.dtype, checkpoint: str
+) -> None:
+    model, balance, x = make_model(name, dtype)
+    expected = float32_accumulated(model, x)
     for cut in (balance, [len(model)]):
         pipe = GPipe(model, cut, chunks=CHUNKS, checkpoint=checkpoint, grad_dtype=torch.float32)
-        for call in range(3):  # what is lowered late is the second time
+        for call in range(3):  # the second call runs segments that are lowered late
             assert unequal(gradients_of(pipe, x), expected) == [], f"call {call} of {cut}"
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches on")
-def test_backends_agree() -> None:
-    model, balance, x = made("plain", torch.bfloat16)
-    expected = summed(model, x)
+def test_the_eager_backend_equals_a_loop_that_accumulates_in_float32() -> None:
+    model, balance, x = make_model("plain", torch.bfloat16)
+    expected = float32_accumulated(model, x)
     pipe = GPipe(model, balance, chunks=CHUNKS, backend="eager", grad_dtype=torch.float32)
     assert unequal(gradients_of(pipe, x), expected) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches on")
-def test_it_is_another_sum_than_without() -> None:
-    """Else the tests above would show nothing."""
-    model, balance, x = made("plain", torch.bfloat16)
+def test_without_grad_dtype_the_gradients_differ() -> None:
+    """Shows that the tests above can tell the two accumulations apart."""
+    model, balance, x = make_model("plain", torch.bfloat16)
     pipe = GPipe(model, balance, chunks=CHUNKS)
-    assert unequal(gradients_of(pipe, x), summed(model, x)) == list(dict(model.named_parameters()))
+    assert unequal(gradients_of(pipe, x), float32_accumulated(model, x)) == list(
+        dict(model.named_parameters())
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches on")
-def test_tied_across_stages_is_rounded_once() -> None:
-    """What the stages have is added in float32 too."""
+def test_a_gradient_tied_across_stages_is_rounded_once() -> None:
+    """The sums of both stages are also added in float32."""
     torch.manual_seed(SEED)
     layers = [linear(), nn.Tanh(), linear(), nn.Tanh()]
-    apart, x = nn.Sequential(*layers).bfloat16(), torch.randn(BATCH, WIDTH).bfloat16()
+    untied, x = nn.Sequential(*layers).bfloat16(), torch.randn(BATCH, WIDTH).bfloat16()
     with torch.no_grad():
         layers[2].weight.copy_(layers[0].weight)
-    exact = summed(apart, x, rounded=False)
+    exact = float32_accumulated(untied, x, rounded=False)
     first, second = exact["0.weight"], exact["2.weight"]
     layers[2].weight = layers[0].weight
     pipe = GPipe(nn.Sequential(*layers), [2, 2], chunks=CHUNKS, grad_dtype=torch.float32)
@@ -207,8 +211,8 @@ def test_tied_across_stages_is_rounded_once() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches on")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_other_parameters_are_not_affected(dtype: torch.dtype) -> None:
-    model, balance, x = made("plain", dtype)
+def test_float32_and_float64_parameters_are_not_affected(dtype: torch.dtype) -> None:
+    model, balance, x = make_model("plain", dtype)
     without = gradients_of(GPipe(model, balance, chunks=CHUNKS), x)
     pipe = GPipe(model, balance, chunks=CHUNKS, grad_dtype=torch.float32)
     assert unequal(gradients_of(pipe, x), without) == []
@@ -216,9 +220,9 @@ def test_other_parameters_are_not_affected(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches on")
-def test_a_second_backward_and_gradients_that_are_there() -> None:
-    model, balance, x = made("plain", torch.bfloat16)
-    expected = summed(model, x)
+def test_a_second_backward_adds_to_the_existing_gradients() -> None:
+    model, balance, x = make_model("plain", torch.bfloat16)
+    expected = float32_accumulated(model, x)
     pipe = GPipe(model, balance, chunks=CHUNKS, grad_dtype=torch.float32)
     output = pipe(x)
     for _ in range(2):
@@ -227,7 +231,7 @@ def test_a_second_backward_and_gradients_that_are_there() -> None:
     assert unequal({name: p.grad for name, p in pipe.named_parameters()}, twice) == []
 
 
-def test_sparse_gradients_in_python() -> None:
+def test_sparse_gradients_of_layers_in_python_keep_the_parameters_dtype() -> None:
     torch.manual_seed(SEED)
     table = nn.Embedding(5, 4, sparse=True).bfloat16()
     pipe = GPipe(nn.Sequential(table), [1], chunks=2, backend="eager", grad_dtype=torch.float32)
@@ -239,15 +243,15 @@ def test_sparse_gradients_in_python() -> None:
     assert gradient.to_dense().sum(1).tolist() == [4, 8, 0, 0, 4]
 
 
-@pytest.mark.parametrize("wanted", [torch.float64, torch.bfloat16, "float32", True], ids=str)
-def test_refused(wanted: object) -> None:
+@pytest.mark.parametrize("invalid_dtype", [torch.float64, torch.bfloat16, "float32", True], ids=str)
+def test_another_grad_dtype_is_rejected(invalid_dtype: object) -> None:
     with pytest.raises(ValueError, match=r"grad_dtype must be None or torch\.float32, got "):
-        GPipe(nn.Sequential(nn.Linear(2, 2)), [1], grad_dtype=wanted)  # type: ignore[arg-type]
+        GPipe(nn.Sequential(nn.Linear(2, 2)), [1], grad_dtype=invalid_dtype)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches on")
-def test_copies_keep_it() -> None:
-    model, balance, x = made("plain", torch.bfloat16)
+def test_a_deep_copy_keeps_grad_dtype() -> None:
+    model, balance, x = make_model("plain", torch.bfloat16)
     pipe = copy.deepcopy(GPipe(model, balance, chunks=CHUNKS, grad_dtype=torch.float32))
     assert pipe.grad_dtype is torch.float32
-    assert unequal(gradients_of(pipe, x), summed(model, x)) == []
+    assert unequal(gradients_of(pipe, x), float32_accumulated(model, x)) == []

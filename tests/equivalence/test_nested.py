@@ -1,4 +1,4 @@
-"""Nested values into, out of and between layers: each against the plain micro-batch loop."""
+"""Nested values as inputs, outputs and between layers, against the plain micro-batch loop."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Pair = namedtuple("Pair", ["first", "second"])
 
 
-class Of(nn.Module):
-    """A function of what comes in and of a linear layer."""
+class FunctionLayer(nn.Module):
+    """A layer that calls a function with a linear layer and the inputs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Of(nn.Module):
 
 
 def as_dict(f: nn.Module, x: Tensor) -> dict[str, Any]:
-    """Floats, booleans, integers and what has no gradient, beside numbers, a string and None."""
+    """Returns float, bool, integer and detached tensors, beside numbers, a string and None."""
     h = f(x)
     return {
         "h": h,
@@ -59,7 +59,7 @@ def nested(f: nn.Module, x: Tensor) -> Any:
     return (x, [f(x), (x * 2,)], Pair(x.tanh(), OrderedDict(a=x + 1, b=True)))
 
 
-def unnested(f: nn.Module, value: Any) -> Tensor:
+def from_nested(f: nn.Module, value: Any) -> Tensor:
     x, (y, (z,)), pair = value
     assert isinstance(pair, Pair)
     assert isinstance(pair.second, OrderedDict)
@@ -67,13 +67,13 @@ def unnested(f: nn.Module, value: Any) -> Tensor:
     return f(x) + y * z + pair.first * pair.second["a"]
 
 
-def itself(f: nn.Module, x: Tensor) -> Any:
-    """The input, views of it, and one result twice."""
+def input_and_views(f: nn.Module, x: Tensor) -> Any:
+    """Returns the input, views of it, and one result twice."""
     h = f(x)
     return [x, x[:, :3], x.view(-1, 2, 3), h, h, h.t().t()]
 
 
-def many(f: nn.Module, value: list[Tensor]) -> dict[str, Any]:
+def from_input_and_views(f: nn.Module, value: list[Tensor]) -> dict[str, Any]:
     a, b, c, d, e, g = value
     return {"sum": f(a) + b.repeat(1, 2) + c.flatten(1), "more": (d * e, g), "count": 6, "nothing": None}
 
@@ -82,7 +82,7 @@ def keywords(f: nn.Module, x: Tensor, *, bias: Tensor, factor: float = 1.0, flag
     return f(x) * factor + bias if "plus" in flags else f(x) * factor - bias
 
 
-def whole(f: nn.Module, x: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
+def with_replicated(f: nn.Module, x: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
     h = f(x) @ weight
     return h if mask is None else h * mask
 
@@ -91,7 +91,7 @@ def features(batch: int = 8, seed: int = 1) -> Tensor:
     return torch.randn(batch, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def weight() -> Tensor:
+def make_weight() -> Tensor:
     return features(6, seed=5)
 
 
@@ -99,22 +99,28 @@ ARGUMENTS: dict[
     str, tuple[list[Callable[..., Any]], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]
 ] = {
     "a dict between": ([as_dict, from_dict], lambda: ((features(),), {})),
-    "nested between": ([nested, unnested], lambda: ((features(),), {})),
-    "itself and views": ([itself, many], lambda: ((features(),), {})),
+    "nested between": ([nested, from_nested], lambda: ((features(),), {})),
+    "itself and views": ([input_and_views, from_input_and_views], lambda: ((features(),), {})),
     "nested out": ([lambda f, x: f(x), nested], lambda: ((features(),), {})),
-    "nested in": ([unnested, as_dict], lambda: ((_nested_input(),), {})),
+    "nested in": ([from_nested, as_dict], lambda: ((_nested_input(),), {})),
     "keywords": (
         [keywords, lambda f, x: f(x)],
         lambda: ((features(),), {"bias": features(seed=2), "factor": 1.5, "flags": ("plus", None)}),
     ),
-    "several arguments": ([whole, lambda f, x: f(x)], lambda: ((features(), replicate(weight())), {})),
+    "several arguments": (
+        [with_replicated, lambda f, x: f(x)],
+        lambda: ((features(), replicate(make_weight())), {}),
+    ),
     "replicated in a dict": (
-        [lambda f, v: whole(f, v["x"], v["w"], v["mask"]), lambda f, x: f(x)],
-        lambda: (({"x": features(), "w": replicate(weight()), "mask": replicate(torch.tensor(2.0))},), {}),
+        [lambda f, v: with_replicated(f, v["x"], v["w"], v["mask"]), lambda f, x: f(x)],
+        lambda: (
+            ({"x": features(), "w": replicate(make_weight()), "mask": replicate(torch.tensor(2.0))},),
+            {},
+        ),
     ),
     "replicated whole": (
-        [lambda f, x, rest: whole(f, x, *rest), lambda f, x: f(x)],
-        lambda: ((features(), replicate((weight(), torch.arange(6)))), {}),
+        [lambda f, x, rest: with_replicated(f, x, *rest), lambda f, x: f(x)],
+        lambda: ((features(), replicate((make_weight(), torch.arange(6)))), {}),
     ),
 }
 
@@ -124,7 +130,7 @@ def _nested_input() -> Any:
     return (x, [features(seed=2), (features(seed=3),)], Pair(x, OrderedDict(a=features(seed=4), b=True)))
 
 
-def unwrapped(value: Any) -> Any:
+def without_replicate(value: Any) -> Any:
     return tree_map(
         lambda v: v.value if isinstance(v, Replicated) else v,
         value,
@@ -133,19 +139,19 @@ def unwrapped(value: Any) -> Any:
 
 
 def loop(model: nn.Sequential, value: Any, chunks: int) -> Any:
-    """The plain loop, of models that draw nothing; a Sequential would not pass several arguments on."""
+    """Runs the plain loop without keyed random numbers; a Sequential would not accept several arguments."""
 
-    def part(m: int) -> Any:
-        def cut(v: Any) -> Any:
+    def run_micro_batch(m: int) -> Any:
+        def chunk_of(v: Any) -> Any:
             if isinstance(v, Replicated):
                 return v.value
             return v.chunk(chunks)[m] if isinstance(v, Tensor) else v
 
-        args, kwargs = tree_map(cut, value, is_leaf=lambda v: isinstance(v, Replicated))
+        args, kwargs = tree_map(chunk_of, value, is_leaf=lambda v: isinstance(v, Replicated))
         return model[1:](model[0](*args, **kwargs))
 
-    number = len(next(v for v in tree_leaves(value) if isinstance(v, Tensor)).chunk(chunks))
-    outputs = [part(m) for m in range(number)]
+    num_micro_batches = len(next(v for v in tree_leaves(value) if isinstance(v, Tensor)).chunk(chunks))
+    outputs = [run_micro_batch(m) for m in range(num_micro_batches)]
     return tree_map(
         lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *outputs
     )
@@ -156,7 +162,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def step(model: nn.Module, output: Callable[[], Any], inputs: list[Tensor]) -> list[Tensor | None]:
-    """Outputs and gradients of one step."""
+    """Runs one step and returns outputs and gradients."""
     with restored(model):
         for x in inputs:
             x.grad = None
@@ -167,44 +173,44 @@ def step(model: nn.Module, output: Callable[[], Any], inputs: list[Tensor]) -> l
         return [*(o.detach() for o in outputs), *(None if g is None else g.clone() for g in gradients)]
 
 
-def same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
+def all_equal(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
     return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_equals_the_plain_loop(name: str, checkpoint: str) -> None:
+def test_nested_values_equal_the_plain_loop(name: str, checkpoint: str) -> None:
     functions, arguments = ARGUMENTS[name]
     torch.manual_seed(0)
-    model = nn.Sequential(*(Of(function) for function in functions))
+    model = nn.Sequential(*(FunctionLayer(function) for function in functions))
     args, kwargs = arguments()
-    inputs = tensors(unwrapped((args, kwargs)))
+    inputs = tensors(without_replicate((args, kwargs)))
     pipe = GPipe(model, [1, 1], chunks=3, checkpoint=checkpoint)
     expected = step(model, lambda: loop(model, (args, kwargs), 3), inputs)
-    assert same(step(pipe, lambda: pipe(*args, **kwargs), inputs), expected)
+    assert all_equal(step(pipe, lambda: pipe(*args, **kwargs), inputs), expected)
     with torch.no_grad():
-        ours, plain = pipe.eval()(*args, **kwargs), loop(model, (args, kwargs), 3)
+        ours, expected_output = pipe.eval()(*args, **kwargs), loop(model, (args, kwargs), 3)
     assert str(tree_map(lambda v: ... if isinstance(v, Tensor) else v, ours)) == str(
-        tree_map(lambda v: ... if isinstance(v, Tensor) else v, plain)
+        tree_map(lambda v: ... if isinstance(v, Tensor) else v, expected_output)
     )
-    assert all(map(torch.equal, tensors(ours), tensors(plain)))
+    assert all(map(torch.equal, tensors(ours), tensors(expected_output)))
 
 
-def test_a_constant_that_changes_changes_the_result() -> None:
-    """1 is not True, and 0.0 is not -0.0."""
-    model = nn.Sequential(Of(lambda f, x, c: f(x) * (1 if c is True else c)), nn.Identity())
+def test_a_changed_constant_is_traced_again() -> None:
+    """Constants that compare equal but differ are distinguished: 1 and True, 0.0 and -0.0."""
+    model = nn.Sequential(FunctionLayer(lambda f, x, c: f(x) * (1 if c is True else c)), nn.Identity())
     pipe, x = GPipe(model, [1, 1], chunks=2), features()
     for constant in (1.0, True, 2, 0.0, -0.0, 1, float("nan"), 2):
         expected = torch.cat([model[0](part, constant) for part in x.chunk(2)])
-        found = pipe(x, constant)
-        assert torch.equal(found.view(torch.int32), expected.view(torch.int32)) or constant != constant
+        actual = pipe(x, constant)
+        assert torch.equal(actual.view(torch.int32), expected.view(torch.int32)) or constant != constant
     assert num_plans(pipe) == 7
 
 
-def test_verify_takes_nested_values() -> None:
+def test_verify_accepts_nested_values() -> None:
     torch.manual_seed(0)
-    model = GPipe(nn.Sequential(Of(unnested), Of(as_dict)), [1, 1], chunks=4)
+    model = GPipe(nn.Sequential(FunctionLayer(from_nested), FunctionLayer(as_dict)), [1, 1], chunks=4)
     report = verify(model, _nested_input(), lambda out: out["h"].square().sum())
     assert report, report
     assert "gradient of input 4" in report.table(all=True)
@@ -241,19 +247,21 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[GPipe], object]]] = {
 
 
 @pytest.mark.parametrize(("kind", "message", "call"), ERRORS.values(), ids=ERRORS.keys())
-def test_errors(kind: type[Exception], message: str, call: Callable[[GPipe], object]) -> None:
+def test_invalid_inputs_are_rejected(
+    kind: type[Exception], message: str, call: Callable[[GPipe], object]
+) -> None:
     with pytest.raises(kind, match=message):
-        call(GPipe(nn.Sequential(Of(as_dict)), [1], chunks=2))
+        call(GPipe(nn.Sequential(FunctionLayer(as_dict)), [1], chunks=2))
 
 
-def test_what_differs_between_micro_batches_is_refused() -> None:
+def test_a_constant_that_differs_between_micro_batches_is_rejected() -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(6, 6), Batched()), [1, 1], chunks=2)
     assert pipe(features(8))[1] == 4
     with pytest.raises(RuntimeError, match=r"differs between micro-batches.*\(\.\.\., 4\) and \(\.\.\., 3\)"):
         pipe(features(7))
 
 
-def test_a_layer_that_returns_what_cannot_be_passed_on_is_named() -> None:
+def test_an_error_names_the_layer_that_returns_an_unsupported_type() -> None:
     class Set(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return {x}
@@ -268,9 +276,9 @@ def test_a_layer_that_returns_what_cannot_be_passed_on_is_named() -> None:
 @pytest.mark.parametrize(
     "value", [None, True, 3, 2.5, "text", (), [], {"a": None, "b": [1]}, "x" * 1000], ids=reprlib.repr
 )
-def test_an_output_without_a_tensor_is_refused(value: object, backend: str) -> None:
-    """Between stages it may cross; of the model's output there is nothing to concatenate."""
-    returning, ignoring = Of(lambda f, x: value), Of(lambda f, _: torch.ones(4, 6))
+def test_a_model_output_without_a_tensor_is_rejected(value: object, backend: str) -> None:
+    """Such a value may cross stages, but the model's output needs a tensor to concatenate."""
+    returning, ignoring = FunctionLayer(lambda f, x: value), FunctionLayer(lambda f, _: torch.ones(4, 6))
     pipe = GPipe(nn.Sequential(returning, ignoring), [1, 1], chunks=2, backend=backend)
     assert pipe(features()).shape == (8, 6)
     pipe = GPipe(nn.Sequential(nn.Identity(), returning), [1, 1], chunks=2, backend=backend)

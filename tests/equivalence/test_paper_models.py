@@ -1,4 +1,4 @@
-"""The papers' models: as large as the papers say, and small ones in pipelines, bit for bit the plain loop."""
+"""The papers' models have the published sizes; small ones in pipelines equal the plain loop bit for bit."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def num_parameters(make: Callable[[], nn.Module]) -> int:
         return sum(p.numel() for p in make().parameters())
 
 
-# Table 1 of the GPipe paper says 82, 318, 542, 1050 and 1800 million; torchgpipe's benchmarks as below.
+# Table 1 of the GPipe paper: 82, 318, 542, 1050 and 1800 million. torchgpipe's benchmarks: the numbers below.
 @pytest.mark.parametrize(
     ("size", "millions"),
     [((18, 208), 81.5), ((18, 416), 319.0), ((18, 544), 542.7), ((36, 544), 1055.8), ((72, 512), 1844.9)],
     ids=str,
 )
-def test_parameters_of_amoebanet_d(size: tuple[int, int], millions: float) -> None:
+def test_amoebanet_d_has_the_published_number_of_parameters(size: tuple[int, int], millions: float) -> None:
     assert round(num_parameters(partial(amoebanet_d, *size)) / 1e6, 1) == millions
 
 
@@ -45,15 +45,15 @@ def test_parameters_of_amoebanet_d(size: tuple[int, int], millions: float) -> No
     [((6, 72), 362.2), ((11, 128), 2213.8), ((24, 128), 4993.9), ((24, 160), 7802.9), ((48, 160), 15822.2)],
     ids=str,
 )
-def test_parameters_of_unet(size: tuple[int, int], millions: float) -> None:
+def test_unet_has_the_published_number_of_parameters(size: tuple[int, int], millions: float) -> None:
     assert round(num_parameters(partial(unet, *size)) / 1e6, 1) == millions
 
 
-def test_parameters_of_resnet101() -> None:
+def test_resnet101_has_the_published_number_of_parameters() -> None:
     assert num_parameters(resnet101) == 44_549_160
 
 
-def test_parameters_of_gpt() -> None:
+def test_gpt_has_the_expected_number_of_parameters() -> None:
     assert num_parameters(partial(gpt, 12, 768, 12)) == 163_037_184
     assert num_parameters(partial(gpt, 12, 768, 12, tied=True)) == 124_439_808
     for layers, width, vocab, context in [(1, 8, 11, 5), (3, 16, 7, 9)]:
@@ -61,7 +61,7 @@ def test_parameters_of_gpt() -> None:
         assert num_parameters(partial(gpt, layers, width, 2, vocab, context)) == expected
 
 
-# As many layers as torchgpipe's benchmarks cut.
+# The numbers of layers are those that torchgpipe's benchmarks partition.
 @pytest.mark.parametrize(
     ("make", "shape", "output", "num_layers"),
     [
@@ -73,7 +73,7 @@ def test_parameters_of_gpt() -> None:
     ],
     ids=["AmoebaNet-D (18, 208)", "U-Net (6, 72)", "U-Net (5, 64)", "ResNet-101", "GPT-2 small"],
 )
-def test_shapes_in_full_size(
+def test_full_size_models_have_the_expected_shapes_and_layers(
     make: Callable[[], nn.Sequential], shape: tuple[int, ...], output: tuple[int, ...], num_layers: int
 ) -> None:
     with torch.device("meta"):
@@ -82,7 +82,7 @@ def test_shapes_in_full_size(
         assert (model(x).shape, len(model)) == (output, num_layers)
 
 
-def noise(*shape: int) -> Tensor:
+def random_images(*shape: int) -> Tensor:
     return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(1))
 
 
@@ -91,16 +91,16 @@ def tokens() -> Tensor:
 
 
 SMALL: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], Tensor]]] = {
-    "AmoebaNet-D": (partial(amoebanet_d, 3, 16, 5), partial(noise, 3, 64, 64)),
-    "U-Net": (partial(unet, 2, 4, depth=2), partial(noise, 3, 16, 16)),
-    "ResNet": (partial(resnet, (1, 2), 5, 4), partial(noise, 3, 32, 32)),
+    "AmoebaNet-D": (partial(amoebanet_d, 3, 16, 5), partial(random_images, 3, 64, 64)),
+    "U-Net": (partial(unet, 2, 4, depth=2), partial(random_images, 3, 16, 16)),
+    "ResNet": (partial(resnet, (1, 2), 5, 4), partial(random_images, 3, 32, 32)),
     "GPT": (partial(gpt, 2, 16, 2, 11, 8), tokens),
 }
 
 
 @dataclass(frozen=True, repr=False)
-class Case:
-    """A small model, a mini-batch, and what a step of the plain loop leaves behind."""
+class ModelCase:
+    """A small model, a mini-batch, and the result of a plain-loop step."""
 
     model: nn.Sequential
     x: Tensor
@@ -108,13 +108,13 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=SMALL)
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest) -> Iterator[ModelCase]:
     make, batch = SMALL[request.param]
     torch.manual_seed(0)
     model, x = make(), batch()
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as `one_thread`, which is for one test only
-    yield Case(model, x, loop_step(model, x, CHUNKS))
+    torch.set_num_threads(1)  # as the fixture `one_thread`, which is function-scoped
+    yield ModelCase(model, x, loop_step(model, x, CHUNKS))
     torch.set_num_threads(before)
 
 
@@ -123,7 +123,7 @@ def even_cuts(num_layers: int, num_stages: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(cuts)]
 
 
-def test_no_gradient_is_dead(case: Case) -> None:
+def test_every_gradient_of_the_plain_loop_is_finite_and_nonzero(case: ModelCase) -> None:
     for name, tensor in case.expected.items():
         if name.startswith("gradient"):
             assert tensor is not None, name
@@ -132,29 +132,29 @@ def test_no_gradient_is_dead(case: Case) -> None:
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
-def pipe(request: pytest.FixtureRequest, case: Case) -> GPipe:
+def pipe(request: pytest.FixtureRequest, case: ModelCase) -> GPipe:
     balance = even_cuts(len(case.model), request.param)
     return GPipe(case.model, balance, chunks=CHUNKS, backend="aten")
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_pipelines_have_the_bits_of_the_plain_loop(case: Case, pipe: GPipe, checkpoint: str) -> None:
+def test_a_pipeline_equals_the_plain_loop_bit_for_bit(case: ModelCase, pipe: GPipe, checkpoint: str) -> None:
     pipe.checkpoint = checkpoint
     assert unequal(pipeline_step(pipe, case.x), case.expected) == []
 
 
 @pytest.mark.parametrize("name", ["U-Net", "ResNet"])
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_cuts_part_skips(name: str, num_stages: int) -> None:
+def test_stage_boundaries_cross_skip_connections(name: str, num_stages: int) -> None:
     model = SMALL[name][0]()
     verify_skippables(model)
     for cut in itertools.accumulate(even_cuts(len(model), num_stages)[:-1]):
         assert any(skip.source < cut <= skip.target for skip in skips_of(model))
 
 
-def test_cells_take_what_the_two_before_them_return() -> None:
-    model, x = amoebanet_d(3, 16, 5), noise(3, 64, 64)
+def test_an_amoebanet_cell_takes_the_outputs_of_the_two_previous_cells() -> None:
+    model, x = amoebanet_d(3, 16, 5), random_images(3, 64, 64)
     outputs = [x]
     for layer in model[:-1]:
         outputs.append(layer(outputs[-1]))
@@ -171,12 +171,12 @@ def test_cells_take_what_the_two_before_them_return() -> None:
 
 
 @pytest.mark.parametrize("size", [(4, 16), (3, 20)])
-def test_sizes_that_amoebanet_d_cannot_have(size: tuple[int, int]) -> None:
+def test_invalid_amoebanet_d_sizes_are_rejected(size: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=f"got {size[0]} layers and {size[1]} filters"):
         amoebanet_d(*size)
 
 
-def test_resnet_is_torchvisions() -> None:
+def test_resnet_equals_torchvisions() -> None:
     torchvision = pytest.importorskip("torchvision")
     blocks = (1, 2, 1, 1)
     torch.manual_seed(0)
@@ -187,10 +187,10 @@ def test_resnet_is_torchvisions() -> None:
     for training in (True, False):
         ours.train(training)
         theirs.train(training)
-        assert torch.equal(ours(noise(3, 64, 64)), theirs(noise(3, 64, 64)))
+        assert torch.equal(ours(random_images(3, 64, 64)), theirs(random_images(3, 64, 64)))
 
 
-def test_a_tied_head_is_the_embedding() -> None:
+def test_a_tied_head_shares_the_embeddings_weight() -> None:
     model = gpt(1, 8, 2, 11, 5, tied=True)
     assert model.head.weight is model.embedding.token.weight
     torch.manual_seed(0)
@@ -200,7 +200,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert torch.equal(model(x), untied(x))
 
 
-def test_flat_keeps_the_order_and_joins_names() -> None:
+def test_flat_keeps_the_order_and_joins_the_names() -> None:
     a, b, c = nn.ReLU(), nn.Tanh(), nn.GELU()
     model = flat(nn.Sequential(nn.Sequential(nn.Sequential(a), b), c))
     assert dict(model.named_children()) == {"0_0_0": a, "0_1": b, "1": c}
