@@ -1,4 +1,4 @@
-"""Layers in Python that raise, and what is refused or remarked on: an exception comes out as it is."""
+"""Layers in Python: their exceptions are raised unchanged; warnings and rejections name the layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_one_warning_names_stage_layer_and_reason() -> None:
         warnings.simplefilter("always")
         for batch in (8, 8, 16):
             pipe(features(batch))
-    # PyTorch warns once per process that a branch reads a tensor which requires a gradient.
+    # PyTorch warns once per process about a branch on a tensor that requires a gradient.
     caught = [warning for warning in caught if "to a scalar may" not in str(warning.message)]
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 2, messages
@@ -52,13 +52,13 @@ def test_one_warning_names_stage_layer_and_reason() -> None:
     assert {warning.filename for warning in caught} == {__file__}
 
 
-def test_aten_refuses_instead() -> None:
+def test_backend_aten_rejects_a_layer_that_cannot_be_traced() -> None:
     pipe = GPipe(model(Recurrent(nn.GRU)), [2, 5], chunks=2, backend="aten")
     with pytest.raises(RuntimeError, match=r"stage 1, layer 2 \(Recurrent\) cannot be traced faithfully"):
         pipe(features())
 
 
-def checked(f: nn.Module, x: Tensor) -> Tensor:
+def check_width(f: nn.Module, x: Tensor) -> Tensor:
     if x.shape[-1] != WIDTH:
         raise ValueError(f"expected {WIDTH} features")
     y: Tensor = f(x)
@@ -67,17 +67,17 @@ def checked(f: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("function", "error"),
-    [(lambda f, x: f(x), "mat1 and mat2 shapes cannot be multiplied"), (checked, "expected 8 features")],
+    [(lambda f, x: f(x), "mat1 and mat2 shapes cannot be multiplied"), (check_width, "expected 8 features")],
 )
-def test_a_bad_call_demotes_no_layer(function: Callable[..., Any], error: str) -> None:
+def test_an_invalid_call_leaves_every_layer_lowered(function: Callable[..., Any], error: str) -> None:
     layers = nn.Sequential(nn.Tanh(), Of(function), nn.ReLU())
     pipe = GPipe(layers, [1, 2], chunks=2)
-    bad = torch.zeros(4, WIDTH + 1)
+    bad_input = torch.zeros(4, WIDTH + 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in (4, 6, 8):
             with pytest.raises((RuntimeError, ValueError), match=error):
-                pipe(bad)
+                pipe(bad_input)
             traces = compiler_of(pipe).num_traces
             assert unequal(pipeline_step(pipe, features(batch)), loop_step(layers, features(batch), 2)) == []
             assert compiler_of(pipe).num_traces > traces
@@ -85,7 +85,7 @@ def test_a_bad_call_demotes_no_layer(function: Callable[..., Any], error: str) -
     assert [str(warning.message) for warning in caught] == []
 
 
-def test_a_bad_call_beside_a_layer_in_python_demotes_no_other() -> None:
+def test_an_invalid_call_beside_a_layer_in_python_leaves_the_others_lowered() -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(branch), nn.Linear(WIDTH, WIDTH))
     pipe = GPipe(layers, [1, 2], chunks=2)
     with quiet():
@@ -96,15 +96,15 @@ def test_a_bad_call_beside_a_layer_in_python_demotes_no_other() -> None:
     assert chains(pipe) == [[(0, 1, True)], [(0, 1, False), (1, 2, True)]]
 
 
-def test_a_layer_that_refuses_the_first_data_is_not_blamed_yet() -> None:
-    def checking(f: nn.Module, x: Tensor) -> Tensor:
+def test_a_layer_that_rejects_its_first_inputs_is_not_yet_warned_about() -> None:
+    def reject_large_values(f: nn.Module, x: Tensor) -> Tensor:
         if float(x.max()) > 1e3:
             raise ValueError("too large")
         y: Tensor = f(x)
         return y
 
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Of(checking))
-    pipe = GPipe(nn.Sequential(Of(checking), *layers), [2, 2], chunks=2)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Of(reject_large_values))
+    pipe = GPipe(nn.Sequential(Of(reject_large_values), *layers), [2, 2], chunks=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -116,8 +116,8 @@ def test_a_layer_that_refuses_the_first_data_is_not_blamed_yet() -> None:
     assert "stage 0, layer 0 (Of) runs in Python: " in str(caught[0].message)
 
 
-class Failing(nn.Module):
-    """Raises in its given call, counted from 0; or in that of its backward."""
+class RaisesInGivenCall(nn.Module):
+    """Raises in the given call of its forward or of its backward, counted from 0."""
 
     def __init__(self, error: BaseException, forward: int = -1, backward: int = -1) -> None:
         super().__init__()
@@ -126,13 +126,13 @@ class Failing(nn.Module):
         self.calls: Counter[str] = Counter()
         self.register_buffer("count", torch.zeros(()))
 
-    def _called(self, what: str) -> None:
+    def _count_call(self, what: str) -> None:
         self.calls[what] += 1
         if self.calls[what] == self.at[what] + 1:
             raise self.error
 
     def forward(self, x: Tensor) -> Tensor:
-        is_recomputing()  # else a layer that counts would not be recomputed
+        is_recomputing()  # without this query a layer with side effects is not recomputed
         self.count += 1
         self._called("forward")
         y: Tensor = self.linear(x)
@@ -141,25 +141,25 @@ class Failing(nn.Module):
         return y
 
 
-class OwnError(Exception):
+class UserError(Exception):
     pass
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize(
     "error",
-    [OwnError("planted"), SystemExit(3), KeyboardInterrupt(), StopIteration("s"), GeneratorExit()],
+    [UserError("planted"), SystemExit(3), KeyboardInterrupt(), StopIteration("s"), GeneratorExit()],
     ids=repr,
 )
 @pytest.mark.parametrize("when", ["forward", "recompute", "backward"])
-def test_an_exception_comes_out_as_it_is(when: str, error: BaseException, backend: str) -> None:
-    failing = Failing(error)
-    layers = model(failing)
+def test_an_exception_of_a_layer_is_raised_unchanged(when: str, error: BaseException, backend: str) -> None:
+    raising_layer = RaisesInGivenCall(error)
+    layers = model(raising_layer)
     pipe = GPipe(layers, [2, 2, 3], chunks=M, checkpoint="always", backend=backend)
     with quiet():
         expected = pipeline_step(pipe, features())
-        failing.calls.clear()
-        failing.at = {
+        raising_layer.calls.clear()
+        raising_layer.at = {
             "forward": {"forward": 2, "recompute": M + 1, "backward": -1}[when],
             "backward": 1 if when == "backward" else -1,
         }
@@ -179,25 +179,27 @@ def test_an_exception_comes_out_as_it_is(when: str, error: BaseException, backen
 
 
 @pytest.mark.parametrize(
-    ("when", "place"),
+    ("when", "location"),
     [({"forward": 2}, "stage 1, layer 2 (Failing)"), ({"backward": 1}, "stage 1, layers 2 to 6")],
     ids=["forward", "backward"],
 )
-def test_the_action_is_noted(when: dict[str, int], place: str) -> None:
-    """In the words of a native layer's error; which layer's backward ran nobody knows."""
-    error = OwnError("planted")
-    with quiet(), pytest.raises(OwnError):
-        pipe = GPipe(model(Failing(error, **when)), [2, 5], chunks=M, checkpoint="never", backend="eager")
+def test_an_exception_has_a_note_that_names_the_action(when: dict[str, int], location: str) -> None:
+    """The note has a native layer's format; in a backward the exact layer is unknown."""
+    error = UserError("planted")
+    with quiet(), pytest.raises(UserError):
+        pipe = GPipe(
+            model(RaisesInGivenCall(error, **when)), [2, 5], chunks=M, checkpoint="never", backend="eager"
+        )
         pipe(features()).sum().backward()
     if hasattr(error, "__notes__"):
         action = "1F2" if "forward" in when else "1I2"
-        assert error.__notes__ == [f"in action {action}: {place}, micro-batch 2"]
+        assert error.__notes__ == [f"in action {action}: {location}, micro-batch 2"]
 
 
-def test_a_tensor_whose_gradient_would_be_lost_is_refused() -> None:
+def test_a_tensor_from_outside_whose_gradient_would_be_lost_is_rejected() -> None:
     outside = torch.ones(WIDTH, requires_grad=True)
 
-    def scaled(f: nn.Module, x: Tensor) -> Tensor:
+    def scaled_by_outside_tensor(f: nn.Module, x: Tensor) -> Tensor:
         float(x.sum())
         return f(x) * outside
 
@@ -205,10 +207,10 @@ def test_a_tensor_whose_gradient_would_be_lost_is_refused() -> None:
         quiet(),
         pytest.raises(RuntimeError, match=r"layer 2 \(Of\) uses a tensor of shape \[8\] that needs"),
     ):
-        GPipe(model(Of(scaled)), [2, 5], chunks=M)(features())
+        GPipe(model(Of(scaled_by_outside_tensor)), [2, 5], chunks=M)(features())
 
 
-def test_a_parameter_given_other_data_before_its_recompute_is_refused() -> None:
+def test_replacing_a_parameters_data_before_its_recompute_is_rejected() -> None:
     layers = model(Of(branch))
     pipe = GPipe(layers, [2, 5], chunks=M, checkpoint="always")
     with quiet():
@@ -219,13 +221,13 @@ def test_a_parameter_given_other_data_before_its_recompute_is_refused() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "aten"])
-def test_layers_without_parameters_yet_are_refused(backend: str) -> None:
+def test_lazy_layers_without_parameters_are_rejected(backend: str) -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(3)), [1, 1], backend=backend)
     with pytest.raises(RuntimeError, match=r"layer 1 \(LazyLinear\).*run one batch through the module first"):
         pipe(features())
 
 
-def test_a_failure_that_belongs_to_no_layer_is_found_by_trying() -> None:
+def test_an_untraceable_layer_that_the_error_does_not_name_is_found_by_search() -> None:
     pipe = GPipe(model(Of(reentrant), nn.Identity()), [11], chunks=M)
     pipe.eval()
     with pytest.warns(UserWarning, match=r"layer 2 \(Of\) runs in Python: .*use_reentrant"):

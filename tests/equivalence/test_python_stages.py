@@ -1,4 +1,4 @@
-"""Layers that run in Python, beside lowered ones and instead of them: each against the plain loop."""
+"""Layers that run in Python, alone and beside lowered ones, equal the plain loop."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("kind", UNTRACEABLE)
-def test_equals_the_plain_loop(kind: str, backend: str, checkpoint: str) -> None:
+def test_an_untraceable_layer_equals_the_plain_loop(kind: str, backend: str, checkpoint: str) -> None:
     torch.manual_seed(3)
     layers = model(UNTRACEABLE[kind]())
-    # TorchScript looks on in its first runs, and then computes otherwise.
+    # TorchScript profiles its first runs and then optimizes, which changes the rounding.
     for _ in range(3 if kind == "TorchScript" else 1):
         expected = dense(loop_step(layers, features(), M))
     for balance in ([7], [2, 5], [3, 2, 2]):
@@ -65,7 +65,7 @@ def test_equals_the_plain_loop(kind: str, backend: str, checkpoint: str) -> None
 
 
 @pytest.mark.smoke
-def test_the_stages_around_one_in_python_are_lowered() -> None:
+def test_layers_and_stages_around_layers_in_python_are_lowered() -> None:
     pipe = GPipe(model(Recurrent(nn.LSTM), Of(branch)), [2, 5, 4], chunks=M)
     with quiet():
         for _ in range(4):
@@ -75,28 +75,28 @@ def test_the_stages_around_one_in_python_are_lowered() -> None:
         [(0, 1, False), (1, 4, True), (4, 5, False)],
         [(0, 4, True)],
     ]
-    # From then on Python is entered for the layers in Python alone: nothing is searched.
-    entered: Counter[str] = Counter()
+    # From then on Python runs only for the layers in Python, and no segment is searched.
+    num_calls: Counter[str] = Counter()
 
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def count_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            entered[name] += 1
+            num_calls[name] += 1
             return function(*args)
 
         return call
 
     with (
-        mock.patch.object(Search, "find", counted("find", Search.find)),
-        mock.patch.object(EagerLayers, "forward", counted("forward", EagerLayers.forward)),
-        mock.patch.object(EagerLayers, "backward", counted("backward", EagerLayers.backward)),
+        mock.patch.object(Search, "find", count_calls("find", Search.find)),
+        mock.patch.object(EagerLayers, "forward", count_calls("forward", EagerLayers.forward)),
+        mock.patch.object(EagerLayers, "backward", count_calls("backward", EagerLayers.backward)),
     ):
         traces = compiler_of(pipe).num_traces
         pipeline_step(pipe, features())
     assert compiler_of(pipe).num_traces == traces
-    assert entered == {"forward": 2 * M, "backward": 2 * M}
+    assert num_calls == {"forward": 2 * M, "backward": 2 * M}
 
 
-def test_one_layer_does_not_make_its_stage_run_in_python() -> None:
+def test_one_untraceable_layer_leaves_the_rest_of_its_stage_lowered() -> None:
     pipe = GPipe(model(Of(branch)), [7], chunks=M)
     with quiet():
         for _ in range(3):
@@ -104,7 +104,7 @@ def test_one_layer_does_not_make_its_stage_run_in_python() -> None:
     assert chains(pipe) == [[(0, 2, True), (2, 3, False), (3, 7, True)]]
 
 
-def test_layers_that_could_be_lowered_are_not_under_eager() -> None:
+def test_backend_eager_lowers_no_layer_and_warns_about_none() -> None:
     pipe = GPipe(model(nn.Identity()), [3, 4], chunks=8, backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -113,20 +113,20 @@ def test_layers_that_could_be_lowered_are_not_under_eager() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["input", "before", "within", "after", "all"])
-def test_where_nothing_needs_a_gradient(frozen: str) -> None:
+def test_frozen_parts_around_a_layer_in_python_equal_the_plain_loop(frozen: str) -> None:
     layers = model(Of(branch))
     parts = {"before": layers[:2], "within": layers[2:3], "after": layers[3:], "all": layers, "input": ()}
     for part in parts[frozen]:
         part.requires_grad_(False)
-    needed = frozen not in ("input", "all")
-    expected = loop_step(layers, features(), M, input_gradient=needed)
+    needs_gradient = frozen not in ("input", "all")
+    expected = loop_step(layers, features(), M, input_gradient=needs_gradient)
     pipe = GPipe(layers, [2, 3, 2], chunks=M)
     with quiet():
         for _ in range(2):
-            assert unequal(pipeline_step(pipe, features(), input_gradient=needed), expected) == []
+            assert unequal(pipeline_step(pipe, features(), input_gradient=needs_gradient), expected) == []
 
 
-def test_eval_and_no_grad() -> None:
+def test_inference_in_eval_mode_equals_the_plain_loop() -> None:
     layers = model(Recurrent(nn.LSTM), Counting()).eval()
     pipe = GPipe(layers, [3, 4, 4], chunks=M)
     with quiet(), torch.no_grad(), restored(layers):
@@ -138,7 +138,7 @@ def test_eval_and_no_grad() -> None:
     assert not expected.requires_grad
 
 
-def test_under_autocast() -> None:
+def test_training_under_autocast_equals_the_plain_loop() -> None:
     layers = model(Of(branch), Recurrent(nn.GRU))
     pipe = GPipe(layers, [2, 3, 6], chunks=M)
     with quiet(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -148,8 +148,8 @@ def test_under_autocast() -> None:
     assert getattr(expected["output"], "dtype", None) is torch.bfloat16
 
 
-def test_gradients_of_all_layouts_arrive() -> None:
-    """From a mean an expanded gradient comes, and from a transposition a permuted one."""
+def test_expanded_and_permuted_gradients_equal_the_plain_loop() -> None:
+    """A mean produces an expanded gradient, and a transposition a permuted one."""
 
     def transposed(f: nn.Module, x: Tensor) -> Tensor:
         float(x.sum())
@@ -170,21 +170,21 @@ def test_gradients_of_all_layouts_arrive() -> None:
 
 
 @pytest.mark.smoke
-def test_nested_values_around_layers_in_python() -> None:
-    def opened(f: nn.Module, x: Tensor) -> Any:
+def test_nested_values_around_layers_in_python_equal_the_plain_loop() -> None:
+    def tensor_to_dict(f: nn.Module, x: Tensor) -> Any:
         h = f(x)
         return {"h": h, "mask": h > 0, "twice": (h, h), "scale": 0.5, "flag": bool(h.numel())}
 
-    def passed(f: nn.Module, value: Any) -> Any:
+    def dict_to_dict(f: nn.Module, value: Any) -> Any:
         float(value["h"].sum())
         return {**value, "h": f(value["h"]), "more": [value["mask"].long().sum(-1)]}
 
-    def closed(f: nn.Module, value: Any) -> Any:
+    def dict_to_tensor(f: nn.Module, value: Any) -> Any:
         a, b = value["twice"]
         return torch.where(value["mask"], f(value["h"]), a * b) * value["scale"] + value["more"][0][..., None]
 
     torch.manual_seed(0)
-    layers = nn.Sequential(Of(opened), Of(passed), Of(passed), Of(closed))
+    layers = nn.Sequential(Of(tensor_to_dict), Of(dict_to_dict), Of(dict_to_dict), Of(dict_to_tensor))
     for index, layer in enumerate(layers):
         layer.name = str(index)
     expected = loop_step(layers, features(), M)
@@ -196,12 +196,12 @@ def test_nested_values_around_layers_in_python() -> None:
                     assert unequal(pipeline_step(pipe, features()), expected) == []
 
 
-def test_an_output_without_a_gradient_in_the_loss() -> None:
-    def two(f: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def test_a_loss_that_reads_one_of_two_outputs_equals_the_plain_loop() -> None:
+    def two_outputs(f: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         float(x.sum())
         return f(x), x * 2
 
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(two), nn.Identity())
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(two_outputs), nn.Identity())
     pipe = GPipe(layers, [1, 1, 1], chunks=M)
     with quiet():
         for which in (0, 1, 0):
@@ -211,24 +211,24 @@ def test_an_output_without_a_gradient_in_the_loss() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_side_effects_and_phases_are_torchgpipes(checkpoint: str) -> None:
+def test_calls_of_a_layer_have_torchgpipes_order_and_phases(checkpoint: str) -> None:
     torchgpipe = pytest.importorskip("torchgpipe")
 
-    class Noting(nn.Module):
+    class PhaseRecorder(nn.Module):
         def __init__(self, name: str, phases: Any, notes: list[tuple[str, bool, bool, float]]) -> None:
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
             self.name, self.phases, self.notes = name, phases, notes
 
         def forward(self, x: Tensor) -> Tensor:
-            phases = [bool(asked()) for asked in self.phases]
+            phases = [bool(query()) for query in self.phases]
             self.notes.append((self.name, phases[0], phases[1], float(x[0, 0, 0])))
             return x + 0 * self.linear(x)
 
     def notes(library: Any, build: Callable[..., nn.Module]) -> list[tuple[str, bool, bool, float]]:
         found: list[tuple[str, bool, bool, float]] = []
         phases = (library.is_checkpointing, library.is_recomputing)
-        layers = nn.Sequential(*(Noting(name, phases, found) for name in "ab"))
+        layers = nn.Sequential(*(PhaseRecorder(name, phases, found) for name in "ab"))
         build(layers, [1, 1], devices=["cpu", "cpu"], chunks=M, checkpoint=checkpoint)(
             features()
         ).sum().backward()
@@ -250,7 +250,7 @@ def test_side_effects_and_phases_are_torchgpipes(checkpoint: str) -> None:
 
 
 def awkward_inputs() -> list[Tensor]:
-    """Micro-batches that are not aligned, expanded, permuted, or with gaps."""
+    """Returns mini-batches that are unaligned, expanded, permuted, or have gaps."""
     return [
         features(6, 3),
         features(1, 3).expand(6, 3, WIDTH),
@@ -261,8 +261,8 @@ def awkward_inputs() -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["branch on data", "LSTM"])
 @pytest.mark.parametrize("index", range(4))
-def test_inputs_whose_memory_is_not_aligned_or_dense(index: int, kind: str) -> None:
-    """Matrix products round by alignment and strides."""
+def test_unaligned_and_non_contiguous_inputs_equal_the_plain_loop(index: int, kind: str) -> None:
+    """The rounding of matrix products depends on alignment and strides."""
     layers, x = nn.Sequential(UNTRACEABLE[kind](), nn.Linear(WIDTH, 3)), awkward_inputs()[index]
     expected = loop_step(layers, x, 2, input_gradient=False)
     for checkpoint in ("always", "never"):
@@ -272,23 +272,25 @@ def test_inputs_whose_memory_is_not_aligned_or_dense(index: int, kind: str) -> N
 
 
 @pytest.mark.parametrize("index", [0, 2, 3])
-def test_a_layer_that_writes_its_input_leaves_the_callers_as_it_was(index: int) -> None:
+def test_a_layer_that_writes_its_input_does_not_change_the_callers_tensor(index: int) -> None:
     layers, x = nn.Sequential(Of(in_place), nn.Linear(WIDTH, 3)), awkward_inputs()[index]
-    kept = x.clone()
+    original = x.clone()
     with torch.no_grad():
         expected = torch.cat([layers(c) for c in x.chunk(2)])
-        x.copy_(kept)
+        x.copy_(original)
         with quiet():
             assert torch.equal(GPipe(layers, [1, 1], chunks=2)(x), expected)
-    assert torch.equal(x, kept)
+    assert torch.equal(x, original)
     with quiet():
         pipeline_step(GPipe(layers, [1, 1], chunks=2), x)
-    assert torch.equal(x, kept)
+    assert torch.equal(x, original)
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
-def test_layers_under_torch_compile(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Compiling turns their checks off, for good.
+def test_layers_under_torch_compile_equal_the_plain_loop(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Compiling disables the argument checks of distributions permanently.
     distributions = torch.distributions.Distribution
     monkeypatch.setattr(distributions, "_validate_args", distributions._validate_args)
     torch.manual_seed(0)
@@ -303,7 +305,7 @@ def test_layers_under_torch_compile(backend: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_under_inference_mode(training: bool) -> None:
+def test_inference_mode_equals_the_plain_loop(training: bool) -> None:
     layers = model(Of(branch), Recurrent(nn.LSTM, num_layers=2, dropout=0.5)).train(training)
     pipe = GPipe(layers, [2, 9], chunks=M)
     with torch.inference_mode(), restored(layers):

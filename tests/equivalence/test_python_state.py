@@ -1,4 +1,4 @@
-"""Layers in Python from call to call: what is kept, what changes, and what is dropped."""
+"""Layers in Python over several calls: hooks, retained graphs, retracing, caches and garbage collection."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.untraceable import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_hooks_on_parameters_see_the_whole_gradient_once() -> None:
+def test_hooks_on_parameters_see_the_complete_gradient_once() -> None:
     layers = model(Of(branch))
     weight, seen = layers[2].held.weight, []
     weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
@@ -51,8 +51,8 @@ def test_hooks_on_parameters_see_the_whole_gradient_once() -> None:
     assert unequal(ours, loop_step(layers, features(), M)) == []
 
 
-def test_own_generators_are_drawn_from_once_and_again_in_the_recompute() -> None:
-    class Noisy(nn.Module):
+def test_a_recompute_draws_the_same_numbers_from_a_layers_own_generator() -> None:
+    class DrawsFromOwnGenerator(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear, self.generator = nn.Linear(WIDTH, WIDTH), torch.Generator()
@@ -60,13 +60,13 @@ def test_own_generators_are_drawn_from_once_and_again_in_the_recompute() -> None
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x * torch.randn(x.shape, generator=self.generator))
 
-    noisy = Noisy()
-    layers = model(noisy)
+    drawing_layer = DrawsFromOwnGenerator()
+    layers = model(drawing_layer)
 
     def step(run: Callable[[], dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
-        noisy.generator.manual_seed(5)
+        drawing_layer.generator.manual_seed(5)
         result = run()
-        return {**result, "next": torch.randn(3, generator=noisy.generator)}
+        return {**result, "next": torch.randn(3, generator=drawing_layer.generator)}
 
     expected = step(lambda: loop_step(layers, features(), M))
     for checkpoint in CHECKPOINT_MODES:
@@ -77,7 +77,7 @@ def test_own_generators_are_drawn_from_once_and_again_in_the_recompute() -> None
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_a_second_backward(checkpoint: str) -> None:
+def test_a_second_backward_gives_the_same_gradients_and_buffers(checkpoint: str) -> None:
     layers = model(Of(branch), Counting())
     pipe = GPipe(layers, [2, 4, 5], chunks=M, checkpoint=checkpoint)
     with quiet(), restored(layers):
@@ -94,9 +94,9 @@ def test_a_second_backward(checkpoint: str) -> None:
         assert all(map(torch.equal, layers.buffers(), buffers))
 
 
-def test_interleaved_mini_batches_keep_to_their_own() -> None:
-    with_norm = model(Of(branch)).eval()
-    layers = nn.Sequential(*(layer for layer in with_norm if not isinstance(layer, nn.BatchNorm1d)))
+def test_interleaved_mini_batches_do_not_interfere() -> None:
+    with_batch_norm = model(Of(branch)).eval()
+    layers = nn.Sequential(*(layer for layer in with_batch_norm if not isinstance(layer, nn.BatchNorm1d)))
     inputs = [features(8), features(6, 3), features(8) * 2]
 
     def grads(run: Callable[[Tensor], Tensor], interleaved: bool) -> list[Tensor]:
@@ -119,7 +119,7 @@ def test_interleaved_mini_batches_keep_to_their_own() -> None:
             assert all(map(torch.equal, grads(pipe, True), grads(pipe, False)))
 
 
-def test_attributes_that_change_in_every_call_do_not_trace_again() -> None:
+def test_attributes_that_change_in_every_call_cause_no_retracing() -> None:
     counting = Counting()
     pipe = GPipe(model(counting), [2, 5], chunks=M)
     with quiet():
@@ -132,7 +132,7 @@ def test_attributes_that_change_in_every_call_do_not_trace_again() -> None:
     assert (compiler_of(pipe).num_traces, num_plans(pipe)) == (traces, plans)
 
 
-def test_a_changed_lowered_layer_is_noticed_beside_one_in_python() -> None:
+def test_a_change_of_a_lowered_layer_beside_one_in_python_is_detected() -> None:
     layers = model(Of(branch))
     pipe = GPipe(layers, [2, 5], chunks=M)
     with quiet():
@@ -144,7 +144,7 @@ def test_a_changed_lowered_layer_is_noticed_beside_one_in_python() -> None:
         assert unequal(pipeline_step(pipe, features()), loop_step(layers, features(), M)) == []
 
 
-def test_threads_take_turns() -> None:
+def test_inference_from_several_threads_equals_the_plain_loop() -> None:
     layers = model(Of(branch)).eval()
     pipe = GPipe(layers, [2, 5], chunks=M)
     expected = plain_loop(layers, features(), M)
@@ -164,10 +164,10 @@ def test_threads_take_turns() -> None:
     assert all(torch.equal(result, expected) for result in results)
 
 
-def test_constants_that_never_repeat_end_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that a layer in Python returns is one that the next layers are traced for."""
+def test_constants_that_never_repeat_stop_tracing_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next layers are traced for each number that a layer in Python returns, up to a limit."""
 
-    class Clock(nn.Module):
+    class CountsCalls(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.time = 0
@@ -176,12 +176,12 @@ def test_constants_that_never_repeat_end_in_python(monkeypatch: pytest.MonkeyPat
             self.time += 1
             return x, self.time
 
-    def faded(f: nn.Module, value: Any) -> Tensor:
+    def divided_by_time(f: nn.Module, value: Any) -> Tensor:
         x, time = value
         return f(x) / time
 
     monkeypatch.setattr("gpipe_fast.runtime.planner.TRACES", 8)
-    layers = nn.Sequential(Clock(), Of(faded))
+    layers = nn.Sequential(CountsCalls(), Of(divided_by_time))
     pipe = GPipe(layers, [1, 1], chunks=2, checkpoint="always")
     with quiet():
         for step in range(12):
@@ -195,8 +195,8 @@ def test_constants_that_never_repeat_end_in_python(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "aten"])
-def test_nothing_stays_of_a_pipeline_that_is_gone(backend: str) -> None:
-    """Segments in C++ refer to layers in Python: a cycle through them would never be found."""
+def test_a_deleted_pipeline_is_freed_by_reference_counts_alone(backend: str) -> None:
+    """C++ segments refer to Python layers; the garbage collector would never find a cycle through them."""
     layers = model(nn.Identity() if backend == "aten" else Of(branch))
     gc.collect()
     gc.disable()
@@ -205,19 +205,19 @@ def test_nothing_stays_of_a_pipeline_that_is_gone(backend: str) -> None:
         with quiet():
             for _ in range(3):
                 pipeline_step(pipe, features())
-        left = [weakref.ref(thing) for thing in (pipe, *parts_of(pipe))]
+        references = [weakref.ref(thing) for thing in (pipe, *parts_of(pipe))]
         del pipe
-        assert [ref() for ref in left] == [None] * len(left)
+        assert [ref() for ref in references] == [None] * len(references)
     finally:
         gc.enable()
 
 
-def test_of_many_shapes_the_latest_are_remembered() -> None:
+def test_the_segment_caches_keep_the_latest_shapes() -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(branch), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     with quiet(), remembering(4):
         pipe = GPipe(layers, [1, 3], chunks=2, checkpoint="always")
-        held = [(x := leaf(features(4, length)), pipe(x)) for length in range(2, 9)]
-        for x, output in held:  # whose segments are forgotten
+        in_flight = [(x := leaf(features(4, length)), pipe(x)) for length in range(2, 9)]
+        for x, output in in_flight:  # the caches no longer hold the segments of most of these
             output.backward(gradient_like(output))
             expected = leaf(x)
             reference = plain_loop(layers, expected, 2)
