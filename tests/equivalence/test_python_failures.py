@@ -134,10 +134,10 @@ class RaisesInGivenCall(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         is_recomputing()  # without this query a layer with side effects is not recomputed
         self.count += 1
-        self._called("forward")
+        self._count_call("forward")
         y: Tensor = self.linear(x)
         if y.requires_grad:
-            y.register_hook(lambda gradient: self._called("backward"))
+            y.register_hook(lambda gradient: self._count_call("backward"))
         return y
 
 

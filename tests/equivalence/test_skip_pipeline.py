@@ -1,4 +1,4 @@
-"""Skip connections through pipelines: every number as the plain loop's, straight from stage to stage."""
+"""Pipelines with skip connections equal the plain loop; skips go directly from stage to stage."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ WIDTH, M = 8, 4
 BALANCES = [[8], [2, 6], [3, 3, 2], [2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 1]]
 
 
-class _Linear(nn.Module):
+class _HasLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
 
 @skippable(stash=["s", "mask", "nothing"])
-class Down(_Linear):
-    """Stashes what comes in, a tensor without a gradient, and None."""
+class StashSeveral(_HasLinear):
+    """Stashes its input, a tensor without a gradient, and None."""
 
     def forward(self, x: Tensor) -> Any:
         yield stash("mask", x > 0)
@@ -46,7 +46,7 @@ class Down(_Linear):
 
 
 @skippable(pop=["nothing", "s", "mask"])
-class Up(_Linear):
+class PopSeveral(_HasLinear):
     def forward(self, x: Tensor) -> Any:
         mask = yield pop("mask")
         assert (yield pop("nothing")) is None
@@ -54,18 +54,18 @@ class Up(_Linear):
         return torch.where(mask, self.linear(x), skip.tanh()) * skip
 
 
-def crossed() -> nn.Sequential:
-    """Two skip connections that overlap, of equal names."""
+def make_model() -> nn.Sequential:
+    """Returns a model with two overlapping skip connections of equal names."""
     torch.manual_seed(0)
     first, second = Namespace(), Namespace()
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
-        Down().isolate(first),
+        StashSeveral().isolate(first),
         nn.Tanh(),
-        Down().isolate(second),
+        StashSeveral().isolate(second),
         nn.Dropout(0.25),
-        Up().isolate(first),
-        Up().isolate(second),
+        PopSeveral().isolate(first),
+        PopSeveral().isolate(second),
         nn.Linear(WIDTH, WIDTH),
     )
 
@@ -76,8 +76,8 @@ def features(batch: int = 8) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["aten", "eager"])
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
-def test_all_numbers_are_the_plain_loop_s(balance: list[int], backend: str) -> None:
-    model = crossed()
+def test_training_with_skips_equals_the_plain_loop(balance: list[int], backend: str) -> None:
+    model = make_model()
     pipe = GPipe(model, balance, chunks=M, backend=backend)
     for batch in (8, 7, 3):
         expected = loop_step(model, features(batch), M)
@@ -87,24 +87,24 @@ def test_all_numbers_are_the_plain_loop_s(balance: list[int], backend: str) -> N
 
 
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
-def test_inference(balance: list[int]) -> None:
-    model = crossed().eval()
+def test_inference_with_skips_equals_the_plain_loop(balance: list[int]) -> None:
+    model = make_model().eval()
     pipe = GPipe(model, balance, chunks=M, backend="aten")
     with torch.no_grad():
         assert torch.equal(pipe(features()), torch.cat([model(c) for c in features().chunk(M)]))
 
 
-def counting(f: nn.Module, x: Tensor) -> Any:
+def branch_on_data(f: nn.Module, x: Tensor) -> Any:
     y = f(x)
     return y if float(y.detach().sum()) < 1e9 else -y
 
 
 @pytest.mark.parametrize("balance", [[8], [3, 3, 2], [1] * 8], ids=str)
-@pytest.mark.parametrize("where", [0, 2, 4, 7])
-def test_across_layers_in_python(where: int, balance: list[int]) -> None:
-    """What is stashed passes runs of lowered layers and layers in Python alike."""
-    model = crossed()
-    model[where] = Of(counting, nn.Linear(WIDTH, WIDTH))
+@pytest.mark.parametrize("position", [0, 2, 4, 7])
+def test_skips_across_layers_in_python_equal_the_plain_loop(position: int, balance: list[int]) -> None:
+    """Skip tensors cross segments of lowered layers and of layers in Python."""
+    model = make_model()
+    model[position] = Of(branch_on_data, nn.Linear(WIDTH, WIDTH))
     expected = loop_step(model, features(), M)
     pipe = GPipe(model, balance, chunks=M)
     for mode in (*CHECKPOINT_MODES, "always"):
@@ -113,8 +113,8 @@ def test_across_layers_in_python(where: int, balance: list[int]) -> None:
 
 
 @skippable(stash=["s"])
-class Untraceable(_Linear):
-    """Stashes something else by what comes in, or None."""
+class StashDependingOnData(_HasLinear):
+    """Stashes a tensor or None, depending on the data."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.linear(x)
@@ -123,16 +123,18 @@ class Untraceable(_Linear):
 
 
 @skippable(pop=["s"])
-class Added(_Linear):
+class AddIfNotNone(_HasLinear):
     def forward(self, x: Tensor) -> Any:
         skip = yield pop("s")
         return self.linear(x) if skip is None else self.linear(x) + skip.sigmoid()
 
 
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 2, 2], [1] * 5], ids=str)
-def test_none_for_some_micro_batches_only(balance: list[int]) -> None:
+def test_a_skip_that_is_none_for_some_micro_batches_equals_the_plain_loop(balance: list[int]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Untraceable(), nn.Tanh(), Added(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), StashDependingOnData(), nn.Tanh(), AddIfNotNone(), nn.Linear(WIDTH, WIDTH)
+    )
     expected = loop_step(model, features(), M)
     sums = [float(c.sum()) > 0 for c in model[0](features()).detach().chunk(M)]
     assert len(set(sums)) == 2
@@ -143,46 +145,50 @@ def test_none_for_some_micro_batches_only(balance: list[int]) -> None:
 
 
 @skippable(stash=["deep"])
-class Deep(nn.Module):
+class StashInput(nn.Module):
     def forward(self, x: Tensor) -> Any:
         yield stash("deep", x)
         return x
 
 
 @skippable(pop=["deep"])
-class Back(nn.Module):
+class AddSkip(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return x + (yield pop("deep"))
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]], ids=str)
-def test_within_layers_and_out_of_them(balance: list[int]) -> None:
-    """Modules deep in a layer may stash: for others in it, and for other layers."""
+def test_modules_nested_in_layers_may_stash_and_pop(balance: list[int]) -> None:
+    """A module nested in a layer may stash for a module of the same layer or of another one."""
     torch.manual_seed(0)
     inner = Namespace()
     model = nn.Sequential(
         nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), Deep(), Deep().isolate(inner), nn.Tanh(), Back().isolate(inner)
+            nn.Linear(WIDTH, WIDTH),
+            StashInput(),
+            StashInput().isolate(inner),
+            nn.Tanh(),
+            AddSkip().isolate(inner),
         ),
         nn.Linear(WIDTH, WIDTH),
-        nn.Sequential(nn.Tanh(), Back()),
+        nn.Sequential(nn.Tanh(), AddSkip()),
     )
     pipe = GPipe(model, balance, chunks=M, backend="aten")
     assert unequal(pipeline_step(pipe, features()), loop_step(model, features(), M)) == []
 
 
-def test_a_skip_whose_gradient_never_comes() -> None:
-    """What is popped may not be used, and its stage may need no gradient at all."""
+def test_a_skip_without_a_gradient_equals_the_plain_loop() -> None:
+    """The popped tensor may be unused, and the popping stage may need no gradient."""
 
     @skippable(pop=["deep"])
-    class Dropped(nn.Module):
+    class PopUnused(nn.Module):
         def forward(self, x: Tensor) -> Any:
             yield pop("deep")
             return x
 
     for trained in ([0, 2], [2]):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Deep(), nn.Linear(WIDTH, WIDTH), Dropped())
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), StashInput(), nn.Linear(WIDTH, WIDTH), PopUnused())
         for index in {0, 2} - set(trained):
             model[index].requires_grad_(False)
         for balance in ([4], [2, 2], [1, 1, 1, 1]):
@@ -191,42 +197,46 @@ def test_a_skip_whose_gradient_never_comes() -> None:
             assert unequal(ours, loop_step(model, features(), M, input_gradient=False)) == []
 
 
-def test_the_stages_between_hold_nothing_of_it() -> None:
-    """Three stages between; what they keep for the backward is what they keep without a skip connection."""
+def test_the_stages_that_a_skip_bypasses_save_nothing_for_it() -> None:
+    """Three stages lie between; they save the same bytes for the backward as without a skip connection."""
 
-    def kept(layers: list[nn.Module]) -> int:
+    def bytes_saved(layers: list[nn.Module]) -> int:
         pipe = GPipe(nn.Sequential(*layers), [1, 1, 1, 1, 1], chunks=M, checkpoint="always", backend="aten")
         return kept_bytes(pipe(features(64).requires_grad_()))
 
     torch.manual_seed(0)
     between = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-    without = kept([nn.Linear(WIDTH, WIDTH), *between, nn.Linear(WIDTH, WIDTH)])
-    # The one that pops it keeps it, once more as wide as any boundary activation.
-    with_skip = kept([Deep(), *between, Back()])
+    bytes_without_skip = bytes_saved([nn.Linear(WIDTH, WIDTH), *between, nn.Linear(WIDTH, WIDTH)])
+    # The popping stage saves the skip tensor, which is as large as a boundary activation.
+    bytes_with_skip = bytes_saved([StashInput(), *between, AddSkip()])
     activation = 64 * WIDTH * 4
-    # Deep keeps no input and Back reads none in its backward; between, each keeps its input.
-    assert without == 5 * activation
-    assert with_skip <= 4 * activation
+    # StashInput saves no input, and AddSkip needs none in its backward; each stage between saves its input.
+    assert bytes_without_skip == 5 * activation
+    assert bytes_with_skip <= 4 * activation
 
 
-def test_it_crosses_no_stage_between() -> None:
-    """Layers between are called with what the one before returns, and nothing else."""
-    seen: list[Any] = []
+def test_a_skip_is_not_passed_to_the_layers_that_it_bypasses() -> None:
+    """Layers between are called with the previous layer's output only."""
+    recorded_calls: list[Any] = []
 
-    def look(f: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        seen.append((args, kwargs))
+    def record_call(f: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorded_calls.append((args, kwargs))
         return f(*args)
 
     torch.manual_seed(0)
-    model = nn.Sequential(Deep(), *(Of(look, nn.Linear(WIDTH, WIDTH)) for _ in range(3)), Back())
+    model = nn.Sequential(
+        StashInput(), *(Of(record_call, nn.Linear(WIDTH, WIDTH)) for _ in range(3)), AddSkip()
+    )
     pipe = GPipe(model, [1] * 5, chunks=M, backend="eager")
     pipe(features())
-    assert len(seen) == 3 * M
-    assert all(len(args) == 1 and isinstance(args[0], Tensor) and not kwargs for args, kwargs in seen)
+    assert len(recorded_calls) == 3 * M
+    assert all(
+        len(args) == 1 and isinstance(args[0], Tensor) and not kwargs for args, kwargs in recorded_calls
+    )
 
 
-def test_retained_graphs_and_new_shapes() -> None:
-    model = crossed().eval()
+def test_a_second_backward_with_skips_equals_the_plain_loop_at_new_shapes() -> None:
+    model = make_model().eval()
     pipe = GPipe(model, [2, 2, 2, 2], chunks=M, checkpoint="always", backend="aten")
     for batch in (8, 12, 20, 28, 8):
         x = features(batch)
@@ -244,10 +254,12 @@ def test_retained_graphs_and_new_shapes() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 2], [2, 2]], ids=str)
-def test_in_place_changes_of_what_is_stashed(balance: list[int], backend: str) -> None:
-    """Within a stage the pop sees them, as in the plain loop; across stages they are refused, not missed."""
+def test_an_in_place_change_of_a_stashed_tensor_is_seen_or_rejected(balance: list[int], backend: str) -> None:
+    """Within a stage the pop sees the change, as in the plain loop; across stages it is rejected."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Deep(), nn.Hardtanh(-0.1, 0.1, inplace=True), Back())
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), StashInput(), nn.Hardtanh(-0.1, 0.1, inplace=True), AddSkip()
+    )
     pipe = GPipe(model, balance, chunks=M, backend=backend)
     if balance in ([4], [1, 3]):
         assert unequal(pipeline_step(pipe, features()), loop_step(model, features(), M)) == []
@@ -259,18 +271,20 @@ def test_in_place_changes_of_what_is_stashed(balance: list[int], backend: str) -
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (lambda: [Deep(), nn.Tanh()], "no module declared 'deep' as poppable but stashed"),
-        (lambda: [Back(), Deep()], "'0' declared 'deep' as poppable but it was not stashed"),
+        (lambda: [StashInput(), nn.Tanh()], "no module declared 'deep' as poppable but stashed"),
+        (lambda: [AddSkip(), StashInput()], "'0' declared 'deep' as poppable but it was not stashed"),
     ],
 )
-def test_what_does_not_match_is_refused(layers: Callable[[], list[nn.Module]], message: str) -> None:
+def test_stashes_and_pops_that_do_not_match_are_rejected(
+    layers: Callable[[], list[nn.Module]], message: str
+) -> None:
     with pytest.raises(TypeError, match=message):
         GPipe(nn.Sequential(*layers()), [2])
 
 
 @skippable(stash=["broken"])
-class Broken(_Linear):
-    """Breaks its promise, for some inputs."""
+class ForgetsToStash(_HasLinear):
+    """Omits its declared stash for some inputs."""
 
     def forward(self, x: Tensor) -> Any:
         if float(x.detach().sum()) < 0:
@@ -279,15 +293,15 @@ class Broken(_Linear):
 
 
 @skippable(pop=["broken"])
-class Mended(_Linear):
+class PopForgotten(_HasLinear):
     def forward(self, x: Tensor) -> Any:
         return self.linear(x) + (yield pop("broken"))
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 1, 1]], ids=str)
-def test_a_broken_promise_ends_the_call_alone(balance: list[int]) -> None:
+def test_a_missing_stash_fails_one_call_and_leaves_the_pipeline_usable(balance: list[int]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Broken(), nn.Tanh(), Mended())
+    model = nn.Sequential(ForgetsToStash(), nn.Tanh(), PopForgotten())
     pipe = GPipe(model, balance, chunks=2)
     good, bad = -features().abs(), features().abs()
     for _ in range(2):
@@ -296,20 +310,20 @@ def test_a_broken_promise_ends_the_call_alone(balance: list[int]) -> None:
             pipe(torch.cat([good, bad]))
 
 
-def test_copies_are_pipelines_of_their_own() -> None:
-    model = crossed()
+def test_a_deep_copy_with_skips_equals_the_original() -> None:
+    model = make_model()
     pipe = GPipe(model, [2, 2, 2, 2], chunks=M, backend="aten")
     expected = pipeline_step(pipe, features())
     assert unequal(pipeline_step(copy.deepcopy(pipe), features()), expected) == []
 
 
-def test_equal_stages_share_one_trace() -> None:
-    """Namespaces that differ only by themselves make no other program."""
+def test_equal_stages_with_skips_share_one_trace() -> None:
+    """Stages that differ only in their namespaces share a program."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(3):
-        own = Namespace()
-        layers += [Deep().isolate(own), nn.Linear(WIDTH, WIDTH), Back().isolate(own)]
+        namespace = Namespace()
+        layers += [StashInput().isolate(namespace), nn.Linear(WIDTH, WIDTH), AddSkip().isolate(namespace)]
     pipe = GPipe(nn.Sequential(*layers), [3, 3, 3], chunks=M, backend="aten")
     with torch.no_grad():
         pipe(features())

@@ -1,4 +1,4 @@
-"""Parameters that several layers share: gradients of all uses add up, within a stage and across stages."""
+"""Tied parameters: the gradients of all uses are summed, within a stage and across stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCABULARY, WIDTH, M = 11, 8, 4
 
 
 def language_model() -> nn.Sequential:
-    """The head's weight is the embedding's."""
+    """Returns a language model whose head shares the embedding's weight."""
     torch.manual_seed(0)
     embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
     head.weight = embedding.weight
@@ -38,19 +38,19 @@ def tokens(batch: int = 8) -> Tensor:
 
 
 def check(model: nn.Sequential, pipe: GPipe, tied: set[str]) -> None:
-    """Asserts the plain loop's numbers; of tied parameters all but the order of sums."""
+    """Asserts equality with the plain loop; gradients of `tied` parameters may be summed in another order."""
     expected, ours = loop_step(model, tokens(), M), pipeline_step(pipe, tokens())
     assert set(unequal(ours, expected)) <= {f"gradient of {name}" for name in tied}
-    exact = model.double()
-    truth = loop_step(exact, tokens(), M)
+    model_in_float64 = model.double()
+    truth = loop_step(model_in_float64, tokens(), M)
     model.float()
-    off, allowed = error(ours, truth), error(expected, truth)
-    assert all(off[name] <= 2 * allowed[name] for name in off)
+    our_errors, eager_errors = error(ours, truth), error(expected, truth)
+    assert all(our_errors[name] <= 2 * eager_errors[name] for name in our_errors)
 
 
 @pytest.mark.parametrize("backend", ["aten", "eager"])
 @pytest.mark.parametrize("balance", [[2, 3], [1, 2, 2], [1] * 5], ids=str)
-def test_across_stages(balance: list[int], backend: str) -> None:
+def test_parameters_tied_across_stages_equal_the_plain_loop(balance: list[int], backend: str) -> None:
     model = language_model()
     pipe = GPipe(model, balance, chunks=M, backend=backend)
     assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
@@ -60,7 +60,7 @@ def test_across_stages(balance: list[int], backend: str) -> None:
 
 
 @pytest.mark.parametrize("balance", [[5], [5, 1]], ids=str)
-def test_within_a_stage_bit_for_bit(balance: list[int]) -> None:
+def test_parameters_tied_within_a_stage_equal_the_plain_loop_bit_for_bit(balance: list[int]) -> None:
     model = language_model()
     if len(balance) > 1:
         model.append(nn.Linear(VOCABULARY, 3))
@@ -70,8 +70,8 @@ def test_within_a_stage_bit_for_bit(balance: list[int]) -> None:
         assert unequal(pipeline_step(pipe, tokens()), loop_step(model, tokens(), M)) == []
 
 
-def test_a_step_is_the_same_from_run_to_run() -> None:
-    """The order of the sum over stages is fixed, whatever the timing."""
+def test_a_step_with_tied_parameters_is_deterministic() -> None:
+    """The order of the sum over stages does not depend on timing."""
     pipe = GPipe(language_model(), [1, 2, 2], chunks=M, backend="aten")
     first = pipeline_step(pipe, tokens())
     for seed in range(5):
@@ -79,8 +79,8 @@ def test_a_step_is_the_same_from_run_to_run() -> None:
         assert unequal(pipeline_step(pipe, tokens()), first) == []
 
 
-def test_updates_reach_every_use() -> None:
-    """Three steps of an optimizer, which sees the parameter once."""
+def test_optimizer_updates_reach_every_use() -> None:
+    """An optimizer, for which the tied parameter appears once, takes three steps."""
     model, other = language_model(), language_model()
     pipe = GPipe(other, [1, 2, 2], chunks=M)
     losses: list[list[float]] = []
@@ -100,44 +100,46 @@ def test_updates_reach_every_use() -> None:
     assert losses[0][2] < losses[0][0]
 
 
-def test_a_use_without_a_gradient() -> None:
-    """The embedding's use alone gets none: it is detached before the second stage."""
+def test_a_use_without_a_gradient_equals_the_plain_loop() -> None:
+    """The embedding's use gets no gradient, because its output is detached in the second stage."""
     model = language_model()
     model[1] = Of(lambda f, x: f(x.detach()), nn.Linear(WIDTH, WIDTH))
     pipe = GPipe(model, [1, 2, 2], chunks=M)
     check(model, pipe, set())
 
 
-def test_hooks_see_the_whole_gradient_once() -> None:
-    """Also where both uses are in Python, in stages that run at once."""
+def test_a_hook_sees_the_complete_gradient_of_a_tied_parameter_once() -> None:
+    """This also holds if both uses run in Python, in stages that run concurrently."""
     for backend in ("aten", "eager"):
-        model, seen = language_model(), []
+        model, hook_calls = language_model(), []
         pipe = GPipe(model, [1, 2, 2], chunks=M, backend=backend)
-        handle = model[0].weight.register_hook(lambda g, seen=seen: seen.append(g.clone()))
+        handle = model[0].weight.register_hook(lambda g, hook_calls=hook_calls: hook_calls.append(g.clone()))
         pipe(tokens()).square().mean().backward()
         handle.remove()
-        assert len(seen) == 1
-        assert torch.equal(seen[0], model[0].weight.grad)
+        assert len(hook_calls) == 1
+        assert torch.equal(hook_calls[0], model[0].weight.grad)
 
 
 def tied_across_devices(monkeypatch: pytest.MonkeyPatch) -> nn.Sequential:
-    """A model whose head counts as on another device than the embedding, though both are on the CPU.
+    """Returns a model whose head pretends to be on another device than the embedding.
 
-    All stages but the first then compute with a copy of the parameter that is the weight of both.
+    All tensors are on the CPU, but all stages except the first compute with a replica of the tied parameter.
     """
     model = language_model()
     shared = model[0].weight
 
-    def is_elsewhere(tensor: Tensor, stage: Stage) -> bool:
+    def pretend_elsewhere(tensor: Tensor, stage: Stage) -> bool:
         return tensor is shared and stage.first_layer > 0
 
-    monkeypatch.setattr(gpipe_fast.runtime.plan, "is_elsewhere", is_elsewhere)
+    monkeypatch.setattr(gpipe_fast.runtime.plan, "is_elsewhere", pretend_elsewhere)
     return model
 
 
 @pytest.mark.parametrize("balance", [[2, 3], [1, 2, 2]], ids=str)
-def test_replicas_on_other_devices(balance: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients go to the one parameter; updates, of whatever sort, reach the copies."""
+def test_replicas_on_other_devices_equal_the_plain_loop(
+    balance: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are accumulated in the one parameter; every kind of update reaches the replicas."""
     model = tied_across_devices(monkeypatch)
     pipe = GPipe(model, balance, chunks=M, backend="aten")
     for mode in CHECKPOINT_MODES:
@@ -146,13 +148,13 @@ def test_replicas_on_other_devices(balance: list[int], monkeypatch: pytest.Monke
         with torch.no_grad():
             model[0].weight.mul_(1.5)
         check(model, pipe, {"0.weight"})
-        model[0].weight.data.mul_(0.5)  # which no version counter shows
+        model[0].weight.data.mul_(0.5)  # does not increment the version counter
         check(model, pipe, {"0.weight"})
         model[0].weight.data = torch.randn(VOCABULARY, WIDTH)
         check(model, pipe, {"0.weight"})
 
 
-def give_other_data(parameter: Tensor) -> None:
+def replace_data(parameter: Tensor) -> None:
     parameter.data = torch.zeros(VOCABULARY, WIDTH)
 
 
@@ -160,12 +162,12 @@ def write_in_place(parameter: Tensor) -> None:
     parameter.data.zero_()
 
 
-@pytest.mark.parametrize("change", [give_other_data, write_in_place])
+@pytest.mark.parametrize("change", [replace_data, write_in_place])
 @pytest.mark.parametrize("balance", [[1, 4], [1, 2, 2]], ids=str)
-def test_replicas_are_of_their_forward(
+def test_a_backward_uses_the_replicas_of_its_forward(
     balance: list[int], change: Callable[[Tensor], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a parameter becomes between forward and backward does not reach the copies."""
+    """A change of the parameter between forward and backward does not reach the replicas."""
     pipe = GPipe(tied_across_devices(monkeypatch), balance, chunks=M, checkpoint="always", backend="aten")
     pipe(tokens()).square().mean().backward()
     expected = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
@@ -176,7 +178,7 @@ def test_replicas_are_of_their_forward(
     assert all(torch.equal(p.grad, e) for p, e in zip(pipe.parameters(), expected, strict=True))
 
 
-def test_layers_in_python_have_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_in_python_tied_across_devices_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tied_across_devices(monkeypatch)
     with pytest.raises(RuntimeError, match="layers 2 to 4 share a parameter with layers on another device"):
         GPipe(model, [2, 3], chunks=M, backend="eager")(tokens())

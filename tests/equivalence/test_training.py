@@ -1,4 +1,4 @@
-"""What surrounds a model in training: around a pipeline as around the plain micro-batch loop, bit for bit."""
+"""Training utilities around a pipeline give the same bits as around the plain micro-batch loop."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ CHUNKS, STEPS = 4, 3
 
 
 class Backend:
-    """The one that `both` makes pipelines with."""
+    """The backend of the pipelines that `make_both` constructs."""
 
-    now = "aten"
+    current = "aten"
 
 
 @pytest.fixture(autouse=True, params=["aten", "eager"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(Backend, "now", request.param)
+    monkeypatch.setattr(Backend, "current", request.param)
     return str(request.param)
 
 
-class Loop(nn.Sequential):
+class PlainLoop(nn.Sequential):
     """The plain loop over micro-batches."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,11 +59,13 @@ def layers() -> list[nn.Module]:
     ]
 
 
-def both(make: Callable[[], list[nn.Module]] = layers, checkpoint: str = "except_last") -> tuple[Loop, GPipe]:
-    plain = Loop(*make())
+def make_both(
+    make: Callable[[], list[nn.Module]] = layers, checkpoint: str = "except_last"
+) -> tuple[PlainLoop, GPipe]:
+    plain = PlainLoop(*make())
     model = nn.Sequential(*copy.deepcopy(list(plain)))
     balance = [2, len(model) - 2]
-    return plain, GPipe(model, balance, chunks=CHUNKS, checkpoint=checkpoint, backend=Backend.now)
+    return plain, GPipe(model, balance, chunks=CHUNKS, checkpoint=checkpoint, backend=Backend.current)
 
 
 def batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
@@ -72,7 +74,7 @@ def batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def differences(ours: nn.Module, plain: nn.Module) -> list[str]:
-    """Names of parameters, gradients and buffers that are not the same bits."""
+    """Returns the names of parameters, gradients and buffers that are not bitwise equal."""
     found = []
     pairs = zip(ours.named_parameters(), plain.named_parameters(), strict=True)
     for (name, a), (_, b) in pairs:
@@ -86,8 +88,8 @@ def differences(ours: nn.Module, plain: nn.Module) -> list[str]:
     return found
 
 
-def agree(train: Callable[[nn.Module], object], models: tuple[nn.Module, nn.Module]) -> None:
-    """Both are trained alike; what is returned, and what is left in the models, must be the same."""
+def check_equal_training(train: Callable[[nn.Module], object], models: tuple[nn.Module, nn.Module]) -> None:
+    """Trains both models, and asserts that the returned values and the models' tensors are equal."""
     results = []
     for model in models:
         torch.manual_seed(7)
@@ -108,7 +110,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_schedulers_and_clipping(name: str, checkpoint: str) -> None:
+def test_optimizers_schedulers_and_clipping_equal_the_plain_loop(name: str, checkpoint: str) -> None:
     def train(model: nn.Module) -> list[float]:
         optimizer = OPTIMIZERS[name](model.parameters())
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -122,10 +124,10 @@ def test_optimizers_schedulers_and_clipping(name: str, checkpoint: str) -> None:
             schedule.step()
         return norms
 
-    agree(train, both(checkpoint=checkpoint))
+    check_equal_training(train, make_both(checkpoint=checkpoint))
 
 
-def test_lbfgs_calls_the_model_inside_its_step() -> None:
+def test_lbfgs_which_calls_the_model_inside_its_step_equals_the_plain_loop() -> None:
     def train(model: nn.Module) -> float:
         optimizer, (x, y) = torch.optim.LBFGS(model.parameters(), max_iter=4), batch(0)
 
@@ -137,20 +139,20 @@ def test_lbfgs_calls_the_model_inside_its_step() -> None:
 
         return float(optimizer.step(closure))  # type: ignore[arg-type]
 
-    agree(train, both())
+    check_equal_training(train, make_both())
 
 
-def test_gradient_accumulation_over_mini_batches() -> None:
+def test_gradient_accumulation_over_mini_batches_equals_the_plain_loop() -> None:
     def train(model: nn.Module) -> None:
         for step in range(3):
             x, y = batch(step)
             (F.cross_entropy(model(x), y) / 3).backward()
 
-    agree(train, both())
+    check_equal_training(train, make_both())
 
 
-def test_autocast_and_grad_scaler() -> None:
-    """The scaler finds an overflow, skips that step and goes on."""
+def test_autocast_with_a_grad_scaler_equals_the_plain_loop() -> None:
+    """The scaler detects an overflow, skips that step and continues."""
 
     def train(model: nn.Module) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -169,14 +171,14 @@ def test_autocast_and_grad_scaler() -> None:
         assert len(set(scales)) > 1
         return scales
 
-    agree(train, both())
+    check_equal_training(train, make_both())
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_copies_are_on_their_own(checkpoint: str) -> None:
-    """deepcopy, pickle and torch.save, after a step, in the middle of one, and of a model in eval mode."""
+def test_copies_are_independent_of_the_original(checkpoint: str) -> None:
+    """Copies by deepcopy, pickle and torch.save, each between a forward and its backward."""
 
-    def saved(model: GPipe) -> GPipe:
+    def save_and_load(model: GPipe) -> GPipe:
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
@@ -184,27 +186,27 @@ def test_copies_are_on_their_own(checkpoint: str) -> None:
         assert isinstance(loaded, GPipe)
         return loaded
 
-    plain, pipe = both(checkpoint=checkpoint)
+    plain, pipe = make_both(checkpoint=checkpoint)
     x, y = batch(0)
-    for copied in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved):
+    for copy_model in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load):
         torch.manual_seed(7)
         loss = F.cross_entropy(pipe(x), y)
-        other = copied(pipe)
+        other = copy_model(pipe)
         loss.backward()
         assert (other.balance, other.chunks, other.checkpoint) == ([2, 4], CHUNKS, checkpoint)
         assert list(other.state_dict()) == list(pipe.state_dict())
-        assert differences(other.eval(), pipe) != []  # gradients stayed behind
+        assert differences(other.eval(), pipe) != []  # gradients are not copied
         other.train()
         for model in (other, reference := copy.deepcopy(plain)):
             model.zero_grad()
         reference.load_state_dict(other.state_dict())
-        agree(lambda model: F.cross_entropy(model(x), y).backward(), (reference, other))
+        check_equal_training(lambda model: F.cross_entropy(model(x), y).backward(), (reference, other))
         pipe.zero_grad()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes_after_a_step(dtype: torch.dtype) -> None:
-    plain, pipe = both()
+def test_changing_the_dtype_after_a_step_equals_the_plain_loop(dtype: torch.dtype) -> None:
+    plain, pipe = make_both()
 
     def train(model: nn.Module) -> None:
         F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
@@ -213,28 +215,28 @@ def test_other_dtypes_after_a_step(dtype: torch.dtype) -> None:
         x, y = batch(1)
         F.cross_entropy(model(x.to(dtype)).float(), y).backward()
 
-    agree(train, (plain, pipe))
+    check_equal_training(train, (plain, pipe))
     assert {p.dtype for p in pipe.parameters()} == {dtype}
     assert {p.dtype for p in copy.deepcopy(pipe).half().parameters()} == {torch.float16}
 
 
-def test_several_threads_at_once() -> None:
-    """Forwards and backwards of a shared module, whose gradients add up in some order."""
-    plain, pipe = both(
+def test_several_threads_of_one_pipeline_get_correct_outputs() -> None:
+    """Threads run forwards and backwards of one module."""
+    plain, pipe = make_both(
         lambda: [layer for layer in layers() if not isinstance(layer, (nn.Dropout, nn.BatchNorm1d))]
     )
     inputs = [batch(step)[0] for step in range(8)]
     expected = [plain(x).detach() for x in inputs]
     found: dict[int, bool] = {}
 
-    def work(index: int) -> None:
+    def run_repeatedly(index: int) -> None:
         x = inputs[index].clone().requires_grad_()
         for _ in range(10):
             output = pipe(x)
             (gradient,) = torch.autograd.grad(output.sum(), x)
             found[index] = torch.equal(output, expected[index]) and bool(gradient.isfinite().all())
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    threads = [threading.Thread(target=run_repeatedly, args=(i,)) for i in range(len(inputs))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -242,7 +244,7 @@ def test_several_threads_at_once() -> None:
     assert found == dict.fromkeys(range(len(inputs)), True)
 
 
-def test_hooks_on_the_module() -> None:
+def test_module_hooks_equal_the_plain_loop() -> None:
     def train(model: nn.Module) -> list[Any]:
         seen: list[Any] = []
         handles = [
@@ -262,10 +264,10 @@ def test_hooks_on_the_module() -> None:
         F.cross_entropy(model(x), y).backward()
         return seen
 
-    agree(train, both())
+    check_equal_training(train, make_both())
 
 
-def test_hooks_on_parameters() -> None:
+def test_parameter_hooks_equal_the_plain_loop() -> None:
     def train(model: nn.Module) -> list[int]:
         seen: list[int] = []
         for index, parameter in enumerate(model.parameters()):
@@ -274,11 +276,11 @@ def test_hooks_on_parameters() -> None:
         F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
         return sorted(seen)
 
-    agree(train, both())
+    check_equal_training(train, make_both())
 
 
-def descend(model: nn.Module, after_step: Callable[[], object] = lambda: None) -> None:
-    """A few steps of plain gradient descent."""
+def run_gradient_descent(model: nn.Module, after_step: Callable[[], object] = lambda: None) -> None:
+    """Runs a few steps of gradient descent."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         x, y = batch(step)
@@ -288,39 +290,39 @@ def descend(model: nn.Module, after_step: Callable[[], object] = lambda: None) -
         after_step()
 
 
-class Symmetric(nn.Module):
+class SymmetricWeight(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.triu() + x.triu(1).t()
 
 
-def parametrized() -> list[nn.Module]:
-    made = layers()
-    parametrize.register_parametrization(made[3], "weight", Symmetric())
-    parametrizations.weight_norm(made[0])
-    parametrizations.orthogonal(made[5], orthogonal_map="householder")
-    return made
+def parametrized_layers() -> list[nn.Module]:
+    new_layers = layers()
+    parametrize.register_parametrization(new_layers[3], "weight", SymmetricWeight())
+    parametrizations.weight_norm(new_layers[0])
+    parametrizations.orthogonal(new_layers[5], orthogonal_map="householder")
+    return new_layers
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_parametrizations(checkpoint: str) -> None:
-    agree(descend, both(parametrized, checkpoint))
+def test_parametrizations_equal_the_plain_loop(checkpoint: str) -> None:
+    check_equal_training(run_gradient_descent, make_both(parametrized_layers, checkpoint))
 
 
-def test_an_average_of_the_weights() -> None:
-    """A copy of the pipeline that follows it, and is evaluated itself."""
+def test_an_averaged_model_equals_the_plain_loop() -> None:
+    """AveragedModel copies the pipeline, averages its weights, and is evaluated."""
 
     def train(model: nn.Module) -> Any:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-        descend(model, lambda: average.update_parameters(model))
+        run_gradient_descent(model, lambda: average.update_parameters(model))
         with torch.no_grad():
             return average.eval()(batch(9)[0]).tolist()
 
-    agree(train, both())
+    check_equal_training(train, make_both())
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_data_loader(num_workers: int) -> None:
-    """The last mini-batch is smaller."""
+def test_training_from_a_data_loader_equals_the_plain_loop(num_workers: int) -> None:
+    """The last mini-batch is smaller than the others."""
     data = TensorDataset(*batch(0, size=22))
 
     def train(model: nn.Module) -> list[int]:
@@ -333,12 +335,11 @@ def test_a_data_loader(num_workers: int) -> None:
                 sizes.append(len(x))
         return sizes
 
-    agree(train, both())
+    check_equal_training(train, make_both())
 
 
-def test_its_output_goes_through_a_data_loader() -> None:
-    """Detached outputs of one model are another one's data."""
-    plain, pipe = both()
+def test_inference_from_a_data_loader_equals_the_plain_loop() -> None:
+    plain, pipe = make_both()
     with torch.no_grad():
         rows = [
             torch.cat([model.eval()(x) for (x,) in DataLoader(TensorDataset(features(12)), 5)])
@@ -347,19 +348,19 @@ def test_its_output_goes_through_a_data_loader() -> None:
     assert torch.equal(*rows)
 
 
-def _replica(rank: int, folder: str, checkpoint: str, backend: str) -> None:
-    """One of two processes: half of every mini-batch."""
-    Backend.now = backend
+def _train_replica(rank: int, folder: str, checkpoint: str, backend: str) -> None:
+    """Trains one of two processes on its half of every mini-batch."""
+    Backend.current = backend
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    _, pipe = both(_without_batch_statistics, checkpoint)
+    _, pipe = make_both(_layers_without_dropout_and_batch_norm, checkpoint)
     model = DistributedDataParallel(pipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         x, y = batch(step, size=16)
-        half = slice(8 * rank, 8 * rank + 8)
+        own_half = slice(8 * rank, 8 * rank + 8)
         optimizer.zero_grad()
-        F.cross_entropy(model(x[half]), y[half]).backward()
+        F.cross_entropy(model(x[own_half]), y[own_half]).backward()
         optimizer.step()
     torch.save(
         {"state": pipe.state_dict(), "gradients": [p.grad for p in pipe.parameters()]}, f"{folder}/{rank}"
@@ -367,20 +368,20 @@ def _replica(rank: int, folder: str, checkpoint: str, backend: str) -> None:
     dist.destroy_process_group()
 
 
-def _without_batch_statistics() -> list[nn.Module]:
+def _layers_without_dropout_and_batch_norm() -> list[nn.Module]:
     return [layer for layer in layers() if not isinstance(layer, (nn.Dropout, nn.BatchNorm1d))]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_distributed_data_parallel(
+def test_distributed_data_parallel_equals_one_process(
     checkpoint: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two gloo processes: gradients as of one process on the joined batch, but for the order of sums."""
+    """Gradients of two gloo processes equal one process's on the whole batch, up to the order of sums."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(_replica, (str(tmp_path), checkpoint, backend), nprocs=2)
+    mp.spawn(_train_replica, (str(tmp_path), checkpoint, backend), nprocs=2)
     first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
-    plain = Loop(*_without_batch_statistics())
+    plain = PlainLoop(*_layers_without_dropout_and_batch_norm())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(STEPS):
         x, y = batch(step, size=16)
@@ -394,9 +395,9 @@ def test_distributed_data_parallel(
         torch.testing.assert_close(first["state"][name], value)
 
 
-def test_the_comparison_can_fail() -> None:
-    plain, pipe = both()
+def test_the_comparison_detects_different_inputs() -> None:
+    plain, pipe = make_both()
     with pytest.raises(AssertionError):
-        agree(
+        check_equal_training(
             lambda model: model(batch(0)[0] * (1 + isinstance(model, GPipe))).sum().backward(), (plain, pipe)
         )

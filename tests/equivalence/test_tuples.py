@@ -1,4 +1,4 @@
-"""Modules that take and return tuples of tensors, and gradients that come to some of the outputs only."""
+"""Modules with tuples as inputs and outputs, and losses that use only some of the outputs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Pair = tuple[Tensor, Tensor]
 
 
-class Mix(nn.Module):
-    """A pair to a pair."""
+class PairToPair(nn.Module):
+    """Maps a pair to a pair."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class Mix(nn.Module):
         return self.norm(self.a(x) + y), torch.tanh(self.b(y))
 
 
-class Split(nn.Module):
-    """A tensor to a pair, one of integers beside two of floats where asked."""
+class TensorToPair(nn.Module):
+    """Maps a tensor to two float tensors, with an integer tensor between them if `integers`."""
 
     def __init__(self, integers: bool = False) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Split(nn.Module):
         return (a, b.argmax(1), b.tanh()) if self.integers else (a, b.tanh())
 
 
-class Sum(nn.Module):
+class PairToTensor(nn.Module):
     def forward(self, pair: Pair) -> Tensor:
         return pair[0] * 2 + pair[1]
 
 
-class Single(nn.Module):
-    """Takes and returns tuples of one."""
+class TupleOfOne(nn.Module):
+    """Maps a tuple of one tensor to a tuple of one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ class Single(nn.Module):
         return (self.linear(x),)
 
 
-class Rows(nn.Module):
-    """Outputs whose first dimensions differ: two rows a sample, and one."""
+class UnequalBatchSizes(nn.Module):
+    """Returns two rows per sample, and one row per sample."""
 
     def forward(self, x: Tensor) -> Pair:
         return x.repeat_interleave(2, 0) * 3, x.sum(1)
@@ -73,7 +73,7 @@ def features(batch: int = 8, seed: int = 1, requires_grad: bool = True) -> Tenso
 
 
 def loop(model: nn.Sequential, input: Tensor | tuple[Tensor, ...], chunks: int) -> tuple[Tensor, ...]:
-    """The plain loop, always as a tuple."""
+    """Runs the plain loop and returns its outputs as a tuple."""
     inputs = input if isinstance(input, tuple) else (input,)
     parts = list(zip(*(x.chunk(chunks) for x in inputs), strict=True))
     torch.manual_seed(SEED)
@@ -83,7 +83,7 @@ def loop(model: nn.Sequential, input: Tensor | tuple[Tensor, ...], chunks: int) 
     return tuple(torch.cat(column) for column in columns)
 
 
-def ours(pipe: GPipe, input: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def run_pipeline(pipe: GPipe, input: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     torch.manual_seed(SEED)
     output = pipe(input)
     return output if isinstance(output, tuple) else (output,)
@@ -95,40 +95,40 @@ def step(
     inputs: Sequence[Tensor],
     used: Sequence[int] | None = None,
 ) -> list[Tensor | None]:
-    """Outputs, gradients and buffers of one step in which the loss reads the outputs in ``used``."""
+    """Returns outputs, gradients and buffers of one step whose loss uses the outputs at indices ``used``."""
     with restored(model):
         for x in inputs:
             x.grad = None
         found = outputs()
         differentiable = [o for o in found if o.requires_grad]
-        chosen = differentiable if used is None else [differentiable[i] for i in used]
-        loss = sum(((i + 1) * o.square()).sum() for i, o in enumerate(chosen))
+        used_outputs = differentiable if used is None else [differentiable[i] for i in used]
+        loss = sum(((i + 1) * o.square()).sum() for i, o in enumerate(used_outputs))
         loss.backward()  # type: ignore[union-attr]
         gradients = [x.grad for x in inputs] + [p.grad for p in model.parameters()]
         copies = [None if g is None else g.clone() for g in gradients]
         return [*(o.detach() for o in found), *copies, *(b.clone() for b in model.buffers())]
 
 
-def same(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
+def all_equal(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
     return len(a) == len(b) and all(
         x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True)
     )
 
 
 MODELS: dict[str, tuple[Callable[[], list[nn.Module]], list[int], int]] = {
-    "pair in, pair out": (lambda: [Mix(), nn.Identity(), Mix()], [1, 2], 2),
-    "pair in, tensor out": (lambda: [Mix(), Sum(), nn.Linear(6, 3)], [1, 1, 1], 2),
-    "tensor in, pair out": (lambda: [nn.Linear(6, 6), nn.Dropout(0.3), Split()], [1, 2], 1),
-    "integers among the outputs": (lambda: [nn.Linear(6, 6), Split(integers=True)], [1, 1], 1),
-    "tuples of one": (lambda: [Single(), Single()], [1, 1], -1),
-    "first dimensions that differ": (lambda: [nn.Linear(6, 6), Rows()], [1, 1], 1),
+    "pair in, pair out": (lambda: [PairToPair(), nn.Identity(), PairToPair()], [1, 2], 2),
+    "pair in, tensor out": (lambda: [PairToPair(), PairToTensor(), nn.Linear(6, 3)], [1, 1, 1], 2),
+    "tensor in, pair out": (lambda: [nn.Linear(6, 6), nn.Dropout(0.3), TensorToPair()], [1, 2], 1),
+    "integers among the outputs": (lambda: [nn.Linear(6, 6), TensorToPair(integers=True)], [1, 1], 1),
+    "tuples of one": (lambda: [TupleOfOne(), TupleOfOne()], [1, 1], -1),
+    "first dimensions that differ": (lambda: [nn.Linear(6, 6), UnequalBatchSizes()], [1, 1], 1),
 }
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_the_plain_loop(name: str, checkpoint: str) -> None:
+def test_a_model_with_tuples_equals_the_plain_loop(name: str, checkpoint: str) -> None:
     make, balance, arity = MODELS[name]
     torch.manual_seed(0)
     model = nn.Sequential(*make())
@@ -137,23 +137,23 @@ def test_equals_the_plain_loop(name: str, checkpoint: str) -> None:
     pipe = GPipe(model, balance, chunks=3, checkpoint=checkpoint)
     assert isinstance(pipe(input), tuple) == isinstance(model(input), tuple)
     expected = step(model, lambda: loop(model, input, 3), inputs)
-    assert same(step(pipe, lambda: ours(pipe, input), inputs), expected)
+    assert all_equal(step(pipe, lambda: run_pipeline(pipe, input), inputs), expected)
     with torch.no_grad():
-        assert same(ours(pipe.eval(), input), loop(model, input, 3))
+        assert all_equal(run_pipeline(pipe.eval(), input), loop(model, input, 3))
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("integers", [False, True])
-def test_an_output_without_a_gradient_is_as_in_eager(checkpoint: str, integers: bool) -> None:
-    """In every order of uses: a forward expects what came last, and is right when something else comes."""
+def test_an_output_without_a_gradient_equals_the_plain_loop(checkpoint: str, integers: bool) -> None:
+    """A forward expects the gradients of the previous step; any other combination must be handled, too."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), Split(integers))
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), TensorToPair(integers))
     pipe, x = GPipe(model, [2, 2], chunks=4, checkpoint=checkpoint), features()
     expected = {
         used: step(model, lambda: loop(model, x, 4), [x], used) for used in ((0,), (1,), (0, 1), (1, 0))
     }
     for used in ((0, 1), (0,), (0,), (1,), (0, 1), (1, 0), (0,)):
-        assert same(step(pipe, lambda: ours(pipe, x), [x], used), expected[used]), used
+        assert all_equal(step(pipe, lambda: run_pipeline(pipe, x), [x], used), expected[used]), used
 
 
 class TwoHeads(nn.Module):
@@ -165,17 +165,17 @@ class TwoHeads(nn.Module):
         return self.first(x), self.second(x)
 
 
-def test_a_head_that_no_loss_reads_has_no_gradient() -> None:
+def test_a_head_that_the_loss_does_not_use_has_no_gradient() -> None:
     model = nn.Sequential(nn.Linear(6, 6), TwoHeads())
     pipe = GPipe(model, [1, 1], chunks=2, checkpoint="never")
-    for _ in range(2):  # when it comes as a surprise, and when it is expected
+    for _ in range(2):  # the missing gradient is first unexpected, then expected
         model.zero_grad()
         pipe(features())[0].sum().backward()
         assert model[1].first.weight.grad is not None
         assert model[1].second.weight.grad is None
 
 
-def test_outputs_may_be_differentiated_one_after_the_other() -> None:
+def test_outputs_may_be_differentiated_separately() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 6), TwoHeads()), features()
     found = []
@@ -187,7 +187,7 @@ def test_outputs_may_be_differentiated_one_after_the_other() -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_autocast_of_the_forward_holds_for_a_backward_made_later() -> None:
+def test_a_backward_traced_later_uses_the_autocast_mode_of_its_forward() -> None:
     torch.manual_seed(0)
     model, x, found = nn.Sequential(nn.Linear(6, 6), TwoHeads()), features(), []
     for forward in (GPipe(model, [1, 1], chunks=2), lambda x: loop(model, x, 2)):
@@ -197,7 +197,7 @@ def test_autocast_of_the_forward_holds_for_a_backward_made_later() -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_a_change_before_a_backward_that_comes_as_a_surprise_is_noticed() -> None:
+def test_a_change_of_the_module_before_an_unexpected_backward_is_rejected() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), TwoHeads())
     outputs = GPipe(model, [1, 2], chunks=2)(features())
     model[1].p = 0.9
@@ -206,7 +206,7 @@ def test_a_change_before_a_backward_that_comes_as_a_surprise_is_noticed() -> Non
 
 
 def test_inputs_that_need_no_gradient_get_none() -> None:
-    model = nn.Sequential(Mix())
+    model = nn.Sequential(PairToPair())
     x, y = features(), features(seed=2, requires_grad=False)
     GPipe(model, [1], chunks=2)((x, y))[0].sum().backward()
     assert x.grad is not None
@@ -226,26 +226,26 @@ ERRORS: dict[str, tuple[type[Exception], str, object]] = {
 
 
 @pytest.mark.parametrize(("kind", "message", "input"), ERRORS.values(), ids=ERRORS.keys())
-def test_errors(kind: type[Exception], message: str, input: object) -> None:
+def test_invalid_inputs_are_rejected(kind: type[Exception], message: str, input: object) -> None:
     with pytest.raises(kind, match=message):
-        GPipe(nn.Sequential(Mix()), [1], chunks=2)(input)  # type: ignore[arg-type]
+        GPipe(nn.Sequential(PairToPair()), [1], chunks=2)(input)  # type: ignore[arg-type]
 
 
-class Mean(nn.Module):
+class ScalarOutput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean()
 
 
-def test_an_output_that_cannot_be_joined_is_refused() -> None:
+def test_a_0_dimensional_output_is_rejected() -> None:
     with pytest.raises(RuntimeError, match="output 0 of the last layer is 0-dimensional"):
-        GPipe(nn.Sequential(nn.Linear(6, 6), Mean()), [1, 1], chunks=2)(features())
+        GPipe(nn.Sequential(nn.Linear(6, 6), ScalarOutput()), [1, 1], chunks=2)(features())
 
 
-def test_a_module_with_several_outputs_is_collected() -> None:
-    """Its plan refers to what makes another plan, through C++, where the collector does not look."""
+def test_a_pipeline_with_several_outputs_is_garbage_collected() -> None:
+    """The plan refers through C++ to a callback that makes plans; the garbage collector cannot see that."""
     pipe = GPipe(nn.Sequential(nn.Linear(6, 6), TwoHeads()), [1, 1], chunks=2)
     pipe(features())[0].sum().backward()
-    gone = weakref.ref(pipe)
+    reference = weakref.ref(pipe)
     del pipe
     gc.collect()
-    assert gone() is None
+    assert reference() is None
