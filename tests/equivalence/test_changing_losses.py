@@ -30,7 +30,7 @@ LOSSES: dict[str, Callable[[Outputs], Tensor]] = {
     "transposed": lambda ys: sum((y.transpose(1, 2).contiguous().sin().sum() for y in ys), torch.zeros(())),
     "batch last": lambda ys: sum((y.permute(2, 1, 0).contiguous().exp().mean() for y in ys), torch.zeros(())),
     "with gaps": lambda ys: sum((torch.cat([y, y.detach()], 1).sin().sum() for y in ys), torch.zeros(())),
-    "of one output": lambda ys: ys[0].pow(2).sum(),
+    "one output only": lambda ys: ys[0].pow(2).sum(),
 }
 
 
@@ -47,9 +47,19 @@ def output_and_sine(f: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     **{name: MENU[name] for name in ("linear, GELU", "batch norm", "dropout", "attention", "convolution")},
-    **{name: MENU[name] for name in ("planes", "residual", "thrice", "average", "LSTM", "branch on data")},
+    **{
+        name: MENU[name]
+        for name in (
+            "channels_last convolution",
+            "residual",
+            "list of five",
+            "average",
+            "LSTM",
+            "branch on data",
+        )
+    },
     "selection": lambda: [Of(selected)],
-    "checked": lambda: [Of(reject_large_inputs)],
+    "input check": lambda: [Of(reject_large_inputs)],
 }
 
 
@@ -116,7 +126,7 @@ def train_random_model(seed: int, num_steps: int) -> None:
         if rng.random() < 0.15:
             with pytest.raises((RuntimeError, ValueError)):
                 pipe(torch.zeros(4, 5, WIDTH + 1))
-        if "checked" in names and rng.random() < 0.2:
+        if "input check" in names and rng.random() < 0.2:
             call_that_may_fail(pipe, x)
         loss = rng.choice(list(LOSSES))
         found = compare_steps(layers, pipe, x, loss)

@@ -294,7 +294,7 @@ def small_combination(**changes: Any) -> Combination:
     return dataclasses.replace(baseline, **changes)
 
 
-@pytest.mark.parametrize("layer", ["identity", "itself", "average"])
+@pytest.mark.parametrize("layer", ["identity", "returned input", "average"])
 def test_a_layer_after_one_in_python_passes_its_gradient_on(layer: str) -> None:
     """A gradient that arrives in an unexpected layout is passed on to the input."""
     assert unequal(*train_both(small_combination(layers=("LSTM", layer), loss="mean"))) == []
@@ -320,7 +320,9 @@ def test_an_embedding_that_renormalises_its_rows_equals_the_plain_loop(checkpoin
 
 def test_gradients_of_several_uses_are_added_one_by_one_as_in_autograd() -> None:
     """In the last step the last micro-batch has a new shape, so it runs in Python and the others do not."""
-    c = small_combination(layers=("tied within", "LSTM"), batch=9, chunks=4, change="batch", change_at=2)
+    c = small_combination(
+        layers=("weight used repeatedly", "LSTM"), batch=9, chunks=4, change="batch", change_at=2
+    )
     for seed in range(4):
         assert unequal(*train_both(dataclasses.replace(c, seed=seed))) == []
 

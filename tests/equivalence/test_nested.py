@@ -100,7 +100,7 @@ ARGUMENTS: dict[
 ] = {
     "a dict between": ([as_dict, from_dict], lambda: ((features(),), {})),
     "nested between": ([nested, from_nested], lambda: ((features(),), {})),
-    "itself and views": ([input_and_views, from_input_and_views], lambda: ((features(),), {})),
+    "input and views": ([input_and_views, from_input_and_views], lambda: ((features(),), {})),
     "nested out": ([lambda f, x: f(x), nested], lambda: ((features(),), {})),
     "nested in": ([from_nested, as_dict], lambda: ((_nested_input(),), {})),
     "keywords": (

@@ -121,7 +121,7 @@ MODELS: dict[str, tuple[Callable[[], list[nn.Module]], list[int], int]] = {
     "tensor in, pair out": (lambda: [nn.Linear(6, 6), nn.Dropout(0.3), TensorToPair()], [1, 2], 1),
     "integers among the outputs": (lambda: [nn.Linear(6, 6), TensorToPair(integers=True)], [1, 1], 1),
     "tuples of one": (lambda: [TupleOfOne(), TupleOfOne()], [1, 1], -1),
-    "first dimensions that differ": (lambda: [nn.Linear(6, 6), UnequalBatchSizes()], [1, 1], 1),
+    "outputs of different batch sizes": (lambda: [nn.Linear(6, 6), UnequalBatchSizes()], [1, 1], 1),
 }
 
 

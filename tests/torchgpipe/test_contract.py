@@ -76,7 +76,7 @@ def test_chunks_and_checkpoint_have_torchgpipes_defaults(library: Library) -> No
 
 
 @both_libraries
-def test_attributes(library: Library) -> None:
+def test_balance_and_devices_are_lists_without_unused_devices(library: Library) -> None:
     module = layers()
     pipe = library.make(module, (1, 3), devices=["cpu", torch.device("cpu", 0), "cpu"], chunks=4)
     assert type(pipe.balance) is type(pipe.devices) is list
@@ -88,8 +88,7 @@ def test_attributes(library: Library) -> None:
 
 
 @both_libraries
-def test_partitions(library: Library) -> None:
-    """The user's own layers, under their own names."""
+def test_partitions_hold_the_users_layers_under_their_names(library: Library) -> None:
     module = layers()
     pipe = library.make(module, [1, 3])
     assert type(pipe.partitions) is nn.ModuleList
@@ -102,8 +101,8 @@ def test_partitions(library: Library) -> None:
     assert pipe.state_dict().keys() == before.keys()
 
 
-def test_partitions_are_a_view() -> None:
-    """Nothing of a pipeline shows twice, and nothing can be put in their place."""
+def test_partitions_are_a_read_only_view() -> None:
+    """Modules and parameters are not listed twice, and `partitions` cannot be assigned."""
     module = layers()
     pipe = gpipe_fast.GPipe(module, [1, 3]).eval()
     assert [name for name, _ in pipe.named_modules()] == [name for name, _ in module.named_modules()]
