@@ -206,7 +206,7 @@ def equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
     return bool(((a.contiguous().view(bits) == b.contiguous().view(bits)) | (a.isnan() & b.isnan())).all())
 
 
-def unequal(ours: Result, expected: Result) -> list[str]:
+def differing_tensors(ours: Result, expected: Result) -> list[str]:
     """Returns the names of the tensors that differ."""
     assert ours.keys() == expected.keys()
     return [name for name in expected if not equal_bits(ours[name], expected[name])]
@@ -227,7 +227,7 @@ def train_both(c: Combination) -> tuple[Result, Result]:
 def test_a_random_combination_equals_the_plain_loop(seed: int) -> None:
     c = draw(seed)
     ours, expected = train_both(c)
-    assert unequal(ours, expected) == [], c
+    assert differing_tensors(ours, expected) == [], c
     outputs = [v for n, v in expected.items() if v is not None and "output" in n]
     assert all(bool(v.isfinite().all()) for v in outputs), f"an output is not finite: {c}"
 
@@ -238,10 +238,10 @@ def test_the_comparison_detects_one_flipped_bit() -> None:
     name, gradient = next((n, g) for n, g in ours.items() if g is not None and "gradient of" in n)
     bits = gradient.view(_INTEGER_OF_SIZE[gradient.element_size()]).view(-1)
     bits[-1] ^= 1
-    assert unequal(ours, expected) == [name]
+    assert differing_tensors(ours, expected) == [name]
     bits[-1] ^= 1
     ours[name] = None
-    assert unequal(ours, expected) == [name]
+    assert differing_tensors(ours, expected) == [name]
 
 
 def test_every_option_is_drawn_several_times() -> None:
@@ -297,7 +297,7 @@ def small_combination(**changes: Any) -> Combination:
 @pytest.mark.parametrize("layer", ["identity", "returned input", "average"])
 def test_a_layer_after_one_in_python_passes_its_gradient_on(layer: str) -> None:
     """A gradient that arrives in an unexpected layout is passed on to the input."""
-    assert unequal(*train_both(small_combination(layers=("LSTM", layer), loss="mean"))) == []
+    assert differing_tensors(*train_both(small_combination(layers=("LSTM", layer), loss="mean"))) == []
 
 
 @pytest.mark.parametrize("before", ["RMS norm", "layer norm"])
@@ -306,7 +306,7 @@ def test_batch_norm_under_autocast_equals_the_plain_loop(before: str) -> None:
     c = small_combination(layers=("linear, tanh", before, "batch norm"), balance=(3,), autocast="bfloat16")
     for seed in range(4):
         for backend in ("auto", "eager"):
-            assert unequal(*train_both(dataclasses.replace(c, seed=seed, backend=backend))) == []
+            assert differing_tensors(*train_both(dataclasses.replace(c, seed=seed, backend=backend))) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -315,7 +315,7 @@ def test_an_embedding_that_renormalises_its_rows_equals_the_plain_loop(checkpoin
     """A rounded renormalised row may exceed max_norm again; a recompute reads the row of its forward."""
     c = small_combination(layers=("max_norm",), balance=(1,), chunks=3, checkpoint=checkpoint, dtype=dtype)
     for seed in range(4):
-        assert unequal(*train_both(dataclasses.replace(c, seed=seed))) == []
+        assert differing_tensors(*train_both(dataclasses.replace(c, seed=seed))) == []
 
 
 def test_gradients_of_several_uses_are_added_one_by_one_as_in_autograd() -> None:
@@ -324,7 +324,7 @@ def test_gradients_of_several_uses_are_added_one_by_one_as_in_autograd() -> None
         layers=("weight used repeatedly", "LSTM"), batch=9, chunks=4, change="batch", change_at=2
     )
     for seed in range(4):
-        assert unequal(*train_both(dataclasses.replace(c, seed=seed))) == []
+        assert differing_tensors(*train_both(dataclasses.replace(c, seed=seed))) == []
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def gradients_of(pipe: GPipe, x: Tensor) -> Gradients:
         return {n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()}
 
 
-def unequal(ours: Gradients, expected: Gradients) -> list[str]:
+def differing_gradients(ours: Gradients, expected: Gradients) -> list[str]:
     assert ours.keys() == expected.keys()
 
     def equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -168,7 +168,7 @@ def test_gradients_equal_a_loop_that_accumulates_in_float32(
     for cut in (balance, [len(model)]):
         pipe = GPipe(model, cut, chunks=CHUNKS, checkpoint=checkpoint, grad_dtype=torch.float32)
         for call in range(3):  # the second call runs segments that are lowered late
-            assert unequal(gradients_of(pipe, x), expected) == [], f"call {call} of {cut}"
+            assert differing_gradients(gradients_of(pipe, x), expected) == [], f"call {call} of {cut}"
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches on")
@@ -176,7 +176,7 @@ def test_the_eager_backend_equals_a_loop_that_accumulates_in_float32() -> None:
     model, balance, x = make_model("plain", torch.bfloat16)
     expected = float32_accumulated(model, x)
     pipe = GPipe(model, balance, chunks=CHUNKS, backend="eager", grad_dtype=torch.float32)
-    assert unequal(gradients_of(pipe, x), expected) == []
+    assert differing_gradients(gradients_of(pipe, x), expected) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches on")
@@ -184,7 +184,7 @@ def test_without_grad_dtype_the_gradients_differ() -> None:
     """Shows that the tests above can tell the two accumulations apart."""
     model, balance, x = make_model("plain", torch.bfloat16)
     pipe = GPipe(model, balance, chunks=CHUNKS)
-    assert unequal(gradients_of(pipe, x), float32_accumulated(model, x)) == list(
+    assert differing_gradients(gradients_of(pipe, x), float32_accumulated(model, x)) == list(
         dict(model.named_parameters())
     )
 
@@ -215,7 +215,7 @@ def test_float32_and_float64_parameters_are_not_affected(dtype: torch.dtype) -> 
     model, balance, x = make_model("plain", dtype)
     without = gradients_of(GPipe(model, balance, chunks=CHUNKS), x)
     pipe = GPipe(model, balance, chunks=CHUNKS, grad_dtype=torch.float32)
-    assert unequal(gradients_of(pipe, x), without) == []
+    assert differing_gradients(gradients_of(pipe, x), without) == []
     assert all(gradient is not None and gradient.dtype is dtype for gradient in without.values())
 
 
@@ -228,7 +228,7 @@ def test_a_second_backward_adds_to_the_existing_gradients() -> None:
     for _ in range(2):
         output.backward(gradient_like(output), retain_graph=True)
     twice = {name: None if g is None else g + g for name, g in expected.items()}
-    assert unequal({name: p.grad for name, p in pipe.named_parameters()}, twice) == []
+    assert differing_gradients({name: p.grad for name, p in pipe.named_parameters()}, twice) == []
 
 
 def test_sparse_gradients_of_layers_in_python_keep_the_parameters_dtype() -> None:
@@ -254,4 +254,4 @@ def test_a_deep_copy_keeps_grad_dtype() -> None:
     model, balance, x = make_model("plain", torch.bfloat16)
     pipe = copy.deepcopy(GPipe(model, balance, chunks=CHUNKS, grad_dtype=torch.float32))
     assert pipe.grad_dtype is torch.float32
-    assert unequal(gradients_of(pipe, x), float32_accumulated(model, x)) == []
+    assert differing_gradients(gradients_of(pipe, x), float32_accumulated(model, x)) == []

@@ -180,7 +180,7 @@ def test_an_exception_of_a_layer_is_raised_unchanged(when: str, error: BaseExcep
 
 @pytest.mark.parametrize(
     ("when", "location"),
-    [({"forward": 2}, "stage 1, layer 2 (Failing)"), ({"backward": 1}, "stage 1, layers 2 to 6")],
+    [({"forward": 2}, "stage 1, layer 2 (RaisesInGivenCall)"), ({"backward": 1}, "stage 1, layers 2 to 6")],
     ids=["forward", "backward"],
 )
 def test_an_exception_has_a_note_that_names_the_action(when: dict[str, int], location: str) -> None:
