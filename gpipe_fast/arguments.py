@@ -19,6 +19,7 @@ from gpipe_fast.layers.title import title
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 TRANSPORTS = ("auto", "peer", "pinned")
+_HOLD_A_TENSOR = "a mini-batch needs at least one tensor, which is split into micro-batches"
 
 
 def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
@@ -107,7 +108,8 @@ def check_module(module: nn.Sequential) -> None:
     if len(list(module.children())) != len(module):
         raise ValueError(
             f"module with duplicate children is not supported; {len(list(module.children()))} of its "
-            f"{len(module)} layers are distinct modules"
+            f"{len(module)} layers are distinct modules; pass copy.deepcopy(layer) where a layer "
+            "occurs again, or let distinct layers share its parameters"
         )
     verify_skippables(module)
 
@@ -152,11 +154,11 @@ def check_holds_tensor(inputs: Inputs) -> None:
         return
     value = inputs.structure.build([])
     if not isinstance(value, Call):
-        raise TypeError(f"expected Tensor, but got {type(value).__name__}")
+        raise TypeError(f"expected Tensor, but got {type(value).__name__}; {_HOLD_A_TENSOR}")
     if not value.args and not value.kwargs:
         raise TypeError("expected Tensor, but got no argument; call the model with a mini-batch: model(x)")
     kinds = [type(each).__name__ for each in (*value.args, *value.kwargs.values())]
-    raise TypeError(f"expected Tensor, but got {', '.join(kinds)}")
+    raise TypeError(f"expected Tensor, but got {', '.join(kinds)}; {_HOLD_A_TENSOR}")
 
 
 def check_accepted(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -209,7 +211,8 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
             _refuse_dimension(tensor, dim)
         if devices and elsewhere(tensor.device, devices[0]):
             raise ValueError(
-                f"the input must be on the first stage's device {devices[0]}, got {tensor.device}"
+                f"the input must be on the first stage's device {devices[0]}, got {tensor.device}; pass "
+                f"x.to('{devices[0]}')"
             )
     parts = [(x, d) for x, d in zip(inputs.tensors, inputs.dims.inputs, strict=True) if d is not None]
     if not parts:

@@ -64,7 +64,8 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
     if len(devices) < num_partitions:
         raise IndexError(
             "too few devices to hold given partitions "
-            f"(devices: {len(devices)}, partitions: {num_partitions})"
+            f"(devices: {len(devices)}, partitions: {num_partitions}); pass a device for each partition, "
+            "such as devices=['cpu'] * 2, or fewer partitions"
         )
     chosen = [_numbered(device) for device in devices[:num_partitions]]
     others = sorted({str(device) for device in chosen if device.type not in ("cpu", "cuda")})
@@ -76,7 +77,10 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
     visible = torch.cuda.device_count()
     missing = [str(device) for device in chosen if device.type == "cuda" and device.index >= visible]
     if missing:
-        raise ValueError(f"there is no {', '.join(missing)}, since {visible} GPUs are visible")
+        raise ValueError(
+            f"there is no {', '.join(missing)}, since {visible} GPUs are visible; pass devices that PyTorch "
+            "sees (torch.cuda.device_count()), and check CUDA_VISIBLE_DEVICES"
+        )
     return chosen
 
 

@@ -183,7 +183,10 @@ class GPipe(Container):
             edges_of(sizes, places, skips_of(self), self.transport)
             as_before = places == self._devices
             if not as_before and self._pipeline.recorded():
-                raise RuntimeError("stages cannot be added, removed or moved while the model is recorded")
+                raise RuntimeError(
+                    "stages cannot be added, removed or moved while the model is recorded, got devices "
+                    f"{list(map(str, places))}; leave the model.recording() block first"
+                )
             self._balance, self._devices, self._given_devices = sizes, places, wanted
             self._to_balance = False
             self._place()
@@ -372,7 +375,8 @@ class GPipe(Container):
             )
         except Exception as error:
             warnings.warn(
-                f"layers are balanced by parameter count, because measuring their time failed: {error}",
+                "layers are balanced by parameter count, unless you pass balance=[...], because measuring "
+                f"their time failed: {error}",
                 stacklevel=7,
             )
             return

@@ -52,8 +52,8 @@ void Actions::check_edge(int32_t sender, ActionKind send, int32_t receiver, Acti
   GPIPE_CHECK_ARG(sends.size() == receives.size(), "stage ", sender, " sends ", sends.size(),
                   " tensors to stage ", receiver, ", which receives ", receives.size());
   for (size_t i = 0; i < sends.size(); ++i) {
-    GPIPE_CHECK_ARG(sends[i].microbatch == receives[i].microbatch, receives[i].name(), " meets ",
-                    sends[i].name(), ": an edge keeps its order");
+    GPIPE_CHECK_ARG(sends[i].microbatch == receives[i].microbatch, receives[i].name(), " would receive from ",
+                    sends[i].name(), ", but a connection keeps its order");
     GPIPE_CHECK_ARG(sends[i].rank < receives[i].rank, receives[i].name(), " ranks before ", sends[i].name());
     const size_t slots = static_cast<size_t>(capacity_);
     GPIPE_CHECK_ARG(i < slots || receives[i - slots].rank < sends[i].rank, sends[i].name(),

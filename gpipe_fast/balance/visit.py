@@ -62,7 +62,9 @@ def first_microbatch(sample: Any, chunks: int, device: torch.device, batch_dim: 
         raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
     inputs = Inputs.of((sample,), {}, batch_dim)
     if not inputs.tensors:
-        raise TypeError(f"expected Tensor, but got {type(sample).__name__}")
+        raise TypeError(
+            f"expected Tensor, but got {type(sample).__name__}; the sample needs at least one tensor"
+        )
     if any(tensor.is_meta for tensor in inputs.tensors):
         raise ValueError("the sample is on the meta device; pass one with data")
     tensors = inputs.tensors if chunks == 1 else inputs.dims.cut(inputs.tensors, chunks)[0]

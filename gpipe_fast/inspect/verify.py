@@ -261,15 +261,25 @@ def _step(model: GPipe, run: Callable[..., Any], inputs: Inputs, loss_fn: Callab
         output = call(run, inputs.build(leaves))
         loss = loss_fn(output)
         if not isinstance(loss, Tensor):
-            raise TypeError(f"loss_fn must return a tensor with one element, got {type(loss).__name__}")
+            raise TypeError(
+                f"loss_fn must return a tensor with one element, got {type(loss).__name__}; compute the loss "
+                "with torch, without .item()"
+            )
         if loss.numel() != 1:
-            raise ValueError(f"the loss must have one element, got shape {list(loss.shape)}")
+            raise ValueError(
+                f"the loss must have one element, got shape {list(loss.shape)}; reduce it, for example by "
+                ".mean()"
+            )
         several = inputs.structure != ONE_TENSOR
         sources = {_numbered("gradient of input", i, several): x for i, x in enumerate(leaves)}
         sources |= {f"gradient of {name}": p for name, p in model.named_parameters()}
         sources = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
         if not loss.requires_grad or not sources:
-            raise ValueError("the loss requires no gradient, so there is no backward to compare")
+            raise ValueError(
+                f"the loss requires no gradient (requires_grad={loss.requires_grad}, {len(sources)} inputs "
+                "and parameters that require one), so there is no backward to compare; compute the loss "
+                "from the output, without detach(), and let parameters or inputs require gradients"
+            )
         # backward() would add to existing gradients and run their hooks.
         gradients = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
         outputs, structure = flatten(output)

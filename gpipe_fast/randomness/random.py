@@ -177,7 +177,9 @@ class KeyedRandomMode(TorchDispatchMode):
         if generator is None:
             takes_one = any(argument.name == "generator" for argument in func._schema.arguments)
             if self._generators is None or not takes_one:
-                raise UnkeyedRandomOp(f"{func} has no keyed counterpart")
+                raise UnkeyedRandomOp(
+                    f"{func} has no keyed counterpart, so a recompute would draw other numbers"
+                )
             return func(*args, **kwargs | {"generator": self._own_generator()})
         if self._generators is None:
             raise UnkeyedRandomOp(f"{func} draws from its own generator, which a recompute advances again")
@@ -196,7 +198,9 @@ class KeyedRandomMode(TorchDispatchMode):
     ) -> Tensor:
         """Draws the layer's next random tensor with one of the ``keyed_*`` ops."""
         if dtype.is_complex:
-            raise UnkeyedRandomOp(f"a random tensor of {dtype} has no keyed counterpart")
+            raise UnkeyedRandomOp(
+                f"a random tensor of {dtype} has no keyed counterpart; draw its real and imaginary parts"
+            )
         key, ordinal = self._next()
         drawn: Tensor = op(key, self._layer, ordinal, size, *parameters, dtype=dtype, device=device)
         return drawn

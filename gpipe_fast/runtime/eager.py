@@ -282,7 +282,7 @@ class EagerLayers:
             try:
                 outputs, structure = flatten(value, once=True)
             except TypeError as error:
-                raise TypeError(f"{self._name} returns what cannot be passed on: {error}") from None
+                raise TypeError(f"{self._name} returns a value that cannot be passed on: {error}") from None
         writes_inputs = versions != [copy._version for copy in copied]
         return _Run(leaves, outputs, structure, stashed, writes_inputs)
 

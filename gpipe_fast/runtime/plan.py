@@ -165,8 +165,8 @@ def _refuse_replicas(stages: Sequence[Stage]) -> None:
         if _replicas(stage):
             raise RuntimeError(
                 f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1} share a "
-                f"parameter with layers on another device, but are on {stage.device}: all layers must be "
-                "lowered for that, but one runs in Python; keep the layers that share it in one stage"
+                f"parameter with layers on another device, but are on {stage.device}: all layers must run "
+                "as C++ programs for that, but one runs in Python; keep the layers that share it in one stage"
             )
 
 

@@ -255,7 +255,10 @@ class Planner:
         """Returns the refusal, or raises it if no layer may run in Python instead."""
         reason = refusal.untraceable
         if self._backend == "aten" or reason.final:
-            raise reason.error(_explain(refusal, self._stages))
+            text = _explain(refusal, self._stages)
+            if not reason.final and reason.error is RuntimeError:
+                text += "; pass backend='auto' to GPipe to run the layer in Python"
+            raise reason.error(text)
         return refusal
 
 
@@ -294,7 +297,7 @@ def _check_outputs(
         if other != structure:
             raise RuntimeError(
                 "the last layer's return value differs between micro-batches in more than its tensors: "
-                f"{structure} and {other}"
+                f"{structure} and {other}; return equal constants and the same nesting for every micro-batch"
             )
     if not shapes:
         value = structure.build([])

@@ -149,7 +149,10 @@ def _is_backward(event: Event) -> bool:
 def record(pipeline: Pipeline) -> Iterator[Recording]:
     """Records the actions that ``pipeline`` runs inside the block."""
     if pipeline.recorded():
-        raise RuntimeError("this module is being recorded already; recordings cannot be nested")
+        raise RuntimeError(
+            "this module is being recorded already; recordings cannot be nested: leave the first "
+            "model.recording() block before you begin another"
+        )
     recording = Recording()
     pipeline.record(CAPACITY)
     try:

@@ -202,7 +202,10 @@ class Segments:
         with _under(place.modes):
             found = self._shared.compiler.compiled(part, place, self._shared.arrived[place], limited=False)
         if isinstance(found, Untraceable):
-            raise RuntimeError(f"{self.name} cannot be traced for the gradients received: {found.reason}")
+            raise RuntimeError(
+                f"{self.name} cannot be traced for the gradients received: {found.reason}; pass "
+                "backend='eager' to GPipe to run all layers in Python"
+            )
         return found
 
     def run_in_python(

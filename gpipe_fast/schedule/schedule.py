@@ -52,7 +52,7 @@ class Schedule:
         for i, j in chain(*(zip(*edge, strict=True) for edge in self._edges())):
             send, receive = self._actions[i], self._actions[j]
             if send.microbatch != receive.microbatch:
-                raise ValueError(f"{receive} meets {send}: an edge keeps its order")
+                raise ValueError(f"{receive} would receive from {send}, but a connection keeps its order")
         self.order()
 
     @classmethod
@@ -215,7 +215,7 @@ def _check_stage(
     found: dict[int, list[Action]] = {m: [] for m in range(num_microbatches)}
     for action in actions:
         if action.microbatch not in found:
-            raise ValueError(f"{action} is of none of the {num_microbatches} micro-batches")
+            raise ValueError(f"{action} belongs to none of the {num_microbatches} micro-batches")
         found[action.microbatch].append(action)
     for microbatch, own in found.items():
         parts = {action.kind for action in own}

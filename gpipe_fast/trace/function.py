@@ -135,7 +135,9 @@ class LayersFunction(nn.Module):
                 self.unfused = (*self.unfused, index)
             for name, tensor in _tensors(layer).items():
                 if held.get(name) is not tensor:
-                    raise Refused(f"its forward replaces the buffer or parameter {name}, a side effect")
+                    raise Refused(
+                        f"its forward replaces the buffer or parameter {name.lstrip('.')}, a side effect"
+                    )
         return value
 
 

@@ -368,7 +368,7 @@ void test_refusals() {
       {{{}, {{RB, 1, 0, 0}}}, 1, "stage 2 sends 0 tensors to stage 1, which receives 1"},
       {{{{SF, 0, 0, 0}, {SF, 0, 1, 1}}, {{RF, 1, 1, 2}, {RF, 1, 0, 3}}},
        2,
-       "1RECV_F1 meets 0SEND_F0: an edge keeps its order"},
+       "1RECV_F1 would receive from 0SEND_F0, but a connection keeps its order"},
       {{{{SF, 0, 0, 1}}, {{RF, 1, 0, 0}}}, 1, "1RECV_F0 ranks before 0SEND_F0"},
       {{{{RB, 0, 0, 0}}, {{SB, 1, 0, 1}}}, 1, "0RECV_B0 ranks before 1SEND_B0"},
       {{{{SF, 0, 0, 0}, {SF, 0, 1, 1}}, {{RF, 1, 0, 2}, {RF, 1, 1, 3}}},

@@ -210,7 +210,7 @@ def test_numbers_of_chunks_below_one_are_refused(chunks: int) -> None:
 
 
 def test_samples_without_tensors_or_on_the_meta_device_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"^expected Tensor, but got tuple$"):
+    with pytest.raises(TypeError, match=r"^expected Tensor, but got tuple; the sample"):
         sample_input((1, None))
     with pytest.raises(TypeError, match=r"^expected Tensor, but got set"):
         sample_input({1})

@@ -279,7 +279,7 @@ def test_numbers_below_one_are_refused() -> None:
     }.items():
         with pytest.raises(ValueError, match=f"^{name} must be at least 1, got 0$"):
             make()
-    with pytest.raises(ValueError, match=r"^0F2 is of none of the 2 micro-batches$"):
+    with pytest.raises(ValueError, match=r"^0F2 belongs to none of the 2 micro-batches$"):
         Schedule((tuple(map(Action.parse, ("0F0", "0F1", "0F2"))),), 2, 2)
 
 
