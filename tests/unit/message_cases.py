@@ -1,0 +1,269 @@
+"""Mistakes that trigger the errors of gpipe_fast: arguments, devices, balances and reports."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe, _extension, doctor, replicate, verify
+from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, table
+from gpipe_fast.balance.capacity import check_all_fit
+from gpipe_fast.inspect.picture import draw
+from gpipe_fast.lower.checkpoint import check_share
+from gpipe_fast.runtime.plan import check_placed
+from gpipe_fast.runtime.recording import Recording
+from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.schedule import bubble, fill_drain
+from gpipe_fast.schedule.actions import Action
+from gpipe_fast.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trigger of one error or warning, the received value in its text, and a word of its advice."""
+
+    received: str
+    advice: str
+    trigger: Callable[[], object]
+
+
+def case(received: str, advice: str, function: Any, *args: Any, **kwargs: Any) -> Case:
+    return Case(received, advice, functools.partial(function, *args, **kwargs))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def features(batch: int = 8) -> Tensor:
+    return torch.linspace(-1, 1, batch * 6).reshape(batch, 6)
+
+
+def pipe(*layers: nn.Module, **options: Any) -> GPipe:
+    """Returns a pipeline of these layers in one stage, by default of five layers in two stages."""
+    balance = [len(layers)] if layers else [2, 3]
+    return GPipe(nn.Sequential(*layers) if layers else mlp(), **{"balance": balance, "chunks": 2, **options})
+
+
+def call(*args: Any, layers: tuple[nn.Module, ...] = (), **options: Any) -> object:
+    return pipe(*layers, **options)(*args)
+
+
+def assign(name: str, value: object) -> None:
+    setattr(pipe(), name, value)
+
+
+# Arguments of GPipe and of its calls
+
+
+def load_extension(**changes: Any) -> None:
+    with mock.patch.multiple(torch, **changes) if changes else mock.patch.dict("sys.modules", _C_IS_MISSING):
+        runpy.run_path(str(_extension.__file__))
+
+
+_C_IS_MISSING = {"gpipe_fast._C": None}
+
+
+def model_with_a_layer_named(name: str) -> GPipe:
+    return GPipe(nn.Sequential(OrderedDict({name: nn.Linear(2, 2)})), [1])
+
+
+def delete_a_layer() -> None:
+    del pipe()[0]
+
+
+def change_devices_while_recording() -> None:
+    model = pipe()
+    with model.recording():
+        model.balance = [1, 1, 3]
+
+
+def call_with_a_global_hook(backend: str) -> None:
+    def spy(*args: object) -> None: ...
+
+    handle = nn.modules.module.register_module_forward_hook(spy)
+    try:
+        call(features(), backend=backend)
+    finally:
+        handle.remove()
+
+
+REPEATED = nn.Linear(6, 6)
+
+ARGUMENTS = [
+    case(torch.__version__, "run `make`", load_extension),
+    case("torch 1.0.0", "run `make`", load_extension, __version__="1.0.0"),
+    case("got 0.5", "'auto'", pipe, chunks=0.5),
+    case("got 'sometimes'", "'except_last'", pipe, checkpoint="sometimes"),
+    case("got torch.float16", "torch.float32", pipe, grad_dtype=torch.float16),
+    case("got 'fast'", "'pinned'", pipe, transport="fast"),
+    case("got 'fast'", "'eager'", pipe, backend="fast"),
+    case("got 'x'", "one integer for each input", pipe, batch_dim="x"),
+    case("is empty", "pass one integer", pipe, batch_dim=()),
+    case("got Linear", "must be nn.Sequential", GPipe, nn.Linear(2, 2)),
+    case("1 of its 2 layers", "deepcopy", pipe, REPEATED, REPEATED),
+    case("got 3", "pass devices", pipe, balance=3),
+    case("['2', 3]", "positive integer", pipe, balance=["2", 3]),
+    case("sum of balance: 3", "number of layers of each stage", pipe, balance=[2, 1]),
+    case("[5, 0]", "every stage needs a layer", pipe, balance=[5, 0]),
+    case("got int", "at least one tensor", call, 3),
+    case("got no argument", "model(x)", call),
+    case("got int, str", "at least one tensor", call, 3, "x"),
+    case("model(..., ...)", "it takes (input", call, features(), 1),
+    case("got meta", "pass x.to('cpu')", call, features().to("meta")),
+    case("all tensors are replicated", "without gpipe_fast.replicate", call, replicate(features())),
+    case("[8, 6], [3, 6]", "wrap inputs", call, features(8), features(3)),
+    case("got a tensor of layout torch.sparse_coo", "to_dense", call, features().to_sparse()),
+    case("got a 0-dimensional tensor", "gpipe_fast.replicate", call, torch.tensor(1.0)),
+    case("got set", "may be nested in tuples", call, {1}),
+    case("got length 2: (0, 1)", "expected length 1", call, features(), batch_dim=(0, 1)),
+    case("named 'recording'", "rename the layer", model_with_a_layer_named, "recording"),
+    case("got str", "integers", lambda: pipe()["x"]),  # type: ignore[index]
+    case("partitions", "set balance instead", assign, "partitions", 3),
+    case("denied to move", "set model.devices", lambda: pipe().cuda()),
+    case("cannot be assigned, added or removed", "create a new GPipe", delete_a_layer),
+    case(
+        "devices ['cpu', 'cpu', 'cpu']", "leave the model.recording() block", change_devices_while_recording
+    ),
+    case("got 0.5", "positive integer or None", assign, "threads_per_stage", 0.5),
+    case("spy", "remove the hook", call_with_a_global_hook, "aten"),
+    case("got 2 arguments", "takes one positional argument", lambda: GPipe(nn.Sequential(), [])(1, 2)),
+    case("torch.func.vmap", "plain Sequential", lambda: torch.func.vmap(pipe())(features()[None])),
+]
+
+# Devices and memory
+
+GPU = torch.device("cuda:0")
+
+
+def place(layer_bytes: int, total: int, free: int, stages: int = 2) -> None:
+    """Places stages of one layer each on a GPU with so many bytes in total and free."""
+    layers = [[("0", nn.Linear(layer_bytes // 4, 1, bias=False))] for _ in range(stages)]
+    with mock.patch.object(torch.cuda, "mem_get_info", return_value=(free, total)):
+        check_all_fit(layers, [GPU] * stages)
+
+
+def connect_without_peer_access() -> None:
+    with mock.patch.object(_extension, "route", return_value=None):
+        pipe(transport="peer")
+
+
+def move_a_shared_parameter() -> None:
+    model = pipe(backend="eager")
+    # It stands for a parameter on another GPU.
+    model[2].weight = nn.Parameter(torch.empty(8, 8, device="meta"))
+    model(features())
+
+
+def share_a_buffer() -> None:
+    first, second = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+    second.running_mean = first.running_mean
+    call(features(), layers=(first, second), balance=[1, 1])
+
+
+MIB = 1 << 20
+
+DEVICES = [
+    case("got 'cpu'", "devices=['cpu'] * K", pipe, devices="cpu"),
+    case("got None", "such as 'cpu'", pipe, devices=[None, None]),
+    case("got 'cpux'", "such as 'cpu'", pipe, devices=["cpu", "cpux"]),
+    case("devices: 1, partitions: 2", "fewer partitions", pipe, devices=["cpu"]),
+    case("got mps", "pass devices such as", pipe, devices=["mps", "mps"]),
+    case("cuda:99", "CUDA_VISIBLE_DEVICES", pipe, devices=["cpu", "cuda:99"]),
+    case("layer '0' (Linear)", "use a larger device", place, 4 * MIB, 7 * MIB, 7 * MIB),
+    case("layer '0' (Linear)", "to_empty", pipe, nn.Linear(2, 2, device="meta")),
+    case("stages 0, 1", "another balance", place, 4 * MIB, 9 * MIB, 9 * MIB),
+    case("stages 0, 1", "free memory there", place, 4 * MIB, 16 * MIB, 7 * MIB),
+    case("stages 0 and 1", "use 'auto'", connect_without_peer_access),
+    case("layers 2 to 4", "in one stage", move_a_shared_parameter),
+    case("'weight' on cpu", "move the whole layer", check_placed, [Stage([nn.Linear(2, 2)], 0, GPU)]),
+    case("of shape [6]", "in one stage", share_a_buffer),
+]
+
+# Balance and profiling
+
+BALANCE = [
+    case("got 'x'", "a finite number", balance_by_size, 2, mlp(), features(), param_scale="x"),
+    case("got 'best'", "'variance'", balance_by_cost, 2, [1, 2], objective="best"),
+    case("got 3", "a number for each layer", balance_by_cost, 2, 3),
+    case("got 2.0", "positive integer", balance_by_cost, 2.0, [1, 2]),
+    case("0 < 1", "positive integer", balance_by_cost, 0, [1, 2]),
+    case("2 < 3", "", balance_by_cost, 3, [1, 2]),
+    case("layer 1 must be a finite number, got nan", "", balance_by_cost, 1, [1, float("nan")]),
+    case("got None", "seconds", balance_by_time, 2, mlp(), features(), timeout=None),
+    case("got Linear", "must be nn.Sequential", balance_by_time, 2, nn.Linear(2, 2), features()),
+    case("layer '0'", "run the module once", balance_by_time, 1, nn.Sequential(nn.LazyLinear(2)), features()),
+    case("got meta", "only on CPU and CUDA", balance_by_time, 2, mlp(), features(), device="meta"),
+    case("got Linear", "LayerProfile", table, [nn.Linear(1, 1)]),
+    case("layer '0' (Linear)", "shapes cannot be multiplied", balance_by_time, 2, mlp(), torch.ones(8, 5)),
+    case("got 'auto'", "positive integer", balance_by_size, 2, mlp(), features(), chunks="auto"),
+    case("got tuple", "at least one tensor", balance_by_size, 2, mlp(), ()),
+    case("on the meta device", "one with data", balance_by_size, 2, mlp(), features().to("meta")),
+]
+
+# Reports, recordings and schedules
+
+
+def record_twice() -> None:
+    model = pipe()
+    with model.recording(), model.recording():
+        pass
+
+
+def verify_frozen_layers() -> object:
+    return verify(pipe(nn.Tanh()), features(), torch.sum)
+
+
+def scheduled(*rows: str, slots: int = 2) -> Schedule:
+    return Schedule.parse("\n".join(rows), slots=slots)
+
+
+def one_action_too_many() -> Schedule:
+    return Schedule((tuple(map(Action.parse, ("0F0", "0F1", "0F2"))),), 2, 2)
+
+
+REPORTS = [
+    case("got Linear", "wrap it", doctor, nn.Linear(1, 1)),
+    case("got int", "with model.recording()", draw, 3),
+    case("got 'x.png'", ".svg", draw, Recording(), "x.png"),
+    case("holds no step", "call the model inside its block", draw, Recording()),
+    case("holds no step", "model.recording()", Recording().bubble),
+    case("being recorded already", "leave the first", record_twice),
+    case("got Linear", "wrap it", verify, nn.Linear(1, 1), features(), torch.sum),
+    case("got int", "loss_fn=", verify, pipe(), features(), 3),
+    case("got float", "with torch", verify, pipe(), features(), lambda y: float(y.sum())),
+    case("got shape [8, 4]", ".mean()", verify, pipe(), features(), lambda y: y),
+    case("requires_grad=False", "require gradients", verify_frozen_layers),
+    case("'2X0'", "expected a form like 2F0", Action.parse, "2X0"),
+    case("got 0 stages", "at least one", bubble, 0, 1),
+    case("num_stages must be at least 1, got 0", "", fill_drain, 0, 2),
+    case(
+        "1RECV_F1 would receive from 0SEND_F0",
+        "keeps its order",
+        scheduled,
+        "0F0,0SEND_F0,0F1,0SEND_F1",
+        "1RECV_F1,1F1,1RECV_F0,1F0",
+    ),
+    case("0F1 comes after 0B0", "", lambda: scheduled("0F0,0B0,0F1,0B1").forward_part()),
+    case("no backwards", "", lambda: scheduled("0F0,0F1").backward_part()),
+    case(
+        "with 2 slots: 0RECV_B0 waits for 1SEND_B0",
+        "",
+        scheduled,
+        "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1",
+        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
+    ),
+    case("0F2 belongs to none of the 2 micro-batches", "", one_action_too_many),
+    case("stage 0 does 0F0 0F0", "has to do 0F0", scheduled, "0F0,0F0"),
+    case("got 2", "within 0 and 1", check_share, 2),
+]
+
+OF_ARGUMENTS = [*ARGUMENTS, *DEVICES, *BALANCE, *REPORTS]

@@ -1,0 +1,294 @@
+"""Layers that trigger the errors and warnings of gpipe_fast."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_fast import GPipe, is_recomputing, keyed_rng
+from gpipe_fast.notes import note_idle_stages
+from gpipe_fast.skip import Namespace, pop, skippable, stash
+from tests.unit.message_cases import Case, call, call_with_a_global_hook, case, features, mlp, pipe
+
+
+class Of(nn.Module):
+    """Applies a function to a linear layer and the input."""
+
+    def __init__(self, function: Callable[[Any, Any], object]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 6), function
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+def of(function: Callable[[Any, Any], object], *args: Any, **options: Any) -> object:
+    """Calls a pipeline of one layer that applies this function."""
+    return call(*(args or (features(),)), layers=(Of(function),), **options)
+
+
+# Tracing, and layers in Python
+
+
+def in_aten(function: Callable[[Any, Any], object]) -> Callable[[], object]:
+    return functools.partial(of, function, backend="aten")
+
+
+def replace_a_buffer(layer: Any, x: Tensor) -> Any:
+    layer.count = layer.count + 1
+    return x + layer.count
+
+
+def draw_differently(layer: Any, x: Tensor) -> Any:
+    return layer.linear(x) * (random.random() + (random.random() if is_recomputing() else 0))
+
+
+def branch(layer: Any, x: Tensor) -> Any:
+    return layer.linear(x) if float(x.sum()) > -1e9 else x
+
+
+def replace_data_before_a_recompute() -> None:
+    layer = Of(branch)
+    output = call(features(), layers=(layer,), checkpoint="always")
+    layer.linear.weight.data = layer.linear.weight.data.clone()
+    output.sum().backward()  # type: ignore[attr-defined]
+
+
+def change_a_layer_before_the_backward() -> None:
+    dropout = nn.Dropout(0.5)
+    output = call(features(), layers=(nn.Linear(6, 6), dropout))
+    dropout.p = 0.25
+    output.sum().backward()  # type: ignore[attr-defined]
+
+
+class _Particular(torch.autograd.Function):
+    """Its backward can be traced for contiguous gradients only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2 if gradient.is_contiguous() else gradient * float(gradient.sum())
+
+
+def receive_gradients_in_another_layout() -> None:
+    output = of(lambda layer, x: _Particular.apply(layer.linear(x)))
+    output.t().contiguous().sin().sum().backward()  # type: ignore[attr-defined]
+
+
+def call_out_of_order() -> None:
+    layers = mlp()
+    with keyed_rng(layers):
+        layers[1](features())
+
+
+OUTSIDE = torch.ones(6, requires_grad=True)
+DRAWN = "has no keyed counterpart"
+
+TRACING = [
+    case(
+        "layer 0 (LSTM)",
+        "pass backend='auto'",
+        call,
+        features()[None],
+        layers=(nn.LSTM(6, 6),),
+        backend="aten",
+    ),
+    case(
+        "layer 0 (LazyLinear)", "run one batch", call, features(), layers=(nn.LazyLinear(2),), backend="eager"
+    ),
+    Case("is_recomputing()", "backend='auto'", in_aten(lambda layer, x: x if is_recomputing() else -x)),
+    Case("layer 0 (Of)", "backend='auto'", in_aten(replace_a_buffer)),
+    Case("got set", "may be nested in tuples", in_aten(lambda layer, x: {x})),
+    Case(f"aten.poisson.default {DRAWN}", "backend='auto'", in_aten(lambda layer, x: torch.poisson(x.abs()))),
+    Case(
+        f"torch.complex64 {DRAWN}",
+        "",
+        in_aten(lambda layer, x: torch.randn_like(x, dtype=torch.complex64) * x),
+    ),
+    Case(
+        "its own generator",
+        "backend='auto'",
+        in_aten(lambda layer, x: x + torch.rand(6, generator=torch.Generator())),
+    ),
+    case("got set", "may be nested in tuples", of, lambda layer, x: {x}, backend="eager"),
+    case(
+        "of shape [6]", "make it a parameter", of, lambda layer, x: layer.linear(x) * OUTSIDE, backend="eager"
+    ),
+    case("layer 0 (Of)", "replace the data after", replace_data_before_a_recompute),
+    case("stage 0", "call the module again", change_a_layer_before_the_backward),
+    case("stage 0", "backend='eager'", receive_gradients_in_another_layout),
+    case(
+        "layer '1' (SyncBatchNorm)",
+        "BatchNorm1d",
+        pipe,
+        nn.ReLU(),
+        nn.SyncBatchNorm(4),
+        deferred_batch_norm=True,
+    ),
+    case(
+        "layer '0' (OwnBatchNorm)",
+        "BatchNorm1d",
+        lambda: pipe(type("OwnBatchNorm", (nn.BatchNorm1d,), {})(4), deferred_batch_norm=True),
+    ),
+    case("got a ReLU", "expected layer 0 (Linear)", call_out_of_order),
+]
+
+
+def enter(context: Any) -> None:
+    with context:
+        pass
+
+
+def draw_in_a_checkpoint() -> None:
+    layers = nn.Sequential(
+        Of(lambda layer, x: checkpoint(torch.dropout, layer.linear(x), 0.5, True, use_reentrant=False))
+    )
+    with keyed_rng(layers):
+        layers(features())
+
+
+def recompute_with_other_draws() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        of(draw_differently, checkpoint="always", backend="eager").sum().backward()  # type: ignore[attr-defined]
+
+
+RANDOMNESS = [
+    case("is Linear", "nn.Sequential", lambda: enter(keyed_rng(nn.Linear(2, 2)))),  # type: ignore[arg-type]
+    case("got 'a'", "64-bit integer", lambda: enter(keyed_rng(mlp(), "a"))),  # type: ignore[arg-type]
+    case("torch.utils.checkpoint", "GPipe's checkpoint argument", draw_in_a_checkpoint),
+    case("layer 0 (Of)", "draw with torch", recompute_with_other_draws),
+]
+
+# Outputs
+
+
+OUTPUTS = [
+    case("(..., 4) and (..., 3)", "same nesting", of, lambda layer, x: (x, len(x)), features(7)),
+    case("returned 3 of type int", "return a tensor", of, lambda layer, x: 3),
+    case("output 0", "dimension is the batch", of, lambda layer, x: layer.linear(x).sum()),
+    case("shape [4, 6]", "return a tensor", of, lambda layer, x: x.t(), torch.ones(6, 8), batch_dim=1),
+]
+
+# Skip connections
+
+
+def skips(forward: Any, stashes: tuple[str, ...] = (), pops: tuple[str, ...] = ()) -> nn.Module:
+    layer = type("Layer", (nn.Module,), {"forward": forward})
+    return skippable(stash=stashes, pop=pops)(layer)()
+
+
+def stash_as(name: str) -> Any:
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        yield stash(name, x)
+        return x
+
+    return forward
+
+
+def pop_as(*names: str) -> Any:
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        for name in names:
+            x = x + (yield pop(name))
+        return x
+
+    return forward
+
+
+def yield_a_number(self: nn.Module, x: Tensor) -> Any:
+    yield 3
+    return x
+
+
+def unchanged(self: nn.Module, x: Tensor) -> Tensor:
+    return x
+
+
+def run(*layers: nn.Module) -> object:
+    return nn.Sequential(*layers)(features())
+
+
+class Unused(nn.Module):
+    """Holds a layer that it does not call."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+A, B = ("a",), ("b",)
+
+SKIPS = [
+    case("'b'", "declares 'a'", lambda: skips(stash_as("a"), A).isolate(Namespace(), only=B)),  # type: ignore[operator]
+    case("'a' has not been stashed", "", run, skips(pop_as("a"), (), A)),
+    case("'a' must be stashed", "", run, skips(unchanged, A)),
+    case("'a' must be popped", "", run, skips(stash_as("a"), A), skips(unchanged, (), A)),
+    case("'b' has not been declared as stashable", "", run, skips(stash_as("b"), A)),
+    case("'b' has not been declared as poppable", "", run, skips(pop_as("b"))),
+    case("'a' has been popped already", "", run, skips(stash_as("a"), A), skips(pop_as("a", "a"), (), A)),
+    case("3 is not a command", "@skippable", run, skips(yield_a_number)),
+    case("got 'skip'", "stash=['skip']", skippable, stash="skip"),
+    case("'0' declared 'a' as poppable", "not stashed", pipe, skips(pop_as("a"), (), A)),
+    case(
+        "'a' must be stashed",
+        "",
+        call,
+        features(),
+        layers=(Unused(skips(stash_as("a"), A)), skips(pop_as("a"), (), A)),
+        balance=[1, 1],
+        backend="eager",
+    ),
+]
+
+OF_LAYERS = [*TRACING, *RANDOMNESS, *OUTPUTS, *SKIPS]
+
+# Warnings
+
+
+class Spy(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class NotCopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("no copies")
+
+
+def call_few_microbatches() -> None:
+    note_idle_stages.cache_clear()
+    call(features())
+
+
+def call_under_a_mode() -> None:
+    with Spy():  # type: ignore[no-untyped-call]
+        call(features())
+
+
+def measure_in_vain() -> None:
+    GPipe(nn.Sequential(NotCopied(6, 6), nn.Tanh()), devices=["cpu"] * 2, chunks=8)(features())
+
+
+WARNINGS = [
+    case("stage 0, layer 0 (Of) runs in Python: ", "other layers are unaffected", of, branch),
+    case("2 micro-batches on 2 stages", "pass chunks=8", call_few_microbatches),
+    case("stage 0, layer 0 (GRU)", "pass batch_dim=1", call, torch.ones(8, 3, 6), layers=(nn.GRU(6, 6),)),
+    case("layer '0' (NotCopied)", "pass balance=", measure_in_vain),
+    case("hook call_with_a_global_hook", "remove it", call_with_a_global_hook, "auto"),
+    case("Spy sees nothing", "plain Sequential", call_under_a_mode),
+]
