@@ -11,7 +11,7 @@ ARGS ?=
 REFERENCE_PYTHON ?= 3.12
 REFERENCE_TORCH ?= 2.11.0
 # The torch versions between the reference and the newest; alternate commits are tested with alternate versions.
-BETWEEN ?= $(word $(shell expr 1 + $$(git rev-list --count HEAD 2>/dev/null || echo 0) % 2),2.12.0 2.13.0)
+INTERMEDIATE_TORCH ?= $(word $(shell expr 1 + $$(git rev-list --count HEAD 2>/dev/null || echo 0) % 2),2.12.0 2.13.0)
 # The size limit of `make wheelhouse`: 64 MiB.
 WHEELHOUSE_BYTES := 67108864
 
@@ -27,7 +27,7 @@ MAKEFLAGS += --no-print-directory
 PY := $(VENV)/bin/python
 # One worker per core; idle OpenMP threads sleep instead of spinning, so that they do not slow down other workers.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(MAX_JOBS) --dist loadgroup
-INSTALLED := $(VENV)/.installed-torch-$(TORCH)
+INSTALLED_STAMP := $(VENV)/.installed-torch-$(TORCH)
 # The file name contains the Python version, so environments of different Python versions can share the tree.
 EXT_SUFFIX := $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
@@ -47,7 +47,7 @@ $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"gpipe_fast needs Python 3.10 or later, but PYTHON is {sys.version}")'
 	$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): requirements.txt | $(PY)
+$(INSTALLED_STAMP): requirements.txt | $(PY)
 	$(PY) -m pip install --quiet torch==$(TORCH) -r requirements.txt
 	@# --no-deps, because torchvision requires one patch release of torch.
 	$(PY) -m pip install --quiet --no-deps 'torchvision==$(TORCHVISION)'
@@ -57,7 +57,7 @@ $(INSTALLED): requirements.txt | $(PY)
 	@touch $@
 
 # One directory of object files per environment and torch version, because their headers differ.
-$(EXTENSION): $(INSTALLED) $(SOURCES)
+$(EXTENSION): $(INSTALLED_STAMP) $(SOURCES)
 	$(PY) setup.py --quiet build_ext --inplace --build-temp build/$(notdir $(VENV))-torch-$(TORCH)
 
 import: build
@@ -72,7 +72,7 @@ test: lint build import  ## install, lint, build, import, test (16 minutes on tw
 test-all: test smoke-reference smoke-between  ## `make test`, the remaining tests, and other torch versions
 	$(PYTEST) --tier=rest $(ARGS)
 
-lint: $(INSTALLED)  ## check ruff, mypy --strict, import and include directions, clang-format; change no file
+lint: $(INSTALLED_STAMP)  ## check ruff, mypy --strict, import and include directions, clang-format; change no file
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy --strict gpipe_fast bench
@@ -80,7 +80,7 @@ lint: $(INSTALLED)  ## check ruff, mypy --strict, import and include directions,
 	$(PY) .ci/check_includes.py
 	@$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 
-format: $(INSTALLED)  ## reformat the sources for `make lint`
+format: $(INSTALLED_STAMP)  ## reformat the sources for `make lint`
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
@@ -110,10 +110,10 @@ smoke-reference:  ## build and smoke test with Python 3.12 and torch 2.11.0 in .
 	[ "$${GPIPE_FAST_REQUIRE_REFERENCE:-0}" != 1 ]
 
 # Builds in a copy of the tree, because the extension's file name contains the Python version, but not torch's.
-smoke-between:  ## build and smoke test with torch 2.12 or 2.13, alternating by commit (BETWEEN=2.13.0)
+smoke-between:  ## build and smoke test with torch 2.12 or 2.13, alternating by commit (INTERMEDIATE_TORCH=2.13.0)
 	@rm -rf build/between && mkdir -p build/between
 	@git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory=build/between
-	@$(MAKE) -C build/between smoke TORCH=$(BETWEEN) VENV=$(CURDIR)/.venv-between
+	@$(MAKE) -C build/between smoke TORCH=$(INTERMEDIATE_TORCH) VENV=$(CURDIR)/.venv-between
 
 # The wheels go to the GPU machine together with the tree. pip matches each platform name exactly.
 wheelhouse:  ## download peer libraries for a GPU machine without network into ./wheelhouse

@@ -65,7 +65,7 @@ def choose_archs(requested, visible, torch_flags):
 
 
 @contextlib.contextmanager
-def progress():
+def shortened_ninja_output():
     """Shortens ninja's output for each command, "[3/37] c++ ...", to the name of the compiled file."""
     sys.stdout.flush()
     terminal, (read, write) = os.dup(1), os.pipe()
@@ -136,7 +136,7 @@ def build_arguments():
 
     class Build(BuildExtension):
         def build_extensions(self):
-            with progress():
+            with shortened_ninja_output():
                 super().build_extensions()
 
     return {"ext_modules": [extension], "cmdclass": {"build_ext": Build}}

@@ -10,26 +10,26 @@ from torch import Tensor
 Results = Sequence[Tensor | None]
 
 
-def check(ours: Results, eager: Results, truth: Results) -> None:
+def check(ours: Results, eager: Results, exact_results: Results) -> None:
     """Asserts that the error of each result is at most twice PyTorch's error, or one rounding.
 
     Args:
         ours: results of the kernels.
         eager: results of PyTorch's operators from the same tensors in the same dtypes.
-        truth: results of the same operators in float64.
+        exact_results: results of the same operators in float64.
     """
-    found = excess(ours, eager, truth)
+    found = error_ratio(ours, eager, exact_results)
     assert all(share <= 1 for share in found), f"errors as fractions of the allowed errors: {found}"
 
 
-def excess(ours: Results, eager: Results, truth: Results) -> list[float]:
+def error_ratio(ours: Results, eager: Results, exact_results: Results) -> list[float]:
     """Returns each result's error as a fraction of the allowed error: twice PyTorch's, or one rounding.
 
     Raises:
         AssertionError: results differ in number, shape or dtype.
     """
     shares = []
-    for index, (own, other, exact) in enumerate(zip(ours, eager, truth, strict=True)):
+    for index, (own, other, exact) in enumerate(zip(ours, eager, exact_results, strict=True)):
         assert (own is None) == (other is None) == (exact is None), index
         if own is None or other is None or exact is None:
             continue
@@ -38,11 +38,11 @@ def excess(ours: Results, eager: Results, truth: Results) -> list[float]:
             continue
         rounding = torch.finfo(own.dtype).eps * float(exact.abs().max())
         off, allowed = _error(own, exact), max(2 * _error(other, exact), rounding)
-        shares.append(_share(off, allowed))
+        shares.append(_ratio(off, allowed))
     return shares
 
 
-def _share(off: float, allowed: float) -> float:
+def _ratio(off: float, allowed: float) -> float:
     """Returns off / allowed, where both may be 0 or both infinite."""
     if off == 0 or off == allowed:
         return float(off > 0)
@@ -54,6 +54,6 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return float(difference.nan_to_num(nan=float("inf")).max())
 
 
-def doubles(tensors: Results) -> list[Tensor | None]:
+def to_float64(tensors: Results) -> list[Tensor | None]:
     """Converts floating-point tensors to float64; leaves other dtypes unchanged."""
     return [t if t is None or not t.is_floating_point() else t.double() for t in tensors]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.accuracy import Results, doubles, excess
+from bench.accuracy import Results, error_ratio, to_float64
 from gpipe_fast.kernels.launch import Config
 
 Function = Callable[..., Any]
@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One function of a kernel family.
 
     Attributes:
@@ -29,7 +29,7 @@ class Case:
         inputs: makes input tensors from the approximate number of elements, a dtype, and a device ('cpu',
             'cuda' or 'meta').
         differentiated: the indices of the inputs with gradients; empty if the function is not differentiable.
-        plain: the function in the PyTorch operators that run on a GPU. For example `torch.native_dropout`,
+        baseline: the function in the PyTorch operators that run on a GPU. For example `torch.native_dropout`,
             because `dropout` decomposes to other operators on other devices.
         ours: the public function that computes outputs and gradients from inputs and output gradients.
         launched: the launcher that ``ours`` calls, with the same arguments; its launches are counted.
@@ -45,7 +45,7 @@ class Case:
     name: str
     inputs: Callable[[int, torch.dtype, str], list[Tensor]]
     differentiated: Sequence[int]
-    plain: Function
+    baseline: Function
     ours: Function
     launched: Function
     overwritten: Sequence[int] = ()
@@ -58,7 +58,7 @@ class Case:
         """Returns random gradients of the outputs; the gradient of a scalar output (a loss) is 1."""
         if not self.differentiated:
             return []
-        outputs = _listed(self.plain(*(t.to("meta") for t in inputs)))
+        outputs = _as_list(self.baseline(*(t.to("meta") for t in inputs)))
         device = inputs[0].device
         return [
             torch.randn(out.shape, dtype=out.dtype, device=device)
@@ -72,7 +72,7 @@ class Case:
     ) -> list[Tensor]:
         """Returns outputs and gradients by autograd, for ``plain`` or for ``function``."""
         leaves = [t.detach().requires_grad_(i in self.differentiated) for i, t in enumerate(inputs)]
-        outputs = _listed((function or self.plain)(*leaves))
+        outputs = _as_list((function or self.baseline)(*leaves))
         found: Sequence[Tensor] = ()
         if self.differentiated:
             found = torch.autograd.grad(outputs, [leaves[i] for i in self.differentiated], gradients)
@@ -80,39 +80,39 @@ class Case:
 
     def fused(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Returns outputs and gradients by our kernels."""
-        return _listed(self.ours(*inputs, *gradients))
+        return _as_list(self.ours(*inputs, *gradients))
 
 
 @dataclass(frozen=True)
-class Judge:
+class AccuracyCheck:
     """Checks results of a case against float64, relative to the error of PyTorch's results.
 
     Attributes:
         eager: PyTorch's results in the case's dtype.
-        truth: the results in float64.
+        exact_results: the results in float64.
     """
 
     eager: Results
-    truth: Results
+    exact_results: Results
 
     @classmethod
-    def of(cls, case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Judge:
+    def of(cls, case: KernelCase, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> AccuracyCheck:
         """Computes the results from copies of the inputs."""
-        function = case.exact or case.plain
-        given, incoming = ([t for t in doubles(each) if t is not None] for each in (inputs, gradients))
-        truth = case.unfused(given, incoming, function)
-        return cls(case.unfused(copied(inputs), gradients, function), truth)
+        function = case.exact or case.baseline
+        given, incoming = ([t for t in to_float64(each) if t is not None] for each in (inputs, gradients))
+        exact_results = case.unfused(given, incoming, function)
+        return cls(case.unfused(clone_all(inputs), gradients, function), exact_results)
 
-    def excess(self, found: Results) -> float:
+    def error_ratio(self, found: Results) -> float:
         """Returns the largest error as a fraction of the allowed one; infinite for wrong shapes or dtypes."""
         try:
-            return max(excess(found, self.eager, self.truth), default=0.0)
+            return max(error_ratio(found, self.eager, self.exact_results), default=0.0)
         except (AssertionError, ValueError):
             return float("inf")
 
 
 @dataclass(frozen=True)
-class Shape:
+class ShapeClass:
     """One shape class of a kernel.
 
     Attributes:
@@ -135,14 +135,14 @@ class Tuning:
     """
 
     kernel: str
-    case: Case
-    shapes: Mapping[str, Shape]
+    case: KernelCase
+    shapes: Mapping[str, ShapeClass]
 
 
-def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+def clone_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns a clone of each tensor."""
     return [t.clone() for t in tensors]
 
 
-def _listed(found: Any) -> list[Any]:
+def _as_list(found: Any) -> list[Any]:
     return [found] if isinstance(found, Tensor) else list(found)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import Table, report
-from bench.sequences import as_sequence, construct, left_out, reduction_note, shapes_of
+from bench.sequences import as_sequence, build_perturbed, exclusion_reason, reduction_note, shapes_of
 from gpipe_fast import GPipe, verify
 from gpipe_fast.inspect.verify import Report
 from gpipe_fast.layers.structure import flatten
-from gpipe_fast.runtime.compile import Compiler, Refusal
-from gpipe_fast.runtime.stage import Boundary, Spec, Stage
+from gpipe_fast.runtime.compile import CompilationFailure, Compiler
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 
 NUM_STAGES, CHUNKS, BATCH = 3, 2, 4
 
@@ -111,22 +111,24 @@ def count_dead_gradients(sequence: nn.Sequential, x: object) -> int:
     return sum(g is None or not g.any() for g in gradients)
 
 
-def even_cuts(num_layers: int) -> list[int]:
+def even_balance(num_layers: int) -> list[int]:
     """Returns the balance with equally many layers per stage, up to rounding."""
     cuts = [num_layers * i // NUM_STAGES for i in range(NUM_STAGES + 1)]
     return [end - begin for begin, end in itertools.pairwise(cuts)]
 
 
-def refusals(sequence: nn.Sequential, x: object) -> dict[str, str]:
+def find_refused_layers(sequence: nn.Sequential, x: object) -> dict[str, str]:
     """Returns the layers that cannot be lowered, with reasons. Running statistics change."""
     compiler = Compiler()
     found: dict[str, str] = {}
     for name, layer in sequence.named_children():
         tensors, structure = flatten(x)
         first = layer is sequence[0]
-        specs = tuple(Spec.of(t, t.is_floating_point() and not first) for t in tensors)
-        compiled = compiler.compile([Stage([layer], 0, torch.device("cpu"))], [Boundary(specs, structure)])
-        if isinstance(compiled, Refusal):
+        specs = tuple(TensorSpec.of(t, t.is_floating_point() and not first) for t in tensors)
+        compiled = compiler.compile(
+            [Stage([layer], 0, torch.device("cpu"))], [BoundarySpec(specs, structure)]
+        )
+        if isinstance(compiled, CompilationFailure):
             found[name] = compiled.untraceable.reason
         with torch.no_grad():
             x = layer(x)
@@ -136,7 +138,7 @@ def refusals(sequence: nn.Sequential, x: object) -> dict[str, str]:
 def examine(name: str) -> Verdict:
     """Builds a constructor's model and compares one pipelined step with the plain loop."""
     start = time.perf_counter()
-    verdict = compare(construct(name), inputs(name), shapes_of(name)[0][-2:])
+    verdict = compare(build_perturbed(name), inputs(name), shapes_of(name)[0][-2:])
     notes = filter(None, [reduction_note(name), verdict.note])
     return replace(verdict, name=name, seconds=time.perf_counter() - start, note="; ".join(notes))
 
@@ -154,12 +156,12 @@ def compare(model: nn.Module, x: Tensor | tuple[Tensor, ...], size: Sequence[int
     check_outputs(model, sequence, x)
     num_dead = count_dead_gradients(sequence, x)
     note = f"{num_dead} gradients are zero" if num_dead else ""
-    cuts = even_cuts(len(sequence))
+    cuts = even_balance(len(sequence))
     pipe = GPipe(sequence, cuts, devices=["cpu"] * len(cuts), chunks=CHUNKS, backend="aten")
     try:
         return Verdict(len(sequence), {}, verify(pipe, x, loss_of), note)
     except RuntimeError as error:
-        refused = refusals(sequence, x)
+        refused = find_refused_layers(sequence, x)
         return Verdict(len(sequence), refused, None, note if refused else str(error).splitlines()[0])
 
 
@@ -203,7 +205,7 @@ def main(patterns: Sequence[str] = ()) -> None:
         return
     torch.set_num_threads(1)
     names = importlib.import_module("torchvision.models").list_models()
-    skipped = {name: why for name in names if (why := left_out(name))}
+    skipped = {name: why for name in names if (why := exclusion_reason(name))}
     names = [name for name in names if name not in skipped]
     names = [name for name in names if not patterns or any(fnmatch(name, p) for p in patterns)]
     verdicts = [_examine_safely(name) for name in names]

@@ -16,7 +16,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.cuda_counted import BATCH, BEGIN, CHUNKS, END, HEADS, LENGTH, STAGES, WIDTH, Setup
+from bench.cuda_counts_process import BATCH, BEGIN, CHUNKS, END, HEADS, LENGTH, STAGES, WIDTH, Setup
 from bench.measure import Table, report
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +130,15 @@ def run(setup: Setup, libraries: tuple[Path, Path], package: Path = ROOT) -> Cou
         RuntimeError: the process failed, or a captured step was not replayed.
     """
     runtime, operators = libraries
-    command = [sys.executable, "-W", "ignore", "-m", "bench.cuda_counted", str(operators), str(package)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "bench.cuda_counts_process",
+        str(operators),
+        str(package),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         variables = {"LD_PRELOAD": str(runtime), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_NAMES": "1"}

@@ -15,7 +15,7 @@ from bench.models.mlp import mlp
 from bench.models.resnet import resnet, resnet101
 from bench.models.unet import unet
 from bench.peers import Step, has_torchgpipe, looped
-from bench.skips import checkpointed, for_torchgpipe
+from bench.skip_connections import checkpointed, for_torchgpipe
 from gpipe_fast import GPipe
 
 STAGES = 4

@@ -14,10 +14,10 @@ from bench.models.gpt import blocks
 from bench.models.mlp import mlp
 from gpipe_fast._extension import Arena
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
-from gpipe_fast.lower.lower import lower, lower_plainly
+from gpipe_fast.lower.lower import lower, lower_unoptimized
 from gpipe_fast.lower.split import StageGraph, split
-from gpipe_fast.trace.refuse import Untraceable
-from gpipe_fast.trace.trace import Port, Role, parameters_of, trace
+from gpipe_fast.trace.trace import GraphPort, GraphRole, parameters_of, trace
+from gpipe_fast.trace.traceability import Untraceable
 
 CPU = torch.device("cpu")
 Run = Callable[[bool], tuple[list[Tensor], list[Tensor | None]]]
@@ -33,11 +33,11 @@ class StageUnderTest:
 
     def program(self, graph: StageGraph, plain: bool) -> Run:
         """Returns `run(first)` of a graph; `plain` calls every operator through the boxed dispatcher."""
-        program = lower_plainly(graph) if plain else lower(graph)
+        program = lower_unoptimized(graph) if plain else lower(graph)
         native = program.build(Arena(), CPU, direct=not plain)
         parameters = [p.detach() for p in parameters_of(self.layers)]
         native.bind(parameters)
-        given = {Port(Role.INPUT, 0): self.input, Port(Role.TANGENT, 0): self.tangent}
+        given = {GraphPort(GraphRole.INPUT, 0): self.input, GraphPort(GraphRole.TANGENT, 0): self.tangent}
         inputs = [given[port] for port in program.inputs]
         accumulators: list[Tensor | None] = [None] * len(parameters)
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.case import Case, copied
+from bench.case import KernelCase, clone_all
 
 # Bytes written before each sample to flush L2: more than any L2 cache holds.
 FLUSHED_BYTES = 256 << 20
 # GPU cycles (about a millisecond) in which the CPU enqueues the launches of a sample, so that they run
 # without gaps.
-AHEAD_CYCLES = 2_000_000
-DROPPED_ROUNDS = 3
+ENQUEUE_CYCLES = 2_000_000
+WARMUP_ROUNDS = 3
 
 Sample = Callable[[Mapping[str, "Candidate"], int], Mapping[str, Sequence[float]]]
 
@@ -33,14 +33,14 @@ class Candidate:
     reset: Callable[[], None] = lambda: None
 
 
-def on_copies(
+def candidate_on_copies(
     function: Callable[[Sequence[Tensor], Sequence[Tensor]], object],
     inputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> Candidate:
     """Makes a candidate from a function that overwrites its inputs or gradients."""
     given = [*inputs, *gradients]
-    own = copied(given)
+    own = clone_all(given)
 
     def reset() -> None:
         for tensor, original in zip(own, given, strict=True):
@@ -49,10 +49,10 @@ def on_copies(
     return Candidate(lambda: function(own[: len(inputs)], own[len(inputs) :]), reset)
 
 
-def ours(case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Candidate:
+def ours(case: KernelCase, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Candidate:
     """Makes a candidate from the fused function of a case."""
     if case.overwritten:
-        return on_copies(case.fused, inputs, gradients)
+        return candidate_on_copies(case.fused, inputs, gradients)
     return Candidate(lambda: case.fused(inputs, gradients))
 
 
@@ -61,15 +61,15 @@ def samples(candidates: Mapping[str, Candidate], rounds: int) -> dict[str, list[
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_index in range(rounds + DROPPED_ROUNDS):
+    for round_index in range(rounds + WARMUP_ROUNDS):
         for name, candidate in candidates.items():
             candidate.reset()
-            torch.cuda._sleep(AHEAD_CYCLES)
+            torch.cuda._sleep(ENQUEUE_CYCLES)
             flushed.zero_()
             begin.record()
             candidate.run()
             end.record()
             torch.cuda.synchronize()
-            if round_index >= DROPPED_ROUNDS:
+            if round_index >= WARMUP_ROUNDS:
                 found[name].append(begin.elapsed_time(end) * 1e3)
     return found

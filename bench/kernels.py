@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench import liger
 from bench.accuracy import Results
-from bench.case import DTYPES, Case, Judge
+from bench.case import DTYPES, AccuracyCheck, KernelCase
 from bench.families import all_cases
-from bench.gpu import Candidate, Sample, on_copies, ours, samples
+from bench.gpu import Candidate, Sample, candidate_on_copies, ours, samples
 from bench.measure import Ratio, report, timing
 from bench.traffic import fused_bytes
 
@@ -29,7 +29,7 @@ OURS, EAGER, INDUCTOR, LIGER, COPY = "ours", "eager", "Inductor", "Liger-Kernel"
 PEERS = (EAGER, INDUCTOR, LIGER)
 # Peers may round where PyTorch does not. A peer whose error exceeds this many times our allowed error
 # computes a different function.
-SAME_FUNCTION = 8
+MAX_PEER_ERROR = 8
 HEADERS = (
     "function", "dtype", "M elements", "ours, µs", "GB/s", "of copy",
     *(f"{peer} / ours" for peer in PEERS), "error",
@@ -37,29 +37,29 @@ HEADERS = (
 
 
 @dataclass
-class Measured:
+class Measurement:
     """The measurement of one function at one size.
 
     Attributes:
         case: the function.
         dtype: the name of the dtype.
         millions: the size in millions of elements.
-        excess: the error of each candidate, as a multiple of our allowed error.
+        error_ratio: the error of each candidate, as a multiple of our allowed error.
         times: microseconds of each round, by candidate.
         fault: the reason why there are no times.
     """
 
-    case: Case
+    case: KernelCase
     dtype: str
     millions: int
-    excess: dict[str, float] = field(default_factory=dict)
+    error_ratio: dict[str, float] = field(default_factory=dict)
     times: Mapping[str, Sequence[float]] = field(default_factory=dict)
     fault: str = ""
 
     def row(self) -> list[object]:
         """Returns the row of the table. A wrong function gets no times and no ratios."""
         start: list[object] = [self.case.name, self.dtype, self.millions]
-        off = self.excess.get(OURS, float("inf"))
+        off = self.error_ratio.get(OURS, float("inf"))
         if self.fault or not off <= 1:
             verdict = self.fault or f"WRONG, {off:.2g} of the allowed error"
             return [*start, *["-"] * (len(HEADERS) - len(start) - 1), verdict]
@@ -72,12 +72,14 @@ class Measured:
     def _ratio(self, peer: str) -> str:
         if peer not in self.times:
             return "-"
-        if not self.excess[peer] <= SAME_FUNCTION:
+        if not self.error_ratio[peer] <= MAX_PEER_ERROR:
             return "different function"
         return str(Ratio.of(self.times[peer], self.times[OURS]))
 
 
-def joint(case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
+def joint_graph(
+    case: KernelCase, inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> Callable[..., list[Tensor]]:
     """Traces the forward and the gradients into one graph, without restrictions on a compiler's fusions."""
 
     def function(*tensors: Tensor) -> list[Tensor]:
@@ -87,11 +89,11 @@ def joint(case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
 
 
 def candidates(
-    case: Case, inputs: Sequence[Tensor], gradients: Sequence[Tensor], backend: str = "inductor"
+    case: KernelCase, inputs: Sequence[Tensor], gradients: Sequence[Tensor], backend: str = "inductor"
 ) -> dict[str, Candidate]:
     """Returns our function and its peers, by name."""
     torch.compiler.reset()
-    compiled = torch.compile(joint(case, inputs, gradients), backend=backend, dynamic=False)
+    compiled = torch.compile(joint_graph(case, inputs, gradients), backend=backend, dynamic=False)
     found = {
         OURS: ours(case, inputs, gradients),
         EAGER: Candidate(lambda: case.unfused(inputs, gradients)),
@@ -99,18 +101,18 @@ def candidates(
     }
     function = case.liger
     if function is not None and liger.available():
-        found[LIGER] = on_copies(lambda i, g: case.unfused(i, g, function), inputs, gradients)
+        found[LIGER] = candidate_on_copies(lambda i, g: case.unfused(i, g, function), inputs, gradients)
     return found
 
 
-def judged(candidate: Candidate, judge: Judge, peer: bool) -> float:
+def measure_error(candidate: Candidate, accuracy_check: AccuracyCheck, peer: bool) -> float:
     """Returns the error of a candidate's results; converts a peer's results to PyTorch's dtypes first."""
     candidate.reset()
     found: Results = candidate.run()  # type: ignore[assignment]
     if peer:
-        pairs = zip(found, judge.eager, strict=False)
+        pairs = zip(found, accuracy_check.eager, strict=False)
         found = [f if f is None or e is None else f.to(e.dtype) for f, e in pairs]
-    return judge.excess(found)
+    return accuracy_check.error_ratio(found)
 
 
 def copy(num_bytes: int, device: str) -> Candidate:
@@ -121,49 +123,51 @@ def copy(num_bytes: int, device: str) -> Candidate:
 
 
 def measure(
-    case: Case,
+    case: KernelCase,
     dtype: str,
     millions: int,
     device: str = "cuda",
     backend: str = "inductor",
     sample: Sample = samples,
-) -> Measured:
+) -> Measurement:
     """Checks our function and its peers, and times them if our results are right."""
-    result = Measured(case, dtype, millions)
+    result = Measurement(case, dtype, millions)
     torch.manual_seed(0)
     inputs = case.inputs(millions << 20, DTYPES[dtype], device)
     gradients = case.gradients(inputs)
-    judge = Judge.of(case, inputs, gradients)
+    accuracy_check = AccuracyCheck.of(case, inputs, gradients)
     timed = candidates(case, inputs, gradients, backend)
     for name, candidate in list(timed.items()):
         try:
             # Eager PyTorch is the baseline of the check. If it draws random numbers, its mask (and
             # Inductor's) differs from the keyed one, so their results are not checked.
             same = name == EAGER or (name == INDUCTOR and case.exact is not None)
-            result.excess[name] = 0.0 if same else judged(candidate, judge, peer=name != OURS)
+            result.error_ratio[name] = (
+                0.0 if same else measure_error(candidate, accuracy_check, peer=name != OURS)
+            )
         except Exception as error:
             if name == OURS:
                 raise
             print(f"{case.name}, {dtype}: {name}: {type(error).__name__}: {error}", file=sys.stderr)
             del timed[name]
-    del judge
-    if result.excess[OURS] <= 1:
+    del accuracy_check
+    if result.error_ratio[OURS] <= 1:
         timed[COPY] = copy(fused_bytes(case, millions << 20, DTYPES[dtype]), device)
         result.times = sample(timed, ROUNDS)
     return result
 
 
-def attempt(case: Case, dtype: str, millions: int) -> Measured:
+def measure_or_report_oom(case: KernelCase, dtype: str, millions: int) -> Measurement:
     """Calls `measure` and reports an out-of-memory error as a fault."""
     try:
         return measure(case, dtype, millions)
     except torch.OutOfMemoryError:
-        return Measured(case, dtype, millions, fault="out of memory")
+        return Measurement(case, dtype, millions, fault="out of memory")
     finally:
         torch.cuda.empty_cache()
 
 
-def chosen(names: Sequence[str]) -> list[Case]:
+def select_cases(names: Sequence[str]) -> list[KernelCase]:
     """Returns the cases whose names begin with one of these words; all cases by default."""
     cases = all_cases().values()
     words = {case.name.split()[0] for case in cases}
@@ -174,14 +178,14 @@ def chosen(names: Sequence[str]) -> list[Case]:
 
 
 def main(names: Sequence[str] = ()) -> None:
-    cases = chosen(names)
+    cases = select_cases(names)
     if not torch.cuda.is_available():
         print("kernels: needs a GPU, but no GPU is visible; nothing is written", flush=True)
         return
     rows: dict[tuple[int, int, int], list[object]] = {}
     each = product(MILLIONS, enumerate(cases), enumerate(DTYPES))
-    for millions, (place, case), (position, dtype) in each:
-        row = rows[place, position, millions] = attempt(case, dtype, millions).row()
+    for millions, (case_index, case), (dtype_index, dtype) in each:
+        row = rows[case_index, dtype_index, millions] = measure_or_report_oom(case, dtype, millions).row()
         print(*row, sep=" | ", flush=True)
         # The report is written after every row, so that results survive if the time on the GPU runs out.
         _report(names, [rows[key] for key in sorted(rows)], printed=False)

@@ -68,7 +68,7 @@ def train(name: str, lengths: Sequence[int], width: int = WIDTH) -> list[object]
         len(set(lengths)),
         sum(lengths) / len(lengths),
         compiler.num_traces,
-        compiler.num_written,
+        compiler.num_instantiated,
         seconds,
         sum(making),
         loop_seconds,

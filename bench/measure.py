@@ -49,9 +49,9 @@ class Ratio:
     high: float
 
     @classmethod
-    def of(cls, ours: Sequence[float], theirs: Sequence[float], resamples: int = 2000) -> Ratio:
+    def of(cls, numerators: Sequence[float], denominators: Sequence[float], resamples: int = 2000) -> Ratio:
         """Computes the ratio ``ours / theirs`` of two candidates' samples, paired by round."""
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
         generator = random.Random(0)
         medians = [statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(resamples)]
         cuts = statistics.quantiles(medians, n=40)
@@ -132,8 +132,10 @@ def commit() -> str:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT / "bench")
         return done.stdout.strip()
 
-    elsewhere = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!../README.md")
-    changed = "+changes" if elsewhere else ""
+    changed_files = git(
+        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!../README.md"
+    )
+    changed = "+changes" if changed_files else ""
     # For a tree that was copied without its history, the environment variable gives the commit.
     return (git("rev-parse", "--short", "HEAD") or os.environ.get("GPIPE_FAST_COMMIT", "unknown")) + changed
 
@@ -144,12 +146,12 @@ def report(
     headers: Sequence[str],
     rows: Iterable[Sequence[object]],
     note: str = "",
-    further: Sequence[Table] = (),
+    more_tables: Sequence[Table] = (),
     printed: bool = True,
 ) -> None:
     """Prints tables with the machine line, and writes them to ``bench/results/<name>.md``."""
     text = f"# {title}\n\n{machine()}.\n{note}\n{_table(headers, rows)}\n"
-    for table in further:
+    for table in more_tables:
         text += f"\n## {table.heading}\n\n{table.note}\n{_table(table.headers, table.rows)}\n"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)

@@ -140,7 +140,7 @@ def _first_match(table: dict[str, Any], name: str) -> Any:
     return next(value for pattern, value in table.items() if fnmatch(name, pattern))
 
 
-def left_out(name: str) -> str | None:
+def exclusion_reason(name: str) -> str | None:
     """Returns why a constructor's model cannot be written as a sequence of blocks, or None."""
     return next((why for pattern, why in EXCLUDED.items() if fnmatch(name, pattern)), None)
 
@@ -154,12 +154,12 @@ def build(name: str, seed: int = 0) -> nn.Module:
     return model
 
 
-def construct(name: str, seed: int = 0) -> nn.Module:
+def build_perturbed(name: str, seed: int = 0) -> nn.Module:
     """Returns a model whose weights let every block affect the gradients."""
-    return enlivened(build(name, seed))
+    return perturb_constants(build(name, seed))
 
 
-def enlivened(model: nn.Module) -> nn.Module:
+def perturb_constants(model: nn.Module) -> nn.Module:
     """Perturbs constant parameters: for example, a zero head would make every gradient before it zero."""
     with torch.no_grad():
         for parameter in model.parameters():

@@ -38,7 +38,9 @@ def time_unchanged_calls(num_modules: int, rounds: int, calls: int) -> list[obje
         assert torch.equal(output, pipe(input))
         stub._pipeline = _StubPipeline([output])  # type: ignore[assignment]
         timings = alternate(
-            {"look": pipe._look, "python": lambda: stub(input), "whole": lambda: pipe(input)}, rounds, calls
+            {"look": pipe._detect_changes, "python": lambda: stub(input), "whole": lambda: pipe(input)},
+            rounds,
+            calls,
         )
         assert stub(input) is output
     return [num_modules, len(list(pipe.parameters())), *map(str, timings.values())]

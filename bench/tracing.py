@@ -12,10 +12,10 @@ from bench.models.gpt import blocks
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
-from gpipe_fast.runtime.compile import Compiler, Refusal
-from gpipe_fast.runtime.stage import Boundary, Spec, Stage
-from gpipe_fast.trace.refuse import Untraceable
+from gpipe_fast.runtime.compile import CompilationFailure, Compiler
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.trace import trace
+from gpipe_fast.trace.traceability import Untraceable
 
 CPU = torch.device("cpu")
 
@@ -50,9 +50,9 @@ def equal_stages(count: int, num_stages: int) -> list[object]:
     ]
     compiler = Compiler()
     start = time.perf_counter()
-    compiled = compiler.compile(stages, [Boundary((Spec.of(torch.randn(2, 128, 256), True),))])
+    compiled = compiler.compile(stages, [BoundarySpec((TensorSpec.of(torch.randn(2, 128, 256), True),))])
     traced = time.perf_counter()
-    assert not isinstance(compiled, Refusal), compiled
+    assert not isinstance(compiled, CompilationFailure), compiled
     for stage in compiled[0]:
         stage.segment(FULL_RECOMPUTE)
     lowered = time.perf_counter()

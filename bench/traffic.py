@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.case import DTYPES, Case
+from bench.case import DTYPES, KernelCase
 from bench.families import all_cases
 from bench.measure import report
 from gpipe_fast.kernels import launch
@@ -31,7 +31,7 @@ ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, 
 # In-place operators that do not read the tensor that they write.
 OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.bernoulli_, aten.normal_, aten.uniform_}
 # Operators that read at most one element per row of the argument at this index, which is not counted.
-UNREAD = {aten.nll_loss_forward: 0, aten.nll_loss_backward: 1}
+NOT_READ_ARGUMENT = {aten.nll_loss_forward: 0, aten.nll_loss_backward: 1}
 
 
 class Traffic(TorchDispatchMode):
@@ -40,8 +40,8 @@ class Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.read = self.written = 0
-        self._blank: dict[int, Tensor] = {}  # tensors by storage, allocated but not yet written
-        self._kept: list[Any] = []  # keeps tensors alive: the address of a freed storage may be reused
+        self._unwritten: dict[int, Tensor] = {}  # tensors by storage, allocated but not yet written
+        self._keep_alive: list[Any] = []  # keeps tensors alive: the address of a freed storage may be reused
 
     @property
     def moved(self) -> int:
@@ -51,27 +51,27 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         given, results = _tensors((args, kwargs)), _tensors(found)
-        self._kept += [given, results]
+        self._keep_alive += [given, results]
         if func.overloadpacket in ALLOCATIONS:
-            self._blank.update((_storage(t), t) for t in results)
+            self._unwritten.update((_storage(t), t) for t in results)
             return found
-        changed = _changed(func, args, kwargs or {})
+        changed = _mutated(func, args, kwargs or {})
         storages = {_storage(t) for t in given}
         views = results and not changed and all(_storage(t) in storages for t in results)
         if not func.is_view and not views and func.namespace != "prim":
             unread = changed if func.overloadpacket in OVERWRITES else []
-            if func.overloadpacket in UNREAD:
-                unread = [args[UNREAD[func.overloadpacket]]]
-            reads = [t for t in given if not _in(t, unread)]
-            self._count(reads, [*(t for t in results if not _in(t, changed)), *changed])
+            if func.overloadpacket in NOT_READ_ARGUMENT:
+                unread = [args[NOT_READ_ARGUMENT[func.overloadpacket]]]
+            reads = [t for t in given if not _contains(t, unread)]
+            self._count(reads, [*(t for t in results if not _contains(t, changed)), *changed])
         return found
 
     def launched(self, tensors: Sequence[Tensor], overwritten: Sequence[Tensor]) -> None:
         """Counts the bytes of a kernel launch with these tensor arguments."""
         in_place = {_storage(t) for t in overwritten}
-        self._kept.append(tensors)
-        reads = [t for t in tensors if _storage(t) not in self._blank]
-        writes = [t for t in tensors if _storage(t) in self._blank or _storage(t) in in_place]
+        self._keep_alive.append(tensors)
+        reads = [t for t in tensors if _storage(t) not in self._unwritten]
+        writes = [t for t in tensors if _storage(t) in self._unwritten or _storage(t) in in_place]
         self._count(reads, writes)
 
     def _count(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
@@ -79,20 +79,20 @@ class Traffic(TorchDispatchMode):
         self.read += _bytes(reads)
         self.written += _bytes(writes)
         for tensor in writes:
-            self._blank.pop(_storage(tensor), None)
+            self._unwritten.pop(_storage(tensor), None)
 
     @contextlib.contextmanager
     def counting_launches(self, overwritten: Sequence[Tensor] = ()) -> Iterator[None]:
         """Counts kernel launches instead of executing them."""
 
         def wrap(kernel: Any) -> Any:
-            return _Grids(lambda *args, **constants: self.launched(_tensors(args), overwritten))
+            return _FakeKernel(lambda *args, **constants: self.launched(_tensors(args), overwritten))
 
         with self, mock.patch.object(launch, "wrap_triton", wrap):
             yield
 
 
-class _Grids:
+class _FakeKernel:
     """A function with the call syntax of a kernel: ``kernel[grid](arguments)``."""
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -111,11 +111,11 @@ def _storage(tensor: Tensor) -> int:
     return address
 
 
-def _in(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
+def _contains(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
     return any(tensor is other for other in tensors)
 
 
-def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Returns the tensors that an operator writes in place."""
     arguments = func._schema.arguments
     given = [*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments[len(args) :])]
@@ -142,7 +142,7 @@ def _span(views: Sequence[Tensor]) -> int:
     return length
 
 
-def unfused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
+def unfused_bytes(case: KernelCase, elements: int, dtype: torch.dtype) -> int:
     """Returns the bytes that PyTorch's operators read and write."""
     inputs = case.inputs(elements, dtype, "meta")
     gradients = case.gradients(inputs)
@@ -153,7 +153,7 @@ def unfused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
 
 
 @functools.lru_cache
-def fused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
+def fused_bytes(case: KernelCase, elements: int, dtype: torch.dtype) -> int:
     """Returns the bytes that our kernels read and write."""
     inputs = case.inputs(elements, dtype, "meta")
     gradients = case.gradients(inputs)
@@ -166,7 +166,7 @@ def fused_bytes(case: Case, elements: int, dtype: torch.dtype) -> int:
     return traffic.moved
 
 
-def row(case: Case, dtype: str, elements: int = ELEMENTS) -> list[object]:
+def row(case: KernelCase, dtype: str, elements: int = ELEMENTS) -> list[object]:
     """Returns a row of the table: bytes per element, and the saved fraction."""
     unfused, fused = (count(case, elements, DTYPES[dtype]) for count in (unfused_bytes, fused_bytes))
     return [case.name, dtype, unfused / elements, fused / elements, f"{1 - fused / unfused:.0%}"]

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bench.case import DTYPES, Judge, Tuning
+from bench.case import DTYPES, AccuracyCheck, Tuning
 from bench.families import all_tunings
 from bench.gpu import Candidate, Sample, ours, samples
-from gpipe_fast.kernels.launch import Config, forced, keep
+from gpipe_fast.kernels.launch import Config, override_config, save_tuned
 
 ROUNDS = 30
 # Another configuration replaces the current one only if it is faster by more than this fraction.
@@ -53,9 +53,9 @@ def search(tuning: Tuning, name: str, device: str = "cuda", sample: Sample = sam
         torch.manual_seed(0)
         inputs = shape.inputs(dtype, device)
         gradients = tuning.case.gradients(inputs)
-        judge = Judge.of(tuning.case, inputs, gradients)
+        accuracy_check = AccuracyCheck.of(tuning.case, inputs, gradients)
         timed = {key: _candidate(tuning, name, configs[key], inputs, gradients) for key in times}
-        timed = {key: candidate for key, candidate in timed.items() if _right(candidate, judge)}
+        timed = {key: candidate for key, candidate in timed.items() if _is_right(candidate, accuracy_check)}
         assert CURRENT in timed, f"{tuning.kernel} {name} computes wrong results in {dtype}"
         times = {key: times[key] * statistics.median(found) for key, found in sample(timed, ROUNDS).items()}
     best = min(times, key=lambda key: times[key])
@@ -70,16 +70,16 @@ def _candidate(
     candidate = ours(tuning.case, inputs, gradients)
 
     def run() -> object:
-        with contextlib.nullcontext() if config is None else forced(tuning.kernel, name, config):
+        with contextlib.nullcontext() if config is None else override_config(tuning.kernel, name, config):
             return candidate.run()
 
     return replace(candidate, run=run)
 
 
-def _right(candidate: Candidate, judge: Judge) -> bool:
+def _is_right(candidate: Candidate, accuracy_check: AccuracyCheck) -> bool:
     candidate.reset()
     try:
-        return judge.excess(candidate.run()) <= 1  # type: ignore[arg-type]
+        return accuracy_check.error_ratio(candidate.run()) <= 1  # type: ignore[arg-type]
     except Exception as error:  # too many registers, too much shared memory
         print(f"  dropped: {type(error).__name__}: {str(error).splitlines()[:1]}")
         return False
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = search(tunings[kernel], name)
             print(f"{kernel} {name}: {found.config or CURRENT}, {found.gain:.2f} x, {found.dropped} dropped")
             if found.config is not None:
-                keep(torch.cuda.get_device_name(), kernel, name, found.config)
+                save_tuned(torch.cuda.get_device_name(), kernel, name, found.config)
             torch.cuda.empty_cache()
 
 

@@ -12,10 +12,10 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.devices import elsewhere
+from gpipe_fast.devices import devices_differ
+from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import verify_skippables
-from gpipe_fast.layers.structure import BatchDim, Call, Inputs
-from gpipe_fast.layers.title import title
+from gpipe_fast.layers.structure import BatchDim, CallArguments, Inputs
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 TRANSPORTS = ("auto", "peer", "pinned")
@@ -39,7 +39,7 @@ def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
     return number
 
 
-def checked_mode(checkpoint: str) -> str:
+def checked_checkpoint(checkpoint: str) -> str:
     """Returns the checkpoint mode.
 
     Raises:
@@ -153,7 +153,7 @@ def check_holds_tensor(inputs: Inputs) -> None:
     if inputs.tensors:
         return
     value = inputs.structure.build([])
-    if not isinstance(value, Call):
+    if not isinstance(value, CallArguments):
         raise TypeError(f"expected Tensor, but got {type(value).__name__}; {_HOLD_A_TENSOR}")
     if not value.args and not value.kwargs:
         raise TypeError("expected Tensor, but got no argument; call the model with a mini-batch: model(x)")
@@ -161,7 +161,7 @@ def check_holds_tensor(inputs: Inputs) -> None:
     raise TypeError(f"expected Tensor, but got {', '.join(kinds)}; {_HOLD_A_TENSOR}")
 
 
-def check_accepted(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_signature(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Checks that the first layer's ``forward`` accepts the arguments of a call.
 
     Raises:
@@ -170,16 +170,17 @@ def check_accepted(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     if layer._forward_pre_hooks or (not args and not kwargs):
         return  # hooks may change the arguments; check_inputs() reports calls without arguments
     function = getattr(layer.forward, "__func__", None)
-    fault = function and _fault(function, len(args), tuple(kwargs))
+    fault = function and _signature_mismatch(function, len(args), tuple(kwargs))
     if fault:
         passed = ", ".join(["..."] * len(args) + [f"{name}=..." for name in kwargs])
         raise TypeError(
-            f"model({passed}) passes its arguments to {title(0, layer)}, which does not take them: {fault}"
+            f"model({passed}) passes its arguments to {layer_title(0, layer)}, "
+            f"which does not take them: {fault}"
         )
 
 
 @functools.lru_cache(maxsize=64)
-def _fault(forward: Callable[..., Any], num_args: int, names: tuple[str, ...]) -> str:
+def _signature_mismatch(forward: Callable[..., Any], num_args: int, names: tuple[str, ...]) -> str:
     """Returns why a method does not accept these arguments; "" if it does, or if its signature is unknown."""
     try:
         signature = inspect.signature(forward)
@@ -209,7 +210,7 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
             _refuse_kind(tensor)
         if dim is not None and not -tensor.dim() <= dim < tensor.dim():
             _refuse_dimension(tensor, dim)
-        if devices and elsewhere(tensor.device, devices[0]):
+        if devices and devices_differ(tensor.device, devices[0]):
             raise ValueError(
                 f"the input must be on the first stage's device {devices[0]}, got {tensor.device}; pass "
                 f"x.to('{devices[0]}')"

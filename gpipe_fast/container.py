@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.compat import saved
-from gpipe_fast.devices import Device, elsewhere
+from gpipe_fast.compat import torchgpipe_state_dict
+from gpipe_fast.devices import Device, devices_differ
 from gpipe_fast.layers.structure import LayerSequence
-from gpipe_fast.unsupported import refuse_script
+from gpipe_fast.unsupported import refuse_jit_script
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,9 +25,9 @@ class Container(LayerSequence):
 
     _balance: list[int]
     _devices: list[torch.device]
-    _given_devices: list[torch.device] | None
+    _user_devices: list[torch.device] | None
 
-    def _arrange(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
+    def _repartition(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
         raise NotImplementedError
 
     @property
@@ -45,7 +45,7 @@ class Container(LayerSequence):
 
     @balance.setter
     def balance(self, balance: Iterable[int]) -> None:
-        self._arrange(balance, self._given_devices)
+        self._repartition(balance, self._user_devices)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -59,9 +59,9 @@ class Container(LayerSequence):
 
     @devices.setter
     def devices(self, devices: Iterable[Device] | None) -> None:
-        self._arrange(self._balance, devices)
+        self._repartition(self._balance, devices)
 
-    def _adopt(self, module: nn.Sequential) -> None:
+    def _register_layers(self, module: nn.Sequential) -> None:
         """Registers the layers of a ``Sequential`` as children, uncopied, and moves them to their devices.
 
         Raises:
@@ -72,13 +72,13 @@ class Container(LayerSequence):
                 raise ValueError(f"a layer named {name!r} would hide GPipe's own attribute; rename the layer")
         for name, layer in module.named_children():
             self.add_module(name, layer)
-        self._place()
+        self._move_to_devices()
         self.training = module.training
 
-    def _place(self) -> None:
+    def _move_to_devices(self) -> None:
         """Moves the layers to the devices of their stages."""
         for partition, device in zip(self.partitions, self._devices, strict=True):
-            if any(elsewhere(t.device, device) for t in (*partition.parameters(), *partition.buffers())):
+            if any(devices_differ(t.device, device) for t in (*partition.parameters(), *partition.buffers())):
                 partition.to(device)
 
     def __getitem__(self, index: int) -> nn.Module:
@@ -159,13 +159,13 @@ class Container(LayerSequence):
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raises RuntimeError. ``torch.jit.script`` calls this method."""
-        refuse_script()
+        refuse_jit_script()
 
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Converts torchgpipe's keys, in a copy of the user's dict; PyTorch visits the layers afterwards."""
-        saved.rename(state_dict, prefix, self)
+        torchgpipe_state_dict.rename_keys(state_dict, prefix, self)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -14,7 +14,7 @@ def default_devices() -> list[torch.device] | None:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or None
 
 
-def listed_devices(devices: Iterable[Device]) -> list[torch.device]:
+def parse_devices(devices: Iterable[Device]) -> list[torch.device]:
     """Returns the user's devices as ``torch.device`` objects.
 
     Raises:
@@ -27,10 +27,10 @@ def listed_devices(devices: Iterable[Device]) -> list[torch.device]:
             f"devices must be a list with a device for each stage, got {devices!r}; for K stages on one "
             f"device pass devices=[{one}] * K"
         )
-    return [named_device(device, f"devices[{index}]") for index, device in enumerate(devices)]
+    return [parse_device(device, f"devices[{index}]") for index, device in enumerate(devices)]
 
 
-def named_device(device: Device, argument: str) -> torch.device:
+def parse_device(device: Device, argument: str) -> torch.device:
     """Returns a device from its name or number.
 
     Args:
@@ -67,7 +67,7 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
             f"(devices: {len(devices)}, partitions: {num_partitions}); pass a device for each partition, "
             "such as devices=['cpu'] * 2, or fewer partitions"
         )
-    chosen = [_numbered(device) for device in devices[:num_partitions]]
+    chosen = [_with_index(device) for device in devices[:num_partitions]]
     others = sorted({str(device) for device in chosen if device.type not in ("cpu", "cuda")})
     if others:
         raise ValueError(
@@ -84,11 +84,11 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
     return chosen
 
 
-def _numbered(device: torch.device) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     """Returns a CUDA device with an explicit index; other devices unchanged."""
     return torch.device(device.type, 0) if device.type == "cuda" and device.index is None else device
 
 
-def elsewhere(device: torch.device, wanted: torch.device) -> bool:
+def devices_differ(device: torch.device, wanted: torch.device) -> bool:
     """Returns whether two devices differ. A device without an index is the first of its type."""
     return (device.type, device.index or 0) != (wanted.type, wanted.index or 0)

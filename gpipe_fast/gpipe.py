@@ -11,43 +11,45 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from gpipe_fast._extension import Interpreted, Pipeline
+from gpipe_fast._extension import Pipeline, PythonWorkers
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
-    check_accepted,
     check_holds_tensor,
     check_inputs,
     check_module,
+    check_signature,
     checked_batch_dim,
+    checked_checkpoint,
     checked_chunks,
     checked_grad_dtype,
-    checked_mode,
     checked_transport,
 )
-from gpipe_fast.balance.automatic import balance_automatically
+from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.container import Container
 from gpipe_fast.devices import Device
-from gpipe_fast.layers.batchnorm import check_can_defer, defer
+from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, BatchDim, Inputs
-from gpipe_fast.lower.checkpoint import checkpoint_of
-from gpipe_fast.notes import note_idle_stages, note_sequence_first
+from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
-from gpipe_fast.runtime.edges import described, edges_of
-from gpipe_fast.runtime.lifetime import open_pipeline
-from gpipe_fast.runtime.plan import Plan
+from gpipe_fast.runtime.connections import connections_of, describe_connections
+from gpipe_fast.runtime.exit_and_fork import open_pipeline
+from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Planner, Signature
 from gpipe_fast.runtime.recording import Recording, record
-from gpipe_fast.runtime.stage import TURN
-from gpipe_fast.runtime.state import State
-from gpipe_fast.stages import chosen_balance, given_devices, placed, stages_of
+from gpipe_fast.runtime.stage import TRACING_LOCK
+from gpipe_fast.runtime.state import ModuleState
+from gpipe_fast.stages import checked_placement, resolve_balance, resolve_devices, stages_of
 from gpipe_fast.uncompiled import uncompiled
-from gpipe_fast.unsupported import global_hook, is_watched, unwatched
+from gpipe_fast.unsupported import global_hook, has_observers, without_observers
+from gpipe_fast.usage_warnings import warn_idle_stages, warn_sequence_first
 
 # Attributes that a copy creates anew.
-_NOT_COPIED = frozenset({"_layers", "_stages", "_edges", "_state", "_planner", "_pipeline", "_interpreted"})
+_NOT_COPIED = frozenset(
+    {"_layers", "_stages", "_connections", "_state", "_planner", "_pipeline", "_python_workers"}
+)
 # A copied `_compiled_call_impl` would call the original module; nn.Module does not copy it either.
-_NOT_COPIED |= {"_hooked", "_compiled_call_impl"}
+_NOT_COPIED |= {"_hook_planner", "_compiled_call_impl"}
 
 BACKENDS = ("auto", "aten", "eager")
 
@@ -127,43 +129,49 @@ class GPipe(Container):
         self.checkpoint = checkpoint
         self.batch_dim = batch_dim
         check_module(module)
-        self._given_devices = given_devices(devices)
-        self._balance, self._devices = placed(list(module.named_children()), balance, self._given_devices)
-        self._deferred = bool(deferred_batch_norm)
-        if self._deferred:
+        self._user_devices = resolve_devices(devices)
+        self._balance, self._devices = checked_placement(
+            list(module.named_children()), balance, self._user_devices
+        )
+        self._deferred_batch_norm = bool(deferred_batch_norm)
+        if self._deferred_batch_norm:
             check_can_defer(module.named_children())
         if backend not in BACKENDS:
             raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
         self.backend = backend
         self.grad_dtype = checked_grad_dtype(grad_dtype)
         self.transport = checked_transport(transport)
-        self._edges = edges_of(self._balance, self._devices, skips_of(module), self.transport)
+        self._connections = connections_of(self._balance, self._devices, skips_of(module), self.transport)
         self.threads_per_stage = None
         self._capture = bool(capture)
-        self._warned = False
-        self._note_sequence_first = True
-        self._to_balance = balance is None and len(self._balance) > 1
-        self._adopt(module)
-        if self._deferred:
-            defer(self)
-        self._interpreted = Interpreted()
-        self._pipeline = self._open()
-        self._begin()
+        self._warned_of_idle_stages = False
+        self._check_sequence_first = True
+        self._balance_pending = balance is None and len(self._balance) > 1
+        self._register_layers(module)
+        if self._deferred_batch_norm:
+            enable_deferral(self)
+        self._python_workers = PythonWorkers()
+        self._pipeline = self._open_pipeline()
+        self._rebuild_stages()
 
-    def _open(self) -> Pipeline:
-        pipeline = open_pipeline(max(1, len(self._balance)), self._interpreted, self.transport)
+    def _open_pipeline(self) -> Pipeline:
+        pipeline = open_pipeline(max(1, len(self._balance)), self._python_workers, self.transport)
         pipeline.set_capture(self._capture)
         return pipeline
 
-    def _begin(self) -> None:
+    def _rebuild_stages(self) -> None:
         verify_skippables(self)
         self._layers = list(self)
-        self._stages = stages_of(self._layers, self._balance, self._devices, self._deferred, self.grad_dtype)
-        self._edges = edges_of(self._balance, self._devices, skips_of(self._layers), self.transport)
-        self._planner = Planner(self._stages, self.backend, self._interpreted)
-        self._hooked: Planner | None = None
-        self._pipeline.forget_replays()
-        self._state = State(self._planner.remarks.in_python)
+        self._stages = stages_of(
+            self._layers, self._balance, self._devices, self._deferred_batch_norm, self.grad_dtype
+        )
+        self._connections = connections_of(
+            self._balance, self._devices, skips_of(self._layers), self.transport
+        )
+        self._planner = Planner(self._stages, self.backend, self._python_workers)
+        self._hook_planner: Planner | None = None
+        self._pipeline.forget_graphs()
+        self._state = ModuleState(self._planner.module_warnings.in_python)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to copy or pickle: all but threads and programs, which are created on demand."""
@@ -171,28 +179,28 @@ class GPipe(Container):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._interpreted = Interpreted()
-        self._pipeline = self._open()
-        self._begin()
+        self._python_workers = PythonWorkers()
+        self._pipeline = self._open_pipeline()
+        self._rebuild_stages()
 
-    def _arrange(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
+    def _repartition(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
         """Repartitions the layers and moves them. Raises errors before it changes anything."""
-        wanted = given_devices(devices)
-        with TURN:
-            sizes, places = placed(list(self.named_children()), balance, wanted)
-            edges_of(sizes, places, skips_of(self), self.transport)
+        wanted = resolve_devices(devices)
+        with TRACING_LOCK:
+            sizes, places = checked_placement(list(self.named_children()), balance, wanted)
+            connections_of(sizes, places, skips_of(self), self.transport)
             as_before = places == self._devices
             if not as_before and self._pipeline.recorded():
                 raise RuntimeError(
                     "stages cannot be added, removed or moved while the model is recorded, got devices "
                     f"{list(map(str, places))}; leave the model.recording() block first"
                 )
-            self._balance, self._devices, self._given_devices = sizes, places, wanted
-            self._to_balance = False
-            self._place()
+            self._balance, self._devices, self._user_devices = sizes, places, wanted
+            self._balance_pending = False
+            self._move_to_devices()
             if not as_before:
-                self._pipeline = self._open()
-            self._begin()
+                self._pipeline = self._open_pipeline()
+            self._rebuild_stages()
 
     @property
     def capture(self) -> bool:
@@ -242,7 +250,7 @@ class GPipe(Container):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
-        self._checkpoint = checked_mode(checkpoint)
+        self._checkpoint = checked_checkpoint(checkpoint)
 
     @property
     def threads_per_stage(self) -> int | None:
@@ -291,82 +299,82 @@ class GPipe(Container):
         inputs = Inputs.of(args, kwargs, self._batch_dim)
         if not len(self):
             return _pass_through(args, kwargs, inputs)
-        watched = is_watched(inputs.tensors, self.modules)
+        observed = has_observers(inputs.tensors, self.modules)
         check_inputs(inputs, self._devices)
         if kwargs or len(args) != 1:
-            check_accepted(next(iter(self)), args, kwargs)
-        with TURN:
-            plan = unwatched(self._plan, inputs, global_hook()) if watched else self._plan(inputs)
+            check_signature(next(iter(self)), args, kwargs)
+        with TRACING_LOCK:
+            plan = without_observers(self._plan, inputs, global_hook()) if observed else self._plan(inputs)
             parameters, buffers, pipeline = self._state.parameters, self._state.buffers, self._pipeline
-        remarks = self._planner.remarks.texts
-        if remarks:
-            self._warn()
+        module_warnings = self._planner.module_warnings.pending
+        if module_warnings:
+            self._emit_warnings()
         # A plan without random operators does not advance PyTorch's generator.
         key = MinibatchKey() if plan.draws is None else minibatch_key() if plan.draws else 0
         outputs, structure = pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
-        if remarks:
-            self._warn()
-        return outputs[0] if structure is ONE_TENSOR else structure.build_apart(outputs)
+        if module_warnings:
+            self._emit_warnings()
+        return outputs[0] if structure is ONE_TENSOR else structure.build_unaliased(outputs)
 
-    def _warn(self) -> None:
+    def _emit_warnings(self) -> None:
         """Emits the planner's pending warnings, each once."""
-        texts = self._planner.remarks.texts
-        while texts:
-            warnings.warn(texts.pop(0), stacklevel=6)
+        pending = self._planner.module_warnings.pending
+        while pending:
+            warnings.warn(pending.pop(0), stacklevel=6)
 
-    def _plan(self, inputs: Inputs, hook: str | None = None) -> Plan:
+    def _plan(self, inputs: Inputs, hook: str | None = None) -> PlannedCall:
         """Returns the plan for these inputs and the present layers, under this global module hook if any."""
-        self._look()
+        self._detect_changes()
         chunks = self._num_chunks(inputs.batch_size)
-        if self._to_balance and inputs.batch_size:
+        if self._balance_pending and inputs.batch_size:
             self._balance_by_time(inputs, chunks)
-        if self._note_sequence_first:
-            self._note_sequence_first = False
-            note_sequence_first([stage.layers for stage in self._stages], inputs.dims)
+        if self._check_sequence_first:
+            self._check_sequence_first = False
+            warn_sequence_first([stage.layers for stage in self._stages], inputs.dims)
         threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
         signature = Signature.of(inputs, chunks, threads, self._state)
-        planner = self._planner if hook is None else self._hooked_planner(hook)
-        checkpoint = checkpoint_of(self.checkpoint, self.training and torch.is_grad_enabled())
+        planner = self._planner if hook is None else self._planner_under_hook(hook)
+        checkpoint = checkpoint_policy(self.checkpoint, self.training and torch.is_grad_enabled())
         plan = planner.plan(signature, inputs.tensors, checkpoint)
-        if self._state.is_behind():
-            self._look()
-            planner.rename(signature, Signature.of(inputs, chunks, threads, self._state))
+        if self._state.is_outdated():
+            self._detect_changes()
+            planner.move_signature(signature, Signature.of(inputs, chunks, threads, self._state))
         return plan
 
-    def _hooked_planner(self, hook: str) -> Planner:
+    def _planner_under_hook(self, hook: str) -> Planner:
         """Returns the planner that runs all layers in Python, so that global module hooks are called."""
         if self.backend == "aten":
             raise RuntimeError(
                 f"the global module hook {hook} needs layers in Python, and backend='aten' allows none; "
                 "remove the hook, or pass backend='auto' to GPipe"
             )
-        if self._hooked is None:
-            self._hooked = Planner(self._stages, "eager", self._interpreted)
+        if self._hook_planner is None:
+            self._hook_planner = Planner(self._stages, "eager", self._python_workers)
             if self.backend != "eager":
-                self._planner.remarks.texts.append(
+                self._planner.module_warnings.pending.append(
                     f"all layers run in Python while the global module hook {hook} is registered; to run "
                     "layers as C++ programs, remove it, or register it only on the layers that need it"
                 )
-        return self._hooked
+        return self._hook_planner
 
-    def _look(self) -> None:
+    def _detect_changes(self) -> None:
         """Detects changes of the layers since the last call, and updates the state and stages accordingly."""
         layers = cast(Collection[nn.Module], self._modules.values())
-        if self._state.look(layers) and self._deferred:
-            defer(layers)  # includes batch norms that were added since
-            self._state = State(self._planner.remarks.in_python)
-            self._state.look(layers)
+        if self._state.update(layers) and self._deferred_batch_norm:
+            enable_deferral(layers)  # includes batch norms that were added since
+            self._state = ModuleState(self._planner.module_warnings.in_python)
+            self._state.update(layers)
         if self._state.layers != self._layers:
-            self._balance = chosen_balance(self._state.layers, self._balance)
-            self._begin()
-            self._state.look(layers)
+            self._balance = resolve_balance(self._state.layers, self._balance)
+            self._rebuild_stages()
+            self._state.update(layers)
 
     def _balance_by_time(self, inputs: Inputs, chunks: int) -> None:
         """Repartitions the layers by their measured time on the first micro-batch of this mini-batch."""
-        self._to_balance = False
-        first = inputs.dims.cut(inputs.tensors, chunks)[0]
+        self._balance_pending = False
+        first = inputs.dims.split(inputs.tensors, chunks)[0]
         try:
-            found = balance_automatically(
+            found = default_balance(
                 len(self._balance),
                 nn.Sequential(OrderedDict(self.named_children())),
                 inputs.structure.build(first),
@@ -382,18 +390,18 @@ class GPipe(Container):
             return
         if found != self._balance:
             self._balance = found
-            self._place()
-            self._begin()
-            self._look()
+            self._move_to_devices()
+            self._rebuild_stages()
+            self._detect_changes()
 
     def _num_chunks(self, batch: int) -> int:
         """Returns the number of micro-batches for this batch size; warns once if the user's number is low."""
         num_stages = len(self._stages)
         enough = 4 * num_stages
         chunks = max(1, min(enough, batch)) if self.chunks == "auto" else self.chunks
-        if num_stages > 1 and chunks < enough and self.training and not self._warned:
-            self._warned = True
-            note_idle_stages(num_stages, chunks, enough)
+        if num_stages > 1 and chunks < enough and self.training and not self._warned_of_idle_stages:
+            self._warned_of_idle_stages = True
+            warn_idle_stages(num_stages, chunks, enough)
         return chunks
 
     def extra_repr(self) -> str:
@@ -401,7 +409,7 @@ class GPipe(Container):
         places = f"balance={self.balance}, devices={[str(device) for device in self._devices]}"
         lines = [f"{places}, chunks={self.chunks!r}, checkpoint={self.checkpoint!r}"]
         if any(device.type != "cpu" for device in self._devices):
-            lines += described(self._edges, self._planner.latest)
+            lines += describe_connections(self._connections, self._planner.latest)
         return "\n".join(lines)
 
     def recording(self) -> AbstractContextManager[Recording]:

@@ -12,21 +12,21 @@ from torch import nn
 
 from gpipe_fast import devices as _devices
 from gpipe_fast.arguments import checked_balance
-from gpipe_fast.balance.capacity import check_all_fit
+from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.balance.partition import balance_by_cost
 from gpipe_fast.devices import Device, checked_devices
 from gpipe_fast.layers.skip import skips_of
 from gpipe_fast.runtime.stage import Stage
 
 
-def given_devices(devices: Iterable[Device] | None) -> list[torch.device] | None:
+def resolve_devices(devices: Iterable[Device] | None) -> list[torch.device] | None:
     """Returns the given devices, or by default all GPUs; None stands for the CPU."""
     if devices is None:
         return _devices.default_devices()
-    return _devices.listed_devices(devices)
+    return _devices.parse_devices(devices)
 
 
-def placed(
+def checked_placement(
     layers: Sequence[tuple[str, nn.Module]],
     balance: Iterable[int] | None,
     devices: Sequence[torch.device] | None,
@@ -42,13 +42,13 @@ def placed(
         ValueError: The balance does not fit the layers, or layers are too large for their devices.
         IndexError: There are fewer devices than partitions.
     """
-    found = chosen_balance([layer for _, layer in layers], balance, devices)
+    found = resolve_balance([layer for _, layer in layers], balance, devices)
     chosen = checked_devices(devices, len(found))
-    check_all_fit(partitions_of(layers, found), chosen)
+    check_partitions_fit(partitions_of(layers, found), chosen)
     return found, chosen
 
 
-def chosen_balance(
+def resolve_balance(
     layers: Sequence[nn.Module], balance: Iterable[int] | None, devices: Sequence[torch.device] | None = None
 ) -> list[int]:
     """Returns the user's balance, checked; by default one by parameter count, with a partition per device."""

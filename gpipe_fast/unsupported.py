@@ -22,24 +22,24 @@ from torch.nn.modules import module as _modules
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-_INSTEAD = "apply it to the plain Sequential of its layers, nn.Sequential(*model)"
+_ADVICE = "apply it to the plain Sequential of its layers, nn.Sequential(*model)"
 
 
 # Fallbacks for functions that a version of PyTorch lacks.
-def _nothing(*_: Any) -> Any:
+def _return_none(*_: Any) -> Any:
     return None
 
 
-def _zero() -> int:
+def _return_zero() -> int:
     return 0
 
 
 _functorch = getattr(torch._C, "_functorch", None)
-_transform = getattr(_functorch, "peek_interpreter_stack", _nothing)
-_jit_trace = getattr(torch._C, "_get_tracing_state", _nothing)
-_num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _zero)
-_num_function_modes = getattr(torch._C, "_len_torch_function_stack", _zero)
-_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _nothing)
+_functorch_interpreter = getattr(_functorch, "peek_interpreter_stack", _return_none)
+_jit_trace = getattr(torch._C, "_get_tracing_state", _return_none)
+_num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _return_zero)
+_num_function_modes = getattr(torch._C, "_len_torch_function_stack", _return_zero)
+_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _return_none)
 _HOOKS: tuple[dict[int, Callable[..., Any]], ...] = tuple(
     getattr(_modules, f"_global_{kind}_hooks", {})
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
@@ -49,7 +49,7 @@ _forward_hooks, _forward_pre_hooks, _backward_hooks, _backward_pre_hooks = _HOOK
 _warned: set[str] = set()
 
 
-def is_watched(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Module]]) -> bool:
+def has_observers(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Module]]) -> bool:
     """Checks the transforms, tracers, modes and hooks around a call of a pipeline.
 
     Args:
@@ -57,12 +57,12 @@ def is_watched(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Modul
         modules: Returns the modules of the pipeline.
 
     Returns:
-        Whether a mode or hook would observe how a plan is made, which `unwatched` then prevents.
+        Whether a mode or hook would observe how a plan is made, which `without_observers` then prevents.
 
     Raises:
         RuntimeError: The call is inside a ``torch.func`` transform or a tracer, or has dual numbers.
     """
-    transform = _transform()
+    transform = _functorch_interpreter()
     if transform is not None:
         name = transform.key().name.lower()
         _refuse(f"torch.func.{name}" + (" (which vjp and jacrev use)" if name == "grad" else ""))
@@ -73,21 +73,21 @@ def is_watched(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Modul
     if any(type(tensor) is not Tensor and isinstance(tensor, FakeTensor) for tensor in inputs):
         _refuse_tracer("FakeTensorMode")
     hooked = bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
-    watched = hooked
+    observed = hooked
     if _num_dispatch_modes() or _num_function_modes() or _saved_tensors_hooks(True) is not None:
-        for kind, verb in _blind():
-            watched = True
+        for kind, verb in _blind_observers():
+            observed = True
             if kind not in _warned and not kind.startswith("gpipe_fast."):
                 _warned.add(kind)
                 name = kind.rsplit(".", 1)[-1].lstrip("_")
                 warnings.warn(
-                    f"{name} {verb} nothing of a GPipe, whose layers run in C++ on other threads; {_INSTEAD}",
+                    f"{name} {verb} nothing of a GPipe, whose layers run in C++ on other threads; {_ADVICE}",
                     stacklevel=6 + hooked,  # with hooks, nn.Module has one more frame
                 )
-    return watched
+    return observed
 
 
-def _blind() -> Iterator[tuple[str, str]]:
+def _blind_observers() -> Iterator[tuple[str, str]]:
     """Yields the full name of each active mode or hook that cannot observe a pipeline, with its verb."""
     for mode in _dispatch_modes():
         if getattr(mode, "_mode_key", None) is not None:  # PyTorch's tracers
@@ -130,14 +130,14 @@ def _refuse_tangents(inputs: Iterable[Tensor], modules: Iterable[nn.Module]) -> 
 
 
 def _refuse_tracer(mode: str) -> NoReturn:
-    _refuse("torch.export" if getattr(torch.compiler, "is_exporting", _zero)() else mode)
+    _refuse("torch.export" if getattr(torch.compiler, "is_exporting", _return_zero)() else mode)
 
 
 def _refuse(what: str) -> NoReturn:
-    raise RuntimeError(f"{what} cannot look into a GPipe, whose layers run in C++; {_INSTEAD}")
+    raise RuntimeError(f"{what} cannot look into a GPipe, whose layers run in C++; {_ADVICE}")
 
 
-def refuse_script() -> NoReturn:
+def refuse_jit_script() -> NoReturn:
     """Refuses ``torch.jit.script``.
 
     Raises:
@@ -159,18 +159,18 @@ _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
 
-def unwatched(
+def without_observers(
     function: Callable[_Parameters, _Returned], *args: _Parameters.args, **kwargs: _Parameters.kwargs
 ) -> _Returned:
     """Calls a function with modes and hooks disabled, except the default device."""
     with contextlib.ExitStack() as stack:
-        for put_aside in (
+        for disable in (
             _no_module_hooks,
             _disable_current_modes,
             _no_function_modes,
             _no_saved_tensors_hooks,
         ):
-            stack.enter_context(put_aside())
+            stack.enter_context(disable())
         return function(*args, **kwargs)
 
 

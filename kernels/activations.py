@@ -33,10 +33,10 @@ from gpipe_fast.kernels.launch import (
     Config,
     Variant,
     cdiv,
+    flatten_rows,
     launch,
-    rows_of,
-    runs_kernels,
     tuned,
+    uses_kernels,
 )
 from gpipe_fast.kernels.philox import Draw
 
@@ -65,7 +65,7 @@ def choose(num_cols: int, dropout: bool = False) -> Config:
 
 
 @triton.jit
-def _twice_u(x):
+def _gelu_tanh_argument(x):
     return 1.5957691216057308 * (x + 0.044715 * x * x * x)
 
 
@@ -79,12 +79,12 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         y = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        y = x * tl.sigmoid(_twice_u(x))
+        y = x * tl.sigmoid(_gelu_tanh_argument(x))
     return y
 
 
 @triton.jit
-def slope(x, ACTIVATION: tl.constexpr):
+def activation_derivative(x, ACTIVATION: tl.constexpr):
     """Computes act'(x) in fp32. 1 - s(v) is computed as s(-v), which does not cancel where s(v) is near 1."""
     if ACTIVATION == "relu":
         y = tl.where(x > 0.0, 1.0, 0.0)
@@ -94,7 +94,7 @@ def slope(x, ACTIVATION: tl.constexpr):
         density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
         y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
     else:
-        v = _twice_u(x)
+        v = _gelu_tanh_argument(x)
         y = tl.sigmoid(v) * (1.0 + x * tl.sigmoid(-v) * 1.5957691216057308 * (1.0 + 0.134145 * x * x))
     return y
 
@@ -150,7 +150,7 @@ def _backward(
             )
             a *= factor
             g *= factor
-        dz = g * slope(x, ACTIVATION)
+        dz = g * activation_derivative(x, ACTIVATION)
         if WITH_A:
             tl.store(p_a + offsets, a.to(p_a.dtype.element_ty), mask=mask)
         tl.store(p_dz + offsets, dz.to(p_dz.dtype.element_ty), mask=mask)
@@ -161,12 +161,16 @@ def _backward(
 
 
 def _constants(num_cols: int, has_bias: bool, activation: str, draw: Draw | None) -> dict[str, Any]:
-    return {"ACTIVATION": activation, "HAS_BIAS": has_bias, "DROPOUT": philox.at_once(draw, num_cols)}
+    return {
+        "ACTIVATION": activation,
+        "HAS_BIAS": has_bias,
+        "DROPOUT": philox.elements_per_block(draw, num_cols),
+    }
 
 
 def launch_forward(z: Tensor, bias: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
     """Computes ``dropout(act(z + bias))`` in z's shape and dtype."""
-    rows = rows_of(z)
+    rows = flatten_rows(z)
     num_rows, num_cols = rows.shape
     config = choose(num_cols, draw is not None)
     a = torch.empty_like(rows)
@@ -183,7 +187,7 @@ def launch_backward(
     z: Tensor, bias: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the activation (empty unless ``with_a``), the gradient of z and the bias gradient (or None)."""
-    rows, g_rows = rows_of(z), rows_of(g)
+    rows, g_rows = flatten_rows(z), flatten_rows(g)
     num_rows, num_cols = rows.shape
     config = choose(num_cols, draw is not None)
     a, dz = z.new_empty(z.shape if with_a else (0,)), torch.empty_like(rows)
@@ -204,22 +208,22 @@ def variants() -> dict[str, Variant]:
     """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
     sizes = {"num_rows": "i32", "num_cols": "i32", **philox.SIGNATURE}
-    forms = philox.forms(CONFIGS.values(), DROPOUT_CONFIG)
-    every = itertools.product(("fp32", "bf16"), ACTIVATIONS, forms)
-    for dtype, activation, (dropout, at_once, config) in every:
-        constants = {"ACTIVATION": activation, "HAS_BIAS": True, "DROPOUT": at_once}
-        key = {"p_key": "*i64" if at_once else f"*{dtype}"}
+    dropout_variants = philox.dropout_variants(CONFIGS.values(), DROPOUT_CONFIG)
+    every = itertools.product(("fp32", "bf16"), ACTIVATIONS, dropout_variants)
+    for dtype, activation, (dropout, elements_per_block, config) in every:
+        constants = {"ACTIVATION": activation, "HAS_BIAS": True, "DROPOUT": elements_per_block}
+        key = {"p_key": "*i64" if elements_per_block else f"*{dtype}"}
         name = f"{activation}{dropout} {dtype}, {config}"
         tensors = {**dict.fromkeys(("p_z", "p_bias", "p_a"), f"*{dtype}"), **key}
-        aligned = () if at_once == 1 else ("num_cols",)
+        aligned = () if elements_per_block == 1 else ("num_cols",)
         found[f"bias_activation forward, {name}"] = Variant(
             _forward, tensors | sizes, constants, config, (*tensors, *aligned)
         )
         tensors = {**dict.fromkeys(("p_z", "p_bias", "p_g", "p_a", "p_dz"), f"*{dtype}"), **key}
         tensors["p_sums"] = "*fp32"
         for with_a in (True, False):
-            way = "backward" if with_a else "backward gradient alone"
-            found[f"bias_activation {way}, {name}"] = Variant(
+            direction = "backward" if with_a else "backward gradient alone"
+            found[f"bias_activation {direction}, {name}"] = Variant(
                 _backward, tensors | sizes, constants | {"WITH_A": with_a}, config, (*tensors, *aligned)
             )
     return found
@@ -237,7 +241,7 @@ def _bias_activation(
     ordinal: int = 0,
 ) -> Tensor:
     draw = None if key is None else Draw(p, key, layer, ordinal)
-    forward = launch_forward if runs_kernels(z, bias, key) else reference.bias_activation
+    forward = launch_forward if uses_kernels(z, bias, key) else reference.bias_activation
     return forward(z, bias, activation, draw)
 
 
@@ -254,7 +258,7 @@ def _bias_activation_backward(
     ordinal: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     draw = None if key is None else Draw(p, key, layer, ordinal)
-    backward = launch_backward if runs_kernels(z, bias, g, key) else reference.bias_activation_backward
+    backward = launch_backward if uses_kernels(z, bias, g, key) else reference.bias_activation_backward
     a, dz, dbias = backward(z, bias, g, activation, with_a, draw)
     return a, dz, z.new_empty(0) if dbias is None else dbias
 

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 # A pair of tensors: the address of the accumulator, the address of the gradient, and the number of elements.
-Span = tuple[int, int, int]
+TensorPair = tuple[int, int, int]
 # Cached tables, one per set of tensors.
-KEPT = 64
+MAX_CACHED_TABLES = 64
 
 
-@functools.lru_cache(KEPT)
-def _table(
-    device: torch.device, stream: int, block: int, sizes: tuple[int, int], spans: tuple[Span, ...]
+@functools.lru_cache(MAX_CACHED_TABLES)
+def _build_table(
+    device: torch.device, stream: int, block: int, sizes: tuple[int, int], spans: tuple[TensorPair, ...]
 ) -> Tensor:
     """Returns the table of a set of tensors, on their device. Copied and read in the order of one stream.
 
@@ -47,7 +47,7 @@ def _table(
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
-def _dense(x: Tensor) -> bool:
+def _non_overlapping_and_dense(x: Tensor) -> bool:
     """Returns whether a tensor is contiguous in some order of its dimensions (non-overlapping and dense)."""
     if x.is_contiguous():
         return True
@@ -59,9 +59,9 @@ def _dense(x: Tensor) -> bool:
     return True
 
 
-def reach(
+def group_spans(
     accumulators: Sequence[Tensor], gradients: Sequence[Tensor], dtypes: Collection[torch.dtype]
-) -> tuple[dict[tuple[torch.dtype, torch.dtype], list[Span]], list[int]]:
+) -> tuple[dict[tuple[torch.dtype, torch.dtype], list[TensorPair]], list[int]]:
     """Returns the spans by dtype pair, and the indices of the pairs that no kernel supports.
 
     Unsupported are pairs with different layouts or gaps, pairs with other dtypes, and repeated accumulators.
@@ -71,14 +71,16 @@ def reach(
         gradients: tensors of the same number and shapes; pass the accumulators if there is only one list.
         dtypes: dtypes that the kernel supports.
     """
-    spans: dict[tuple[torch.dtype, torch.dtype], list[Span]] = {}
+    spans: dict[tuple[torch.dtype, torch.dtype], list[TensorPair]] = {}
     others, seen = [], set()
     for index, (a, g) in enumerate(zip(accumulators, gradients, strict=True)):
         if not a.numel():
             continue
-        alike = (a.is_contiguous() and g.is_contiguous()) or (a.stride() == g.stride() and _dense(a))
+        same_layout = (a.is_contiguous() and g.is_contiguous()) or (
+            a.stride() == g.stride() and _non_overlapping_and_dense(a)
+        )
         address = a.data_ptr()
-        if alike and address not in seen and a.dtype in dtypes and g.dtype in dtypes:
+        if same_layout and address not in seen and a.dtype in dtypes and g.dtype in dtypes:
             spans.setdefault((a.dtype, g.dtype), []).append((address, g.data_ptr(), a.numel()))
         else:
             others.append(index)
@@ -86,7 +88,9 @@ def reach(
     return spans, others
 
 
-def table_of(device: torch.device, block: int, sizes: tuple[int, int], spans: tuple[Span, ...]) -> Tensor:
+def address_table(
+    device: torch.device, block: int, sizes: tuple[int, int], spans: tuple[TensorPair, ...]
+) -> Tensor:
     """Returns the table for programs of ``block`` elements each, on the current stream; cached.
 
     Raises:
@@ -97,4 +101,4 @@ def table_of(device: torch.device, block: int, sizes: tuple[int, int], spans: tu
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("multi-tensor ops cannot be captured: they build tables of addresses")
         stream = torch.cuda.current_stream(device).cuda_stream
-    return _table(device, stream, block, sizes, spans)
+    return _build_table(device, stream, block, sizes, spans)

@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import reference
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, rows_of, runs_kernels, tuned
-from gpipe_fast.kernels.losses import check, check_reduction, reduced, scale_of
-from gpipe_fast.kernels.made_gradient import rows_in_place, scaled, with_made_gradient
+from gpipe_fast.kernels.launch import Config, Variant, cdiv, flatten_rows, launch, tuned, uses_kernels
+from gpipe_fast.kernels.losses import check, check_reduction, reduce_losses, reduction_scale
+from gpipe_fast.kernels.precomputed_gradient import scale_gradient, view_rows, with_precomputed_gradient
 
 # Configurations by the maximum number of logits of a row; the first entry that is wide enough applies. A
 # configuration with ROWS keeps whole rows in registers.
@@ -60,34 +60,40 @@ def _whole_rows(
     b_target = tl.load(p_target + o_rows, mask=m_rows, other=0)
     ignored = b_target == ignore_index
     # The loss and the gradient of a row with an out-of-range target are NaN.
-    known = (b_target >= 0) & (b_target < num_cols)
+    in_range = (b_target >= 0) & (b_target < num_cols)
     starts = o_rows.to(tl.int64) * stride
-    x_target = tl.load(p_logits + starts + b_target, mask=m_rows & known, other=float("nan")).to(tl.float32)
+    x_target = tl.load(p_logits + starts + b_target, mask=m_rows & in_range, other=float("nan")).to(
+        tl.float32
+    )
     x = tl.load(p_logits + starts[:, None] + o_cols[None, :], mask=mask, other=-float("inf")).to(tl.float32)
     # All logits must be read before any is overwritten.
     tl.debug_barrier()
-    top = tl.maximum(tl.max(x, axis=1), -3.4028234663852886e38)
-    shifted = x - top[:, None]
-    rest = tl.zeros([ROWS], tl.float32)
+    row_max = tl.maximum(tl.max(x, axis=1), -3.4028234663852886e38)
+    shifted = x - row_max[:, None]
+    smoothing_term = tl.zeros([ROWS], tl.float32)
     if smoothing > 0.0:
-        rest = smoothing * (tl.sum(tl.where(mask, shifted, 0.0), axis=1) / num_cols)
-    powers = tl.exp(shifted)
-    total = tl.sum(powers.to(tl.float64), axis=1)
-    loss = tl.log(total.to(tl.float32)) - (1.0 - smoothing) * (x_target - top) - rest
+        smoothing_term = smoothing * (tl.sum(tl.where(mask, shifted, 0.0), axis=1) / num_cols)
+    exponentials = tl.exp(shifted)
+    total = tl.sum(exponentials.to(tl.float64), axis=1)
+    loss = tl.log(total.to(tl.float32)) - (1.0 - smoothing) * (x_target - row_max) - smoothing_term
     tl.store(p_losses + o_rows, tl.where(ignored, 0.0, loss), mask=m_rows)
     # This is the gradient of the classes other than the target; the target's element is overwritten below.
-    scale = tl.where(known, tl.load(p_scale), float("nan"))
+    scale = tl.where(in_range, tl.load(p_scale), float("nan"))
     inverse, spread = (1.0 / total).to(tl.float32), smoothing / num_cols
-    gradient = (powers * inverse[:, None] - spread) * scale[:, None]
+    gradient = (exponentials * inverse[:, None] - spread) * scale[:, None]
     gradient = tl.where(ignored[:, None], 0.0, gradient)
     starts = o_rows.to(tl.int64) * gradient_stride
     m_written = o_rows < rows_written
     p_out = p_gradient + starts[:, None] + o_cols[None, :]
     tl.store(p_out, gradient.to(p_gradient.dtype.element_ty), mask=mask & m_written[:, None])
     tl.debug_barrier()
-    own = (tl.exp(x_target - top) * inverse - spread - (1.0 - smoothing)) * scale
-    p_own = p_gradient + starts + b_target
-    tl.store(p_own, own.to(p_gradient.dtype.element_ty), mask=m_written & known & (b_target != ignore_index))
+    target_gradient = (tl.exp(x_target - row_max) * inverse - spread - (1.0 - smoothing)) * scale
+    p_target_gradient = p_gradient + starts + b_target
+    tl.store(
+        p_target_gradient,
+        target_gradient.to(p_gradient.dtype.element_ty),
+        mask=m_written & in_range & (b_target != ignore_index),
+    )
 
 
 @triton.jit
@@ -102,45 +108,49 @@ def _long_rows(
     p_out = p_gradient + row.to(tl.int64) * gradient_stride
     target = tl.load(p_target + row)
     ignored = target == ignore_index
-    known = (target >= 0) & (target < num_cols)
-    x_target = tl.load(p_row + target, mask=known, other=float("nan")).to(tl.float32)
-    top = -3.4028234663852886e38
+    in_range = (target >= 0) & (target < num_cols)
+    x_target = tl.load(p_row + target, mask=in_range, other=float("nan")).to(tl.float32)
+    row_max = -3.4028234663852886e38
     b_total = tl.zeros([COLS], tl.float64)
     sum_shifted = 0.0
     for first in range(0, num_cols, COLS):
         mask = first + o_block < num_cols
         x = tl.load(p_row + first + o_block, mask=mask, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(x, axis=0))
+        new_max = tl.maximum(row_max, tl.max(x, axis=0))
         if smoothing > 0.0:
             # Corrects the earlier terms, which were shifted by a lower maximum. There are none at first.
-            moved = tl.where(first > 0, first * (top - higher), 0.0)
-            sum_shifted += moved + tl.sum(tl.where(mask, x - higher, 0.0), axis=0)
-        b_total = b_total * tl.exp(top - higher).to(tl.float64) + tl.exp(x - higher).to(tl.float64)
-        top = higher
+            shift_correction = tl.where(first > 0, first * (row_max - new_max), 0.0)
+            sum_shifted += shift_correction + tl.sum(tl.where(mask, x - new_max, 0.0), axis=0)
+        b_total = b_total * tl.exp(row_max - new_max).to(tl.float64) + tl.exp(x - new_max).to(tl.float64)
+        row_max = new_max
     total = tl.sum(b_total, axis=0)
     loss = (
         tl.log(total.to(tl.float32))
-        - (1.0 - smoothing) * (x_target - top)
+        - (1.0 - smoothing) * (x_target - row_max)
         - smoothing * (sum_shifted / num_cols)
     )
     tl.store(p_losses + row, tl.where(ignored, 0.0, loss))
     tl.debug_barrier()
     if row < rows_written:
-        scale = tl.where(known, tl.load(p_scale), float("nan"))
+        scale = tl.where(in_range, tl.load(p_scale), float("nan"))
         inverse, spread = (1.0 / total).to(tl.float32), smoothing / num_cols
         last = (num_cols - 1) // COLS * COLS
         for back in range(0, num_cols, COLS):
             o_cols = last - back + o_block
             mask = o_cols < num_cols
             x = tl.load(p_row + o_cols, mask=mask, other=-float("inf")).to(tl.float32)
-            gradient = tl.where(ignored, 0.0, (tl.exp(x - top) * inverse - spread) * scale)
+            gradient = tl.where(ignored, 0.0, (tl.exp(x - row_max) * inverse - spread) * scale)
             tl.store(p_out + o_cols, gradient.to(p_gradient.dtype.element_ty), mask=mask)
         tl.debug_barrier()
-        own = (tl.exp(x_target - top) * inverse - spread - (1.0 - smoothing)) * scale
-        tl.store(p_out + target, own.to(p_gradient.dtype.element_ty), mask=known & (target != ignore_index))
+        target_gradient = (tl.exp(x_target - row_max) * inverse - spread - (1.0 - smoothing)) * scale
+        tl.store(
+            p_out + target,
+            target_gradient.to(p_gradient.dtype.element_ty),
+            mask=in_range & (target != ignore_index),
+        )
 
 
-def launch_rows(
+def launch_cross_entropy(
     logits: Tensor,
     gradient: Tensor | None,
     target: Tensor,
@@ -189,7 +199,7 @@ def variants() -> dict[str, Variant]:
     return found
 
 
-def rows_with_gradient(
+def row_losses_and_gradient(
     logits: Tensor,
     gradient: Tensor | None,
     target: Tensor,
@@ -197,9 +207,9 @@ def rows_with_gradient(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """Returns the loss of each row like `launch_rows`, from the kernel or from the reference."""
-    if runs_kernels(logits, target):
-        return launch_rows(logits, gradient, target, scale, ignore_index, label_smoothing)
+    """Returns the loss of each row like `launch_cross_entropy`, from the kernel or from the reference."""
+    if uses_kernels(logits, target):
+        return launch_cross_entropy(logits, gradient, target, scale, ignore_index, label_smoothing)
     losses, made = reference.cross_entropy(logits, target, scale, ignore_index, label_smoothing)
     if gradient is not None:
         gradient.copy_(made)
@@ -215,23 +225,26 @@ def _cross_entropy(
     reduction: str,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    rows, scale = rows_of(logits), scale_of(target, ignore_index, reduction)
+    rows, scale = flatten_rows(logits), reduction_scale(target, ignore_index, reduction)
     gradient = torch.empty_like(rows) if with_gradient else None
-    losses = rows_with_gradient(rows, gradient, target.reshape(-1), scale, ignore_index, label_smoothing)
+    losses = row_losses_and_gradient(rows, gradient, target.reshape(-1), scale, ignore_index, label_smoothing)
     made = logits.new_empty(0) if gradient is None else gradient.view(logits.shape)
-    return reduced(losses, target, ignore_index, reduction), made
+    return reduce_losses(losses, target, ignore_index, reduction), made
 
 
 @torch.library.triton_op("gpipe_fast::cross_entropy_", mutates_args={"logits"})
 def _cross_entropy_(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str
 ) -> Tensor:
-    in_place = rows_in_place(logits)
-    rows, scale = rows_of(logits) if in_place is None else in_place, scale_of(target, ignore_index, reduction)
-    losses = rows_with_gradient(rows, rows, target.reshape(-1), scale, ignore_index, label_smoothing)
+    in_place = view_rows(logits)
+    rows, scale = (
+        flatten_rows(logits) if in_place is None else in_place,
+        reduction_scale(target, ignore_index, reduction),
+    )
+    losses = row_losses_and_gradient(rows, rows, target.reshape(-1), scale, ignore_index, label_smoothing)
     if in_place is None:
         logits.copy_(rows.view(logits.shape))
-    return reduced(losses, target, ignore_index, reduction)
+    return reduce_losses(losses, target, ignore_index, reduction)
 
 
 def _setup(ctx, inputs, output):
@@ -240,7 +253,7 @@ def _setup(ctx, inputs, output):
 
 
 def _differentiate(ctx, g, _):
-    return scaled(ctx.saved_tensors[0], g), None, None, None, None, None
+    return scale_gradient(ctx.saved_tensors[0], g), None, None, None, None, None
 
 
 _cross_entropy.register_autograd(_differentiate, setup_context=_setup)
@@ -259,7 +272,8 @@ def cross_entropy(
 
     Equals `torch.nn.functional.cross_entropy` with class indices, except that the classes are the last
     dimension and that the loss is in fp32. The gradient is rounded to the dtype of the logits before it is
-    scaled: with fp16 and a loss scale it loses small gradients that PyTorch, which scales first, keeps.
+    scale_gradient: with fp16 and a loss scale it loses small gradients that PyTorch, which scales first,
+        keeps.
 
     A target that is neither a class nor ``ignore_index`` raises IndexError on the CPU. On a GPU the targets
     are not checked, which would synchronize: the loss and the gradient of that row are NaN, and so is the
@@ -292,4 +306,4 @@ def cross_entropy(
         raise ValueError("inplace=True would overwrite logits that are a leaf tensor: pass a non-leaf tensor")
     with torch.no_grad():
         loss = _cross_entropy_(logits.detach(), target, *options)
-    return with_made_gradient(logits, loss)
+    return with_precomputed_gradient(logits, loss)

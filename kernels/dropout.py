@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import philox, reference
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, runs_kernels, tuned
+from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, tuned, uses_kernels
 from gpipe_fast.kernels.philox import Draw
 
 # Configurations by the maximum number of elements; the first entry that is large enough applies.
@@ -26,8 +26,8 @@ CONFIGS = {1 << 20: Config({"SIZE": 1024}), 1 << 62: Config({"SIZE": 2048})}
 
 def choose(num_elements: int) -> Config:
     """Returns the configuration for ``num_elements`` elements."""
-    most = next(size for size in CONFIGS if num_elements <= size)
-    return tuned("dropout_add", f"elements<={most}", CONFIGS[most])
+    max_elements = next(size for size in CONFIGS if num_elements <= size)
+    return tuned("dropout_add", f"elements<={max_elements}", CONFIGS[max_elements])
 
 
 # Values that differ between dropout layers must not trigger a recompilation.
@@ -42,7 +42,7 @@ def _dropout_add(
     words = philox.words_of_blocks((first >> 2) + tl.arange(0, SIZE // 4), p_key, layer, ordinal)
     h = tl.load(p_h + offsets, mask=mask, other=0.0).to(tl.float32)
     # Multiplies by 0, as PyTorch does: a dropped infinity or NaN becomes NaN.
-    y = h * tl.where(philox.keep(words, last), scale, 0.0)
+    y = h * tl.where(philox.is_kept(words, last), scale, 0.0)
     if HAS_RESIDUAL:
         y += tl.load(p_residual + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(p_y + offsets, y.to(p_y.dtype.element_ty), mask=mask)
@@ -55,7 +55,7 @@ def launch_dropout_add(
     h = h.contiguous()
     y = torch.empty_like(h)
     config = choose(h.numel())
-    last, scale = philox.threshold(p)
+    last, scale = philox.keep_threshold(p)
     tensors = (h, h if residual is None else residual.contiguous(), key, y)
     draw = (layer, ordinal, last, scale)
     grid = (cdiv(h.numel(), config.blocks["SIZE"]),)
@@ -71,8 +71,8 @@ def variants() -> dict[str, Variant]:
         tensors = {**dict.fromkeys(("p_h", "p_residual", "p_y"), f"*{dtype}"), "p_key": "*i64"}
         for config, count in ((small, "i32"), (large, "i32"), (large, "i64")):
             sizes = {"num_elements": count, **philox.SIGNATURE}
-            for way, has_residual in (("forward", True), ("backward", False)):
-                found[f"dropout_add {way}, {dtype}, {count} elements, {config}"] = Variant(
+            for direction, has_residual in (("forward", True), ("backward", False)):
+                found[f"dropout_add {direction}, {dtype}, {count} elements, {config}"] = Variant(
                     _dropout_add,
                     tensors | sizes,
                     {"HAS_RESIDUAL": has_residual},
@@ -82,15 +82,17 @@ def variants() -> dict[str, Variant]:
     return found
 
 
-def drop(h: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
+def dropout_add_forward(h: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
     """Computes ``residual + dropout(h)`` with the kernel or with the reference."""
-    run = launch_dropout_add if runs_kernels(h, residual, draw.key) else reference.dropout_add
+    run = launch_dropout_add if uses_kernels(h, residual, draw.key) else reference.dropout_add
     return run(h, residual, *draw)
 
 
 @torch.library.triton_op("gpipe_fast::dropout_add", mutates_args={})
-def _op(h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
-    return drop(h, residual, Draw(p, key, layer, ordinal))
+def _dropout_add_op(
+    h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int, ordinal: int
+) -> Tensor:
+    return dropout_add_forward(h, residual, Draw(p, key, layer, ordinal))
 
 
 def dropout_add(
@@ -123,7 +125,7 @@ def dropout_add(
             f"{list(residual.shape)}"
         )
     philox.check_draw(h, p, key, layer, ordinal)
-    result: Tensor = _op(h, residual, p, key, layer, ordinal)
+    result: Tensor = _dropout_add_op(h, residual, p, key, layer, ordinal)
     return result
 
 
@@ -135,8 +137,8 @@ def _setup(ctx, inputs, output):
 
 def _differentiate(ctx, g):
     (key,) = ctx.saved_tensors
-    dh = _op(g, None, ctx.p, key, ctx.layer, ctx.ordinal) if ctx.needs_input_grad[0] else None
+    dh = _dropout_add_op(g, None, ctx.p, key, ctx.layer, ctx.ordinal) if ctx.needs_input_grad[0] else None
     return dh, g if ctx.has_residual else None, None, None, None, None
 
 
-_op.register_autograd(_differentiate, setup_context=_setup)
+_dropout_add_op.register_autograd(_differentiate, setup_context=_setup)

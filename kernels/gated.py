@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import philox, reference
-from gpipe_fast.kernels.activations import ACTIVATIONS, activate, slope
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, rows_of, runs_kernels, tuned
+from gpipe_fast.kernels.activations import ACTIVATIONS, activate, activation_derivative
+from gpipe_fast.kernels.launch import Config, Variant, cdiv, flatten_rows, launch, tuned, uses_kernels
 from gpipe_fast.kernels.philox import Draw
 
 # Configurations by the maximum number of columns of a. There is only one: hidden layers are wide.
@@ -98,26 +98,28 @@ def _backward(
         factor = 1.0
     if WITH_A:
         tl.store(p_a + o_a, (b_act * u * factor).to(p_a.dtype.element_ty), mask=mask)
-    tl.store(p_dz + o_pair, (g * u * slope(x, ACTIVATION)).to(p_dz.dtype.element_ty), mask=mask)
+    tl.store(
+        p_dz + o_pair, (g * u * activation_derivative(x, ACTIVATION)).to(p_dz.dtype.element_ty), mask=mask
+    )
     # The gradient of up follows the gate's gradient within each row (packed), or after all rows (separate).
     o_du = tl.where(stride == num_cols, tl.cast(num_rows, tl.int64) * num_cols, num_cols)
     tl.store(p_dz + o_du + o_pair, (g * b_act).to(p_dz.dtype.element_ty), mask=mask)
 
 
-def _pair(z: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+def _gate_and_up(z: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns gate and up as matrices with equal strides: both halves of z, or z and up."""
-    rows = rows_of(z)
-    return (rows, rows[:, rows.shape[1] // 2 :]) if up is None else (rows, rows_of(up))
+    rows = flatten_rows(z)
+    return (rows, rows[:, rows.shape[1] // 2 :]) if up is None else (rows, flatten_rows(up))
 
 
-def _columns(z: Tensor, up: Tensor | None) -> int:
+def _num_columns(z: Tensor, up: Tensor | None) -> int:
     return z.shape[-1] // 2 if up is None else z.shape[-1]
 
 
 def launch_forward(z: Tensor, up: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
     """Computes ``dropout(act(gate) * up)``: a contiguous tensor."""
-    num_cols = _columns(z, up)
-    gate_rows, up_rows = _pair(z, up)
+    num_cols = _num_columns(z, up)
+    gate_rows, up_rows = _gate_and_up(z, up)
     num_rows, stride = gate_rows.shape
     config = choose(num_cols, draw is not None)
     a = z.new_empty(*z.shape[:-1], num_cols)
@@ -125,7 +127,7 @@ def launch_forward(z: Tensor, up: Tensor | None, activation: str, draw: Draw | N
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
     key, numbers = philox.arguments(draw, gate_rows)
     arguments = (gate_rows, up_rows, key, a, num_rows, num_cols, stride, *numbers)
-    constants = {"ACTIVATION": activation, "DROPOUT": philox.at_once(draw, num_cols)}
+    constants = {"ACTIVATION": activation, "DROPOUT": philox.elements_per_block(draw, num_cols)}
     launch(_forward, grid, config, *arguments, **constants)
     return a
 
@@ -134,16 +136,20 @@ def launch_backward(
     z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns the output (empty unless ``with_a``) and the gradients: packed like z, or stacked."""
-    num_cols = _columns(z, up)
-    gate_rows, up_rows = _pair(z, up)
+    num_cols = _num_columns(z, up)
+    gate_rows, up_rows = _gate_and_up(z, up)
     num_rows, stride = gate_rows.shape
     config = choose(num_cols, draw is not None)
     dz = z.new_empty(z.shape if up is None else (2, *z.shape))
     a = z.new_empty(g.shape if with_a else (0,))
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
     key, numbers = philox.arguments(draw, gate_rows)
-    arguments = (gate_rows, up_rows, rows_of(g), key, a, dz, num_rows, num_cols, stride, *numbers)
-    constants = {"ACTIVATION": activation, "DROPOUT": philox.at_once(draw, num_cols), "WITH_A": with_a}
+    arguments = (gate_rows, up_rows, flatten_rows(g), key, a, dz, num_rows, num_cols, stride, *numbers)
+    constants = {
+        "ACTIVATION": activation,
+        "DROPOUT": philox.elements_per_block(draw, num_cols),
+        "WITH_A": with_a,
+    }
     launch(_backward, grid, config, *arguments, **constants)
     return a, dz
 
@@ -152,22 +158,22 @@ def variants() -> dict[str, Variant]:
     """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
     sizes = {**dict.fromkeys(("num_rows", "num_cols", "stride"), "i32"), **philox.SIGNATURE}
-    forms = philox.forms(CONFIGS.values(), DROPOUT_CONFIG)
-    for dtype, activation, (dropout, at_once, config) in itertools.product(
-        ("fp32", "bf16"), ACTIVATIONS, forms
+    dropout_variants = philox.dropout_variants(CONFIGS.values(), DROPOUT_CONFIG)
+    for dtype, activation, (dropout, elements_per_block, config) in itertools.product(
+        ("fp32", "bf16"), ACTIVATIONS, dropout_variants
     ):
-        constants = {"ACTIVATION": activation, "DROPOUT": at_once}
-        key = {"p_key": "*i64" if at_once else f"*{dtype}"}
+        constants = {"ACTIVATION": activation, "DROPOUT": elements_per_block}
+        key = {"p_key": "*i64" if elements_per_block else f"*{dtype}"}
         name = f"{activation}{dropout} {dtype}, {config}"
         tensors = {**dict.fromkeys(("p_gate", "p_up", "p_a"), f"*{dtype}"), **key}
-        aligned = () if at_once == 1 else ("num_cols", "stride")
+        aligned = () if elements_per_block == 1 else ("num_cols", "stride")
         found[f"gated_activation forward, {name}"] = Variant(
             _forward, tensors | sizes, constants, config, (*tensors, *aligned)
         )
         tensors = {**dict.fromkeys(("p_gate", "p_up", "p_g", "p_a", "p_dz"), f"*{dtype}"), **key}
         for with_a in (True, False):
-            way = "backward" if with_a else "backward gradient alone"
-            found[f"gated_activation {way}, {name}"] = Variant(
+            direction = "backward" if with_a else "backward gradient alone"
+            found[f"gated_activation {direction}, {name}"] = Variant(
                 _backward, tensors | sizes, constants | {"WITH_A": with_a}, config, (*tensors, *aligned)
             )
     return found
@@ -185,7 +191,7 @@ def _gated_activation(
     ordinal: int = 0,
 ) -> Tensor:
     draw = None if key is None else Draw(p, key, layer, ordinal)
-    forward = launch_forward if runs_kernels(z, up, key) else reference.gated_activation
+    forward = launch_forward if uses_kernels(z, up, key) else reference.gated_activation
     return forward(z, up, activation, draw)
 
 
@@ -202,7 +208,7 @@ def _gated_activation_backward(
     ordinal: int = 0,
 ) -> tuple[Tensor, Tensor]:
     draw = None if key is None else Draw(p, key, layer, ordinal)
-    backward = launch_backward if runs_kernels(z, up, g, key) else reference.gated_activation_backward
+    backward = launch_backward if uses_kernels(z, up, g, key) else reference.gated_activation_backward
     return backward(z, up, g, activation, with_a, draw)
 
 
@@ -228,7 +234,7 @@ def gated_activation_backward(
         RuntimeError: dropout runs on the CPU and gpipe_fast's extension is not loaded.
     """
     _check(z, up, activation, dropout)
-    shape = (*z.shape[:-1], _columns(z, up))
+    shape = (*z.shape[:-1], _num_columns(z, up))
     if g.shape != shape:
         raise ValueError(f"the gradient must be of shape {list(shape)}, got {list(g.shape)}")
     a, dz = _gated_activation_backward(z, up, g, activation, True, *(dropout or ()))

@@ -70,14 +70,14 @@ class Variant:
     aligned: Sequence[str] = field(default=())
 
 
-def has_kernels(*tensors: Tensor | None) -> bool:
+def kernels_available(*tensors: Tensor | None) -> bool:
     """Returns whether kernels can run on the devices of these tensors."""
     return all(t is None or t.is_cuda or INTERPRETED for t in tensors)
 
 
-def runs_kernels(*tensors: Tensor | None) -> bool:
+def uses_kernels(*tensors: Tensor | None) -> bool:
     """Returns whether kernels compute on these tensors. The reference computes fp64, which kernels round."""
-    return has_kernels(*tensors) and all(t is None or t.dtype != torch.float64 for t in tensors)
+    return kernels_available(*tensors) and all(t is None or t.dtype != torch.float64 for t in tensors)
 
 
 def launch(kernel: Any, grid: Sequence[int], config: Config, *arguments: Any, **constants: Any) -> None:
@@ -93,11 +93,11 @@ def launch(kernel: Any, grid: Sequence[int], config: Config, *arguments: Any, **
     if 0 in grid:
         return
     wrapped: Callable[..., Any] = wrap_triton(kernel)[tuple(grid)]
-    with _on_device_of(arguments):
+    with _device_guard(arguments):
         wrapped(*arguments, **constants, **config.blocks, **({} if INTERPRETED else config.options()))
 
 
-def _on_device_of(arguments: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+def _device_guard(arguments: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """Makes the tensors' device current for a launch: Triton launches on the current device."""
     if not torch.cuda.is_initialized():
         return contextlib.nullcontext()
@@ -113,51 +113,51 @@ def tuned(kernel: str, shape_class: str, default: Config) -> Config:
         default: the configuration for an untuned GPU, chosen by shape.
     """
     name = f"{kernel} {shape_class}"
-    if name in _forced:
-        return _forced[name]
+    if name in _overrides:
+        return _overrides[name]
     if INTERPRETED or not torch.cuda.is_initialized():
         return default
-    return _tuned_for(torch.cuda.current_device()).get(name, default)
+    return _tuned_configs(torch.cuda.current_device()).get(name, default)
 
 
-_forced: dict[str, Config] = {}
+_overrides: dict[str, Config] = {}
 
 
 @contextlib.contextmanager
-def forced(kernel: str, shape_class: str, config: Config) -> Iterator[None]:
+def override_config(kernel: str, shape_class: str, config: Config) -> Iterator[None]:
     """Makes `tuned` return a configuration under test."""
     name = f"{kernel} {shape_class}"
-    _forced[name] = config
+    _overrides[name] = config
     try:
         yield
     finally:
-        del _forced[name]
+        del _overrides[name]
 
 
 # The next two functions are cached because every launch calls them.
 @functools.lru_cache
-def _tuned_for(device: int) -> dict[str, Config]:
+def _tuned_configs(device: int) -> dict[str, Config]:
     """Returns the tuned configurations of a GPU (by device index), by kernel and shape class."""
-    found = _read().get(torch.cuda.get_device_name(device), {})
+    found = _read_tuned().get(torch.cuda.get_device_name(device), {})
     return {name: Config(**config) for name, config in found.items()}
 
 
 @functools.lru_cache
-def _read() -> dict[str, dict[str, Any]]:
+def _read_tuned() -> dict[str, dict[str, Any]]:
     return dict(json.loads(TUNED.read_text())) if TUNED.exists() else {}
 
 
-def keep(device: str, kernel: str, shape_class: str, config: Config) -> None:
+def save_tuned(device: str, kernel: str, shape_class: str, config: Config) -> None:
     """Saves a tuned configuration in tuned.json, which is part of the repository."""
-    found = dict(_read())
+    found = dict(_read_tuned())
     own = {**found.get(device, {}), f"{kernel} {shape_class}": vars(config)}
     found[device] = dict(sorted(own.items()))
     TUNED.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
-    _read.cache_clear()
-    _tuned_for.cache_clear()
+    _read_tuned.cache_clear()
+    _tuned_configs.cache_clear()
 
 
-def rows_of(tensor: Tensor) -> Tensor:
+def flatten_rows(tensor: Tensor) -> Tensor:
     """Returns a contiguous matrix with all but the last dimension flattened. Copies only if necessary."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1]).contiguous()
 

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpipe_fast.kernels.cross_entropy import rows_with_gradient
-from gpipe_fast.kernels.launch import cdiv, next_power_of_2, rows_of
-from gpipe_fast.kernels.losses import check, check_reduction, reduced, scale_of
-from gpipe_fast.kernels.made_gradient import scaled
+from gpipe_fast.kernels.cross_entropy import row_losses_and_gradient
+from gpipe_fast.kernels.launch import cdiv, flatten_rows, next_power_of_2
+from gpipe_fast.kernels.losses import check, check_reduction, reduce_losses, reduction_scale
+from gpipe_fast.kernels.precomputed_gradient import scale_gradient
 
 # At 1024 rows the product d^T x_c does 256 operations per byte of dW, near the balance of current GPUs.
 MIN_CHUNK_ROWS = 1024
@@ -37,7 +37,7 @@ def choose_chunk_rows(num_rows: int, num_classes: int, num_features: int) -> int
     return min(next_power_of_2(max(MIN_CHUNK_ROWS, balanced)), max(1, num_rows))
 
 
-def in_chunks(
+def chunked_loss_and_gradients(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -46,7 +46,7 @@ def in_chunks(
     label_smoothing: float,
     reduction: str,
     chunk_rows: int,
-    needs: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Returns the loss and the gradients of x, weight and bias (None if not needed).
 
@@ -59,23 +59,25 @@ def in_chunks(
         label_smoothing: the weight of the uniform distribution in the target.
         reduction: 'mean' or 'sum'.
         chunk_rows: the number of rows of logits that exist at a time.
-        needs: whether the gradients of x, of weight and of bias are needed.
+        needs_grad: whether the gradients of x, of weight and of bias are needed.
     """
-    rows, targets = rows_of(x), target.reshape(-1)
+    rows, targets = flatten_rows(x), target.reshape(-1)
     (num_rows, _), num_classes = rows.shape, weight.shape[0]
-    scale = scale_of(target, ignore_index, reduction)
-    dx = torch.empty_like(rows) if needs[0] else None
-    dweight = _begun(weight, num_rows, num_rows > chunk_rows) if needs[1] else None
-    dbias = weight.new_zeros(num_classes, dtype=torch.float32) if needs[2] else None
+    scale = reduction_scale(target, ignore_index, reduction)
+    dx = torch.empty_like(rows) if needs_grad[0] else None
+    dweight = _allocate_dweight(weight, num_rows, num_rows > chunk_rows) if needs_grad[1] else None
+    dbias = weight.new_zeros(num_classes, dtype=torch.float32) if needs_grad[2] else None
     buffer = rows.new_empty(min(chunk_rows, num_rows), num_classes)
     losses = []
     for first in range(0, num_rows, chunk_rows):
         chunk = rows[first : first + chunk_rows]
         logits = buffer[: chunk.shape[0]]
-        _multiply(chunk, weight, bias, logits)
-        made = logits if any(needs) else None
+        _compute_logits(chunk, weight, bias, logits)
+        gradient_rows = logits if any(needs_grad) else None
         own = targets[first : first + chunk_rows]
-        losses.append(rows_with_gradient(logits, made, own, scale, ignore_index, label_smoothing))
+        losses.append(
+            row_losses_and_gradient(logits, gradient_rows, own, scale, ignore_index, label_smoothing)
+        )
         if dx is not None:
             torch.mm(logits, weight, out=dx[first : first + chunk_rows])
         if dweight is not None:
@@ -84,21 +86,21 @@ def in_chunks(
             dbias += logits.sum(0, dtype=torch.float32)
     all_losses = torch.cat(losses) if losses else scale.new_empty(0)
     return (
-        reduced(all_losses, target, ignore_index, reduction),
+        reduce_losses(all_losses, target, ignore_index, reduction),
         None if dx is None else dx.view(x.shape),
         None if dweight is None else dweight.to(weight.dtype),
         None if dbias is None or bias is None else dbias.to(bias.dtype),
     )
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _compute_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _begun(weight: Tensor, num_rows: int, added: bool) -> Tensor:
+def _allocate_dweight(weight: Tensor, num_rows: int, added: bool) -> Tensor:
     """Allocates the weight's gradient: in fp32 if several chunks are added, zeros if there are no rows."""
     if not num_rows:
         return torch.zeros_like(weight)
@@ -130,23 +132,26 @@ def _linear_cross_entropy(
     label_smoothing: float,
     reduction: str,
     chunk_rows: int,
-    needs: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = (ignore_index, label_smoothing, reduction, chunk_rows, needs)
-    loss, *gradients = in_chunks(x, weight, target, bias, *options)
+    options = (ignore_index, label_smoothing, reduction, chunk_rows, needs_grad)
+    loss, *gradients = chunked_loss_and_gradients(x, weight, target, bias, *options)
     dx, dweight, dbias = (x.new_empty(0) if g is None else g for g in gradients)
     return loss, dx, dweight, dbias
 
 
 def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
-    ctx.needs = inputs[-1]
+    ctx.needs_grad = inputs[-1]
     ctx.save_for_backward(*output[1:])
 
 
 def _differentiate(ctx, g, *_):
-    made = [scaled(t, g) if need else None for t, need in zip(ctx.saved_tensors, ctx.needs, strict=True)]
-    dx, dweight, dbias = made
+    gradient_rows = [
+        scale_gradient(t, g) if need else None
+        for t, need in zip(ctx.saved_tensors, ctx.needs_grad, strict=True)
+    ]
+    dx, dweight, dbias = gradient_rows
     return dx, dweight, None, dbias, None, None, None, None, None
 
 
@@ -197,8 +202,8 @@ def linear_cross_entropy(
         chunk_rows = choose_chunk_rows(target.numel(), *weight.shape)
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
-    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
-    options = (ignore_index, float(label_smoothing), reduction, chunk_rows, needs)
+    needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
+    options = (ignore_index, float(label_smoothing), reduction, chunk_rows, needs_grad)
     loss: Tensor = _linear_cross_entropy(x, weight, target, bias, *options)[0]
     return loss
 

@@ -8,14 +8,14 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def scale_of(target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def reduction_scale(target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """Returns the factor of each row's loss in a reduction, in fp32."""
     if reduction != "mean":
         return torch.ones((), dtype=torch.float32, device=target.device)
     return 1.0 / (target != ignore_index).sum().to(torch.float32)
 
 
-def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def reduce_losses(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """Returns the mean or the sum of the rows' losses, accumulated in fp64, or the losses themselves."""
     if reduction == "none":
         return losses.view(target.shape)

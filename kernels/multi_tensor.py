@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import reference
-from gpipe_fast.kernels.addresses import Span, reach, table_of
-from gpipe_fast.kernels.launch import Config, Variant, has_kernels, launch, tuned
+from gpipe_fast.kernels.addresses import TensorPair, address_table, group_spans
+from gpipe_fast.kernels.launch import Config, Variant, kernels_available, launch, tuned
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -36,8 +36,8 @@ CONFIGS = {
 
 def choose(num_elements: int) -> Config:
     """Returns the configuration for tensors with ``num_elements`` elements in total."""
-    most = next(bound for bound in CONFIGS if num_elements <= bound)
-    return tuned("multi_tensor", f"elements<={most}", CONFIGS[most])
+    max_elements = next(bound for bound in CONFIGS if num_elements <= bound)
+    return tuned("multi_tensor", f"elements<={max_elements}", CONFIGS[max_elements])
 
 
 @triton.jit
@@ -118,19 +118,19 @@ def _unscale(p_table, p_scale, p_found, num_programs, G: tl.constexpr, BLOCK: tl
 
 
 def _prepare(
-    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], spans: list[Span]
+    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], spans: list[TensorPair]
 ) -> tuple[Config, Tensor]:
     """Returns the configuration and the address table of a launch."""
     config = choose(sum(numel for _, _, numel in spans))
     sizes = (dtypes[0].itemsize, dtypes[1].itemsize)
-    return config, table_of(device, config.blocks["BLOCK"], sizes, tuple(spans))
+    return config, address_table(device, config.blocks["BLOCK"], sizes, tuple(spans))
 
 
 def launch_accumulate(
     accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: Tensor | None, found: Tensor | None
 ) -> None:
     """Adds all gradients, with one launch per dtype pair. With a scale, also scales and checks them."""
-    spans, others = reach(accumulators, gradients, _TYPES)
+    spans, others = group_spans(accumulators, gradients, _TYPES)
     for dtypes, group in spans.items():
         config, table = _prepare(accumulators[0].device, dtypes, group)
         programs = table.shape[1]
@@ -145,7 +145,7 @@ def launch_accumulate(
 
 def launch_unscale(gradients: Sequence[Tensor], scale: Tensor, found: Tensor) -> None:
     """Multiplies all gradients by the scale and sets ``found`` for inf and NaN, with one launch per dtype."""
-    spans, others = reach(gradients, gradients, _TYPES)
+    spans, others = group_spans(gradients, gradients, _TYPES)
     for dtypes, group in spans.items():
         config, table = _prepare(gradients[0].device, dtypes, group)
         programs = table.shape[1]
@@ -177,7 +177,7 @@ def variants() -> dict[str, Variant]:
 # Unlike other families' ops, these are opaque to tracers, because traced tensors have no addresses.
 @torch.library.custom_op("gpipe_fast::multi_tensor_accumulate_", mutates_args={"accumulators"})
 def _accumulate_op(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    if has_kernels(*accumulators):
+    if kernels_available(*accumulators):
         launch_accumulate(accumulators, gradients, None, None)
     else:
         reference.accumulate_(accumulators, gradients)
@@ -189,13 +189,13 @@ def _accumulate_op(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) 
 def _accumulate_and_check_op(
     accumulators: Sequence[Tensor], gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor
 ) -> None:
-    run = launch_accumulate if has_kernels(*accumulators) else reference.accumulate_and_check_
+    run = launch_accumulate if kernels_available(*accumulators) else reference.accumulate_and_check_
     run(accumulators, gradients, inverse_scale, found_inf)
 
 
 @torch.library.custom_op("gpipe_fast::multi_tensor_unscale_", mutates_args={"gradients", "found_inf"})
 def _unscale_op(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
-    run = launch_unscale if has_kernels(*gradients) else reference.unscale_
+    run = launch_unscale if kernels_available(*gradients) else reference.unscale_
     run(gradients, inverse_scale, found_inf)
 
 

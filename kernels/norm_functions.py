@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.kernels import norms, reference
-from gpipe_fast.kernels.dropout import drop, dropout_add
-from gpipe_fast.kernels.launch import runs_kernels
+from gpipe_fast.kernels.dropout import dropout_add, dropout_add_forward
+from gpipe_fast.kernels.launch import uses_kernels
 from gpipe_fast.kernels.philox import Draw
 
 # Result of a fused backward: y, then the gradients of x, residual, weight and bias (None for absent inputs).
@@ -210,36 +210,38 @@ def _check(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, dropout: Draw | None, **like_x: Tensor | None
 ) -> None:
     if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(f"x must be a floating-point tensor of shape (..., columns), got {_of(x)}")
+        raise ValueError(f"x must be a floating-point tensor of shape (..., columns), got {_describe(x)}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and (parameter.shape != x.shape[-1:] or not parameter.is_floating_point()):
-            raise ValueError(f"the {name} must match the columns of x, {_of(x)}, got {_of(parameter)}")
+            raise ValueError(
+                f"the {name} must match the columns of x, {_describe(x)}, got {_describe(parameter)}"
+            )
     for name, other in like_x.items():
         if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
-            raise ValueError(f"{name} must have x's shape and dtype, {_of(x)}, got {_of(other)}")
+            raise ValueError(f"{name} must have x's shape and dtype, {_describe(x)}, got {_describe(other)}")
     if dropout is not None:
         if like_x["residual"] is None:
             raise ValueError("dropout applies to x before it is added to a residual, but residual is None")
         dropout.check(x)
 
 
-def _of(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} of {tensor.dtype}"
 
 
-def _kernels_fit(widest: int, x: Tensor, *others: Tensor | None) -> bool:
-    return x.shape[-1] <= widest and runs_kernels(x, *others)
+def _kernels_support(max_columns: int, x: Tensor, *others: Tensor | None) -> bool:
+    return x.shape[-1] <= max_columns and uses_kernels(x, *others)
 
 
-def _normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
-    if _kernels_fit(norms.WIDEST, x, weight, bias):
+def _norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
+    if _kernels_support(norms.MAX_COLUMNS, x, weight, bias):
         return norms.launch_forward(x, None, weight, bias, eps, kind, None)[0]
     return reference.norm(x, weight, bias, eps, kind)
 
 
 @torch.library.triton_op("gpipe_fast::norm", mutates_args={})
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
-    return _normed(x, weight, bias, eps, kind)
+    return _norm_forward(x, weight, bias, eps, kind)
 
 
 # Operator schemas have no `Draw` type: its fields are separate arguments, and key=None means no dropout.
@@ -249,12 +251,12 @@ def _add_norm(
     p: float = 0.0, key: Tensor | None = None, layer: int = 0, ordinal: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     draw = None if key is None else Draw(p, key, layer, ordinal)
-    if _kernels_fit(norms.widest(draw), h, residual, weight, bias, key):
+    if _kernels_support(norms.max_columns(draw), h, residual, weight, bias, key):
         y, x = norms.launch_forward(h, residual, weight, bias, eps, kind, draw)
         assert x is not None, "the launcher returns the sum, because there is a residual"
     else:
-        x = _summed(h, residual, draw)
-        y = _normed(x, weight, bias, eps, kind)
+        x = _residual_sum(h, residual, draw)
+        y = _norm_forward(x, weight, bias, eps, kind)
     return y, x
 
 
@@ -266,21 +268,21 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     draw = None if key is None else Draw(p, key, layer, ordinal)
     others = (weight, bias, g, g_sum)
-    if _kernels_fit(norms.widest(draw), h, residual, key, *others):
+    if _kernels_support(norms.max_columns(draw), h, residual, key, *others):
         found = norms.launch_backward(h, residual, *others, eps, kind, with_y, draw)
     else:
-        x = h if residual is None else _summed(h, residual, draw)
-        if _kernels_fit(norms.WIDEST, x, *others):
+        x = h if residual is None else _residual_sum(h, residual, draw)
+        if _kernels_support(norms.MAX_COLUMNS, x, *others):
             y, dsum, _, dweight, dbias = norms.launch_backward(x, None, *others, eps, kind, with_y, None)
         else:
             y, dsum, dweight, dbias = reference.norm_backward(x, *others, eps, kind, with_y)
-        found = y, dsum, None if draw is None else drop(dsum, None, draw), dweight, dbias
+        found = y, dsum, None if draw is None else dropout_add_forward(dsum, None, draw), dweight, dbias
     y, dsum, dh, dweight, dbias = (h.new_empty(0) if t is None else t for t in found)
     return y, dsum, dh, dweight, dbias
 
 
-def _summed(h: Tensor, residual: Tensor, draw: Draw | None) -> Tensor:
-    return residual + h if draw is None else drop(h, residual, draw)
+def _residual_sum(h: Tensor, residual: Tensor, draw: Draw | None) -> Tensor:
+    return residual + h if draw is None else dropout_add_forward(h, residual, draw)
 
 
 def _setup(ctx, inputs, output):
@@ -294,13 +296,13 @@ def _differentiate(ctx, g):
     return dx, None if weight is None else dweight, None if bias is None else dbias, None, None
 
 
-def _setup_sum(ctx, inputs, output):
+def _setup_add_norm(ctx, inputs, output):
     _, _, weight, bias, ctx.eps, ctx.kind, ctx.p, key, ctx.layer, ctx.ordinal = inputs
     ctx.save_for_backward(output[1], weight, bias, key)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_sum(ctx, g, g_sum):
+def _differentiate_add_norm(ctx, g, g_sum):
     x, weight, bias, key = ctx.saved_tensors
     draw = () if key is None else (ctx.p, key, ctx.layer, ctx.ordinal)
     if g is None:
@@ -316,4 +318,4 @@ def _differentiate_sum(ctx, g, g_sum):
 
 
 _norm.register_autograd(_differentiate, setup_context=_setup)
-_add_norm.register_autograd(_differentiate_sum, setup_context=_setup_sum)
+_add_norm.register_autograd(_differentiate_add_norm, setup_context=_setup_add_norm)

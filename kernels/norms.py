@@ -44,8 +44,8 @@ from gpipe_fast.kernels.launch import (
     Config,
     Variant,
     cdiv,
+    flatten_rows,
     launch,
-    rows_of,
     tuned,
 )
 from gpipe_fast.kernels.philox import Draw
@@ -61,39 +61,39 @@ CONFIGS = {
     4096: Config({"ROWS": 1, "COLS": 4096}, num_warps=8),
     8192: Config({"ROWS": 1, "COLS": 8192}, num_warps=16),
 }
-WIDEST = max(CONFIGS)
+MAX_COLUMNS = max(CONFIGS)
 # The limit with dropout, whose random words take registers. kernels/dropout.py adds the residual to wider
 # rows.
-WIDEST_DRAWN = 4096
+MAX_COLUMNS_DROPOUT = 4096
 Gradients = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
 # Warps of backward programs per multiprocessor: as many as fit with 128 registers per thread.
-WARPS_AT_ONCE = 16
+WARPS_PER_MULTIPROCESSOR = 16
 # The multiprocessors of an H100, assumed when bytes are counted with meta tensors.
-MULTIPROCESSORS = 132
+DEFAULT_MULTIPROCESSORS = 132
 
 
 def choose(num_cols: int) -> Config:
-    """Returns the configuration for rows of ``num_cols`` columns, at most `WIDEST`."""
-    widest = next(width for width in CONFIGS if num_cols <= width)
-    return tuned("norm", f"cols<={widest}", CONFIGS[widest])
+    """Returns the configuration for rows of ``num_cols`` columns, at most `MAX_COLUMNS`."""
+    max_columns = next(width for width in CONFIGS if num_cols <= width)
+    return tuned("norm", f"cols<={max_columns}", CONFIGS[max_columns])
 
 
-def widest(draw: Draw | None) -> int:
+def max_columns(draw: Draw | None) -> int:
     """Returns the maximum number of columns that the kernels support."""
-    return WIDEST if draw is None else WIDEST_DRAWN
+    return MAX_COLUMNS if draw is None else MAX_COLUMNS_DROPOUT
 
 
 @triton.jit
-def _read(p_x, offsets, mask):
+def _load(p_x, offsets, mask):
     return tl.load(p_x + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _read_sum(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL: tl.constexpr):
+def _load_input(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL: tl.constexpr):
     """Loads the norm's input: h, or the sum rounded to its dtype."""
-    x = _read(p_h, offsets, mask)
+    x = _load(p_h, offsets, mask)
     if HAS_RESIDUAL:
-        x = (_read(p_residual, offsets, mask) + x * factor).to(p_h.dtype.element_ty).to(tl.float32)
+        x = (_load(p_residual, offsets, mask) + x * factor).to(p_h.dtype.element_ty).to(tl.float32)
     return x
 
 
@@ -127,9 +127,9 @@ def _variance_and_r(d, o_rows, num_rows, num_cols, eps):
 def _scale(y, p_weight, p_bias, o_cols, m_cols, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Applies weight and bias to d r. Each use loads them: they stay in the cache, not in registers."""
     if HAS_WEIGHT:
-        y *= _read(p_weight, o_cols, m_cols)[None, :]
+        y *= _load(p_weight, o_cols, m_cols)[None, :]
     if HAS_BIAS:
-        y += _read(p_bias, o_cols, m_cols)[None, :]
+        y += _load(p_bias, o_cols, m_cols)[None, :]
     return y
 
 
@@ -158,7 +158,7 @@ def _forward(
     mask = (o_rows < num_rows)[:, None] & m_cols[None, :]
     offsets = o_rows.to(tl.int64)[:, None] * num_cols + o_cols[None, :]
     factor = _factor(o_rows, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT)
-    x = _read_sum(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL)
+    x = _load_input(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL)
     if HAS_RESIDUAL:
         tl.store(p_sum + offsets, x.to(p_sum.dtype.element_ty), mask=mask)
     d = _deviations(x, mask, num_cols, KIND)
@@ -184,8 +184,8 @@ def _backward(
         mask = (o_rows < num_rows)[:, None] & m_cols[None, :]
         offsets = o_rows.to(tl.int64)[:, None] * num_cols + o_cols[None, :]
         factor = _factor(o_rows, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT)
-        x = _read_sum(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL)
-        g = _read(p_g, offsets, mask)
+        x = _load_input(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL)
+        g = _load(p_g, offsets, mask)
         d = _deviations(x, mask, num_cols, KIND)
         variance, r = _variance_and_r(d, o_rows, num_rows, num_cols, eps)
         if WITH_Y:
@@ -194,13 +194,13 @@ def _backward(
         b_dweight += g * (d * r)
         b_dbias += g
         if HAS_WEIGHT:
-            g *= _read(p_weight, o_cols, m_cols)[None, :]
+            g *= _load(p_weight, o_cols, m_cols)[None, :]
         dx = g - d * tl.div_rn(_mean(g * d, num_cols), variance)
         if KIND == "layer":
             dx -= _mean(g, num_cols)
         dx *= r
         if HAS_G_SUM:
-            dx += _read(p_g_sum, offsets, mask)
+            dx += _load(p_g_sum, offsets, mask)
         tl.store(p_dx + offsets, dx.to(p_dx.dtype.element_ty), mask=mask)
         if DROPOUT:
             tl.store(p_dh + offsets, (dx * factor).to(p_dh.dtype.element_ty), mask=mask)
@@ -216,16 +216,24 @@ def launch_forward(
     eps: float, kind: str, draw: Draw | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns y, and the sum if there is a residual (else None); both in h's shape and dtype."""
-    rows = rows_of(h)
+    rows = flatten_rows(h)
     num_rows, num_cols = rows.shape
     config = choose(num_cols)
     y = torch.empty_like(rows)
     x = None if residual is None else torch.empty_like(rows)
-    constants = {"KIND": kind, "DROPOUT": philox.at_once(draw, num_cols)}
-    constants |= _given(residual=residual, weight=weight, bias=bias)
+    constants = {"KIND": kind, "DROPOUT": philox.elements_per_block(draw, num_cols)}
+    constants |= _has_flags(residual=residual, weight=weight, bias=bias)
     key, numbers = philox.arguments(draw, rows)
     # The kernel does not read absent inputs; `rows` is passed in their place.
-    inputs = (rows, _rows_or(residual, rows), _or(weight, rows), _or(bias, rows), key, y, _or(x, rows))
+    inputs = (
+        rows,
+        _rows_or(residual, rows),
+        _contiguous_or(weight, rows),
+        _contiguous_or(bias, rows),
+        key,
+        y,
+        _contiguous_or(x, rows),
+    )
     grid = (cdiv(num_rows, config.blocks["ROWS"]) if num_cols else 0,)
     launch(_forward, grid, config, *inputs, num_rows, num_cols, eps, *numbers, **constants)
     return y.view(h.shape), None if x is None else x.view(h.shape)
@@ -239,22 +247,31 @@ def launch_backward(
 
     With dropout and no residual, h is already the norm's input (the sum).
     """
-    rows = rows_of(h)
+    rows = flatten_rows(h)
     num_rows, num_cols = rows.shape
     config = choose(num_cols)
     y, dx = torch.empty_like(rows) if with_y else None, torch.empty_like(rows)
     dh = None if draw is None else torch.empty_like(rows)
-    programs = min(_programs(h.device, config), cdiv(num_rows, config.blocks["ROWS"])) if num_cols else 0
+    programs = (
+        min(_num_backward_programs(h.device, config), cdiv(num_rows, config.blocks["ROWS"]))
+        if num_cols
+        else 0
+    )
     sums = [
         None if p is None else torch.empty(programs, num_cols, dtype=torch.float32, device=h.device)
         for p in (weight, bias)
     ]
-    constants = {"KIND": kind, "WITH_Y": with_y, "DROPOUT": philox.at_once(draw, num_cols)}
-    constants |= _given(residual=residual, weight=weight, bias=bias, g_sum=g_sum)
+    constants = {"KIND": kind, "WITH_Y": with_y, "DROPOUT": philox.elements_per_block(draw, num_cols)}
+    constants |= _has_flags(residual=residual, weight=weight, bias=bias, g_sum=g_sum)
     key, numbers = philox.arguments(draw, rows)
-    inputs = (rows, _rows_or(residual, rows), _or(weight, rows), _or(bias, rows), key)
-    gradients = (rows_of(g), _rows_or(g_sum, rows))
-    outputs = (_or(y, rows), dx, _or(dh, rows), *(_or(partial, rows) for partial in sums))
+    inputs = (rows, _rows_or(residual, rows), _contiguous_or(weight, rows), _contiguous_or(bias, rows), key)
+    gradients = (flatten_rows(g), _rows_or(g_sum, rows))
+    outputs = (
+        _contiguous_or(y, rows),
+        dx,
+        _contiguous_or(dh, rows),
+        *(_contiguous_or(partial, rows) for partial in sums),
+    )
     others = (num_rows, num_cols, eps, *numbers)
     launch(_backward, (programs,), config, *inputs, *gradients, *outputs, *others, **constants)
     dweight, dbias = (
@@ -265,26 +282,26 @@ def launch_backward(
     return y, dx.view(h.shape), dh, dweight, dbias
 
 
-def _programs(device: torch.device, config: Config) -> int:
+def _num_backward_programs(device: torch.device, config: Config) -> int:
     """Returns the number of backward programs. Each writes a row of partial sums, which PyTorch adds."""
     if device.type == "cpu":
         return 4
-    multiprocessors: int = MULTIPROCESSORS
+    multiprocessors: int = DEFAULT_MULTIPROCESSORS
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return multiprocessors * max(1, WARPS_AT_ONCE // config.num_warps)
+    return multiprocessors * max(1, WARPS_PER_MULTIPROCESSOR // config.num_warps)
 
 
-def _given(**tensors: Tensor | None) -> dict[str, bool]:
+def _has_flags(**tensors: Tensor | None) -> dict[str, bool]:
     return {f"HAS_{name.upper()}": tensor is not None for name, tensor in tensors.items()}
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+def _contiguous_or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor.contiguous()
 
 
 def _rows_or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else rows_of(tensor)
+    return other if tensor is None else flatten_rows(tensor)
 
 
 def variants() -> dict[str, Variant]:
@@ -292,12 +309,12 @@ def variants() -> dict[str, Variant]:
     found = {}
     for kind, dtype, (width, config) in itertools.product(KINDS, ("fp32", "bf16"), CONFIGS.items()):
         own = {"KIND": kind, "HAS_WEIGHT": True, "HAS_BIAS": kind == "layer"}
-        for dropout, at_once in (("", 0), (" and dropout", 4), (" and odd dropout", 1)):
-            if at_once and width > WIDEST_DRAWN:
+        for dropout, elements_per_block in (("", 0), (" and dropout", 4), (" and odd dropout", 1)):
+            if elements_per_block and width > MAX_COLUMNS_DROPOUT:
                 continue
-            forward = own | {"HAS_RESIDUAL": True, "DROPOUT": at_once}
+            forward = own | {"HAS_RESIDUAL": True, "DROPOUT": elements_per_block}
             fused = forward | {"HAS_G_SUM": True, "WITH_Y": True}
-            plain = fused | {"HAS_RESIDUAL": False, "HAS_G_SUM": at_once > 0, "WITH_Y": False}
+            plain = fused | {"HAS_RESIDUAL": False, "HAS_G_SUM": elements_per_block > 0, "WITH_Y": False}
             name = f"{dtype}, {config}"
             found[f"{kind}_norm forward with residual{dropout}, {name}"] = _variant(
                 _forward, dtype, forward, config

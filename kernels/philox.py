@@ -51,7 +51,7 @@ class Draw(NamedTuple):
 
     def numbers(self) -> tuple[int, int, int, float]:
         """Returns the kernel arguments except the key: layer, ordinal, the largest kept word, the scale."""
-        return (self.layer, self.ordinal, *threshold(self.p))
+        return (self.layer, self.ordinal, *keep_threshold(self.p))
 
     def check(self, like: Tensor) -> None:
         """Raises ValueError unless this dropout applies to ``like``; see `check_draw`."""
@@ -59,26 +59,26 @@ class Draw(NamedTuple):
 
 
 # Kernel arguments without dropout.
-NO_NUMBERS = (0, 0, 0, 1.0)
+NO_DROPOUT_ARGUMENTS = (0, 0, 0, 1.0)
 
 
-def arguments(draw: Draw | None, stand_in: Tensor) -> tuple[Tensor, tuple[int, int, int, float]]:
+def arguments(draw: Draw | None, placeholder: Tensor) -> tuple[Tensor, tuple[int, int, int, float]]:
     """Returns the kernel arguments of a dropout: key and numbers, or placeholders if ``draw`` is None."""
-    return (stand_in, NO_NUMBERS) if draw is None else (draw.key, draw.numbers())
+    return (placeholder, NO_DROPOUT_ARGUMENTS) if draw is None else (draw.key, draw.numbers())
 
 
-def forms(plain: Iterable[Config], drawing: Config) -> list[tuple[str, int, Config]]:
-    """Returns an elementwise kernel's forms, without and with dropout: name, `at_once`, configuration."""
+def dropout_variants(plain: Iterable[Config], drawing: Config) -> list[tuple[str, int, Config]]:
+    """Returns an elementwise kernel's forms without and with dropout: name, block elements, configuration."""
     found = [("", 0, config) for config in plain]
     return [*found, (" dropout", 4, drawing), (" dropout odd", 1, drawing)]
 
 
-def at_once(draw: Draw | None, num_cols: int) -> int:
+def elements_per_block(draw: Draw | None, num_cols: int) -> int:
     """Returns how many elements share one block of words: 4 or 1, by the row length; 0 without dropout."""
     return 0 if draw is None else 1 if num_cols % 4 else 4
 
 
-def threshold(p: float) -> tuple[int, float]:
+def keep_threshold(p: float) -> tuple[int, float]:
     """Returns a kernel's arguments for dropout with probability ``p``: the largest kept word and the scale.
 
     Args:
@@ -128,8 +128,10 @@ def four_words(blocks, p_key, layer, ordinal):
     """
     microbatch = tl.load(p_key + 1).to(tl.uint32)
     layer = tl.where(layer == NO_LAYER, NO_LAYER, tl.load(p_key + 2) + layer).to(tl.uint32)
-    place = (layer << 16) | tl.to_tensor(ordinal).to(tl.uint32)
-    return tl.philox(tl.load(p_key), blocks.to(tl.uint32), (blocks >> 32).to(tl.uint32), microbatch, place)
+    subsequence = (layer << 16) | tl.to_tensor(ordinal).to(tl.uint32)
+    return tl.philox(
+        tl.load(p_key), blocks.to(tl.uint32), (blocks >> 32).to(tl.uint32), microbatch, subsequence
+    )
 
 
 @triton.jit
@@ -148,8 +150,8 @@ def words_of_elements(elements, p_key, layer, ordinal):
 
 
 @triton.jit
-def keep(words, last):
-    """Returns where ``torch.ops.gpipe_fast.keyed_bernoulli`` draws 1. ``last`` is from `threshold`."""
+def is_kept(words, last):
+    """Returns where ``torch.ops.gpipe_fast.keyed_bernoulli`` draws 1. ``last`` is from `keep_threshold`."""
     return words <= tl.to_tensor(last).to(tl.uint32, bitcast=True)
 
 
@@ -167,7 +169,7 @@ def keep_rows(
         words = words_of_blocks((first >> 2) + tl.arange(0, COLS // 4)[None, :], p_key, layer, ordinal)
     else:
         words = words_of_elements(first + tl.arange(0, COLS)[None, :], p_key, layer, ordinal)
-    return keep(words, last)
+    return is_kept(words, last)
 
 
 @triton.jit

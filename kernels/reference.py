@@ -14,7 +14,7 @@ from torch import Tensor
 from gpipe_fast.kernels.philox import Draw
 
 
-def wide(tensor: Tensor) -> Tensor:
+def to_fp32_or_wider(tensor: Tensor) -> Tensor:
     """Converts a tensor to fp32; leaves fp64 unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
@@ -43,21 +43,21 @@ def activate_backward(g: Tensor, x: Tensor, activation: str) -> Tensor:
 
 def bias_activation(z: Tensor, bias: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
     """Computes ``dropout(act(z + bias))``."""
-    x = wide(z) if bias is None else wide(z) + wide(bias)
+    x = to_fp32_or_wider(z) if bias is None else to_fp32_or_wider(z) + to_fp32_or_wider(bias)
     a = activate(x, activation)
-    return (a if draw is None else drop(a, *draw)).to(z.dtype)
+    return (a if draw is None else apply_dropout(a, *draw)).to(z.dtype)
 
 
 def bias_activation_backward(
     z: Tensor, bias: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the output (empty unless ``with_a``), the gradient of z and the bias gradient (or None)."""
-    x = wide(z) if bias is None else wide(z) + wide(bias)
-    a, g = activate(x, activation), wide(g)
+    x = to_fp32_or_wider(z) if bias is None else to_fp32_or_wider(z) + to_fp32_or_wider(bias)
+    a, g = activate(x, activation), to_fp32_or_wider(g)
     if draw is not None:
-        a, g = drop(a, *draw), drop(g, *draw)
+        a, g = apply_dropout(a, *draw), apply_dropout(g, *draw)
     dz = activate_backward(g, x, activation)
-    dbias = None if bias is None else _rows_summed(dz, bias)
+    dbias = None if bias is None else _sum_rows(dz, bias)
     return a.to(z.dtype) if with_a else z.new_empty(0), dz.to(z.dtype), dbias
 
 
@@ -82,7 +82,7 @@ def keep(size: Sequence[int], p: float, key: Tensor, layer: int, ordinal: int) -
     return kept
 
 
-def drop(x: Tensor, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
+def apply_dropout(x: Tensor, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
     """Computes dropout(x). Applied to a gradient with the same key, it is also the backward."""
     return x * keep(x.shape, p, key, layer, ordinal) * (0.0 if p == 1.0 else 1.0 / (1.0 - p))
 
@@ -91,8 +91,8 @@ def dropout_add(
     h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int, ordinal: int
 ) -> Tensor:
     """Computes ``residual + dropout(h)``."""
-    y = drop(wide(h.contiguous()), p, key, layer, ordinal)
-    return (y if residual is None else y + wide(residual)).to(h.dtype).contiguous()
+    y = apply_dropout(to_fp32_or_wider(h.contiguous()), p, key, layer, ordinal)
+    return (y if residual is None else y + to_fp32_or_wider(residual)).to(h.dtype).contiguous()
 
 
 # Gated pairs: kernels/gated.py.
@@ -100,21 +100,25 @@ def dropout_add(
 
 def gated_activation(z: Tensor, up: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
     """Computes ``dropout(act(gate) * up)``."""
-    gate, through = wide(z).chunk(2, -1) if up is None else (wide(z), wide(up))
-    a = activate(gate, activation) * through
-    return (a if draw is None else drop(a, *draw)).to(z.dtype).contiguous()
+    gate, up_values = (
+        to_fp32_or_wider(z).chunk(2, -1) if up is None else (to_fp32_or_wider(z), to_fp32_or_wider(up))
+    )
+    a = activate(gate, activation) * up_values
+    return (a if draw is None else apply_dropout(a, *draw)).to(z.dtype).contiguous()
 
 
 def gated_activation_backward(
     z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns the output (empty unless ``with_a``) and the gradients: packed like z, or stacked."""
-    gate, through = wide(z).chunk(2, -1) if up is None else (wide(z), wide(up))
-    b_act, g = activate(gate, activation), wide(g)
-    a = b_act * through
+    gate, up_values = (
+        to_fp32_or_wider(z).chunk(2, -1) if up is None else (to_fp32_or_wider(z), to_fp32_or_wider(up))
+    )
+    b_act, g = activate(gate, activation), to_fp32_or_wider(g)
+    a = b_act * up_values
     if draw is not None:
-        a, g = drop(a, *draw), drop(g, *draw)
-    both = activate_backward(g * through, gate, activation), g * b_act
+        a, g = apply_dropout(a, *draw), apply_dropout(g, *draw)
+    both = activate_backward(g * up_values, gate, activation), g * b_act
     dz = torch.cat(both, -1) if up is None else torch.stack(both)
     return a.to(z.dtype).contiguous() if with_a else z.new_empty(0), dz.to(z.dtype)
 
@@ -133,20 +137,20 @@ def _deviations(x: Tensor, eps: float, kind: str) -> tuple[Tensor, Tensor]:
     return x, x.square().mean(-1, keepdim=True) + eps
 
 
-def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    y = y if weight is None else y * wide(weight)
-    return y if bias is None else y + wide(bias)
+def _apply_weight_and_bias(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = y if weight is None else y * to_fp32_or_wider(weight)
+    return y if bias is None else y + to_fp32_or_wider(bias)
 
 
-def _rows_summed(rows: Tensor, like: Tensor) -> Tensor:
+def _sum_rows(rows: Tensor, like: Tensor) -> Tensor:
     """Sums over all dimensions but the last. The result never aliases ``rows``, not even for one row."""
     return rows[None].sum_to_size(like.shape).to(like.dtype)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
     """Computes norm(x), where x is the input or the sum."""
-    d, variance = _deviations(wide(x), eps, kind)
-    return _scaled(d * variance.rsqrt(), weight, bias).to(x.dtype)
+    d, variance = _deviations(to_fp32_or_wider(x), eps, kind)
+    return _apply_weight_and_bias(d * variance.rsqrt(), weight, bias).to(x.dtype)
 
 
 def norm_backward(
@@ -154,52 +158,50 @@ def norm_backward(
     eps: float, kind: str, with_y: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Returns y (if ``with_y``) and the gradients of x, weight and bias; None for absent ones."""
-    d, variance = _deviations(wide(x), eps, kind)
+    d, variance = _deviations(to_fp32_or_wider(x), eps, kind)
     r = variance.rsqrt()
-    y = _scaled(d * r, weight, bias).to(x.dtype) if with_y else None
-    g = wide(g)
-    dweight = None if weight is None else _rows_summed(g * (d * r), weight)
-    dbias = None if bias is None else _rows_summed(g, bias)
-    g = _scaled(g, weight, None)
+    y = _apply_weight_and_bias(d * r, weight, bias).to(x.dtype) if with_y else None
+    g = to_fp32_or_wider(g)
+    dweight = None if weight is None else _sum_rows(g * (d * r), weight)
+    dbias = None if bias is None else _sum_rows(g, bias)
+    g = _apply_weight_and_bias(g, weight, None)
     dx = g - d * ((g * d).mean(-1, keepdim=True) / variance)
     if kind == "layer":
         dx = dx - g.mean(-1, keepdim=True)
-    dx = dx * r if g_sum is None else dx * r + wide(g_sum)
+    dx = dx * r if g_sum is None else dx * r + to_fp32_or_wider(g_sum)
     return y, dx.to(x.dtype), dweight, dbias
 
 
 # Rotary position embedding.
 
 
-def rotary_(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool = False
-) -> None:
+def rotary_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False) -> None:
     """Rotates q and k, of shape (batch, length, heads, head_dim), in place."""
     for x in (q, k):
         half = cos.shape[-1]
-        c, s = wide(cos).unsqueeze(-2), wide(-sin if opposite else sin).unsqueeze(-2)
+        c, s = to_fp32_or_wider(cos).unsqueeze(-2), to_fp32_or_wider(-sin if inverse else sin).unsqueeze(-2)
         first, second = slice(0, half), slice(half, 2 * half)
         if interleaved:
             first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        x1, x2 = wide(x[..., first]), wide(x[..., second])
+        x1, x2 = to_fp32_or_wider(x[..., first]), to_fp32_or_wider(x[..., second])
         y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
         x[..., first] = y1
         x[..., second] = y2
 
 
 def rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool = False
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Returns q and k rotated by their positions' angles, or by the opposite angles."""
-    turned = torch.empty_like(q).copy_(q), torch.empty_like(k).copy_(k)
-    rotary_(*turned, cos, sin, interleaved, opposite)
-    return turned
+    rotated = torch.empty_like(q).copy_(q), torch.empty_like(k).copy_(k)
+    rotary_(*rotated, cos, sin, interleaved, inverse)
+    return rotated
 
 
 # Gradients of many tensors.
 
 
-def _note(found_inf: Tensor, x: Tensor) -> None:
+def _record_non_finite(found_inf: Tensor, x: Tensor) -> None:
     found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(x)).any().to(found_inf.dtype)))
 
 
@@ -212,8 +214,8 @@ def accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
 def unscale_(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
     """Computes ``gradients[i] *= inverse_scale``; sets found_inf to 1 if an input is inf or NaN."""
     for g in gradients:
-        _note(found_inf, g)
-        g.copy_(wide(g) * inverse_scale.reshape(()))
+        _record_non_finite(found_inf, g)
+        g.copy_(to_fp32_or_wider(g) * inverse_scale.reshape(()))
 
 
 def accumulate_and_check_(
@@ -221,8 +223,8 @@ def accumulate_and_check_(
 ) -> None:
     """Computes ``accumulators[i] += inverse_scale * gradients[i]``; sets found_inf to 1 for inf and NaN."""
     for a, g in zip(accumulators, gradients, strict=True):
-        a.copy_(wide(a) + wide(g) * inverse_scale.reshape(()))
-        _note(found_inf, a)
+        a.copy_(to_fp32_or_wider(a) + to_fp32_or_wider(g) * inverse_scale.reshape(()))
+        _record_non_finite(found_inf, a)
 
 
 # Cross-entropy.
@@ -232,7 +234,7 @@ def cross_entropy(
     logits: Tensor, target: Tensor, scale: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
     """Returns the loss of each row and its scaled gradient, for two-dimensional logits."""
-    x = wide(logits)
+    x = to_fp32_or_wider(logits)
     losses = F.cross_entropy(
         x, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
@@ -247,4 +249,4 @@ def cross_entropy(
 
 def scale_(gradient: Tensor, g: Tensor) -> None:
     """Computes ``gradient *= g``, where g has one element, or one per row."""
-    gradient.copy_(wide(gradient) * (g if g.dim() == 0 else g.unsqueeze(-1)))
+    gradient.copy_(to_fp32_or_wider(gradient) * (g if g.dim() == 0 else g.unsqueeze(-1)))

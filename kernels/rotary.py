@@ -26,8 +26,8 @@ from gpipe_fast.kernels.launch import (
     cdiv,
     launch,
     next_power_of_2,
-    runs_kernels,
     tuned,
+    uses_kernels,
 )
 
 # Configurations by the maximum number of rotated pairs; the first entry that is wide enough applies. In bf16
@@ -46,7 +46,7 @@ def choose(num_pairs: int) -> Config:
 
 
 @triton.jit
-def _turn(
+def _rotate(
     p_x, p_y, mask, b_cos, b_sin,
     INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
     PAIRS_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
@@ -99,16 +99,16 @@ def _rotary(
     p_x = p_q + batch * q_batch + o_positions * q_position + o_heads * q_head
     p_y = p_q_out + batch * q_out_batch + o_positions * q_out_position + o_heads * q_out_head
     mask = m_positions & (o_heads < q_heads)
-    _turn(p_x, p_y, mask, b_cos, b_sin, INTERLEAVED, PAIRS, REST, PAIRS_BLOCK, REST_BLOCK)
+    _rotate(p_x, p_y, mask, b_cos, b_sin, INTERLEAVED, PAIRS, REST, PAIRS_BLOCK, REST_BLOCK)
     p_x = p_k + batch * k_batch + o_positions * k_position + o_heads * k_head
     p_y = p_k_out + batch * k_out_batch + o_positions * k_out_position + o_heads * k_out_head
     mask = m_positions & (o_heads < k_heads)
-    _turn(p_x, p_y, mask, b_cos, b_sin, INTERLEAVED, PAIRS, REST, PAIRS_BLOCK, REST_BLOCK)
+    _rotate(p_x, p_y, mask, b_cos, b_sin, INTERLEAVED, PAIRS, REST, PAIRS_BLOCK, REST_BLOCK)
 
 
 def _launch(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor,
-    interleaved: bool, opposite: bool, rest: int,
+    interleaved: bool, inverse: bool, rest: int,
 ) -> None:  # fmt: skip
     """Rotates q and k into outputs (may be q and k) and copies ``rest`` dimensions; last strides are 1."""
     batch, length, q_heads, _ = q.shape
@@ -119,41 +119,39 @@ def _launch(
     heads = max(q_heads, k.shape[2])
     grid = (batch * cdiv(length, config.blocks["POSITIONS"]), cdiv(heads, config.blocks["HEADS"]))
     launch(
-        _rotary, grid, config, *tensors, cos, sin, -1.0 if opposite else 1.0, length, q_heads, k.shape[2],
+        _rotary, grid, config, *tensors, cos, sin, -1.0 if inverse else 1.0, length, q_heads, k.shape[2],
         *(stride for tensor in tensors for stride in tensor.stride()[:3]), *cos.stride()[:2],
         INTERLEAVED=interleaved, PAIRS=num_pairs, REST=rest,
         PAIRS_BLOCK=next_power_of_2(num_pairs), REST_BLOCK=next_power_of_2(max(rest, 1)),
     )  # fmt: skip
 
 
-def _rows(x: Tensor) -> Tensor:
+def _unit_last_stride(x: Tensor) -> Tensor:
     """Returns x with a last dimension of stride 1. Copies only if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _like(x: Tensor) -> Tensor:
+def _allocate_like(x: Tensor) -> Tensor:
     """Allocates a result in x's layout if its last dimension has stride 1, else contiguous."""
     found = torch.empty_like(x)
     return found if found.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns q and k rotated, by the opposite angle (for the backward) if ``opposite``."""
-    q, k = _rows(q), _rows(k)
-    q_out, k_out = _like(q), _like(k)
+    q, k = _unit_last_stride(q), _unit_last_stride(k)
+    q_out, k_out = _allocate_like(q), _allocate_like(k)
     rest = int(q.shape[-1] - 2 * cos.shape[-1])
-    _launch(q, k, q_out, k_out, cos, sin, interleaved, opposite, rest)
+    _launch(q, k, q_out, k_out, cos, sin, interleaved, inverse, rest)
     return q_out, k_out
 
 
-def launch_in_place(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool
-) -> None:
+def launch_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> None:
     """Rotates q and k in place."""
-    own_q, own_k = _rows(q), _rows(k)
-    _launch(own_q, own_k, own_q, own_k, cos, sin, interleaved, opposite, 0)
+    own_q, own_k = _unit_last_stride(q), _unit_last_stride(k)
+    _launch(own_q, own_k, own_q, own_k, cos, sin, interleaved, inverse, 0)
     for x, own in ((q, own_q), (k, own_k)):
         if own is not x:
             x.copy_(own)
@@ -181,28 +179,28 @@ def variants() -> dict[str, Variant]:
 
 @torch.library.triton_op("gpipe_fast::rotary", mutates_args={})
 def _rotary_op(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    turn = launch_forward if runs_kernels(q, k) else reference.rotary
-    return turn(q, k, cos, sin, interleaved, opposite)
+    rotate = launch_forward if uses_kernels(q, k) else reference.rotary
+    return rotate(q, k, cos, sin, interleaved, inverse)
 
 
 @torch.library.triton_op("gpipe_fast::rotary_", mutates_args={"q", "k"})
 def _rotary_in_place_op(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> None:
-    turn = launch_in_place if runs_kernels(q, k) else reference.rotary_
-    turn(q, k, cos, sin, interleaved, opposite)
+    rotate = launch_in_place if uses_kernels(q, k) else reference.rotary_
+    rotate(q, k, cos, sin, interleaved, inverse)
 
 
 def _setup(ctx, inputs, output):
-    _, _, cos, sin, ctx.interleaved, ctx.opposite = inputs
+    _, _, cos, sin, ctx.interleaved, ctx.inverse = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _differentiate(ctx, dq, dk):
     """Rotates out of place: autograd may pass the same gradient to other nodes too, as after a sum."""
-    dq, dk = _rotary_op(dq, dk, *ctx.saved_tensors, ctx.interleaved, not ctx.opposite)
+    dq, dk = _rotary_op(dq, dk, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse)
     return dq, dk, None, None, None, None
 
 
@@ -235,8 +233,8 @@ def rotary(
     _check(q, k, cos, sin)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError("the tables get no gradient, but cos or sin requires one: detach it")
-    turned: tuple[Tensor, Tensor] = _rotary_op(q, k, cos, sin, interleaved, False)
-    return turned
+    rotated: tuple[Tensor, Tensor] = _rotary_op(q, k, cos, sin, interleaved, False)
+    return rotated
 
 
 def rotary_(
@@ -304,7 +302,7 @@ def rotary_tables(positions: Tensor, rotary_dim: int, *, base: float = 10000.0) 
 
 
 def _in_place(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, opposite: bool
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     _check(q, k, cos, sin)
     for x in (q, k):
@@ -312,7 +310,7 @@ def _in_place(
             raise ValueError("tensors rotated in place must not require a gradient: use rotary, or no_grad")
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(f"elements overlap in memory: shape {list(x.shape)}, strides {list(x.stride())}")
-    _rotary_in_place_op(q, k, cos, sin, interleaved, opposite)
+    _rotary_in_place_op(q, k, cos, sin, interleaved, inverse)
     return q, k
 
 

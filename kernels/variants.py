@@ -5,12 +5,12 @@ from gpipe_fast.kernels.cross_entropy import variants as cross_entropy
 from gpipe_fast.kernels.dropout import variants as dropout
 from gpipe_fast.kernels.gated import variants as gated
 from gpipe_fast.kernels.launch import Variant
-from gpipe_fast.kernels.made_gradient import variants as made_gradient
 from gpipe_fast.kernels.multi_tensor import variants as multi_tensor
 from gpipe_fast.kernels.norms import variants as norms
+from gpipe_fast.kernels.precomputed_gradient import variants as precomputed_gradient
 from gpipe_fast.kernels.rotary import variants as rotary
 
-FAMILIES = (activations, cross_entropy, dropout, gated, made_gradient, multi_tensor, norms, rotary)
+FAMILIES = (activations, cross_entropy, dropout, gated, precomputed_gradient, multi_tensor, norms, rotary)
 
 
 def all_variants() -> dict[str, Variant]:

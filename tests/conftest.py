@@ -13,12 +13,12 @@ import torch
 
 import gpipe_fast
 import gpipe_fast.devices
-from gpipe_fast.notes import note_idle_stages
+from gpipe_fast.usage_warnings import warn_idle_stages
 from tests.sampling import sample, seed
 
 # The markers of the tests in each tier; "" stands for tests without a marker.
 TIERS = {"test": {""}, "rest": {"extended"}, "all": {"", "extended"}, "soak": {"", "extended", "soak"}}
-LEFT_OUT = pytest.StashKey[Counter[str]]()
+DESELECTED = pytest.StashKey[Counter[str]]()
 # CPU-only builds of torch come without Triton.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore = [] if HAS_TRITON else ["bench", "kernels"]
@@ -72,30 +72,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = TIERS[config.getoption("--tier")]
     if config.args_source is pytest.Config.ArgsSource.ARGS and any("::" in arg for arg in config.args):
         return  # tests named on the command line always run
-    left_out = [item for item in items if _marker(item) not in wanted]
+    deselected = [item for item in items if _marker(item) not in wanted]
     items[:] = [item for item in items if _marker(item) in wanted]
-    config.hook.pytest_deselected(items=left_out)
-    config.stash[LEFT_OUT] = Counter(map(_marker, left_out))
+    config.hook.pytest_deselected(items=deselected)
+    config.stash[DESELECTED] = Counter(map(_marker, deselected))
     if hasattr(config, "workeroutput"):
-        config.workeroutput["left_out"] = dict(config.stash[LEFT_OUT])
+        config.workeroutput["deselected"] = dict(config.stash[DESELECTED])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Copies the counts from a pytest-xdist worker; all workers deselect the same tests."""
-    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+    node.config.stash[DESELECTED] = Counter(getattr(node, "workeroutput", {}).get("deselected", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    left_out = config.stash.get(LEFT_OUT, Counter())
+    deselected = config.stash.get(DESELECTED, Counter())
     skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
     needs_gpu = sum("cuda: " in reason for reason in skipped)
-    told = {
+    descriptions = {
         "extended": "tests of `make test-all`",
         "": "tests of `make test`",
         "soak": "long runs of `make soak`",
     }
-    lines = [f"{left_out[name]} {what}" for name, what in told.items() if left_out[name]]
+    lines = [f"{deselected[name]} {what}" for name, what in descriptions.items() if deselected[name]]
     lines += [f"{needs_gpu} tests that need a GPU ({missing_for_cuda()})"] if needs_gpu else []
     lines += [] if HAS_TRITON else ["tests/kernels and tests/bench, which need Triton"]
     if lines:
@@ -116,11 +116,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture
-def nothing_noted() -> Iterator[None]:
+def fresh_warnings() -> Iterator[None]:
     """Resets, before and after a test, the warning about idle stages, which is given once per process."""
-    note_idle_stages.cache_clear()
+    warn_idle_stages.cache_clear()
     yield
-    note_idle_stages.cache_clear()
+    warn_idle_stages.cache_clear()
 
 
 @pytest.fixture

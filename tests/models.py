@@ -73,7 +73,7 @@ MODELS: dict[str, tuple[Model, Batch]] = {
 every_model = pytest.mark.parametrize(("make", "batch"), MODELS.values(), ids=MODELS.keys())
 
 
-def cut(num_layers: int, num_stages: int) -> list[int]:
+def uneven_balance(num_layers: int, num_stages: int) -> list[int]:
     """Returns an uneven balance: one layer in every stage but the last."""
     sizes = [1] * num_stages
     sizes[-1] += num_layers - num_stages

@@ -49,7 +49,7 @@ def pipeline(pipe: GPipe, x: Tensor, budget: float | None = None) -> Tensor:
     torch.manual_seed(SEED)
     if budget is None:
         return pipe(x)
-    with mock.patch.object(gpipe_fast.gpipe, "checkpoint_of", return_value=Checkpoint(budget, budget)):
+    with mock.patch.object(gpipe_fast.gpipe, "checkpoint_policy", return_value=Checkpoint(budget, budget)):
         return pipe(x)
 
 

@@ -8,49 +8,51 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Arena
-from gpipe_fast.lower.lower import lower, lower_plainly
-from gpipe_fast.lower.split import Split, StageGraph
+from gpipe_fast.lower.lower import lower, lower_unoptimized
+from gpipe_fast.lower.split import SplitGraphs, StageGraph
 from gpipe_fast.randomness.random import make_key
-from gpipe_fast.trace.arrival import Arrivals
-from gpipe_fast.trace.refuse import Untraceable
-from gpipe_fast.trace.trace import Joint, Port, Role, buffers_of, parameters_of, trace
+from gpipe_fast.trace.gradient_layouts import GradientLayouts
+from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, buffers_of, parameters_of, trace
+from gpipe_fast.trace.traceability import Untraceable
 
 CPU = torch.device("cpu")
-Values = dict[Port, Tensor]
+Values = dict[GraphPort, Tensor]
 
 
-def joint_of(layers: Sequence[nn.Module], *inputs: Tensor, arrivals: Arrivals = ()) -> Joint:
-    joint = trace(layers, inputs, arrivals)
+def trace_joint(
+    layers: Sequence[nn.Module], *inputs: Tensor, gradient_layouts: GradientLayouts = ()
+) -> JointGraph:
+    joint = trace(layers, inputs, gradient_layouts)
     assert not isinstance(joint, Untraceable), joint
     return joint
 
 
-def given(layers: Sequence[nn.Module], joint: Joint, *inputs: Tensor, seed: int = 0) -> Values:
+def input_values(layers: Sequence[nn.Module], joint: JointGraph, *inputs: Tensor, seed: int = 0) -> Values:
     """Returns a value for each input port; gradients of the outputs are random."""
     generator = torch.Generator().manual_seed(seed)
-    values: Values = {Port(Role.KEY, 0): make_key(seed, 0)}
-    values |= {Port(Role.INPUT, i): x.detach() for i, x in enumerate(inputs)}
-    values |= {Port(Role.PARAMETER, i): p.detach() for i, p in enumerate(parameters_of(layers))}
-    values |= {Port(Role.BUFFER, i): b.clone() for i, b in enumerate(buffers_of(layers))}
+    values: Values = {GraphPort(GraphRole.KEY, 0): make_key(seed, 0)}
+    values |= {GraphPort(GraphRole.INPUT, i): x.detach() for i, x in enumerate(inputs)}
+    values |= {GraphPort(GraphRole.PARAMETER, i): p.detach() for i, p in enumerate(parameters_of(layers))}
+    values |= {GraphPort(GraphRole.BUFFER, i): b.clone() for i, b in enumerate(buffers_of(layers))}
     for port, node in joint.inputs:
-        if port.role is Role.TANGENT:
+        if port.role is GraphRole.TANGENT:
             like = node.meta["val"]
             values[port] = torch.randn(tuple(like.shape), generator=generator, dtype=like.dtype)
     return values
 
 
 def saved(results: Values) -> Values:
-    return {port: value for port, value in results.items() if port.role is Role.SAVED}
+    return {port: value for port, value in results.items() if port.role is GraphRole.SAVED}
 
 
-def run_graph(graph: StageGraph, values: Mapping[Port, Tensor]) -> Values:
+def run_graph(graph: StageGraph, values: Mapping[GraphPort, Tensor]) -> Values:
     """Runs a graph with torch.fx and returns its results by port: the reference for a program."""
     with torch.no_grad():
         results = graph.module(*(values[port] for port, _ in graph.inputs))
     return {port: result for (port, _), result in zip(graph.outputs, results, strict=True)}
 
 
-def run_graphs(parts: Split, values: Values) -> tuple[Values, Values]:
+def run_graphs(parts: SplitGraphs, values: Values) -> tuple[Values, Values]:
     """Returns the results of the forward and of the backward."""
     forward = run_graph(parts.forward_saving, values)
     assert parts.backward is not None
@@ -63,13 +65,13 @@ class Runner:
     def __init__(
         self, graph: StageGraph, layers: Sequence[nn.Module], plain: bool = False, arena: Arena | None = None
     ) -> None:
-        self.program = (lower_plainly if plain else lower)(graph)
+        self.program = (lower_unoptimized if plain else lower)(graph)
         self.native = self.program.build(arena or Arena(), CPU, direct=not plain)
         parameters = [p.detach() for p in parameters_of(layers)]
         self.native.bind(parameters)
         self.accumulators: list[Tensor | None] = [None] * len(parameters)
 
-    def __call__(self, values: Mapping[Port, Tensor], first: bool = True) -> Values:
+    def __call__(self, values: Mapping[GraphPort, Tensor], first: bool = True) -> Values:
         """Runs the program; returns results by port, with parameter gradients summed over all runs so far."""
         inputs = [values[port] for port in self.program.inputs]
         outputs, self.accumulators = self.native.run(inputs, self.accumulators, first)
@@ -77,7 +79,7 @@ class Runner:
         for index in self.program.gradients:
             gradient = self.accumulators[index]
             assert gradient is not None
-            results[Port(Role.PARAMETER_GRADIENT, index)] = gradient
+            results[GraphPort(GraphRole.PARAMETER_GRADIENT, index)] = gradient
         return results
 
 

@@ -12,12 +12,12 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, is_checkpointing, is_recomputing
-from tests.inside import latest_plan
+from tests.internals import latest_plan
 
 WIDTH, LENGTH, BATCH, M = 8, 5, 8, 4
 
 
-class Of(nn.Module):
+class FunctionLayer(nn.Module):
     """Applies a function to a module, by default a linear layer, and the layer's arguments."""
 
     def __init__(self, function: Callable[..., Any], held: nn.Module | None = None) -> None:
@@ -39,7 +39,7 @@ class Recurrent(nn.Module):
         return output
 
 
-class Counting(nn.Module):
+class StatefulLayer(nn.Module):
     """A layer with state: an attribute, a buffer written in place, and a buffer that is replaced."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Scripted(nn.Module):
         return torch.tanh(x) * x
 
 
-class Pooled(nn.Module):
+class SignEmbedding(nn.Module):
     """Embeds the signs of its input; options make the table's gradients sparse, or bound its rows' norms."""
 
     def __init__(self, **options: Any) -> None:
@@ -101,12 +101,12 @@ class Pooled(nn.Module):
         return x * self.table((x > 0).long()).sum(-1) + x
 
 
-def branch(f: nn.Module, x: Tensor) -> Tensor:
+def branch_on_data(f: nn.Module, x: Tensor) -> Tensor:
     y: Tensor = f(x)
     return y.tanh() if float(y.sum()) > 0 else y.sigmoid()
 
 
-def selected(f: nn.Module, x: Tensor) -> Tensor:
+def positive_rows(f: nn.Module, x: Tensor) -> Tensor:
     """Applies ``f`` to the rows with a positive first element: their number depends on the data."""
     rows = x[..., 0] > 0
     y = x.clone()
@@ -114,23 +114,23 @@ def selected(f: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def in_place(f: nn.Module, x: Tensor) -> Tensor:
+def write_input_in_place(f: nn.Module, x: Tensor) -> Tensor:
     if float(x.sum()) > 1e9:
         raise AssertionError
     y: Tensor = f(x.mul_(2).relu_())
     return y
 
 
-def rates(f: nn.Module, x: Tensor) -> Tensor:
+def poisson_noise(f: nn.Module, x: Tensor) -> Tensor:
     return f(x) * torch.poisson(x.detach().abs() * 3)
 
 
-def reentrant(f: nn.Module, x: Tensor) -> Tensor:
+def reentrant_checkpoint(f: nn.Module, x: Tensor) -> Tensor:
     y: Tensor = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True)
     return y
 
 
-def asking(f: nn.Module, x: Tensor) -> Tensor:
+def asserts_phase(f: nn.Module, x: Tensor) -> Tensor:
     assert not (is_checkpointing() and is_recomputing())
     y: Tensor = f(x)
     return y
@@ -142,18 +142,18 @@ UNTRACEABLE: dict[str, Callable[[], nn.Module]] = {
     "bidirectional": lambda: nn.Sequential(
         Recurrent(nn.RNN, bidirectional=True), nn.Linear(2 * WIDTH, WIDTH)
     ),
-    "branch on data": lambda: Of(branch),
-    "data-dependent shape": lambda: Of(selected),
-    "in place": lambda: Of(in_place),
-    "poisson": lambda: Of(rates),
-    "reentrant checkpoint": lambda: Of(reentrant),
-    "asks for the phase": lambda: Of(asking),
-    "side effects": Counting,
+    "branch on data": lambda: FunctionLayer(branch_on_data),
+    "data-dependent shape": lambda: FunctionLayer(positive_rows),
+    "in place": lambda: FunctionLayer(write_input_in_place),
+    "poisson": lambda: FunctionLayer(poisson_noise),
+    "reentrant checkpoint": lambda: FunctionLayer(reentrant_checkpoint),
+    "asks for the phase": lambda: FunctionLayer(asserts_phase),
+    "side effects": StatefulLayer,
     "own hooks": Hooked,
     "tied within": Tied,
     "TorchScript": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(Scripted())),
-    "sparse gradients": lambda: Pooled(sparse=True),
-    "max_norm": lambda: Pooled(max_norm=0.5),
+    "sparse gradients": lambda: SignEmbedding(sparse=True),
+    "max_norm": lambda: SignEmbedding(max_norm=0.5),
 }
 
 
@@ -171,17 +171,17 @@ def features(batch: int = BATCH, length: int = LENGTH) -> Tensor:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def chains(pipe: GPipe, microbatch: int = 0) -> list[list[tuple[int, int, bool]]]:
+def segments_by_stage(pipe: GPipe, microbatch: int = 0) -> list[list[tuple[int, int, bool]]]:
     """Returns the segments of every stage: first layer, end layer, and whether the segment is lowered."""
     plan = latest_plan(pipe).native
     return [plan.segments(stage, microbatch) for stage in range(len(pipe.balance))]
 
 
-def dense(result: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+def densified(result: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {k: v.to_dense() if v is not None and v.is_sparse else v for k, v in result.items()}

@@ -55,13 +55,13 @@ double microseconds_since(Clock::time_point begin) {
 }
 
 // Spins for 300 µs, like the caller's own work between two runs; meanwhile the workers fall asleep.
-void rest() {
+void spin() {
   for (const auto begin = Clock::now(); microseconds_since(begin) < 300;) {
   }
 }
 
-struct Nothing final : Work {
-  void run(const Action&, Watch&) override {}
+struct EmptyWork final : Work {
+  void run(const Action&, CancellationToken&) override {}
 };
 
 struct Pipeline {
@@ -70,16 +70,18 @@ struct Pipeline {
         backward(fill_drain(num_stages, num_microbatches, false)),
         engine(num_stages) {}
 
-  void run(const Actions& actions) { check(!engine.run(actions, nothing), "a run of empty actions failed"); }
+  void run(const Actions& actions) {
+    check(!engine.run(actions, empty_work), "a run of empty actions failed");
+  }
   void step() {
     run(forward);
     run(backward);
   }
   // Returns the mean microseconds of a step whose two runs begin with sleeping workers.
-  double time_rested(int steps) {
+  double time_from_sleep(int steps) {
     double total = 0;
     for (int i = 0; i < 2 * steps; ++i) {
-      rest();
+      spin();
       const auto begin = Clock::now();
       run(i % 2 == 0 ? forward : backward);
       total += microseconds_since(begin);
@@ -91,7 +93,7 @@ struct Pipeline {
     return 6 * static_cast<int64_t>(forward.of(0).size() + backward.of(0).size());
   }
   // Checks that every action ran once: in each stage the forward's, then the backward's, in their order.
-  void check_recorded() const {
+  void check_order() const {
     const auto events = engine.events();
     for (int32_t stage = 0; stage < engine.num_stages(); ++stage) {
       size_t ran = 0;
@@ -108,7 +110,7 @@ struct Pipeline {
 
   Actions forward, backward;
   Engine engine;
-  Nothing nothing;
+  EmptyWork empty_work;
 };
 
 // The baseline: two threads that wake each other through one mutex and one condition variable.
@@ -119,7 +121,7 @@ class HandOver {
     pass(kStop);
     partner_.join();
   }
-  void there_and_back() {
+  void round_trip() {
     pass(kPartner);
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return turn_ == kCaller; });
@@ -172,7 +174,7 @@ int main(int argc, char** argv) {
     Pipeline& pipeline = *pipelines.emplace_back(std::make_unique<Pipeline>(num_stages, num_microbatches));
     pipeline.engine.record(pipeline.events_per_stage());
     pipeline.step();
-    pipeline.check_recorded();
+    pipeline.check_order();
   }
   HandOver hand_over;
   for (int round = 0; round < rounds; ++round) {
@@ -183,10 +185,10 @@ int main(int argc, char** argv) {
       pipeline.engine.record(pipeline.events_per_stage());
       const double on = time(steps, [&] { pipeline.step(); });
       pipeline.engine.record(0);
-      const double rested = pipeline.time_rested(steps);
-      const double both = time(10 * steps, [&] { hand_over.there_and_back(); });
-      std::printf("%d %d %.4f %.4f %.4f %.4f\n", kSizes[i].first, kSizes[i].second, off, on, rested,
-                  both / 2);
+      const double from_sleep = pipeline.time_from_sleep(steps);
+      const double round_trip_us = time(10 * steps, [&] { hand_over.round_trip(); });
+      std::printf("%d %d %.4f %.4f %.4f %.4f\n", kSizes[i].first, kSizes[i].second, off, on, from_sleep,
+                  round_trip_us / 2);
     }
   }
 }

@@ -1,6 +1,6 @@
 """Registry of the kernel families for benchmarks, tuning and tests.
 
-To add a family, add a file here and its name to `FAMILIES`. The file defines `CASES`, a `Case` for each
+To add a family, add a file here and its name to `FAMILIES`. The file defines `CASES`, a `KernelCase` for each
 function with a row in a table, and `TUNINGS`, the kernels that can be tuned. The names of cases begin with
 the family's word, like the names of its variants. `bench.traffic` counts the bytes of the cases,
 `bench.kernels` measures them on a GPU, `bench.tune` tunes, tests/bench/test_bench_kernels.py compares the
@@ -12,12 +12,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from bench.case import Case, Tuning
+from bench.case import KernelCase, Tuning
 
 FAMILIES = ("activations", "cross_entropy", "dropout", "gated", "multi_tensor", "norms", "rotary")
 
 
-def all_cases() -> dict[str, Case]:
+def all_cases() -> dict[str, KernelCase]:
     """Returns the cases of all families, by name."""
     return {case.name: case for family in FAMILIES for case in _module(family).CASES}
 

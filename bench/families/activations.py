@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.case import Case, Shape, Tuning
+from bench.case import KernelCase, ShapeClass, Tuning
 from bench.families import keyed
 from gpipe_fast.kernels import bias_activation_backward
 from gpipe_fast.kernels.activations import ACTIVATIONS, CONFIGS, launch_backward
@@ -34,12 +34,12 @@ def inputs(elements: int, dtype: torch.dtype, device: str, cols: int = COLS) -> 
     return [z, torch.randn(cols, dtype=dtype, device=device)]
 
 
-def _case(activation: str) -> Case:
-    return Case(
+def _case(activation: str) -> KernelCase:
+    return KernelCase(
         f"bias_activation {activation}",
         inputs,
         differentiated=(0, 1),
-        plain=lambda z, bias: PLAIN[activation](z + bias),
+        baseline=lambda z, bias: PLAIN[activation](z + bias),
         ours=partial(bias_activation_backward, activation=activation),
         launched=partial(launch_backward, activation=activation, with_a=True),
     )
@@ -47,33 +47,33 @@ def _case(activation: str) -> Case:
 
 def keyed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Returns the product, the bias, and the dropout key."""
-    return [*inputs(elements, dtype, device), keyed.key_on(device)]
+    return [*inputs(elements, dtype, device), keyed.make_key(device)]
 
 
-DROPOUT = Case(
+DROPOUT = KernelCase(
     "bias_activation gelu with dropout",
     keyed_inputs,
     differentiated=(0, 1),
-    plain=lambda z, bias, key: keyed.plain(F.gelu(z + bias)),
+    baseline=lambda z, bias, key: keyed.baseline(F.gelu(z + bias)),
     ours=lambda z, bias, key, g: bias_activation_backward(z, bias, g, "gelu", keyed.draw(key)),
     launched=lambda z, bias, key, g: launch_backward(z, bias, g, "gelu", True, keyed.draw(key)),
     exact=lambda z, bias, key: keyed.exact(F.gelu(z + bias), key),
 )
 
 
-def _shape(cols: int, inputs: Callable[[torch.dtype, str], list[Tensor]]) -> Shape:
+def _shape(cols: int, inputs: Callable[[torch.dtype, str], list[Tensor]]) -> ShapeClass:
     blocks = [
         {"ROWS": elements // width, "COLS": width}
         for elements, width in product(BLOCK_ELEMENTS, (64, 128, 256, 512, 1024))
         if width <= cols
     ]
-    return Shape(
+    return ShapeClass(
         inputs,
         [Config(sizes, num_warps=warps) for sizes, warps in product(blocks, (4, 8))],
     )
 
 
-def _shapes() -> dict[str, Shape]:
+def _shapes() -> dict[str, ShapeClass]:
     widths = {widest: min(widest, COLS) for widest in CONFIGS}
     return {
         f"cols<={widest}": _shape(cols, partial(inputs, 1 << 24, cols=cols))

@@ -15,26 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import liger
-from bench.case import Case, Shape, Tuning
-from gpipe_fast.kernels.cross_entropy import CONFIGS, launch_rows
+from bench.case import KernelCase, ShapeClass, Tuning
+from gpipe_fast.kernels.cross_entropy import CONFIGS, launch_cross_entropy
 from gpipe_fast.kernels.launch import Config, cdiv
-from gpipe_fast.kernels.linear_cross_entropy import choose_chunk_rows, in_chunks
-from gpipe_fast.kernels.losses import reduced, scale_of
+from gpipe_fast.kernels.linear_cross_entropy import choose_chunk_rows, chunked_loss_and_gradients
+from gpipe_fast.kernels.losses import reduce_losses, reduction_scale
 
 CLASSES = 32000
 FEATURES = 1024
 # Inputs with few elements have fewer classes, so that the mean is always over at least this many rows.
-FEWEST_ROWS = 32
+MIN_ROWS = 32
 # The number of logits that represents the shape class of long rows.
-LONG = 1 << 17
+LONG_ROW_COLUMNS = 1 << 17
 # Elements of a block per thread: minimum and maximum.
-FEWEST, MOST = 8, 64
+MIN_THREAD_ELEMENTS, MAX_THREAD_ELEMENTS = 8, 64
 IGNORED = -100
 
 
 def logits_inputs(elements: int, dtype: torch.dtype, device: str, cols: int = CLASSES) -> list[Tensor]:
     """Returns logits and targets."""
-    cols = min(cols, max(1, elements // FEWEST_ROWS))
+    cols = min(cols, max(1, elements // MIN_ROWS))
     rows = max(1, elements // cols)
     target = torch.randint(cols, (rows,), device=device)
     return [torch.randn(rows, cols, dtype=dtype, device=device), target]
@@ -65,7 +65,7 @@ def _plain_linear(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def _ours(logits: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Runs the ops of `cross_entropy` and its backward, in a form that compiles to one graph."""
     loss = torch.ops.gpipe_fast.cross_entropy_(logits, target, IGNORED, 0.0, "mean")
-    torch.ops.gpipe_fast.scale_made_gradient_(logits, g)
+    torch.ops.gpipe_fast.scale_precomputed_gradient_(logits, g)
     return loss, logits
 
 
@@ -74,18 +74,20 @@ def _ours_linear(x: Tensor, weight: Tensor, target: Tensor, g: Tensor) -> tuple[
     options = (IGNORED, 0.0, "mean", chunk_rows, (True, True, False))
     loss, *made, _ = torch.ops.gpipe_fast.linear_cross_entropy(x, weight, target, None, *options)
     for gradient in made:
-        torch.ops.gpipe_fast.scale_made_gradient_(gradient, g)
+        torch.ops.gpipe_fast.scale_precomputed_gradient_(gradient, g)
     return loss, *made
 
 
 def _launched(logits: Tensor, target: Tensor, g: Tensor) -> None:
-    losses = launch_rows(logits, logits, target, scale_of(target, IGNORED, "mean"), IGNORED, 0.0)
-    reduced(losses, target, IGNORED, "mean")
+    losses = launch_cross_entropy(
+        logits, logits, target, reduction_scale(target, IGNORED, "mean"), IGNORED, 0.0
+    )
+    reduce_losses(losses, target, IGNORED, "mean")
 
 
 def _launched_linear(x: Tensor, weight: Tensor, target: Tensor, g: Tensor) -> None:
     chunk_rows = choose_chunk_rows(target.numel(), *weight.shape)
-    in_chunks(x, weight, target, None, IGNORED, 0.0, "mean", chunk_rows, (True, True, False))
+    chunked_loss_and_gradients(x, weight, target, None, IGNORED, 0.0, "mean", chunk_rows, (True, True, False))
 
 
 def _moved_linear(inputs: Sequence[Tensor], _: Sequence[Tensor]) -> int:
@@ -105,21 +107,21 @@ def _moved_linear(inputs: Sequence[Tensor], _: Sequence[Tensor]) -> int:
     return moved if size == 4 else moved + (4 + size) * weights
 
 
-MEAN = Case(
+MEAN = KernelCase(
     "cross_entropy mean",
     logits_inputs,
     differentiated=(0,),
-    plain=_plain,
+    baseline=_plain,
     ours=_ours,
     launched=_launched,
     overwritten=(0,),
     liger=lambda logits, target: _in_fp32(liger.cross_entropy(logits, target)),
 )
-LINEAR = Case(
+LINEAR = KernelCase(
     "cross_entropy mean, with the linear layer",
     linear_inputs,
     differentiated=(0, 1),
-    plain=_plain_linear,
+    baseline=_plain_linear,
     ours=_ours_linear,
     launched=_launched_linear,
     liger=lambda x, weight, target: _in_fp32(liger.linear_cross_entropy(x, weight, target)),
@@ -128,18 +130,20 @@ LINEAR = Case(
 )
 
 
-def _shape(widest: int, default: Config) -> Shape:
+def _shape(widest: int, default: Config) -> ShapeClass:
     """Returns a shape class: a program holds whole rows, or iterates over the blocks of a long row."""
     if "ROWS" in default.blocks:
         blocks = [{"ROWS": rows, "COLS": widest} for rows in (1, 2, 4, 8, 16, 32)]
     else:
         blocks = [{"COLS": cols} for cols in (1024, 2048, 4096, 8192)]
-    return Shape(
-        partial(logits_inputs, 1 << 24, cols=min(widest, LONG)),
+    return ShapeClass(
+        partial(logits_inputs, 1 << 24, cols=min(widest, LONG_ROW_COLUMNS)),
         [
             Config(sizes, num_warps=warps)
             for sizes, warps in product(blocks, (2, 4, 8, 16, 32))
-            if FEWEST <= sizes.get("ROWS", 1) * sizes["COLS"] / (32 * warps) <= MOST
+            if MIN_THREAD_ELEMENTS
+            <= sizes.get("ROWS", 1) * sizes["COLS"] / (32 * warps)
+            <= MAX_THREAD_ELEMENTS
         ],
     )
 

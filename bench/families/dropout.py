@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench.case import Case, Shape, Tuning
+from bench.case import KernelCase, ShapeClass, Tuning
 from bench.families import keyed
 from gpipe_fast.kernels import dropout_add
 from gpipe_fast.kernels.dropout import CONFIGS, launch_dropout_add
@@ -18,11 +18,11 @@ from gpipe_fast.kernels.launch import Config
 def inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Returns the input of dropout, the residual, and the key."""
     h, residual = (torch.randn(elements, dtype=dtype, device=device) for _ in range(2))
-    return [h, residual, keyed.key_on(device)]
+    return [h, residual, keyed.make_key(device)]
 
 
 def _plain(h: Tensor, residual: Tensor, key: Tensor) -> Tensor:
-    return residual + keyed.plain(h)
+    return residual + keyed.baseline(h)
 
 
 def _exact(h: Tensor, residual: Tensor, key: Tensor) -> Tensor:
@@ -40,18 +40,28 @@ def _launched(h: Tensor, residual: Tensor, key: Tensor, g: Tensor) -> None:
     launch_dropout_add(g, None, *keyed.draw(key))
 
 
-CASE = Case(
-    "dropout_add", inputs, differentiated=(0, 1), plain=_plain, ours=_ours, launched=_launched, exact=_exact
+CASE = KernelCase(
+    "dropout_add",
+    inputs,
+    differentiated=(0, 1),
+    baseline=_plain,
+    ours=_ours,
+    launched=_launched,
+    exact=_exact,
 )
 
 
-def _shape(most: int) -> Shape:
+def _shape(max_elements: int) -> ShapeClass:
     sizes = ({"SIZE": size} for size in (512, 1024, 2048, 4096, 8192))
-    return Shape(
-        partial(inputs, min(most, 1 << 24)),
+    return ShapeClass(
+        partial(inputs, min(max_elements, 1 << 24)),
         [Config(size, num_warps=warps) for size, warps in product(sizes, (4, 8))],
     )
 
 
 CASES = [CASE]
-TUNINGS = [Tuning("dropout_add", CASE, {f"elements<={most}": _shape(most) for most in CONFIGS})]
+TUNINGS = [
+    Tuning(
+        "dropout_add", CASE, {f"elements<={max_elements}": _shape(max_elements) for max_elements in CONFIGS}
+    )
+]

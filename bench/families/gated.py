@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import liger
-from bench.case import Case, Shape, Tuning
+from bench.case import KernelCase, ShapeClass, Tuning
 from bench.families import keyed
 from gpipe_fast.kernels import gated_activation_backward
 from gpipe_fast.kernels.gated import CONFIGS, launch_backward
@@ -37,29 +37,29 @@ def _packed(z: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-PAIR = Case(
+PAIR = KernelCase(
     "gated_activation silu",
     pair_inputs,
     differentiated=(0, 1),
-    plain=lambda gate, up: F.silu(gate) * up,
+    baseline=lambda gate, up: F.silu(gate) * up,
     ours=partial(gated_activation_backward, activation="silu"),
     launched=partial(launch_backward, activation="silu", with_a=True),
     liger=liger.swiglu,
 )
-GELU_PAIR = Case(
+GELU_PAIR = KernelCase(
     "gated_activation gelu_tanh",
     pair_inputs,
     differentiated=(0, 1),
-    plain=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    baseline=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     ours=partial(gated_activation_backward, activation="gelu_tanh"),
     launched=partial(launch_backward, activation="gelu_tanh", with_a=True),
     liger=liger.geglu_tanh,
 )
-PACKED = Case(
+PACKED = KernelCase(
     "gated_activation silu, packed",
     packed_inputs,
     differentiated=(0,),
-    plain=_packed,
+    baseline=_packed,
     ours=lambda z, g: gated_activation_backward(z, None, g, "silu")[:2],
     launched=lambda z, g: launch_backward(z, None, g, "silu", True),
 )
@@ -67,27 +67,27 @@ PACKED = Case(
 
 def keyed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Returns gate, up, and the dropout key."""
-    return [*pair_inputs(elements, dtype, device), keyed.key_on(device)]
+    return [*pair_inputs(elements, dtype, device), keyed.make_key(device)]
 
 
-DROPOUT = Case(
+DROPOUT = KernelCase(
     "gated_activation silu with dropout",
     keyed_inputs,
     differentiated=(0, 1),
-    plain=lambda gate, up, key: keyed.plain(F.silu(gate) * up),
+    baseline=lambda gate, up, key: keyed.baseline(F.silu(gate) * up),
     ours=lambda gate, up, key, g: gated_activation_backward(gate, up, g, "silu", keyed.draw(key)),
     launched=lambda gate, up, key, g: launch_backward(gate, up, g, "silu", True, keyed.draw(key)),
     exact=lambda gate, up, key: keyed.exact(F.silu(gate) * up, key),
 )
 
 
-def _shape(inputs: Callable[[torch.dtype, str], list[Tensor]]) -> Shape:
+def _shape(inputs: Callable[[torch.dtype, str], list[Tensor]]) -> ShapeClass:
     blocks = [
         {"ROWS": elements // width, "COLS": width}
         for elements, width in product(BLOCK_ELEMENTS, (128, 256, 512, 1024))
         if width <= elements
     ]
-    return Shape(
+    return ShapeClass(
         inputs,
         [Config(sizes, num_warps=warps) for sizes, warps in product(blocks, (4, 8))],
     )

@@ -10,7 +10,7 @@ from gpipe_fast.kernels import Draw, reference
 P = 0.1
 
 
-def key_on(device: str) -> Tensor:
+def make_key(device: str) -> Tensor:
     """Returns the key, which is an input of a case."""
     return torch.tensor([1, 2, 3], device=device)
 
@@ -20,7 +20,7 @@ def draw(key: Tensor) -> Draw:
     return Draw(P, key, 0, 0)
 
 
-def plain(x: Tensor) -> Tensor:
+def baseline(x: Tensor) -> Tensor:
     """Computes PyTorch's dropout with the operator that runs on a GPU."""
     return torch.native_dropout(x, P, True)[0]
 

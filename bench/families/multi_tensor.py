@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench.case import Case, Shape, Tuning
+from bench.case import KernelCase, ShapeClass, Tuning
 from gpipe_fast.kernels import accumulate_, unscale_
 from gpipe_fast.kernels.launch import Config
 from gpipe_fast.kernels.multi_tensor import CONFIGS, launch_accumulate, launch_unscale
@@ -58,18 +58,18 @@ def _exact_unscale(*tensors: Tensor) -> list[Tensor]:
     return [*((g * scale).to(g.dtype) for g in tensors[:-1]), torch.zeros_like(scale)]
 
 
-def _in_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _allocate_on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Allocates meta tensors on the CPU: launchers need addresses. Their memory is not accessed."""
     return [torch.empty_like(t, device="cpu") for t in tensors]
 
 
 def _launched_accumulate(*tensors: Tensor) -> None:
-    own = _in_memory(tensors)
+    own = _allocate_on_cpu(tensors)
     launch_accumulate(own[:TENSORS], own[TENSORS:], None, None)
 
 
 def _launched_unscale(*tensors: Tensor) -> None:
-    *own, scale = _in_memory(tensors)
+    *own, scale = _allocate_on_cpu(tensors)
     launch_unscale(own, scale, torch.empty_like(scale))
 
 
@@ -77,21 +77,21 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-ACCUMULATE = Case(
+ACCUMULATE = KernelCase(
     "multi_tensor accumulate into fp32",
     accumulate_inputs,
     differentiated=(),
-    plain=lambda *tensors: torch._foreach_add(tensors[:TENSORS], tensors[TENSORS:]),
+    baseline=lambda *tensors: torch._foreach_add(tensors[:TENSORS], tensors[TENSORS:]),
     ours=_accumulate,
     launched=_launched_accumulate,
     overwritten=range(TENSORS),
     moved=lambda tensors, _: 2 * _bytes(tensors[:TENSORS]) + _bytes(tensors[TENSORS:]),
 )
-UNSCALE = Case(
+UNSCALE = KernelCase(
     "multi_tensor unscale",
     unscale_inputs,
     differentiated=(),
-    plain=_plain_unscale,
+    baseline=_plain_unscale,
     ours=_unscale,
     launched=_launched_unscale,
     overwritten=range(TENSORS),
@@ -100,13 +100,19 @@ UNSCALE = Case(
 )
 
 
-def _shape(most: int) -> Shape:
+def _shape(max_elements: int) -> ShapeClass:
     sizes = ({"BLOCK": size} for size in (1024, 2048, 4096, 8192, 16384))
-    return Shape(
-        partial(accumulate_inputs, min(most, 1 << 26)),
+    return ShapeClass(
+        partial(accumulate_inputs, min(max_elements, 1 << 26)),
         [Config(size, num_warps=warps) for size, warps in product(sizes, (4, 8))],
     )
 
 
 CASES = [ACCUMULATE, UNSCALE]
-TUNINGS = [Tuning("multi_tensor", ACCUMULATE, {f"elements<={most}": _shape(most) for most in CONFIGS})]
+TUNINGS = [
+    Tuning(
+        "multi_tensor",
+        ACCUMULATE,
+        {f"elements<={max_elements}": _shape(max_elements) for max_elements in CONFIGS},
+    )
+]

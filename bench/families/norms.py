@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import liger
-from bench.case import Case, Shape, Tuning
+from bench.case import KernelCase, ShapeClass, Tuning
 from bench.families import keyed
 from gpipe_fast.kernels import layer_norm_backward, rms_norm_backward
 from gpipe_fast.kernels.launch import Config
@@ -20,7 +20,7 @@ from gpipe_fast.kernels.norms import CONFIGS, launch_backward
 COLS = 4096
 LAYER_EPS, RMS_EPS = 1e-5, 1e-6
 # Elements of a block per thread: minimum and maximum.
-FEWEST, MOST = 8, 64
+MIN_THREAD_ELEMENTS, MAX_THREAD_ELEMENTS = 8, 64
 
 
 def layer_inputs(elements: int, dtype: torch.dtype, device: str, cols: int = COLS) -> list[Tensor]:
@@ -43,7 +43,7 @@ def residual_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tens
 def keyed_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Returns h (before dropout), residual, weight, bias, the residual stream's gradient, and the key."""
     h, weight, bias = layer_inputs(elements, dtype, device)
-    return [h, torch.randn_like(h), weight, bias, torch.randn_like(h), keyed.key_on(device)]
+    return [h, torch.randn_like(h), weight, bias, torch.randn_like(h), keyed.make_key(device)]
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, RMS_EPS)
 
 
-class _Streamed(torch.autograd.Function):
+class _NormWithResidualStream(torch.autograd.Function):
     """Identity on the norm y whose backward also passes g_sum to the sum x, without recomputing the sum."""
 
     @staticmethod
@@ -71,17 +71,19 @@ class _Streamed(torch.autograd.Function):
 
 def _plain_residual(h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor) -> Tensor:
     x = residual + h
-    y: Tensor = _Streamed.apply(plain_rms_norm(x, weight), x, g_sum)
+    y: Tensor = _NormWithResidualStream.apply(plain_rms_norm(x, weight), x, g_sum)
     return y
 
 
 def _streamed_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, g_sum: Tensor) -> Tensor:
-    y: Tensor = _Streamed.apply(F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_EPS), x, g_sum)
+    y: Tensor = _NormWithResidualStream.apply(
+        F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_EPS), x, g_sum
+    )
     return y
 
 
 def _liger_residual(h: Tensor, residual: Tensor, weight: Tensor, g_sum: Tensor) -> Tensor:
-    y: Tensor = _Streamed.apply(*liger.residual_rms_norm(h, residual, weight, RMS_EPS), g_sum)
+    y: Tensor = _NormWithResidualStream.apply(*liger.residual_rms_norm(h, residual, weight, RMS_EPS), g_sum)
     return y
 
 
@@ -96,31 +98,31 @@ def _without_residual(found: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [y, dx, *parameters]
 
 
-LAYER = Case(
+LAYER = KernelCase(
     "layer_norm",
     layer_inputs,
     differentiated=(0, 1, 2),
-    plain=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_EPS),
+    baseline=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_EPS),
     ours=lambda x, weight, bias, g: _without_residual(layer_norm_backward(x, weight, bias, g, eps=LAYER_EPS)),
     launched=lambda x, weight, bias, g: launch_backward(
         x, None, weight, bias, g, None, LAYER_EPS, "layer", True, None
     ),
     liger=partial(liger.layer_norm, eps=LAYER_EPS),
 )
-RMS = Case(
+RMS = KernelCase(
     "rms_norm",
     rms_inputs,
     differentiated=(0, 1),
-    plain=plain_rms_norm,
+    baseline=plain_rms_norm,
     ours=lambda x, weight, g: _without_residual(rms_norm_backward(x, weight, g, eps=RMS_EPS)),
     launched=lambda x, weight, g: launch_backward(x, None, weight, None, g, None, RMS_EPS, "rms", True, None),
     liger=partial(liger.rms_norm, eps=RMS_EPS),
 )
-RESIDUAL = Case(
+RESIDUAL = KernelCase(
     "rms_norm with residual",
     residual_inputs,
     differentiated=(0, 1, 2),
-    plain=_plain_residual,
+    baseline=_plain_residual,
     ours=_residual,
     launched=lambda h, residual, weight, g_sum, g: launch_backward(
         h, residual, weight, None, g, g_sum, RMS_EPS, "rms", True, None
@@ -128,12 +130,12 @@ RESIDUAL = Case(
     liger=_liger_residual,
 )
 
-DROPOUT = Case(
+DROPOUT = KernelCase(
     "layer_norm with residual and dropout",
     keyed_inputs,
     differentiated=(0, 1, 2, 3),
-    plain=lambda h, residual, weight, bias, g_sum, key: _streamed_layer_norm(
-        residual + keyed.plain(h), weight, bias, g_sum
+    baseline=lambda h, residual, weight, bias, g_sum, key: _streamed_layer_norm(
+        residual + keyed.baseline(h), weight, bias, g_sum
     ),
     ours=lambda h, residual, weight, bias, g_sum, key, g: layer_norm_backward(
         h, weight, bias, g, LAYER_EPS, residual, g_sum, keyed.draw(key)
@@ -147,16 +149,16 @@ DROPOUT = Case(
 )
 
 
-def _shape(widest: int) -> Shape:
+def _shape(widest: int) -> ShapeClass:
     """Returns a shape class. A program holds whole rows."""
     blocks = [{"ROWS": rows, "COLS": widest} for rows in (1, 2, 4, 8, 16, 32)]
-    return Shape(
+    return ShapeClass(
         partial(layer_inputs, 1 << 24, cols=widest),
         [
             Config(sizes, num_warps=warps)
             for sizes in blocks
             for warps in (2, 4, 8, 16, 32)
-            if FEWEST <= sizes["ROWS"] * widest / (32 * warps) <= MOST
+            if MIN_THREAD_ELEMENTS <= sizes["ROWS"] * widest / (32 * warps) <= MAX_THREAD_ELEMENTS
         ],
     )
 

@@ -133,16 +133,16 @@ class Cell(nn.Module):
         channels: channels of each operation.
         before: channels of the two input states.
         stride: 2 if the cell halves height and width, else 1.
-        halve: whether the second input state is twice as high and wide as the first.
+        halve_second: whether the second input state is twice as high and wide as the first.
     """
 
     def __init__(
-        self, genotype: Genotype, channels: int, before: tuple[int, int], stride: int, halve: bool
+        self, genotype: Genotype, channels: int, before: tuple[int, int], stride: int, halve_second: bool
     ) -> None:
         super().__init__()
         self.genotype = genotype
         self.reduce_1 = _convolution(before[0], channels)
-        self.reduce_2 = (FactorizedReduce if halve else _convolution)(before[1], channels)
+        self.reduce_2 = (FactorizedReduce if halve_second else _convolution)(before[1], channels)
         self.operations = nn.ModuleList(
             operation(channels, stride if state < 2 else 1)
             for pair in genotype.sums
@@ -196,12 +196,12 @@ def amoebanet_d(num_layers: int, num_filters: int, num_classes: int = 1000) -> n
     model["stem1"] = nn.Sequential(
         nn.ReLU(), nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels)
     )
-    before, halve = (channels, channels), False
+    before, halve_second = (channels, channels), False
 
     def add(name: str, genotype: Genotype, stride: int) -> None:
-        nonlocal before, halve
-        model[name] = Cell(genotype, channels, before, stride, halve)
-        before, halve = (channels * len(genotype.returned), before[0]), stride == 2
+        nonlocal before, halve_second
+        model[name] = Cell(genotype, channels, before, stride, halve_second)
+        before, halve_second = (channels * len(genotype.returned), before[0]), stride == 2
 
     for name in ("stem2", "stem3", "group1", "reduction1", "group2", "reduction2", "group3"):
         if name.startswith("group"):

@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from bench.models.flat import flat
+from bench.models.flatten import flatten
 from gpipe_fast.layers.skip import Namespace, Skippable, pop, skippable, stash
 
 EXPANSION = 4
@@ -99,10 +99,10 @@ def resnet(blocks: Sequence[int], num_classes: int = 1000, width: int = 64) -> n
             channels = EXPANSION * width << group
     model |= {
         "avgpool": nn.AdaptiveAvgPool2d(1),
-        "flat": nn.Flatten(),
+        "flatten": nn.Flatten(),
         "fc": nn.Linear(channels, num_classes),
     }
-    return flat(nn.Sequential(model))
+    return flatten(nn.Sequential(model))
 
 
 def resnet101(num_classes: int = 1000) -> nn.Sequential:

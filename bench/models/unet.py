@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from bench.models.flat import flat
+from bench.models.flatten import flatten
 from gpipe_fast.layers.skip import Namespace, Skippable, pop, skippable, stash
 
 
@@ -100,4 +100,4 @@ def unet(
             )
         )
     model["segment"] = nn.Conv2d(base_channels // 2, out_channels, 1, bias=False)
-    return flat(nn.Sequential(model))
+    return flatten(nn.Sequential(model))

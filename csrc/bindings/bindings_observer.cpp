@@ -12,62 +12,62 @@ namespace gpipe_fast {
 namespace {
 
 // Classifies the code of a Python frame.
-enum class Code : uint8_t {
-  opaque,       // PyTorch or this library; the layer is not responsible for what such code calls
-  own,          // the user's code
-  transparent,  // the standard library, attributed to its caller
-  reported,     // transparent, but every call is reported instead of only the first
-  importing,    // Python's import system; code that an import runs is executed only once anyway
+enum class CodeKind : uint8_t {
+  opaque,         // PyTorch or this library; the layer is not responsible for what such code calls
+  user,           // the user's code
+  transparent,    // the standard library, attributed to its caller
+  reported,       // transparent, but every call is reported instead of only the first
+  import_system,  // Python's import system; code that an import runs is executed only once anyway
 };
 
 // A profile function (PyEval_SetProfile) for the thread that starts it, in C++ because tracing makes about a million
 // calls. Replaces an active profile function until stop().
 class Observer {
  public:
-  // `kind_of(frame)` returns a Code, which must be the same for all frames of one function. `on_frame(frame)` is called
-  // before a user function, or a standard library function on behalf of user code, runs for the first time (with
-  // Code::reported: every time).
+  // `classify(frame)` returns a CodeKind, which must be the same for all frames of one function. `on_frame(frame)` is
+  // called before a user function, or a standard library function on behalf of user code, runs for the first time (with
+  // CodeKind::reported: every time).
   // `on_call(function)` is called before such a function calls a function written in C; if it returns true, it is not
   // called for that C function again. An exception from on_frame or on_call propagates from the observed call.
-  Observer(py::function kind_of, py::function on_frame, py::function on_call)
-      : kind_of_(std::move(kind_of)), on_frame_(std::move(on_frame)), on_call_(std::move(on_call)) {}
-  ~Observer() { forget(); }
+  Observer(py::function classify, py::function on_frame, py::function on_call)
+      : classify_(std::move(classify)), on_frame_(std::move(on_frame)), on_call_(std::move(on_call)) {}
+  ~Observer() { clear(); }
   Observer(const Observer&) = delete;
   Observer& operator=(const Observer&) = delete;
 
   void start(PyObject* self) {
     const PyThreadState* thread = PyThreadState_Get();
-    before_ = thread->c_profilefunc;
-    before_object_ = py::reinterpret_borrow<py::object>(thread->c_profileobj);
-    PyEval_SetProfile(&Observer::notice, self);
+    previous_function_ = thread->c_profilefunc;
+    previous_argument_ = py::reinterpret_borrow<py::object>(thread->c_profileobj);
+    PyEval_SetProfile(&Observer::profile_function, self);
   }
 
   // Between pause() and resume() calls are not observed and have no overhead.
   void pause() { PyEval_SetProfile(nullptr, nullptr); }
-  void resume(PyObject* self) { PyEval_SetProfile(&Observer::notice, self); }
+  void resume(PyObject* self) { PyEval_SetProfile(&Observer::profile_function, self); }
 
   void stop() {
-    PyEval_SetProfile(before_, before_object_.ptr());
-    before_object_ = py::object();
-    forget();
+    PyEval_SetProfile(previous_function_, previous_argument_.ptr());
+    previous_argument_ = py::object();
+    clear();
   }
 
  private:
-  struct Known {
-    Code code;
+  struct CodeInfo {
+    CodeKind code;
     bool reported = false;
   };
 
-  static int notice(PyObject* self, PyFrameObject* frame, int what, PyObject* argument) {
-    if (what != PyTrace_CALL && what != PyTrace_C_CALL && what != PyTrace_RETURN) return 0;
+  static int profile_function(PyObject* self, PyFrameObject* frame, int event, PyObject* argument) {
+    if (event != PyTrace_CALL && event != PyTrace_C_CALL && event != PyTrace_RETURN) return 0;
     try {
       auto& observer = py::cast<Observer&>(py::handle(self));
-      if (what == PyTrace_C_CALL) {
+      if (event == PyTrace_C_CALL) {
         observer.call(frame, argument);
-      } else if (what == PyTrace_CALL) {
+      } else if (event == PyTrace_CALL) {
         observer.enter(frame);
-      } else if (observer.importing_ == frame) {
-        observer.importing_ = nullptr;
+      } else if (observer.import_frame_ == frame) {
+        observer.import_frame_ = nullptr;
       }
       return 0;
     } catch (py::error_already_set& error) {
@@ -77,75 +77,75 @@ class Observer {
   }
 
   void enter(PyFrameObject* frame) {
-    Known& known = look_up(frame);
-    if (importing_ != nullptr || known.code == Code::opaque) return;
-    if (known.code == Code::importing) {
-      importing_ = frame;
+    CodeInfo& info = look_up(frame);
+    if (import_frame_ != nullptr || info.code == CodeKind::opaque) return;
+    if (info.code == CodeKind::import_system) {
+      import_frame_ = frame;
       return;
     }
-    if (known.reported && known.code != Code::reported) return;
-    if (known.code != Code::own && !on_behalf_of_user(frame)) return;
-    known.reported = true;
+    if (info.reported && info.code != CodeKind::reported) return;
+    if (info.code != CodeKind::user && !on_behalf_of_user(frame)) return;
+    info.reported = true;
     on_frame_(py::handle(reinterpret_cast<PyObject*>(frame)));
   }
 
   void call(PyFrameObject* frame, PyObject* function) {
-    if (importing_ != nullptr) return;
-    const Code code = look_up(frame).code;
-    if (code == Code::opaque || code == Code::importing) return;
+    if (import_frame_ != nullptr) return;
+    const CodeKind code = look_up(frame).code;
+    if (code == CodeKind::opaque || code == CodeKind::import_system) return;
     const void* definition = nullptr;
     if (PyCFunction_Check(function)) {
       definition = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
     } else if (Py_IS_TYPE(function, &PyMethodDescr_Type)) {
       definition = reinterpret_cast<PyMethodDescrObject*>(function)->d_method;
     }
-    if (definition == nullptr || harmless_.count(definition) != 0) return;
-    if (code != Code::own && !on_behalf_of_user(frame)) return;
-    if (on_call_(py::handle(function)).cast<bool>()) harmless_.insert(definition);
+    if (definition == nullptr || approved_.count(definition) != 0) return;
+    if (code != CodeKind::user && !on_behalf_of_user(frame)) return;
+    if (on_call_(py::handle(function)).cast<bool>()) approved_.insert(definition);
   }
 
-  Known& look_up(PyFrameObject* frame) {
+  CodeInfo& look_up(PyFrameObject* frame) {
     auto* code = reinterpret_cast<PyObject*>(PyFrame_GetCode(frame));  // a new reference
-    const auto found = known_.find(code);
-    if (found != known_.end()) {
+    const auto found = code_infos_.find(code);
+    if (found != code_infos_.end()) {
       Py_DECREF(code);
       return found->second;
     }
     const py::handle handle(reinterpret_cast<PyObject*>(frame));
-    Known known{static_cast<Code>(kind_of_(handle).cast<int>())};
-    return known_.emplace(code, known).first->second;
+    CodeInfo info{static_cast<CodeKind>(classify_(handle).cast<int>())};
+    return code_infos_.emplace(code, info).first->second;
   }
 
   bool on_behalf_of_user(PyFrameObject* frame) {
     py::object caller =
         py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(frame)));
     while (caller) {
-      auto* now = reinterpret_cast<PyFrameObject*>(caller.ptr());
-      const Code code = look_up(now).code;
-      if (code != Code::transparent && code != Code::reported) return code == Code::own;
-      caller = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(now)));
+      auto* caller_frame = reinterpret_cast<PyFrameObject*>(caller.ptr());
+      const CodeKind code = look_up(caller_frame).code;
+      if (code != CodeKind::transparent && code != CodeKind::reported) return code == CodeKind::user;
+      caller = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(caller_frame)));
     }
     return false;
   }
 
-  void forget() {
-    for (const auto& [code, known] : std::exchange(known_, {})) Py_DECREF(code);
-    importing_ = nullptr;
+  void clear() {
+    for (const auto& [code, info] : std::exchange(code_infos_, {})) Py_DECREF(code);
+    import_frame_ = nullptr;
   }
 
-  const py::function kind_of_, on_frame_, on_call_;
-  std::unordered_map<PyObject*, Known> known_;  // owns references to the code objects until stop()
-  std::unordered_set<const void*> harmless_;    // definitions of C functions that on_call approved
-  const PyFrameObject* importing_ = nullptr;    // the frame of the outermost import in progress
-  Py_tracefunc before_ = nullptr;
-  py::object before_object_;
+  const py::function classify_, on_frame_, on_call_;
+  std::unordered_map<PyObject*, CodeInfo> code_infos_;  // owns references to the code objects until stop()
+  std::unordered_set<const void*> approved_;            // definitions of C functions that on_call approved
+  const PyFrameObject* import_frame_ = nullptr;         // the frame of the outermost import in progress
+  Py_tracefunc previous_function_ = nullptr;
+  py::object previous_argument_;
 };
 
 }  // namespace
 
 void bind_observer(py::module_& m) {
   py::class_<Observer>(m, "Observer")
-      .def(py::init<py::function, py::function, py::function>(), py::arg("kind_of"), py::arg("on_frame"),
+      .def(py::init<py::function, py::function, py::function>(), py::arg("classify"), py::arg("on_frame"),
            py::arg("on_call"))
       .def("start", [](const py::object& self) { self.cast<Observer&>().start(self.ptr()); })
       .def("pause", &Observer::pause)

@@ -1,6 +1,6 @@
 // Bindings of pipelines.
 #include "bindings/bindings.h"
-#include "bindings/interpreted.h"
+#include "bindings/python_workers.h"
 
 #include "pipeline/autograd.h"
 #include "pipeline/pipeline.h"
@@ -23,9 +23,10 @@ namespace gpipe_fast {
 namespace {
 
 // Returns the transport for the value of GPipe's `transport` argument.
-Choice choice_of(const std::string& transport) {
-  static const std::map<std::string, Choice> choices = {
-      {"auto", Choice::automatic}, {"peer", Choice::peer}, {"pinned", Choice::pinned}};
+TransportChoice parse_transport(const std::string& transport) {
+  static const std::map<std::string, TransportChoice> choices = {{"auto", TransportChoice::automatic},
+                                                                 {"peer", TransportChoice::peer},
+                                                                 {"pinned", TransportChoice::pinned}};
   return choices.at(transport);
 }
 
@@ -35,40 +36,40 @@ std::optional<std::string> route(at::Device sender, at::Device receiver, const s
                                                      {Route::peer, "peer"},
                                                      {Route::pinned, "pinned"},
                                                      {Route::copy, "copy"}};
-  const std::optional<Route> found = choose(sender, receiver, choice_of(transport));
+  const std::optional<Route> found = choose(sender, receiver, parse_transport(transport));
   return found ? std::optional<std::string>(names.at(*found)) : std::nullopt;
 }
 
 // Runs pending signal handlers, such as Ctrl-C's. If one raises, also interrupts the layers that are running in Python,
 // whose threads receive no signals, and throws the error.
-void check_signals(const Interpreted& interpreted) {
+void check_signals(const PythonWorkers& python_workers) {
   if (!Py_IsInitialized()) return;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return;
   const py::error_already_set error;
-  interpreted.interrupt();
+  python_workers.interrupt();
   throw error;
 }
 
 // Action, is_wait, begin and end in nanoseconds, run.
-using PlainEvent = std::tuple<std::string, bool, int64_t, int64_t, int64_t>;
+using EventTuple = std::tuple<std::string, bool, int64_t, int64_t, int64_t>;
 
-std::vector<std::vector<PlainEvent>> events(Pipeline& pipeline) {
+std::vector<std::vector<EventTuple>> events(Pipeline& pipeline) {
   std::vector<std::vector<Event>> found;
   {
     const py::gil_scoped_release no_gil;
     found = pipeline.events();
   }
-  std::vector<std::vector<PlainEvent>> result;
+  std::vector<std::vector<EventTuple>> result;
   for (const auto& stage : found) {
-    auto& plain = result.emplace_back();
+    auto& tuples = result.emplace_back();
     for (const Event& event : stage)
-      plain.emplace_back(event.action.name(), event.is_wait, event.begin, event.end, event.run);
+      tuples.emplace_back(event.action.name(), event.is_wait, event.begin, event.end, event.run);
   }
   return result;
 }
 
-[[noreturn]] void raise_planted(const std::string& error) {
+[[noreturn]] void raise_injected(const std::string& error) {
   const std::string message = "injected " + error;
   if (error == "IndexError") TORCH_CHECK_INDEX(false, message);
   if (error == "ValueError") TORCH_CHECK_VALUE(false, message);
@@ -80,17 +81,17 @@ std::vector<std::vector<PlainEvent>> events(Pipeline& pipeline) {
   throw std::runtime_error(message);
 }
 
-void disturb(Pipeline& pipeline, uint64_t seed, int64_t longest_delay_us,
-             const std::vector<std::tuple<std::string, int64_t, std::string>>& faults) {
-  Disturbance disturbance{seed, longest_delay_us, {}};
+void inject_faults(Pipeline& pipeline, uint64_t seed, int64_t max_delay_us,
+                   const std::vector<std::tuple<std::string, int64_t, std::string>>& faults) {
+  FaultInjection fault_injection{seed, max_delay_us, {}};
   for (const auto& [action, step, error] : faults) {
-    disturbance.faults.push_back({action, step, [error = error] { raise_planted(error); }});
+    fault_injection.faults.push_back({action, step, [error = error] { raise_injected(error); }});
   }
   const py::gil_scoped_release no_gil;
-  pipeline.disturb(std::move(disturbance));
+  pipeline.inject_faults(std::move(fault_injection));
 }
 
-std::function<int64_t()> drawn(const std::variant<int64_t, std::function<int64_t()>>& key) {
+std::function<int64_t()> to_key_function(const std::variant<int64_t, std::function<int64_t()>>& key) {
   if (const auto* draw = std::get_if<std::function<int64_t()>>(&key)) return *draw;
   return [value = std::get<int64_t>(key)] { return value; };
 }
@@ -106,22 +107,23 @@ void bind_pipeline(py::module_& m) {
     delete pipeline;
   };
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  py::class_<ReplayReport>(m, "ReplayReport")
-      .def_readonly("forward", &ReplayReport::forward)
-      .def_readonly("backward", &ReplayReport::backward)
-      .def_readonly("num_nodes", &ReplayReport::num_nodes)
-      .def_readonly("bytes", &ReplayReport::bytes)
-      .def_readonly("replays", &ReplayReport::replays)
-      .def_readonly("as_they_are", &ReplayReport::as_they_are)
-      .def_readonly("obstacle", &ReplayReport::obstacle)
-      .def_readonly("setback", &ReplayReport::setback);
+  py::class_<GraphReport>(m, "GraphReport")
+      .def_readonly("forward", &GraphReport::forward)
+      .def_readonly("backward", &GraphReport::backward)
+      .def_readonly("num_nodes", &GraphReport::num_nodes)
+      .def_readonly("bytes", &GraphReport::bytes)
+      .def_readonly("replays", &GraphReport::replays)
+      .def_readonly("uncaptured", &GraphReport::uncaptured)
+      .def_readonly("obstacle", &GraphReport::obstacle)
+      .def_readonly("postponed", &GraphReport::postponed);
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline")
-      .def(py::init([destroy](int32_t num_stages, std::shared_ptr<Interpreted> interpreted,
+      .def(py::init([destroy](int32_t num_stages, std::shared_ptr<PythonWorkers> python_workers,
                               const std::string& transport) {
-             const auto poll = [interpreted] { check_signals(*interpreted); };
-             return std::shared_ptr<Pipeline>(new Pipeline(num_stages, poll, choice_of(transport)), destroy);
+             const auto poll = [python_workers] { check_signals(*python_workers); };
+             return std::shared_ptr<Pipeline>(new Pipeline(num_stages, poll, parse_transport(transport)),
+                                              destroy);
            }),
-           py::arg("num_stages"), py::arg("interpreted"), py::arg("transport") = "auto")
+           py::arg("num_stages"), py::arg("python_workers"), py::arg("transport") = "auto")
       .def(
           "forward",
           [](Pipeline& pipeline, const std::shared_ptr<Plan>& plan, const Tensors& inputs,
@@ -130,26 +132,28 @@ void bind_pipeline(py::module_& m) {
             Boundary outputs;
             {
               const py::gil_scoped_release no_gil;
-              outputs = pipeline.forward(plan, inputs, parameters, buffers, drawn(key));
+              outputs = pipeline.forward(plan, inputs, parameters, buffers, to_key_function(key));
             }
-            return std::make_pair(std::move(outputs.tensors), object(outputs.form->structure));
+            return std::make_pair(std::move(outputs.tensors), unwrap_object(outputs.form->structure));
           },
           py::arg("plan"), py::arg("inputs"), py::arg("parameters"), py::arg("buffers"), py::arg("key"))
       .def("record", &Pipeline::record, py::arg("events_per_stage"), no_gil)
       .def("recorded", &Pipeline::recorded, no_gil)
       .def("events", &events)
-      .def("disturb", &disturb, py::arg("seed") = 0, py::arg("longest_delay_us") = 0,
+      .def("inject_faults", &inject_faults, py::arg("seed") = 0, py::arg("max_delay_us") = 0,
            py::arg("faults") = std::vector<std::tuple<std::string, int64_t, std::string>>())
       .def("set_capture", &Pipeline::set_capture, py::arg("capture"), no_gil)
-      .def("forget_replays", &Pipeline::forget_replays, no_gil)
-      .def("replays", &Pipeline::replays, no_gil)
+      .def("forget_graphs", &Pipeline::forget_graphs, no_gil)
+      .def("graph_reports", &Pipeline::graph_reports, no_gil)
       .def("close", &Pipeline::close, no_gil)
       .def("after_fork", &Pipeline::after_fork);
   m.def("route", &route, py::arg("sender"), py::arg("receiver"), py::arg("transport"));
   m.def("kept_bytes", &kept_bytes, py::arg("output"), no_gil);
-  m.def("choices_now", [] { return py::bytes(choices_now()); });
-  m.def("choose", [](const py::bytes& choices) { choose(choices); }, py::arg("choices"));
-  m.def("settings_now", [] { return py::bytes(settings_now()); });
+  m.def("operator_settings", [] { return py::bytes(operator_settings()); });
+  m.def(
+      "restore_operator_settings", [](const py::bytes& choices) { restore_operator_settings(choices); },
+      py::arg("choices"));
+  m.def("all_settings", [] { return py::bytes(all_settings()); });
 }
 
 }  // namespace gpipe_fast

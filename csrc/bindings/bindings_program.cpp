@@ -104,7 +104,7 @@ void bind_program(py::module_& m) {
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init<>())
       .def_property_readonly("bytes", &Arena::bytes)
-      .def_property_readonly("recycled_bytes", [](Arena& arena) { return arena.recycler().kept_bytes(); });
+      .def_property_readonly("cached_bytes", [](Arena& arena) { return arena.allocator().cached_bytes(); });
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<std::shared_ptr<Arena>, at::Device>(), py::arg("arena"), py::arg("device"))
       .def("add_input", &Program::add_input, py::arg("layout"), py::arg("any_dtype") = false)
@@ -118,10 +118,10 @@ void bind_program(py::module_& m) {
       .def("set_layer", &Program::set_layer)
       .def("add_operator", &add_operator, py::arg("name"), py::arg("overload"), py::arg("arguments"),
            py::arg("results"), py::arg("direct") = true, py::arg("when") = When::always)
-      .def("add_make", &Program::add_make)
+      .def("add_allocate", &Program::add_allocate)
       .def("add_accumulate", &Program::add_accumulate)
       .def("add_accumulate_all", &Program::add_accumulate_all)
-      .def("add_take", &Program::add_take)
+      .def("add_adopt", &Program::add_adopt)
       .def("add_release", &Program::add_release)
       .def("set_outputs", &Program::set_outputs)
       .def("set_parts", &Program::set_parts)

@@ -29,58 +29,58 @@ class Snapshot {
   void set_roots(const py::iterable& modules) {
     for (py::handle module : modules) {
       roots_.push_back(module.ptr());
-      hold(module.ptr());
+      retain(module.ptr());
     }
   }
   // Records an object's class and `__dict__`; with `items`, also all items of the `__dict__`.
   void add_attributes(py::handle object, bool items) {
-    if (!is_new(object)) return;
+    if (!retain_if_new(object)) return;
     types_.push_back({object.ptr(), Py_TYPE(object.ptr())});
     PyObject* dict = PyObject_GenericGetDict(object.ptr(), nullptr);
     if (dict == nullptr) throw py::error_already_set();
-    held_.push_back(dict);
+    references_.push_back(dict);
     attributes_.push_back({object.ptr(), dict});
     if (items) add_container(dict);
   }
   // Records all items of a dict, list, set or deque.
   void add_container(py::handle object) {
-    if (!is_new(object)) return;
+    if (!retain_if_new(object)) return;
     Container container{object.ptr(), {}};
     visit_items(object.ptr(), [&](PyObject* item) {
       container.items.push_back(item);
-      hold(item);
+      retain(item);
       return true;
     });
     containers_.push_back(std::move(container));
   }
   // Records some items of a dict, or their absence; with `count`, also the size of the dict.
-  void add_items(const py::dict& dict, const py::iterable& keys, bool count) {
-    hold(dict.ptr());
-    Items items{dict.ptr(), count ? PyDict_Size(dict.ptr()) : -1, {}};
+  void add_dict_items(const py::dict& dict, const py::iterable& keys, bool count) {
+    retain(dict.ptr());
+    DictItems items{dict.ptr(), count ? PyDict_Size(dict.ptr()) : -1, {}};
     for (py::handle key : keys) {
-      hold(key.ptr());
+      retain(key.ptr());
       PyObject* value = item_of(dict.ptr(), key.ptr());
-      if (value != nullptr) hold(value);
+      if (value != nullptr) retain(value);
       items.found.emplace_back(key.ptr(), value);
     }
     items_.push_back(std::move(items));
   }
   // Records the content of a closure cell, which is a variable of an enclosing function.
   void add_cell(py::handle cell) {
-    if (!is_new(cell)) return;
+    if (!retain_if_new(cell)) return;
     PyObject* content = PyCell_GET(cell.ptr());
-    if (content != nullptr) hold(content);
+    if (content != nullptr) retain(content);
     cells_.push_back({cell.ptr(), content});
   }
   // Records the attributes of a class, without those of its bases.
   void add_class(const py::type& type) {
-    if (!is_new(type)) return;
+    if (!retain_if_new(type)) return;
     auto* object = reinterpret_cast<PyTypeObject*>(type.ptr());
     const py::object dict = dict_of(object);
     Class recorded{object, 0, {type.ptr(), {}}};
     visit_items(dict.ptr(), [&](PyObject* item) {
       recorded.dict.items.push_back(item);
-      hold(item);
+      retain(item);
       return true;
     });
     recorded.version = version_of(object);
@@ -88,27 +88,27 @@ class Snapshot {
   }
   // Records a tensor's class, shape, strides, dtype, device and requires_grad.
   void add_tensor(py::handle object) {
-    if (!is_new(object)) return;
+    if (!retain_if_new(object)) return;
     types_.push_back({object.ptr(), Py_TYPE(object.ptr())});
     const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
     if (tensor.layout() != at::kStrided || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
-      complete_ = false;  // for example a lazy module's parameter
+      valid_ = false;  // for example a lazy module's parameter
       return;
     }
     tensors_.push_back({object.ptr(), tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(),
                         tensor.device(), tensor.requires_grad()});
   }
   // Records the bytes of an array.
-  void add_buffer(py::handle object) {
-    if (!is_new(object)) return;
-    buffers_.push_back({object.ptr(), bytes_of(object.ptr())});
+  void add_array(py::handle object) {
+    if (!retain_if_new(object)) return;
+    arrays_.push_back({object.ptr(), bytes_of(object.ptr())});
   }
   // Records an attribute that is stored in a slot (`__slots__`) of its object.
   void add_slot(py::handle object, const py::str& name) {
-    hold(object.ptr());
-    hold(name.ptr());
+    retain(object.ptr());
+    retain(name.ptr());
     Slot slot{object.ptr(), name.ptr(), slot_of(object.ptr(), name.ptr()).release().ptr()};
-    if (slot.value != nullptr) held_.push_back(slot.value);
+    if (slot.value != nullptr) references_.push_back(slot.value);
     slots_.push_back(slot);
   }
 
@@ -118,21 +118,22 @@ class Snapshot {
     for (py::handle module : modules) {
       if (count >= roots_.size() || roots_[count++] != module.ptr()) return false;
     }
-    return count == roots_.size() && complete_ && all(types_) && all(attributes_) && all(containers_) &&
-           all(tensors_) && all(items_) && all(cells_) && all(classes_) && all(buffers_) && all(slots_);
+    return count == roots_.size() && valid_ && all_same(types_) && all_same(attributes_) &&
+           all_same(containers_) && all_same(tensors_) && all_same(items_) && all_same(cells_) &&
+           all_same(classes_) && all_same(arrays_) && all_same(slots_);
   }
 
   int traverse(visitproc visit, void* arg) const {
-    for (PyObject* object : held_) Py_VISIT(object);
+    for (PyObject* object : references_) Py_VISIT(object);
     return 0;
   }
   void clear() {
-    complete_ = false;
-    for (PyObject* object : std::exchange(held_, {})) Py_DECREF(object);
+    valid_ = false;
+    for (PyObject* object : std::exchange(references_, {})) Py_DECREF(object);
   }
 
  private:
-  struct Typed {
+  struct TypeRecord {
     PyObject* object;
     PyTypeObject* type;
     bool same() const { return Py_TYPE(object) == type; }
@@ -148,8 +149,8 @@ class Snapshot {
   struct Container {
     PyObject* object;
     std::vector<PyObject*> items;  // for a dict, alternating keys and values
-    bool same() const { return holds(object); }
-    bool holds(PyObject* container) const {
+    bool same() const { return has_items(object); }
+    bool has_items(PyObject* container) const {
       size_t index = 0;
       const bool equal = visit_items(
           container, [&](PyObject* item) { return index < items.size() && items[index++] == item; });
@@ -168,7 +169,7 @@ class Snapshot {
              tensor.device() == device && tensor.requires_grad() == requires_grad;
     }
   };
-  struct Items {
+  struct DictItems {
     PyObject* dict;
     Py_ssize_t size;                                     // -1 if not recorded
     std::vector<std::pair<PyObject*, PyObject*>> found;  // null if absent
@@ -192,12 +193,12 @@ class Snapshot {
     Container dict;
     bool same() const {
       if (version != 0 && type->tp_version_tag == version) return true;
-      if (!dict.holds(dict_of(type).ptr())) return false;
+      if (!dict.has_items(dict_of(type).ptr())) return false;
       version = version_of(type);
       return true;
     }
   };
-  struct Buffer {
+  struct Array {
     PyObject* object;
     std::string bytes;
     bool same() const { return bytes_of(object) == bytes; }
@@ -210,20 +211,20 @@ class Snapshot {
   };
 
   template <class Recorded>
-  static bool all(const std::vector<Recorded>& recorded) {
+  static bool all_same(const std::vector<Recorded>& recorded) {
     for (const Recorded& one : recorded) {
       if (!one.same()) return false;
     }
     return true;
   }
 
-  void hold(PyObject* object) {
+  void retain(PyObject* object) {
     Py_INCREF(object);
-    held_.push_back(object);
+    references_.push_back(object);
   }
-  bool is_new(py::handle object) {
+  bool retain_if_new(py::handle object) {
     if (!seen_.insert(object.ptr()).second) return false;
-    hold(object.ptr());
+    retain(object.ptr());
     return true;
   }
 
@@ -291,22 +292,22 @@ class Snapshot {
   }
 
   std::vector<PyObject*> roots_;
-  std::vector<PyObject*> held_;
-  std::vector<Typed> types_;
+  std::vector<PyObject*> references_;
+  std::vector<TypeRecord> types_;
   std::vector<Attributes> attributes_;
   std::vector<Container> containers_;
   std::vector<Tensor> tensors_;
-  std::vector<Items> items_;
+  std::vector<DictItems> items_;
   std::vector<Cell> cells_;
   std::vector<Class> classes_;
-  std::vector<Buffer> buffers_;
+  std::vector<Array> arrays_;
   std::vector<Slot> slots_;
   std::unordered_set<PyObject*> seen_;
-  bool complete_ = true;
+  bool valid_ = true;
 };
 
 // Adds garbage collection to the Python type: a layer can refer to an owner of the snapshot, which makes a cycle.
-void collect(PyHeapTypeObject* heap_type) {
+void enable_garbage_collection(PyHeapTypeObject* heap_type) {
   PyTypeObject* type = &heap_type->ht_type;
   type->tp_flags |= Py_TPFLAGS_HAVE_GC;
   type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
@@ -323,16 +324,16 @@ void collect(PyHeapTypeObject* heap_type) {
 }  // namespace
 
 void bind_snapshot(py::module_& m) {
-  py::class_<Snapshot>(m, "Snapshot", py::custom_type_setup(&collect))
+  py::class_<Snapshot>(m, "Snapshot", py::custom_type_setup(&enable_garbage_collection))
       .def(py::init<>())
       .def("set_roots", &Snapshot::set_roots, py::arg("modules"))
       .def("add_attributes", &Snapshot::add_attributes, py::arg("object"), py::arg("items"))
       .def("add_container", &Snapshot::add_container, py::arg("container"))
-      .def("add_items", &Snapshot::add_items, py::arg("dict"), py::arg("keys"), py::arg("count"))
+      .def("add_dict_items", &Snapshot::add_dict_items, py::arg("dict"), py::arg("keys"), py::arg("count"))
       .def("add_cell", &Snapshot::add_cell, py::arg("cell"))
       .def("add_class", &Snapshot::add_class, py::arg("type"))
       .def("add_tensor", &Snapshot::add_tensor, py::arg("tensor"))
-      .def("add_buffer", &Snapshot::add_buffer, py::arg("array"))
+      .def("add_array", &Snapshot::add_array, py::arg("array"))
       .def("add_slot", &Snapshot::add_slot, py::arg("object"), py::arg("name"))
       .def("unchanged", &Snapshot::unchanged, py::arg("modules"));
 }

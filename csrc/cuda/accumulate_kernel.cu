@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(const __grid_const
 
 // Calls `f` with a value of the C++ type that `type` names.
 template <typename F>
-void with_type(ElementType type, F&& f) {
+void dispatch_type(ElementType type, F&& f) {
   switch (type) {
     case ElementType::kFloat32:
       return f(float{});
@@ -107,8 +107,8 @@ void with_type(ElementType type, F&& f) {
 void launch_accumulate(const AccumulateArgs& args, cudaStream_t stream) {
   const int32_t num_chunks = args.first_chunk[args.num_tensors];
   if (num_chunks == 0) return;
-  with_type(args.accumulator_type, [&](auto accumulator) {
-    with_type(args.gradient_type, [&](auto gradient) {
+  dispatch_type(args.accumulator_type, [&](auto accumulator) {
+    dispatch_type(args.gradient_type, [&](auto gradient) {
       accumulate_kernel<decltype(accumulator), decltype(gradient)><<<num_chunks, kThreads, 0, stream>>>(args);
     });
   });

@@ -25,7 +25,7 @@ namespace {
 // Returns whether `device` can access the memory of `other`; enables the access. torch also enables it for
 // memory that its allocator maps later. It throws if a device reports peer access as possible but enabling it
 // fails.
-bool reaches(c10::DeviceIndex device, c10::DeviceIndex other) {
+bool try_peer_access(c10::DeviceIndex device, c10::DeviceIndex other) {
   try {
     return at::cuda::get_p2p_access(device, other);
   } catch (const std::exception&) {
@@ -36,14 +36,14 @@ bool reaches(c10::DeviceIndex device, c10::DeviceIndex other) {
 
 class CudaCopier final : public Copier {
  public:
-  bool connects(at::Device one, at::Device other) const override {
+  bool enable_peer_access(at::Device one, at::Device other) const override {
     if (one == other) return true;
     const auto pair = std::minmax({one.index(), other.index()});
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto known = connected_.find(pair);
-    if (known != connected_.end()) return known->second;
-    const bool both = reaches(pair.first, pair.second) && reaches(pair.second, pair.first);
-    return connected_.emplace(pair, both).first->second;
+    const auto cached = peer_access_.find(pair);
+    if (cached != peer_access_.end()) return cached->second;
+    const bool both = try_peer_access(pair.first, pair.second) && try_peer_access(pair.second, pair.first);
+    return peer_access_.emplace(pair, both).first->second;
   }
 
   void copy(const at::Tensor& target, const at::Tensor& source, at::Device on) const override {
@@ -58,7 +58,7 @@ class CudaCopier final : public Copier {
     }
   }
 
-  void keep_for_stream(const at::Tensor& pinned, at::Device on) const override {
+  void record_stream(const at::Tensor& pinned, at::Device on) const override {
     const at::DataPtr& memory = pinned.storage().data_ptr();
     at::getHostAllocator(at::kCUDA)->record_event(memory.get(), memory.get_context(),
                                                   c10::cuda::getCurrentCUDAStream(on.index()));
@@ -66,11 +66,11 @@ class CudaCopier final : public Copier {
 
  private:
   mutable std::mutex mutex_;
-  mutable std::map<std::pair<c10::DeviceIndex, c10::DeviceIndex>, bool> connected_;
+  mutable std::map<std::pair<c10::DeviceIndex, c10::DeviceIndex>, bool> peer_access_;
 };
 
 // The copier is never destroyed, because pipelines may outlive static objects.
-[[maybe_unused]] const bool offered = offer_copier(*new CudaCopier);
+[[maybe_unused]] const bool registered = register_copier(*new CudaCopier);
 
 }  // namespace
 }  // namespace gpipe_fast

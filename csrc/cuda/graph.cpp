@@ -31,7 +31,9 @@ namespace {
 namespace CUDACachingAllocator = c10::cuda::CUDACachingAllocator;
 using Devices = std::set<c10::DeviceIndex>;
 
-cudaStream_t raw(const Stream& stream) { return c10::cuda::CUDAStream(stream.whole()).stream(); }
+cudaStream_t cuda_stream(const Stream& stream) {
+  return c10::cuda::CUDAStream(stream.torch_stream()).stream();
+}
 
 int64_t free_bytes(const Devices& devices) {
   int64_t bytes = 0;
@@ -46,29 +48,30 @@ int64_t free_bytes(const Devices& devices) {
 
 // A guard that routes allocations on the given streams to a pool. It releases the pool at the end, unless
 // keep() was called.
-class Allocating {
+class PoolGuard {
  public:
-  Allocating(const Devices& devices, c10::MempoolId_t pool, const std::vector<Stream>& streams)
+  PoolGuard(const Devices& devices, c10::MempoolId_t pool, const std::vector<Stream>& streams)
       : devices_(devices), pool_(pool) {
-    std::vector<cudaStream_t> own;
-    for (const Stream& stream : streams) own.push_back(raw(stream));
+    std::vector<cudaStream_t> streams_of_capture;
+    for (const Stream& stream : streams) streams_of_capture.push_back(cuda_stream(stream));
     // Existing cuBLAS workspaces are not in the pool, and other code may free them.
     at::cuda::clearCublasWorkspaces();
     for (c10::DeviceIndex device : devices_) {
-      CUDACachingAllocator::beginAllocateToPool(device, pool_, [own](cudaStream_t stream) {
-        return std::find(own.begin(), own.end(), stream) != own.end();
+      CUDACachingAllocator::beginAllocateToPool(device, pool_, [streams_of_capture](cudaStream_t stream) {
+        return std::find(streams_of_capture.begin(), streams_of_capture.end(), stream) !=
+               streams_of_capture.end();
       });
     }
   }
-  ~Allocating() {
+  ~PoolGuard() {
     at::cuda::clearCublasWorkspaces();
     for (c10::DeviceIndex device : devices_) {
       CUDACachingAllocator::endAllocateToPool(device, pool_);
       if (!kept_) CUDACachingAllocator::releasePool(device, pool_);
     }
   }
-  Allocating(const Allocating&) = delete;
-  Allocating& operator=(const Allocating&) = delete;
+  PoolGuard(const PoolGuard&) = delete;
+  PoolGuard& operator=(const PoolGuard&) = delete;
 
   void keep() { kept_ = true; }
 
@@ -81,60 +84,60 @@ class Allocating {
 // From about version 2.12 on, PyTorch's allocator must be notified of a capture. Earlier versions infer a
 // capture from a pool being in use.
 template <class Allocator>
-auto tell_of_begin(Allocator& allocator, c10::DeviceIndex device, int)
+auto mark_capture_begin(Allocator& allocator, c10::DeviceIndex device, int)
     -> decltype(allocator.markCaptureBegin(device)) {
   allocator.markCaptureBegin(device);
 }
 template <class Allocator>
-void tell_of_begin(Allocator&, c10::DeviceIndex, long) {}
+void mark_capture_begin(Allocator&, c10::DeviceIndex, long) {}
 
 template <class Allocator>
-auto tell_of_end(Allocator& allocator, c10::DeviceIndex device, int)
+auto mark_capture_end(Allocator& allocator, c10::DeviceIndex device, int)
     -> decltype(allocator.markCaptureEnd(device)) {
   allocator.markCaptureEnd(device);
 }
 template <class Allocator>
-void tell_of_end(Allocator&, c10::DeviceIndex, long) {}
+void mark_capture_end(Allocator&, c10::DeviceIndex, long) {}
 
 // A capture in progress. The destructor ends it if end() was not called.
-class Capturing {
+class CaptureGuard {
  public:
-  Capturing(const Devices& devices, const std::vector<Stream>& streams)
+  CaptureGuard(const Devices& devices, const std::vector<Stream>& streams)
       : devices_(devices), streams_(streams) {
-    C10_CUDA_CHECK(cudaStreamBeginCapture(raw(streams_.front()), cudaStreamCaptureModeRelaxed));
-    for (c10::DeviceIndex device : devices_) tell_of_begin(allocator(), device, 0);
+    C10_CUDA_CHECK(cudaStreamBeginCapture(cuda_stream(streams_.front()), cudaStreamCaptureModeRelaxed));
+    for (c10::DeviceIndex device : devices_) mark_capture_begin(allocator(), device, 0);
     try {
-      const Moment begin(streams_.front());
+      const StreamEvent begin(streams_.front());
       for (const Stream& stream : streams_) stream.wait(begin);
     } catch (...) {
-      drop();
+      abort_capture();
       throw;
     }
   }
-  ~Capturing() {
-    if (!ended_) drop();
+  ~CaptureGuard() {
+    if (!ended_) abort_capture();
   }
-  Capturing(const Capturing&) = delete;
-  Capturing& operator=(const Capturing&) = delete;
+  CaptureGuard(const CaptureGuard&) = delete;
+  CaptureGuard& operator=(const CaptureGuard&) = delete;
 
   cudaGraph_t end() {
-    for (const Stream& stream : streams_) streams_.front().wait(Moment(stream));
+    for (const Stream& stream : streams_) streams_.front().wait(StreamEvent(stream));
     cudaGraph_t graph = nullptr;
-    C10_CUDA_CHECK(stop(graph));
+    C10_CUDA_CHECK(end_capture(graph));
     return graph;
   }
 
  private:
   static CUDACachingAllocator::CUDAAllocator& allocator() { return *CUDACachingAllocator::get(); }
-  cudaError_t stop(cudaGraph_t& graph) {
+  cudaError_t end_capture(cudaGraph_t& graph) {
     ended_ = true;
-    const cudaError_t error = cudaStreamEndCapture(raw(streams_.front()), &graph);
-    for (c10::DeviceIndex device : devices_) tell_of_end(allocator(), device, 0);
+    const cudaError_t error = cudaStreamEndCapture(cuda_stream(streams_.front()), &graph);
+    for (c10::DeviceIndex device : devices_) mark_capture_end(allocator(), device, 0);
     return error;
   }
-  void drop() {
+  void abort_capture() {
     cudaGraph_t graph = nullptr;
-    (void)stop(graph);  // its error only repeats that the capture failed
+    (void)end_capture(graph);  // its error only repeats that the capture failed
     if (graph != nullptr) (void)cudaGraphDestroy(graph);
     (void)cudaGetLastError();
   }
@@ -150,26 +153,26 @@ class CudaGraph final : public Graph {
       : devices_(std::move(devices)), pool_(std::move(pool)) {
     size_t nodes = 0;
     cudaError_t error = cudaGraphGetNodes(graph, nullptr, &nodes);
-    if (error == cudaSuccess) error = cudaGraphInstantiate(&executable_, graph, 0);
+    if (error == cudaSuccess) error = cudaGraphInstantiate(&graph_exec_, graph, 0);
     (void)cudaGraphDestroy(graph);
     C10_CUDA_CHECK(error);
     nodes_ = static_cast<int64_t>(nodes);
   }
   ~CudaGraph() override {
     try {
-      last_.synchronize();  // its memory may be reused afterwards
+      last_replay_.synchronize();  // its memory may be reused afterwards
     } catch (const std::exception&) {
       // The device has failed, so no work runs there any more.
     }
-    (void)cudaGraphExecDestroy(executable_);
+    (void)cudaGraphExecDestroy(graph_exec_);
     (void)cudaGetLastError();
     for (c10::DeviceIndex device : devices_) CUDACachingAllocator::releasePool(device, *pool_);
   }
 
   void replay(const Stream& stream) override {
     const c10::cuda::CUDAGuard guard(stream.device());
-    C10_CUDA_CHECK(cudaGraphLaunch(executable_, raw(stream)));
-    last_ = Moment(stream);
+    C10_CUDA_CHECK(cudaGraphLaunch(graph_exec_, cuda_stream(stream)));
+    last_replay_ = StreamEvent(stream);
   }
   int64_t num_nodes() const override { return nodes_; }
   int64_t bytes() const override { return bytes_; }
@@ -178,16 +181,16 @@ class CudaGraph final : public Graph {
  private:
   const Devices devices_;
   const std::shared_ptr<const c10::MempoolId_t> pool_;
-  cudaGraphExec_t executable_ = nullptr;
+  cudaGraphExec_t graph_exec_ = nullptr;
   int64_t nodes_ = 0;
   int64_t bytes_ = 0;
-  Moment last_;
+  StreamEvent last_replay_;
 };
 
 // The address ranges that PyTorch's allocator has obtained from the devices for a pool.
-class Segments {
+class PoolSegments {
  public:
-  explicit Segments(const c10::MempoolId_t& pool) {
+  explicit PoolSegments(const c10::MempoolId_t& pool) {
     for (const auto& segment : CUDACachingAllocator::snapshot(pool, /*include_traces=*/false).segments) {
       if (segment.owner_private_pool_id == pool)
         ends_.emplace(segment.address, segment.address + segment.total_size);
@@ -228,29 +231,29 @@ class CudaGraphMaker final : public GraphMaker {
     for (const Stream& stream : streams) devices.insert(stream.device().index());
     const std::lock_guard<std::mutex> one_at_a_time(capture_mutex());
     CUDACachingAllocator::emptyCache();
-    const int64_t before = free_bytes(devices);
-    const Stream::Current current(streams.front());
+    const int64_t free_before = free_bytes(devices);
+    const Stream::Guard current(streams.front());
     // PyTorch discards a pool that nothing uses any more, so a new one is needed then.
     std::shared_ptr<const c10::MempoolId_t> pool = pool_.lock();
     if (!pool) pool = std::make_shared<c10::MempoolId_t>(at::cuda::graph_pool_handle());
-    Allocating allocating(devices, *pool, streams);
+    PoolGuard pool_guard(devices, *pool, streams);
     cudaGraph_t captured = nullptr;
     {
-      Capturing capturing(devices, streams);
+      CaptureGuard capture_guard(devices, streams);
       body();
-      captured = capturing.end();
+      captured = capture_guard.end();
     }
     auto graph = std::make_shared<CudaGraph>(captured, devices, pool);
     pool_ = pool;
-    allocating.keep();
-    graph->set_bytes(std::max<int64_t>(before - free_bytes(devices), 0));
+    pool_guard.keep();
+    graph->set_bytes(std::max<int64_t>(free_before - free_bytes(devices), 0));
     return graph;
   }
 
   Alias alias() const override {
     const std::shared_ptr<const c10::MempoolId_t> pool = pool_.lock();
     if (!pool) return [](const at::Tensor& tensor) { return tensor; };
-    return [segments = Segments(*pool)](const at::Tensor& tensor) {
+    return [segments = PoolSegments(*pool)](const at::Tensor& tensor) {
       if (!tensor.defined() || !segments.contain(tensor.storage().data())) return tensor;
       c10::DataPtr place(tensor.storage().mutable_data(), tensor.device());
       const at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -11,7 +11,7 @@
 namespace gpipe_fast {
 namespace {
 
-DrawType type_of(at::ScalarType dtype) {
+DrawType draw_type(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
       return DrawType::kFloat32;
@@ -49,27 +49,27 @@ at::Tensor draw(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntAr
   const c10::cuda::CUDAGuard guard(key.device());
   at::Tensor out = at::empty(size, at::TensorOptions().dtype(dtype).device(key.device()));
   if (out.numel() > 0) {
-    launch(DrawTarget{out.mutable_data_ptr(), out.numel(), key.const_data_ptr<int64_t>(), layer, ordinal,
-                      c10::cuda::getCurrentCUDAStream()});
+    launch(DrawArgs{out.mutable_data_ptr(), out.numel(), key.const_data_ptr<int64_t>(), layer, ordinal,
+                    c10::cuda::getCurrentCUDAStream()});
   }
   return device == key.device() ? out : out.to(device);
 }
 
 at::Tensor keyed_bernoulli(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                            double p, at::ScalarType dtype, at::Device device) {
-  const uint64_t ones = words_of_ones(p), one = pattern_of_one(dtype);
+  const uint64_t threshold = bernoulli_threshold(p), one = bits_of_one(dtype);
   const auto itemsize = static_cast<int64_t>(c10::elementSize(dtype));
-  return draw(key, layer, ordinal, size, dtype, device, [&](const DrawTarget& target) {
-    // `ones` must not be 0, so for p = 0 the pattern of one is replaced by zero.
-    launch_bernoulli(target, ones == 0 ? 1 : ones, ones == 0 ? 0 : one, itemsize);
+  return draw(key, layer, ordinal, size, dtype, device, [&](const DrawArgs& args) {
+    // `threshold` must not be 0, so for p = 0 the pattern of one is replaced by zero.
+    launch_bernoulli(args, threshold == 0 ? 1 : threshold, threshold == 0 ? 0 : one, itemsize);
   });
 }
 
 at::Tensor keyed_uniform(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                          double low, double high, at::ScalarType dtype, at::Device device) {
-  const UniformEnd end = uniform_end(dtype, low, high);
-  return draw(key, layer, ordinal, size, dtype, device, [&](const DrawTarget& target) {
-    launch_uniform(target, type_of(dtype), end.digits, low, high, end.limit);
+  const UniformBound end = uniform_bound(dtype, low, high);
+  return draw(key, layer, ordinal, size, dtype, device, [&](const DrawArgs& args) {
+    launch_uniform(args, draw_type(dtype), end.digits, low, high, end.limit);
   });
 }
 
@@ -77,21 +77,21 @@ at::Tensor keyed_normal(const at::Tensor& key, int64_t layer, int64_t ordinal, a
                         double mean, double std, at::ScalarType dtype, at::Device device) {
   check_std(std);
   return draw(key, layer, ordinal, size, dtype, device,
-              [&](const DrawTarget& target) { launch_normal(target, type_of(dtype), mean, std); });
+              [&](const DrawArgs& args) { launch_normal(args, draw_type(dtype), mean, std); });
 }
 
 at::Tensor keyed_exponential(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                              double rate, at::ScalarType dtype, at::Device device) {
   check_rate(rate);
   return draw(key, layer, ordinal, size, dtype, device,
-              [&](const DrawTarget& target) { launch_exponential(target, type_of(dtype), 1.0 / rate); });
+              [&](const DrawArgs& args) { launch_exponential(args, draw_type(dtype), 1.0 / rate); });
 }
 
 at::Tensor keyed_integer(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                          int64_t smallest, int64_t largest, at::ScalarType dtype, at::Device device) {
-  const uint64_t span = span_of(smallest, largest);
+  const uint64_t span = num_integers(smallest, largest);
   return draw(key, layer, ordinal, size, dtype, device,
-              [&](const DrawTarget& target) { launch_integer(target, type_of(dtype), smallest, span); });
+              [&](const DrawArgs& args) { launch_integer(args, draw_type(dtype), smallest, span); });
 }
 
 TORCH_LIBRARY_IMPL(gpipe_fast, CUDA, m) {

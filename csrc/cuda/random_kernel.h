@@ -25,7 +25,7 @@ enum class DrawType : int32_t {
 // Output, key and stream of one draw. The kernel reads the key from memory, so replaying a captured launch
 // draws with the key's current values. The kernel does not check their ranges; out-of-range values give
 // unspecified draws.
-struct DrawTarget {
+struct DrawArgs {
   void* out;
   int64_t size;
   const int64_t* key;  // [mini-batch key, micro-batch, first layer], on the GPU
@@ -34,13 +34,12 @@ struct DrawTarget {
   cudaStream_t stream;
 };
 
-// Writes `one`, a bit pattern of `itemsize` bytes, for words below `ones`, and zero for the others. `ones`
+// Writes `one`, a bit pattern of `itemsize` bytes, for words below `threshold`, and zero for the others. `threshold`
 // must not be 0.
-void launch_bernoulli(const DrawTarget& target, uint64_t ones, uint64_t one, int64_t itemsize);
-void launch_uniform(const DrawTarget& target, DrawType type, int digits, double low, double high,
-                    double limit);
-void launch_normal(const DrawTarget& target, DrawType type, double mean, double std);
-void launch_exponential(const DrawTarget& target, DrawType type, double scale);
-void launch_integer(const DrawTarget& target, DrawType type, int64_t smallest, uint64_t span);
+void launch_bernoulli(const DrawArgs& args, uint64_t threshold, uint64_t one, int64_t itemsize);
+void launch_uniform(const DrawArgs& args, DrawType type, int digits, double low, double high, double limit);
+void launch_normal(const DrawArgs& args, DrawType type, double mean, double std);
+void launch_exponential(const DrawArgs& args, DrawType type, double scale);
+void launch_integer(const DrawArgs& args, DrawType type, int64_t smallest, uint64_t span);
 
 }  // namespace gpipe_fast

@@ -16,7 +16,7 @@ c10::Stream make(at::Device device) {
   return c10::cuda::getStreamFromExternal(stream, device.index()).unwrap();
 }
 
-[[maybe_unused]] const bool is_offered = offer_streams(&make);
+[[maybe_unused]] const bool is_registered = register_stream_factory(&make);
 
 }  // namespace
 }  // namespace gpipe_fast

@@ -3,17 +3,17 @@
 namespace gpipe_fast {
 namespace {
 
-const Copier*& offered() {
+const Copier*& registered() {
   static const Copier* copier = nullptr;
   return copier;
 }
 
 }  // namespace
 
-const Copier* copier() { return offered(); }
+const Copier* copier() { return registered(); }
 
-bool offer_copier(const Copier& copier) {
-  offered() = &copier;
+bool register_copier(const Copier& copier) {
+  registered() = &copier;
   return true;
 }
 

@@ -17,19 +17,19 @@ class Copier {
   // Returns whether the two devices can access each other's memory. The first call for a pair of devices
   // enables peer access; it must not happen during a capture. Returns false if peer access is unsupported or
   // cannot be enabled.
-  virtual bool connects(at::Device one, at::Device other) const = 0;
+  virtual bool enable_peer_access(at::Device one, at::Device other) const = 0;
 
   // Enqueues a copy on the calling thread's current stream of the device `on`. Host memory must be pinned.
   virtual void copy(const at::Tensor& target, const at::Tensor& source, at::Device on) const = 0;
 
   // Records that the calling thread's current stream of the device `on` uses a block of pinned memory: once
   // freed, the block is reused only after the work that is on that stream at that time has finished.
-  virtual void keep_for_stream(const at::Tensor& pinned, at::Device on) const = 0;
+  virtual void record_stream(const at::Tensor& pinned, at::Device on) const = 0;
 };
 
 // Returns the CUDA copier; null in a build without CUDA.
 const Copier* copier();
 // Registers the copier. Called while libraries are loaded.
-bool offer_copier(const Copier& copier);
+bool register_copier(const Copier& copier);
 
 }  // namespace gpipe_fast

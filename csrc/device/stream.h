@@ -17,11 +17,11 @@ class Stream;
 
 // A stream event: a point in the work of a stream. It completes when all work enqueued before it has. Copies
 // share it.
-class Moment {
+class StreamEvent {
  public:
   // An event of the CPU, which is complete.
-  Moment() = default;
-  explicit Moment(const Stream& stream);
+  StreamEvent() = default;
+  explicit StreamEvent(const Stream& stream);
 
   // Blocks the calling thread until the event completes.
   void synchronize() const;
@@ -32,56 +32,56 @@ class Moment {
 };
 
 // Creates a stream on a device. The stream lives as long as the process.
-using StreamMaker = c10::Stream (*)(at::Device device);
+using StreamFactory = c10::Stream (*)(at::Device device);
 // Registers the function that creates streams. Called while libraries are loaded; without one, torch's pool
 // is used.
-bool offer_streams(StreamMaker make);
+bool register_stream_factory(StreamFactory make);
 
 class Stream {
  public:
   // Returns the calling thread's current stream of a device.
-  static Stream of_thread(at::Device device);
-  // Takes a stream for exclusive use until `give_back()`; PyTorch's own pool hands out each stream several
+  static Stream current_on(at::Device device);
+  // Takes a stream for exclusive use until `release()`; PyTorch's own pool hands out each stream several
   // times. A stream that is given back still finishes its work.
-  static Stream take(at::Device device);
-  static void give_back(const Stream& stream);
+  static Stream acquire(at::Device device);
+  static void release(const Stream& stream);
 
   at::Device device() const { return device_; }
   // Returns PyTorch's stream. Must not be called for the CPU.
-  c10::Stream whole() const { return stream_.value(); }
+  c10::Stream torch_stream() const { return stream_.value(); }
   bool is_cpu() const { return !stream_; }
   bool operator==(const Stream& other) const { return device_ == other.device_ && stream_ == other.stream_; }
 
   // Makes later work on this stream begin only after a stream event, usually of another stream.
-  void wait(const Moment& moment) const;
+  void wait(const StreamEvent& event) const;
   // Records that work already on this stream uses a tensor's memory. Even if the tensor is freed, its memory
   // is not reused before that work has finished.
-  void uses(const at::Tensor& tensor) const;
+  void record_use(const at::Tensor& tensor) const;
 
-  // While a `Holding` lives, it owns the tensors that `uses()` receives on its streams, instead of recording
+  // While a `KeepAlive` lives, it owns the tensors that `record_use()` receives on its streams, instead of recording
   // them with the allocator. For streams that are being captured: an allocator cannot query when their work
   // has finished.
-  class Holding {
+  class KeepAlive {
    public:
-    explicit Holding(std::vector<Stream> streams);
-    ~Holding();
-    Holding(const Holding&) = delete;
-    Holding& operator=(const Holding&) = delete;
+    explicit KeepAlive(std::vector<Stream> streams);
+    ~KeepAlive();
+    KeepAlive(const KeepAlive&) = delete;
+    KeepAlive& operator=(const KeepAlive&) = delete;
 
    private:
     friend class Stream;
     const std::vector<Stream> streams_;
-    std::vector<at::Tensor> held_;
+    std::vector<at::Tensor> tensors_;
   };
 
   // A guard: makes a stream and its device current in the calling thread, and restores the previous ones at
   // the end.
-  class Current {
+  class Guard {
    public:
-    explicit Current(const Stream& stream);
-    ~Current();
-    Current(const Current&) = delete;
-    Current& operator=(const Current&) = delete;
+    explicit Guard(const Stream& stream);
+    ~Guard();
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
 
    private:
     std::optional<c10::impl::VirtualGuardImpl> impl_;
@@ -90,7 +90,7 @@ class Stream {
   };
 
  private:
-  friend class Moment;
+  friend class StreamEvent;
   Stream(at::Device device, std::optional<c10::Stream> stream) : device_(device), stream_(stream) {}
 
   at::Device device_;

@@ -14,10 +14,10 @@ std::string Action::name() const {
   return std::to_string(stage) + kKinds.at(static_cast<size_t>(kind)) + std::to_string(microbatch);
 }
 
-Actions::Actions(std::vector<std::vector<Action>> stages, int64_t capacity)
-    : stages_(std::move(stages)), capacity_(capacity) {
+Actions::Actions(std::vector<std::vector<Action>> stages, int64_t num_slots)
+    : stages_(std::move(stages)), num_slots_(num_slots) {
   GPIPE_CHECK_ARG(!stages_.empty(), "a pipeline must have at least one stage, got none");
-  GPIPE_CHECK_ARG(capacity > 0, "at least one slot is required, got ", capacity);
+  GPIPE_CHECK_ARG(num_slots > 0, "at least one slot is required, got ", num_slots);
   const int32_t last = num_stages() - 1;
   std::set<int64_t> ranks;
   for (int32_t stage = 0; stage <= last; ++stage) {
@@ -55,9 +55,9 @@ void Actions::check_edge(int32_t sender, ActionKind send, int32_t receiver, Acti
     GPIPE_CHECK_ARG(sends[i].microbatch == receives[i].microbatch, receives[i].name(), " would receive from ",
                     sends[i].name(), ", but a connection keeps its order");
     GPIPE_CHECK_ARG(sends[i].rank < receives[i].rank, receives[i].name(), " ranks before ", sends[i].name());
-    const size_t slots = static_cast<size_t>(capacity_);
+    const size_t slots = static_cast<size_t>(num_slots_);
     GPIPE_CHECK_ARG(i < slots || receives[i - slots].rank < sends[i].rank, sends[i].name(),
-                    " ranks before a slot is free: of ", capacity_, " slots, the next one is freed by ",
+                    " ranks before a slot is free: of ", num_slots_, " slots, the next one is freed by ",
                     receives[i < slots ? 0 : i - slots].name());
   }
 }

@@ -35,18 +35,18 @@ struct Action {
 class Actions {
  public:
   // Throws std::invalid_argument unless sends and receives match in order and the ranks rule out a deadlock.
-  // `capacity`: how many boundary tensors may be in flight between two stages in one direction.
-  Actions(std::vector<std::vector<Action>> stages, int64_t capacity);
+  // `num_slots`: how many boundary tensors may be in flight between two stages in one direction.
+  Actions(std::vector<std::vector<Action>> stages, int64_t num_slots);
 
   const std::vector<Action>& of(int32_t stage) const { return stages_[stage]; }
   int32_t num_stages() const { return static_cast<int32_t>(stages_.size()); }
-  int64_t capacity() const { return capacity_; }
+  int64_t num_slots() const { return num_slots_; }
 
  private:
   void check_edge(int32_t sender, ActionKind send, int32_t receiver, ActionKind receive) const;
 
   std::vector<std::vector<Action>> stages_;
-  int64_t capacity_;
+  int64_t num_slots_;
 };
 
 }  // namespace gpipe_fast

@@ -27,7 +27,7 @@ int64_t now() {
 // The worker threads and their shared state.
 struct Engine::Pool {
   Pool(int32_t num_stages, int64_t recorded)
-      : process(getpid()),
+      : owner_pid(getpid()),
         cores(num_stages),
         forward(num_stages),
         backward(num_stages),
@@ -35,7 +35,7 @@ struct Engine::Pool {
     for (Recorder& recorder : recorders) recorder.resize(recorded);
     try {
       for (int32_t stage = 0; stage < num_stages; ++stage) {
-        threads.emplace_back([this, stage] { serve(stage); });
+        threads.emplace_back([this, stage] { worker_loop(stage); });
       }
     } catch (...) {  // the system cannot create another thread
       stop();
@@ -50,69 +50,70 @@ struct Engine::Pool {
     for (std::thread& thread : threads) thread.join();
   }
 
-  void serve(int32_t stage) {
+  void worker_loop(int32_t stage) {
     for (int64_t done = 0;; ++done) {
       start.wait([&] { return generation.load(std::memory_order_seq_cst) > done || stopping.load(); });
       if (generation.load(std::memory_order_seq_cst) <= done) return;
       cores.enter(stage);
-      walk(stage);
+      run_actions(stage);
       cores.leave(stage);
       if (running.fetch_sub(1, std::memory_order_seq_cst) == 1) finish.wake();
     }
   }
 
-  void walk(int32_t stage) {
-    const std::vector<Action>& list = actions->of(stage);
-    if (list.empty()) return;
-    const Action* current = &list.front();
-    std::string place;
+  void run_actions(int32_t stage) {
+    const std::vector<Action>& stage_actions = actions->of(stage);
+    if (stage_actions.empty()) return;
+    const Action* current = &stage_actions.front();
+    std::string layer_title;
     try {
       work->enter(stage, [&] {
-        for (const Action& action : list) {
+        for (const Action& action : stage_actions) {
           current = &action;
-          if (cancellation.covers(action.rank) || !step(action, place)) return;
+          if (cancellation.covers(action.rank) || !run_action(action, layer_title)) return;
         }
       });
-    } catch (const Stopped&) {
+    } catch (const Cancelled&) {
       // If this action was not cancelled, the exception came from elsewhere, such as an engine inside the
       // action. It is then a failure: otherwise no cancellation would wake the waiting stages.
-      if (!cancellation.covers(current->rank)) fail(*current, std::current_exception(), std::move(place));
+      if (!cancellation.covers(current->rank))
+        record_failure(*current, std::current_exception(), std::move(layer_title));
     } catch (...) {
-      fail(*current, std::current_exception(), std::move(place));
+      record_failure(*current, std::current_exception(), std::move(layer_title));
     }
   }
 
   // Runs one action. Returns false if it was cancelled while waiting at its slot. If the action throws,
-  // `place` may name the part that failed.
-  bool step(const Action& action, std::string& place) {
-    struct Cancelled final : Watch {
-      Cancelled(const Cancellation& cancellation, int64_t rank, std::string& place)
-          : cancellation(cancellation), rank(rank), place(place) {}
-      void look() override {
-        if (cancellation.covers(rank)) throw Stopped();
+  // `layer_title` may name the part that failed.
+  bool run_action(const Action& action, std::string& layer_title) {
+    struct ActionToken final : CancellationToken {
+      ActionToken(const Cancellation& cancellation, int64_t rank, std::string& layer_title)
+          : cancellation(cancellation), rank(rank), layer_title(layer_title) {}
+      void check() override {
+        if (cancellation.covers(rank)) throw Cancelled();
       }
-      void blame(const std::string& name) override { place = name; }
+      void set_layer_title(const std::string& name) override { layer_title = name; }
       const Cancellation& cancellation;
       const int64_t rank;
-      std::string& place;
-    } watch(cancellation, action.rank, place);
+      std::string& layer_title;
+    } token(cancellation, action.rank, layer_title);
 
     Recorder& recorder = recorders[action.stage];
     Slots* const slots = slots_of(action);
     const int64_t run = generation.load(std::memory_order_relaxed);
-    int64_t begin = recorder.on() ? now() : 0;
+    int64_t begin = recorder.enabled() ? now() : 0;
     if (slots != nullptr) {
       const bool ready = wait(*slots, action);
-      if (recorder.on()) {
+      if (recorder.enabled()) {
         const int64_t end = now();
         recorder.add({action, run, true, begin, end});
         begin = end;
       }
       if (!ready) return false;
     }
-    work->run(action, watch);
-    if (recorder.on()) recorder.add({action, run, false, begin, now()});
-    if (slots != nullptr) sends(action) ? slots->send() : slots->receive();
+    work->run(action, token);
+    if (recorder.enabled()) recorder.add({action, run, false, begin, now()});
+    if (slots != nullptr) is_send(action) ? slots->send() : slots->receive();
     return true;
   }
 
@@ -132,20 +133,20 @@ struct Engine::Pool {
         return nullptr;
     }
   }
-  static bool sends(const Action& action) {
+  static bool is_send(const Action& action) {
     return action.kind == ActionKind::send_forward || action.kind == ActionKind::send_backward;
   }
 
   bool wait(Slots& slots, const Action& action) {
-    return sends(action) ? slots.wait_for_room(actions->capacity(), action.rank, cancellation)
-                         : slots.wait_for_tensor(action.rank, cancellation);
+    return is_send(action) ? slots.wait_for_room(actions->num_slots(), action.rank, cancellation)
+                           : slots.wait_for_tensor(action.rank, cancellation);
   }
 
-  void fail(const Action& action, std::exception_ptr error, std::string place) {
+  void record_failure(const Action& action, std::exception_ptr error, std::string layer_title) {
     {
       std::lock_guard<std::mutex> lock(failure_mutex);
       if (!failure || action.rank < failure->action.rank)
-        failure = Failure{std::move(error), action, std::move(place)};
+        failure = Failure{std::move(error), action, std::move(layer_title)};
     }
     cancel_from(action.rank);
   }
@@ -166,7 +167,7 @@ struct Engine::Pool {
     start.wake();
   }
 
-  const pid_t process;
+  const pid_t owner_pid;
   Cores cores;
 
   // State of the current run. The caller writes it while no worker is running.
@@ -194,7 +195,7 @@ Engine::Engine(int32_t num_stages) : num_stages_(num_stages) {
 Engine::~Engine() {
   // After fork(), the parent's threads do not exist in the child, so their shared state is leaked instead of
   // destroyed.
-  if (pool_ && pool_->process != getpid()) (void)pool_.release();
+  if (pool_ && pool_->owner_pid != getpid()) (void)pool_.release();
 }
 
 std::optional<Failure> Engine::run(const Actions& actions, Work& work, const std::function<void()>& poll) {
@@ -202,30 +203,30 @@ std::optional<Failure> Engine::run(const Actions& actions, Work& work, const std
                   " stages, but received actions for ", actions.num_stages());
   Pool& pool = begin();
   pool.start_run(actions, work);
-  std::exception_ptr thrown;
+  std::exception_ptr poll_error;
   const auto done = [&] { return pool.running.load(std::memory_order_seq_cst) == 0; };
   while (!pool.finish.wait_for(done, kPollInterval)) {
-    if (!poll || thrown) continue;
+    if (!poll || poll_error) continue;
     try {
       poll();
     } catch (...) {
-      thrown = std::current_exception();
+      poll_error = std::current_exception();
       pool.cancel_from(Cancellation::kEverything);
     }
   }
   const bool interrupted = end();
   // Always moved out of the pool, so that the pool does not keep an exception alive.
   std::optional<Failure> failure = std::exchange(pool.failure, std::nullopt);
-  if (thrown) std::rethrow_exception(thrown);
-  if (interrupted) throw Stopped();
+  if (poll_error) std::rethrow_exception(poll_error);
+  if (interrupted) throw Cancelled();
   return failure;
 }
 
 Engine::Pool& Engine::begin() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (pool_ && pool_->process != getpid()) (void)pool_.release();
+  if (pool_ && pool_->owner_pid != getpid()) (void)pool_.release();
   if (!pool_) pool_ = std::make_unique<Pool>(num_stages_, recorded_);
-  pool_->cores.arrange();
+  pool_->cores.plan_moves();
   running_ = true;
   return *pool_;
 }
@@ -253,7 +254,7 @@ void Engine::interrupt() {
 void Engine::record(int64_t events_per_stage) {
   GPIPE_CHECK_ARG(events_per_stage >= 0, "cannot keep ", events_per_stage, " events");
   recorded_ = events_per_stage;
-  if (!pool_ || pool_->process != getpid()) return;
+  if (!pool_ || pool_->owner_pid != getpid()) return;
   for (Recorder& recorder : pool_->recorders) recorder.resize(recorded_);
 }
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "engine/actions.h"
-#include "engine/watch.h"
+#include "engine/cancellation_token.h"
 
 #include <chrono>
 #include <cstdint>
@@ -23,18 +23,18 @@ namespace gpipe_fast {
 class Work {
  public:
   virtual ~Work() = default;
-  // Around all actions of a stage in one run, if it has any, to set up its worker: calls `walk` once.
-  virtual void enter(int32_t stage, const std::function<void()>& walk) {
+  // Around all actions of a stage in one run, if it has any, to set up its worker: calls `run_actions` once.
+  virtual void enter(int32_t stage, const std::function<void()>& run_actions) {
     (void)stage;
-    walk();
+    run_actions();
   }
-  virtual void run(const Action& action, Watch& watch) = 0;
+  virtual void run(const Action& action, CancellationToken& token) = 0;
 };
 
 struct Failure {
   std::exception_ptr error;
   Action action;
-  std::string place;  // see Watch::blame; may be empty
+  std::string layer_title;  // see CancellationToken::blame; may be empty
 };
 
 // Begin and end of an action, or of the wait at its slot just before. Nanoseconds of the steady clock.

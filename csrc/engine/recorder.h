@@ -16,7 +16,7 @@ class Recorder {
     events_.assign(static_cast<size_t>(size), Event{});
     count_ = 0;
   }
-  bool on() const { return !events_.empty(); }
+  bool enabled() const { return !events_.empty(); }
   void add(const Event& event) { events_[count_++ % events_.size()] = event; }
   std::vector<Event> latest() const {
     std::vector<Event> result;

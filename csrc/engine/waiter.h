@@ -14,7 +14,7 @@ class Waiter {
  public:
   template <class Condition>
   void wait(const Condition& condition) {
-    for (int i = 0; i < kLooks; ++i) {
+    for (int i = 0; i < kSpins; ++i) {
       if (condition()) return;
       std::this_thread::yield();
     }
@@ -47,7 +47,7 @@ class Waiter {
  private:
   // Number of spins: they take about as long as falling asleep and being woken, some 40 µs. The waiter yields
   // its core between them because the other thread may need it: stages can outnumber cores.
-  static constexpr int kLooks = 100;
+  static constexpr int kSpins = 100;
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -24,8 +24,8 @@ using torch::autograd::variable_list;
 
 // A tensor and its version when the forward read it. Not a SavedVariable, because that calls the hooks on saved
 // tensors, and these tensors are only checked, not saved.
-struct Noted {
-  explicit Noted(const at::Tensor& tensor)
+struct InputVersion {
+  explicit InputVersion(const at::Tensor& tensor)
       : tensor(tensor.tensor_data()), version(tensor.is_inference() ? 0 : tensor._version()) {}
   bool changed() const { return !tensor.is_inference() && tensor._version() != version; }
 
@@ -36,14 +36,14 @@ struct Noted {
 class GPipeBackward final : public torch::autograd::Node {
  public:
   GPipeBackward(const Tensors& inputs, const Tensors& parameters, std::shared_ptr<Pipeline> pipeline,
-                std::shared_ptr<MiniBatch> minibatch, Sizes sizes, std::vector<bool> differentiable)
+                std::shared_ptr<MiniBatch> minibatch, PartLengths sizes, std::vector<bool> differentiable)
       : num_inputs_(inputs.size()),
         differentiable_(std::move(differentiable)),
         pipeline_(std::move(pipeline)),
         sizes_(std::move(sizes)),
         minibatch_(std::move(minibatch)) {
-    for (const at::Tensor& input : inputs) noted_.emplace_back(input);
-    for (const at::Tensor& parameter : parameters) noted_.emplace_back(parameter);
+    for (const at::Tensor& input : inputs) input_versions_.emplace_back(input);
+    for (const at::Tensor& parameter : parameters) input_versions_.emplace_back(parameter);
   }
 
   variable_list apply(variable_list&& gradients) override {
@@ -56,19 +56,19 @@ class GPipeBackward final : public torch::autograd::Node {
           "vmap (is_grads_batched=True, vectorize=True) cannot look into a GPipe, whose layers run in "
           "C++; call the backward once for each gradient");
     }
-    const std::shared_ptr<MiniBatch> minibatch = checked();
+    const std::shared_ptr<MiniBatch> minibatch = checked_minibatch();
     variable_list result(num_outputs());
     // PyTorch passes gradients only for outputs that can need one.
-    Tensors of_outputs(sizes_.size());
+    Tensors output_gradients(sizes_.size());
     bool any = false;
-    for (size_t i = 0, next = 0; i < of_outputs.size(); ++i) {
+    for (size_t i = 0, next = 0; i < output_gradients.size(); ++i) {
       if (!differentiable_[i]) continue;
-      of_outputs[i] = std::move(gradients[next++]);
-      any = any || of_outputs[i].defined();
+      output_gradients[i] = std::move(gradients[next++]);
+      any = any || output_gradients[i].defined();
     }
     if (!any) return result;
     const bool retain = torch::autograd::get_current_graph_task_keep_graph();
-    Pipeline::Gradients found = pipeline_->backward(*minibatch, of_outputs, sizes_, retain);
+    Pipeline::Gradients found = pipeline_->backward(*minibatch, output_gradients, sizes_, retain);
     std::move(found.inputs.begin(), found.inputs.end(), result.begin());
     std::move(found.parameters.begin(), found.parameters.end(), result.begin() + num_inputs_);
     return result;
@@ -77,7 +77,7 @@ class GPipeBackward final : public torch::autograd::Node {
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(state_mutex_);
     minibatch_.reset();
-    noted_.clear();
+    input_versions_.clear();
   }
 
   std::string name() const override { return "GPipeBackward"; }
@@ -89,17 +89,17 @@ class GPipeBackward final : public torch::autograd::Node {
 
  private:
   // Returns the mini-batch. Throws if it was freed, or if an input or a parameter was changed in place.
-  std::shared_ptr<MiniBatch> checked() {
+  std::shared_ptr<MiniBatch> checked_minibatch() {
     const std::lock_guard<std::mutex> lock(state_mutex_);
     TORCH_CHECK(minibatch_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
-    for (size_t i = 0; i < noted_.size(); ++i) {
-      const Noted& noted = noted_[i];
+    for (size_t i = 0; i < input_versions_.size(); ++i) {
+      const InputVersion& input = input_versions_[i];
       TORCH_CHECK(
-          !noted.changed(),
+          !input.changed(),
           "one of the variables needed for gradient computation has been modified by an inplace operation: ",
           i < num_inputs_ ? "input " : "parameter ", i < num_inputs_ ? i : i - num_inputs_, " [",
-          noted.tensor.toString(), " ", noted.tensor.sizes(), "] is at version ", noted.tensor._version(),
-          "; expected version ", noted.version, " instead");
+          input.tensor.toString(), " ", input.tensor.sizes(), "] is at version ", input.tensor._version(),
+          "; expected version ", input.version, " instead");
     }
     return minibatch_;
   }
@@ -107,10 +107,10 @@ class GPipeBackward final : public torch::autograd::Node {
   const size_t num_inputs_;
   const std::vector<bool> differentiable_;  // which outputs can need a gradient
   const std::shared_ptr<Pipeline> pipeline_;
-  const Sizes sizes_;
+  const PartLengths sizes_;
   std::mutex state_mutex_;  // guards the two fields below: several threads may run a backward
   std::shared_ptr<MiniBatch> minibatch_;
-  std::vector<Noted> noted_;
+  std::vector<InputVersion> input_versions_;
 };
 
 // PyTorch's pointer type for nodes: std::shared_ptr; an intrusive pointer from 2.14 on.
@@ -127,8 +127,9 @@ Pointer make_node(Arguments&&... arguments) {
 
 }  // namespace
 
-void tie(const Boundary& outputs, const Tensors& inputs, const Tensors& parameters,
-         std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch, Sizes sizes) {
+void connect_to_graph(const Boundary& outputs, const Tensors& inputs, const Tensors& parameters,
+                      std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch,
+                      PartLengths sizes) {
   const std::vector<bool>& differentiable = outputs.form->needs_gradient;
   const bool any = std::find(differentiable.begin(), differentiable.end(), true) != differentiable.end();
   if (!any || !torch::autograd::compute_requires_grad(inputs, parameters)) return;

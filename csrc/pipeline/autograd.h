@@ -23,9 +23,9 @@ class Pipeline;
 // The node has no edges to parameters that no output depends on, so their hooks are not called. If some outputs
 // depend on a parameter but only other outputs have gradients, the parameter's hooks are called with None: PyTorch
 // counts the edges to a parameter before it runs the node, so the node cannot omit one.
-void tie(const Boundary& outputs, const Tensors& inputs, const Tensors& parameters,
-         std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch,
-         std::vector<std::vector<int64_t>> sizes);
+void connect_to_graph(const Boundary& outputs, const Tensors& inputs, const Tensors& parameters,
+                      std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch,
+                      std::vector<std::vector<int64_t>> sizes);
 
 // Returns the bytes that an output's mini-batch keeps for its backward; 0 if it keeps none, or if no pipeline made
 // the output.

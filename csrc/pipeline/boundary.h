@@ -16,17 +16,17 @@ namespace gpipe_fast {
 using Tensors = std::vector<at::Tensor>;
 
 // Stores a tensor at `index`, and grows the vector if needed.
-inline void put(Tensors& tensors, int64_t index, at::Tensor tensor) {
+inline void store_at(Tensors& tensors, int64_t index, at::Tensor tensor) {
   if (static_cast<size_t>(index) >= tensors.size()) tensors.resize(index + 1);
   tensors[index] = std::move(tensor);
 }
 
 // A Python object, opaque to C++. Releasing the last reference acquires the GIL.
-using Opaque = std::shared_ptr<void>;
+using PythonObject = std::shared_ptr<void>;
 
 // The form of boundary tensors: how they are nested, and which of them need gradients. It has no sizes.
-struct Form {
-  Opaque structure;  // interned in an LRU cache: equal structures are nearly always the same object
+struct BoundaryForm {
+  PythonObject structure;  // interned in an LRU cache: equal structures are nearly always the same object
   std::vector<bool> needs_gradient;
   // Skip tensors, which follow the other tensors: whether each needs a gradient; nullopt for None.
   std::vector<std::optional<bool>> skips = {};
@@ -35,7 +35,7 @@ struct Form {
 // The boundary tensors that enter or leave a segment, for one micro-batch.
 struct Boundary {
   Tensors tensors;
-  std::shared_ptr<const Form> form;
+  std::shared_ptr<const BoundaryForm> form;
 };
 
 // A skip connection of one micro-batch: one layer stashes a tensor and a later layer pops it. It belongs to no
@@ -45,8 +45,8 @@ struct Skip {
   at::Tensor tensor;  // undefined for None
   bool needs_gradient = false;
   at::Tensor gradient = {};
-  int32_t stage = 0;  // the stage that last stored the tensor or gradient
-  Moment made = {};   // stream event after it was computed
+  int32_t stage = 0;       // the stage that last stored the tensor or gradient
+  StreamEvent ready = {};  // stream event after it was computed
 };
 using Skips = std::vector<Skip>;  // by index of the skip connection
 

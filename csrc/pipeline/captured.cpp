@@ -26,7 +26,7 @@ Tensors aliases_of(const Tensors& tensors, const GraphMaker::Alias& alias) {
 }
 
 // Copies on one device, to be made by one call.
-struct Copies {
+struct DeviceCopies {
   Tensors from, to;
 };
 
@@ -37,104 +37,105 @@ CapturedMiniBatch::CapturedMiniBatch(std::shared_ptr<MiniBatch> minibatch)
 
 void CapturedMiniBatch::end_forward(const GraphMaker::Alias& alias) {
   minibatch_->phase_ = MiniBatch::Phase::idle;
-  minibatch_->kept_ = true;
-  given_.clear();
+  minibatch_->can_run_backward_ = true;
+  stage_tensors_.clear();
   for (StageState& stage : minibatch_->stages_) {
-    Given given{aliases_of(stage.parameters, alias),
-                aliases_of(stage.forward.buffers, alias),
-                stage.reached,
-                stage.cells,
-                {},
-                {},
-                addresses_of(stage.module_buffers)};
-    for (Cell& cell : given.cells) {
-      cell.there = {};  // recorded during the capture, so invalid outside it
-      for (Link& link : cell.links) {
-        for (Tensors* tensors : {&link.inputs, &link.buffers, &link.saved})
+    StageTensors tensors_of_stage{aliases_of(stage.parameters, alias),
+                                  aliases_of(stage.forward.buffers, alias),
+                                  stage.reached,
+                                  stage.microbatch_states,
+                                  {},
+                                  {},
+                                  addresses_of(stage.module_buffers)};
+    for (MicroBatchState& microbatch_state : tensors_of_stage.microbatch_states) {
+      microbatch_state.copy_done = {};  // recorded during the capture, so invalid outside it
+      for (SegmentContext& context : microbatch_state.contexts) {
+        for (Tensors* tensors : {&context.inputs, &context.buffers, &context.saved})
           *tensors = aliases_of(*tensors, alias);
       }
     }
-    given_.push_back(std::move(given));
+    stage_tensors_.push_back(std::move(tensors_of_stage));
     stage.release_programs();
-    stage.forward.noted.clear();
+    stage.forward.snapshots.clear();
   }
 }
 
 void CapturedMiniBatch::end_backward(const GraphMaker::Alias& alias) {
-  for (size_t i = 0; i < given_.size(); ++i) {
+  for (size_t i = 0; i < stage_tensors_.size(); ++i) {
     StageState& stage = minibatch_->stages_[i];
-    given_[i].gradients = aliases_of(stage.backward.gradients, alias);
-    for (const Cell& cell : stage.cells)
-      given_[i].input_gradients.push_back(aliases_of(cell.input_gradients, alias));
+    stage_tensors_[i].gradients = aliases_of(stage.backward.gradients, alias);
+    for (const MicroBatchState& microbatch_state : stage.microbatch_states)
+      stage_tensors_[i].input_gradients.push_back(aliases_of(microbatch_state.input_gradients, alias));
     stage.release_programs();
   }
 }
 
 void CapturedMiniBatch::release() {
-  for (size_t i = 0; i < given_.size(); ++i) {
+  for (size_t i = 0; i < stage_tensors_.size(); ++i) {
     StageState& stage = minibatch_->stages_[i];
-    stage.parameters = given_[i].parameters;
-    stage.cells.clear();
+    stage.parameters = stage_tensors_[i].parameters;
+    stage.microbatch_states.clear();
     stage.forward = {};
     stage.backward = {};
   }
 }
 
-bool CapturedMiniBatch::has_memory_of(const MiniBatch& other) const {
-  for (size_t i = 0; i < given_.size(); ++i) {
-    const StageState& its = other.stages_[i];
+bool CapturedMiniBatch::has_same_addresses(const MiniBatch& other) const {
+  for (size_t i = 0; i < stage_tensors_.size(); ++i) {
+    const StageState& target = other.stages_[i];
     const StageState& own = minibatch_->stages_[i];
-    for (size_t j = 0; j < its.parameters.size(); ++j) {
-      const auto original = own.homes.find(static_cast<int64_t>(j));
-      const at::Tensor& was = original == own.homes.end() ? own.parameters[j] : original->second;
-      if (its.parameters[j].const_data_ptr() != was.const_data_ptr()) return false;
+    for (size_t j = 0; j < target.parameters.size(); ++j) {
+      const auto original = own.originals.find(static_cast<int64_t>(j));
+      const at::Tensor& was = original == own.originals.end() ? own.parameters[j] : original->second;
+      if (target.parameters[j].const_data_ptr() != was.const_data_ptr()) return false;
     }
-    for (size_t j = 0; j < its.module_buffers.size(); ++j) {
-      const at::Tensor& buffer = its.module_buffers[j];
-      if (!buffer.is_same(own.module_buffers[j]) || buffer.const_data_ptr() != given_[i].places[j])
+    for (size_t j = 0; j < target.module_buffers.size(); ++j) {
+      const at::Tensor& buffer = target.module_buffers[j];
+      if (!buffer.is_same(own.module_buffers[j]) ||
+          buffer.const_data_ptr() != stage_tensors_[i].buffer_addresses[j])
         return false;
     }
   }
   return true;
 }
 
-void CapturedMiniBatch::draw_for(MiniBatch& other, size_t stage) {
+void CapturedMiniBatch::write_keys_of(MiniBatch& other, size_t stage) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  minibatch_->stages_[stage].keys.copy_(other.draw_keys(stage), /*non_blocking=*/true);
+  minibatch_->stages_[stage].keys.copy_(other.host_keys(stage), /*non_blocking=*/true);
 }
 
-void CapturedMiniBatch::give_forward(MiniBatch& other, std::shared_ptr<const void> owner) const {
+void CapturedMiniBatch::share_forward(MiniBatch& other, std::shared_ptr<const void> owner) const {
   other.memory_owner_ = std::move(owner);
-  for (size_t i = 0; i < given_.size(); ++i) {
-    StageState& its = other.stages_[i];
+  for (size_t i = 0; i < stage_tensors_.size(); ++i) {
+    StageState& target = other.stages_[i];
     // These include the copies of replicated parameters, which the graph writes.
-    its.parameters = given_[i].parameters;
-    its.forward.buffers = given_[i].buffers;
-    its.reached = given_[i].reached;
-    its.cells = given_[i].cells;
+    target.parameters = stage_tensors_[i].parameters;
+    target.forward.buffers = stage_tensors_[i].buffers;
+    target.reached = stage_tensors_[i].reached;
+    target.microbatch_states = stage_tensors_[i].microbatch_states;
   }
 }
 
-void CapturedMiniBatch::give_backward(MiniBatch& other) const {
+void CapturedMiniBatch::copy_backward(MiniBatch& other) const {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  std::map<c10::DeviceIndex, Copies> devices;
-  for (size_t i = 0; i < given_.size(); ++i) {
-    const Given& given = given_[i];
-    StageState& its = other.stages_[i];
-    its.backward.gradients.assign(given.gradients.size(), {});
-    for (size_t j = 0; j < given.gradients.size(); ++j) {
-      const at::Tensor& gradient = given.gradients[j];
+  std::map<c10::DeviceIndex, DeviceCopies> devices;
+  for (size_t i = 0; i < stage_tensors_.size(); ++i) {
+    const StageTensors& tensors_of_stage = stage_tensors_[i];
+    StageState& target = other.stages_[i];
+    target.backward.gradients.assign(tensors_of_stage.gradients.size(), {});
+    for (size_t j = 0; j < tensors_of_stage.gradients.size(); ++j) {
+      const at::Tensor& gradient = tensors_of_stage.gradients[j];
       if (!gradient.defined()) continue;
       // A copy, because the next replay overwrites the gradient.
-      at::Tensor& copy = its.backward.gradients[j] = at::empty_like(gradient);
-      Copies& copies = devices[its.device.index()];
+      at::Tensor& copy = target.backward.gradients[j] = at::empty_like(gradient);
+      DeviceCopies& copies = devices[target.device.index()];
       copies.from.push_back(gradient);
       copies.to.push_back(copy);
     }
-    for (size_t m = 0; m < its.cells.size(); ++m) {
-      its.cells[m].tangents.clear();
-      its.cells[m].input_gradients = given.input_gradients[m];
-      its.cells[m].links.clear();  // the graph has overwritten the tensors that they kept
+    for (size_t m = 0; m < target.microbatch_states.size(); ++m) {
+      target.microbatch_states[m].tangents.clear();
+      target.microbatch_states[m].input_gradients = tensors_of_stage.input_gradients[m];
+      target.microbatch_states[m].contexts.clear();  // the graph has overwritten the tensors that they kept
     }
   }
   for (auto& [device, copies] : devices) at::_foreach_copy_(copies.to, copies.from, /*non_blocking=*/true);

@@ -25,31 +25,31 @@ class CapturedMiniBatch {
   // Releases the graphs' memory. Call after the last capture.
   void release();
   // Returns whether another mini-batch has the same parameters and buffers, at the same addresses.
-  bool has_memory_of(const MiniBatch& other) const;
-  // draws() returns whether a stage needs random keys. draw_for() overwrites them with keys of another mini-batch,
-  // on the calling thread's stream.
-  bool draws(size_t stage) const { return minibatch_->stages_[stage].keys.defined(); }
-  void draw_for(MiniBatch& other, size_t stage);
+  bool has_same_addresses(const MiniBatch& other) const;
+  // needs_keys() returns whether a stage needs random keys. write_keys_of() overwrites them with keys of another
+  // mini-batch, on the calling thread's stream.
+  bool needs_keys(size_t stage) const { return minibatch_->stages_[stage].keys.defined(); }
+  void write_keys_of(MiniBatch& other, size_t stage);
   // Call after a replay, which replaces a run: gives `other` the tensors that the graph wrote. `other` keeps
   // `owner`, which owns their memory. Gradients of parameters are copied, on the calling thread's streams.
-  void give_forward(MiniBatch& other, std::shared_ptr<const void> owner) const;
-  void give_backward(MiniBatch& other) const;
+  void share_forward(MiniBatch& other, std::shared_ptr<const void> owner) const;
+  void copy_backward(MiniBatch& other) const;
   // Returns the arenas of its plan's programs.
   std::vector<c10::Storage> arenas() const;
 
  private:
   // Tensors to give to a stage of another mini-batch. They own no memory.
-  struct Given {
+  struct StageTensors {
     Tensors parameters, buffers;
     std::vector<bool> reached;
-    std::vector<Cell> cells;
+    std::vector<MicroBatchState> microbatch_states;
     Tensors gradients;
-    std::vector<Tensors> input_gradients;  // by micro-batch
-    std::vector<const void*> places;       // addresses of the module's buffers
+    std::vector<Tensors> input_gradients;       // by micro-batch
+    std::vector<const void*> buffer_addresses;  // addresses of the module's buffers
   };
 
   const std::shared_ptr<MiniBatch> minibatch_;
-  std::vector<Given> given_;  // by stage
+  std::vector<StageTensors> stage_tensors_;  // by stage
 };
 
 }  // namespace gpipe_fast

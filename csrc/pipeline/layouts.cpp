@@ -16,27 +16,27 @@ Layouts layouts_of(const Tensors& tensors) {
   return layouts;
 }
 
-bool match(const Layouts& layouts, const Tensors& tensors) {
+bool layouts_match(const Layouts& layouts, const Tensors& tensors) {
   return std::equal(layouts.begin(), layouts.end(), tensors.begin(), tensors.end(),
                     [](const std::optional<Layout>& layout, const at::Tensor& tensor) {
                       return layout.has_value() == tensor.defined() && (!layout || layout->matches(tensor));
                     });
 }
 
-std::optional<Tensors> made_like(const Layouts& layouts, at::Device device) {
+std::optional<Tensors> zeros_with_layouts(const Layouts& layouts, at::Device device) {
   Tensors made;
   for (const std::optional<Layout>& layout : layouts) {
     at::Tensor& tensor = made.emplace_back();
     if (!layout) continue;
     tensor =
         at::empty_strided(layout->sizes, layout->strides, at::TensorOptions(layout->dtype).device(device));
-    if (tensor.numel() > 0 && !elements(tensor).is_non_overlapping_and_dense()) return std::nullopt;
-    elements(tensor).zero_();
+    if (tensor.numel() > 0 && !unexpanded(tensor).is_non_overlapping_and_dense()) return std::nullopt;
+    unexpanded(tensor).zero_();
   }
   return made;
 }
 
-at::Tensor elements(const at::Tensor& tensor) {
+at::Tensor unexpanded(const at::Tensor& tensor) {
   std::vector<int64_t> sizes = tensor.sizes().vec();
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (tensor.stride(static_cast<int64_t>(i)) == 0) sizes[i] = 1;
@@ -44,8 +44,9 @@ at::Tensor elements(const at::Tensor& tensor) {
   return tensor.as_strided(sizes, tensor.strides(), tensor.storage_offset());
 }
 
-at::Tensor like(const at::Tensor& tensor) {
-  if (tensor.numel() == 0 || !elements(tensor).is_non_overlapping_and_dense()) return at::empty_like(tensor);
+at::Tensor empty_with_strides(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || !unexpanded(tensor).is_non_overlapping_and_dense())
+    return at::empty_like(tensor);
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
 }
 

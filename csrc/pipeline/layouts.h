@@ -13,15 +13,15 @@ namespace gpipe_fast {
 using Layouts = std::vector<std::optional<Layout>>;
 
 Layouts layouts_of(const Tensors& tensors);
-bool match(const Layouts& layouts, const Tensors& tensors);
+bool layouts_match(const Layouts& layouts, const Tensors& tensors);
 
 // Returns zeros with these layouts; nullopt if one of them has gaps in memory, or overlaps itself other than by
 // expanded dimensions.
-std::optional<Tensors> made_like(const Layouts& layouts, at::Device device);
+std::optional<Tensors> zeros_with_layouts(const Layouts& layouts, at::Device device);
 
 // Returns a view in which expanded dimensions have size 1, so that each element occurs once.
-at::Tensor elements(const at::Tensor& tensor);
+at::Tensor unexpanded(const at::Tensor& tensor);
 // Returns an uninitialized tensor with memory of its own, and with the same strides if those have no gaps.
-at::Tensor like(const at::Tensor& tensor);
+at::Tensor empty_with_strides(const at::Tensor& tensor);
 
 }  // namespace gpipe_fast

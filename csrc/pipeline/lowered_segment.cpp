@@ -16,16 +16,16 @@ bool matches(const Layout& layout, const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg() && layout.matches(tensor);
 }
 
-const at::Tensor& find(const Port& port, const Link& link, const Tensors& tangents) {
+const at::Tensor& find(const Port& port, const SegmentContext& context, const Tensors& tangents) {
   switch (port.role) {
     case Role::buffer:
-      return link.buffers.at(port.index);
+      return context.buffers.at(port.index);
     case Role::key:
-      return link.key;
+      return context.key;
     case Role::input:
-      return link.inputs.at(port.index);
+      return context.inputs.at(port.index);
     case Role::saved:
-      return link.saved.at(port.index);
+      return context.saved.at(port.index);
     case Role::tangent:
       return tangents.at(port.index);
     default:
@@ -33,7 +33,7 @@ const at::Tensor& find(const Port& port, const Link& link, const Tensors& tangen
   }
 }
 
-bool differentiable(const Form& form) {
+bool differentiable(const BoundaryForm& form) {
   const auto is_set = [](const auto& skip) { return skip.value_or(false); };
   return std::find(form.needs_gradient.begin(), form.needs_gradient.end(), true) !=
              form.needs_gradient.end() ||
@@ -42,24 +42,26 @@ bool differentiable(const Form& form) {
 
 }  // namespace
 
-bool LoweredSegment::fits(int64_t layer, const Boundary& boundary, const Skips& skips) const {
+bool LoweredSegment::accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const {
   if (layer != begin) return false;
-  const Form& form = *boundary.form;
-  if (takes->structure != form.structure || takes->needs_gradient != form.needs_gradient) return false;
+  const BoundaryForm& form = *boundary.form;
+  if (input_form->structure != form.structure || input_form->needs_gradient != form.needs_gradient)
+    return false;
   size_t next = 0;
   for (const at::Tensor& tensor : boundary.tensors) {
     if (!matches(inputs.at(next++), tensor)) return false;
   }
   for (size_t i = 0; i < pops.size(); ++i) {
     const Skip& skip = skips.at(pops[i]);
-    if (takes->skips[i].has_value() != skip.tensor.defined()) return false;
+    if (input_form->skips[i].has_value() != skip.tensor.defined()) return false;
     if (!skip.tensor.defined()) continue;
-    if (*takes->skips[i] != skip.needs_gradient || !matches(inputs.at(next++), skip.tensor)) return false;
+    if (*input_form->skips[i] != skip.needs_gradient || !matches(inputs.at(next++), skip.tensor))
+      return false;
   }
   return true;
 }
 
-bool LoweredSegment::expects(const Tensors& arrived) const {
+bool LoweredSegment::accepts_gradients(const Tensors& arrived) const {
   for (size_t i = 0; i < std::max(arrived.size(), tangents.size()); ++i) {
     const bool is_due = i < tangents.size() && tangents[i];
     if (is_due != (i < arrived.size() && arrived[i].defined())) return false;
@@ -68,55 +70,55 @@ bool LoweredSegment::expects(const Tensors& arrived) const {
   return true;
 }
 
-Segment::Result LoweredSegment::forward(const Visit& visit, Boundary arrived) const {
-  StageState& stage = visit.stage;
-  Link& link = visit.link;
-  link.inputs = std::move(arrived.tensors);
-  link.buffers = stage.forward.buffers;
+Segment::Result LoweredSegment::forward(const SegmentCall& call, Boundary arrived) const {
+  StageState& stage = call.stage;
+  SegmentContext& context = call.context;
+  context.inputs = std::move(arrived.tensors);
+  context.buffers = stage.forward.buffers;
   Tensors arguments, no_accumulators;
   arguments.reserve(pass->forward.inputs.size());
-  for (const Port& port : pass->forward.inputs) arguments.push_back(find(port, link, {}));
+  for (const Port& port : pass->forward.inputs) arguments.push_back(find(port, context, {}));
   stage.bind(pass->forward.program);
-  Tensors results = pass->forward.program->run(arguments, no_accumulators, true, &visit.watch);
-  Boundary outputs{{}, returns};
+  Tensors results = pass->forward.program->run(arguments, no_accumulators, true, &call.token);
+  Boundary outputs{{}, output_form};
   for (size_t i = 0; i < results.size(); ++i) {
     const Port& port = pass->forward.outputs[i];
     Tensors& destination = port.role == Role::output   ? outputs.tensors
                            : port.role == Role::buffer ? stage.forward.buffers
-                                                       : link.saved;
-    put(destination, port.index, std::move(results[i]));
+                                                       : context.saved;
+    store_at(destination, port.index, std::move(results[i]));
   }
   for (int64_t index : reached) stage.reached[index] = true;
-  keep_only(stage, link);
+  keep_only(stage, context);
   return {std::move(outputs), writes_inputs};
 }
 
 // Frees what no backward reads. A possible backward keeps all inputs and buffers, because a fallback segment may
 // read any of them.
-void LoweredSegment::keep_only(const StageState& stage, Link& link) const {
-  if (!stage.keeps || !differentiable(*returns)) {
-    link.inputs.clear();
-    link.buffers.clear();
-    link.saved.clear();
-    link.key.reset();
+void LoweredSegment::keep_only(const StageState& stage, SegmentContext& context) const {
+  if (!stage.needs_backward || !differentiable(*output_form)) {
+    context.inputs.clear();
+    context.buffers.clear();
+    context.saved.clear();
+    context.key.reset();
     return;
   }
   // The module's own buffer is written after the forward has succeeded, and the recompute must read its previous
   // values.
   for (const Port& port : pass->forward.outputs) {
     if (port.role != Role::buffer) continue;
-    at::Tensor& buffer = link.buffers.at(port.index);
+    at::Tensor& buffer = context.buffers.at(port.index);
     if (buffer.is_same(stage.module_buffers[port.index])) buffer = buffer.clone();
   }
-  if (!pass->backward.program) link.saved.clear();
+  if (!pass->backward.program) context.saved.clear();
 }
 
 void LoweredSegment::check_buffers(const StageState& stage) const {
-  if (stage.noted_buffers.empty()) return;
+  if (stage.buffer_versions.empty()) return;
   for (const Port& port : pass->backward.inputs) {
     if (port.role != Role::buffer) continue;
-    const auto found = stage.noted_buffers.find(port.index);
-    if (found == stage.noted_buffers.end()) continue;
+    const auto found = stage.buffer_versions.find(port.index);
+    if (found == stage.buffer_versions.end()) continue;
     const at::Tensor& buffer = stage.module_buffers[port.index];
     const auto& [version, data] = found->second;
     GPIPE_CHECK(buffer._version() == version && buffer.const_data_ptr() == data,
@@ -128,65 +130,66 @@ void LoweredSegment::check_buffers(const StageState& stage) const {
   }
 }
 
-void LoweredSegment::open(const Visit& visit) const {
-  const PortedProgram& program = pass->backward;
+void LoweredSegment::open(const SegmentCall& call) const {
+  const ProgramWithPorts& program = pass->backward;
   if (!program.program) return;
-  StageState& stage = visit.stage;
+  StageState& stage = call.stage;
   BackwardState& state = stage.backward;
   stage.bind(program.program);
   size_t defined = 0;
-  bool foreign = false;
+  bool from_python = false;
   for (int64_t index : pass->gradients) {
     defined += state.gradients[index].defined() ? 1 : 0;
-    foreign = foreign || state.foreign.count(index) != 0;
+    from_python = from_python || state.from_python.count(index) != 0;
   }
-  if (foreign && defined == pass->gradients.size()) {
+  if (from_python && defined == pass->gradients.size()) {
     // Clones the gradients from Python, so that the program accumulates in place: it then adds the gradients of a
     // parameter's uses one by one, as after a lowered micro-batch.
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (int64_t index : pass->gradients) {
-      if (state.foreign.erase(index) != 0) state.gradients[index] = state.gradients[index].clone();
+      if (state.from_python.erase(index) != 0) state.gradients[index] = state.gradients[index].clone();
     }
-    foreign = false;
+    from_python = false;
   }
-  if (foreign || (defined != 0 && defined != pass->gradients.size())) {
-    state.open = std::make_unique<OpenBackward>(*program.program, state.gradients.size());
+  if (from_python || (defined != 0 && defined != pass->gradients.size())) {
+    state.open = std::make_unique<StartedBackward>(*program.program, state.gradients.size());
   } else {
-    state.open = std::make_unique<OpenBackward>(*program.program, state.gradients, defined == 0);
+    state.open = std::make_unique<StartedBackward>(*program.program, state.gradients, defined == 0);
   }
   for (size_t i = 0; i < program.inputs.size(); ++i) {
     if (program.inputs[i].role != Role::tangent)
-      state.open->run.take(i, find(program.inputs[i], visit.link, {}));
+      state.open->run.take(i, find(program.inputs[i], call.context, {}));
   }
-  state.open->run.execute(Part::early, &visit.watch);
+  state.open->run.execute(Part::early, &call.token);
 }
 
-Tensors LoweredSegment::backward(const Visit& visit, const Tensors& arrived, bool whole) const {
-  const PortedProgram& program = pass->backward;
+Tensors LoweredSegment::backward(const SegmentCall& call, const Tensors& arrived,
+                                 bool with_parameters) const {
+  const ProgramWithPorts& program = pass->backward;
   if (!program.program) return {};  // nothing before this segment's outputs needs a gradient
-  if (!visit.stage.backward.open) open(visit);
-  Program::Run& run = visit.stage.backward.open->run;
+  if (!call.stage.backward.open) open(call);
+  Program::Run& run = call.stage.backward.open->run;
   for (size_t i = 0; i < program.inputs.size(); ++i) {
-    if (program.inputs[i].role == Role::tangent) run.take(i, find(program.inputs[i], visit.link, arrived));
+    if (program.inputs[i].role == Role::tangent) run.take(i, find(program.inputs[i], call.context, arrived));
   }
-  run.execute(Part::results, &visit.watch);
+  run.execute(Part::results, &call.token);
   const Tensors results = run.outputs();
   Tensors gradients;
-  for (size_t i = 0; i < results.size(); ++i) put(gradients, program.outputs[i].index, results[i]);
-  if (whole) finish(visit);
+  for (size_t i = 0; i < results.size(); ++i) store_at(gradients, program.outputs[i].index, results[i]);
+  if (with_parameters) finish(call);
   return gradients;
 }
 
-void LoweredSegment::finish(const Visit& visit) const {
-  BackwardState& state = visit.stage.backward;
-  OpenBackward& open = *state.open;
-  open.run.execute(Part::rest, &visit.watch);
+void LoweredSegment::finish(const SegmentCall& call) const {
+  BackwardState& state = call.stage.backward;
+  StartedBackward& open = *state.open;
+  open.run.execute(Part::rest, &call.token);
   open.run.finish();
-  if (!open.apart.empty()) {
+  if (!open.separate.empty()) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (int64_t index : pass->gradients) {
       at::Tensor& gradient = state.gradients[index];
-      gradient = gradient.defined() ? at::add(gradient, open.apart[index]) : open.apart[index];
+      gradient = gradient.defined() ? at::add(gradient, open.separate[index]) : open.separate[index];
     }
   }
   state.open.reset();

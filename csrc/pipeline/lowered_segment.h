@@ -14,7 +14,7 @@
 namespace gpipe_fast {
 
 // A program and the roles of its inputs and outputs.
-struct PortedProgram {
+struct ProgramWithPorts {
   std::shared_ptr<Program> program;
   std::vector<Port> inputs;
   std::vector<Port> outputs;
@@ -22,36 +22,36 @@ struct PortedProgram {
 
 // A forward program and its backward program. Either the forward saves tensors that the backward reads, or the
 // forward saves nothing and the backward recomputes. In inference there is no backward.
-struct Pass {
-  PortedProgram forward;
-  PortedProgram backward;
+struct ProgramPair {
+  ProgramWithPorts forward;
+  ProgramWithPorts backward;
   std::vector<int64_t> gradients;  // indices of the parameters whose gradients the backward accumulates
 };
 
 class LoweredSegment final : public Segment {
  public:
   bool is_lowered() const override { return true; }
-  std::optional<int64_t> draws_from() const override { return draws; }
-  bool fits(int64_t layer, const Boundary& boundary, const Skips& skips) const override;
-  bool expects(const Tensors& arrived) const override;
-  Result forward(const Visit& visit, Boundary arrived) const override;
+  std::optional<int64_t> key_layer() const override { return first_random_layer; }
+  bool accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const override;
+  bool accepts_gradients(const Tensors& arrived) const override;
+  Result forward(const SegmentCall& call, Boundary arrived) const override;
   void check_buffers(const StageState& stage) const override;
-  void open(const Visit& visit) const override;
-  Tensors backward(const Visit& visit, const Tensors& arrived, bool whole) const override;
-  void finish(const Visit& visit) const override;
+  void open(const SegmentCall& call) const override;
+  Tensors backward(const SegmentCall& call, const Tensors& arrived, bool with_parameters) const override;
+  void finish(const SegmentCall& call) const override;
   std::shared_ptr<Arena> arena() const override;
 
-  std::shared_ptr<const Pass> pass;
-  std::vector<Layout> inputs;  // the segment was lowered for these `inputs`, `takes` and `tangents`
-  std::shared_ptr<const Form> takes, returns;
+  std::shared_ptr<const ProgramPair> pass;
+  std::vector<Layout> inputs;  // the segment was lowered for these `inputs`, `input_form` and `tangents`
+  std::shared_ptr<const BoundaryForm> input_form, output_form;
   std::vector<std::optional<Layout>> tangents;  // by output; nullopt if no gradient arrives
-  std::optional<int64_t> draws;                 // see draws_from
+  std::optional<int64_t> first_random_layer;    // see key_layer
   bool writes_inputs = false;
   std::vector<int64_t> reached;  // indices of the stage's parameters that its outputs depend on
-  Opaque origin;                 // opaque to C++; the segment finder uses it to find a fallback
+  PythonObject origin;           // opaque to C++; the segment finder uses it to find a fallback
 
  private:
-  void keep_only(const StageState& stage, Link& link) const;
+  void keep_only(const StageState& stage, SegmentContext& context) const;
 };
 
 }  // namespace gpipe_fast

@@ -22,22 +22,23 @@ Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
 
 }  // namespace
 
-Sizes sizes_of(const std::vector<Boundary>& parts, int64_t dim) {
-  Sizes sizes(parts.front().tensors.size());
+PartLengths lengths_of(const std::vector<Boundary>& parts, int64_t dim) {
+  PartLengths sizes(parts.front().tensors.size());
   for (size_t i = 0; i < sizes.size(); ++i) {
     for (const Boundary& part : parts) sizes[i].push_back(part.tensors[i].size(dim));
   }
   return sizes;
 }
 
-std::vector<Tensors> cut_gradients(const Tensors& gradients, const Sizes& sizes, int64_t num_parts,
-                                   int64_t dim) {
-  return cut(gradients, num_parts, [&](size_t i) { return gradients[i].split_with_sizes(sizes[i], dim); });
+std::vector<Tensors> split_gradients(const Tensors& gradients, const PartLengths& sizes, int64_t num_parts,
+                                     int64_t dim) {
+  return split_tensors(gradients, num_parts,
+                       [&](size_t i) { return gradients[i].split_with_sizes(sizes[i], dim); });
 }
 
-Boundary join(const std::vector<Boundary>& parts, int64_t dim) {
+Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  auto form = std::make_shared<Form>(*parts.front().form);
+  auto form = std::make_shared<BoundaryForm>(*parts.front().form);
   for (const Boundary& part : parts) {
     for (size_t i = 0; i < form->needs_gradient.size(); ++i) {
       form->needs_gradient[i] = form->needs_gradient[i] || part.form->needs_gradient.at(i);
@@ -52,8 +53,8 @@ Boundary join(const std::vector<Boundary>& parts, int64_t dim) {
   return joined;
 }
 
-Tensors join_gradients(const std::vector<Tensors>& microbatches,
-                       const std::vector<std::optional<int64_t>>& dims) {
+Tensors combine_gradients(const std::vector<Tensors>& microbatches,
+                          const std::vector<std::optional<int64_t>>& dims) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   Tensors joined(dims.size());
   for (size_t i = 0; i < dims.size(); ++i) {

@@ -14,7 +14,7 @@ namespace gpipe_fast {
 
 // Splits tensor i by `split(i)`, and returns the parts by micro-batch. An undefined tensor has undefined parts.
 template <class Split>
-std::vector<Tensors> cut(const Tensors& tensors, int64_t num_parts, const Split& split) {
+std::vector<Tensors> split_tensors(const Tensors& tensors, int64_t num_parts, const Split& split) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<Tensors> microbatches(num_parts, Tensors(tensors.size()));
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -26,20 +26,20 @@ std::vector<Tensors> cut(const Tensors& tensors, int64_t num_parts, const Split&
 }
 
 // Lengths of the concatenated parts, by tensor and micro-batch.
-using Sizes = std::vector<std::vector<int64_t>>;
-Sizes sizes_of(const std::vector<Boundary>& parts, int64_t dim);
+using PartLengths = std::vector<std::vector<int64_t>>;
+PartLengths lengths_of(const std::vector<Boundary>& parts, int64_t dim);
 
 // Concatenates the tensors of all parts along a dimension.
-Boundary join(const std::vector<Boundary>& parts, int64_t dim);
+Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim);
 
 // Splits the gradients of concatenated tensors, by micro-batch.
-std::vector<Tensors> cut_gradients(const Tensors& gradients, const Sizes& sizes, int64_t num_parts,
-                                   int64_t dim);
+std::vector<Tensors> split_gradients(const Tensors& gradients, const PartLengths& sizes, int64_t num_parts,
+                                     int64_t dim);
 
 // Combines the micro-batches' gradients of inputs. Gradients of split inputs are concatenated along `dims`;
 // gradients of whole inputs (nullopt) are summed as autograd does, the last micro-batch first. The results never
 // alias the micro-batches' gradients, which may lie in a graph's memory.
-Tensors join_gradients(const std::vector<Tensors>& microbatches,
-                       const std::vector<std::optional<int64_t>>& dims);
+Tensors combine_gradients(const std::vector<Tensors>& microbatches,
+                          const std::vector<std::optional<int64_t>>& dims);
 
 }  // namespace gpipe_fast

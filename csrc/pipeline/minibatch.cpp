@@ -36,7 +36,7 @@ MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Tra
                      const Tensors& parameters, const Tensors& buffers, const std::function<int64_t()>& key)
     : plan_(std::move(plan)),
       transport_(std::move(transport)),
-      callers_(transport_->callers()),
+      caller_streams_(transport_->caller_streams()),
       num_parameters_(parameters.size()),
       stages_(plan_->stages.size()) {
   for (size_t i = 0; i < stages_.size(); ++i) {
@@ -44,29 +44,30 @@ MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Tra
     StageState& stage = stages_[i];
     stage.index = static_cast<int32_t>(i);
     stage.device = plan.device;
-    stage.keeps = plan_->backward != nullptr;
+    stage.needs_backward = plan_->backward != nullptr;
     stage.key = key;
     // Holds tensor_data(), so that `p.data = ...` between forward and backward does not affect the backward.
     for (int64_t index : plan.parameters) stage.parameters.push_back(parameters.at(index).tensor_data());
-    for (int64_t position : plan.replicas) stage.homes.emplace(position, stage.parameters.at(position));
+    for (int64_t position : plan.replicated_parameters)
+      stage.originals.emplace(position, stage.parameters.at(position));
     for (int64_t index : plan.buffers) stage.module_buffers.push_back(buffers.at(index));
   }
 }
 
-void MiniBatch::draw() {
+void MiniBatch::make_random_keys() {
   if (transport_->is_cpu()) return;
   for (size_t i = 0; i < stages_.size(); ++i) {
-    const at::Tensor keys = draw_keys(i);
+    const at::Tensor keys = host_keys(i);
     if (!keys.defined()) continue;
     const Stream& work = transport_->work(static_cast<int32_t>(i));
-    const Stream::Current current(work);
+    const Stream::Guard current(work);
     stages_[i].keys = keys.to(work.device(), /*non_blocking=*/true);
   }
 }
 
 void MiniBatch::replicate() {
   for (size_t i = 0; i < stages_.size(); ++i) {
-    for (const auto& [position, original] : stages_[i].homes) {
+    for (const auto& [position, original] : stages_[i].originals) {
       stages_[i].parameters[position] =
           transport_->copy(original, stream_on(original.device()), transport_->work(static_cast<int32_t>(i)));
     }
@@ -78,41 +79,42 @@ Stream MiniBatch::stream_on(at::Device device) const {
   for (size_t i = 0; i < plan_->stages.size(); ++i) {
     if (plan_->stages[i].device == device) return transport_->work(static_cast<int32_t>(i));
   }
-  return Stream::of_thread(device);
+  return Stream::current_on(device);
 }
 
-at::Tensor MiniBatch::draw_keys(size_t index) {
+at::Tensor MiniBatch::host_keys(size_t index) {
   const StagePlan& plan = plan_->stages[index];
-  if (!plan.known) return {};
-  std::vector<int64_t>& first = stages_[index].first_keys;
+  if (!plan.has_fixed_chains) return {};
+  std::vector<int64_t>& first = stages_[index].first_key_rows;
   first.clear();
-  std::vector<std::pair<int64_t, int64_t>> drawing;  // micro-batch, first layer
+  std::vector<std::pair<int64_t, int64_t>> keyed;  // micro-batch, first layer
   for (size_t m = 0; m < plan.chains.size(); ++m) {
-    first.push_back(static_cast<int64_t>(drawing.size()));
+    first.push_back(static_cast<int64_t>(keyed.size()));
     for (const auto& segment : plan.chains[m]) {
-      if (const auto first_layer = segment->draws_from()) drawing.emplace_back(m, *first_layer);
+      if (const auto first_layer = segment->key_layer()) keyed.emplace_back(m, *first_layer);
     }
   }
-  if (drawing.empty()) return {};
+  if (keyed.empty()) return {};
   const at::TensorOptions options = at::TensorOptions(at::kLong).pinned_memory(!plan.device.is_cpu());
-  at::Tensor keys = at::empty({static_cast<int64_t>(drawing.size()), kKeyWords}, options);
+  at::Tensor keys = at::empty({static_cast<int64_t>(keyed.size()), kKeyWords}, options);
   int64_t* row = keys.mutable_data_ptr<int64_t>();
-  for (const auto& [microbatch, first_layer] : drawing) {
+  for (const auto& [microbatch, first_layer] : keyed) {
     write_key(row, stages_[index].key(), microbatch, first_layer);
     row += kKeyWords;
   }
   return keys;
 }
 
-at::Tensor MiniBatch::key_of(const Action& action, int64_t first_layer) const {
+at::Tensor MiniBatch::random_key(const Action& action, int64_t first_layer) const {
   const StageState& stage = stages_[action.stage];
   const int32_t m = action.microbatch;
   if (!stage.keys.defined()) return make_key(stage.key(), m, first_layer, stage.device);
   // The last context is this segment's own.
-  const std::vector<Link>& links = stage.cells[m].links;
-  const auto before = std::count_if(links.begin(), links.end() - 1,
-                                    [](const Link& link) { return link.segment->draws_from().has_value(); });
-  return stage.keys.select(0, stage.first_keys[m] + before);
+  const std::vector<SegmentContext>& contexts = stage.microbatch_states[m].contexts;
+  const auto before = std::count_if(contexts.begin(), contexts.end() - 1, [](const SegmentContext& context) {
+    return context.segment->key_layer().has_value();
+  });
+  return stage.keys.select(0, stage.first_key_rows[m] + before);
 }
 
 void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
@@ -120,7 +122,7 @@ void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
               plan_->num_microbatches(), " micro-batches got inputs for ", microbatches.size());
   for (size_t i = 0; i < stages_.size(); ++i) {
     StageState& stage = stages_[i];
-    stage.cells = std::vector<Cell>(microbatches.size());
+    stage.microbatch_states = std::vector<MicroBatchState>(microbatches.size());
     stage.release_programs();
     stage.reached.assign(stage.parameters.size(), false);
     stage.forward = {stage.module_buffers};
@@ -129,15 +131,16 @@ void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
   }
   skips_.assign(microbatches.size(), Skips(plan_->num_skips));
   for (size_t m = 0; m < microbatches.size(); ++m) {
-    stages_.front().cells[m].arrived = {std::move(microbatches[m]), plan_->inputs};
+    stages_.front().microbatch_states[m].received = {std::move(microbatches[m]), plan_->inputs};
   }
-  surroundings_.emplace(plan_->num_threads);
+  thread_state_.emplace(plan_->num_threads);
   phase_ = Phase::forward;
 }
 
 std::vector<Boundary> MiniBatch::take_outputs() {
   std::vector<Boundary> outputs;
-  for (Cell& cell : stages_.back().cells) outputs.push_back(std::move(cell.outputs));
+  for (MicroBatchState& microbatch_state : stages_.back().microbatch_states)
+    outputs.push_back(std::move(microbatch_state.outputs));
   return outputs;
 }
 
@@ -152,24 +155,24 @@ void MiniBatch::end_forward() {
       const at::Tensor &own = stage.module_buffers[i], &found = forward.buffers[i];
       if (found.is_same(own)) continue;
       own.copy_(found);
-      Stream::of_thread(own.device()).uses(found);
+      Stream::current_on(own.device()).record_use(found);
     }
     forward = {};
     stage.release_programs();
   }
-  note_buffers();
+  record_buffer_versions();
   phase_ = Phase::idle;
-  kept_ = true;
+  can_run_backward_ = true;
 }
 
-void MiniBatch::note_buffers() {
+void MiniBatch::record_buffer_versions() {
   for (StageState& stage : stages_) {
-    for (const Cell& cell : stage.cells) {
-      for (const Link& link : cell.links) {
-        for (size_t i = 0; i < link.buffers.size(); ++i) {
+    for (const MicroBatchState& microbatch_state : stage.microbatch_states) {
+      for (const SegmentContext& context : microbatch_state.contexts) {
+        for (size_t i = 0; i < context.buffers.size(); ++i) {
           const at::Tensor& own = stage.module_buffers[i];
-          if (link.buffers[i].is_same(own) && !own.is_inference())
-            stage.noted_buffers[i] = {own._version(), own.const_data_ptr()};
+          if (context.buffers[i].is_same(own) && !own.is_inference())
+            stage.buffer_versions[i] = {own._version(), own.const_data_ptr()};
         }
       }
     }
@@ -177,21 +180,21 @@ void MiniBatch::note_buffers() {
 }
 
 void MiniBatch::abandon() {
-  if (phase_ == Phase::forward) restore_noted();
+  if (phase_ == Phase::forward) restore_snapshots();
   for (StageState& stage : stages_) {
-    kept_ = kept_ && stage.retains;
+    can_run_backward_ = can_run_backward_ && stage.retains_graph;
     stage.forward = {};
     stage.backward = {};
     stage.release_programs();
-    for (Cell& cell : stage.cells) {
-      cell.arrived = {};
-      cell.outputs = {};
-      cell.tangents.clear();
-      cell.input_gradients.clear();
+    for (MicroBatchState& microbatch_state : stage.microbatch_states) {
+      microbatch_state.received = {};
+      microbatch_state.outputs = {};
+      microbatch_state.tangents.clear();
+      microbatch_state.input_gradients.clear();
     }
   }
-  if (!kept_) {
-    for (StageState& stage : stages_) stage.cells.clear();
+  if (!can_run_backward_) {
+    for (StageState& stage : stages_) stage.microbatch_states.clear();
     memory_owner_.reset();
   }
   for (Skips& skips : skips_) skips.assign(skips.size(), {});
@@ -199,11 +202,11 @@ void MiniBatch::abandon() {
 }
 
 // Restores the module's own buffers, because layers in Python write them in place.
-void MiniBatch::restore_noted() {
+void MiniBatch::restore_snapshots() {
   for (StageState& stage : stages_) {
-    auto& noted = stage.forward.noted;
-    for (auto it = noted.rbegin(); it != noted.rend(); ++it) it->first->restore(it->second);
-    noted.clear();
+    auto& snapshots = stage.forward.snapshots;
+    for (auto it = snapshots.rbegin(); it != snapshots.rend(); ++it) it->first->restore(it->second);
+    snapshots.clear();
   }
 }
 
@@ -218,92 +221,96 @@ std::vector<bool> MiniBatch::reached() const {
   return reached;
 }
 
-void MiniBatch::enter(int32_t stage, const std::function<void()>& walk) {
-  const Stream::Current current(transport_->work(stage));
-  surroundings_->run(walk);
+void MiniBatch::enter(int32_t stage, const std::function<void()>& run_actions) {
+  const Stream::Guard current(transport_->work(stage));
+  thread_state_->run(run_actions);
 }
 
-void MiniBatch::run(const Action& action, Watch& watch) {
+void MiniBatch::run(const Action& action, CancellationToken& token) {
   at::RecordFunction range(at::RecordScope::USER_SCOPE);
   if (range.isActive()) range.before("PP:" + action.name());
   const int32_t m = action.microbatch;
-  Cell& cell = stages_[action.stage].cells[m];
+  MicroBatchState& microbatch_state = stages_[action.stage].microbatch_states[m];
   switch (action.kind) {
     case ActionKind::forward:
-      return forward(action, watch);
+      return forward(action, token);
     case ActionKind::recompute:
     case ActionKind::backward:
     case ActionKind::backward_inputs:
     case ActionKind::backward_weights:
-      return backward(action, watch);
+      return backward(action, token);
     case ActionKind::send_forward: {
-      Cell& next = stages_[action.stage + 1].cells[m];
-      send(cell.outputs.tensors, action.stage, action.stage + 1, Way::forward, next);
-      next.arrived = std::move(cell.outputs);
+      MicroBatchState& next = stages_[action.stage + 1].microbatch_states[m];
+      send(microbatch_state.outputs.tensors, action.stage, action.stage + 1, Direction::forward, next);
+      next.received = std::move(microbatch_state.outputs);
       return;
     }
     case ActionKind::send_backward: {
-      Cell& before = stages_[action.stage - 1].cells[m];
-      send(cell.input_gradients, action.stage, action.stage - 1, Way::backward, before);
-      before.tangents = std::move(cell.input_gradients);
+      MicroBatchState& before = stages_[action.stage - 1].microbatch_states[m];
+      send(microbatch_state.input_gradients, action.stage, action.stage - 1, Direction::backward, before);
+      before.tangents = std::move(microbatch_state.input_gradients);
       return;
     }
     case ActionKind::recv_forward:
     case ActionKind::recv_backward:
-      transport_->receive(action.stage, cell.there);  // the sender has stored the tensors here
+      transport_->receive(action.stage,
+                          microbatch_state.copy_done);  // the sender has stored the tensors here
       return;
   }
 }
 
-void MiniBatch::send(Tensors& tensors, int32_t sender, int32_t receiver, Way way, Cell& there) const {
+void MiniBatch::send(Tensors& tensors, int32_t sender, int32_t receiver, Direction direction,
+                     MicroBatchState& receiving) const {
   if (!transport_->is_cpu())
-    there.there = transport_->send(tensors, sender, Moment(transport_->work(sender)), receiver, way);
+    receiving.copy_done =
+        transport_->send(tensors, sender, StreamEvent(transport_->work(sender)), receiver, direction);
 }
 
-void MiniBatch::put_down(const std::vector<int64_t>& numbers, Skips& skips, int32_t stage) const {
+void MiniBatch::mark_ready(const std::vector<int64_t>& indices, Skips& skips, int32_t stage) const {
   if (transport_->is_cpu()) return;
-  for (int64_t number : numbers) {
-    skips[number].stage = stage;
-    skips[number].made = Moment(transport_->work(stage));
+  for (int64_t index : indices) {
+    skips[index].stage = stage;
+    skips[index].ready = StreamEvent(transport_->work(stage));
   }
 }
 
-void MiniBatch::fetch(const std::vector<int64_t>& numbers, Skips& skips, int32_t stage) const {
+void MiniBatch::fetch_skips(const std::vector<int64_t>& indices, Skips& skips, int32_t stage) const {
   if (transport_->is_cpu()) return;
-  for (int64_t number : numbers) {
-    Skip& skip = skips[number];
+  for (int64_t index : indices) {
+    Skip& skip = skips[index];
     if (skip.stage == stage) continue;
     Tensors tensors{std::move(skip.tensor), std::move(skip.gradient)};
-    transport_->receive(stage, transport_->send(tensors, skip.stage, skip.made, stage, Way::skip));
+    transport_->receive(stage, transport_->send(tensors, skip.stage, skip.ready, stage, Direction::skip));
     skip.tensor = std::move(tensors[0]);
     skip.gradient = std::move(tensors[1]);
     skip.stage = stage;
   }
 }
 
-void MiniBatch::forward(const Action& action, Watch& watch) {
+void MiniBatch::forward(const Action& action, CancellationToken& token) {
   const StagePlan& plan = plan_->stages[action.stage];
   StageState& stage = stages_[action.stage];
-  Cell& cell = stage.cells[action.microbatch];
+  MicroBatchState& microbatch_state = stage.microbatch_states[action.microbatch];
   Skips& skips = skips_[action.microbatch];
-  Boundary value = std::move(cell.arrived);
-  for (int64_t layer = 0; layer < plan.num_layers; layer = cell.links.back().segment->end) {
-    const auto segment = plan.segment(action.microbatch, cell.links.size(), layer, value, skips);
-    Link& link = cell.links.emplace_back();
-    link.segment = segment;
-    const size_t num_plain = value.tensors.size();
-    fetch(segment->pops, skips, action.stage);
+  Boundary value = std::move(microbatch_state.received);
+  for (int64_t layer = 0; layer < plan.num_layers; layer = microbatch_state.contexts.back().segment->end) {
+    const auto segment =
+        plan.segment(action.microbatch, microbatch_state.contexts.size(), layer, value, skips);
+    SegmentContext& context = microbatch_state.contexts.emplace_back();
+    context.segment = segment;
+    const size_t num_boundary = value.tensors.size();
+    fetch_skips(segment->pops, skips, action.stage);
     value = pop(*segment, skips, std::move(value));
-    if (!segment->pops.empty()) link.takes = value.form;
-    if (const auto first_layer = segment->draws_from()) link.key = key_of(action, *first_layer);
+    if (!segment->pops.empty()) context.input_form = value.form;
+    if (const auto first_layer = segment->key_layer()) context.key = random_key(action, *first_layer);
     const Tensors taken = skips.empty() ? Tensors() : value.tensors;
-    Segment::Result result = segment->forward({action, stage, link, watch}, std::move(value));
-    if (result.writes_inputs) check_not_stashed(*segment, skips, taken, num_plain);
-    if (!segment->stashes.empty()) link.returns = result.outputs.form;
+    Segment::Result result = segment->forward({action, stage, context, token}, std::move(value));
+    if (result.writes_inputs) check_not_stashed(*segment, skips, taken, num_boundary);
+    if (!segment->stashes.empty()) context.output_form = result.outputs.form;
     value = stash(*segment, skips, std::move(result.outputs));
-    put_down(segment->stashes, skips, action.stage);
+    mark_ready(segment->stashes, skips, action.stage);
   }
-  cell.outputs = std::move(value);
+  microbatch_state.outputs = std::move(value);
 }
 
 }  // namespace gpipe_fast

@@ -17,7 +17,7 @@
 #include "engine/engine.h"
 #include "pipeline/plan.h"
 #include "pipeline/stage_state.h"
-#include "pipeline/surroundings.h"
+#include "pipeline/thread_state.h"
 #include "transport/transport.h"
 
 #include <ATen/core/Tensor.h>
@@ -40,9 +40,9 @@ class MiniBatch final : public Work {
   MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Transport> transport,
             const Tensors& parameters, const Tensors& buffers, const std::function<int64_t()>& key);
 
-  // Call both before the forward's run. draw() makes the random keys, replicate() copies parameters that live on
-  // other stages' devices; both copy on the stages' streams.
-  void draw();
+  // Call both before the forward's run. make_random_keys() makes the random keys, replicate() copies parameters that
+  // live on other stages' devices; both copy on the stages' streams.
+  void make_random_keys();
   void replicate();
 
   // Takes the first stage's boundary inputs, by micro-batch. Workers take over the calling thread's state.
@@ -61,8 +61,8 @@ class MiniBatch final : public Work {
     Tensors parameters;           // the module's; undefined where no gradient is due
   };
   // Sums the gradients of a parameter that several stages use, and rounds gradients that were accumulated in higher
-  // precision than their parameter's. `callers`: the calling thread's streams.
-  Gradients end_backward(const std::vector<Stream>& callers);
+  // precision than their parameter's. `caller_streams`: the calling thread's streams.
+  Gradients end_backward(const std::vector<Stream>& caller_streams);
 
   // Frees the tensors that a backward with `retain` kept.
   void release();
@@ -75,20 +75,20 @@ class MiniBatch final : public Work {
   // micro-batch's buffers. Storage that several tensors share counts once.
   int64_t kept_bytes() const;
   // Returns a text for error messages: what a stage's memory holds, and how to reduce it. Call before abandon().
-  std::string memory_of(int32_t stage) const;
+  std::string describe_memory(int32_t stage) const;
 
   // Returns, for each of the module's parameters, whether an output depends on it; others get no gradient.
   std::vector<bool> reached() const;
   // Returns whether the latest backward needed no fallback segment.
-  bool as_expected() const { return as_expected_; }
+  bool used_no_fallback() const { return used_no_fallback_; }
   // Returns whether a backward may follow.
-  bool kept() const { return kept_; }
+  bool can_run_backward() const { return can_run_backward_; }
   const std::shared_ptr<const Plan>& plan() const { return plan_; }
   // Returns the streams of the thread that called the forward.
-  const std::vector<Stream>& callers() const { return callers_; }
+  const std::vector<Stream>& caller_streams() const { return caller_streams_; }
 
-  void enter(int32_t stage, const std::function<void()>& walk) override;
-  void run(const Action& action, Watch& watch) override;
+  void enter(int32_t stage, const std::function<void()>& run_actions) override;
+  void run(const Action& action, CancellationToken& token) override;
 
  private:
   friend class CapturedMiniBatch;
@@ -97,34 +97,35 @@ class MiniBatch final : public Work {
 
   // Returns a stage's random keys, one row for each segment that needs one; undefined if none does, or if the stage's
   // chains are not known.
-  at::Tensor draw_keys(size_t stage);
+  at::Tensor host_keys(size_t stage);
   Stream stream_on(at::Device device) const;
-  at::Tensor key_of(const Action& action, int64_t first_layer) const;
-  void note_buffers();
-  void restore_noted();
-  void round(Tensors& gradients, const std::vector<Stream>& callers) const;
-  void send(Tensors& tensors, int32_t sender, int32_t receiver, Way way, Cell& there) const;
-  // fetch() brings skip tensors and gradients that another stage stored to this stage's device and stream; put_down()
-  // marks those that this stage stored with a stream event.
-  void fetch(const std::vector<int64_t>& numbers, Skips& skips, int32_t stage) const;
-  void put_down(const std::vector<int64_t>& numbers, Skips& skips, int32_t stage) const;
-  void forward(const Action& action, Watch& watch);
-  void backward(const Action& action, Watch& watch);
-  void backward_inputs(const Action& action, bool whole, Watch& watch);
-  Tensors backward_of(const Visit& visit, Tensors tangents, bool whole);
+  at::Tensor random_key(const Action& action, int64_t first_layer) const;
+  void record_buffer_versions();
+  void restore_snapshots();
+  void round_to_dtype(Tensors& gradients, const std::vector<Stream>& caller_streams) const;
+  void send(Tensors& tensors, int32_t sender, int32_t receiver, Direction direction,
+            MicroBatchState& receiving) const;
+  // fetch_skips() brings skip tensors and gradients that another stage stored to this stage's device and stream;
+  // mark_ready() marks those that this stage stored with a stream event.
+  void fetch_skips(const std::vector<int64_t>& indices, Skips& skips, int32_t stage) const;
+  void mark_ready(const std::vector<int64_t>& indices, Skips& skips, int32_t stage) const;
+  void forward(const Action& action, CancellationToken& token);
+  void backward(const Action& action, CancellationToken& token);
+  void backward_inputs(const Action& action, bool with_parameters, CancellationToken& token);
+  Tensors run_segment_backward(const SegmentCall& call, Tensors tangents, bool with_parameters);
 
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<const Transport> transport_;
-  std::vector<Stream> callers_;
+  std::vector<Stream> caller_streams_;
   size_t num_parameters_;
   std::shared_ptr<const void> memory_owner_;  // keeps alive the graph memory that holds its tensors
   std::vector<StageState> stages_;
   std::vector<Skips> skips_;  // by micro-batch
   Phase phase_ = Phase::idle;
-  bool kept_ = false;
+  bool can_run_backward_ = false;
   bool gradients_on_callers_ = false;  // parameter gradients were made on the callers' streams
-  std::atomic<bool> as_expected_ = true;
-  std::optional<Surroundings> surroundings_;
+  std::atomic<bool> used_no_fallback_ = true;
+  std::optional<ThreadState> thread_state_;
 };
 
 }  // namespace gpipe_fast

@@ -15,7 +15,7 @@ namespace {
 
 // Makes gradients strided, and resolves conjugation and negation. Programs and autograd require this, and it makes the
 // layouts comparable with those that a segment was lowered for.
-void make_plain(Tensors& tangents) {
+void make_strided(Tensors& tangents) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (at::Tensor& tangent : tangents) {
     if (!tangent.defined()) continue;
@@ -28,42 +28,43 @@ void make_plain(Tensors& tangents) {
 
 void MiniBatch::begin_backward(std::vector<Tensors> microbatches, bool retain) {
   GPIPE_CHECK(
-      kept_,
+      can_run_backward_,
       "the forward's saved tensors were freed; for a second backward, pass retain_graph=True to the first");
   GPIPE_CHECK(static_cast<int64_t>(microbatches.size()) == plan_->num_microbatches(),
               "the backward needs gradients for ", plan_->num_microbatches(), " micro-batches, got ",
               microbatches.size());
   for (StageState& stage : stages_) {
-    for (const Cell& cell : stage.cells) {
-      for (const Link& link : cell.links) link.segment->check_buffers(stage);
+    for (const MicroBatchState& microbatch_state : stage.microbatch_states) {
+      for (const SegmentContext& context : microbatch_state.contexts) context.segment->check_buffers(stage);
     }
   }
   for (StageState& stage : stages_) {
     stage.backward = {Tensors(stage.parameters.size())};
-    stage.retains = retain;
+    stage.retains_graph = retain;
     stage.release_programs();
   }
   for (size_t m = 0; m < microbatches.size(); ++m) {
-    stages_.back().cells[m].tangents = std::move(microbatches[m]);
+    stages_.back().microbatch_states[m].tangents = std::move(microbatches[m]);
   }
-  surroundings_.emplace(plan_->num_threads);
-  as_expected_ = true;
+  thread_state_.emplace(plan_->num_threads);
+  used_no_fallback_ = true;
   gradients_on_callers_ = false;
   phase_ = Phase::backward;
 }
 
 void MiniBatch::release() {
-  kept_ = false;
+  can_run_backward_ = false;
   for (StageState& stage : stages_) {
-    stage.retains = false;
-    for (Cell& cell : stage.cells) cell.links.clear();
+    stage.retains_graph = false;
+    for (MicroBatchState& microbatch_state : stage.microbatch_states) microbatch_state.contexts.clear();
   }
   memory_owner_.reset();
 }
 
-MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& callers) {
+MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& caller_streams) {
   Gradients gradients;
-  for (Cell& cell : stages_.front().cells) gradients.inputs.push_back(std::move(cell.input_gradients));
+  for (MicroBatchState& microbatch_state : stages_.front().microbatch_states)
+    gradients.inputs.push_back(std::move(microbatch_state.input_gradients));
   gradients.parameters.resize(num_parameters_);
   // The gradients of a parameter that several stages use are summed in the order of a backward, the last stage first.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -73,90 +74,92 @@ MiniBatch::Gradients MiniBatch::end_backward(const std::vector<Stream>& callers)
       at::Tensor& sum = gradients.parameters[indices[j]];
       at::Tensor& own = stages_[i].backward.gradients[j];
       if (!own.defined()) continue;
-      const auto home = stages_[i].homes.find(static_cast<int64_t>(j));
-      if (home != stages_[i].homes.end())
-        own = transport_->copy(own,
-                               gradients_on_callers_ ? callers[i] : transport_->work(static_cast<int32_t>(i)),
-                               Stream::of_thread(home->second.device()));
+      const auto original = stages_[i].originals.find(static_cast<int64_t>(j));
+      if (original != stages_[i].originals.end())
+        own = transport_->copy(
+            own, gradients_on_callers_ ? caller_streams[i] : transport_->work(static_cast<int32_t>(i)),
+            Stream::current_on(original->second.device()));
       if (sum.defined()) {  // the sum runs on the callers' streams
-        transport_->hand_over(sum, callers);
-        transport_->hand_over(own, callers);
+        transport_->hand_over(sum, caller_streams);
+        transport_->hand_over(own, caller_streams);
       }
       sum = sum.defined() ? at::add(sum, own) : std::move(own);
     }
     stages_[i].backward = {};
     stages_[i].release_programs();
   }
-  round(gradients.parameters, callers);
+  round_to_dtype(gradients.parameters, caller_streams);
   phase_ = Phase::idle;
-  kept_ = stages_.front().retains;
+  can_run_backward_ = stages_.front().retains_graph;
   return gradients;
 }
 
-void MiniBatch::round(Tensors& gradients, const std::vector<Stream>& callers) const {
+void MiniBatch::round_to_dtype(Tensors& gradients, const std::vector<Stream>& caller_streams) const {
   for (size_t i = 0; i < stages_.size(); ++i) {
     const std::vector<int64_t>& indices = plan_->stages[i].parameters;
     for (size_t j = 0; j < indices.size(); ++j) {
       at::Tensor& gradient = gradients[indices[j]];
       const at::ScalarType dtype = stages_[i].parameters[j].scalar_type();
       if (!gradient.defined() || gradient.scalar_type() == dtype) continue;
-      transport_->hand_over(gradient, callers);
+      transport_->hand_over(gradient, caller_streams);
       gradient = gradient.to(dtype);
     }
   }
 }
 
-void MiniBatch::backward(const Action& action, Watch& watch) {
+void MiniBatch::backward(const Action& action, CancellationToken& token) {
   StageState& stage = stages_[action.stage];
-  Cell& cell = stage.cells[action.microbatch];
-  const auto visit = [&](Link& link) { return Visit{action, stage, link, watch}; };
+  MicroBatchState& microbatch_state = stage.microbatch_states[action.microbatch];
+  const auto call = [&](SegmentContext& context) { return SegmentCall{action, stage, context, token}; };
   // Only the two ends of a stage split their backward: the last segment may start before the boundary gradient
   // arrives, and the first segment may finish after the input gradients are sent.
   switch (action.kind) {
     case ActionKind::recompute:
-      return cell.links.back().segment->open(visit(cell.links.back()));
+      return microbatch_state.contexts.back().segment->open(call(microbatch_state.contexts.back()));
     case ActionKind::backward_inputs:
-      return backward_inputs(action, /*whole=*/false, watch);
+      return backward_inputs(action, /*whole=*/false, token);
     case ActionKind::backward:
-      backward_inputs(action, /*whole=*/true, watch);
+      backward_inputs(action, /*whole=*/true, token);
       break;
     default:
-      if (stage.backward.open) cell.links.front().segment->finish(visit(cell.links.front()));
+      if (stage.backward.open)
+        microbatch_state.contexts.front().segment->finish(call(microbatch_state.contexts.front()));
   }
-  if (!stage.retains) cell.links.clear();
+  if (!stage.retains_graph) microbatch_state.contexts.clear();
 }
 
-void MiniBatch::backward_inputs(const Action& action, bool whole, Watch& watch) {
+void MiniBatch::backward_inputs(const Action& action, bool with_parameters, CancellationToken& token) {
   StageState& stage = stages_[action.stage];
-  Cell& cell = stage.cells[action.microbatch];
+  MicroBatchState& microbatch_state = stage.microbatch_states[action.microbatch];
   Skips& skips = skips_[action.microbatch];
-  Tensors tangents = std::move(cell.tangents);
-  for (size_t i = cell.links.size(); i-- > 0;) {
-    Link& link = cell.links[i];
-    fetch(link.segment->stashes, skips, action.stage);
-    if (link.returns) pop_gradients(*link.segment, *link.returns, skips, tangents);
-    tangents = backward_of({action, stage, link, watch}, std::move(tangents), whole || i > 0);
-    if (link.takes) stash_gradients(*link.segment, *link.takes, skips, tangents);
-    put_down(link.segment->pops, skips, action.stage);
+  Tensors tangents = std::move(microbatch_state.tangents);
+  for (size_t i = microbatch_state.contexts.size(); i-- > 0;) {
+    SegmentContext& context = microbatch_state.contexts[i];
+    fetch_skips(context.segment->stashes, skips, action.stage);
+    if (context.output_form) pop_gradients(*context.segment, *context.output_form, skips, tangents);
+    tangents =
+        run_segment_backward({action, stage, context, token}, std::move(tangents), with_parameters || i > 0);
+    if (context.input_form) stash_gradients(*context.segment, *context.input_form, skips, tangents);
+    mark_ready(context.segment->pops, skips, action.stage);
   }
-  cell.input_gradients = std::move(tangents);
+  microbatch_state.input_gradients = std::move(tangents);
 }
 
-Tensors MiniBatch::backward_of(const Visit& visit, Tensors tangents, bool whole) {
-  Link& link = visit.link;
+Tensors MiniBatch::run_segment_backward(const SegmentCall& call, Tensors tangents, bool with_parameters) {
+  SegmentContext& context = call.context;
   if (std::none_of(tangents.begin(), tangents.end(), [](const auto& t) { return t.defined(); })) {
-    visit.stage.backward.open.reset();
+    call.stage.backward.open.reset();
     return {};
   }
-  if (link.segment->is_lowered()) make_plain(tangents);
-  if (!link.segment->expects(tangents)) {
-    visit.stage.backward.open.reset();
-    const StagePlan& plan = plan_->stages[visit.stage.index];
-    link.segment = plan.stand_in(visit.action.microbatch, *link.segment, tangents);
-    link.segment->check_buffers(visit.stage);
-    as_expected_ = false;
+  if (context.segment->is_lowered()) make_strided(tangents);
+  if (!context.segment->accepts_gradients(tangents)) {
+    call.stage.backward.open.reset();
+    const StagePlan& plan = plan_->stages[call.stage.index];
+    context.segment = plan.fallback(call.action.microbatch, *context.segment, tangents);
+    context.segment->check_buffers(call.stage);
+    used_no_fallback_ = false;
   }
-  return link.segment->backward(visit, tangents, whole);
+  return context.segment->backward(call, tangents, with_parameters);
 }
 
 }  // namespace gpipe_fast

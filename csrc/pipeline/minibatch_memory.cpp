@@ -34,14 +34,14 @@ int64_t bytes_of(const Tensors& tensors) {
 
 // Returns the bytes of the elements, not of the storages: the first stage's boundary tensors are views of the whole
 // input.
-int64_t own_bytes(const Tensors& tensors) {
+int64_t element_bytes(const Tensors& tensors) {
   int64_t sum = 0;
   for (const at::Tensor& tensor : tensors)
     sum += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
   return sum;
 }
 
-std::string text(int64_t bytes) {
+std::string format_bytes(int64_t bytes) {
   constexpr double kMiB = 1 << 20;
   std::ostringstream out;
   if (bytes >= kMiB) {
@@ -67,35 +67,37 @@ int64_t arena_bytes(const StagePlan& plan) {
 int64_t MiniBatch::kept_bytes() const {
   Bytes bytes;
   for (const StageState& stage : stages_) {
-    for (const Cell& cell : stage.cells) {
-      for (const Link& link : cell.links) {
-        for (const Tensors* tensors : {&link.inputs, &link.buffers, &link.saved}) bytes.add(*tensors);
+    for (const MicroBatchState& microbatch_state : stage.microbatch_states) {
+      for (const SegmentContext& context : microbatch_state.contexts) {
+        for (const Tensors* tensors : {&context.inputs, &context.buffers, &context.saved})
+          bytes.add(*tensors);
       }
     }
   }
   return bytes.sum();
 }
 
-std::string MiniBatch::memory_of(int32_t index) const {
+std::string MiniBatch::describe_memory(int32_t index) const {
   const StageState& stage = stages_.at(index);
   const StagePlan& plan = plan_->stages.at(index);
   int64_t boundary = 0;  // maximum over the micro-batches
   Bytes saved;
-  for (const Cell& cell : stage.cells) {
-    int64_t own = own_bytes(cell.arrived.tensors);
-    for (const Link& link : cell.links) {
-      own += own_bytes(link.inputs);
-      saved.add(link.saved);
+  for (const MicroBatchState& microbatch_state : stage.microbatch_states) {
+    int64_t own = element_bytes(microbatch_state.received.tensors);
+    for (const SegmentContext& context : microbatch_state.contexts) {
+      own += element_bytes(context.inputs);
+      saved.add(context.saved);
     }
     boundary = std::max(boundary, own);
   }
-  const size_t number = stage.cells.size();
+  const size_t number = stage.microbatch_states.size();
   std::ostringstream out;
-  out << "stage " << index << " on " << plan.device << " holds " << text(bytes_of(stage.parameters))
-      << " of parameters, " << text(bytes_of(stage.backward.gradients)) << " of their gradients so far, "
-      << text(boundary) << " of boundary tensors for each of " << number << " micro-batches ("
-      << text(static_cast<int64_t>(number) * boundary) << " in total), " << text(saved.sum())
-      << " of saved activations so far, and " << text(arena_bytes(plan))
+  out << "stage " << index << " on " << plan.device << " holds " << format_bytes(bytes_of(stage.parameters))
+      << " of parameters, " << format_bytes(bytes_of(stage.backward.gradients))
+      << " of their gradients so far, " << format_bytes(boundary) << " of boundary tensors for each of "
+      << number << " micro-batches (" << format_bytes(static_cast<int64_t>(number) * boundary)
+      << " in total), " << format_bytes(saved.sum()) << " of saved activations so far, and "
+      << format_bytes(arena_bytes(plan))
       << " of scratch memory; to reduce this, use more chunks, checkpoint='always', or a balance with fewer "
          "layers in this stage";
   return out.str();

@@ -1,11 +1,11 @@
 // A pipeline: runs the forward and backward of mini-batches through one engine.
 #pragma once
 
-#include "engine/disturbance.h"
 #include "engine/engine.h"
+#include "engine/fault_injection.h"
+#include "pipeline/graph_cache.h"
 #include "pipeline/microbatches.h"
 #include "pipeline/minibatch.h"
-#include "pipeline/replay.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -22,7 +22,7 @@ namespace gpipe_fast {
 class Pipeline : public std::enable_shared_from_this<Pipeline> {
  public:
   // The thread that waits for a run calls `poll` about every 20 ms. An exception from `poll` ends the run.
-  Pipeline(int32_t num_stages, std::function<void()> poll, Choice transport);
+  Pipeline(int32_t num_stages, std::function<void()> poll, TransportChoice transport);
 
   // Runs the forward of one mini-batch: splits the inputs along their batch dimensions, runs the stages,
   // concatenates the outputs, and connects them to the autograd graph if they can need gradients. `parameters` and
@@ -37,7 +37,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   };
   // Runs the backward of one mini-batch. `gradients` belong to its outputs and may be undefined. `sizes`: the
   // outputs' lengths by micro-batch. `retain`: another backward may follow.
-  Gradients backward(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes, bool retain);
+  Gradients backward(MiniBatch& minibatch, const Tensors& gradients, const PartLengths& sizes, bool retain);
 
   // Call when the interpreter exits: cancels the current run, and makes later runs of this thread throw. Other
   // threads that use the pipeline block until the process ends, like threads that request the GIL of an exiting
@@ -52,46 +52,47 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   int64_t recorded();
   std::vector<std::vector<Event>> events();
   // Sets the delays and failures that later runs inject, for tests.
-  void disturb(Disturbance disturbance);
+  void inject_faults(FaultInjection fault_injection);
 
   // Sets whether later runs on GPUs are captured as graphs. False also frees all graphs.
   void set_capture(bool capture);
   // Frees all graphs. Call when their plans will not be used again.
-  void forget_replays();
+  void forget_graphs();
   // Returns one report for each plan in the graph cache; empty on the CPU.
-  std::vector<ReplayReport> replays();
+  std::vector<GraphReport> graph_reports();
 
  private:
-  class Turn;
+  class EngineLock;
   struct Closed {};  // unwinds a thread whose pipeline was closed
 
   template <class Body>
-  static auto held_at_exit(const Body& body);
-  Boundary forward_once(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
-                        const Tensors& parameters, const Tensors& buffers,
-                        const std::function<int64_t()>& key);
-  Gradients backward_once(MiniBatch& minibatch, const Tensors& gradients, const Sizes& sizes, bool retain);
+  static auto block_if_closed(const Body& body);
+  Boundary run_forward_step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
+                            const Tensors& parameters, const Tensors& buffers,
+                            const std::function<int64_t()>& key);
+  Gradients run_backward_step(MiniBatch& minibatch, const Tensors& gradients, const PartLengths& sizes,
+                              bool retain);
   void check_open() const;
-  void set_up(const Plan& plan);
+  void create_transport(const Plan& plan);
   // Returns the outputs by micro-batch. May capture a second mini-batch of the plan first.
   std::vector<Boundary> run_forward(const std::shared_ptr<MiniBatch>& minibatch, const Tensors& inputs,
-                                    const Replays::Make& another);
-  bool replays_are_due() const;
+                                    const GraphCache::MakeMiniBatch& make_other);
+  bool may_use_graphs() const;
   template <class Body>
-  void with_memory(const Plan& plan, MiniBatch& minibatch, const Body& body);
+  void retry_without_graphs(const Plan& plan, MiniBatch& minibatch, const Body& body);
   // Runs the actions uncaptured.
   void run(const Actions& actions, MiniBatch& minibatch);
 
-  std::timed_mutex turn_;
-  std::atomic<std::thread::id> running_in_{};
+  std::timed_mutex mutex_;
+  std::atomic<std::thread::id> running_thread_{};
   Engine engine_;
-  const Choice choice_;
-  std::once_flag is_set_up_;
+  const TransportChoice transport_choice_;
+  std::once_flag transport_created_;
   std::shared_ptr<const Transport> transport_;
-  std::unique_ptr<Replays> replays_;  // null on the CPU
+  std::unique_ptr<GraphCache> graph_cache_;  // null on the CPU
   bool capture_ = true;
   std::function<void()> poll_;
-  Disturbance disturbance_;
+  FaultInjection fault_injection_;
   std::optional<std::thread::id> closed_by_;
 };
 

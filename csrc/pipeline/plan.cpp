@@ -4,23 +4,25 @@
 
 namespace gpipe_fast {
 
-std::shared_ptr<const Segment> StagePlan::segment(int32_t microbatch, size_t place, int64_t layer,
+std::shared_ptr<const Segment> StagePlan::segment(int32_t microbatch, size_t position, int64_t layer,
                                                   const Boundary& boundary, const Skips& skips) const {
   Chain& chain = chains.at(microbatch);
-  if (place < chain.size() && (known || chain[place]->fits(layer, boundary, skips))) return chain[place];
-  chain.resize(place);
+  if (position < chain.size() &&
+      (has_fixed_chains || chain[position]->accepts_inputs(layer, boundary, skips)))
+    return chain[position];
+  chain.resize(position);
   chain.push_back(finder->find(layer, microbatch, boundary, skips));
   return chain.back();
 }
 
-std::shared_ptr<const Segment> StagePlan::stand_in(int32_t microbatch, const Segment& segment,
+std::shared_ptr<const Segment> StagePlan::fallback(int32_t microbatch, const Segment& segment,
                                                    const Tensors& tangents) const {
-  if (!known) chains.at(microbatch).clear();  // so that the next forward searches again
-  return finder->stand_in(segment, tangents);
+  if (!has_fixed_chains) chains.at(microbatch).clear();  // so that the next forward searches again
+  return finder->fallback(segment, tangents);
 }
 
 bool StagePlan::is_lowered() const {
-  return known && std::all_of(chains.begin(), chains.end(), [](const Chain& chain) {
+  return has_fixed_chains && std::all_of(chains.begin(), chains.end(), [](const Chain& chain) {
            return std::all_of(chain.begin(), chain.end(),
                               [](const auto& segment) { return segment->is_lowered(); });
          });

@@ -18,15 +18,15 @@
 namespace gpipe_fast {
 
 // Finds the segments of a stage while it runs.
-class Finder {
+class SegmentFinder {
  public:
-  virtual ~Finder() = default;
+  virtual ~SegmentFinder() = default;
   // Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors.
   virtual std::shared_ptr<const Segment> find(int64_t layer, int32_t microbatch, const Boundary& boundary,
                                               const Skips& skips) = 0;
   // Returns the fallback for a lowered segment whose backward does not accept these gradients of its outputs. The
   // fallback accepts them, and recomputes everything.
-  virtual std::shared_ptr<const Segment> stand_in(const Segment& segment, const Tensors& tangents) = 0;
+  virtual std::shared_ptr<const Segment> fallback(const Segment& segment, const Tensors& tangents) = 0;
 };
 
 struct StagePlan {
@@ -37,24 +37,24 @@ struct StagePlan {
   // Positions of the parameters that live on another stage's device. The stage uses copies on its own device, made
   // anew for every mini-batch because an update through `p.data` cannot be detected. Their gradients are copied
   // back to the device of the originals.
-  std::vector<int64_t> replicas;
+  std::vector<int64_t> replicated_parameters;
   at::Device device = at::kCPU;
   std::vector<Statistics> statistics;
-  // By micro-batch. If `known`, complete and constant. Otherwise the chains of the latest run, which the stage's
-  // worker updates.
+  // By micro-batch. If `has_fixed_chains`, complete and constant. Otherwise the chains of the latest run, which the
+  // stage's worker updates.
   mutable std::vector<Chain> chains;
-  bool known = false;
-  std::shared_ptr<Finder> finder;
+  bool has_fixed_chains = false;
+  std::shared_ptr<SegmentFinder> finder;
 
   // Returns whether its chains are fixed and contain lowered segments only.
   bool is_lowered() const;
 
-  // Returns the segment at `place` in a micro-batch's chain. Searches for it if the cached one does not take these
+  // Returns the segment at `position` in a micro-batch's chain. Searches for it if the cached one does not take these
   // tensors.
-  std::shared_ptr<const Segment> segment(int32_t microbatch, size_t place, int64_t layer,
+  std::shared_ptr<const Segment> segment(int32_t microbatch, size_t position, int64_t layer,
                                          const Boundary& boundary, const Skips& skips) const;
   // Returns the fallback for a segment that does not accept these gradients.
-  std::shared_ptr<const Segment> stand_in(int32_t microbatch, const Segment& segment,
+  std::shared_ptr<const Segment> fallback(int32_t microbatch, const Segment& segment,
                                           const Tensors& tangents) const;
 };
 
@@ -64,11 +64,11 @@ struct Plan {
   std::shared_ptr<const Actions> forward;
   std::shared_ptr<const Actions> backward;  // null in inference
   int num_threads = 1;  // intra-op threads of each stage; programs were lowered for this number
-  std::shared_ptr<const Form> inputs;
+  std::shared_ptr<const BoundaryForm> inputs;
   // The dimension along which each input is split; nullopt if every micro-batch gets the whole input.
-  std::vector<std::optional<int64_t>> cut_along;
+  std::vector<std::optional<int64_t>> split_dims;
   // The dimension along which outputs are concatenated.
-  int64_t join_along = 0;
+  int64_t cat_dim = 0;
   // Throws unless the micro-batches' outputs can be concatenated; null if that is certain in advance.
   std::function<void(const std::vector<Boundary>&)> check_outputs;
 

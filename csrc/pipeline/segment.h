@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engine/actions.h"
-#include "engine/watch.h"
+#include "engine/cancellation_token.h"
 #include "pipeline/boundary.h"
 
 #include <cstdint>
@@ -17,22 +17,22 @@ class Segment;
 struct StageState;
 
 // A segment's state of one micro-batch between forward and backward (like autograd's ctx).
-struct Link {
+struct SegmentContext {
   std::shared_ptr<const Segment> segment;
   // Kept by lowered layers: tensors that their backward, or the fallback segment's, reads.
   Tensors inputs, buffers, saved;
   at::Tensor key;
-  Opaque kept;  // kept by layers in Python
+  PythonObject kept;  // kept by layers in Python
   // The forms of the segment's inputs, if it pops skip tensors, and of its outputs, if it stashes some; else null.
-  std::shared_ptr<const Form> takes, returns;
+  std::shared_ptr<const BoundaryForm> input_form, output_form;
 };
 
 // The arguments of a call to a segment, for one action of one micro-batch.
-struct Visit {
+struct SegmentCall {
   const Action& action;
   StageState& stage;
-  Link& link;
-  Watch& watch;
+  SegmentContext& context;
+  CancellationToken& token;
 };
 
 class Segment {
@@ -41,26 +41,26 @@ class Segment {
 
   virtual bool is_lowered() const = 0;
   // Returns the layer index in its random key: its first layer, counted within the module. nullopt if it needs no key.
-  virtual std::optional<int64_t> draws_from() const = 0;
+  virtual std::optional<int64_t> key_layer() const = 0;
   // Returns whether it can run `layer` for these boundary tensors and stashed skip tensors.
-  virtual bool fits(int64_t layer, const Boundary& boundary, const Skips& skips) const = 0;
+  virtual bool accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const = 0;
   // Returns whether its backward accepts these gradients of its outputs, some of which may be undefined.
-  virtual bool expects(const Tensors& tangents) const = 0;
+  virtual bool accepts_gradients(const Tensors& tangents) const = 0;
 
   struct Result {
     Boundary outputs;
     bool writes_inputs;  // its layers change inputs in place; they get copies
   };
-  virtual Result forward(const Visit& visit, Boundary arrived) const = 0;
+  virtual Result forward(const SegmentCall& call, Boundary inputs) const = 0;
   // Throws if a buffer that its backward reads was changed in place after the forward.
   virtual void check_buffers(const StageState& stage) const = 0;
   // Starts the backward: runs the part that needs no gradients of its outputs.
-  virtual void open(const Visit& visit) const = 0;
-  // Returns the gradients of its inputs, given those of its outputs, at least one of which is defined. With `whole`,
-  // also accumulates the gradients of its parameters; otherwise finish() does.
-  virtual Tensors backward(const Visit& visit, const Tensors& tangents, bool whole) const = 0;
-  // Runs the rest of a backward without `whole`.
-  virtual void finish(const Visit& visit) const = 0;
+  virtual void open(const SegmentCall& call) const = 0;
+  // Returns the gradients of its inputs, given those of its outputs, at least one of which is defined. With
+  // `with_parameters`, also accumulates the gradients of its parameters; otherwise finish() does.
+  virtual Tensors backward(const SegmentCall& call, const Tensors& tangents, bool with_parameters) const = 0;
+  // Runs the rest of a backward without `with_parameters`.
+  virtual void finish(const SegmentCall& call) const = 0;
 
   // Returns the scratch memory of its programs; null if it has none.
   virtual std::shared_ptr<Arena> arena() const { return nullptr; }

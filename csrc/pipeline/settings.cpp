@@ -31,10 +31,10 @@ void add(std::string& to, int64_t number) {
   to.append(reinterpret_cast<const char*>(&number), sizeof(number));
 }
 
-template <class Ask>
-void add_if_told(std::string& to, const Ask& ask) {
+template <class Getter>
+void add_if_readable(std::string& to, const Getter& getter) {
   try {
-    add(to, static_cast<int64_t>(ask()));
+    add(to, static_cast<int64_t>(getter()));
   } catch (const c10::Error&) {
     add(to, int64_t{-1});  // this getter rejects how the setting was set
   }
@@ -48,7 +48,7 @@ void add_float32_precision(std::string& to, Precision (at::Context::*get)(Backen
   static constexpr const char* kOps[] = {"all", "conv", "rnn", "matmul"};
   for (int backend = 0; backend < 3; ++backend) {
     for (int op = 0; op < (backend == 0 ? 1 : 4); ++op) {
-      add_if_told(to, [&] {
+      add_if_readable(to, [&] {
         if constexpr (std::is_enum_v<Backend>)
           return static_cast<int64_t>(
               (at::globalContext().*get)(static_cast<Backend>(backend), static_cast<Op>(op)));
@@ -62,7 +62,7 @@ void add_float32_precision(std::string& to, Precision (at::Context::*get)(Backen
 
 }  // namespace
 
-std::string choices_now() {
+std::string operator_settings() {
   at::Context& context = at::globalContext();
   std::string found;
   for (const auto& [get, set] : kFlags) add(found, (context.*get)());
@@ -71,16 +71,16 @@ std::string choices_now() {
   return found;
 }
 
-void choose(const std::string& choices) {
+void restore_operator_settings(const std::string& choices) {
   at::Context& context = at::globalContext();
   auto choice = choices.begin();
   for (const auto& [get, set] : kFlags) (context.*set)(*choice++ != 0);
   context.setSDPPriorityOrder(std::vector<int64_t>(choice, choices.end()));
 }
 
-std::string settings_now() { return choices_now() + numerics_now(); }
+std::string all_settings() { return operator_settings() + numeric_settings(); }
 
-std::string numerics_now() {
+std::string numeric_settings() {
   const at::Context& context = at::globalContext();
   std::string found;
   for (const bool flag : {context.deterministicAlgorithms(), context.deterministicCuDNN(),
@@ -89,9 +89,9 @@ std::string numerics_now() {
   add(found, int64_t{context.benchmarkLimitCuDNN()});
   add(found, static_cast<int64_t>(context.allowFP16ReductionCuBLAS()));
   add(found, static_cast<int64_t>(context.allowBF16ReductionCuBLAS()));
-  add_if_told(found, [] { return at::globalContext().blasPreferredBackend(); });
-  add_if_told(found, [&] { return context.float32MatmulPrecision(); });
-  add_if_told(found, [&] { return context.allowTF32CuDNN(); });
+  add_if_readable(found, [] { return at::globalContext().blasPreferredBackend(); });
+  add_if_readable(found, [&] { return context.float32MatmulPrecision(); });
+  add_if_readable(found, [&] { return context.allowTF32CuDNN(); });
   add_float32_precision(found, &at::Context::float32Precision);
   return found;
 }

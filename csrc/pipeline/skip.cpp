@@ -10,9 +10,9 @@ namespace gpipe_fast {
 
 Boundary pop(const Segment& segment, Skips& skips, Boundary value) {
   if (segment.pops.empty()) return value;
-  auto form = std::make_shared<Form>(*value.form);
-  for (int64_t number : segment.pops) {
-    Skip skip = std::move(skips.at(number));
+  auto form = std::make_shared<BoundaryForm>(*value.form);
+  for (int64_t index : segment.pops) {
+    Skip skip = std::move(skips.at(index));
     form->skips.push_back(skip.tensor.defined() ? std::optional<bool>(skip.needs_gradient) : std::nullopt);
     if (skip.tensor.defined()) value.tensors.push_back(std::move(skip.tensor));
   }
@@ -21,7 +21,8 @@ Boundary pop(const Segment& segment, Skips& skips, Boundary value) {
 
 Boundary stash(const Segment& segment, Skips& skips, Boundary outputs) {
   if (segment.stashes.empty()) return outputs;
-  auto form = std::make_shared<Form>(Form{outputs.form->structure, outputs.form->needs_gradient});
+  auto form =
+      std::make_shared<BoundaryForm>(BoundaryForm{outputs.form->structure, outputs.form->needs_gradient});
   size_t next = form->needs_gradient.size();
   for (size_t i = 0; i < segment.stashes.size(); ++i) {
     const std::optional<bool>& needs_gradient = outputs.form->skips.at(i);
@@ -32,7 +33,8 @@ Boundary stash(const Segment& segment, Skips& skips, Boundary outputs) {
   return {std::move(outputs.tensors), std::move(form)};
 }
 
-void check_not_stashed(const Segment& segment, const Skips& skips, const Tensors& taken, size_t num_plain) {
+void check_not_stashed(const Segment& segment, const Skips& skips, const Tensors& taken,
+                       size_t num_boundary) {
   std::set<const void*> stashed;
   for (const Skip& skip : skips) {
     if (skip.tensor.defined()) stashed.insert(skip.tensor.storage().unsafeGetStorageImpl());
@@ -45,18 +47,18 @@ void check_not_stashed(const Segment& segment, const Skips& skips, const Tensors
         " of the stage change an input of shape ", taken[i].sizes(),
         " in place, and the same memory is also stashed: the layer that pops it would not see the change. "
         "Stash a clone, or make the layers compute out of place");
-    if (i >= num_plain) stashed.insert(storage);
+    if (i >= num_boundary) stashed.insert(storage);
   }
 }
 
-void pop_gradients(const Segment& segment, const Form& returned, Skips& skips, Tensors& tangents) {
+void pop_gradients(const Segment& segment, const BoundaryForm& returned, Skips& skips, Tensors& tangents) {
   tangents.resize(returned.needs_gradient.size());
   for (size_t i = 0; i < returned.skips.size(); ++i) {
     if (returned.skips[i]) tangents.push_back(std::move(skips[segment.stashes[i]].gradient));
   }
 }
 
-void stash_gradients(const Segment& segment, const Form& taken, Skips& skips, Tensors& gradients) {
+void stash_gradients(const Segment& segment, const BoundaryForm& taken, Skips& skips, Tensors& gradients) {
   size_t next = taken.needs_gradient.size();
   for (size_t i = 0; i < taken.skips.size(); ++i) {
     if (!taken.skips[i]) continue;

@@ -11,13 +11,13 @@ Boundary pop(const Segment& segment, Skips& skips, Boundary value);
 // Moves the skip tensors that a segment stashed from its outputs to `skips`, and returns the other outputs.
 Boundary stash(const Segment& segment, Skips& skips, Boundary outputs);
 // Throws if one of a segment's inputs shares memory with a stashed tensor. Call if the layers change inputs in place:
-// in a pipeline they change a copy, so the pop would not see the change. `taken`: `num_plain` boundary tensors,
+// in a pipeline they change a copy, so the pop would not see the change. `taken`: `num_boundary` boundary tensors,
 // followed by the popped skip tensors.
-void check_not_stashed(const Segment& segment, const Skips& skips, const Tensors& taken, size_t num_plain);
+void check_not_stashed(const Segment& segment, const Skips& skips, const Tensors& taken, size_t num_boundary);
 
 // Given the gradients of a segment's other outputs, appends those of the skip tensors that it stashed.
-void pop_gradients(const Segment& segment, const Form& returned, Skips& skips, Tensors& tangents);
+void pop_gradients(const Segment& segment, const BoundaryForm& returned, Skips& skips, Tensors& tangents);
 // Given the gradients of all inputs of a segment, moves those of the skip tensors that it popped to `skips`.
-void stash_gradients(const Segment& segment, const Form& taken, Skips& skips, Tensors& gradients);
+void stash_gradients(const Segment& segment, const BoundaryForm& taken, Skips& skips, Tensors& gradients);
 
 }  // namespace gpipe_fast

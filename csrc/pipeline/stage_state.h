@@ -18,12 +18,13 @@ namespace gpipe_fast {
 class PythonLayers;
 
 // A backward that has started and has not finished.
-struct OpenBackward {
-  OpenBackward(Program& program, Tensors& gradients, bool first) : run(program, gradients, first) {}
+struct StartedBackward {
+  StartedBackward(Program& program, Tensors& gradients, bool first) : run(program, gradients, first) {}
   // Accumulates into separate gradients, which are added to the stage's at the end.
-  OpenBackward(Program& program, size_t num_parameters) : apart(num_parameters), run(program, apart, true) {}
+  StartedBackward(Program& program, size_t num_parameters)
+      : separate(num_parameters), run(program, separate, true) {}
 
-  Tensors apart;
+  Tensors separate;
   Program::Run run;
 };
 
@@ -32,47 +33,47 @@ struct ForwardState {
   Tensors buffers;                  // as of the latest micro-batch
   std::vector<Tensors> statistics;  // previous running statistics, by `StagePlan::statistics`
   // Snapshots of the state of layers in Python, made before they ran.
-  std::vector<std::pair<std::shared_ptr<PythonLayers>, Opaque>> noted;
+  std::vector<std::pair<std::shared_ptr<PythonLayers>, PythonObject>> snapshots;
 };
 
 // State of a running backward.
 struct BackwardState {
   Tensors gradients;
-  std::set<int64_t> foreign;  // indices of gradients from Python, whose memory may be shared
-  std::unique_ptr<OpenBackward> open;
+  std::set<int64_t> from_python;  // indices of gradients from Python, whose memory may be shared
+  std::unique_ptr<StartedBackward> open;
 };
 
-// A stage's state of one micro-batch. The neighbouring stages' workers write `arrived` and `tangents`.
-struct Cell {
-  Boundary arrived;  // boundary activation that enters the stage, until F
-  Boundary outputs;  // boundary activation that leaves it, from F to SEND_F
-  std::vector<Link> links;
+// A stage's state of one micro-batch. The neighbouring stages' workers write `received` and `tangents`.
+struct MicroBatchState {
+  Boundary received;  // boundary activation that enters the stage, until F
+  Boundary outputs;   // boundary activation that leaves it, from F to SEND_F
+  std::vector<SegmentContext> contexts;
   Tensors tangents;         // boundary gradient that enters the stage, until B
   Tensors input_gradients;  // boundary gradient that leaves it, from B to SEND_B
-  Moment there;             // stream event: arrival of the latest sent tensors
+  StreamEvent copy_done;    // stream event: arrival of the latest sent tensors
 };
 
 struct StageState {
-  struct Noted {
+  struct BufferVersion {
     int64_t version;
     const void* data;
   };
 
   int32_t index = 0;
   at::Device device = at::kCPU;
-  bool keeps = false;               // a backward may follow
-  bool retains = false;             // another backward may follow this one
-  std::function<int64_t()> key;     // draws the mini-batch's random key
-  at::Tensor keys;                  // one row for each segment that needs a key, if the chains are known
-  std::vector<int64_t> first_keys;  // by micro-batch: its first row in `keys`
+  bool needs_backward = false;          // a backward may follow
+  bool retains_graph = false;           // another backward may follow this one
+  std::function<int64_t()> key;         // draws the mini-batch's random key
+  at::Tensor keys;                      // one row for each segment that needs a key, if the chains are known
+  std::vector<int64_t> first_key_rows;  // by micro-batch: its first row in `keys`
   Tensors parameters;
-  std::map<int64_t, at::Tensor> homes;  // originals of the replicated parameters, by position
+  std::map<int64_t, at::Tensor> originals;  // originals of the replicated parameters, by position
   Tensors module_buffers;
   std::vector<bool> reached;  // by parameter: whether an output depends on it; others get no gradient
-  std::map<size_t, Noted> noted_buffers;  // module buffers that a backward may read, by index
+  std::map<size_t, BufferVersion> buffer_versions;  // module buffers that a backward may read, by index
   ForwardState forward;
   BackwardState backward;
-  std::vector<Cell> cells;  // by micro-batch
+  std::vector<MicroBatchState> microbatch_states;  // by micro-batch
 
   // Binds a program to the parameters, once per run. Holds the program, because a new one could be allocated at the
   // address of a freed one.

@@ -22,9 +22,9 @@ std::vector<at::Tensor> Statistics::begin(std::vector<at::Tensor>& buffers) cons
 // the host.
 void Statistics::end(std::vector<at::Tensor>& buffers, const std::vector<at::Tensor>& before) const {
   const at::Tensor n = buffers.at(count).to(at::kDouble);
-  const at::Tensor met = n.gt(0).to(at::kDouble);
+  const at::Tensor was_called = n.gt(0).to(at::kDouble);
   const at::Tensor batches = before[2] + n.gt(0);
-  const at::Tensor factor = momentum ? met * *momentum : met / batches;
+  const at::Tensor factor = momentum ? was_called * *momentum : was_called / batches;
   const at::Tensor sample = n / (n - 1);
   const auto update = [&](const at::Tensor& running, const at::Tensor& found) {
     return running * at::rsub(factor, 1) + found * factor;

@@ -80,7 +80,7 @@ void add_one_by_one(at::TensorList accumulators, at::TensorList gradients) {
   for (size_t i = 0; i < accumulators.size(); ++i) accumulators[i].add_(gradients[i]);
 }
 
-void accumulate_one_by_one(at::TensorList accumulators, at::TensorList gradients) {
+void accumulate_checked(at::TensorList accumulators, at::TensorList gradients) {
   check_pairs(accumulators, gradients);
   check_disjoint(accumulators, gradients);
   add_one_by_one(accumulators, gradients);
@@ -95,7 +95,7 @@ TORCH_LIBRARY_FRAGMENT(gpipe_fast, m) {
 
 // This dispatch key also serves empty lists, which have no device.
 TORCH_LIBRARY_IMPL(gpipe_fast, CompositeExplicitAutograd, m) {
-  m.impl("accumulate_", &accumulate_one_by_one);
+  m.impl("accumulate_", &accumulate_checked);
   m.impl("_accumulate_", &add_one_by_one);
 }
 TORCH_LIBRARY_IMPL(gpipe_fast, CPU, m) { m.impl("_accumulate_", &add_one_by_one); }

@@ -6,9 +6,9 @@
 namespace gpipe_fast {
 namespace {
 
-class Boxed final : public Operator {
+class BoxedOperator final : public Operator {
  public:
-  Boxed(c10::OperatorHandle op, std::vector<Argument> arguments, bool is_out_variant)
+  BoxedOperator(c10::OperatorHandle op, std::vector<Argument> arguments, bool is_out_variant)
       : op_(std::move(op)), arguments_(std::move(arguments)), is_out_variant_(is_out_variant) {
     for (const auto& argument : op_.schema().arguments())
       optional_list_.push_back(is_optional_list(argument.type()));
@@ -75,7 +75,7 @@ class Boxed final : public Operator {
 
 std::unique_ptr<Operator> make_boxed(const c10::OperatorHandle& op, std::vector<Argument> arguments,
                                      bool is_out_variant) {
-  return std::make_unique<Boxed>(op, std::move(arguments), is_out_variant);
+  return std::make_unique<BoxedOperator>(op, std::move(arguments), is_out_variant);
 }
 
 }  // namespace gpipe_fast

@@ -45,72 +45,74 @@ namespace {
 
 // Holds one argument of type T: a constant is converted once, a tensor is read through a pointer at each call.
 template <class T>
-struct Held {
-  explicit Held(const Argument& argument) : value(std::get<c10::IValue>(argument).to<T>()) {}
+struct BoundArgument {
+  explicit BoundArgument(const Argument& argument) : value(std::get<c10::IValue>(argument).to<T>()) {}
   const T& get() { return value; }
   T value;
 };
 
-struct HeldTensor {
-  explicit HeldTensor(const Argument& argument) {
+struct BoundTensor {
+  explicit BoundTensor(const Argument& argument) {
     if (const auto* constant = std::get_if<c10::IValue>(&argument)) {
-      own = constant->toTensor();
+      constant_tensor = constant->toTensor();
     } else {
       tensor = std::get<at::Tensor*>(argument);
     }
   }
-  at::Tensor& get() { return tensor == nullptr ? own : *tensor; }
-  at::Tensor own;
+  at::Tensor& get() { return tensor == nullptr ? constant_tensor : *tensor; }
+  at::Tensor constant_tensor;
   at::Tensor* tensor = nullptr;
 };
 
 template <>
-struct Held<const at::Tensor&> : HeldTensor {
-  using HeldTensor::HeldTensor;
+struct BoundArgument<const at::Tensor&> : BoundTensor {
+  using BoundTensor::BoundTensor;
 };
 template <>
-struct Held<at::Tensor&> : HeldTensor {
-  using HeldTensor::HeldTensor;
+struct BoundArgument<at::Tensor&> : BoundTensor {
+  using BoundTensor::BoundTensor;
 };
 
 template <>
-struct Held<const std::optional<at::Tensor>&> {
-  explicit Held(const Argument& argument) {
+struct BoundArgument<const std::optional<at::Tensor>&> {
+  explicit BoundArgument(const Argument& argument) {
     if (const auto* constant = std::get_if<c10::IValue>(&argument)) {
-      own = constant->toOptional<at::Tensor>();
+      constant_tensor = constant->toOptional<at::Tensor>();
     } else {
       tensor = std::get<at::Tensor*>(argument);
     }
   }
-  std::optional<at::Tensor> get() { return tensor == nullptr ? own : std::optional<at::Tensor>(*tensor); }
-  std::optional<at::Tensor> own;
+  std::optional<at::Tensor> get() {
+    return tensor == nullptr ? constant_tensor : std::optional<at::Tensor>(*tensor);
+  }
+  std::optional<at::Tensor> constant_tensor;
   at::Tensor* tensor = nullptr;
 };
 
 template <>
-struct Held<const at::Scalar&> {
-  explicit Held(const Argument& argument) : value(std::get<c10::IValue>(argument).toScalar()) {}
+struct BoundArgument<const at::Scalar&> {
+  explicit BoundArgument(const Argument& argument) : value(std::get<c10::IValue>(argument).toScalar()) {}
   const at::Scalar& get() { return value; }
   at::Scalar value;
 };
 
 template <>
-struct Held<std::string_view> {
-  explicit Held(const Argument& argument) : value(std::get<c10::IValue>(argument).toStringRef()) {}
+struct BoundArgument<std::string_view> {
+  explicit BoundArgument(const Argument& argument) : value(std::get<c10::IValue>(argument).toStringRef()) {}
   std::string_view get() { return value; }
   std::string value;
 };
 
 template <>
-struct Held<at::IntArrayRef> {
-  explicit Held(const Argument& argument) : value(std::get<c10::IValue>(argument).toIntVector()) {}
+struct BoundArgument<at::IntArrayRef> {
+  explicit BoundArgument(const Argument& argument) : value(std::get<c10::IValue>(argument).toIntVector()) {}
   at::IntArrayRef get() { return value; }
   std::vector<int64_t> value;
 };
 
 template <>
-struct Held<at::OptionalIntArrayRef> {
-  explicit Held(const Argument& argument) {
+struct BoundArgument<at::OptionalIntArrayRef> {
+  explicit BoundArgument(const Argument& argument) {
     const auto& constant = std::get<c10::IValue>(argument);
     if (!constant.isNone()) value = constant.toIntVector();
   }
@@ -121,8 +123,8 @@ struct Held<at::OptionalIntArrayRef> {
 };
 
 template <>
-struct Held<c10::SymIntArrayRef> {
-  explicit Held(const Argument& argument) {
+struct BoundArgument<c10::SymIntArrayRef> {
+  explicit BoundArgument(const Argument& argument) {
     for (int64_t size : std::get<c10::IValue>(argument).toIntVector()) value.emplace_back(size);
   }
   c10::SymIntArrayRef get() { return value; }
@@ -130,8 +132,8 @@ struct Held<c10::SymIntArrayRef> {
 };
 
 template <>
-struct Held<at::OptionalSymIntArrayRef> {
-  explicit Held(const Argument& argument) {
+struct BoundArgument<at::OptionalSymIntArrayRef> {
+  explicit BoundArgument(const Argument& argument) {
     const auto& constant = std::get<c10::IValue>(argument);
     if (constant.isNone()) return;
     value.emplace();
@@ -144,15 +146,15 @@ struct Held<at::OptionalSymIntArrayRef> {
 };
 
 template <>
-struct Held<c10::SymInt> {
-  explicit Held(const Argument& argument) : value(std::get<c10::IValue>(argument).toInt()) {}
+struct BoundArgument<c10::SymInt> {
+  explicit BoundArgument(const Argument& argument) : value(std::get<c10::IValue>(argument).toInt()) {}
   c10::SymInt get() { return value; }
   int64_t value;
 };
 
 template <size_t N>
-struct Held<std::array<bool, N>> {
-  explicit Held(const Argument& argument) {
+struct BoundArgument<std::array<bool, N>> {
+  explicit BoundArgument(const Argument& argument) {
     auto list = std::get<c10::IValue>(argument).toBoolList();
     for (size_t i = 0; i < N; ++i) value[i] = list.get(i);
   }
@@ -161,8 +163,8 @@ struct Held<std::array<bool, N>> {
 };
 
 template <>
-struct Held<const at::ITensorListRef&> {
-  explicit Held(const Argument& argument) : tensors(std::get<std::vector<at::Tensor*>>(argument)) {}
+struct BoundArgument<const at::ITensorListRef&> {
+  explicit BoundArgument(const Argument& argument) : tensors(std::get<std::vector<at::Tensor*>>(argument)) {}
   at::ITensorListRef get() {
     list.clear();
     for (const auto* tensor : tensors) list.push_back(*tensor);
@@ -173,21 +175,21 @@ struct Held<const at::ITensorListRef&> {
 };
 
 template <class Op, class Schema = typename Op::schema>
-class Direct;
+class DirectOperator;
 
 template <class Op, class Return, class... Args>
-class Direct<Op, Return(Args...)> final : public Operator {
+class DirectOperator<Op, Return(Args...)> final : public Operator {
  public:
-  explicit Direct(const std::vector<Argument>& arguments)
-      : Direct(arguments, std::index_sequence_for<Args...>{}) {}
+  explicit DirectOperator(const std::vector<Argument>& arguments)
+      : DirectOperator(arguments, std::index_sequence_for<Args...>{}) {}
 
   void call(std::vector<at::Tensor>& results) override {
     std::apply(
-        [&](auto&... held) {
+        [&](auto&... bound) {
           if constexpr (std::is_reference_v<Return>) {
-            Op::call(held.get()...);
+            Op::call(bound.get()...);
           } else {
-            append(Op::call(held.get()...), results);
+            append(Op::call(bound.get()...), results);
           }
         },
         arguments_);
@@ -195,8 +197,8 @@ class Direct<Op, Return(Args...)> final : public Operator {
 
  private:
   template <size_t... I>
-  Direct(const std::vector<Argument>& arguments, std::index_sequence<I...>)
-      : arguments_(Held<Args>(arguments.at(I))...) {}
+  DirectOperator(const std::vector<Argument>& arguments, std::index_sequence<I...>)
+      : arguments_(BoundArgument<Args>(arguments.at(I))...) {}
 
   static void append(at::Tensor result, std::vector<at::Tensor>& results) {
     results.push_back(std::move(result));
@@ -206,7 +208,7 @@ class Direct<Op, Return(Args...)> final : public Operator {
     std::apply([&](auto&... each) { (results.push_back(std::move(each)), ...); }, result);
   }
 
-  std::tuple<Held<Args>...> arguments_;
+  std::tuple<BoundArgument<Args>...> arguments_;
 };
 
 using Factory = std::unique_ptr<Operator> (*)(const std::vector<Argument>&);
@@ -216,7 +218,7 @@ template <class... Ops>
 Table table() {
   return {{{Ops::name, Ops::overload_name},
            [](const std::vector<Argument>& arguments) -> std::unique_ptr<Operator> {
-             return std::make_unique<Direct<Ops>>(arguments);
+             return std::make_unique<DirectOperator<Ops>>(arguments);
            }}...};
 }
 
@@ -224,7 +226,7 @@ Table table() {
 
 std::unique_ptr<Operator> make_direct(const c10::OperatorHandle& op, const std::vector<Argument>& arguments) {
   namespace o = at::_ops;
-  static const Table known =
+  static const Table factories =
       table<o::mm_out, o::addmm_out, o::bmm_out, o::baddbmm_out, o::add_out, o::sub_out, o::mul_out,
             o::div_out, o::copy_, o::sum_IntList_out, o::cat_out, o::clamp_min_out,
             o::threshold_backward_grad_input, o::gelu_out, o::gelu_backward_grad_input, o::silu_out,
@@ -235,8 +237,8 @@ std::unique_ptr<Operator> make_direct(const c10::OperatorHandle& op, const std::
             o::_scaled_dot_product_flash_attention_for_cpu,
             o::_scaled_dot_product_flash_attention_for_cpu_backward>();
   const auto& name = op.operator_name();
-  auto found = known.find({name.name, name.overload_name});
-  return found == known.end() ? nullptr : found->second(arguments);
+  auto found = factories.find({name.name, name.overload_name});
+  return found == factories.end() ? nullptr : found->second(arguments);
 }
 
 }  // namespace gpipe_fast

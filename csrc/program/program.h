@@ -12,9 +12,9 @@
 // A view of any of these is a tensor built once; when its base moves, it is pointed at the new storage.
 #pragma once
 
-#include "engine/watch.h"
+#include "engine/cancellation_token.h"
+#include "program/caching_allocator.h"
 #include "program/operator.h"
-#include "program/recycler.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -54,11 +54,11 @@ class Arena {
   int64_t bytes() const { return bytes_; }
   int64_t generation() const { return generation_; }
   // Serves the memory that operators allocate themselves.
-  Recycler& recycler() { return *recycler_; }
+  CachingAllocator& allocator() { return *allocator_; }
 
  private:
   at::Tensor block_;
-  std::shared_ptr<Recycler> recycler_ = std::make_shared<Recycler>();
+  std::shared_ptr<CachingAllocator> allocator_ = std::make_shared<CachingAllocator>();
   int64_t bytes_ = 0;
   int64_t generation_ = 0;
 };
@@ -87,13 +87,13 @@ class Program {
   // Appends an operator call that returns its results; a null slot discards a result.
   void add_call_returning(std::unique_ptr<Operator> op, std::vector<std::optional<Slot>> results, When when);
   // Appends the allocation of a fresh value or an accumulator, uninitialized.
-  void add_make(Slot value, When when);
+  void add_allocate(Slot value, When when);
   // Appends accumulator += value.
   void add_accumulate(Slot accumulator, Slot value, When when);
   // Appends accumulator += value for several pairs, in one kernel where possible. No two tensors may share memory.
   void add_accumulate_all(const std::vector<Slot>& accumulators, const std::vector<Slot>& values, When when);
   // Appends accumulator = value without a copy. Nothing else may refer to the value's tensor.
-  void add_take(Slot accumulator, Slot value);
+  void add_adopt(Slot accumulator, Slot value);
   // Appends the release of a value of this run and of all its views.
   void add_release(Slot value);
   // Sets the results, in order. No result may be in the arena.
@@ -112,7 +112,7 @@ class Program {
   // at a time.
   //
   // `accumulators` is indexed as in add_accumulator() and must outlive the run: if `first`, the run allocates this
-  // program's accumulators, otherwise it adds to them. `watch`, if not null, is checked before every step and
+  // program's accumulators, otherwise it adds to them. `token`, if not null, is checked before every step and
   // receives the layer of a step that throws. A run that throws, or that is never finished, leaves the accumulators
   // undefined; the program can be run again.
   class Run {
@@ -123,25 +123,25 @@ class Program {
 
     // Sets an input, by position. Call before the first part that reads the input.
     void take(size_t position, const at::Tensor& input);
-    void execute(Part part, Watch* watch = nullptr);
+    void execute(Part part, CancellationToken* token = nullptr);
     // Returns the results. Call after Part::results.
     std::vector<at::Tensor> outputs() const;
     // Stores the accumulators that a first run allocated. Call after the last part.
     void finish();
 
    private:
-    struct DropAtEnd {
+    struct ReleaseAtEnd {
       Program& program;
-      ~DropAtEnd();
+      ~ReleaseAtEnd();
     };
     Program& program_;
     std::vector<at::Tensor>& accumulators_;
     bool first_;
-    DropAtEnd drop_at_end_;
+    ReleaseAtEnd release_at_end_;
   };
   // Executes a complete run and returns its results.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& accumulators,
-                              bool first, Watch* watch = nullptr);
+                              bool first, CancellationToken* token = nullptr);
 
   int64_t num_inputs() const { return static_cast<int64_t>(inputs_.size()); }
   int64_t arena_bytes() const { return arena_bytes_; }
@@ -161,15 +161,23 @@ class Program {
     Slot slot;
     bool any_dtype;
   };
-  struct Indexed {
+  struct IndexedSlot {
     Slot slot;
     int64_t index;
   };
   struct Step {
-    enum class Kind : uint8_t { call, call_returning, make, accumulate, accumulate_all, take, release } kind;
+    enum class Kind : uint8_t {
+      call,
+      call_returning,
+      allocate,
+      accumulate,
+      accumulate_all,
+      take,
+      release
+    } kind;
     std::unique_ptr<Operator> op;
     std::vector<std::optional<Slot>> slots;  // for accumulate_all: the accumulators, then their values
-    bool leaves = false;  // a result outlives the run, so the caching allocator must not serve it
+    bool escapes = false;  // a result outlives the run, so the caching allocator must not serve it
     Part part = Part::early;
     const std::string* layer = nullptr;  // title of the step's layer; null if none
   };
@@ -177,36 +185,36 @@ class Program {
   Slot add_value(Layout layout, at::Tensor tensor);
   void add_step(Step step, When when);
   Slot base_of(Slot slot) const { return values_[slot].base.value_or(slot); }
-  void settle_in_arena();
+  void point_into_arena();
   void execute(const Step& step);
   void accumulate_all(const Step& step);
 
-  at::Tensor hollow(const Layout& layout) const;  // has sizes and strides, but no memory
-  at::Tensor make(const Layout& layout) const;
+  at::Tensor make_placeholder(const Layout& layout) const;  // has sizes and strides, but no memory
+  at::Tensor allocate(const Layout& layout) const;
   void set(Slot slot, at::Tensor tensor);
-  void take_in(Slot slot, at::Tensor tensor);
-  void take_result(Slot slot, at::Tensor tensor);
-  at::Tensor owned(at::Tensor tensor) const;
+  void set_in_layout(Slot slot, at::Tensor tensor);
+  void set_in_any_layout(Slot slot, at::Tensor tensor);
+  at::Tensor unaliased(at::Tensor tensor) const;
   void repoint(Slot slot);
   void release(Slot slot);
-  at::Tensor hand_out(Slot slot) const;
+  at::Tensor export_tensor(Slot slot) const;
 
   std::shared_ptr<Arena> arena_;
   at::Device device_;
-  at::Tensor nothing_;  // its storage is the placeholder of values without memory
+  at::Tensor empty_tensor_;  // its storage is the placeholder of values without memory
   int64_t arena_bytes_ = 0;
   int64_t arena_generation_ = -1;
 
   std::deque<at::Tensor> slots_;  // a deque, because operators keep the addresses
   std::vector<Value> values_;
   std::vector<Input> inputs_;
-  std::vector<Indexed> parameters_, accumulators_, in_arena_;  // in_arena_'s index: offset in bytes
-  std::vector<Slot> of_this_run_;                              // released at the end of the run
+  std::vector<IndexedSlot> parameters_, accumulators_, in_arena_;  // in_arena_'s index: offset in bytes
+  std::vector<Slot> run_values_;                                   // released at the end of the run
   std::vector<Slot> outputs_;
   std::vector<std::unique_ptr<Step>> steps_;
   std::vector<const Step*> first_, later_;
-  std::deque<std::string> layers_;    // titles; a deque, because steps keep the addresses
-  std::vector<at::Tensor> returned_;  // scratch
+  std::deque<std::string> layers_;        // titles; a deque, because steps keep the addresses
+  std::vector<at::Tensor> call_results_;  // scratch
 };
 
 }  // namespace gpipe_fast

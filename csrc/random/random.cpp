@@ -2,7 +2,8 @@
 // recomputed, moved to another stage, or run with another number of threads.
 //
 //   Philox key      = mini-batch key (64 bits)
-//   Philox counter  = ( block, low 32 bits | block, high 32 bits | micro-batch | (first_layer + layer) << 16 | ordinal )
+//   Philox counter  = ( block, low 32 bits | block, high 32 bits | micro-batch | (first_layer + layer) << 16 | ordinal
+// )
 //
 // An element's index in contiguous order selects its words; see random.h for the mapping.
 #include <ATen/ATen.h>
@@ -102,25 +103,26 @@ void fill_floating(at::Tensor& out, const PhiloxStream& stream, const Loop& loop
 
 at::Tensor keyed_bernoulli(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                            double p, at::ScalarType dtype, at::Device device) {
-  const uint64_t ones = words_of_ones(p);
+  const uint64_t threshold = bernoulli_threshold(p);
   const PhiloxStream stream = make_stream(key, layer, ordinal);
   return draw_on_cpu(size, dtype, device, [&](at::Tensor& out) {
-    if (ones == 0) {
+    if (threshold == 0) {
       out.zero_();
       return;
     }
-    const uint64_t one = pattern_of_one(dtype);
+    const uint64_t one = bits_of_one(dtype);
     const int64_t itemsize = static_cast<int64_t>(out.element_size());
     char* data = static_cast<char*>(out.mutable_data_ptr());
     for_each_tile(stream, out.numel(), 4, [&](const uint32_t* words, int64_t offset, int64_t count) {
-      bernoulli_loop(words, count, static_cast<uint32_t>(ones - 1), one, itemsize, data + offset * itemsize);
+      bernoulli_loop(words, count, static_cast<uint32_t>(threshold - 1), one, itemsize,
+                     data + offset * itemsize);
     });
   });
 }
 
 at::Tensor keyed_uniform(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                          double low, double high, at::ScalarType dtype, at::Device device) {
-  const auto [limit, digits] = uniform_end(dtype, low, high);
+  const auto [limit, digits] = uniform_bound(dtype, low, high);
   const PhiloxStream stream = make_stream(key, layer, ordinal);
   return draw_on_cpu(size, dtype, device, [&, limit = limit, digits = digits](at::Tensor& out) {
     fill_floating(out, stream, [&](const uint32_t* words, int64_t count, auto* values) {
@@ -157,7 +159,7 @@ at::Tensor keyed_exponential(const at::Tensor& key, int64_t layer, int64_t ordin
 
 at::Tensor keyed_integer(const at::Tensor& key, int64_t layer, int64_t ordinal, at::IntArrayRef size,
                          int64_t smallest, int64_t largest, at::ScalarType dtype, at::Device device) {
-  const uint64_t span = span_of(smallest, largest);
+  const uint64_t span = num_integers(smallest, largest);
   const PhiloxStream stream = make_stream(key, layer, ordinal);
   return draw_on_cpu(size, dtype, device, [&](at::Tensor& out) {
     AT_DISPATCH_ALL_TYPES_AND3(at::kHalf, at::kBFloat16, at::kBool, dtype, "keyed_integer", [&] {

@@ -28,13 +28,13 @@ inline void check_ordinal(int64_t ordinal) {
 }
 
 // Returns how many of the 2^32 words give a one: p is rounded to a multiple of 2^-32.
-inline uint64_t words_of_ones(double p) {
+inline uint64_t bernoulli_threshold(double p) {
   TORCH_CHECK_VALUE(p >= 0.0 && p <= 1.0, "p must be in [0, 1], but got ", p);
   return static_cast<uint64_t>(std::llround(p * 0x1p32));
 }
 
 // Returns the bit pattern of 1 in `dtype`.
-inline uint64_t pattern_of_one(at::ScalarType dtype) {
+inline uint64_t bits_of_one(at::ScalarType dtype) {
   uint64_t one = 0;
   AT_DISPATCH_ALL_TYPES_AND3(at::kHalf, at::kBFloat16, at::kBool, dtype, "keyed_bernoulli", [&] {
     const scalar_t value = static_cast<scalar_t>(1);
@@ -45,13 +45,13 @@ inline uint64_t pattern_of_one(at::ScalarType dtype) {
 
 // `limit`: the largest number of the output type below `high`, because rounding must not reach the open end
 // of the range. `digits`: the number of significand bits of the output type.
-struct UniformEnd {
+struct UniformBound {
   double limit;
   int digits;
 };
-inline UniformEnd uniform_end(at::ScalarType dtype, double low, double high) {
+inline UniformBound uniform_bound(at::ScalarType dtype, double low, double high) {
   TORCH_CHECK_VALUE(low <= high, "low must not be above high, but got [", low, ", ", high, ")");
-  UniformEnd end{high, 0};
+  UniformBound end{high, 0};
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "keyed_uniform", [&] {
     const scalar_t lowest = std::numeric_limits<scalar_t>::lowest();
     scalar_t below = static_cast<scalar_t>(high);
@@ -73,7 +73,7 @@ inline void check_rate(double rate) {
 }
 
 // Returns the number of integers in [smallest, largest]; 0 means 2^64.
-inline uint64_t span_of(int64_t smallest, int64_t largest) {
+inline uint64_t num_integers(int64_t smallest, int64_t largest) {
   TORCH_CHECK_VALUE(smallest <= largest, "smallest must not be above largest, but got [", smallest, ", ",
                     largest, "]");
   return static_cast<uint64_t>(largest) - static_cast<uint64_t>(smallest) + 1;

@@ -14,37 +14,37 @@
 namespace gpipe_fast {
 namespace {
 
-constexpr int kWays = 3;
+constexpr int kNumDirections = 3;
 
 // Makes later work on a stream wait for a stream event; on the CPU, blocks the calling thread until the event
 // completes.
-void await(const Stream& stream, const Moment& moment) {
+void await(const Stream& stream, const StreamEvent& event) {
   if (stream.is_cpu()) {
-    moment.synchronize();
+    event.synchronize();
   } else {
-    stream.wait(moment);
+    stream.wait(event);
   }
 }
 
 // Allocates bytes on a device. Host memory is pinned, because a device copies into it.
-at::Tensor room(int64_t bytes, at::Device device) {
+at::Tensor allocate_bytes(int64_t bytes, at::Device device) {
   return at::empty({bytes}, at::TensorOptions(at::kByte).device(device).pinned_memory(device.is_cpu()));
 }
 
 }  // namespace
 
-std::optional<Route> choose(at::Device sender, at::Device receiver, Choice choice) {
-  const bool gpus = sender.is_cuda() && receiver.is_cuda() && copier() != nullptr;
-  if (sender == receiver && (!gpus || choice == Choice::automatic)) return Route::hand_over;
-  if (!gpus) return Route::copy;
-  if (choice == Choice::pinned) return Route::pinned;
-  if (copier()->connects(sender, receiver)) return Route::peer;
-  if (choice == Choice::peer) return std::nullopt;
+std::optional<Route> choose(at::Device sender, at::Device receiver, TransportChoice choice) {
+  const bool between_gpus = sender.is_cuda() && receiver.is_cuda() && copier() != nullptr;
+  if (sender == receiver && (!between_gpus || choice == TransportChoice::automatic)) return Route::hand_over;
+  if (!between_gpus) return Route::copy;
+  if (choice == TransportChoice::pinned) return Route::pinned;
+  if (copier()->enable_peer_access(sender, receiver)) return Route::peer;
+  if (choice == TransportChoice::peer) return std::nullopt;
   return Route::pinned;
 }
 
-Transport::Transport(const std::vector<at::Device>& devices, Choice choice) {
-  std::vector<bool> copies(devices.size());
+Transport::Transport(const std::vector<at::Device>& devices, TransportChoice choice) {
+  std::vector<bool> makes_copies(devices.size());
   for (size_t sender = 0; sender < devices.size(); ++sender) {
     for (size_t receiver = 0; receiver < devices.size(); ++receiver) {
       const std::optional<Route> found = choose(devices[sender], devices[receiver], choice);
@@ -52,14 +52,15 @@ Transport::Transport(const std::vector<at::Device>& devices, Choice choice) {
       GPIPE_CHECK_ARG(found || !neighbours, "transport='peer', but ", devices[sender], " and ",
                       devices[receiver], " cannot access each other's memory");
       routes_.push_back(found.value_or(Route::pinned));
-      if (routes_.back() != Route::hand_over) copies[sender] = copies[receiver] = true;
+      if (routes_.back() != Route::hand_over) makes_copies[sender] = makes_copies[receiver] = true;
     }
   }
   for (size_t i = 0; i < devices.size(); ++i) {
     is_cpu_ = is_cpu_ && devices[i].is_cpu();
-    const Stream work = Stream::take(devices[i]);
-    Stage stage{work, copies[i] ? Stream::take(devices[i]) : work, {}};
-    for (int way = 0; way < kWays; ++way) stage.in.push_back(copies[i] ? Stream::take(devices[i]) : work);
+    const Stream work = Stream::acquire(devices[i]);
+    StageStreams stage{work, makes_copies[i] ? Stream::acquire(devices[i]) : work, {}};
+    for (int direction = 0; direction < kNumDirections; ++direction)
+      stage.in.push_back(makes_copies[i] ? Stream::acquire(devices[i]) : work);
     stages_.push_back(std::move(stage));
   }
 }
@@ -67,18 +68,18 @@ Transport::Transport(const std::vector<at::Device>& devices, Choice choice) {
 Transport::~Transport() {
   try {
     // The rings' blocks must not be reused before their last use, which may be on any stage's work stream.
-    for (const auto& [edge, ring] : rings_) {
-      for (const Stage& stage : stages_) ring->keep_until(Moment(stage.work));
+    for (const auto& [connection, ring] : rings_) {
+      for (const StageStreams& stage : stages_) ring->keep_until(StreamEvent(stage.work));
     }
   } catch (const std::exception&) {
     // The device has failed, so no work runs there any more.
   }
-  for (const Stream& stream : streams()) Stream::give_back(stream);
+  for (const Stream& stream : streams()) Stream::release(stream);
 }
 
 std::vector<Stream> Transport::streams() const {
   std::vector<Stream> all;
-  for (const Stage& stage : stages_) {
+  for (const StageStreams& stage : stages_) {
     all.push_back(stage.work);
     if (stage.out == stage.work) continue;
     all.push_back(stage.out);
@@ -87,143 +88,149 @@ std::vector<Stream> Transport::streams() const {
   return all;
 }
 
-std::vector<Stream> Transport::callers() const {
+std::vector<Stream> Transport::caller_streams() const {
   std::vector<Stream> found;
   if (is_cpu_) return found;
-  for (const Stage& stage : stages_) found.push_back(Stream::of_thread(stage.work.device()));
+  for (const StageStreams& stage : stages_) found.push_back(Stream::current_on(stage.work.device()));
   return found;
 }
 
-void Transport::enter(const std::vector<Stream>& callers) const {
+void Transport::begin_run(const std::vector<Stream>& caller_streams) const {
   if (is_cpu_) return;
-  for (size_t i = 0; i < stages_.size(); ++i) stages_[i].work.wait(Moment(callers[i]));
+  for (size_t i = 0; i < stages_.size(); ++i) stages_[i].work.wait(StreamEvent(caller_streams[i]));
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& [edge, ring] : rings_) {
-    if (edge.way) ring->begin();
+  for (const auto& [connection, ring] : rings_) {
+    if (connection.direction) ring->begin();
   }
 }
 
 void Transport::free_blocks() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& [edge, ring] : rings_) ring->begin();
+  for (const auto& [connection, ring] : rings_) ring->begin();
 }
 
-void Transport::leave(const std::vector<Stream>& callers, bool failed) const {
+void Transport::end_run(const std::vector<Stream>& caller_streams, bool failed) const {
   if (is_cpu_) return;
   for (size_t i = 0; i < stages_.size(); ++i) {
-    callers[i].wait(Moment(stages_[i].work));
-    if (failed) callers[i].wait(Moment(stages_[i].out));
+    caller_streams[i].wait(StreamEvent(stages_[i].work));
+    if (failed) caller_streams[i].wait(StreamEvent(stages_[i].out));
   }
 }
 
-void Transport::hand_over(const at::Tensor& tensor, const std::vector<Stream>& callers) const {
+void Transport::hand_over(const at::Tensor& tensor, const std::vector<Stream>& caller_streams) const {
   if (is_cpu_ || !tensor.defined()) return;
-  for (const Stream& caller : callers) caller.uses(tensor);
+  for (const Stream& caller : caller_streams) caller.record_use(tensor);
 }
 
-Moment Transport::send(std::vector<at::Tensor>& tensors, int32_t sender, const Moment& made, int32_t receiver,
-                       Way way) const {
-  const Stage& from = stages_[sender];
-  const Stage& to = stages_[receiver];
+StreamEvent Transport::send(std::vector<at::Tensor>& tensors, int32_t sender, const StreamEvent& made,
+                            int32_t receiver, Direction direction) const {
+  const StageStreams& from = stages_[sender];
+  const StageStreams& to = stages_[receiver];
   if (route(sender, receiver) == Route::hand_over) {
     for (const at::Tensor& tensor : tensors) {
-      if (tensor.defined()) to.work.uses(tensor);
+      if (tensor.defined()) to.work.record_use(tensor);
     }
     return made;
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  std::vector<Parcel> parcels;
+  std::vector<CoalescedCopy> packed;
   from.out.wait(made);
-  if (way == Way::skip) {  // the sender may be running another action now
-    const Stream::Current on_sender(from.out);
-    bool computed = false;
-    parcels = pack(tensors, /*together=*/false, computed);
+  if (direction == Direction::skip) {  // the sender may be running another action now
+    const Stream::Guard on_sender(from.out);
+    bool enqueued_work = false;
+    packed = pack(tensors, /*together=*/false, enqueued_work);
   } else {
-    const Stream::Current on_sender(from.work);
-    bool computed = false;
-    parcels = pack(tensors, /*together=*/true, computed);
-    if (computed) from.out.wait(Moment(from.work));
+    const Stream::Guard on_sender(from.work);
+    bool enqueued_work = false;
+    packed = pack(tensors, /*together=*/true, enqueued_work);
+    if (enqueued_work) from.out.wait(StreamEvent(from.work));
   }
-  return carry(parcels, tensors, {sender, receiver, way}, to.work);
+  return enqueue_copies(packed, tensors, {sender, receiver, direction}, to.work);
 }
 
-at::Tensor Transport::copy(const at::Tensor& tensor, const Stream& made, const Stream& used) const {
-  const auto of = [this](at::Device device) {
+at::Tensor Transport::copy(const at::Tensor& tensor, const Stream& made, const Stream& consumer) const {
+  const auto stage_on = [this](at::Device device) {
     const auto found = std::find_if(stages_.begin(), stages_.end(),
-                                    [&](const Stage& stage) { return stage.work.device() == device; });
+                                    [&](const StageStreams& stage) { return stage.work.device() == device; });
     return static_cast<size_t>(found - stages_.begin());
   };
-  const size_t from = of(made.device()), to = of(used.device());
-  if (made.device() == used.device() || from == stages_.size() || to == stages_.size())
-    return tensor.to(tensor.options().device(used.device()), /*non_blocking=*/false, /*copy=*/true);
+  const size_t from = stage_on(made.device()), to = stage_on(consumer.device());
+  if (made.device() == consumer.device() || from == stages_.size() || to == stages_.size())
+    return tensor.to(tensor.options().device(consumer.device()), /*non_blocking=*/false, /*copy=*/true);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<at::Tensor> tensors{tensor};
-  std::vector<Parcel> parcels;
-  stages_[from].out.wait(Moment(made));
+  std::vector<CoalescedCopy> packed;
+  stages_[from].out.wait(StreamEvent(made));
   {
-    const Stream::Current on_sender(stages_[from].out);
-    bool computed = false;
-    parcels = pack(tensors, /*together=*/false, computed);
+    const Stream::Guard on_sender(stages_[from].out);
+    bool enqueued_work = false;
+    packed = pack(tensors, /*together=*/false, enqueued_work);
   }
-  const Edge edge{static_cast<int32_t>(from), static_cast<int32_t>(to), std::nullopt};
-  await(used, carry(parcels, tensors, edge, used));
+  const Connection connection{static_cast<int32_t>(from), static_cast<int32_t>(to), std::nullopt};
+  await(consumer, enqueue_copies(packed, tensors, connection, consumer));
   return tensors.front();
 }
 
-void Transport::receive(int32_t receiver, const Moment& there) const { await(stages_[receiver].work, there); }
+void Transport::receive(int32_t receiver, const StreamEvent& copy_done) const {
+  await(stages_[receiver].work, copy_done);
+}
 
 // Enqueues the copies after the work already on the sender's out stream. Returns the event that completes
 // them.
-Moment Transport::carry(const std::vector<Parcel>& parcels, std::vector<at::Tensor>& tensors,
-                        const Edge& edge, const Stream& used) const {
-  const Stream& out = stages_[edge.sender].out;
-  const Stream& in = stages_[edge.receiver].in[static_cast<size_t>(edge.way.value_or(Way::forward))];
-  const Route way = route(edge.sender, edge.receiver);
+StreamEvent Transport::enqueue_copies(const std::vector<CoalescedCopy>& packed,
+                                      std::vector<at::Tensor>& tensors, const Connection& connection,
+                                      const Stream& consumer) const {
+  const Stream& out = stages_[connection.sender].out;
+  const Stream& in =
+      stages_[connection.receiver].in[static_cast<size_t>(connection.direction.value_or(Direction::forward))];
+  const Route direction = route(connection.sender, connection.receiver);
   std::vector<at::Tensor> arrived;
   {
     // Allocate on the in stream: the allocator reuses freed memory in the order of the stream it was
     // allocated on.
-    const Stream::Current on_receiver(in);
-    for (const Parcel& parcel : parcels) arrived.push_back(room(parcel.bytes.numel(), used.device()));
+    const Stream::Guard on_receiver(in);
+    for (const CoalescedCopy& buffer : packed)
+      arrived.push_back(allocate_bytes(buffer.bytes.numel(), consumer.device()));
     for (at::Tensor& tensor : tensors) {
       if (tensor.defined() && tensor.numel() == 0)
-        tensor = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(used.device()));
+        tensor =
+            at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(consumer.device()));
     }
   }
-  if (way == Route::peer) out.wait(Moment(in));
-  for (size_t i = 0; i < parcels.size(); ++i) {
-    const at::Tensor& source = parcels[i].bytes;
-    out.uses(source);
-    used.uses(arrived[i]);
-    switch (way) {
+  if (direction == Route::peer) out.wait(StreamEvent(in));
+  for (size_t i = 0; i < packed.size(); ++i) {
+    const at::Tensor& source = packed[i].bytes;
+    out.record_use(source);
+    consumer.record_use(arrived[i]);
+    switch (direction) {
       case Route::peer: {
-        const Stream::Current on_sender(out);
+        const Stream::Guard on_sender(out);
         copier()->copy(arrived[i], source, out.device());
         break;
       }
       case Route::pinned:
-        ring(edge, out, in).carry(source, arrived[i]);
+        ring(connection, out, in).enqueue_copies(source, arrived[i]);
         break;
       case Route::copy: {
-        const Stream::Current on_sender(out);
-        const Stream::Current on_receiver(in);
+        const Stream::Guard on_sender(out);
+        const Stream::Guard on_receiver(in);
         arrived[i].copy_(source.is_cpu() ? source.pin_memory() : source, /*non_blocking=*/true);
         break;
       }
       case Route::hand_over:
         std::abort();  // unreachable: send() copies nothing on this route
     }
-    unpack(parcels[i], arrived[i], tensors);
+    unpack(packed[i], arrived[i], tensors);
   }
-  if (way == Route::peer) in.wait(Moment(out));
+  if (direction == Route::peer) in.wait(StreamEvent(out));
   // Copies to a GPU, torch's own included, are complete for later work on the receiver's in stream.
-  return used.is_cpu() ? Moment(out) : Moment(in);
+  return consumer.is_cpu() ? StreamEvent(out) : StreamEvent(in);
 }
 
-Ring& Transport::ring(const Edge& edge, const Stream& out, const Stream& in) const {
+PinnedRing& Transport::ring(const Connection& connection, const Stream& out, const Stream& in) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::unique_ptr<Ring>& found = rings_[edge];
-  if (!found) found = std::make_unique<Ring>(*copier(), out, in);
+  std::unique_ptr<PinnedRing>& found = rings_[connection];
+  if (!found) found = std::make_unique<PinnedRing>(*copier(), out, in);
   return *found;
 }
 

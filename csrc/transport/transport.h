@@ -13,8 +13,8 @@
 #pragma once
 
 #include "device/stream.h"
-#include "transport/parcel.h"
-#include "transport/ring.h"
+#include "transport/coalesced_copy.h"
+#include "transport/pinned_ring.h"
 
 #include <cstdint>
 #include <map>
@@ -27,7 +27,7 @@
 namespace gpipe_fast {
 
 // The direction of a boundary tensor: forward, backward, or along a skip connection.
-enum class Way : uint8_t { forward, backward, skip };
+enum class Direction : uint8_t { forward, backward, skip };
 
 // How tensors are copied from one device to another.
 enum class Route : uint8_t {
@@ -38,16 +38,17 @@ enum class Route : uint8_t {
 };
 // The user's choice for copies between GPUs. `peer` and `pinned` force a copy even between stages on one
 // device.
-enum class Choice : uint8_t { automatic, peer, pinned };
+enum class TransportChoice : uint8_t { automatic, peer, pinned };
 
 // Returns the route between two devices; nullopt if the choice is `peer` and the devices have no peer access.
-std::optional<Route> choose(at::Device sender, at::Device receiver, Choice choice);
+std::optional<Route> choose(at::Device sender, at::Device receiver, TransportChoice choice);
 
 class Transport {
  public:
   // `devices`: by stage. Throws std::invalid_argument if the choice is `peer` and neighbours have no peer
   // access.
-  explicit Transport(const std::vector<at::Device>& devices, Choice choice = Choice::automatic);
+  explicit Transport(const std::vector<at::Device>& devices,
+                     TransportChoice choice = TransportChoice::automatic);
   ~Transport();
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
@@ -59,34 +60,34 @@ class Transport {
   bool is_cpu() const { return is_cpu_; }
 
   // Returns the calling thread's current streams, one per stage; empty if all stages run on the CPU.
-  std::vector<Stream> callers() const;
+  std::vector<Stream> caller_streams() const;
   // Begins a run: every stage's later work waits for the work now on the caller's stream. Also frees all
   // blocks of the rings, so that the run waits for no earlier stream event except the callers'.
-  void enter(const std::vector<Stream>& callers) const;
+  void begin_run(const std::vector<Stream>& caller_streams) const;
   // Frees all blocks of all rings. Called at the start of a capture and after it, because captured work must
   // not wait for stream events outside the capture, nor the reverse. All streams must have joined before.
   void free_blocks() const;
   // Ends a run: the callers' later work waits for the stages' work. After a failed run it also waits for the
   // out streams: tensors in flight may not have been received, and may be the caller's own.
-  void leave(const std::vector<Stream>& callers, bool failed) const;
+  void end_run(const std::vector<Stream>& caller_streams, bool failed) const;
 
   // Records that callers will use, on their streams, a tensor made by a stage (see `Stream::uses`).
-  void hand_over(const at::Tensor& tensor, const std::vector<Stream>& callers) const;
+  void hand_over(const at::Tensor& tensor, const std::vector<Stream>& caller_streams) const;
 
   // Enqueues copies to the receiver's device, replaces `tensors` by the copies, which have the same strides,
   // and returns the stream event that completes them. Undefined tensors stay undefined; small boundary
   // tensors may share memory afterwards. `made`: the stream event after which `tensors` can be read. Called
   // by the sender's worker; for a skip connection, by the receiver's.
-  Moment send(std::vector<at::Tensor>& tensors, int32_t sender, const Moment& made, int32_t receiver,
-              Way way) const;
-  // Returns a copy of a tensor that was computed on the stream `made`, for later work on the stream `used`,
+  StreamEvent send(std::vector<at::Tensor>& tensors, int32_t sender, const StreamEvent& made,
+                   int32_t receiver, Direction direction) const;
+  // Returns a copy of a tensor that was computed on the stream `made`, for later work on the stream `consumer`,
   // which waits for the copy. Called by the thread that runs a mini-batch, not by workers.
-  at::Tensor copy(const at::Tensor& tensor, const Stream& made, const Stream& used) const;
+  at::Tensor copy(const at::Tensor& tensor, const Stream& made, const Stream& consumer) const;
   // Makes the receiver's later work wait for the stream event that send() returned.
-  void receive(int32_t receiver, const Moment& there) const;
+  void receive(int32_t receiver, const StreamEvent& copy_done) const;
 
  private:
-  struct Stage {
+  struct StageStreams {
     Stream work;
     // The streams for copies. If the stage makes none, they are the work stream.
     Stream out;
@@ -94,23 +95,23 @@ class Transport {
   };
   // A connection from one stage to another. Without a direction it serves copy(), which may be called at any
   // time.
-  struct Edge {
+  struct Connection {
     int32_t sender, receiver;
-    std::optional<Way> way;
-    bool operator<(const Edge& other) const {
-      return std::tie(sender, receiver, way) < std::tie(other.sender, other.receiver, other.way);
+    std::optional<Direction> direction;
+    bool operator<(const Connection& other) const {
+      return std::tie(sender, receiver, direction) < std::tie(other.sender, other.receiver, other.direction);
     }
   };
-  Moment carry(const std::vector<Parcel>& parcels, std::vector<at::Tensor>& tensors, const Edge& edge,
-               const Stream& used) const;
-  Ring& ring(const Edge& edge, const Stream& out, const Stream& in) const;
+  StreamEvent enqueue_copies(const std::vector<CoalescedCopy>& packed, std::vector<at::Tensor>& tensors,
+                             const Connection& connection, const Stream& consumer) const;
+  PinnedRing& ring(const Connection& connection, const Stream& out, const Stream& in) const;
   Route route(int32_t sender, int32_t receiver) const { return routes_[sender * stages_.size() + receiver]; }
 
-  std::vector<Stage> stages_;
+  std::vector<StageStreams> stages_;
   std::vector<Route> routes_;  // by sender, then receiver
   bool is_cpu_ = true;
   mutable std::mutex mutex_;
-  mutable std::map<Edge, std::unique_ptr<Ring>> rings_;  // created on first use
+  mutable std::map<Connection, std::unique_ptr<PinnedRing>> rings_;  // created on first use
 };
 
 }  // namespace gpipe_fast

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from examples.gpt.checkpoint import load_checkpoint, save_checkpoint, settings_of
+from examples.gpt.checkpoint import load_checkpoint, resume_settings, save_checkpoint
 from examples.gpt.model import gpt
 from examples.gpt.report import compare, draw_step
-from examples.gpt.text import Text, load, spread, windows
+from examples.gpt.text import Text, evenly_spaced_starts, load, windows
 from examples.gpt.train import Training, cross_entropy, generate, held_out_loss
 from gpipe_fast import GPipe, verify
 from gpipe_fast.balance.partition import balance_by_cost
@@ -29,7 +29,7 @@ PROMPT = b"def "
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains the model, reports its held-out loss before and after, prints a sample, and reports timings."""
     began = time.perf_counter()
-    args, text, checkpoint = _settle(argv)
+    args, text, checkpoint = _parse_settings(argv)
     torch.manual_seed(args.seed)
 
     layers = gpt(args.width, args.layers, args.heads, args.length, args.dropout)
@@ -37,24 +37,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     devices = ["cpu"] * len(balance)
     model = GPipe(layers, balance, devices=devices, chunks=args.chunks, checkpoint=args.checkpoint)
     training = Training(model, args)
-    _describe(args, model, text)
+    _print_setup(args, model, text)
 
-    tokens, targets = windows(text.training, spread(text.training, args.batch, args.length), args.length)
+    tokens, targets = windows(
+        text.training, evenly_spaced_starts(text.training, args.batch, args.length), args.length
+    )
     print(check_equality(model, tokens, targets, args.chunks))
     if checkpoint is not None:
         training.load_state_dict(checkpoint)
         print(f"resuming after {len(training.losses)} of {args.steps} steps")
     print(f"first held-out loss: {held_out_loss(model, text.held_out, args):.3f} bits per byte", flush=True)
     training.run(text.training)
-    save_checkpoint(args.save, training, settings_of(args, text))
+    save_checkpoint(args.save, training, resume_settings(args, text))
     finished = len(training.losses) == args.steps
     if not finished:
         print(f"interrupted after {len(training.losses)} of {args.steps} steps; continue with --resume")
     print(f"checkpoint: {args.save} (a plain nn.Sequential can load its 'model' entry)", flush=True)
 
     print(f"last held-out loss: {held_out_loss(model, text.held_out, args):.3f} bits per byte")
-    written = generate(model, PROMPT, args.sample, args.length, args.seed)
-    print(f"sample:\n{'-' * 72}\n{written.decode('ascii', 'backslashreplace')}\n{'-' * 72}", flush=True)
+    sample_text = generate(model, PROMPT, args.sample, args.length, args.seed)
+    print(f"sample:\n{'-' * 72}\n{sample_text.decode('ascii', 'backslashreplace')}\n{'-' * 72}", flush=True)
     if finished:
         print(f"forward, loss and backward of a mini-batch:\n{compare(model, tokens, targets, args)}")
         draw_step(model, tokens, targets, args.picture)
@@ -64,12 +66,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def check_equality(model: GPipe, tokens: Tensor, targets: Tensor, chunks: int) -> str:
     """Compares a step over the first two micro-batches with the plain loop; returns the result as text."""
-    few = 2 * len(tokens.chunk(chunks)[0])
-    report = verify(model, tokens[:few], lambda logits: cross_entropy(logits, targets[:few]), chunks=2)
+    num_samples = 2 * len(tokens.chunk(chunks)[0])
+    report = verify(
+        model, tokens[:num_samples], lambda logits: cross_entropy(logits, targets[:num_samples]), chunks=2
+    )
     return report.headline if report else str(report)
 
 
-def check(args: argparse.Namespace, text: Text) -> None:
+def check_settings(args: argparse.Namespace, text: Text) -> None:
     """Checks the settings before any work starts.
 
     Raises:
@@ -109,7 +113,7 @@ def _check_writable(path: Path) -> None:
         raise ValueError(f"cannot write into the folder {path.parent}")
 
 
-def _settle(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Text, dict[str, Any] | None]:
+def _parse_settings(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Text, dict[str, Any] | None]:
     """Parses and checks the settings, with ``auto`` resolved; also returns the text and the checkpoint."""
     parser = command_line()
     args = parser.parse_args(argv)
@@ -121,8 +125,8 @@ def _settle(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Text, dict[
         args.chunks = min(4 * args.stages, args.batch)
     try:
         text = load(args.text)
-        check(args, text)
-        checkpoint = load_checkpoint(args.save, settings_of(args, text)) if args.resume else None
+        check_settings(args, text)
+        checkpoint = load_checkpoint(args.save, resume_settings(args, text)) if args.resume else None
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return args, text, checkpoint
@@ -133,7 +137,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _describe(args: argparse.Namespace, model: GPipe, text: Text) -> None:
+def _print_setup(args: argparse.Namespace, model: GPipe, text: Text) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     microbatches = len(torch.empty(args.batch).chunk(args.chunks))
     print(f"text: {len(text.training):,} bytes for training, {len(text.held_out):,} bytes held out")

@@ -17,7 +17,7 @@ from examples.gpt.train import Training
 _SETTINGS = ("steps", "chunks", "width", "layers", "heads", "dropout", "length", "batch", "lr", "seed")
 
 
-def settings_of(args: argparse.Namespace, text: Text) -> dict[str, Any]:
+def resume_settings(args: argparse.Namespace, text: Text) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the interrupted one."""
     digest = hashlib.sha256(text.training.numpy().tobytes()).hexdigest()
     return {name: getattr(args, name) for name in _SETTINGS} | {"text": digest}

@@ -19,7 +19,9 @@ from gpipe_fast._extension import kept_bytes
 from gpipe_fast.inspect.picture import draw
 
 ROUNDS = 5
-KEPT = "activations: total at the end of the forward; a recompute adds those of one micro-batch in one stage"
+ACTIVATIONS_NOTE = (
+    "activations: total at the end of the forward; a recompute adds those of one micro-batch in one stage"
+)
 
 
 class PlainLoop(nn.Module):
@@ -28,13 +30,13 @@ class PlainLoop(nn.Module):
     The loop recomputes the same partitions for the same micro-batches as the pipeline.
     """
 
-    def __init__(self, model: GPipe, chunks: int, draws: bool) -> None:
+    def __init__(self, model: GPipe, chunks: int, uses_random_ops: bool) -> None:
         super().__init__()
         layers = iter(model)
         self.partitions = nn.ModuleList(
             nn.Sequential(*(next(layers) for _ in range(size))) for size in model.balance
         )
-        self.chunks, self.checkpoint, self.draws = chunks, model.checkpoint, draws
+        self.chunks, self.checkpoint, self.uses_random_ops = chunks, model.checkpoint, uses_random_ops
 
     def forward(self, input: Tensor) -> Tensor:
         """Cuts a mini-batch into micro-batches, and runs one after the other."""
@@ -45,7 +47,7 @@ class PlainLoop(nn.Module):
     def _run(self, x: Tensor, recompute: bool) -> Tensor:
         for partition in self.partitions:
             if recompute:
-                x = checkpoint(partition, x, use_reentrant=False, preserve_rng_state=self.draws)
+                x = checkpoint(partition, x, use_reentrant=False, preserve_rng_state=self.uses_random_ops)
             else:
                 x = partition(x)
         return x
@@ -60,20 +62,20 @@ def compare(model: GPipe, tokens: Tensor, targets: Tensor, args: argparse.Namesp
     for _ in range(1 + ROUNDS):
         for name, candidate in candidates.items():
             begin = time.perf_counter()
-            _step(candidate, tokens, targets)
+            _forward_backward(candidate, tokens, targets)
             times[name].append(time.perf_counter() - begin)
     medians = [statistics.median(found[1:]) for found in times.values()]  # without the warm-up
-    kept = [saved_bytes(plain, tokens), kept_bytes(model(tokens))]
+    saved = [saved_bytes(plain, tokens), kept_bytes(model(tokens))]
     rows = [
         (name, seconds * 1e3, len(tokens) / seconds, count / 2**20, medians[0] / seconds)
-        for name, seconds, count in zip(candidates, medians, kept, strict=True)
+        for name, seconds, count in zip(candidates, medians, saved, strict=True)
     ]
     headers = ("", "step, ms", "samples/s", "activations, MiB", "speedup")
     table: str = tabulate(rows, headers, tablefmt="simple", floatfmt=("", ".1f", ".1f", ".2f", ".2f"))
-    return f"{table}\n{KEPT}"
+    return f"{table}\n{ACTIVATIONS_NOTE}"
 
 
-def _step(model: nn.Module, tokens: Tensor, targets: Tensor) -> None:
+def _forward_backward(model: nn.Module, tokens: Tensor, targets: Tensor) -> None:
     model.zero_grad()
     cross_entropy(model(tokens), targets).backward()
 
@@ -83,13 +85,13 @@ def saved_bytes(model: nn.Module, input: Tensor) -> int:
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def record_storage(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with saved_tensors_hooks(note, lambda tensor: tensor):
+    with saved_tensors_hooks(record_storage, lambda tensor: tensor):
         output = model(input)
     del output
     return sum(storages.values())
@@ -99,5 +101,5 @@ def draw_step(model: GPipe, tokens: Tensor, targets: Tensor, path: Path) -> None
     """Records a training step without the optimiser's update, and writes its timeline as an SVG file."""
     model.train()
     with model.recording() as recording:
-        _step(model, tokens, targets)
+        _forward_backward(model, tokens, targets)
     path.write_text(draw(recording, title="gpipe_fast.demo"), encoding="utf-8")

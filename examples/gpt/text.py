@@ -89,7 +89,7 @@ def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return cut[:, :-1], cut[:, 1:]
 
 
-def spread(text: Tensor, count: int, length: int) -> Tensor:
+def evenly_spaced_starts(text: Tensor, count: int, length: int) -> Tensor:
     """Returns the starts of ``count`` evenly spaced windows of a text, int64; deterministic."""
     return torch.linspace(0, len(text) - length - 1, count, dtype=torch.float64).long()
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from examples.gpt.text import spread, windows
+from examples.gpt.text import evenly_spaced_starts, windows
 from gpipe_fast import GPipe
 from gpipe_fast.runtime.recording import Recording
 
@@ -44,18 +44,23 @@ class Training:
         """Trains on random windows of ``text``, uint8; Ctrl-C stops at the end of the current step."""
         args, losses = self._args, self.losses
         tokens_per_step = args.batch * args.length
-        idle = ""
+        bubble_text = ""
         self.model.train()
-        with CtrlC() as ctrl_c, _bar(len(losses) * tokens_per_step, args.steps * tokens_per_step) as bar:
-            while len(losses) < args.steps and not ctrl_c.pressed:
-                with self._recorded() as recording:
+        with (
+            DeferredInterrupt() as interrupt,
+            _progress_bar(len(losses) * tokens_per_step, args.steps * tokens_per_step) as bar,
+        ):
+            while len(losses) < args.steps and not interrupt.pressed:
+                with self._maybe_record() as recording:
                     losses.append(self._step(text))
                 if recording:
-                    idle = f", bubble {recording.bubble():.1%}"
-                bar.set_postfix_str(f"loss {fmean(losses[-20:]):.3f} bits per byte{idle}", refresh=False)
+                    bubble_text = f", bubble {recording.bubble():.1%}"
+                bar.set_postfix_str(
+                    f"loss {fmean(losses[-20:]):.3f} bits per byte{bubble_text}", refresh=False
+                )
                 bar.update(tokens_per_step)
 
-    def _recorded(self) -> AbstractContextManager[Recording | None]:
+    def _maybe_record(self) -> AbstractContextManager[Recording | None]:
         """Returns a context that records the step if it is one in ``RECORD_EVERY``."""
         if isinstance(self.model, GPipe) and len(self.losses) % RECORD_EVERY == 1:
             return self.model.recording()
@@ -95,13 +100,13 @@ class Training:
         self.losses = list(state["losses"])
 
 
-def _bar(tokens: int, all_tokens: int) -> Any:
+def _progress_bar(tokens: int, all_tokens: int) -> Any:
     # A terminal redraws the bar in place; a log file keeps every update, so it gets fewer.
     interval = 0.5 if sys.stderr.isatty() else 15.0
     return tqdm(initial=tokens, total=all_tokens, unit=" tokens", unit_scale=True, mininterval=interval)
 
 
-class CtrlC:
+class DeferredInterrupt:
     """A context that defers the first Ctrl-C, so that the current step finishes; a second one interrupts.
 
     Attributes:
@@ -111,14 +116,14 @@ class CtrlC:
     def __init__(self) -> None:
         self.pressed = False
 
-    def __enter__(self) -> CtrlC:
-        self._before = signal.signal(signal.SIGINT, self._note)
+    def __enter__(self) -> DeferredInterrupt:
+        self._before = signal.signal(signal.SIGINT, self._defer)
         return self
 
     def __exit__(self, *error: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _defer(self, number: int, frame: FrameType | None) -> None:
         self.pressed = True
         signal.signal(signal.SIGINT, self._before)
 
@@ -152,7 +157,7 @@ def _optimizer(
 def held_out_loss(model: nn.Module, text: Tensor, args: argparse.Namespace) -> float:
     """Returns the mean loss, in bits per byte, over a fixed set of evenly spaced windows of ``text``."""
     model.eval()
-    starts = spread(text, HELD_OUT_WINDOWS, args.length)
+    starts = evenly_spaced_starts(text, HELD_OUT_WINDOWS, args.length)
     total = 0.0
     for part in starts.split(args.batch):
         tokens, targets = windows(text, part, args.length)
@@ -174,6 +179,6 @@ def generate(model: nn.Module, prompt: bytes, count: int, length: int, seed: int
         seen = written[-length:]
         tokens = torch.tensor([seen + [0] * (length - len(seen))])
         logits = model(tokens)[0, len(seen) - 1]
-        chances = torch.softmax(logits / TEMPERATURE, dim=0)
-        written.append(int(torch.multinomial(chances, 1, generator=generator)))
+        probabilities = torch.softmax(logits / TEMPERATURE, dim=0)
+        written.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(written)

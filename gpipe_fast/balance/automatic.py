@@ -51,9 +51,9 @@ def balance_by_time(
     check_layers(module)
     check_partitions(partitions, len(module))
     check_timeout(timeout)
-    with _threads_of_a_stage(partitions):
+    with _stage_threads(partitions):
         profiles = profile_layers(module, sample, device=device, timeout=timeout)
-    return _by_time(partitions, profiles)
+    return _balance_by_measured_time(partitions, profiles)
 
 
 def balance_by_size(
@@ -112,7 +112,7 @@ def balance_by_size(
     )
 
 
-def balance_automatically(
+def default_balance(
     partitions: int,
     module: nn.Sequential | LayerSequence,
     microbatch: Any,
@@ -141,16 +141,16 @@ def balance_automatically(
         return []
     partitions = min(partitions, len(module))
     check_partitions(partitions, len(module))
-    with _threads_of_a_stage(partitions, threads):
-        return _by_time(partitions, profile(module, microbatch, device, timeout=timeout))
+    with _stage_threads(partitions, threads):
+        return _balance_by_measured_time(partitions, profile(module, microbatch, device, timeout=timeout))
 
 
-def _by_time(partitions: int, profiles: list[LayerProfile]) -> list[int]:
+def _balance_by_measured_time(partitions: int, profiles: list[LayerProfile]) -> list[int]:
     return balance_by_cost(partitions, [each.forward_seconds + each.backward_seconds for each in profiles])
 
 
 @contextlib.contextmanager
-def _threads_of_a_stage(partitions: int, threads: int | None = None) -> Iterator[None]:
+def _stage_threads(partitions: int, threads: int | None = None) -> Iterator[None]:
     """Sets the number of intra-op threads to a stage's share for the duration of a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or max(1, before // partitions))

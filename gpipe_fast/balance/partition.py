@@ -45,16 +45,16 @@ def balance_by_cost(
         raise TypeError(f"costs must be a list with a number for each layer, got {costs!r}")
     numbers = _as_integers(costs)
     check_partitions(partitions, len(numbers))
-    before = [0, *accumulate(numbers)]
-    span = max(before) - min(before)  # an upper bound on the cost of a partition
-    rising = min(numbers) >= 0
+    prefix = [0, *accumulate(numbers)]
+    span = max(prefix) - min(prefix)  # an upper bound on the cost of a partition
+    non_decreasing = min(numbers) >= 0
     if objective == "variance":
         bound = span
-    elif rising:
-        bound = _least_bound(before, partitions)
+    elif non_decreasing:
+        bound = _min_max_cost(prefix, partitions)
     else:
-        bound = _least_bound_of_any(before, partitions)
-    starts = _Starts(before, partitions, bound, span, rising).solve()
+        bound = _min_max_cost_any_sign(prefix, partitions)
+    starts = _PartitionSolver(prefix, partitions, bound, span, non_decreasing).solve()
     return [end - start for start, end in pairwise([*starts, len(numbers)])]
 
 
@@ -87,7 +87,7 @@ def _as_integers(costs: Iterable[float]) -> list[int]:
     return [fraction.numerator * (scale // fraction.denominator) for fraction in fractions]
 
 
-def _least_bound(before: Sequence[int], partitions: int) -> int:
+def _min_max_cost(prefix: Sequence[int], partitions: int) -> int:
     """Returns the minimal cost of the most expensive partition, if no cost is negative."""
 
     def fits(bound: int) -> bool:
@@ -95,31 +95,31 @@ def _least_bound(before: Sequence[int], partitions: int) -> int:
         # one of them further never raises the maximum.
         end = 0
         for _ in range(partitions):
-            end = bisect_right(before, before[end] + bound) - 1
-        return end == len(before) - 1
+            end = bisect_right(prefix, prefix[end] + bound) - 1
+        return end == len(prefix) - 1
 
-    low = max(max(b - a for a, b in pairwise(before)), -(-before[-1] // partitions))
-    high = before[-1]
+    low = max(max(b - a for a, b in pairwise(prefix)), -(-prefix[-1] // partitions))
+    high = prefix[-1]
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
     return low
 
 
-def _least_bound_of_any(before: Sequence[int], partitions: int) -> int:
+def _min_max_cost_any_sign(prefix: Sequence[int], partitions: int) -> int:
     """Returns the minimal cost of the most expensive partition, for costs of any sign."""
-    num_layers = len(before) - 1
+    num_layers = len(prefix) - 1
     # best[n]: the minimum for the first n layers in k partitions. Entries that this round has not reached yet
     # are still for k - 1 partitions, so n runs downwards.
-    best = list(before)
+    best = list(prefix)
     for k in range(2, partitions + 1):
         for n in range(num_layers, k - 1, -1):
-            end = before[n]
-            best[n] = min(max(best[j], end - before[j]) for j in range(k - 1, n))
+            end = prefix[n]
+            best[n] = min(max(best[j], end - prefix[j]) for j in range(k - 1, n))
     return best[num_layers]
 
 
-class _Starts:
+class _PartitionSolver:
     """A solver for the starts of partitions: minimises the sum of squared costs, each cost within a bound.
 
     The number and the total cost of the partitions are fixed, so the least sum of squares has the least
@@ -133,24 +133,31 @@ class _Starts:
     of a row first halves the search for the others (divide and conquer).
 
     Args:
-        before: prefix sums of the costs: the cost of all layers before each layer, and then the total.
+        prefix: prefix sums of the costs: the cost of all layers before each layer, and then the total.
         partitions: the number of partitions.
         bound: the largest cost of a partition; a cut within the bound must exist.
         span: an upper bound on the cost of any partition.
-        rising: whether ``before`` is non-decreasing.
+        non_decreasing: whether ``before`` is non-decreasing.
     """
 
-    def __init__(self, before: Sequence[int], partitions: int, bound: int, span: int, rising: bool) -> None:
-        self._before, self._partitions, self._bound, self._rising = before, partitions, bound, rising
-        self._fine = partitions * span * span + 1
+    def __init__(
+        self, prefix: Sequence[int], partitions: int, bound: int, span: int, non_decreasing: bool
+    ) -> None:
+        self._prefix, self._partitions, self._bound, self._non_decreasing = (
+            prefix,
+            partitions,
+            bound,
+            non_decreasing,
+        )
+        self._penalty = partitions * span * span + 1
         self._best: list[int] = []
         self._next: list[int] = []
         self._start: list[int] = []
 
     def solve(self) -> list[int]:
         """Returns the first layer of each partition."""
-        before, partitions = self._before, self._partitions
-        num_layers = len(before) - 1
+        prefix, partitions = self._prefix, self._partitions
+        num_layers = len(prefix) - 1
         self._next = [self._squares([0], n, [0])[0] for n in range(num_layers + 1)]
         table: list[list[int]] = []
         for k in range(2, partitions + 1):
@@ -170,15 +177,15 @@ class _Starts:
             return
         n = (first + last) // 2
         begin, end = low, min(high, n - 1)
-        squares = self._squares(self._before[begin : end + 1], n, self._best[begin : end + 1])
+        squares = self._squares(self._prefix[begin : end + 1], n, self._best[begin : end + 1])
         self._next[n] = min(squares)
         self._start[n] = best = begin + squares.index(self._next[n])
-        self._fill(first, n - 1, low, best if self._rising else high)
-        self._fill(n + 1, last, best if self._rising else low, high)
+        self._fill(first, n - 1, low, best if self._non_decreasing else high)
+        self._fill(n + 1, last, best if self._non_decreasing else low, high)
 
-    def _squares(self, before: Sequence[int], n: int, best: Sequence[int]) -> list[int]:
-        end, bound, fine = self._before[n], self._bound, self._fine
+    def _squares(self, prefix: Sequence[int], n: int, best: Sequence[int]) -> list[int]:
+        end, bound, penalty = self._prefix[n], self._bound, self._penalty
         return [
-            b + (c := end - x) * c if end - x <= bound else b + (end - x) ** 2 + fine * (end - x - bound)
-            for x, b in zip(before, best, strict=True)
+            b + (c := end - x) * c if end - x <= bound else b + (end - x) ** 2 + penalty * (end - x - bound)
+            for x, b in zip(prefix, best, strict=True)
         ]

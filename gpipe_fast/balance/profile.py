@@ -16,17 +16,17 @@ from tabulate import tabulate
 from torch import nn
 
 from gpipe_fast import devices as _devices
-from gpipe_fast.balance.capacity import check_fits
-from gpipe_fast.balance.visit import Handed, Seconds, Visit, first_microbatch
+from gpipe_fast.balance.device_memory import check_layers_fit
+from gpipe_fast.balance.layer_measurement import LayerMeasurement, LayerOutput, RunTimes, first_microbatch
 from gpipe_fast.devices import Device
+from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import LayerSequence
-from gpipe_fast.layers.title import title
 
 # The minimum number of timed rounds over all layers, and the number that fits into the timeout if no layer is
 # slow.
-LEAST_ROUNDS, USUAL_ROUNDS = 3, 10
+MIN_ROUNDS, TARGET_ROUNDS = 3, 10
 # The delay after which the progress bar appears by default.
-BAR_AFTER_SECONDS = 2.0
+BAR_DELAY_SECONDS = 2.0
 
 _T = TypeVar("_T")
 
@@ -122,7 +122,9 @@ def check_layers(module: nn.Module) -> None:
         raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
     for name, layer in _layers(module):
         if any(map(nn.parameter.is_lazy, chain(layer.parameters(), layer.buffers()))):
-            raise ValueError(f"{title(name, layer)} has lazy parameters; run the module once on a sample")
+            raise ValueError(
+                f"{layer_title(name, layer)} has lazy parameters; run the module once on a sample"
+            )
 
 
 def profile(
@@ -136,17 +138,17 @@ def profile(
 ) -> list[LayerProfile]:
     """Measures each layer like `profile_layers`, without checking ``module`` and ``timeout``."""
     layers = _layers(module)
-    place = default_device() if device is None else _devices.named_device(device, "device")
+    place = default_device() if device is None else _devices.parse_device(device, "device")
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {place}")
-    check_fits(layers, place)
-    visits = len(layers) * (1 if timeout is None else 1 + LEAST_ROUNDS)
+    check_layers_fit(layers, place)
+    num_visits = len(layers) * (1 if timeout is None else 1 + MIN_ROUNDS)
     # A sample that is not cut may be a `Call`, to whose tensors `batch_dim` does not apply.
     batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
-    with _apart(place), _bar(progress, visits) as advance:
+    with _isolated_random_state(place), _progress_bar(progress, num_visits) as advance:
         first = first_microbatch(sample, chunks, place, batch_dim)
         rounds = _Rounds(layers, first, place, timeout, advance)
-        sizes, times = rounds.over(Visit.sizes), rounds.times()
+        sizes, times = rounds.run_round(LayerMeasurement.sizes), rounds.times()
     return [
         LayerProfile(
             index,
@@ -195,7 +197,7 @@ def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
+def _isolated_random_state(device: torch.device) -> Iterator[None]:
     """Restores PyTorch's random state after a block, and enables gradients inside it."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
@@ -203,7 +205,7 @@ def _apart(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bar(show: bool | None, expected: int) -> Iterator[Callable[[int], object]]:
+def _progress_bar(show: bool | None, expected: int) -> Iterator[Callable[[int], object]]:
     """Shows a progress bar; yields a function that counts one visit and sets the expected total of visits."""
     try:
         from tqdm import tqdm
@@ -212,9 +214,9 @@ def _bar(show: bool | None, expected: int) -> Iterator[Callable[[int], object]]:
     if show is False:
         yield lambda expected: None
         return
-    hidden, delay = (False, 0.0) if show else (None, BAR_AFTER_SECONDS)  # None hides the bar off a terminal
-    words = {"desc": "profiling", "unit": " layers"}
-    with tqdm(total=expected, leave=False, disable=hidden, delay=delay, **words) as bar:
+    hidden, delay = (False, 0.0) if show else (None, BAR_DELAY_SECONDS)  # None hides the bar off a terminal
+    bar_options = {"desc": "profiling", "unit": " layers"}
+    with tqdm(total=expected, leave=False, disable=hidden, delay=delay, **bar_options) as bar:
 
         def advance(expected: int) -> None:
             bar.total = expected
@@ -237,43 +239,43 @@ class _Rounds:
     def __init__(
         self,
         layers: Sequence[tuple[str, nn.Module]],
-        sample: Handed,
+        sample: LayerOutput,
         device: torch.device,
         timeout: float | None,
         advance: Callable[[int], object],
     ) -> None:
         self._layers, self._sample, self._device = layers, sample, device
         self._timeout, self._advance = timeout, advance
-        self._expected = 1 if timeout is None else 1 + LEAST_ROUNDS
+        self._expected = 1 if timeout is None else 1 + MIN_ROUNDS
 
-    def over(self, visit: Callable[[Visit], _T]) -> list[_T]:
+    def run_round(self, visit: Callable[[LayerMeasurement], _T]) -> list[_T]:
         """Runs one round; returns the result of ``visit`` for each layer.
 
         Raises:
             RuntimeError: a layer fails; the message names the layer.
         """
         found: list[_T] = []
-        arrived = self._sample
+        layer_input = self._sample
         for name, layer in self._layers:
             try:
-                visited = Visit(layer, arrived, self._device)
-                found.append(visit(visited))
+                measurement = LayerMeasurement(layer, layer_input, self._device)
+                found.append(visit(measurement))
             except Exception as error:
-                raise RuntimeError(f"{title(name, layer)} cannot be profiled: {error}") from error
-            arrived = visited.handed
+                raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
+            layer_input = measurement.output_of_run
             self._advance(self._expected * len(self._layers))
         return found
 
-    def times(self) -> list[list[Seconds]]:
+    def times(self) -> list[list[RunTimes]]:
         """Returns the times of every run of each layer, in as many rounds as the timeout permits."""
         if self._timeout is None or not self._layers:
-            return [[Seconds(math.nan, math.nan)]] * len(self._layers)
-        found: list[list[Seconds]] = [[] for _ in self._layers]
-        share = self._timeout / (USUAL_ROUNDS * len(self._layers))
+            return [[RunTimes(math.nan, math.nan)]] * len(self._layers)
+        found: list[list[RunTimes]] = [[] for _ in self._layers]
+        share = self._timeout / (TARGET_ROUNDS * len(self._layers))
         begun, spent, rounds = perf_counter(), 0.0, 0
-        while rounds < LEAST_ROUNDS or spent < self._timeout:
-            for times, more in zip(found, self.over(lambda visit: visit.times(share)), strict=True):
+        while rounds < MIN_ROUNDS or spent < self._timeout:
+            for times, more in zip(found, self.run_round(lambda visit: visit.times(share)), strict=True):
                 times += more
             rounds, spent = rounds + 1, perf_counter() - begun
-            self._expected = 1 + max(LEAST_ROUNDS, math.ceil(rounds * max(1.0, self._timeout / spent)))
+            self._expected = 1 + max(MIN_ROUNDS, math.ceil(rounds * max(1.0, self._timeout / spent)))
         return found

@@ -8,7 +8,7 @@ import re
 Capability = tuple[int, int]
 
 
-def code_for(gpu: Capability, archs: str) -> str:
+def describe_code(gpu: Capability, archs: str) -> str:
     """Returns a sentence on whether an extension has code for a GPU, and if not, what to do.
 
     Machine code runs on GPUs of its major version with the same or a higher minor version. PTX, which the
@@ -22,9 +22,10 @@ def code_for(gpu: Capability, archs: str) -> str:
     """
     version = _version(gpu)
     if archs == "none":
-        return f"the extension was built without CUDA; rebuild it with a CUDA toolkit for {_setting(gpu)}"
-    machine: list[Capability] = []
-    intermediate: list[Capability] = []
+        setting = _arch_list_setting(gpu)
+        return f"the extension was built without CUDA; rebuild it with a CUDA toolkit for {setting}"
+    machine_code: list[Capability] = []
+    ptx: list[Capability] = []
     for arch in re.split(r"[;\s]+", archs.strip()):
         parsed = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
         if parsed is None:
@@ -36,22 +37,23 @@ def code_for(gpu: Capability, archs: str) -> str:
         if parsed[3] == "a" and built != gpu:
             continue
         if built[0] == gpu[0] and built[1] <= gpu[1]:
-            machine.append(built)
+            machine_code.append(built)
         if parsed[4] and not parsed[3] and built <= gpu:
-            intermediate.append(built)
-    if machine:
-        return f"the extension has code for it, built for {_version(max(machine))}"
-    if intermediate:
+            ptx.append(built)
+    if machine_code:
+        return f"the extension has code for it, built for {_version(max(machine_code))}"
+    if ptx:
         return (
-            f"the extension has PTX for it, of {_version(max(intermediate))}, which the driver compiles when "
-            f"it is loaded; rebuild with {_setting(gpu)} to avoid that"
+            f"the extension has PTX for it, of {_version(max(ptx))}, which the driver compiles when "
+            f"it is loaded; rebuild with {_arch_list_setting(gpu)} to avoid that"
         )
-    return f"the extension has no code for {version}, only for {archs}; rebuild it with {_setting(gpu)}"
+    setting = _arch_list_setting(gpu)
+    return f"the extension has no code for {version}, only for {archs}; rebuild it with {setting}"
 
 
 def _version(capability: Capability) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def _setting(gpu: Capability) -> str:
+def _arch_list_setting(gpu: Capability) -> str:
     return f"TORCH_CUDA_ARCH_LIST={_version(gpu)}"

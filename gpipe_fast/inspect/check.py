@@ -27,8 +27,8 @@ from gpipe_fast.layers.skip import pop, skippable, stash
 NUM_STAGES, CHUNKS, BATCH = 2, 4, 8
 # On GPUs, the third mini-batch is captured and the fourth is replayed.
 STEPS_ON_GPUS = 4
-LIMIT_SECONDS = 60.0
-LONGEST_MESSAGE = 160
+TIME_LIMIT_SECONDS = 60.0
+MAX_MESSAGE_LENGTH = 160
 
 
 @dataclass(frozen=True)
@@ -112,32 +112,32 @@ def check(devices: Iterable[Device] | None = None) -> Checkup:
         IndexError: There are fewer than two devices.
     """
     begun = time.monotonic()
-    places = _places(devices)
-    on_gpus = any(place.type == "cuda" for place in places)
-    transports, left_out = _transports(places)
+    stage_devices = _stage_devices(devices)
+    on_gpus = any(place.type == "cuda" for place in stage_devices)
+    transports, left_out = _transports(stage_devices)
     cases: list[Case] = []
-    with _settled(on_gpus):
+    with _deterministic(on_gpus):
         for transport, name, checkpoint in product(transports, MODELS, CHECKPOINT_MODES):
-            if time.monotonic() - begun > LIMIT_SECONDS:
+            if time.monotonic() - begun > TIME_LIMIT_SECONDS:
                 left_out.append(f"{name}, {transport}, {checkpoint}: the time limit of a minute was reached")
                 continue
-            ok, result = _compare(MODELS[name], places, transport, checkpoint)
+            ok, result = _compare(MODELS[name], stage_devices, transport, checkpoint)
             cases.append(Case(name, transport if on_gpus else "hand-over", checkpoint, ok, result))
     seconds = time.monotonic() - begun
-    return Checkup(doctor(), tuple(map(str, places)), tuple(cases), tuple(left_out), seconds)
+    return Checkup(doctor(), tuple(map(str, stage_devices)), tuple(cases), tuple(left_out), seconds)
 
 
-def _places(devices: Iterable[Device] | None) -> list[torch.device]:
+def _stage_devices(devices: Iterable[Device] | None) -> list[torch.device]:
     if devices is not None:
-        listed = _devices.listed_devices(devices)
+        listed = _devices.parse_devices(devices)
         return _devices.checked_devices(listed, max(NUM_STAGES, len(listed)))
     visible = _devices.default_devices() or [torch.device("cpu")]
     return list(islice(cycle(visible), NUM_STAGES))
 
 
-def _transports(places: list[torch.device]) -> tuple[list[str], list[str]]:
+def _transports(stage_devices: list[torch.device]) -> tuple[list[str], list[str]]:
     """Returns the transports that these devices support, and a line for each one that is skipped."""
-    gpus = {place for place in places if place.type == "cuda"}
+    gpus = {place for place in stage_devices if place.type == "cuda"}
     if not gpus:
         return ["auto"], []
     pairs = [(a, b) for a, b in permutations(gpus, 2) if not torch.cuda.can_device_access_peer(a, b)]
@@ -149,7 +149,7 @@ def _transports(places: list[torch.device]) -> tuple[list[str], list[str]]:
 
 
 @contextlib.contextmanager
-def _settled(on_gpus: bool) -> Iterator[None]:
+def _deterministic(on_gpus: bool) -> Iterator[None]:
     """Sets deterministic algorithms for a block, suppresses its warnings, and restores the random state."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -169,7 +169,7 @@ def _settled(on_gpus: bool) -> Iterator[None]:
 
 def _compare(
     make: Callable[[], tuple[nn.Sequential, Tensor]],
-    places: list[torch.device],
+    stage_devices: list[torch.device],
     transport: str,
     checkpoint: str,
 ) -> tuple[bool, str]:
@@ -177,19 +177,22 @@ def _compare(
     try:
         torch.manual_seed(0)
         layers, x = make()
-        size, more = divmod(len(layers), len(places))
-        balance = [size + (stage < more) for stage in range(len(places))]
+        size, more = divmod(len(layers), len(stage_devices))
+        balance = [size + (stage < more) for stage in range(len(stage_devices))]
         options = {"chunks": CHUNKS, "checkpoint": checkpoint, "transport": transport}
-        model = GPipe(layers, balance, devices=places, **options)  # type: ignore[arg-type]
-        x = x.to(places[0])
-        steps = STEPS_ON_GPUS if any(place.type == "cuda" for place in places) else 1
+        model = GPipe(layers, balance, devices=stage_devices, **options)  # type: ignore[arg-type]
+        x = x.to(stage_devices[0])
+        steps = STEPS_ON_GPUS if any(place.type == "cuda" for place in stage_devices) else 1
         reports = [verify(model, x, lambda y: y.square().mean()) for _ in range(steps)]
     except Exception as error:
-        return False, f"FAILED: {type(error).__name__}: {str(error).partition(chr(10))[0][:LONGEST_MESSAGE]}"
-    return all(reports), _in_words(min(reports, key=bool))
+        return (
+            False,
+            f"FAILED: {type(error).__name__}: {str(error).partition(chr(10))[0][:MAX_MESSAGE_LENGTH]}",
+        )
+    return all(reports), _describe(min(reports, key=bool))
 
 
-def _in_words(report: Report) -> str:
+def _describe(report: Report) -> str:
     if report:
         return f"equal, {len(report.rows)} tensors"
     unequal = [row for row in report.rows if not row.equal]

@@ -8,11 +8,11 @@ from itertools import combinations
 
 import torch
 
-from gpipe_fast._extension import ReplayReport, build_info
+from gpipe_fast._extension import GraphReport, build_info
 from gpipe_fast.gpipe import GPipe
-from gpipe_fast.inspect.architectures import code_for
-from gpipe_fast.layers.title import title
-from gpipe_fast.runtime.edges import described
+from gpipe_fast.inspect.architectures import describe_code
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.runtime.connections import describe_connections
 
 
 def doctor(model: GPipe | None = None) -> str:
@@ -40,21 +40,21 @@ def doctor(model: GPipe | None = None) -> str:
             ("stages", _stages(model)),
             ("layers in Python", _in_python(model)),
             ("transport", _transport(model)),
-            ("captured", captured(model)),
+            ("graph_lines", graph_lines(model)),
         ]
-        costs = model._planner.remarks.costs
+        costs = model._planner.module_warnings.costs
         sections += [("avoidable costs", costs)] if costs else []
     return "\n\n".join(_section(*section) for section in sections)
 
 
-def captured(model: GPipe) -> list[str]:
+def graph_lines(model: GPipe) -> list[str]:
     """Returns report lines on a model's captured CUDA graphs, one for each kind of call."""
     if all(device.type == "cpu" for device in model.devices):
         return []
     if not model.capture:
         return ["nothing, because capture=False"]
-    reports = model._pipeline.replays()
-    lines = [_captured(report) for report in reports]
+    reports = model._pipeline.graph_reports()
+    lines = [_graph_line(report) for report in reports]
     if any(report.forward for report in reports):
         lines.append(
             f"all graphs share {sum(r.bytes for r in reports) / 2**20:.1f} MiB; a mini-batch that starts"
@@ -63,20 +63,20 @@ def captured(model: GPipe) -> list[str]:
     return lines or ["unknown until the first call"]
 
 
-def _captured(report: ReplayReport) -> str:
-    ran = f"{report.replays} mini-batches replayed, {report.as_they_are} run uncaptured"
+def _graph_line(report: GraphReport) -> str:
+    ran = f"{report.replays} mini-batches replayed, {report.uncaptured} run uncaptured"
     if report.obstacle:
         return f"not captured: {report.obstacle}; {ran}"
     if not report.forward:
-        why = f" {report.setback}, and capture is tried again later;" if report.setback else ""
+        why = f" {report.postponed}, and capture is tried again later;" if report.postponed else ""
         return f"not yet captured;{why} {ran}"
     what = "forward and backward" if report.backward else "forward"
-    taken = f"{report.bytes / 2**20:.1f} MiB in addition to earlier graphs"
-    return f"{what}: {report.num_nodes} nodes, {taken}; {ran}"
+    memory_text = f"{report.bytes / 2**20:.1f} MiB in addition to earlier graphs"
+    return f"{what}: {report.num_nodes} nodes, {memory_text}; {ran}"
 
 
-def _section(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines or ["nothing"])])
+def _section(layer_title: str, lines: Sequence[str]) -> str:
+    return "\n".join([layer_title, *(f"  {line}" for line in lines or ["nothing"])])
 
 
 def _versions() -> list[str]:
@@ -93,8 +93,8 @@ def _driver() -> str:
     """Returns the newest CUDA version that the driver supports, as a suffix for the line on versions."""
     if not torch.cuda.is_available():
         return ", no GPU found"
-    ask = getattr(torch._C, "_cuda_getDriverVersion", None)  # private; torch's own errors use it
-    version = 0 if ask is None else ask()
+    get_version = getattr(torch._C, "_cuda_getDriverVersion", None)  # private; torch's own errors use it
+    version = 0 if get_version is None else get_version()
     return f", driver supports CUDA up to {version // 1000}.{version % 1000 // 10}" if version else ""
 
 
@@ -107,17 +107,17 @@ def _devices() -> list[str]:
             f"cuda:{index}: {found.name}, {found.total_memory / 2**30:.1f} GiB, "
             f"compute capability {found.major}.{found.minor}"
         )
-        lines.append(f"cuda:{index}: {code_for((found.major, found.minor), build_info()['cuda_archs'])}")
-    return lines + [_reach(a, b) for a, b in combinations(range(count), 2)]
+        lines.append(f"cuda:{index}: {describe_code((found.major, found.minor), build_info()['cuda_archs'])}")
+    return lines + [_peer_access(a, b) for a, b in combinations(range(count), 2)]
 
 
-def _reach(one: int, other: int) -> str:
-    ways = torch.cuda.can_device_access_peer(one, other), torch.cuda.can_device_access_peer(other, one)
-    if all(ways):
+def _peer_access(one: int, other: int) -> str:
+    has_access = torch.cuda.can_device_access_peer(one, other), torch.cuda.can_device_access_peer(other, one)
+    if all(has_access):
         return f"cuda:{one} and cuda:{other} have peer access to each other"
-    if not any(ways):
+    if not any(has_access):
         return f"cuda:{one} and cuda:{other} have no peer access to each other"
-    first, second = (one, other) if ways[0] else (other, one)
+    first, second = (one, other) if has_access[0] else (other, one)
     return f"cuda:{first} has peer access to cuda:{second}, but not the other way round"
 
 
@@ -125,7 +125,7 @@ def _stages(model: GPipe) -> list[str]:
     lines, layers = [], list(model.named_children())
     begin = 0
     for index, (size, device) in enumerate(zip(model.balance, model.devices, strict=True)):
-        names = ", ".join(title(name, layer) for name, layer in layers[begin : begin + size])
+        names = ", ".join(layer_title(name, layer) for name, layer in layers[begin : begin + size])
         lines.append(f"stage {index} ({device}): {names}")
         begin += size
     return lines
@@ -134,12 +134,12 @@ def _stages(model: GPipe) -> list[str]:
 def _in_python(model: GPipe) -> list[str]:
     if model.backend == "eager":
         return ["all, because backend='eager'"]
-    found = model._planner.remarks.all
+    found = model._planner.module_warnings.python_layers
     return found or (["none"] if model._planner.latest else ["unknown until the first call"])
 
 
 def _transport(model: GPipe) -> list[str]:
-    lines = described(model._edges, model._planner.latest)
+    lines = describe_connections(model._connections, model._planner.latest)
     if lines and model._planner.latest is None:
         lines.append("the sizes of boundary tensors are unknown until the first call")
     return lines

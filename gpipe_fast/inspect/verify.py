@@ -14,17 +14,17 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from gpipe_fast.arguments import check_inputs
-from gpipe_fast.devices import elsewhere
+from gpipe_fast.devices import devices_differ
 from gpipe_fast.gpipe import GPipe
-from gpipe_fast.layers.batchnorm import names_of_statistics
-from gpipe_fast.layers.skip import Key, carrying, declared
-from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call, flatten
+from gpipe_fast.layers.batchnorm import statistics_names
+from gpipe_fast.layers.skip import Key, declared, skip_scope
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call_unpacked, flatten
 from gpipe_fast.randomness.random import keyed_rng
 
 # Output tensors, loss, gradients and buffers of one step, by name.
-_Result = dict[str, Tensor]
+_StepTensors = dict[str, Tensor]
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -138,24 +138,26 @@ def verify(
             f"verify compares a GPipe with its plain loop, got {type(model).__name__}; wrap it, "
             "GPipe(nn.Sequential(...))"
         )
-    args, loss_fn = _loss_apart(args, loss_fn)
+    args, loss_fn = _separate_loss(args, loss_fn)
     if not args and kwargs.keys() == {"input"}:  # GPipe.forward() does the same
         args, kwargs = (kwargs["input"],), {}
     inputs = Inputs.of(args, kwargs, model.batch_dim)
     check_inputs(inputs, model.devices)
     with contextlib.ExitStack() as stack:
-        num_microbatches = stack.enter_context(_settled(model, inputs.batch_size, chunks))
+        num_microbatches = stack.enter_context(_fixed_settings(model, inputs.batch_size, chunks))
         ours = _step(model, model, inputs, loss_fn)
         expected = _step(model, _loop(model, inputs, num_microbatches), inputs, loss_fn)
-    meant_to_differ = {f"buffer {name}" for name in names_of_statistics(model)} if model._deferred else set()
-    names = [name for name in {**expected, **ours} if name not in meant_to_differ]
+    not_compared = (
+        {f"buffer {name}" for name in statistics_names(model)} if model._deferred_batch_norm else set()
+    )
+    names = [name for name in {**expected, **ours} if name not in not_compared]
     rows = [_row(name, ours.get(name), expected.get(name)) for name in names]
-    tied = {f"gradient of {name}": stages for name, stages in _tied(model).items()}
-    rows = [row if row.equal or row.name not in tied else _tied_row(row, tied[row.name]) for row in rows]
+    tied = {f"gradient of {name}": stages for name, stages in _tied_parameters(model).items()}
+    rows = [row if row.equal or row.name not in tied else _explain_tied(row, tied[row.name]) for row in rows]
     return Report(tuple(rows), num_microbatches, all)
 
 
-def _loss_apart(
+def _separate_loss(
     args: tuple[Any, ...], loss_fn: Callable[[Any], Tensor] | None
 ) -> tuple[tuple[Any, ...], Callable[[Any], Tensor]]:
     """Returns the model's arguments and the loss function, which may be the last positional argument."""
@@ -170,7 +172,7 @@ def _loss_apart(
     )
 
 
-def _tied(model: GPipe) -> dict[str, list[int]]:
+def _tied_parameters(model: GPipe) -> dict[str, list[int]]:
     """Returns the parameters that several stages share: the indices of these stages by parameter name."""
     stages: dict[Tensor, list[int]] = {}
     for stage, partition in enumerate(model.partitions):
@@ -179,7 +181,7 @@ def _tied(model: GPipe) -> dict[str, list[int]]:
     return {name: stages[p] for name, p in model.named_parameters() if len(stages[p]) > 1}
 
 
-def _tied_row(row: Row, stages: list[int]) -> Row:
+def _explain_tied(row: Row, stages: list[int]) -> Row:
     why = (
         f"shared by stages {', '.join(map(str, stages))}: its gradient is summed within each stage first, so "
         "the last bits may differ"
@@ -188,13 +190,15 @@ def _tied_row(row: Row, stages: list[int]) -> Row:
 
 
 @contextlib.contextmanager
-def _settled(model: GPipe, batch: int, chunks: int | Literal["auto"] | None) -> Iterator[int]:
+def _fixed_settings(model: GPipe, batch: int, chunks: int | Literal["auto"] | None) -> Iterator[int]:
     """Fixes all settings that affect bits, for a block; yields the number of micro-batches."""
-    before = model.chunks, model.threads_per_stage, model._warned, torch.get_num_threads()
+    before = model.chunks, model.threads_per_stage, model._warned_of_idle_stages, torch.get_num_threads()
     cached = torch.is_autocast_cache_enabled()
     try:
         model.chunks = model.chunks if chunks is None else chunks
-        model._warned = True  # suppresses the warning of idle stages, since this is not training
+        model._warned_of_idle_stages = (
+            True  # suppresses the warning of idle stages, since this is not training
+        )
         model.threads_per_stage = before[1] or max(1, before[3] // max(1, len(model.balance)))
         torch.set_num_threads(model.threads_per_stage)
         # A weight in autocast's cache would accumulate the gradients of several micro-batches.
@@ -203,7 +207,7 @@ def _settled(model: GPipe, batch: int, chunks: int | Literal["auto"] | None) -> 
             yield len(torch.empty(batch).chunk(model._num_chunks(batch)))
     finally:
         torch.set_autocast_cache_enabled(cached)
-        model.chunks, model.threads_per_stage, model._warned, _ = before
+        model.chunks, model.threads_per_stage, model._warned_of_idle_stages, _ = before
         torch.set_num_threads(before[3])
 
 
@@ -214,36 +218,36 @@ def _loop(model: GPipe, inputs: Inputs, num_microbatches: int) -> Callable[..., 
     devices = [device for device, size in stages for _ in range(size)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        parts = inputs.dims.cut(Inputs.of(args, kwargs, model.batch_dim).tensors, num_microbatches)
+        parts = inputs.dims.split(Inputs.of(args, kwargs, model.batch_dim).tensors, num_microbatches)
         with keyed_rng(plain):
-            outputs = [flatten(_through(plain, devices, inputs.structure.build(part))) for part in parts]
+            outputs = [flatten(_run_layers(plain, devices, inputs.structure.build(part))) for part in parts]
         columns = zip(*(tensors for tensors, _ in outputs), strict=True)
         return outputs[0][1].build([torch.cat(column, inputs.dims.outputs) for column in columns])
 
     return run
 
 
-def _through(layers: nn.Sequential, devices: Sequence[torch.device], value: Any) -> Any:
+def _run_layers(layers: nn.Sequential, devices: Sequence[torch.device], value: Any) -> Any:
     """Runs the layers on one micro-batch; moves its tensors, and skip tensors, to each layer's device."""
-    waiting: dict[Key, Tensor | None] = {}
+    stashed_so_far: dict[Key, Tensor | None] = {}
     for layer, before, device in zip(layers, [devices[0], *devices], devices, strict=False):
-        value = _moved(value, device) if device != before else value
-        popped = {key: waiting.pop(key) for key in declared(layer)[1] if key in waiting}
-        there = {key: None if x is None else x.to(device) for key, x in popped.items()}
-        with carrying(there) as stashed:
-            value = call(_on(layer, device), value)
-        waiting |= stashed
+        value = _to_device(value, device) if device != before else value
+        popped = {key: stashed_so_far.pop(key) for key in declared(layer)[1] if key in stashed_so_far}
+        skips_on_device = {key: None if x is None else x.to(device) for key, x in popped.items()}
+        with skip_scope(skips_on_device) as stashed:
+            value = call_unpacked(_on_device(layer, device), value)
+        stashed_so_far |= stashed
     return value
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    tensors, structure = flatten(value, once=True)
+def _to_device(value: Any, device: torch.device) -> Any:
+    tensors, structure = flatten(value, deduplicate=True)
     return structure.build([tensor.to(device) for tensor in tensors])
 
 
-def _on(layer: nn.Module, device: torch.device) -> Callable[..., Any]:
+def _on_device(layer: nn.Module, device: torch.device) -> Callable[..., Any]:
     """Returns a layer whose parameters are on this device; those shared with another device are copied."""
-    others = {name: p for name, p in layer.named_parameters() if elsewhere(p.device, device)}
+    others = {name: p for name, p in layer.named_parameters() if devices_differ(p.device, device)}
     if not others:
         return layer
 
@@ -254,11 +258,13 @@ def _on(layer: nn.Module, device: torch.device) -> Callable[..., Any]:
     return run
 
 
-def _step(model: GPipe, run: Callable[..., Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]) -> _Result:
+def _step(
+    model: GPipe, run: Callable[..., Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]
+) -> _StepTensors:
     """Runs one step of ``run``, which has the layers of ``model``, and restores all state afterwards."""
-    with _restored(model, inputs.tensors), torch.random.fork_rng(devices=[]):
+    with _restoring_state(model, inputs.tensors), torch.random.fork_rng(devices=[]):
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs.tensors]
-        output = call(run, inputs.build(leaves))
+        output = call_unpacked(run, inputs.build(leaves))
         loss = loss_fn(output)
         if not isinstance(loss, Tensor):
             raise TypeError(
@@ -270,8 +276,8 @@ def _step(model: GPipe, run: Callable[..., Any], inputs: Inputs, loss_fn: Callab
                 f"the loss must have one element, got shape {list(loss.shape)}; reduce it, for example by "
                 ".mean()"
             )
-        several = inputs.structure != ONE_TENSOR
-        sources = {_numbered("gradient of input", i, several): x for i, x in enumerate(leaves)}
+        has_index = inputs.structure != ONE_TENSOR
+        sources = {_indexed_name("gradient of input", i, has_index): x for i, x in enumerate(leaves)}
         sources |= {f"gradient of {name}": p for name, p in model.named_parameters()}
         sources = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
         if not loss.requires_grad or not sources:
@@ -283,19 +289,19 @@ def _step(model: GPipe, run: Callable[..., Any], inputs: Inputs, loss_fn: Callab
         # backward() would add to existing gradients and run their hooks.
         gradients = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
         outputs, structure = flatten(output)
-        names = [_numbered("output", i, structure != ONE_TENSOR) for i in range(len(outputs))]
-        result: _Result = {name: o.detach().clone() for name, o in zip(names, outputs, strict=True)}
+        names = [_indexed_name("output", i, structure != ONE_TENSOR) for i in range(len(outputs))]
+        result: _StepTensors = {name: o.detach().clone() for name, o in zip(names, outputs, strict=True)}
         result["loss"] = loss.detach().clone()
         result |= {name: g for name, g in zip(sources, gradients, strict=True) if g is not None}
         return result | {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
 
 
-def _numbered(name: str, index: int, several: bool) -> str:
-    return f"{name} {index}" if several else name
+def _indexed_name(name: str, index: int, has_index: bool) -> str:
+    return f"{name} {index}" if has_index else name
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+def _restoring_state(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
     """Restores parameters, buffers and inputs after the block; writes only tensors that have changed."""
     tensors = [t.detach() for t in (*inputs, *model.parameters(), *model.buffers())]
     copies = [t.clone() for t in tensors]
@@ -317,10 +323,10 @@ def _row(name: str, ours: Tensor | None, expected: Tensor | None) -> Row:
             return Row(name, False, math.inf, math.inf, f"{what} {found}, not {wanted}")
     if _equal(ours, expected):
         return Row(name, True)
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = ours.to(wide), expected.to(wide)
-    off = torch.where(_same_bits(ours, expected), 0.0, (a - b).abs()).nan_to_num(nan=math.inf)
-    difference, largest = float(off.max()), float(b.abs().max())
+    wide_dtype = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = ours.to(wide_dtype), expected.to(wide_dtype)
+    differences = torch.where(_same_bits(ours, expected), 0.0, (a - b).abs()).nan_to_num(nan=math.inf)
+    difference, largest = float(differences.max()), float(b.abs().max())
     return Row(name, False, difference, difference / largest if largest else math.inf)
 
 
@@ -332,5 +338,5 @@ def _same_bits(a: Tensor, b: Tensor) -> Tensor:
     """Returns where two tensors of the same dtype and shape have the same bits, or are both NaN."""
     if a.is_complex():
         return _same_bits(*(torch.view_as_real(t.resolve_conj()) for t in (a, b))).all(-1)
-    integers = _INTEGERS[a.element_size()]
+    integers = _INTEGER_DTYPES[a.element_size()]
     return (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())

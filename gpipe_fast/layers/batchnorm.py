@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_fast.layers.title import title
+from gpipe_fast.layers.layer_title import layer_title
 
 # Indices of mean, variance and number of mini-batches among a stage's buffers; and the momentum.
 Statistics = tuple[int, int, int, float | None]
 
 
-class _Deferring(threading.local):
+class _DeferringFlag(threading.local):
     now = False
 
 
-_deferring = _Deferring()
+_deferring = _DeferringFlag()
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def deferring(wanted: bool) -> Iterator[None]:
         _deferring.now = before
 
 
-class _Deferred(_BatchNorm):
+class _DeferredBatchNorm(_BatchNorm):
     """A batch norm that accumulates statistics inside a deferring pipeline and is unchanged elsewhere."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -47,15 +47,22 @@ class _Deferred(_BatchNorm):
         if not (_deferring.now and self.training) or mean is None or variance is None or count is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        own_mean, own_variance = torch.zeros_like(mean), torch.zeros_like(variance)
-        output = F.batch_norm(input, own_mean, own_variance, self.weight, self.bias, True, 1.0, self.eps)
+        batch_mean, batch_variance = torch.zeros_like(mean), torch.zeros_like(variance)
+        output = F.batch_norm(input, batch_mean, batch_variance, self.weight, self.bias, True, 1.0, self.eps)
         with torch.no_grad():
-            _add_up(mean, variance, count, own_mean, own_variance, input.numel() // input.size(1))
+            _merge_statistics(
+                mean, variance, count, batch_mean, batch_variance, input.numel() // input.size(1)
+            )
         return output
 
 
-def _add_up(
-    mean: Tensor, variance: Tensor, count: Tensor, own_mean: Tensor, own_variance: Tensor, own_count: int
+def _merge_statistics(
+    mean: Tensor,
+    variance: Tensor,
+    count: Tensor,
+    batch_mean: Tensor,
+    batch_variance: Tensor,
+    batch_count: int,
 ) -> None:
     """Merges the statistics of one micro-batch into the accumulated ones, in place.
 
@@ -66,32 +73,37 @@ def _add_up(
         mean: Accumulated mean of each channel, shape (C,).
         variance: Accumulated population variance (biased), shape (C,).
         count: Accumulated number of elements per channel.
-        own_mean: The micro-batch's mean, shape (C,).
-        own_variance: The micro-batch's sample variance (unbiased), shape (C,).
-        own_count: The micro-batch's number of elements per channel; at least 2, as batch norm itself demands.
+        batch_mean: The micro-batch's mean, shape (C,).
+        batch_variance: The micro-batch's sample variance (unbiased), shape (C,).
+        batch_count: The micro-batch's number of elements per channel; at least 2, as batch norm itself
+            demands.
     """
-    exact = torch.promote_types(mean.dtype, torch.float32)
-    share = own_count / (count.to(exact) + own_count)
-    apart = own_mean - mean
-    of_elements = own_variance * ((own_count - 1) / own_count)
-    variance.copy_(variance * (1 - share) + of_elements * share + apart * apart * (share * (1 - share)))
-    mean.add_(apart * share)
-    count.add_(own_count)
+    count_dtype = torch.promote_types(mean.dtype, torch.float32)
+    fraction = batch_count / (count.to(count_dtype) + batch_count)
+    delta = batch_mean - mean
+    population_variance = batch_variance * ((batch_count - 1) / batch_count)
+    variance.copy_(
+        variance * (1 - fraction)
+        + population_variance * fraction
+        + delta * delta * (fraction * (1 - fraction))
+    )
+    mean.add_(delta * fraction)
+    count.add_(batch_count)
 
 
-class DeferredBatchNorm1d(_Deferred, nn.BatchNorm1d):
+class DeferredBatchNorm1d(_DeferredBatchNorm, nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d` whose running statistics a pipeline may defer."""
 
 
-class DeferredBatchNorm2d(_Deferred, nn.BatchNorm2d):
+class DeferredBatchNorm2d(_DeferredBatchNorm, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` whose running statistics a pipeline may defer."""
 
 
-class DeferredBatchNorm3d(_Deferred, nn.BatchNorm3d):
+class DeferredBatchNorm3d(_DeferredBatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` whose running statistics a pipeline may defer."""
 
 
-_KINDS: dict[type, type[_Deferred]] = {
+_DEFERRED_CLASSES: dict[type, type[_DeferredBatchNorm]] = {
     nn.BatchNorm1d: DeferredBatchNorm1d,
     nn.BatchNorm2d: DeferredBatchNorm2d,
     nn.BatchNorm3d: DeferredBatchNorm3d,
@@ -108,18 +120,20 @@ def check_can_defer(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
-                    f"{title(name, module)} synchronises its statistics between processes for each "
-                    "micro-batch; deferred_batch_norm=True supports BatchNorm1d, 2d, 3d"
+                    f"{layer_title(name, module)} synchronises its statistics between processes for each "
+                    "micro-batch; deferred_batch_norm=True supports "
+                    "BatchNorm1d, 2d, 3d"
                 )
-            own = isinstance(module, _BatchNorm) and not isinstance(module, _Deferred)
-            if own and module.track_running_stats and type(module) not in _KINDS:
+            own = isinstance(module, _BatchNorm) and not isinstance(module, _DeferredBatchNorm)
+            if own and module.track_running_stats and type(module) not in _DEFERRED_CLASSES:
                 raise ValueError(
-                    f"{title(name, module)} has a custom class, whose statistics cannot be deferred because "
-                    "its computation is unknown; deferred_batch_norm=True supports BatchNorm1d, 2d, 3d"
+                    f"{layer_title(name, module)} has a custom class, whose statistics cannot be deferred "
+                    "because its computation is unknown; deferred_batch_norm=True supports "
+                    "BatchNorm1d, 2d, 3d"
                 )
 
 
-def defer(layers: Iterable[nn.Module]) -> None:
+def enable_deferral(layers: Iterable[nn.Module]) -> None:
     """Enables batch norms to accumulate their statistics inside a deferring pipeline.
 
     Changes their class in place, as parametrization does; the objects, parameters and buffers stay the same.
@@ -131,29 +145,29 @@ def defer(layers: Iterable[nn.Module]) -> None:
     check_can_defer((str(index), layer) for index, layer in enumerate(layers))
     for layer in layers:
         for module in layer.modules():
-            module.__class__ = _KINDS.get(type(module), type(module))
+            module.__class__ = _DEFERRED_CLASSES.get(type(module), type(module))
 
 
-def statistics_of(layers: Iterable[nn.Module], buffers: Sequence[Tensor]) -> list[Statistics]:
+def statistics_indices(layers: Iterable[nn.Module], buffers: Sequence[Tensor]) -> list[Statistics]:
     """Returns where the running statistics of batch norms in training mode are among a stage's buffers."""
-    places = {id(buffer): place for place, buffer in enumerate(buffers)}
+    indices = {id(buffer): place for place, buffer in enumerate(buffers)}
     found: dict[int, Statistics] = {}
     for layer in layers:
-        for _, module in _adding_up(layer):
-            mean, variance, count = (places[id(module._buffers[name])] for name in _STATISTICS)
+        for _, module in _deferring_modules(layer):
+            mean, variance, count = (indices[id(module._buffers[name])] for name in _STATISTICS)
             found[mean] = (mean, variance, count, module.momentum)
     return list(found.values())
 
 
-def names_of_statistics(module: nn.Module) -> set[str]:
+def statistics_names(module: nn.Module) -> set[str]:
     """Returns the ``state_dict`` keys of the statistics that a pipeline defers, given the modules' modes."""
-    return {f"{name}.{own}" for name, _ in _adding_up(module) for own in _STATISTICS}
+    return {f"{name}.{own}" for name, _ in _deferring_modules(module) for own in _STATISTICS}
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def _adding_up(module: nn.Module) -> Iterator[tuple[str, _Deferred]]:
+def _deferring_modules(module: nn.Module) -> Iterator[tuple[str, _DeferredBatchNorm]]:
     for name, each in module.named_modules():
-        if isinstance(each, _Deferred) and each.training and each.running_mean is not None:
+        if isinstance(each, _DeferredBatchNorm) and each.training and each.running_mean is not None:
             yield name, each

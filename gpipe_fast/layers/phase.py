@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 
-class AskedWhileTracing(RuntimeError):
+class PhaseQueryWhileTracing(RuntimeError):
     """Raised when a traced layer queries its phase: a recompute may differ, which a trace cannot show."""
 
 
@@ -25,7 +25,7 @@ def is_checkpointing() -> bool:
 
     A layer that calls this runs in Python, so that the query is answered for every micro-batch.
     """
-    return _asked(_phase.checkpointing)
+    return _answer_query(_phase.checkpointing)
 
 
 def is_recomputing() -> bool:
@@ -33,17 +33,17 @@ def is_recomputing() -> bool:
 
     A layer that calls this runs in Python, so that the query is answered for every micro-batch.
     """
-    return _asked(_phase.recomputing)
+    return _answer_query(_phase.recomputing)
 
 
-def _asked(answer: bool) -> bool:
+def _answer_query(answer: bool) -> bool:
     if _phase.tracing:
-        raise AskedWhileTracing("it calls is_checkpointing() or is_recomputing()")
+        raise PhaseQueryWhileTracing("it calls is_checkpointing() or is_recomputing()")
     return answer
 
 
 @contextlib.contextmanager
-def entered(
+def phase_scope(
     *, checkpointing: bool = False, recomputing: bool = False, tracing: bool = False
 ) -> Iterator[None]:
     """Sets the phase of the calling thread for a block."""

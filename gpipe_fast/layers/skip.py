@@ -62,25 +62,25 @@ class pop:
         self.name = name
 
 
-class _Held(threading.local):
+class _StashedTensors(threading.local):
     """Skip tensors that were stashed and not yet popped, per thread."""
 
     def __init__(self) -> None:
         self.tensors: dict[Key, Tensor | None] = {}
 
 
-_held = _Held()
+_stashed = _StashedTensors()
 
 
 @contextlib.contextmanager
-def carrying(popped: Mapping[Key, Tensor | None]) -> Iterator[dict[Key, Tensor | None]]:
+def skip_scope(popped: Mapping[Key, Tensor | None]) -> Iterator[dict[Key, Tensor | None]]:
     """Replaces the calling thread's skip tensors for a block; yields a dictionary that receives new ones."""
-    before = _held.tensors
-    _held.tensors = dict(popped)
+    before = _stashed.tensors
+    _stashed.tensors = dict(popped)
     try:
-        yield _held.tensors
+        yield _stashed.tensors
     finally:
-        _held.tensors = before
+        _stashed.tensors = before
 
 
 _Self = TypeVar("_Self", bound="Skippable")
@@ -156,25 +156,25 @@ class Skippable(nn.Module):
                 twice, or pops a tensor that has not been stashed.
             TypeError: The module yields something other than `stash` and `pop`.
         """
-        held = _held.tensors
+        stashed_tensors = _stashed.tensors
         # As in torchgpipe, pops are looked up before the module runs; stashes become visible if it succeeds.
         popped: dict[str, Tensor | None] = {}
         for key in self.poppable():
-            if key not in held:
+            if key not in stashed_tensors:
                 raise RuntimeError(f"'{key.name}' has not been stashed")
-            popped[key.name] = held.pop(key)
+            popped[key.name] = stashed_tensors.pop(key)
         stashed: dict[str, Tensor | None] = {}
-        output = self._drive(self.module(*args, **kwargs), stashed, popped)
+        output = self._run_commands(self.module(*args, **kwargs), stashed, popped)
         missing = [name for name in self.stashable_names if name not in stashed]
         if missing:
             raise RuntimeError(f"{_quoted(missing)} must be stashed but have not")
         if popped:
             raise RuntimeError(f"{_quoted(popped)} must be popped but have not")
         for name, tensor in stashed.items():
-            held[self.namespaced(name)] = tensor
+            stashed_tensors[self.namespaced(name)] = tensor
         return output
 
-    def _drive(
+    def _run_commands(
         self, commands: Any, stashed: dict[str, Tensor | None], popped: dict[str, Tensor | None]
     ) -> Any:
         if not isinstance(commands, Generator):
@@ -272,30 +272,34 @@ def verify_skippables(module: nn.Module) -> None:
     """
     stashed: set[Key] = set()
     popped: set[Key] = set()
-    faults: list[str] = []
+    mismatches: list[str] = []
     for name, layer in module.named_children():
         stashes, pops = declared(layer)
         # Submodules of a layer may pass tensors to each other; a single module cannot pass one to itself.
-        within = set(stashes) & set(pops)
+        internal_keys = set(stashes) & set(pops)
         own = (layer.stashable_names, layer.poppable_names) if isinstance(layer, Skippable) else ((), ())
         for both in (each for each in own[0] if each in own[1]):
-            faults.append(f"'{name}' declared '{both}' both as stashable and as poppable")
-        for key in (key for key in stashes if key not in within):
+            mismatches.append(f"'{name}' declared '{both}' both as stashable and as poppable")
+        for key in (key for key in stashes if key not in internal_keys):
             if key in stashed:
-                faults.append(f"'{name}' redeclared '{key.name}' as stashable but not isolated by namespace")
+                mismatches.append(
+                    f"'{name}' redeclared '{key.name}' as stashable but not isolated by namespace"
+                )
             stashed.add(key)
-        for key in (key for key in pops if key not in within):
+        for key in (key for key in pops if key not in internal_keys):
             if key in popped:
-                faults.append(f"'{name}' redeclared '{key.name}' as poppable but not isolated by namespace")
+                mismatches.append(
+                    f"'{name}' redeclared '{key.name}' as poppable but not isolated by namespace"
+                )
             elif key not in stashed:
-                faults.append(f"'{name}' declared '{key.name}' as poppable but it was not stashed")
+                mismatches.append(f"'{name}' declared '{key.name}' as poppable but it was not stashed")
             else:
                 popped.add(key)
     left = sorted(key.name for key in stashed - popped)
-    faults += [f"no module declared '{each}' as poppable but stashed" for each in left]
-    if faults:
+    mismatches += [f"no module declared '{each}' as poppable but stashed" for each in left]
+    if mismatches:
         raise TypeError(
-            "one or more pairs of stash and pop do not match:\n\n" + "\n".join(f"* {f}" for f in faults)
+            "one or more pairs of stash and pop do not match:\n\n" + "\n".join(f"* {f}" for f in mismatches)
         )
 
 
@@ -332,24 +336,24 @@ def skips_of(layers: Iterable[nn.Module]) -> list[Skip]:
     order = itertools.count()
     for index, layer in enumerate(layers):
         stashes, pops = declared(layer)
-        within = set(stashes) & set(pops)
-        for key in (key for key in pops if key not in within):
+        internal_keys = set(stashes) & set(pops)
+        for key in (key for key in pops if key not in internal_keys):
             source, place = sources[key]
             found.append(Skip(key, source, index, place))
-        sources |= {key: (index, next(order)) for key in stashes if key not in within}
+        sources |= {key: (index, next(order)) for key in stashes if key not in internal_keys}
     return found
 
 
-def take(held: dict[Key, Tensor | None], keys: Sequence[Key]) -> list[Tensor | None]:
+def take_stashed(stashed_tensors: dict[Key, Tensor | None], keys: Sequence[Key]) -> list[Tensor | None]:
     """Removes and returns the skip tensors with these keys.
 
     Raises:
         RuntimeError: A tensor has not been stashed.
     """
-    missing = [key.name for key in keys if key not in held]
+    missing = [key.name for key in keys if key not in stashed_tensors]
     if missing:
         raise RuntimeError(f"{_quoted(missing)} must be stashed but have not")
-    return [held.pop(key) for key in keys]
+    return [stashed_tensors.pop(key) for key in keys]
 
 
 def _quoted(names: Iterable[str]) -> str:

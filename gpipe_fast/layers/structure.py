@@ -55,7 +55,7 @@ class Structure:
 
     def __str__(self) -> str:
         """Returns the value's string, with ``...`` for each tensor."""
-        return str(self.build([_Dots()] * len(self.leaves)))
+        return str(self.build([_Placeholder()] * len(self.leaves)))
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """Returns the nested value with these tensors."""
@@ -63,7 +63,7 @@ class Structure:
             [tensors[leaf] if isinstance(leaf, int) else leaf.value for leaf in self.leaves], self.spec
         )
 
-    def build_apart(self, tensors: Sequence[Tensor]) -> Any:
+    def build_unaliased(self, tensors: Sequence[Tensor]) -> Any:
         """Returns the nested value with these tensors; a tensor that occurs again is replaced by a copy."""
         seen: set[int] = set()
         leaves: list[Any] = []
@@ -76,18 +76,18 @@ class Structure:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-class _Dots:
+class _Placeholder:
     def __repr__(self) -> str:
         return "..."
 
 
-def flatten(value: object, *, once: bool = False) -> tuple[list[Tensor], Structure]:
+def flatten(value: object, *, deduplicate: bool = False) -> tuple[list[Tensor], Structure]:
     """Flattens a value into tensors and a structure; ``structure.build(tensors)`` is the inverse.
 
     Args:
         value: A nested value.
-        once: List a tensor that occurs several times once, so that the recipient of the rebuilt value sees
-            one tensor and accumulates the gradients of its uses as without the round trip.
+        deduplicate: List a tensor that occurs several times once, so that the recipient of the rebuilt value
+            sees one tensor and accumulates the gradients of its uses as without the round trip.
 
     Raises:
         TypeError: The value contains a leaf that is neither a tensor nor a constant.
@@ -100,7 +100,7 @@ def flatten(value: object, *, once: bool = False) -> tuple[list[Tensor], Structu
         if not isinstance(leaf, Tensor):
             found.append(_constant(leaf))
             continue
-        if not once or id(leaf) not in numbers:
+        if not deduplicate or id(leaf) not in numbers:
             numbers[id(leaf)] = len(tensors)
             tensors.append(leaf)
         found.append(numbers[id(leaf)])
@@ -119,23 +119,23 @@ def _constant(leaf: object) -> Constant:
 _, ONE_TENSOR = flatten(torch.empty(0))
 
 
-def tuple_of(count: int) -> Structure:
+def tuple_structure(count: int) -> Structure:
     """Returns the structure of a tuple of `count` tensors."""
     return flatten(tuple(torch.empty(0) for _ in range(count)))[1]
 
 
 # The most recently created structures; C++ compares structures by identity.
-_shared: OrderedDict[Structure, Structure] = OrderedDict()
-_SHARED_LIMIT = 1024
+_canonical: OrderedDict[Structure, Structure] = OrderedDict()
+_CANONICAL_LIMIT = 1024
 
 
-def shared(structure: Structure) -> Structure:
-    """Returns the canonical object among equal structures, while it is among the latest `_SHARED_LIMIT`."""
+def canonical(structure: Structure) -> Structure:
+    """Returns the canonical object among equal structures, if it is one of the latest `_CANONICAL_LIMIT`."""
     if structure == ONE_TENSOR:
         return ONE_TENSOR
-    found = _shared.setdefault(structure, structure)
-    while len(_shared) > _SHARED_LIMIT:
-        _shared.popitem(last=False)
+    found = _canonical.setdefault(structure, structure)
+    while len(_canonical) > _CANONICAL_LIMIT:
+        _canonical.popitem(last=False)
     return found
 
 
@@ -156,16 +156,16 @@ class LayerSequence(nn.Module):
         return len(self._modules)
 
 
-class Call(NamedTuple):
+class CallArguments(NamedTuple):
     """The arguments of a call that is not just one positional argument."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def call(function: Any, value: Any) -> Any:
-    """Calls a function with a value, or with the arguments that a `Call` holds."""
-    return function(*value.args, **value.kwargs) if isinstance(value, Call) else function(value)
+def call_unpacked(function: Any, value: Any) -> Any:
+    """Calls a function with a value, or with the arguments that a `CallArguments` holds."""
+    return function(*value.args, **value.kwargs) if isinstance(value, CallArguments) else function(value)
 
 
 class Replicated:
@@ -193,7 +193,7 @@ def replicate(value: object) -> Any:
     return Replicated(value)
 
 
-class Dims(NamedTuple):
+class BatchDims(NamedTuple):
     """The dimensions along which a mini-batch is split into micro-batches and its outputs concatenated.
 
     Attributes:
@@ -208,7 +208,7 @@ class Dims(NamedTuple):
         """Returns the number of samples: the size of the first tensor that is split."""
         return next(x.size(d) for x, d in zip(tensors, self.inputs, strict=True) if d is not None)
 
-    def cut(self, tensors: Sequence[Tensor], chunks: int) -> list[tuple[Tensor, ...]]:
+    def split(self, tensors: Sequence[Tensor], chunks: int) -> list[tuple[Tensor, ...]]:
         """Returns the tensors of each micro-batch."""
         parts = [None if d is None else x.chunk(chunks, d) for x, d in zip(tensors, self.inputs, strict=True)]
         number = next(len(part) for part in parts if part is not None)
@@ -216,7 +216,7 @@ class Dims(NamedTuple):
         return list(zip(*columns, strict=True))
 
 
-_FIRST = Dims((0,))
+_BATCH_FIRST = BatchDims((0,))
 
 
 class Inputs(NamedTuple):
@@ -230,7 +230,7 @@ class Inputs(NamedTuple):
 
     tensors: list[Tensor]
     structure: Structure
-    dims: Dims
+    dims: BatchDims
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """Returns the arguments with these tensors in place of the original ones."""
@@ -257,27 +257,29 @@ class Inputs(NamedTuple):
             ValueError: The length of ``batch_dim`` is not the number of tensors to split.
         """
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
-            return cls([args[0]], ONE_TENSOR, _FIRST if batch_dim == 0 else _dims([False], batch_dim))
-        value = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
+            return cls(
+                [args[0]], ONE_TENSOR, _BATCH_FIRST if batch_dim == 0 else _make_dims([False], batch_dim)
+            )
+        value = args[0] if len(args) == 1 and not kwargs else CallArguments(args, kwargs)
         leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, Replicated))
-        bare = [leaf.value if isinstance(leaf, Replicated) else leaf for leaf in leaves]
-        tensors, structure = flatten(pytree.tree_unflatten(bare, spec))
+        unwrapped = [leaf.value if isinstance(leaf, Replicated) else leaf for leaf in leaves]
+        tensors, structure = flatten(pytree.tree_unflatten(unwrapped, spec))
         replicated = [
             isinstance(leaf, Replicated)
-            for leaf, part in zip(leaves, bare, strict=True)
+            for leaf, part in zip(leaves, unwrapped, strict=True)
             for tensor in pytree.tree_leaves(part)
             if isinstance(tensor, Tensor)
         ]
-        return cls(tensors, structure, _dims(replicated, batch_dim))
+        return cls(tensors, structure, _make_dims(replicated, batch_dim))
 
 
-def _dims(replicated: Sequence[bool], batch_dim: BatchDim) -> Dims:
+def _make_dims(replicated: Sequence[bool], batch_dim: BatchDim) -> BatchDims:
     if isinstance(batch_dim, int):
-        return Dims(tuple(None if whole else batch_dim for whole in replicated), batch_dim)
+        return BatchDims(tuple(None if whole else batch_dim for whole in replicated), batch_dim)
     if len(batch_dim) != replicated.count(False):
         raise ValueError(
             "batch_dim must have one entry for each input tensor that is split into micro-batches; expected "
             f"length {replicated.count(False)}, got length {len(batch_dim)}: {batch_dim}"
         )
     left = iter(batch_dim)
-    return Dims(tuple(None if whole else next(left) for whole in replicated), batch_dim[0])
+    return BatchDims(tuple(None if whole else next(left) for whole in replicated), batch_dim[0])

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_fast._extension import When
-from gpipe_fast.lower.exactness import accumulates_exactly
+from gpipe_fast.lower.bitwise_addmm import addmm_is_bitwise_equal
 from gpipe_fast.lower.program import Accumulate, AccumulateAll
 
 # Gradients of more bytes are added as soon as they are computed: their launch overhead is negligible.
-LARGE = 1 << 20
+MAX_COALESCED_GRADIENT_BYTES = 1 << 20
 # The largest total size, in bytes, of the gradients pending for one kernel: pending gradients occupy memory.
-WAITING = 8 << 20
+MAX_PENDING_BYTES = 8 << 20
 
 
 def sum_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -29,7 +29,7 @@ def sum_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Accumulation:
+class AccumulationPolicy:
     """How programs accumulate parameter gradients.
 
     Attributes:
@@ -44,7 +44,7 @@ class Accumulation:
         """Returns the dtype of the accumulator for a gradient like `gradient`."""
         return sum_dtype(gradient.dtype, self.dtype)
 
-    def is_higher(self, gradient: Tensor) -> bool:
+    def has_wider_accumulator(self, gradient: Tensor) -> bool:
         """Returns whether the accumulator's dtype differs from the gradient's, and so has more precision.
 
         In that case the contributions of one micro-batch are first summed in the gradient's dtype, as
@@ -53,29 +53,29 @@ class Accumulation:
         """
         return self.sum_dtype(gradient) != gradient.dtype
 
-    def in_product(self, a: Tensor, b: Tensor) -> bool:
+    def can_use_addmm(self, a: Tensor, b: Tensor) -> bool:
         """Returns whether a matrix product may add its result to the accumulator (`addmm`).
 
         On a GPU this saves one kernel and a temporary, but rounds once where a product and a sum round twice.
         """
         if a.device.type == "cuda":
             return not self.deterministic and a.is_floating_point()
-        return accumulates_exactly(a, b)
+        return addmm_is_bitwise_equal(a, b)
 
     @staticmethod
-    def in_cast(node: fx.Node) -> bool:
+    def can_skip_cast(node: fx.Node) -> bool:
         """Returns whether a sum can read the operand of `node`, a cast to float32 such as autocast inserts.
 
         Widening casts are exact, so the sum is the same, and a GPU saves a kernel and a temporary.
         """
         if node.target is not torch.ops.aten._to_copy.default or not isinstance(node.args[0], fx.Node):
             return False
-        before, after = node.args[0].meta["val"], node.meta["val"]
-        is_exact = before.dtype in (torch.bfloat16, torch.float16) and after.dtype is torch.float32
-        return is_exact and before.device.type == "cuda" and after.device == before.device
+        flushed, after = node.args[0].meta["val"], node.meta["val"]
+        is_exact = flushed.dtype in (torch.bfloat16, torch.float16) and after.dtype is torch.float32
+        return is_exact and flushed.device.type == "cuda" and after.device == flushed.device
 
 
-class Waiting:
+class PendingAccumulations:
     """Pending gradients on a GPU, which one kernel adds to their accumulators."""
 
     def __init__(self) -> None:
@@ -86,15 +86,15 @@ class Waiting:
     def add(self, accumulator: int, value: int, like: Tensor) -> list[Accumulate | AccumulateAll]:
         """Adds a gradient for later runs of the program; returns the steps to append now."""
         size = like.numel() * like.element_size()
-        if like.device.type != "cuda" or size > LARGE:
+        if like.device.type != "cuda" or size > MAX_COALESCED_GRADIENT_BYTES:
             return [Accumulate(accumulator, value, When.LATER)]
-        before = self.done() if self._bytes + size > WAITING else []
+        flushed = self.flush() if self._bytes + size > MAX_PENDING_BYTES else []
         self._accumulators.append(accumulator)
         self._values.append(value)
         self._bytes += size
-        return before
+        return flushed
 
-    def done(self) -> list[Accumulate | AccumulateAll]:
+    def flush(self) -> list[Accumulate | AccumulateAll]:
         """Returns the steps that add all pending gradients, and clears them."""
         accumulators, values = self._accumulators, self._values
         self._accumulators, self._values, self._bytes = [], [], 0

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 # Copies that can be elided: in a graph without in-place operators, a copy with its original's strides can be
 # replaced by its original.
-_COPIES = frozenset(
+_ELIDABLE_COPIES = frozenset(
     {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default, aten._unsafe_view.default}
 )
 
@@ -29,14 +29,14 @@ def source_of(node: fx.Node) -> Source:
     """Returns the value that owns the memory of ``node``, behind any views and elided copies."""
     offset = 0
     while True:
-        step = _looks_at(node)
+        step = _viewed_by(node)
         if step is None:
             return Source(node, offset)
         node, delta = step
         offset += delta
 
 
-def _looks_at(node: fx.Node) -> tuple[fx.Node, int] | None:
+def _viewed_by(node: fx.Node) -> tuple[fx.Node, int] | None:
     producer: object = node
     if node.target is operator.getitem:
         producer = node.args[0]
@@ -48,24 +48,24 @@ def _looks_at(node: fx.Node) -> tuple[fx.Node, int] | None:
     if not isinstance(original, fx.Node) or not isinstance(value, Tensor):
         return None
     seen = original.meta.get("val")
-    if not isinstance(seen, Tensor) or not _same_kind(value, seen):
+    if not isinstance(seen, Tensor) or not _same_dtype_and_device(value, seen):
         return None
-    if producer.target in _COPIES:
+    if producer.target in _ELIDABLE_COPIES:
         if producer.target is aten._unsafe_view.default:
             return original, 0
         return (original, 0) if value.stride() == seen.stride() and value.shape == seen.shape else None
-    if is_view(producer.target):
+    if is_view_op(producer.target):
         return original, int(value.storage_offset() - seen.storage_offset())
     return None
 
 
-def is_view(op: OpOverload[Any, Any]) -> bool:
+def is_view_op(op: OpOverload[Any, Any]) -> bool:
     """Returns whether the operator's result aliases its first argument."""
     schema = op._schema
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
-def _same_kind(a: Tensor, b: Tensor) -> bool:
+def _same_dtype_and_device(a: Tensor, b: Tensor) -> bool:
     return (
         a.dtype == b.dtype
         and a.device == b.device

@@ -12,7 +12,7 @@ ALIGNMENTS = {"cuda": 512}
 
 
 @dataclass(frozen=True)
-class Lifetime:
+class LiveRange:
     """The live range of a value.
 
     Attributes:
@@ -28,7 +28,9 @@ class Lifetime:
     reuses: tuple[int, ...] = ()
 
 
-def lay_out(lifetimes: Mapping[int, Lifetime], alignment: int = ALIGNMENT) -> tuple[dict[int, int], int]:
+def assign_offsets(
+    lifetimes: Mapping[int, LiveRange], alignment: int = ALIGNMENT
+) -> tuple[dict[int, int], int]:
     """Assigns offsets such that no two values that are live at the same step overlap.
 
     A value that reuses memory in place takes the offset of the value before it. All others take the lowest
@@ -41,7 +43,7 @@ def lay_out(lifetimes: Mapping[int, Lifetime], alignment: int = ALIGNMENT) -> tu
     Returns:
         Each value's offset in bytes, a multiple of ``alignment``, and the total number of bytes.
     """
-    chains = _chains(lifetimes)
+    chains = _reuse_chains(lifetimes)
     placed: list[tuple[int, int, int, int]] = []  # begin, end, low, high
     offsets: dict[int, int] = {}
     total = 0
@@ -64,7 +66,7 @@ def lay_out(lifetimes: Mapping[int, Lifetime], alignment: int = ALIGNMENT) -> tu
     return offsets, total
 
 
-def _chains(lifetimes: Mapping[int, Lifetime]) -> list[Sequence[int]]:
+def _reuse_chains(lifetimes: Mapping[int, LiveRange]) -> list[Sequence[int]]:
     """Groups values that reuse one another's memory in place, in order of their live ranges."""
     chain_of: dict[int, list[int]] = {}
     for value in sorted(lifetimes, key=lambda v: lifetimes[v].begin):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 # In [0, 1]. With 0 a stage saves only its boundary inputs, and the backward recomputes every activation; with
 # 1 it saves every activation that the backward reads.
-Share = float
+SavedFraction = float
 
-FULL_RECOMPUTE: Share = 0.0
-NO_RECOMPUTE: Share = 1.0
+FULL_RECOMPUTE: SavedFraction = 0.0
+NO_RECOMPUTE: SavedFraction = 1.0
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Checkpoint:
         last: the saved fraction of the last micro-batch, whose backward runs first.
     """
 
-    others: Share
-    last: Share
+    others: SavedFraction
+    last: SavedFraction
 
-    def shares(self, num_microbatches: int) -> list[Share]:
+    def saved_fractions(self, num_microbatches: int) -> list[SavedFraction]:
         """Returns the saved fraction of each micro-batch."""
         return [self.others] * (num_microbatches - 1) + [self.last]
 
 
-def checkpoint_of(mode: str, training: bool) -> Checkpoint:
+def checkpoint_policy(mode: str, training: bool) -> Checkpoint:
     """Returns the policy for torchgpipe's mode ``'always'``, ``'except_last'`` or ``'never'``.
 
     Without training, no mode recomputes.
@@ -38,16 +38,16 @@ def checkpoint_of(mode: str, training: bool) -> Checkpoint:
     return Checkpoint(others, FULL_RECOMPUTE if training and mode == "always" else NO_RECOMPUTE)
 
 
-def recomputes(share: Share) -> bool:
+def has_recompute(saved_fraction: SavedFraction) -> bool:
     """Returns whether the backward recomputes any activation."""
-    return share < NO_RECOMPUTE
+    return saved_fraction < NO_RECOMPUTE
 
 
-def check_share(share: Share) -> None:
+def check_saved_fraction(saved_fraction: SavedFraction) -> None:
     """Checks a saved fraction.
 
     Raises:
         ValueError: ``share`` is not within 0 and 1.
     """
-    if not FULL_RECOMPUTE <= share <= NO_RECOMPUTE:
-        raise ValueError(f"the fraction of activations to save must be within 0 and 1, got {share}")
+    if not FULL_RECOMPUTE <= saved_fraction <= NO_RECOMPUTE:
+        raise ValueError(f"the fraction of activations to save must be within 0 and 1, got {saved_fraction}")

@@ -29,7 +29,7 @@ class Gradient:
         self.sum: int | None = None
 
 
-def contributions(node: fx.Node, uses: int) -> tuple[list[fx.Node], list[fx.Node]]:
+def gradient_terms(node: fx.Node, uses: int) -> tuple[list[fx.Node], list[fx.Node]]:
     """Returns the terms that autograd summed to a gradient, in autograd's order, and the nodes of the sums.
 
     Autograd adds the gradient of each use of a parameter to one running sum over all micro-batches; summing
@@ -49,7 +49,7 @@ def contributions(node: fx.Node, uses: int) -> tuple[list[fx.Node], list[fx.Node
     return [node, *reversed(parts)], sums
 
 
-def only_leads_to(base: fx.Node, part: fx.Node) -> bool:
+def is_read_only_through(base: fx.Node, part: fx.Node) -> bool:
     """Returns whether ``base`` is read only through views on the way to ``part``, read at most once."""
     pending, seen = [base], {base}
     while pending:

@@ -23,22 +23,31 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_fast._extension import When
-from gpipe_fast.lower.accumulation import Accumulation, Waiting
+from gpipe_fast.lower.accumulation import AccumulationPolicy, PendingAccumulations
 from gpipe_fast.lower.alias import Source, source_of
-from gpipe_fast.lower.gradients import Gradient, contributions, is_dense, only_leads_to
-from gpipe_fast.lower.operators import OperatorCall, returning, writing
-from gpipe_fast.lower.placement import parts, place
-from gpipe_fast.lower.program import Accumulate, Call, Home, Make, Program, Ref, Take, Value
+from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
+from gpipe_fast.lower.operators import OperatorCall, functional_call, out_call
+from gpipe_fast.lower.placement import parts, plan_memory
+from gpipe_fast.lower.program import (
+    Accumulate,
+    AdoptAsAccumulator,
+    Allocate,
+    Call,
+    ProgramIR,
+    Ref,
+    StorageKind,
+    Value,
+)
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
-from gpipe_fast.trace.refuse import layer_of
-from gpipe_fast.trace.trace import Role
+from gpipe_fast.trace.trace import GraphRole
+from gpipe_fast.trace.traceability import layer_of
 
 aten = torch.ops.aten
 
-_PLAIN = Accumulation()
+_DEFAULT_ACCUMULATION = AccumulationPolicy()
 
 
-def lower(graph: StageGraph, accumulation: Accumulation = _PLAIN) -> Program:
+def lower(graph: StageGraph, accumulation: AccumulationPolicy = _DEFAULT_ACCUMULATION) -> ProgramIR:
     """Lowers one graph of a stage.
 
     Args:
@@ -51,47 +60,51 @@ def lower(graph: StageGraph, accumulation: Accumulation = _PLAIN) -> Program:
     return _Lowering(graph, accumulation).run()
 
 
-def lower_plainly(graph: StageGraph) -> Program:
+def lower_unoptimized(graph: StageGraph) -> ProgramIR:
     """Lowers every operator of the graph, also views, to a separate call: the baseline for ``lower``."""
-    return _Lowering(graph, _PLAIN, plain=True).run()
+    return _Lowering(graph, _DEFAULT_ACCUMULATION, plain=True).run()
 
 
 class _Lowering:
-    def __init__(self, graph: StageGraph, accumulation: Accumulation, plain: bool = False) -> None:
+    def __init__(self, graph: StageGraph, accumulation: AccumulationPolicy, plain: bool = False) -> None:
         self.graph = graph
         self.accumulation = accumulation
         self.plain = plain
         self.nodes: list[fx.Node] = list(graph.module.graph.nodes)
         self.sources: dict[fx.Node, Source] = {n: Source(n, 0) if plain else source_of(n) for n in self.nodes}
-        self.program = Program(graph.name)
+        self.program = ProgramIR(graph.name)
         self.index: dict[fx.Node, int] = {}  # base -> value
         self.views: dict[tuple[Any, ...], int] = {}
         # Base whose operator writes directly into an accumulator -> the gradient in that accumulator.
-        self.gradient_of: dict[fx.Node, Gradient] = {}
-        self.lasting: set[fx.Node] = set()  # bases that the program returns
-        self.unread: set[fx.Node] = set()  # sums that are elided because their terms are accumulated instead
-        self.waiting = Waiting()
+        self.direct_gradient_of: dict[fx.Node, Gradient] = {}
+        self.returned_bases: set[fx.Node] = set()  # bases that the program returns
+        self.elided_sums: set[fx.Node] = (
+            set()
+        )  # sums that are elided because their terms are accumulated instead
+        self.pending = PendingAccumulations()
 
-    def run(self) -> Program:
+    def run(self) -> ProgramIR:
         program = self.program
         self._add_placeholders()
-        results = [n for n in self.graph.outputs if n.port.role is not Role.PARAMETER_GRADIENT]
+        results = [n for n in self.graph.outputs if n.port.role is not GraphRole.PARAMETER_GRADIENT]
         gradients = self._gradients()
-        self.lasting = {self.sources[n.node].base for n in results}
-        self.unread -= self.lasting | {self.sources[part].base for g in gradients for part in g.parts}
+        self.returned_bases = {self.sources[n.node].base for n in results}
+        self.elided_sums -= self.returned_bases | {
+            self.sources[part].base for g in gradients for part in g.parts
+        }
         for gradient in () if self.plain else gradients:
-            self._choose_written(gradient)
-        due = self._due(gradients)
+            self._mark_direct_write(gradient)
+        complete_after = self._gradients_by_last_node(gradients)
         for node in self.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
                 self._add_call(node)
-            for gradient in due.get(node, ()):
+            for gradient in complete_after.get(node, ()):
                 self._finish_gradient(gradient)
-        program.steps += self.waiting.done()
+        program.steps += self.pending.flush()
         program.gradients = tuple(g.index for g in gradients)
         program.outputs = tuple(n.port for n in results)
         program.results = [self._result(n.node, n.port.role) for n in results]
-        place(program, self._device_type())
+        plan_memory(program, self._device_type())
         program.parts = parts(program)
         return program
 
@@ -102,25 +115,27 @@ class _Lowering:
 
     # Values
 
-    def _add(self, name: str, home: Home, like: Tensor, **where: Any) -> int:
-        value = Value(name, home, tuple(like.shape), tuple(like.stride()), like.dtype, **where)
+    def _add(self, name: str, storage: StorageKind, like: Tensor, **where: Any) -> int:
+        value = Value(name, storage, tuple(like.shape), tuple(like.stride()), like.dtype, **where)
         self.program.values.append(value)
         return len(self.program.values) - 1
 
     def _add_placeholders(self) -> None:
         inputs = []
         for port, node in self.graph.inputs:
-            if port.role is Role.PARAMETER:
-                self.index[node] = self._add(str(port), Home.PARAMETER, node.meta["val"], index=port.index)
+            if port.role is GraphRole.PARAMETER:
+                self.index[node] = self._add(
+                    str(port), StorageKind.PARAMETER, node.meta["val"], index=port.index
+                )
             else:
-                saved = int(port.role is Role.SAVED)
-                self.index[node] = self._add(str(port), Home.INPUT, node.meta["val"], index=saved)
+                saved = int(port.role is GraphRole.SAVED)
+                self.index[node] = self._add(str(port), StorageKind.INPUT, node.meta["val"], index=saved)
                 inputs.append(port)
         self.program.inputs = tuple(inputs)
         for node in self.nodes:
             if node.op == "get_attr":
                 constant = getattr(self.graph.module, str(node.target))
-                self.index[node] = self._add(node.name, Home.CONSTANT, constant, constant=constant)
+                self.index[node] = self._add(node.name, StorageKind.CONSTANT, constant, constant=constant)
 
     def _view(self, name: str, base: int, offset: int, like: Tensor) -> int:
         """Returns a view of ``base`` with the sizes and strides of ``like``, or ``base`` if it has them."""
@@ -129,7 +144,7 @@ class _Lowering:
             return base
         key = (base, offset, tuple(like.shape), tuple(like.stride()))
         if key not in self.views:
-            self.views[key] = self._add(name, Home.VIEW, like, index=base, offset=offset)
+            self.views[key] = self._add(name, StorageKind.VIEW, like, index=base, offset=offset)
         return self.views[key]
 
     def _value(self, node: fx.Node) -> int:
@@ -146,33 +161,33 @@ class _Lowering:
     # Calls
 
     def _add_call(self, node: fx.Node) -> None:
-        if self.sources[node].base is not node or self._is_multiple_view(node) or node in self.unread:
+        if self.sources[node].base is not node or self._returns_only_views(node) or node in self.elided_sums:
             return
-        gradient = self.gradient_of.get(node)
+        gradient = self.direct_gradient_of.get(node)
         if gradient is not None:
-            self._add_written_gradient(node, gradient)
+            self._add_direct_gradient(node, gradient)
             return
         metas = node.meta["val"]
         many = isinstance(metas, (list, tuple))
-        bases = self._results_of(node, len(metas)) if many else [node]
-        call = None if self.plain else writing(node)
+        bases = self._getitem_nodes(node, len(metas)) if many else [node]
+        call = None if self.plain else out_call(node)
         if call is None:
-            call = returning(node)
-            slots = [None if b is None else self._add_base(b, Home.RESULT) for b in bases]
+            call = functional_call(node)
+            slots = [None if b is None else self._add_base(b, StorageKind.RESULT) for b in bases]
             self._append(call, tuple(slots), node)
             return
         outs = []
         for position, base in enumerate(bases):
             if base is None:  # an unused result, which the kernel writes nevertheless
-                outs.append(self._add(f"{node.name}_{position}", Home.ARENA, metas[position]))
+                outs.append(self._add(f"{node.name}_{position}", StorageKind.ARENA, metas[position]))
             else:
-                lasts = base in self.lasting
-                outs.append(self._add_base(base, Home.FRESH if lasts else Home.ARENA))
-                if lasts:
-                    self.program.steps.append(Make(outs[-1], When.ALWAYS))
+                is_returned = base in self.returned_bases
+                outs.append(self._add_base(base, StorageKind.FRESH if is_returned else StorageKind.ARENA))
+                if is_returned:
+                    self.program.steps.append(Allocate(outs[-1], When.ALWAYS))
         self._append(call, outs, node)
 
-    def _is_multiple_view(self, node: fx.Node) -> bool:
+    def _returns_only_views(self, node: fx.Node) -> bool:
         # For split and unbind each getitem is a view of the argument, so the call itself is not needed.
         users = list(node.users)
         return bool(users) and all(
@@ -180,17 +195,17 @@ class _Lowering:
         )
 
     @staticmethod
-    def _results_of(node: fx.Node, count: int) -> list[fx.Node | None]:
+    def _getitem_nodes(node: fx.Node, count: int) -> list[fx.Node | None]:
         found: list[fx.Node | None] = [None] * count
         for user in node.users:
             if user.target is operator.getitem and isinstance(user.args[1], int):
                 found[user.args[1]] = user
         return found
 
-    def _add_base(self, base: fx.Node, home: Home) -> int:
+    def _add_base(self, base: fx.Node, storage: StorageKind) -> int:
         value = base.meta.get("val")
         like = value if isinstance(value, Tensor) else torch.empty(0, device="meta")
-        self.index[base] = self._add(base.name, home, like)
+        self.index[base] = self._add(base.name, storage, like)
         return self.index[base]
 
     def _append(
@@ -198,30 +213,32 @@ class _Lowering:
     ) -> None:
         arguments = [self._argument(a) for a in call.arguments]
         results = None
-        if call.writes is None:
+        if call.out_positions is None:
             results = tuple(outs)
         else:
-            for position, out in zip(call.writes, outs, strict=True):
+            for position, out in zip(call.out_positions, outs, strict=True):
                 assert out is not None
                 arguments[position] = Ref(out)
         self.program.steps.append(Call(call.op, tuple(arguments), results, when, layer_of(node)))
 
-    def _copied(self, name: str, value: int, like: Tensor) -> int:
+    def _add_copy(self, name: str, value: int, like: Tensor) -> int:
         """Adds steps that copy a value to a fresh tensor; returns the copy."""
-        copy = self._add(name, Home.FRESH, like)
-        self.program.steps.append(Make(copy, When.ALWAYS))
+        copy = self._add(name, StorageKind.FRESH, like)
+        self.program.steps.append(Allocate(copy, When.ALWAYS))
         self.program.steps.append(_copy(copy, value, When.ALWAYS))
         return copy
 
-    def _result(self, node: fx.Node, role: Role) -> int:
+    def _result(self, node: fx.Node, role: GraphRole) -> int:
         base = self.sources[node].base
         value = self._value(node)
         source = self.program.values[self.index[base]]
         # A result must not alias memory that a later step or the user changes in place.
-        changes = source.home in (Home.PARAMETER, Home.CONSTANT) or _is_buffer(base, self.graph)
-        shared = source.home is Home.INPUT and role is Role.BUFFER
+        changes = source.storage in (StorageKind.PARAMETER, StorageKind.CONSTANT) or _is_buffer(
+            base, self.graph
+        )
+        shared = source.storage is StorageKind.INPUT and role is GraphRole.BUFFER
         if (changes or shared) and not self.plain:
-            return self._copied(f"{node.name}_copy", value, node.meta["val"])
+            return self._add_copy(f"{node.name}_copy", value, node.meta["val"])
         return value
 
     # Gradients of parameters
@@ -230,23 +247,25 @@ class _Lowering:
         """Returns one gradient per parameter; a tied parameter's joins the terms of all its names."""
         found: dict[int, list[fx.Node]] = {}
         for port, node in self.graph.outputs:
-            if port.role is Role.PARAMETER_GRADIENT:
+            if port.role is GraphRole.PARAMETER_GRADIENT:
                 found.setdefault(port.index, []).append(node)
         return [self._gradient(index, nodes) for index, nodes in found.items()]
 
     def _gradient(self, index: int, nodes: list[fx.Node]) -> Gradient:
         gradient = Gradient(index, nodes[0])
         for node in nodes:
-            as_it_is = self.plain or (len(nodes) == 1 and self.accumulation.is_higher(node.meta["val"]))
-            uses = 1 if as_it_is else self.graph.parameter_uses.get(index, 1)
-            parts, sums = contributions(node, uses)
+            keep_whole = self.plain or (
+                len(nodes) == 1 and self.accumulation.has_wider_accumulator(node.meta["val"])
+            )
+            uses = 1 if keep_whole else self.graph.parameter_uses.get(index, 1)
+            parts, sums = gradient_terms(node, uses)
             gradient.parts += parts
-            self.unread.update(sums)
+            self.elided_sums.update(sums)
         if len(nodes) > 1:
             gradient.parts.sort(key=lambda n: n.meta.get(JOINT_POSITION, -1))
         return gradient
 
-    def _choose_written(self, gradient: Gradient) -> None:
+    def _mark_direct_write(self, gradient: Gradient) -> None:
         """Records whether an operator can write the first contribution directly into the accumulator."""
         part = gradient.parts[0]
         base, offset = self.sources[part]
@@ -254,43 +273,47 @@ class _Lowering:
         if base.op != "call_function" or base.target is operator.getitem or not isinstance(value, Tensor):
             return
         whole = offset == 0 and value.numel() == like.numel() and value.dtype == like.dtype
-        whole = whole and not self.accumulation.is_higher(like)
-        alone = base not in self.lasting and base not in self.gradient_of and only_leads_to(base, part)
-        if whole and is_dense(value) and alone and writing(base) is not None:
-            self.gradient_of[base] = gradient
+        whole = whole and not self.accumulation.has_wider_accumulator(like)
+        alone = (
+            base not in self.returned_bases
+            and base not in self.direct_gradient_of
+            and is_read_only_through(base, part)
+        )
+        if whole and is_dense(value) and alone and out_call(base) is not None:
+            self.direct_gradient_of[base] = gradient
 
-    def _due(self, gradients: list[Gradient]) -> dict[fx.Node, list[Gradient]]:
+    def _gradients_by_last_node(self, gradients: list[Gradient]) -> dict[fx.Node, list[Gradient]]:
         """Returns, by node, the gradients whose last contribution that node computes."""
         order = {node: position for position, node in enumerate(self.nodes)}
-        due: dict[fx.Node, list[Gradient]] = {}
+        complete_after: dict[fx.Node, list[Gradient]] = {}
         for gradient in gradients:
             bases = [self.sources[part].base for part in gradient.parts]
             made = [b.args[0] if b.target is operator.getitem else b for b in bases]
             last = max((m for m in made if isinstance(m, fx.Node)), key=order.__getitem__)
-            due.setdefault(last, []).append(gradient)
-        return due
+            complete_after.setdefault(last, []).append(gradient)
+        return complete_after
 
-    def _add_written_gradient(self, node: fx.Node, gradient: Gradient) -> None:
+    def _add_direct_gradient(self, node: fx.Node, gradient: Gradient) -> None:
         steps = self.program.steps
         part, like = gradient.parts[0], node.meta["val"]
         gradient.value = self._add(
-            f"grad_{gradient.index}", Home.ACCUMULATOR, part.meta["val"], index=gradient.index
+            f"grad_{gradient.index}", StorageKind.ACCUMULATOR, part.meta["val"], index=gradient.index
         )
         target = self._view(f"grad_{gradient.index}", gradient.value, 0, like)
-        call = writing(node)
+        call = out_call(node)
         assert call is not None
-        steps.append(Make(gradient.value, When.FIRST))
+        steps.append(Allocate(gradient.value, When.FIRST))
         self._append(call, [target], node, When.FIRST)
         operands = [a.meta["val"] for a in call.arguments[:2]] if call.op is aten.mm.out else []
-        if operands and self.accumulation.in_product(*operands):
+        if operands and self.accumulation.can_use_addmm(*operands):
             fused = OperatorCall(aten.addmm.out, (None, *call.arguments[:2], 1, 1, None), (0, 5))
             self._append(fused, [target, target], node, When.LATER)
-        elif self.accumulation.in_cast(node):
+        elif self.accumulation.can_skip_cast(node):
             uncast = node.args[0]
             assert isinstance(uncast, fx.Node)
             self._accumulate(gradient, target, self._value(uncast), uncast.meta["val"])
         else:
-            self.index[node] = self._add(node.name, Home.ARENA, like)
+            self.index[node] = self._add(node.name, StorageKind.ARENA, like)
             self._append(call, [self.index[node]], node, When.LATER)
             self._accumulate(gradient, target, self.index[node], like)
         self.index.setdefault(node, target)
@@ -303,31 +326,36 @@ class _Lowering:
         steps, name = self.program.steps, f"grad_{gradient.index}"
         part = gradient.parts[0]
         like = part.meta["val"]
-        if self.accumulation.is_higher(like):
+        if self.accumulation.has_wider_accumulator(like):
             self._sum_parts(gradient)
         if gradient.value is None:
             value = self._value(part) if gradient.sum is None else gradient.sum
-            if self._is_takeable(part):
-                gradient.value = self._add(name, Home.ACCUMULATOR, like, index=gradient.index)
-                steps.append(Take(gradient.value, value))
+            if self._can_adopt(part):
+                gradient.value = self._add(name, StorageKind.ACCUMULATOR, like, index=gradient.index)
+                steps.append(AdoptAsAccumulator(gradient.value, value))
             else:
                 layout = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
                 dtype = self.accumulation.sum_dtype(like)
                 dense = torch.empty_strided(like.shape, layout, dtype=dtype, device="meta")
-                gradient.value = self._add(name, Home.ACCUMULATOR, dense, index=gradient.index)
-                steps.append(Make(gradient.value, When.FIRST))
+                gradient.value = self._add(name, StorageKind.ACCUMULATOR, dense, index=gradient.index)
+                steps.append(Allocate(gradient.value, When.FIRST))
                 steps.append(_copy(gradient.value, value, When.FIRST))
             self._accumulate(gradient, gradient.value, value, like)
         for part in gradient.parts[1:] if gradient.sum is None else ():
             steps.append(Accumulate(gradient.value, self._value(part), When.ALWAYS))
 
-    def _is_takeable(self, part: fx.Node) -> bool:
+    def _can_adopt(self, part: fx.Node) -> bool:
         """Returns whether a contribution can become the accumulator because nothing else reads its memory."""
         base, like = self.sources[part].base, part.meta["val"]
         whole = self.program.values[self.index[base]]
-        lone = only_leads_to(base, part) and base not in self.lasting
+        lone = is_read_only_through(base, part) and base not in self.returned_bases
         fits = is_dense(like) and math.prod(whole.sizes) == like.numel()
-        return whole.home is Home.RESULT and lone and fits and not self.accumulation.is_higher(like)
+        return (
+            whole.storage is StorageKind.RESULT
+            and lone
+            and fits
+            and not self.accumulation.has_wider_accumulator(like)
+        )
 
     def _sum_parts(self, gradient: Gradient) -> None:
         """Adds steps that sum the gradient's terms in the gradient's dtype, as autograd does."""
@@ -335,7 +363,7 @@ class _Lowering:
         for part in gradient.parts[1:]:
             like = part.meta["val"]
             total = torch.empty(like.shape, dtype=like.dtype, device="meta")
-            into = self._add(f"{part.name}_sum", Home.ARENA, total)
+            into = self._add(f"{part.name}_sum", StorageKind.ARENA, total)
             arguments = (Ref(gradient.sum), Ref(self._value(part)), 1, Ref(into))
             self.program.steps.append(Call(aten.add.out, arguments, None, When.ALWAYS, None))
             gradient.sum = into
@@ -345,7 +373,7 @@ class _Lowering:
         if len(gradient.parts) > 1 and gradient.sum is None:  # autograd's order of summation
             self.program.steps.append(Accumulate(accumulator, value, When.LATER))
         else:
-            self.program.steps += self.waiting.add(accumulator, value, like)
+            self.program.steps += self.pending.add(accumulator, value, like)
 
 
 def _copy(target: int, value: int, when: When) -> Call:
@@ -353,4 +381,4 @@ def _copy(target: int, value: int, when: When) -> Call:
 
 
 def _is_buffer(node: fx.Node, graph: StageGraph) -> bool:
-    return any(n.node is node and n.port.role is Role.BUFFER for n in graph.inputs)
+    return any(n.node is node and n.port.role is GraphRole.BUFFER for n in graph.inputs)

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 # Operators whose out variant writes the bits and strides that the functional variant returns. Many other out
 # variants resize their result for an intermediate, or compute into a temporary and copy.
-_WRITING = frozenset(
+_FAITHFUL_OUT_VARIANTS = frozenset(
     """
     mm addmm bmm baddbmm cat max_pool2d_with_indices
     add.Tensor sub.Tensor mul.Tensor div.Tensor neg reciprocal abs sign
@@ -35,27 +35,27 @@ class OperatorCall:
     Attributes:
         op: the operator to call.
         arguments: graph nodes, lists of them, and constants.
-        writes: None if the operator returns its results; else the positions in ``arguments`` of the out
-            tensors (placeholders, None until they are filled in).
+        out_positions: None if the operator returns its results; else the positions in ``arguments`` of the
+            out tensors (placeholders, None until they are filled in).
     """
 
     op: OpOverload[Any, Any]
     arguments: tuple[Any, ...]
-    writes: tuple[int, ...] | None
+    out_positions: tuple[int, ...] | None
 
 
-def returning(node: fx.Node) -> OperatorCall:
+def functional_call(node: fx.Node) -> OperatorCall:
     """Returns the call of the functional variant, as in the graph."""
     op = node.target
     assert isinstance(op, OpOverload)
-    return OperatorCall(op, _in_order(op, node), None)
+    return OperatorCall(op, _schema_order_arguments(op, node), None)
 
 
-def writing(node: fx.Node) -> OperatorCall | None:
+def out_call(node: fx.Node) -> OperatorCall | None:
     """Returns a bitwise equal call of the out variant, or None if there is no faithful out variant."""
     op = node.target
     assert isinstance(op, OpOverload)
-    arguments = _in_order(op, node)
+    arguments = _schema_order_arguments(op, node)
     if op in (aten.clone.default, aten._to_copy.default):
         return OperatorCall(aten.copy_.default, (None, arguments[0], False), (0,))
     if op is aten.relu.default:  # relu's kernel is clamp_min at zero
@@ -64,11 +64,11 @@ def writing(node: fx.Node) -> OperatorCall | None:
     if out is None:
         return None
     num_outs = len(op._schema.returns)
-    writes = tuple(range(len(arguments), len(arguments) + num_outs))
-    return OperatorCall(out, (*arguments, *[None] * num_outs), writes)
+    out_positions = tuple(range(len(arguments), len(arguments) + num_outs))
+    return OperatorCall(out, (*arguments, *[None] * num_outs), out_positions)
 
 
-def _in_order(op: OpOverload[Any, Any], node: fx.Node) -> tuple[Any, ...]:
+def _schema_order_arguments(op: OpOverload[Any, Any], node: fx.Node) -> tuple[Any, ...]:
     given = dict(zip((a.name for a in op._schema.arguments), node.args, strict=False)) | node.kwargs
     return tuple(given.get(a.name, a.default_value) for a in op._schema.arguments)
 
@@ -76,7 +76,10 @@ def _in_order(op: OpOverload[Any, Any], node: fx.Node) -> tuple[Any, ...]:
 @functools.cache
 def _out_variant(op: OpOverload[Any, Any]) -> OpOverload[Any, Any] | None:
     """Returns the out overload if it is known to be faithful, else None."""
-    if op.namespace != "aten" or str(op).removeprefix("aten.").removesuffix(".default") not in _WRITING:
+    if (
+        op.namespace != "aten"
+        or str(op).removeprefix("aten.").removesuffix(".default") not in _FAITHFUL_OUT_VARIANTS
+    ):
         return None
     inputs = [(a.name, str(a.type)) for a in op._schema.arguments]
     packet = op.overloadpacket

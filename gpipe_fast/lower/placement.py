@@ -6,50 +6,50 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, Lifetime, lay_out
+from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, LiveRange, assign_offsets
 from gpipe_fast.lower.operators import is_pointwise
 from gpipe_fast.lower.program import (
     Accumulate,
     AccumulateAll,
+    AdoptAsAccumulator,
+    Allocate,
     Call,
-    Home,
-    Make,
-    Program,
+    ProgramIR,
     Ref,
     Release,
     Step,
-    Take,
+    StorageKind,
     Value,
     is_written,
 )
 from gpipe_fast.strides import span
-from gpipe_fast.trace.trace import Role
+from gpipe_fast.trace.trace import GraphRole
 
 
-def place(program: Program, device_type: str) -> None:
+def plan_memory(program: ProgramIR, device_type: str) -> None:
     """Assigns offsets to arena values, and releases the other values after their last use."""
     values, steps = program.values, program.steps
-    base_of = _bases(values)
+    base_of = _base_of_each(values)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, step in enumerate(steps):
-        for used in _used(step):
+        for used in _values_used(step):
             first.setdefault(base_of[used], position)
             last[base_of[used]] = position
     kept = {base_of[r] for r in program.results}
 
     lifetimes = {
-        i: Lifetime(_bytes(v), first[i], last[i], _reusable(program, steps[first[i]], i, base_of))
+        i: LiveRange(_bytes(v), first[i], last[i], _reusable_arguments(program, steps[first[i]], i, base_of))
         for i, v in enumerate(values)
-        if v.home is Home.ARENA and i in first
+        if v.storage is StorageKind.ARENA and i in first
     }
-    offsets, program.arena_bytes = lay_out(lifetimes, ALIGNMENTS.get(device_type, ALIGNMENT))
+    offsets, program.arena_bytes = assign_offsets(lifetimes, ALIGNMENTS.get(device_type, ALIGNMENT))
     for i, offset in offsets.items():
         values[i] = replace(values[i], index=offset)
 
     ends: dict[int, list[int]] = {}
     for i, v in enumerate(values):
-        if v.home in (Home.FRESH, Home.RESULT) and i in last and i not in kept:
+        if v.storage in (StorageKind.FRESH, StorageKind.RESULT) and i in last and i not in kept:
             ends.setdefault(last[i], []).append(i)
     program.steps = [
         s
@@ -58,47 +58,47 @@ def place(program: Program, device_type: str) -> None:
     ]
 
 
-def parts(program: Program) -> tuple[int, int]:
+def parts(program: ProgramIR) -> tuple[int, int]:
     """Returns the steps at which a program's second and third parts begin (see ``Program.parts``)."""
     values, steps = program.values, program.steps
-    base_of = _bases(values)
-    inputs = (i for i, v in enumerate(values) if v.home is Home.INPUT)
-    late = {i for i, port in zip(inputs, program.inputs, strict=True) if port.role is Role.TANGENT}
+    base_of = _base_of_each(values)
+    inputs = (i for i, v in enumerate(values) if v.storage is StorageKind.INPUT)
+    late = {i for i, port in zip(inputs, program.inputs, strict=True) if port.role is GraphRole.TANGENT}
     results = {base_of[r] for r in program.results}
     early, made = len(steps), 0
     for position, step in enumerate(steps):
-        if early == len(steps) and any(base_of[v] in late for v in _used(step)):
+        if early == len(steps) and any(base_of[v] in late for v in _values_used(step)):
             early = position
-        if any(base_of[v] in results for v in _written(step)):
+        if any(base_of[v] in results for v in _values_written(step)):
             made = position + 1
     return early, max(early, made)
 
 
-def _bases(values: Sequence[Value]) -> list[int]:
+def _base_of_each(values: Sequence[Value]) -> list[int]:
     """Returns the base of each value: the value that a view views, or else the value itself."""
-    return [v.index if v.home is Home.VIEW else i for i, v in enumerate(values)]
+    return [v.index if v.storage is StorageKind.VIEW else i for i, v in enumerate(values)]
 
 
-def _written(step: Step) -> list[int]:
+def _values_written(step: Step) -> list[int]:
     match step:
         case Call(op, arguments, None):
             schema = zip(arguments, op._schema.arguments, strict=True)
             return [r for argument, s in schema if is_written(s) for r in _refs(argument)]
         case Call(_, _, results):
             return [r for r in results or () if r is not None]
-        case Make(value):
+        case Allocate(value):
             return [value]
         case _:
             return []
 
 
-def _used(step: Step) -> list[int]:
+def _values_used(step: Step) -> list[int]:
     match step:
         case Call(_, arguments, results):
             return [*_refs(arguments), *(r for r in results or () if r is not None)]
-        case Make(value) | Release(value):
+        case Allocate(value) | Release(value):
             return [value]
-        case Accumulate(accumulator, value) | Take(accumulator, value):
+        case Accumulate(accumulator, value) | AdoptAsAccumulator(accumulator, value):
             return [accumulator, value]
         case AccumulateAll(accumulators, values):
             return [*accumulators, *values]
@@ -112,7 +112,7 @@ def _refs(argument: Any) -> list[int]:
     return []
 
 
-def _reusable(program: Program, step: Step, value: int, base_of: list[int]) -> tuple[int, ...]:
+def _reusable_arguments(program: ProgramIR, step: Step, value: int, base_of: list[int]) -> tuple[int, ...]:
     """Returns the arguments of a pointwise call whose memory the call's result may reuse."""
     if not isinstance(step, Call) or step.results is not None or not is_pointwise(step.op):
         return ()
@@ -123,7 +123,7 @@ def _reusable(program: Program, step: Step, value: int, base_of: list[int]) -> t
         other = program.values[ref]
         same = (other.sizes, other.strides, other.dtype) == (own.sizes, own.strides, own.dtype)
         # A kernel could read another view of the same memory after overwriting it.
-        if same and other.home is Home.ARENA and all(r == ref for r in refs if base_of[r] == ref):
+        if same and other.storage is StorageKind.ARENA and all(r == ref for r in refs if base_of[r] == ref):
             found.append(ref)
     return tuple(found)
 

@@ -14,10 +14,10 @@ from torch._ops import OpOverload
 from gpipe_fast._extension import Arena, Layout, When
 from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast._extension import Value as NativeValue
-from gpipe_fast.trace.trace import Port
+from gpipe_fast.trace.trace import GraphPort
 
 
-class Home(str, Enum):
+class StorageKind(str, Enum):
     """The kind of memory that holds a value (csrc/program/program.h draws it)."""
 
     INPUT = "input"
@@ -36,7 +36,7 @@ class Value:
 
     Attributes:
         name: the value's name in the graph.
-        home: the kind of memory that holds the value.
+        storage: the kind of memory that holds the value.
         sizes: in elements.
         strides: in elements.
         dtype: the dtype of the elements.
@@ -48,7 +48,7 @@ class Value:
     """
 
     name: str
-    home: Home
+    storage: StorageKind
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Make:
+class Allocate:
     """Allocates a fresh value or an accumulator, uninitialised."""
 
     value: int
@@ -102,7 +102,7 @@ class AccumulateAll:
 
 
 @dataclass(frozen=True)
-class Take:
+class AdoptAsAccumulator:
     """Adopts a value's tensor as the accumulator, in the first run of a mini-batch."""
 
     accumulator: int
@@ -116,11 +116,11 @@ class Release:
     value: int
 
 
-Step = Call | Make | Accumulate | AccumulateAll | Take | Release
+Step = Call | Allocate | Accumulate | AccumulateAll | AdoptAsAccumulator | Release
 
 
 @dataclass
-class Program:
+class ProgramIR:
     """A lowered graph.
 
     Attributes:
@@ -137,8 +137,8 @@ class Program:
     """
 
     name: str
-    inputs: tuple[Port, ...] = ()
-    outputs: tuple[Port, ...] = ()
+    inputs: tuple[GraphPort, ...] = ()
+    outputs: tuple[GraphPort, ...] = ()
     gradients: tuple[int, ...] = ()
     values: list[Value] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -167,7 +167,11 @@ class Program:
         """
         native = NativeProgram(arena, device)
         for value in self.values:
-            at = value.index if parameters is None or value.home not in _INDEXED else parameters[value.index]
+            at = (
+                value.index
+                if parameters is None or value.storage not in _INDEXED_BY_PARAMETER
+                else parameters[value.index]
+            )
             _add_value(native, value, at)
         current: int | None = None
         for step, layer in zip(self.steps, _layers_of(self.steps), strict=True):
@@ -184,14 +188,14 @@ class Program:
                         direct,
                         when,
                     )
-                case Make(value_index, when):
-                    native.add_make(value_index, when)
+                case Allocate(value_index, when):
+                    native.add_allocate(value_index, when)
                 case Accumulate(accumulator, value_index, when):
                     native.add_accumulate(accumulator, value_index, when)
                 case AccumulateAll(accumulators, value_indices, when):
                     native.add_accumulate_all(accumulators, value_indices, when)
-                case Take(accumulator, value_index):
-                    native.add_take(accumulator, value_index)
+                case AdoptAsAccumulator(accumulator, value_index):
+                    native.add_adopt(accumulator, value_index)
                 case Release(value_index):
                     native.add_release(value_index)
         native.set_outputs(self.results)
@@ -202,13 +206,13 @@ class Program:
     def describe(self) -> str:
         """Returns the program as text: one line per step, with shapes, arena offsets and layers."""
         calls = [s for s in self.steps if isinstance(s, Call)]
-        views = sum(v.home is Home.VIEW for v in self.values)
+        views = sum(v.storage is StorageKind.VIEW for v in self.values)
         lines = [
             f"{self.name}: {len(calls)} calls, {views} views, arena {self.arena_bytes} bytes",
-            *(f"  {p} = {self._place(self._value_of_input(i))}" for i, p in enumerate(self.inputs)),
+            *(f"  {p} = {self._describe_value(self._value_of_input(i))}" for i, p in enumerate(self.inputs)),
         ]
         for index, step in enumerate(self.steps):
-            lines.append(f"{index:5d}  {self._line(step)}")
+            lines.append(f"{index:5d}  {self._describe_step(step)}")
         returned = ", ".join(
             f"{p} = {self.values[v].name}" for p, v in zip(self.outputs, self.results, strict=True)
         )
@@ -216,48 +220,49 @@ class Program:
         return "\n".join(lines)
 
     def _value_of_input(self, index: int) -> int:
-        return [i for i, v in enumerate(self.values) if v.home is Home.INPUT][index]
+        return [i for i, v in enumerate(self.values) if v.storage is StorageKind.INPUT][index]
 
-    def _line(self, step: Step) -> str:
+    def _describe_step(self, step: Step) -> str:
         match step:
             case Call(op, arguments, results, when, layer):
                 written = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if is_written(s)]
                 read = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if not is_written(s)]
                 targets = [a.value for a in written] if results is None else results
-                left = ", ".join("_" if t is None else self._place(t) for t in targets)
-                right = ", ".join(map(self._text, read))
+                left = ", ".join("_" if t is None else self._describe_value(t) for t in targets)
+                right = ", ".join(map(self._describe_argument, read))
                 note = "" if layer is None else f"  # layer {layer}"
-                return f"{left} = {op._schema.name.removeprefix('aten::')}({right}){_when(when)}{note}"
-            case Make(value, when):
-                return f"allocate {self._place(value)}{_when(when)}"
+                return (
+                    f"{left} = {op._schema.name.removeprefix('aten::')}({right}){_describe_when(when)}{note}"
+                )
+            case Allocate(value, when):
+                return f"allocate {self._describe_value(value)}{_describe_when(when)}"
             case Accumulate(accumulator, value, when):
-                return f"{self.values[accumulator].name} += {self.values[value].name}{_when(when)}"
+                return f"{self.values[accumulator].name} += {self.values[value].name}{_describe_when(when)}"
             case AccumulateAll(accumulators, values, when):
                 pairs = zip(accumulators, values, strict=True)
                 sums = (f"{self.values[a].name} += {self.values[v].name}" for a, v in pairs)
-                return f"one kernel: {', '.join(sums)}{_when(when)}"
-            case Take(accumulator, value):
-                return (
-                    f"{self.values[accumulator].name} = {self.values[value].name}, adopted{_when(When.FIRST)}"
-                )
+                return f"one kernel: {', '.join(sums)}{_describe_when(when)}"
+            case AdoptAsAccumulator(accumulator, value):
+                names = self.values[accumulator].name, self.values[value].name
+                return f"{names[0]} = {names[1]}, adopted{_describe_when(When.FIRST)}"
             case Release(value):
                 return f"release {self.values[value].name}"
 
-    def _place(self, index: int) -> str:
+    def _describe_value(self, index: int) -> str:
         value = self.values[index]
         shape = f"{value.name}:{str(value.dtype).removeprefix('torch.')}{list(value.sizes)}"
-        return f"{shape}@{value.index}" if value.home is Home.ARENA else shape
+        return f"{shape}@{value.index}" if value.storage is StorageKind.ARENA else shape
 
-    def _text(self, argument: Any) -> str:
+    def _describe_argument(self, argument: Any) -> str:
         if isinstance(argument, Ref):
             return self._name(argument.value)
         if isinstance(argument, (list, tuple)):
-            return "[" + ", ".join(map(self._text, argument)) + "]"
+            return "[" + ", ".join(map(self._describe_argument, argument)) + "]"
         return str(argument)
 
     def _name(self, index: int) -> str:
         value = self.values[index]
-        if value.home is not Home.VIEW:
+        if value.storage is not StorageKind.VIEW:
             return value.name
         offset = f"+{value.offset}" if value.offset else ""
         return f"{self.values[value.index].name}{offset}<{list(value.sizes)}, strides {list(value.strides)}>"
@@ -274,7 +279,7 @@ def _layers_of(steps: Sequence[Step]) -> list[int | None]:
     for index, step in enumerate(steps):
         if isinstance(step, Call):
             latest = latest if step.layer is None else step.layer
-        elif isinstance(step, Make):
+        elif isinstance(step, Allocate):
             following = next((s.layer for s in steps[index:] if isinstance(s, Call)), None)
             latest = latest if following is None else following
         layers.append(latest)
@@ -286,7 +291,7 @@ def is_written(argument: torch._C.Argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _when(when: When) -> str:
+def _describe_when(when: When) -> str:
     return {When.ALWAYS: "", When.FIRST: "  (first run)", When.LATER: "  (later runs)"}[when]
 
 
@@ -298,26 +303,26 @@ def _native(argument: Any) -> Any:
     return argument
 
 
-_INDEXED = (Home.PARAMETER, Home.ACCUMULATOR)
+_INDEXED_BY_PARAMETER = (StorageKind.PARAMETER, StorageKind.ACCUMULATOR)
 
 
 def _add_value(native: NativeProgram, value: Value, at: int) -> None:
     layout = Layout(value.sizes, value.strides, value.dtype)
-    match value.home:
-        case Home.INPUT:
+    match value.storage:
+        case StorageKind.INPUT:
             native.add_input(layout, bool(value.index))
-        case Home.PARAMETER:
+        case StorageKind.PARAMETER:
             native.add_parameter(at, layout)
-        case Home.CONSTANT:
+        case StorageKind.CONSTANT:
             assert value.constant is not None
             native.add_constant(value.constant)
-        case Home.ACCUMULATOR:
+        case StorageKind.ACCUMULATOR:
             native.add_accumulator(at, layout)
-        case Home.ARENA:
+        case StorageKind.ARENA:
             native.add_arena(value.index, layout)
-        case Home.FRESH:
+        case StorageKind.FRESH:
             native.add_fresh(layout)
-        case Home.RESULT:
+        case StorageKind.RESULT:
             native.add_result(layout)
-        case Home.VIEW:
+        case StorageKind.VIEW:
             native.add_view(value.index, value.offset, layout)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_fast.lower.alias import count_reads, source_of
-from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, Share, check_share
-from gpipe_fast.trace import aot
-from gpipe_fast.trace.trace import Joint, Node, Port, Role
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction, check_saved_fraction
+from gpipe_fast.trace import torch_private
+from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, PortNode
 
 # The key in a node's meta for its position in the joint graph, which is autograd's order.
 JOINT_POSITION = "gpipe_fast_position"
@@ -32,13 +32,13 @@ class StageGraph:
 
     name: str
     module: fx.GraphModule
-    inputs: tuple[Node, ...]
-    outputs: tuple[Node, ...]
+    inputs: tuple[PortNode, ...]
+    outputs: tuple[PortNode, ...]
     parameter_uses: Mapping[int, int]
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """One tensor that the forward saves for the backward.
 
     Attributes:
@@ -57,7 +57,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitGraphs:
     """The graphs of a joint graph under one checkpoint policy.
 
     Attributes:
@@ -72,44 +72,46 @@ class Split:
     forward: StageGraph
     forward_saving: StageGraph
     backward: StageGraph | None
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedTensor, ...]
 
 
-def split(joint: Joint, share: Share) -> Split:
+def split(joint: JointGraph, saved_fraction: SavedFraction) -> SplitGraphs:
     """Cuts a joint graph into forward and backward.
 
     Args:
         joint: the joint graph of a traced stage.
-        share: the fraction of activations to save; strictly between 0 and 1, PyTorch's min-cut partitioner
-            chooses the activations (``activation_memory_budget``).
+        saved_fraction: the fraction of activations to save; strictly between 0 and 1, PyTorch's min-cut
+            partitioner chooses the activations (``activation_memory_budget``).
 
     Raises:
         ValueError: ``share`` is not within 0 and 1.
     """
-    check_share(share)
-    results = [n for n in joint.outputs if n.port.role in (Role.OUTPUT, Role.BUFFER)]
-    gradients = [n for n in joint.outputs if n.port.role in (Role.PARAMETER_GRADIENT, Role.INPUT_GRADIENT)]
-    arguments = [n for n in joint.inputs if n.port.role is not Role.TANGENT]
+    check_saved_fraction(saved_fraction)
+    results = [n for n in joint.outputs if n.port.role in (GraphRole.OUTPUT, GraphRole.BUFFER)]
+    gradients = [
+        n for n in joint.outputs if n.port.role in (GraphRole.PARAMETER_GRADIENT, GraphRole.INPUT_GRADIENT)
+    ]
+    arguments = [n for n in joint.inputs if n.port.role is not GraphRole.TANGENT]
     forward = _extract(joint, "forward", arguments, results)
     if not gradients:
-        return Split(forward, forward, None, ())
-    kept = _choose(joint, len(results), share)
-    ports = [Node(Port(Role.SAVED, i), node) for i, node in enumerate(kept)]
-    name = "backward" if kept or share > FULL_RECOMPUTE else "backward_recompute"
+        return SplitGraphs(forward, forward, None, ())
+    kept = _values_to_save(joint, len(results), saved_fraction)
+    ports = [PortNode(GraphPort(GraphRole.SAVED, i), node) for i, node in enumerate(kept)]
+    name = "backward" if kept or saved_fraction > FULL_RECOMPUTE else "backward_recompute"
     backward = _extract(joint, name, [*joint.inputs, *ports], gradients)
     saving = _extract(joint, "forward_saving", arguments, [*results, *ports]) if kept else forward
-    return Split(forward, saving, backward, tuple(_describe(node) for node in kept))
+    return SplitGraphs(forward, saving, backward, tuple(_saved_tensor(node) for node in kept))
 
 
-def _choose(joint: Joint, num_results: int, share: Share) -> list[fx.Node]:
+def _values_to_save(joint: JointGraph, num_results: int, saved_fraction: SavedFraction) -> list[fx.Node]:
     """Returns the forward values to save, in graph order; none is a view or a placeholder."""
-    if share == FULL_RECOMPUTE:
+    if saved_fraction == FULL_RECOMPUTE:
         return []
     nodes = [n for n in joint.module.graph.nodes if n.op == "call_function"]
-    if share == NO_RECOMPUTE:
+    if saved_fraction == NO_RECOMPUTE:
         read = {a for n in nodes if _is_backward(n) for a in n.all_input_nodes if not _is_backward(a)}
     else:
-        names = aot.min_cut_saved(joint.module, num_results, share)
+        names = torch_private.min_cut_saved(joint.module, num_results, saved_fraction)
         read = {n for n in nodes if n.name in names}
     # Recomputing a view is free, so only the view's base is saved.
     bases = {source_of(n).base for n in read}
@@ -120,17 +122,21 @@ def _is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
-def _describe(node: fx.Node) -> Saved:
+def _saved_tensor(node: fx.Node) -> SavedTensor:
     value = node.meta["val"]
     layer = (node.meta.get("custom") or {}).get("layer")
-    return Saved(node.name, tuple(value.shape), value.dtype, value.numel() * value.element_size(), layer)
+    return SavedTensor(
+        node.name, tuple(value.shape), value.dtype, value.numel() * value.element_size(), layer
+    )
 
 
-def _extract(joint: Joint, name: str, inputs: Iterable[Node], outputs: Iterable[Node]) -> StageGraph:
+def _extract(
+    joint: JointGraph, name: str, inputs: Iterable[PortNode], outputs: Iterable[PortNode]
+) -> StageGraph:
     """Extracts the part of the joint graph that computes ``outputs`` from ``inputs``."""
     inputs, outputs = list(inputs), list(outputs)
     given = {n.node: n.port for n in inputs}
-    needed = _needed(given, (n.node for n in outputs))
+    needed = _needed_nodes(given, (n.node for n in outputs))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node, port in given.items():
@@ -138,20 +144,20 @@ def _extract(joint: Joint, name: str, inputs: Iterable[Node], outputs: Iterable[
             copies[node] = graph.placeholder(f"{port.role.value}_{port.index}_{node.name}")
             copies[node].meta = node.meta
     own = {n: i for i, n in enumerate(joint.module.graph.nodes) if n in needed and n not in copies}
-    for node in _in_parts(own, joint):
+    for node in _order_by_part(own, joint):
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta[JOINT_POSITION] = own[node]
     graph.output(tuple(copies[n.node] for n in outputs))
     return StageGraph(
         name,
-        aot.graph_module(joint.module, graph),
-        tuple(Node(port, copies[node]) for node, port in given.items() if node in copies),
-        tuple(Node(n.port, copies[n.node]) for n in outputs),
+        torch_private.graph_module(joint.module, graph),
+        tuple(PortNode(port, copies[node]) for node, port in given.items() if node in copies),
+        tuple(PortNode(n.port, copies[n.node]) for n in outputs),
         _parameter_uses(joint),
     )
 
 
-def _in_parts(nodes: Iterable[fx.Node], joint: Joint) -> list[fx.Node]:
+def _order_by_part(nodes: Iterable[fx.Node], joint: JointGraph) -> list[fx.Node]:
     """Orders nodes into three parts, and keeps the order within each part.
 
     First come the nodes that need no boundary gradient, since they can run before one arrives; then the
@@ -159,8 +165,8 @@ def _in_parts(nodes: Iterable[fx.Node], joint: Joint) -> list[fx.Node]:
     rest.
     """
     given = {n.node: n.port for n in joint.inputs}
-    early = _needed(given, (n.node for n in joint.outputs if n.port.role is Role.INPUT_GRADIENT))
-    late = {node for node, port in given.items() if port.role is Role.TANGENT}
+    early = _needed_nodes(given, (n.node for n in joint.outputs if n.port.role is GraphRole.INPUT_GRADIENT))
+    late = {node for node, port in given.items() if port.role is GraphRole.TANGENT}
     parts: tuple[list[fx.Node], ...] = ([], [], [])
     for node in nodes:
         if late.isdisjoint(node.all_input_nodes):
@@ -171,15 +177,15 @@ def _in_parts(nodes: Iterable[fx.Node], joint: Joint) -> list[fx.Node]:
     return [node for part in parts for node in part]
 
 
-def _parameter_uses(joint: Joint) -> dict[int, int]:
+def _parameter_uses(joint: JointGraph) -> dict[int, int]:
     uses: Counter[int] = Counter()
     for port, node in joint.inputs:
-        if port.role is Role.PARAMETER:
+        if port.role is GraphRole.PARAMETER:
             uses[port.index] += sum(count_reads(user, node) for user in node.users if not _is_backward(user))
     return dict(uses)
 
 
-def _needed(given: Mapping[fx.Node, Port], results: Iterable[fx.Node]) -> set[fx.Node]:
+def _needed_nodes(given: Mapping[fx.Node, GraphPort], results: Iterable[fx.Node]) -> set[fx.Node]:
     needed: set[fx.Node] = set()
     pending = list(results)
     while pending:
@@ -191,4 +197,4 @@ def _needed(given: Mapping[fx.Node, Port], results: Iterable[fx.Node]) -> set[fx
     return needed
 
 
-__all__ = ["JOINT_POSITION", "Saved", "Split", "StageGraph", "split"]
+__all__ = ["JOINT_POSITION", "SavedTensor", "SplitGraphs", "StageGraph", "split"]

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpipe_fast.layers.title import title
+from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.randomness.random_rules import RULES
 
 # The layer index of random ops outside of all layers; larger than any stage's number of layers.
@@ -66,39 +66,39 @@ def make_key(minibatch: int, microbatch: int, first_layer: int = 0) -> Tensor:
     return torch.tensor([minibatch, microbatch, first_layer], dtype=torch.int64, device="cpu")
 
 
-class GeneratorStates:
+class SavedGeneratorStates:
     """States of the layers' own generators, saved before each random op for the recompute."""
 
     def __init__(self, keep: bool) -> None:
-        """Starts without states; ``keep`` says whether to save them for `replayed`."""
-        self._keep = keep
-        self._kept: list[Tensor] = []
-        self._again: Iterator[Tensor] | None = None
+        """Starts without states; ``keep`` says whether to save them for `for_recompute`."""
+        self._save = keep
+        self._saved: list[Tensor] = []
+        self._states_to_replay: Iterator[Tensor] | None = None
 
-    def replayed(self) -> GeneratorStates:
+    def for_recompute(self) -> SavedGeneratorStates:
         """Returns an object that gives the saved states to a second run of the same ops."""
-        states = GeneratorStates(False)
-        states._again = iter(self._kept)
+        states = SavedGeneratorStates(False)
+        states._states_to_replay = iter(self._saved)
         return states
 
     @contextlib.contextmanager
-    def at(self, generator: torch.Generator) -> Iterator[None]:
+    def drawing_from(self, generator: torch.Generator) -> Iterator[None]:
         """Surrounds the next op that draws from ``generator``.
 
         In the first run, saves the generator's state if the states are kept. In a second run, sets the state
         of the first run, and afterwards restores the present state.
         """
-        now = generator.get_state()
-        if self._again is None:
-            if self._keep:
-                self._kept.append(now)
+        current = generator.get_state()
+        if self._states_to_replay is None:
+            if self._save:
+                self._saved.append(current)
             yield
             return
-        generator.set_state(next(self._again))
+        generator.set_state(next(self._states_to_replay))
         try:
             yield
         finally:
-            generator.set_state(now)
+            generator.set_state(current)
 
 
 class KeyedRandomMode(TorchDispatchMode):
@@ -114,7 +114,9 @@ class KeyedRandomMode(TorchDispatchMode):
         UnkeyedRandomOp: on a random op that can be drawn neither by key nor with ``generators``.
     """
 
-    def __init__(self, key: Tensor | Callable[[], Tensor], generators: GeneratorStates | None = None) -> None:
+    def __init__(
+        self, key: Tensor | Callable[[], Tensor], generators: SavedGeneratorStates | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generators = generators
         # Only CUDA has fused attention with dropout. Elsewhere no function mode is entered, because any such
@@ -180,17 +182,17 @@ class KeyedRandomMode(TorchDispatchMode):
                 raise UnkeyedRandomOp(
                     f"{func} has no keyed counterpart, so a recompute would draw other numbers"
                 )
-            return func(*args, **kwargs | {"generator": self._own_generator()})
+            return func(*args, **kwargs | {"generator": self._seeded_generator()})
         if self._generators is None:
             raise UnkeyedRandomOp(f"{func} draws from its own generator, which a recompute advances again")
-        with self._generators.at(generator):
+        with self._generators.drawing_from(generator):
             return func(*args, **kwargs)
 
-    def _own_generator(self) -> torch.Generator:
-        key, ordinal = self._next()
+    def _seeded_generator(self) -> torch.Generator:
+        key, ordinal = self._next_draw()
         minibatch, microbatch, first_layer = key.tolist()
-        place = (minibatch, microbatch, first_layer + self._layer, ordinal)
-        digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+        position = (minibatch, microbatch, first_layer + self._layer, ordinal)
+        digest = hashlib.blake2b(repr(position).encode(), digest_size=8).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
 
     def draw(
@@ -201,11 +203,11 @@ class KeyedRandomMode(TorchDispatchMode):
             raise UnkeyedRandomOp(
                 f"a random tensor of {dtype} has no keyed counterpart; draw its real and imaginary parts"
             )
-        key, ordinal = self._next()
+        key, ordinal = self._next_draw()
         drawn: Tensor = op(key, self._layer, ordinal, size, *parameters, dtype=dtype, device=device)
         return drawn
 
-    def _next(self) -> tuple[Tensor, int]:
+    def _next_draw(self) -> tuple[Tensor, int]:
         """Returns the key and the ordinal of the layer's next draw, and increments the ordinal."""
         if _inside_checkpoint():
             raise UnkeyedRandomOp(
@@ -327,8 +329,8 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
         raise ValueError(f"key must be a signed 64-bit integer or None, got {key!r}")
     # The key is drawn lazily: without random ops PyTorch's generator does not advance, as in GPipe.
     minibatch = MinibatchKey(key)
-    mode = KeyedRandomMode(lambda: make_key(minibatch(), 0), GeneratorStates(False))
-    progress = _Progress(mode, module, minibatch)
+    mode = KeyedRandomMode(lambda: make_key(minibatch(), 0), SavedGeneratorStates(False))
+    progress = _PositionTracker(mode, module, minibatch)
     with contextlib.ExitStack() as hooks:
         hooks.callback(module.register_forward_pre_hook(progress.begin_module, prepend=True).remove)
         hooks.callback(module.register_forward_hook(progress.end_module, always_call=True).remove)
@@ -339,7 +341,7 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
             yield mode
 
 
-class _Progress:
+class _PositionTracker:
     """Hooks of a Sequential and its layers that tell a `KeyedRandomMode` which micro-batch and layer run."""
 
     def __init__(self, mode: KeyedRandomMode, module: nn.Sequential, minibatch: Callable[[], int]) -> None:
@@ -382,9 +384,9 @@ class _Progress:
     def _out_of_order(self, child: nn.Module) -> str:
         layer, wanted = self._next_layer, []
         if layer < len(self._layers):
-            wanted.append(title(layer, self._layers[layer]))
+            wanted.append(layer_title(layer, self._layers[layer]))
         if not self._in_module:
-            wanted.append(f"{title(0, self._layers[0])} for the next micro-batch")
+            wanted.append(f"{layer_title(0, self._layers[0])} for the next micro-batch")
         return (
             f"layers were called out of order: got a {type(child).__name__}, expected "
             f"{' or '.join(wanted) or 'no layer'}"

@@ -16,7 +16,7 @@ from gpipe_fast import _extension  # noqa: F401, registers torch.ops.gpipe_fast
 _keyed = torch.ops.gpipe_fast
 
 
-class Drawer(Protocol):
+class DrawSource(Protocol):
     """Draws on behalf of a rule; knows the key, the layer and the ordinal."""
 
     def draw(
@@ -58,69 +58,69 @@ def _sampler(functional: str, in_place: str) -> Callable[[R], R]:
     """
 
     def register(rule: R) -> R:
-        _rule(functional)(lambda drawer, like, *args: _laid_out_as(like, rule(drawer, like, *args)))
-        _rule(in_place)(lambda drawer, like, *args: like.copy_(rule(drawer, like, *args)))
+        _rule(functional)(lambda source, like, *args: _with_layout_of(like, rule(source, like, *args)))
+        _rule(in_place)(lambda source, like, *args: like.copy_(rule(source, like, *args)))
         return rule
 
     return register
 
 
-def _laid_out_as(like: Tensor, drawn: Tensor) -> Tensor:
+def _with_layout_of(like: Tensor, drawn: Tensor) -> Tensor:
     # Draws are contiguous, but torch's functional ops preserve the memory format of their input.
     return drawn if like.is_contiguous() else torch.empty_like(like, dtype=drawn.dtype).copy_(drawn)
 
 
 @_sampler("bernoulli.p", "bernoulli_.float")
-def _bernoulli(drawer: Drawer, like: Tensor, p: float = 0.5) -> Tensor:
-    return drawer.draw_like(_keyed.keyed_bernoulli, like, p)
+def _bernoulli(source: DrawSource, like: Tensor, p: float = 0.5) -> Tensor:
+    return source.draw_like(_keyed.keyed_bernoulli, like, p)
 
 
 @_sampler("bernoulli.Tensor", "bernoulli_.Tensor")
-def _bernoulli_each(drawer: Drawer, like: Tensor, p: Tensor) -> Tensor:
+def _bernoulli_each(source: DrawSource, like: Tensor, p: Tensor) -> Tensor:
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-    draw = drawer.draw_like(_keyed.keyed_uniform, like, 0.0, 1.0, dtype=dtype)
+    draw = source.draw_like(_keyed.keyed_uniform, like, 0.0, 1.0, dtype=dtype)
     return torch.lt(draw, p).to(like.dtype)
 
 
 @_rule("bernoulli")
-def _bernoulli_self(drawer: Drawer, p: Tensor) -> Tensor:
-    return _laid_out_as(p, _bernoulli_each(drawer, p, p))
+def _bernoulli_self(source: DrawSource, p: Tensor) -> Tensor:
+    return _with_layout_of(p, _bernoulli_each(source, p, p))
 
 
 @_sampler("uniform", "uniform_")
-def _uniform(drawer: Drawer, like: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return drawer.draw_like(_keyed.keyed_uniform, like, low, high)
+def _uniform(source: DrawSource, like: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    return source.draw_like(_keyed.keyed_uniform, like, low, high)
 
 
 @_sampler("normal_functional", "normal_")
-def _normal(drawer: Drawer, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return drawer.draw_like(_keyed.keyed_normal, like, mean, std)
+def _normal(source: DrawSource, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return source.draw_like(_keyed.keyed_normal, like, mean, std)
 
 
 @_sampler("exponential", "exponential_")
-def _exponential(drawer: Drawer, like: Tensor, rate: float = 1.0) -> Tensor:
-    return drawer.draw_like(_keyed.keyed_exponential, like, rate)
+def _exponential(source: DrawSource, like: Tensor, rate: float = 1.0) -> Tensor:
+    return source.draw_like(_keyed.keyed_exponential, like, rate)
 
 
 @_sampler("log_normal", "log_normal_")
-def _log_normal(drawer: Drawer, like: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
-    return _normal(drawer, like, mean, std).exp_()
+def _log_normal(source: DrawSource, like: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    return _normal(source, like, mean, std).exp_()
 
 
 @_sampler("cauchy", "cauchy_")
-def _cauchy(drawer: Drawer, like: Tensor, median: float = 0.0, scale: float = 1.0) -> Tensor:
-    half_turn = _uniform(drawer, like, -0.5, 0.5) * math.pi
+def _cauchy(source: DrawSource, like: Tensor, median: float = 0.0, scale: float = 1.0) -> Tensor:
+    half_turn = _uniform(source, like, -0.5, 0.5) * math.pi
     return half_turn.tan_().mul_(scale).add_(median)
 
 
 @_sampler("geometric", "geometric_")
-def _geometric(drawer: Drawer, like: Tensor, p: float) -> Tensor:
+def _geometric(source: DrawSource, like: Tensor, p: float) -> Tensor:
     # An exponential variate with this rate, rounded up, is the number of trials until the first success.
-    waits = drawer.draw_like(_keyed.keyed_exponential, like, -math.log1p(-p), dtype=torch.float64)
+    waits = source.draw_like(_keyed.keyed_exponential, like, -math.log1p(-p), dtype=torch.float64)
     return waits.ceil_().to(like.dtype)
 
 
-def _largest(dtype: torch.dtype) -> int:
+def _max_integer(dtype: torch.dtype) -> int:
     """Returns the largest integer that ``random_`` draws by default; up to it ``dtype`` is exact."""
     if dtype.is_floating_point:
         return int(2 / torch.finfo(dtype).eps)
@@ -128,18 +128,20 @@ def _largest(dtype: torch.dtype) -> int:
 
 
 @_sampler("random", "random_")
-def _integers(drawer: Drawer, like: Tensor) -> Tensor:
-    return drawer.draw_like(_keyed.keyed_integer, like, 0, _largest(like.dtype))
+def _integers(source: DrawSource, like: Tensor) -> Tensor:
+    return source.draw_like(_keyed.keyed_integer, like, 0, _max_integer(like.dtype))
 
 
 @_sampler("random.to", "random_.to")
-def _integers_below(drawer: Drawer, like: Tensor, end: int) -> Tensor:
-    return drawer.draw_like(_keyed.keyed_integer, like, 0, end - 1)
+def _integers_below(source: DrawSource, like: Tensor, end: int) -> Tensor:
+    return source.draw_like(_keyed.keyed_integer, like, 0, end - 1)
 
 
 @_sampler("random.from", "random_.from")
-def _integers_between(drawer: Drawer, like: Tensor, low: int, end: int | None) -> Tensor:
-    return drawer.draw_like(_keyed.keyed_integer, like, low, _largest(like.dtype) if end is None else end - 1)
+def _integers_between(source: DrawSource, like: Tensor, low: int, end: int | None) -> Tensor:
+    return source.draw_like(
+        _keyed.keyed_integer, like, low, _max_integer(like.dtype) if end is None else end - 1
+    )
 
 
 def _factory(sized: Sequence[str], like: Sequence[str] = ()) -> Callable[[R], R]:
@@ -150,15 +152,22 @@ def _factory(sized: Sequence[str], like: Sequence[str] = ()) -> Callable[[R], R]
     """
 
     def register(rule: R) -> R:
-        def of_size(drawer: Drawer, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        def of_size(
+            source: DrawSource, *args: Any, dtype: Any = None, device: Any = None, **_: Any
+        ) -> Tensor:
             *parameters, size = args
-            drawn: Tensor = rule(drawer, size, dtype, device or torch.device("cpu"), *parameters)
+            drawn: Tensor = rule(source, size, dtype, device or torch.device("cpu"), *parameters)
             return drawn
 
         def of_tensor(
-            drawer: Drawer, like: Tensor, *parameters: Any, dtype: Any = None, device: Any = None, **rest: Any
+            source: DrawSource,
+            like: Tensor,
+            *parameters: Any,
+            dtype: Any = None,
+            device: Any = None,
+            **rest: Any,
         ) -> Tensor:
-            drawn: Tensor = rule(drawer, like.shape, dtype or like.dtype, device or like.device, *parameters)
+            drawn: Tensor = rule(source, like.shape, dtype or like.dtype, device or like.device, *parameters)
             memory_format = rest.get("memory_format") or torch.preserve_format
             out = torch.empty_like(like, dtype=drawn.dtype, device=drawn.device, memory_format=memory_format)
             return drawn if out.is_contiguous() else out.copy_(drawn)
@@ -171,19 +180,21 @@ def _factory(sized: Sequence[str], like: Sequence[str] = ()) -> Callable[[R], R]
 
 
 @_factory(["rand", "rand.generator"], ["rand_like", "rand_like.generator"])
-def _rand(drawer: Drawer, size: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
+def _rand(source: DrawSource, size: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
     dtype = dtype or torch.get_default_dtype()
-    return drawer.draw(_keyed.keyed_uniform, size, 0.0, 1.0, dtype=dtype, device=device)
+    return source.draw(_keyed.keyed_uniform, size, 0.0, 1.0, dtype=dtype, device=device)
 
 
 @_factory(["randn", "randn.generator"], ["randn_like", "randn_like.generator"])
-def _randn(drawer: Drawer, size: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    return _normal_of_size(drawer, size, dtype, device, 0.0, 1.0)
+def _randn(
+    source: DrawSource, size: Sequence[int], dtype: torch.dtype | None, device: torch.device
+) -> Tensor:
+    return _normal_of_size(source, size, dtype, device, 0.0, 1.0)
 
 
 @_factory(["normal.float_float"])
 def _normal_of_size(
-    drawer: Drawer,
+    source: DrawSource,
     size: Sequence[int],
     dtype: torch.dtype | None,
     device: torch.device,
@@ -191,7 +202,7 @@ def _normal_of_size(
     std: float,
 ) -> Tensor:
     dtype = dtype or torch.get_default_dtype()
-    return drawer.draw(_keyed.keyed_normal, size, mean, std, dtype=dtype, device=device)
+    return source.draw(_keyed.keyed_normal, size, mean, std, dtype=dtype, device=device)
 
 
 @_factory(
@@ -199,94 +210,94 @@ def _normal_of_size(
     ["randint_like", "randint_like.generator", "randint_like.low_dtype", "randint_like.low_generator_dtype"],
 )
 def _randint(
-    drawer: Drawer, size: Sequence[int], dtype: torch.dtype | None, device: torch.device, *bounds: int
+    source: DrawSource, size: Sequence[int], dtype: torch.dtype | None, device: torch.device, *bounds: int
 ) -> Tensor:
     low, end = bounds if len(bounds) == 2 else (0, *bounds)
-    return drawer.draw(_keyed.keyed_integer, size, low, end - 1, dtype=dtype or torch.int64, device=device)
+    return source.draw(_keyed.keyed_integer, size, low, end - 1, dtype=dtype or torch.int64, device=device)
 
 
 @_factory(["randperm", "randperm.generator"])
-def _randperm(drawer: Drawer, n: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+def _randperm(source: DrawSource, n: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
     # Two of the n draws of 53 bits are equal so rarely that the bias is negligible.
-    order = drawer.draw(_keyed.keyed_uniform, [n], 0.0, 1.0, dtype=torch.float64, device=device).argsort()
+    order = source.draw(_keyed.keyed_uniform, [n], 0.0, 1.0, dtype=torch.float64, device=device).argsort()
     return order.to(dtype or torch.int64)
 
 
 @_rule("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
-def _normal_each(drawer: Drawer, mean: Tensor | float, std: Tensor | float = 1.0) -> Tensor:
+def _normal_each(source: DrawSource, mean: Tensor | float, std: Tensor | float = 1.0) -> Tensor:
     shape = mean + torch.zeros_like(std) if isinstance(std, Tensor) else mean
     assert isinstance(shape, Tensor)
-    return drawer.draw_like(_keyed.keyed_normal, shape, 0.0, 1.0).mul_(std).add_(mean)
+    return source.draw_like(_keyed.keyed_normal, shape, 0.0, 1.0).mul_(std).add_(mean)
 
 
 @_rule("native_dropout")
 def _native_dropout(
-    drawer: Drawer, input: Tensor, p: float, train: bool | None = None
+    source: DrawSource, input: Tensor, p: float, train: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     if train is False:
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
-    mask = _laid_out_as(input, drawer.draw_like(_keyed.keyed_bernoulli, input, 1.0 - p, dtype=torch.bool))
+    mask = _with_layout_of(input, source.draw_like(_keyed.keyed_bernoulli, input, 1.0 - p, dtype=torch.bool))
     return input.mul(mask).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p)), mask
 
 
 @_rule("_fused_dropout")
-def _fused_dropout(drawer: Drawer, input: Tensor, keep: float) -> tuple[Tensor, Tensor]:
-    mask = _laid_out_as(input, drawer.draw_like(_keyed.keyed_bernoulli, input, keep, dtype=torch.uint8))
+def _fused_dropout(source: DrawSource, input: Tensor, keep: float) -> tuple[Tensor, Tensor]:
+    mask = _with_layout_of(input, source.draw_like(_keyed.keyed_bernoulli, input, keep, dtype=torch.uint8))
     return input.mul(mask).mul_(1.0 / keep), mask
 
 
 def _rrelu_noise(
-    drawer: Drawer, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
+    source: DrawSource, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
 ) -> Tensor | float:
     if not training:
         return (lower + upper) / 2
-    return torch.where(input <= 0, drawer.draw_like(_keyed.keyed_uniform, input, lower, upper), 1.0)
+    return torch.where(input <= 0, source.draw_like(_keyed.keyed_uniform, input, lower, upper), 1.0)
 
 
 @_rule("rrelu_with_noise_functional")
-def _rrelu_functional(drawer: Drawer, input: Tensor, noise: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    slope = _rrelu_noise(drawer, input, *args)
+def _rrelu_functional(source: DrawSource, input: Tensor, noise: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    slope = _rrelu_noise(source, input, *args)
     if isinstance(slope, Tensor):
         return input * slope, slope
     return F.leaky_relu(input, slope), noise.clone()
 
 
 @_rule("rrelu_with_noise")
-def _rrelu(drawer: Drawer, input: Tensor, noise: Tensor, *args: Any) -> Tensor:
-    out, new_noise = _rrelu_functional(drawer, input, noise, *args)
+def _rrelu(source: DrawSource, input: Tensor, noise: Tensor, *args: Any) -> Tensor:
+    out, new_noise = _rrelu_functional(source, input, noise, *args)
     noise.copy_(new_noise)
     return out
 
 
 @_rule("rrelu_with_noise_")
-def _rrelu_in_place(drawer: Drawer, input: Tensor, noise: Tensor, *args: Any) -> Tensor:
-    return input.copy_(_rrelu(drawer, input, noise, *args))
+def _rrelu_in_place(source: DrawSource, input: Tensor, noise: Tensor, *args: Any) -> Tensor:
+    return input.copy_(_rrelu(source, input, noise, *args))
 
 
 @_rule("multinomial")
-def _multinomial(drawer: Drawer, weights: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+def _multinomial(source: DrawSource, weights: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
     weights = weights.double()
     if replacement:
         # Inverse transform sampling: the first category whose cumulative weight exceeds a uniform share of
         # the total weight.
         cumulative = weights.cumsum(-1)
         size = [*weights.shape[:-1], num_samples]
-        share = drawer.draw(_keyed.keyed_uniform, size, 0.0, 1.0, dtype=torch.float64, device=weights.device)
+        share = source.draw(_keyed.keyed_uniform, size, 0.0, 1.0, dtype=torch.float64, device=weights.device)
         return torch.searchsorted(cumulative, share * cumulative[..., -1:], right=True)
     # Each category waits for an exponential time with its weight as rate; the shortest waits win. This draws
     # without replacement.
-    waits = drawer.draw_like(_keyed.keyed_exponential, weights, 1.0)
+    waits = source.draw_like(_keyed.keyed_exponential, weights, 1.0)
     return (weights / waits).topk(num_samples, dim=-1).indices
 
 
-def _register_shapes() -> None:
+def _register_fakes() -> None:
     """Registers fake kernels of the keyed ops, which return results without drawing."""
 
-    def like_empty(key: Tensor, layer: int, ordinal: int, size: Sequence[int], *_: Any, **to: Any) -> Tensor:
+    def fake_draw(key: Tensor, layer: int, ordinal: int, size: Sequence[int], *_: Any, **to: Any) -> Tensor:
         return torch.empty(size, **to)
 
     for op in ("bernoulli", "uniform", "normal", "exponential", "integer"):
-        torch.library.register_fake(f"gpipe_fast::keyed_{op}", like_empty)
+        torch.library.register_fake(f"gpipe_fast::keyed_{op}", fake_draw)
 
 
-_register_shapes()
+_register_fakes()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
-class NotedBuffer(NamedTuple):
+class BufferSnapshot(NamedTuple):
     """A snapshot of a buffer, or of a parameter that the forward writes."""
 
     module: nn.Module
@@ -25,7 +25,7 @@ class NotedBuffer(NamedTuple):
         replaced = getattr(self.module, self.name, None) is not self.buffer
         return replaced or not torch.equal(self.buffer, self.copy)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restores the tensor and its elements in the module."""
         if getattr(self.module, self.name, None) is not self.buffer:
             setattr(self.module, self.name, self.buffer)
@@ -33,34 +33,36 @@ class NotedBuffer(NamedTuple):
             self.buffer.copy_(self.copy)
 
 
-def buffers_now(layers: Sequence[nn.Module]) -> list[NotedBuffer]:
+def snapshot_buffers(layers: Sequence[nn.Module]) -> list[BufferSnapshot]:
     """Takes snapshots of all buffers, and of the tables that embeddings with ``max_norm`` renormalize."""
     return [
-        NotedBuffer(module, name, tensor, tensor.detach().clone())
+        BufferSnapshot(module, name, tensor, tensor.detach().clone())
         for layer in layers
         for module in layer.modules()
-        for name, tensor in (*module._buffers.items(), *_shortened(module).items())
+        for name, tensor in (*module._buffers.items(), *_renormalized_tables(module).items())
         if tensor is not None
     ]
 
 
-def _shortened(module: nn.Module) -> dict[str, nn.Parameter | None]:
+def _renormalized_tables(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Returns the parameters that an embedding with ``max_norm`` renormalizes in its forward."""
     is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     return module._parameters if is_table and module.max_norm is not None else {}
 
 
 @contextlib.contextmanager
-def as_they_were(buffers: Sequence[NotedBuffer]) -> Iterator[None]:
+def restored_buffers(buffers: Sequence[BufferSnapshot]) -> Iterator[None]:
     """Restores the snapshots for a block, without incrementing version counters that autograd checks."""
-    names = [(noted.module, noted.name) for noted in buffers]
-    now = [NotedBuffer(m, n, b, b.detach().clone()) for m, n in names if (b := getattr(m, n)) is not None]
-    tensors = {id(noted.buffer): noted.buffer for noted in (*buffers, *now)}
+    names = [(snapshot.module, snapshot.name) for snapshot in buffers]
+    current = [
+        BufferSnapshot(m, n, b, b.detach().clone()) for m, n in names if (b := getattr(m, n)) is not None
+    ]
+    tensors = {id(snapshot.buffer): snapshot.buffer for snapshot in (*buffers, *current)}
     with _unsafe_preserve_version_counter(tuple(tensors.values())):
         try:
-            for noted in buffers:
-                noted.put_back()
+            for snapshot in buffers:
+                snapshot.restore()
             yield
         finally:
-            for noted in now:
-                noted.put_back()
+            for snapshot in current:
+                snapshot.restore()

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Found = Sequence[Tensor | None]
+Gradients = Sequence[Tensor | None]
 
 
 def differentiate(
     roots: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], retain: bool, reentrant: bool
-) -> Found:
+) -> Gradients:
     """Returns the gradients of the sources; None for a source that the roots do not depend on.
 
     Args:
@@ -25,19 +25,21 @@ def differentiate(
         reentrant: whether the graph contains reentrant checkpoints.
     """
     outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
-    with _in_this_thread(roots):
+    with _in_calling_thread(roots):
         if reentrant:
-            return _backward(outputs, gradients, sources, retain)
+            return _reentrant_backward(outputs, gradients, sources, retain)
         return torch.autograd.grad(outputs, sources, gradients, retain_graph=retain, allow_unused=True)
 
 
-def _in_this_thread(roots: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
+def _in_calling_thread(roots: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
     """Disables autograd's GPU threads for a block: they may be waiting in the pipeline's backward."""
-    of_host = all(root.device.type == "cpu" for root, _ in roots)
-    return torch.autograd.set_multithreading_enabled(of_host and torch._C._is_multithreading_enabled())
+    all_on_cpu = all(root.device.type == "cpu" for root, _ in roots)
+    return torch.autograd.set_multithreading_enabled(all_on_cpu and torch._C._is_multithreading_enabled())
 
 
-def _backward(roots: list[Tensor], gradients: list[Tensor], sources: list[Tensor], retain: bool) -> Found:
+def _reentrant_backward(
+    roots: list[Tensor], gradients: list[Tensor], sources: list[Tensor], retain: bool
+) -> Gradients:
     """Returns the gradients by ``backward()``, which reentrant checkpoints need: they add to ``grad``."""
     before = [source.grad for source in sources]
     try:

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
-from gpipe_fast.layers.structure import Dims, Inputs, Structure
-from gpipe_fast.layers.title import title
-from gpipe_fast.lower.checkpoint import Checkpoint, Share
-from gpipe_fast.runtime.compile import TRACES, Compiler, Refusal, TooManyTraces
-from gpipe_fast.runtime.compiled import REMEMBERED, Arrived, Cache, CompiledStage
-from gpipe_fast.runtime.plan import CheckOutputs, Plan, check_placed, make_plan
-from gpipe_fast.runtime.remarks import Remarks
-from gpipe_fast.runtime.segments import Search, Segments, Shared
-from gpipe_fast.runtime.stage import Boundary, Modes, Spec, Stage, intra_op_threads
-from gpipe_fast.runtime.state import State
-from gpipe_fast.trace.refuse import refuse_uninitialised
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import BatchDims, Inputs, Structure
+from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
+from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
+from gpipe_fast.runtime.compiled import CACHE_LIMIT, Cache, CompiledStage, GradientLayoutHistory
+from gpipe_fast.runtime.module_warnings import ModuleWarnings
+from gpipe_fast.runtime.plan import CheckOutputs, PlannedCall, check_placed, make_plan
+from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, intra_op_threads
+from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.trace import parameters_of
+from gpipe_fast.trace.traceability import check_initialized
 
 # The maximum number of signatures whose programs a module caches.
-_SIGNATURES = 32
+_MAX_SIGNATURES = 32
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class Signature:
         layers: the layers' fingerprint.
     """
 
-    inputs: Boundary
-    dims: Dims
+    inputs: BoundarySpec
+    dims: BatchDims
     chunks: int
     threads: int
-    modes: Modes
+    modes: TorchModes
     layers: Hashable
 
     @classmethod
-    def of(cls, inputs: Inputs, chunks: int, threads: int, state: State) -> Signature:
+    def of(cls, inputs: Inputs, chunks: int, threads: int, state: ModuleState) -> Signature:
         """Returns the signature of a call under the calling thread's modes."""
         boundary = _boundary(inputs.tensors, inputs.tensors, inputs.structure)
-        return cls(boundary, inputs.dims, chunks, threads, Modes.now(), state.fingerprint)
+        return cls(boundary, inputs.dims, chunks, threads, TorchModes.now(), state.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -64,24 +64,24 @@ class _Call:
     Attributes:
         signature: the call's signature.
         microbatches: for each micro-batch, the specs of the first stage's inputs.
-        shares: for each micro-batch, the fraction of activations that it saves.
+        saved_fractions: for each micro-batch, the fraction of activations that it saves.
     """
 
     signature: Signature
-    microbatches: Sequence[Boundary]
-    shares: Sequence[Share]
+    microbatches: Sequence[BoundarySpec]
+    saved_fractions: Sequence[SavedFraction]
 
     @classmethod
     def of(cls, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> _Call:
-        parts = signature.dims.cut([x.detach() for x in inputs], signature.chunks)
+        parts = signature.dims.split([x.detach() for x in inputs], signature.chunks)
         microbatches = [_boundary(tensors, inputs, signature.inputs.structure) for tensors in parts]
-        return cls(signature, microbatches, checkpoint.shares(len(microbatches)))
+        return cls(signature, microbatches, checkpoint.saved_fractions(len(microbatches)))
 
-    def check_arrived(self) -> CheckOutputs:
+    def output_check(self) -> CheckOutputs:
         """Returns a function that raises unless the micro-batches' outputs can be joined."""
         dims = self.signature.dims
-        lengths = [_length(dims, boundary) for boundary in self.microbatches]
-        return functools.partial(_check_arrived, dim=dims.outputs, lengths=lengths)
+        lengths = [_num_samples(dims, boundary) for boundary in self.microbatches]
+        return functools.partial(_check_boundaries, dim=dims.outputs, lengths=lengths)
 
 
 # A plan's cache key: the call, and the latest gradient layouts at the compiled stages, if known.
@@ -92,31 +92,39 @@ class Planner:
     """The cache of plans for the calls of one module.
 
     Attributes:
-        remarks: warnings about layers that run in Python, and about avoidable costs.
+        module_warnings: warnings about layers that run in Python, and about avoidable costs.
         latest: the plan of the latest call; None before the first.
     """
 
-    def __init__(self, stages: Sequence[Stage], backend: str, interpreted: _extension.Interpreted) -> None:
-        self.remarks = Remarks()
-        self.latest: Plan | None = None
+    def __init__(
+        self, stages: Sequence[Stage], backend: str, python_workers: _extension.PythonWorkers
+    ) -> None:
+        self.module_warnings = ModuleWarnings()
+        self.latest: PlannedCall | None = None
         self._stages = stages
         self._backend = backend
-        self._compiler = Compiler(most=None if backend == "aten" else TRACES)
-        self._arrived = Arrived(REMEMBERED * len(stages))
-        self._found = threading.Event()
+        self._compiler = Compiler(max_traces=None if backend == "aten" else MAX_TRACES)
+        self._layout_history = GradientLayoutHistory(CACHE_LIMIT * len(stages))
+        self._lowering_pending = threading.Event()
         locks = _locks(stages)
-        shared = Shared(self._compiler, self._arrived, interpreted, self._found, list(dict.fromkeys(locks)))
+        shared = SegmentSharedState(
+            self._compiler,
+            self._layout_history,
+            python_workers,
+            self._lowering_pending,
+            list(dict.fromkeys(locks)),
+        )
         self._segments = [
-            Segments(stage, f"stage {i}", shared, functools.partial(self.remarks.add, i, stage), lock)
+            Segments(stage, f"stage {i}", shared, functools.partial(self.module_warnings.add, i, stage), lock)
             for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
         # By signature, the compiled stages of the first micro-batch, and of the last if its shape differs.
-        self._compiled: Cache[Signature, list[list[CompiledStage]]] = Cache(_SIGNATURES)
-        self._plans: Cache[_Key, Plan] = Cache(_SIGNATURES)
+        self._compiled: Cache[Signature, list[list[CompiledStage]]] = Cache(_MAX_SIGNATURES)
+        self._plans: Cache[_Key, PlannedCall] = Cache(_MAX_SIGNATURES)
         # The latest call and its plan, because comparing one key is cheaper than hashing it.
-        self._last: tuple[Signature, Checkpoint, int, Plan] | None = None
+        self._latest_call: tuple[Signature, Checkpoint, int, PlannedCall] | None = None
 
-    def plan(self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> Plan:
+    def plan(self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> PlannedCall:
         """Returns the plan for a call, from the cache or newly made.
 
         Args:
@@ -130,46 +138,46 @@ class Planner:
             RuntimeError: under ``backend='aten'``, a stage cannot be traced; the message names the layer and
                 the reason.
         """
-        if self._found.is_set():
-            self._found.clear()
+        if self._lowering_pending.is_set():
+            self._lowering_pending.clear()
             for segments in self._segments:
-                segments.lower_wanted()
-        changes = self._arrived.changes
-        if self._last is not None and self._last[:3] == (signature, checkpoint, changes):
-            self.latest = self._last[3]
+                segments.lower_requested()
+        num_changes = self._layout_history.num_changes
+        if self._latest_call is not None and self._latest_call[:3] == (signature, checkpoint, num_changes):
+            self.latest = self._latest_call[3]
             return self.latest
         plan = self._plans.find(self._key(signature, checkpoint))
         if plan is None:
-            plan, lasts = self._make(signature, inputs, checkpoint)
+            plan, is_cacheable = self._make(signature, inputs, checkpoint)
             self.latest = plan
-            if not lasts:
+            if not is_cacheable:
                 return plan
             self._plans[self._key(signature, checkpoint)] = plan
         self.latest = plan
-        self._last = (signature, checkpoint, changes, plan)
+        self._latest_call = (signature, checkpoint, num_changes, plan)
         return plan
 
-    def rename(self, before: Signature, now: Signature) -> None:
+    def move_signature(self, before: Signature, now: Signature) -> None:
         """Moves cache entries to a call's new signature, after a trace has extended its fingerprint."""
         compiled = self._compiled.pop(before, None)
         if compiled is not None:
             self._compiled[now] = compiled
         for key in [key for key in self._plans if key[0] == before]:
             self._plans[(now, *key[1:])] = self._plans.pop(key)
-        self._last = None
+        self._latest_call = None
 
     def _key(self, signature: Signature, checkpoint: Checkpoint) -> _Key:
         """Returns the cache key of a plan; it includes gradient layouts if the stages are compiled."""
-        arrived = [
-            None if (found := self._arrived.get(stage.place)) is None else tuple(found.items())
+        layouts = [
+            None if (found := self._layout_history.get(stage.segment_key)) is None else tuple(found.items())
             for compiled in self._compiled.get(signature, ())
             for stage in compiled
         ]
-        return (signature, checkpoint, tuple(arrived))
+        return (signature, checkpoint, tuple(layouts))
 
     def _make(
         self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint
-    ) -> tuple[Plan, bool]:
+    ) -> tuple[PlannedCall, bool]:
         """Makes a plan, and returns whether to cache it.
 
         A plan is valid for one call only if another thread is running layers, because no layer is traced
@@ -178,113 +186,115 @@ class Planner:
         check_placed(self._stages)
         call = _Call.of(signature, inputs, checkpoint)
         if self._backend == "eager":
-            return self._lay_out_unknown(call, eager=True), True
+            return self._make_late_plan(call, eager=True), True
         with contextlib.ExitStack() as held:
-            idle = all(segments.hold(held) for segments in self._segments)
-            if self.remarks.in_python or not idle:
-                return self._lay_out_unknown(call), idle
+            idle = all(segments.try_lock(held) for segments in self._segments)
+            if self.module_warnings.in_python or not idle:
+                return self._make_late_plan(call), idle
             with intra_op_threads(signature.threads):
                 known = self._compile(call)
-                if isinstance(known, Refusal):
-                    return self._lay_out_unknown(call, refusal=known), False
-                return self._lay_out(call, self._searches(call), known), True
+                if isinstance(known, CompilationFailure):
+                    return self._make_late_plan(call, failure=known), False
+                return self._make_plan(call, self._searches(call), known), True
 
-    def _compile(self, call: _Call) -> list[list[CompiledStage]] | Refusal:
+    def _compile(self, call: _Call) -> list[list[CompiledStage]] | CompilationFailure:
         """Returns the compiled stages of each micro-batch, for the latest gradient layouts.
 
         Raises:
             RuntimeError: a stage cannot be compiled, and its layers may not run in Python instead.
         """
         compiled = self._compiled.find(call.signature)
-        found: list[list[CompiledStage]] | Refusal
+        found: list[list[CompiledStage]] | CompilationFailure
         if compiled is None:
             distinct = list(dict.fromkeys((call.microbatches[0], call.microbatches[-1])))
             found = self._compiler.compile(self._stages, distinct)
-            if isinstance(found, Refusal):
-                return self._checked(found)
+            if isinstance(found, CompilationFailure):
+                return self._return_or_raise(found)
             _check_outputs(
                 [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in found],
                 call.signature.dims.outputs,
-                [_length(call.signature.dims, boundary) for boundary in distinct],
+                [_num_samples(call.signature.dims, boundary) for boundary in distinct],
             )
             compiled = self._compiled[call.signature] = found
-            self.remarks.add_unfused(_unfused(found[0]))
+            self.module_warnings.add_unfused(_unfused_layers(found[0]))
         dim, number = call.signature.dims.outputs, len(call.microbatches)
-        found = self._compiler.expecting(compiled, self._arrived, dim, number)
-        if isinstance(found, Refusal):
-            return self._checked(found)
+        found = self._compiler.compile_for_gradients(compiled, self._layout_history, dim, number)
+        if isinstance(found, CompilationFailure):
+            return self._return_or_raise(found)
         return [found[0]] * (len(call.microbatches) - 1) + [found[-1]]
 
-    def _lay_out(
-        self, call: _Call, searches: Sequence[Search], known: Sequence[Sequence[CompiledStage]] | None
-    ) -> Plan:
+    def _make_plan(
+        self, call: _Call, searches: Sequence[SegmentSearch], known: Sequence[Sequence[CompiledStage]] | None
+    ) -> PlannedCall:
         return make_plan(
             self._stages,
             searches,
             call.microbatches[0],
-            call.shares,
+            call.saved_fractions,
             call.signature.threads,
             call.signature.dims,
             known,
-            None if known is not None else call.check_arrived(),
+            None if known is not None else call.output_check(),
         )
 
-    def _lay_out_unknown(self, call: _Call, eager: bool = False, refusal: Refusal | None = None) -> Plan:
+    def _make_late_plan(
+        self, call: _Call, eager: bool = False, failure: CompilationFailure | None = None
+    ) -> PlannedCall:
         """Makes a plan whose chains are found at run time, because boundary tensors are not known before."""
         for index, stage in enumerate(self._stages):
-            untraceable = refuse_uninitialised(stage.layers)
+            untraceable = check_initialized(stage.layers)
             if untraceable is not None:
-                raise RuntimeError(_explain(Refusal(index, untraceable), self._stages))
+                raise RuntimeError(_failure_message(CompilationFailure(index, untraceable), self._stages))
         searches = self._searches(call, eager=eager)
-        if refusal is not None:
-            reason, index = refusal.untraceable, refusal.stage_index
+        if failure is not None:
+            reason, index = failure.untraceable, failure.stage_index
             if isinstance(reason, TooManyTraces):
-                report = functools.partial(self.remarks.add, 0, None, None, reason.reason)
-                searches = [replace(search, eager=True, after=report) for search in searches]
+                report = functools.partial(self.module_warnings.add, 0, None, None, reason.reason)
+                searches = [replace(search, eager=True, on_success=report) for search in searches]
             else:
                 assert reason.layer is not None
                 searches[index] = replace(searches[index], suspects={reason.layer: reason.reason})
-        return self._lay_out(call, searches, None)
+        return self._make_plan(call, searches, None)
 
-    def _searches(self, call: _Call, eager: bool = False) -> list[Search]:
+    def _searches(self, call: _Call, eager: bool = False) -> list[SegmentSearch]:
         # Programs are lowered for the intra-op thread count of the stages' workers.
         modes = call.signature.modes._replace(num_threads=call.signature.threads)
-        return [Search(segments, modes, call.shares, eager) for segments in self._segments]
+        return [SegmentSearch(segments, modes, call.saved_fractions, eager) for segments in self._segments]
 
-    def _checked(self, refusal: Refusal) -> Refusal:
+    def _return_or_raise(self, failure: CompilationFailure) -> CompilationFailure:
         """Returns the refusal, or raises it if no layer may run in Python instead."""
-        reason = refusal.untraceable
-        if self._backend == "aten" or reason.final:
-            text = _explain(refusal, self._stages)
-            if not reason.final and reason.error is RuntimeError:
+        reason = failure.untraceable
+        if self._backend == "aten" or reason.is_fatal:
+            text = _failure_message(failure, self._stages)
+            if not reason.is_fatal and reason.error is RuntimeError:
                 text += "; pass backend='auto' to GPipe to run the layer in Python"
             raise reason.error(text)
-        return refusal
+        return failure
 
 
-def _boundary(tensors: Sequence[Tensor], wholes: Sequence[Tensor], structure: Structure) -> Boundary:
+def _boundary(tensors: Sequence[Tensor], originals: Sequence[Tensor], structure: Structure) -> BoundarySpec:
     """Returns the specs of a micro-batch or mini-batch; a detached part needs gradients if its whole does."""
     grad = torch.is_grad_enabled()
-    specs = tuple(Spec.of(t, grad and w.requires_grad) for t, w in zip(tensors, wholes, strict=True))
-    return Boundary(specs, structure)
+    specs = tuple(TensorSpec.of(t, grad and w.requires_grad) for t, w in zip(tensors, originals, strict=True))
+    return BoundarySpec(specs, structure)
 
 
-def _unfused(compiled: Sequence[CompiledStage]) -> list[str]:
+def _unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
     """Returns the names of layers whose attention with dropout runs without a fused kernel on a GPU."""
     return [
-        f"stage {index}, {title(each.stage.first_layer + layer, each.stage.layers[layer])}"
+        f"stage {index}, {layer_title(each.stage.first_layer + layer, each.stage.layers[layer])}"
         for index, each in enumerate(compiled)
-        for layer in each.traced.joint.unfused
+        for layer in each.traced.joint.unfused_layers
     ]
 
 
-def _length(dims: Dims, microbatch: Boundary) -> int:
+def _num_samples(dims: BatchDims, microbatch: BoundarySpec) -> int:
     """Returns the number of samples of a micro-batch."""
     cuts = zip(microbatch.tensors, dims.inputs, strict=True)
     return next(spec.shape[dim] for spec, dim in cuts if dim is not None)
 
 
-def _check_arrived(microbatches: Sequence[_extension.Boundary], dim: int, lengths: Sequence[int]) -> None:
+def _check_boundaries(microbatches: Sequence[_extension.Boundary], dim: int, lengths: Sequence[int]) -> None:
     _check_outputs([(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches], dim, lengths)
 
 
@@ -328,11 +338,11 @@ def _check_batched(index: int, shape: Sequence[int], dim: int, length: int) -> N
         )
 
 
-def _explain(refusal: Refusal, stages: Sequence[Stage]) -> str:
-    stage, untraceable = stages[refusal.stage_index], refusal.untraceable
-    where = f"stage {refusal.stage_index}"
+def _failure_message(failure: CompilationFailure, stages: Sequence[Stage]) -> str:
+    stage, untraceable = stages[failure.stage_index], failure.untraceable
+    where = f"stage {failure.stage_index}"
     if untraceable.layer is not None:
-        where += f", {title(stage.first_layer + untraceable.layer, stage.layers[untraceable.layer])}"
+        where += f", {layer_title(stage.first_layer + untraceable.layer, stage.layers[untraceable.layer])}"
     return f"{where} cannot be traced faithfully: {untraceable.reason}"
 
 

@@ -12,7 +12,7 @@ from gpipe_fast._extension import Pipeline
 from gpipe_fast.schedule import BACKWARD, Action, Schedule
 
 # The capacity for events per stage, at 48 bytes per event: enough for a step of 5,400 micro-batches.
-CAPACITY = 65536
+MAX_EVENTS = 65536
 
 
 _HOW_TO_RECORD = "call the model inside 'with model.recording() as recording:', and read it after the block"
@@ -110,8 +110,8 @@ class Recording:
         seconds, span = self.seconds(), self.span()
         rows = []
         for stage in range(len(self.stages)):
-            busy = sum(taken for action, taken in seconds.items() if action.stage == stage)
-            rows.append((stage, busy * 1e3, self._waiting(stage) * 1e3, f"{1 - busy / span:.1%}"))
+            busy = sum(duration for action, duration in seconds.items() if action.stage == stage)
+            rows.append((stage, busy * 1e3, self._waiting_seconds(stage) * 1e3, f"{1 - busy / span:.1%}"))
         headline = (
             f"Recording: {'step' if len(phases) > 1 else 'forward'} of {span * 1e3:.3f} ms, "
             f"{len(self.stages)} stages, {phases[0].num_microbatches} micro-batches, "
@@ -121,7 +121,7 @@ class Recording:
         table = tabulate(rows, headers, tablefmt="simple", floatfmt=".3f", colalign=["right"] * 4)
         return f"{headline}\n\n{table}"
 
-    def _waiting(self, stage: int) -> float:
+    def _waiting_seconds(self, stage: int) -> float:
         """Returns the seconds that a stage waited at slots, between the first begin and last end of a run."""
         waiting = 0.0
         for run in {event.run for event in self.latest.values()}:
@@ -154,7 +154,7 @@ def record(pipeline: Pipeline) -> Iterator[Recording]:
             "model.recording() block before you begin another"
         )
     recording = Recording()
-    pipeline.record(CAPACITY)
+    pipeline.record(MAX_EVENTS)
     try:
         yield recording
     finally:

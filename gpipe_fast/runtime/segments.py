@@ -22,52 +22,66 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
-from gpipe_fast._extension import Interpreted, PythonSegment, Segment
-from gpipe_fast.layers.title import title
-from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, Share
+from gpipe_fast._extension import PythonSegment, PythonWorkers, Segment
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, SavedFraction
 from gpipe_fast.runtime.compile import Compiler, TooManyTraces
-from gpipe_fast.runtime.compiled import REMEMBERED, Arrived, Cache, CompiledStage, Place
-from gpipe_fast.runtime.eager import EagerLayers
+from gpipe_fast.runtime.compiled import CACHE_LIMIT, Cache, CompiledStage, GradientLayoutHistory, SegmentKey
 from gpipe_fast.runtime.plan import Stashed
-from gpipe_fast.runtime.stage import TURN, Boundary, Modes, Spec, Stage, choosing, intra_op_threads, under
-from gpipe_fast.trace.refuse import Untraceable
+from gpipe_fast.runtime.python_layers import PythonLayers
+from gpipe_fast.runtime.stage import (
+    TRACING_LOCK,
+    BoundarySpec,
+    Stage,
+    TensorSpec,
+    TorchModes,
+    exact_autocast,
+    intra_op_threads,
+    with_operator_choices,
+)
+from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.uncompiled import uncompiled
 
 # Reports that a layer of a stage runs in Python (None: all layers, for new inputs), and the reason.
-Report = Callable[[int | None, str], None]
+ReportUntraceable = Callable[[int | None, str], None]
 
-_Wanted = tuple[Place, Share]
+_LoweringRequest = tuple[SegmentKey, SavedFraction]
 
 
 # Plans hold segments in C++, and segments hold layers in Python. Python's garbage collector does not see
 # references held by C++, and would not free a cycle. So layers in Python do not refer to the `Segments` that
 # made them, and call these functions instead.
-def _want(wanted: dict[_Wanted, None], found: threading.Event, place: Place, share: Share) -> None:
-    wanted[place, share] = None
+def _request_lowering(
+    requests: dict[_LoweringRequest, None],
+    found: threading.Event,
+    segment_key: SegmentKey,
+    saved_fraction: SavedFraction,
+) -> None:
+    requests[segment_key, saved_fraction] = None
     found.set()
 
 
-def _blame(in_python: set[int], report: Report, layer: int, reason: str) -> None:
+def _report_untraceable(in_python: set[int], report: ReportUntraceable, layer: int, reason: str) -> None:
     if layer not in in_python:
         in_python.add(layer)
         report(layer, reason)
 
 
 @dataclass(frozen=True)
-class Shared:
+class SegmentSharedState:
     """State that all stages of a module share.
 
     Attributes:
         compiler: the compiler.
-        arrived: the history of gradient layouts.
-        interpreted: the pipeline's registry of workers that are running Python.
+        layout_history: the history of gradient layouts.
+        python_workers: the pipeline's registry of workers that are running Python.
         found: set when there are layers to lower.
         busy: the locks of all stages, in order.
     """
 
     compiler: Compiler
-    arrived: Arrived
-    interpreted: Interpreted
+    layout_history: GradientLayoutHistory
+    python_workers: PythonWorkers
     found: threading.Event
     busy: Sequence[threading.RLock]
 
@@ -80,7 +94,12 @@ class Segments:
     """
 
     def __init__(
-        self, stage: Stage, name: str, shared: Shared, report: Report, busy: threading.RLock
+        self,
+        stage: Stage,
+        name: str,
+        shared: SegmentSharedState,
+        report: ReportUntraceable,
+        busy: threading.RLock,
     ) -> None:
         """Makes an empty cache.
 
@@ -97,19 +116,19 @@ class Segments:
         self.in_python: set[int] = set()
         self._shared = shared
         self._report = report
-        self._busy = busy
-        self._lowered: Cache[tuple[Place, Share], Segment] = Cache(REMEMBERED)
-        self._interpreted: Cache[Hashable, Segment] = Cache(REMEMBERED)
+        self._lock = busy
+        self._lowered: Cache[tuple[SegmentKey, SavedFraction], Segment] = Cache(CACHE_LIMIT)
+        self._python_segments: Cache[Hashable, Segment] = Cache(CACHE_LIMIT)
         # The runs of layers to lower, in order of discovery.
-        self._wanted: dict[_Wanted, None] = {}
+        self._requests: dict[_LoweringRequest, None] = {}
 
     def find(
         self,
         layer: int,
         boundary: _extension.Boundary,
         stashed: Stashed,
-        share: Share,
-        modes: Modes,
+        saved_fraction: SavedFraction,
+        modes: TorchModes,
         suspects: Mapping[int, str],
     ) -> Segment:
         """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors.
@@ -120,57 +139,57 @@ class Segments:
         in_python = {*self.in_python, *suspects}
         end = min((p for p in in_python if p >= layer), default=len(self.stage.layers))
         if end == layer:
-            return self.run_in_python(layer, layer + 1, share, modes, blamed=suspects.get(layer))
+            return self.run_in_python(layer, layer + 1, saved_fraction, modes, blamed=suspects.get(layer))
         part = self.stage.part(layer, end)
-        arriving = _described(boundary, [stashed[number] for number in part.pops])
-        if arriving is None:
-            return self.run_in_python(layer, layer + 1, share, modes)
-        place = Place.of(part, arriving, modes)
-        found = self._lowered.find((place, share))
-        return self.run_in_python(layer, end, share, modes, place) if found is None else found
+        input_specs = _boundary_spec(boundary, [stashed[number] for number in part.pops])
+        if input_specs is None:
+            return self.run_in_python(layer, layer + 1, saved_fraction, modes)
+        segment_key = SegmentKey.of(part, input_specs, modes)
+        found = self._lowered.find((segment_key, saved_fraction))
+        return self.run_in_python(layer, end, saved_fraction, modes, segment_key) if found is None else found
 
-    def hold(self, held: contextlib.ExitStack) -> bool:
+    def try_lock(self, held: contextlib.ExitStack) -> bool:
         """Acquires the stage's lock until `held` is closed; returns False if layers are running in Python."""
-        if not self._busy.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return False
-        held.callback(self._busy.release)
+        held.callback(self._lock.release)
         return True
 
-    def lower_wanted(self) -> None:
+    def lower_requested(self) -> None:
         """Lowers the runs of layers found, unless another thread is running layers."""
         with contextlib.ExitStack() as held:
-            while self._wanted:
-                if not self.hold(held):
+            while self._requests:
+                if not self.try_lock(held):
                     self._shared.found.set()
                     return
-                place, share = next(iter(self._wanted))
-                del self._wanted[place, share]
-                part = self._part(place)
-                as_before = Modes.now().process_wide() == place.modes.process_wide()
-                if as_before and place.is_current(part.layers):
-                    self._lower(part, place, share)
+                segment_key, saved_fraction = next(iter(self._requests))
+                del self._requests[segment_key, saved_fraction]
+                part = self._part(segment_key)
+                modes_unchanged = TorchModes.now().process_wide() == segment_key.modes.process_wide()
+                if modes_unchanged and segment_key.is_current(part.layers):
+                    self._lower(part, segment_key, saved_fraction)
                 held.close()
 
-    def _part(self, place: Place) -> Stage:
-        begin = place.first_layer - self.stage.first_layer
-        return self.stage.part(begin, begin + place.num_layers)
+    def _part(self, segment_key: SegmentKey) -> Stage:
+        begin = segment_key.first_layer - self.stage.first_layer
+        return self.stage.part(begin, begin + segment_key.num_layers)
 
-    def _lower(self, part: Stage, place: Place, share: Share) -> None:
+    def _lower(self, part: Stage, segment_key: SegmentKey, saved_fraction: SavedFraction) -> None:
         """Lowers a run of layers, or reports the untraceable layer, so that the next search splits there."""
-        with _under(place.modes):
+        with _with_modes(segment_key.modes):
             compiler = self._shared.compiler
-            found = compiler.compiled(part, place, self._shared.arrived.find(place))
+            found = compiler.compiled(part, segment_key, self._shared.layout_history.find(segment_key))
             if isinstance(found, CompiledStage):
-                self._lowered[found.place, share] = found.segment(share)
+                self._lowered[found.segment_key, saved_fraction] = found.segment(saved_fraction)
             elif isinstance(found, TooManyTraces):
-                self._report(None, f"{self._named(part)}: {found.reason}")
+                self._report(None, f"{self._name_of(part)}: {found.reason}")
             else:
-                found = compiler.blamed(part, place.arriving, found)
+                found = compiler.blamed(part, segment_key.input_specs, found)
                 assert found.layer is not None
-                begin = place.first_layer - self.stage.first_layer
-                _blame(self.in_python, self._report, begin + found.layer, found.reason)
+                begin = segment_key.first_layer - self.stage.first_layer
+                _report_untraceable(self.in_python, self._report, begin + found.layer, found.reason)
 
-    def stand_in(self, origin: tuple[Stage, Place], tangents: Sequence[Tensor | None]) -> Segment:
+    def fallback(self, origin: tuple[Stage, SegmentKey], tangents: Sequence[Tensor | None]) -> Segment:
         """Returns a segment for gradients that the segment from `origin` rejects; it recomputes everything.
 
         Records the gradients' layouts for the next forward. Gradients of equal layouts share one segment.
@@ -178,29 +197,31 @@ class Segments:
         Raises:
             RuntimeError: the layers were changed since the forward, or cannot be traced for the gradients.
         """
-        part, place = origin
-        gradients = self._shared.arrived.note(place, tangents)
-        for other, share in list(self._lowered):
-            if other == place:  # lowered for other gradient layouts
-                _want(self._wanted, self._shared.found, place, share)
-        compiled = self._shared.compiler.find(place, gradients)
+        part, segment_key = origin
+        gradients = self._shared.layout_history.record(segment_key, tangents)
+        for other, saved_fraction in list(self._lowered):
+            if other == segment_key:  # lowered for other gradient layouts
+                _request_lowering(self._requests, self._shared.found, segment_key, saved_fraction)
+        compiled = self._shared.compiler.find(segment_key, gradients)
         if compiled is None:
             # No layer of any stage may run during a trace. A running layer may itself wait for the tracing
             # lock inside its forward, so the tracing lock is acquired last.
             with contextlib.ExitStack() as held:
-                for lock in (*self._shared.busy, TURN):
+                for lock in (*self._shared.busy, TRACING_LOCK):
                     held.enter_context(lock)
-                compiled = self._compile_now(part, place)
+                compiled = self._compile_now(part, segment_key)
         return compiled.segment(FULL_RECOMPUTE)
 
-    def _compile_now(self, part: Stage, place: Place) -> CompiledStage:
-        if not place.is_current(part.layers):
+    def _compile_now(self, part: Stage, segment_key: SegmentKey) -> CompiledStage:
+        if not segment_key.is_current(part.layers):
             raise RuntimeError(
                 f"the module was changed between forward and backward, and {self.name} received gradients "
                 "in a new layout; call the module again"
             )
-        with _under(place.modes):
-            found = self._shared.compiler.compiled(part, place, self._shared.arrived[place], limited=False)
+        with _with_modes(segment_key.modes):
+            found = self._shared.compiler.compiled(
+                part, segment_key, self._shared.layout_history[segment_key], enforce_limit=False
+            )
         if isinstance(found, Untraceable):
             raise RuntimeError(
                 f"{self.name} cannot be traced for the gradients received: {found.reason}; pass "
@@ -212,102 +233,118 @@ class Segments:
         self,
         begin: int,
         end: int,
-        share: Share,
-        modes: Modes,
-        place: Place | None = None,
+        saved_fraction: SavedFraction,
+        modes: TorchModes,
+        segment_key: SegmentKey | None = None,
         blamed: str | None = None,
-        after: Callable[[], object] | None = None,
+        on_success: Callable[[], object] | None = None,
     ) -> Segment:
         """Returns the segment that runs layers in Python.
 
         Args:
             begin: index of the first layer in the stage.
             end: index after the last layer.
-            share: the fraction of activations to save.
+            saved_fraction: the fraction of activations to save.
             modes: PyTorch's modes.
-            place: the segment key to lower the layers for, after they have run.
+            segment_key: the segment key to lower the layers for, after they have run.
             blamed: the reason to report for the single layer, after it has run.
-            after: called after the layers have run, unless `place` or `blamed` is given.
+            on_success: called after the layers have run, unless `segment_key` or `blamed` is given.
         """
         part = self.stage.part(begin, end)
         parameters, buffers = part.parameters(), part.buffers()
-        key = (begin, end, share, modes, tuple(parameters), tuple(buffers), place, blamed, after)
-        found = self._interpreted.find(key)
+        key = (
+            begin,
+            end,
+            saved_fraction,
+            modes,
+            tuple(parameters),
+            tuple(buffers),
+            segment_key,
+            blamed,
+            on_success,
+        )
+        found = self._python_segments.find(key)
         if found is not None:
             return found
-        shared, note = self._shared, None
-        if place is not None:
-            after = functools.partial(_want, self._wanted, shared.found, place, share)
-            note = functools.partial(shared.arrived.note, place)
+        shared, record = self._shared, None
+        if segment_key is not None:
+            on_success = functools.partial(
+                _request_lowering, self._requests, shared.found, segment_key, saved_fraction
+            )
+            record = functools.partial(shared.layout_history.record, segment_key)
         elif blamed is not None:
-            after = functools.partial(_blame, self.in_python, self._report, begin, blamed)
-        found = self._interpreted[key] = PythonSegment(
-            layers=EagerLayers(part, self._named(part), modes, share, self._busy, note, after),
-            interpreted=shared.interpreted,
+            on_success = functools.partial(_report_untraceable, self.in_python, self._report, begin, blamed)
+        found = self._python_segments[key] = PythonSegment(
+            layers=PythonLayers(
+                part, self._name_of(part), modes, saved_fraction, self._lock, record, on_success
+            ),
+            python_workers=shared.python_workers,
             begin=begin,
             end=end,
             pops=part.pops,
             stashes=part.stashes,
             parameters=parameters,
             buffers=buffers,
-            provisional=place is not None,
+            single_use=segment_key is not None,
         )
         return found
 
-    def _named(self, part: Stage) -> str:
+    def _name_of(self, part: Stage) -> str:
         first, last = part.first_layer, part.first_layer + len(part.layers) - 1
         if first == last:
-            return f"{self.name}, {title(first, part.layers[0])}"
+            return f"{self.name}, {layer_title(first, part.layers[0])}"
         return f"{self.name}, layers {first} to {last}"
 
 
 @dataclass(frozen=True)
-class Search:
+class SegmentSearch:
     """The search for one stage's segments, for the mini-batches of one signature.
 
     Attributes:
         segments: the stage's segments.
         modes: PyTorch's modes.
-        shares: for each micro-batch, the fraction of activations that it saves.
+        saved_fractions: for each micro-batch, the fraction of activations that it saves.
         eager: whether all layers run in Python.
         suspects: by layer, the reason why a trace failed.
-        after: called after a forward in Python, if `eager`.
+        on_success: called after a forward in Python, if `eager`.
     """
 
     segments: Segments
-    modes: Modes
-    shares: Sequence[Share]
+    modes: TorchModes
+    saved_fractions: Sequence[SavedFraction]
     eager: bool = False
     suspects: Mapping[int, str] = field(default_factory=dict)
-    after: Callable[[], object] | None = None
+    on_success: Callable[[], object] | None = None
 
     def find(self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed) -> Segment:
         """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors."""
-        share, end = self.shares[microbatch], len(self.segments.stage.layers)
+        saved_fraction, end = self.saved_fractions[microbatch], len(self.segments.stage.layers)
         if self.eager:
-            return self.segments.run_in_python(layer, end, share, self.modes, after=self.after)
-        return self.segments.find(layer, boundary, stashed, share, self.modes, self.suspects)
+            return self.segments.run_in_python(
+                layer, end, saved_fraction, self.modes, on_success=self.on_success
+            )
+        return self.segments.find(layer, boundary, stashed, saved_fraction, self.modes, self.suspects)
 
     # A backward inside a function under torch.compile calls this, and Dynamo would trace the compiler's code.
     @uncompiled
-    def stand_in(self, origin: tuple[Stage, Place], tangents: Sequence[Tensor | None]) -> Segment:
+    def fallback(self, origin: tuple[Stage, SegmentKey], tangents: Sequence[Tensor | None]) -> Segment:
         """Returns a segment for gradients that the segment from `origin` rejects."""
-        return self.segments.stand_in(origin, tangents)
+        return self.segments.fallback(origin, tangents)
 
 
 @contextlib.contextmanager
-def _under(modes: Modes) -> Iterator[None]:
+def _with_modes(modes: TorchModes) -> Iterator[None]:
     """Sets a segment's modes for a block, except determinism and default dtype, which are process-wide."""
     with (
         torch.set_grad_enabled(modes.grad),
-        under(modes.autocast),
+        exact_autocast(modes.autocast),
         intra_op_threads(modes.num_threads),
-        choosing(modes),
+        with_operator_choices(modes),
     ):
         yield
 
 
-def _described(boundary: _extension.Boundary, popped: Stashed) -> Boundary | None:
+def _boundary_spec(boundary: _extension.Boundary, popped: Stashed) -> BoundarySpec | None:
     """Returns the specs of boundary tensors and popped skip tensors; None if they cannot be traced for."""
     form = boundary.form
     if any(
@@ -315,6 +352,6 @@ def _described(boundary: _extension.Boundary, popped: Stashed) -> Boundary | Non
         for t in (*boundary.tensors, *(skip for skip, _ in popped if skip is not None))
     ):
         return None
-    specs = (Spec.of(t, needs) for t, needs in zip(boundary.tensors, form.needs_gradient, strict=True))
-    skips = [None if skip is None else Spec.of(skip, needs) for skip, needs in popped]
-    return Boundary(tuple(specs), form.structure).with_skips(skips)
+    specs = (TensorSpec.of(t, needs) for t, needs in zip(boundary.tensors, form.needs_gradient, strict=True))
+    skips = [None if skip is None else TensorSpec.of(skip, needs) for skip, needs in popped]
+    return BoundarySpec(tuple(specs), form.structure).with_skips(skips)

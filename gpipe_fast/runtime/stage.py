@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast._extension import Arena, Form, choices_now, choose
+from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restore_operator_settings
 from gpipe_fast.layers.skip import Key, Skip
-from gpipe_fast.layers.structure import ONE_TENSOR, Structure, shared
+from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
 from gpipe_fast.trace.trace import buffers_of, parameters_of
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """The properties of a boundary tensor that a program is specialised on."""
 
     shape: tuple[int, ...]
@@ -29,11 +29,11 @@ class Spec:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, requires_grad: bool) -> Spec:
+    def of(cls, tensor: Tensor, requires_grad: bool) -> TensorSpec:
         """Describes a tensor, real or fake."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, requires_grad)
 
-    def on_meta(self) -> Tensor:
+    def meta_tensor(self) -> Tensor:
         """Returns a meta tensor of this shape, strides and dtype."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
@@ -44,14 +44,14 @@ class Spec:
 
 
 # A lock held while tracing, because a trace changes process-wide state of PyTorch.
-TURN = threading.RLock()
+TRACING_LOCK = threading.RLock()
 # In the child of a fork, the lock must not be held by a thread of the parent.
-os.register_at_fork(after_in_child=TURN._at_fork_reinit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=TRACING_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
-class Modes(NamedTuple):
+class TorchModes(NamedTuple):
     """PyTorch's thread-local and process-wide settings that a program depends on.
 
     Attributes:
@@ -77,7 +77,7 @@ class Modes(NamedTuple):
         return self.deterministic, self.default_dtype, self.choices, self.fast_attention
 
     @classmethod
-    def now(cls) -> Modes:
+    def now(cls) -> TorchModes:
         """Returns the modes of the calling thread."""
         autocast = tuple(
             (kind, torch.get_autocast_dtype(kind))
@@ -91,7 +91,7 @@ class Modes(NamedTuple):
             torch.get_num_threads(),
             deterministic,
             torch.get_default_dtype(),
-            choices_now(),
+            operator_settings(),
             torch.backends.mha.get_fastpath_enabled(),
         )
 
@@ -111,24 +111,24 @@ def intra_op_threads(number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def choosing(modes: Modes) -> Iterator[None]:
+def with_operator_choices(modes: TorchModes) -> Iterator[None]:
     """Sets the process-wide choices of operators for a block: a trace in a backward uses its forward's."""
     mha = torch.backends.mha
-    before = choices_now(), mha.get_fastpath_enabled()
+    before = operator_settings(), mha.get_fastpath_enabled()
     if before == (modes.choices, modes.fast_attention):
         yield
         return
-    choose(modes.choices)
+    restore_operator_settings(modes.choices)
     mha.set_fastpath_enabled(modes.fast_attention)
     try:
         yield
     finally:
-        choose(before[0])
+        restore_operator_settings(before[0])
         mha.set_fastpath_enabled(before[1])
 
 
 @contextlib.contextmanager
-def under(autocast: Autocast) -> Iterator[None]:
+def exact_autocast(autocast: Autocast) -> Iterator[None]:
     """Enables autocast for exactly these device types in a block, without caching casts, as pipelines do."""
     wanted = dict(autocast)
     with contextlib.ExitStack() as stack:
@@ -141,7 +141,7 @@ def under(autocast: Autocast) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Boundary:
+class BoundarySpec:
     """The specs of a stage's inputs or outputs for one micro-batch.
 
     Attributes:
@@ -150,7 +150,7 @@ class Boundary:
         skips: whether each skip connection that the stage pops or stashes carries a tensor, not None.
     """
 
-    tensors: tuple[Spec, ...]
+    tensors: tuple[TensorSpec, ...]
     structure: Structure = ONE_TENSOR
     skips: tuple[bool, ...] = ()
 
@@ -159,23 +159,23 @@ class Boundary:
         """The number of tensors that are not skip tensors."""
         return len(self.tensors) - sum(self.skips)
 
-    def with_skips(self, skips: Sequence[Spec | None]) -> Boundary:
+    def with_skips(self, skips: Sequence[TensorSpec | None]) -> BoundarySpec:
         """Returns the specs with skip tensors appended; there must be none yet."""
         tensors = (*self.tensors, *(spec for spec in skips if spec is not None))
-        return Boundary(tensors, self.structure, tuple(spec is not None for spec in skips))
+        return BoundarySpec(tensors, self.structure, tuple(spec is not None for spec in skips))
 
-    def apart(self) -> tuple[Boundary, list[Spec | None]]:
+    def split_skips(self) -> tuple[BoundarySpec, list[TensorSpec | None]]:
         """Returns the specs without skip tensors, and the specs of the skip tensors."""
-        of_skips = iter(self.tensors[self.num_plain :])
-        skips = [next(of_skips) if is_tensor else None for is_tensor in self.skips]
-        return Boundary(self.tensors[: self.num_plain], self.structure), skips
+        skip_specs = iter(self.tensors[self.num_plain :])
+        skips = [next(skip_specs) if is_tensor else None for is_tensor in self.skips]
+        return BoundarySpec(self.tensors[: self.num_plain], self.structure), skips
 
 
-def form_of(boundary: Boundary) -> Form:
+def form_of(boundary: BoundarySpec) -> BoundaryForm:
     """Returns the C++ form of boundary specs: their nesting, and which tensors need gradients."""
-    plain, skips = boundary.apart()
-    return Form(
-        shared(boundary.structure),
+    plain, skips = boundary.split_skips()
+    return BoundaryForm(
+        canonical(boundary.structure),
         [spec.requires_grad for spec in plain.tensors],
         [None if spec is None else spec.requires_grad for spec in skips],
     )
@@ -234,9 +234,9 @@ class Stage:
         layers = self.layers[begin:end]
         return Stage(layers, first, self.device, self.whole, self.skips, self.deferred, self.grad_dtype)
 
-    def narrowed(self, arriving: Boundary, part: Stage) -> Boundary:
+    def part_inputs(self, input_specs: BoundarySpec, part: Stage) -> BoundarySpec:
         """Returns the specs of the inputs of a part with the same first layer, given the stage's inputs."""
-        plain, popped = arriving.apart()
+        plain, popped = input_specs.split_skips()
         return plain.with_skips([s for i, s in zip(self.pops, popped, strict=True) if i in part.pops])
 
     def keys(self, skips: Sequence[int]) -> list[Key]:
@@ -245,13 +245,13 @@ class Stage:
 
     def parameters(self) -> list[int]:
         """Returns the layers' parameters as indices into the whole stage's, in the order of the ports."""
-        return _positions(parameters_of(self.layers), parameters_of(self.whole.layers))
+        return _indices(parameters_of(self.layers), parameters_of(self.whole.layers))
 
     def buffers(self) -> list[int]:
         """Returns the layers' buffers as indices into the whole stage's, in the order of the ports."""
-        return _positions(buffers_of(self.layers), buffers_of(self.whole.layers))
+        return _indices(buffers_of(self.layers), buffers_of(self.whole.layers))
 
 
-def _positions(tensors: Sequence[Tensor], among: Sequence[Tensor]) -> list[int]:
+def _indices(tensors: Sequence[Tensor], among: Sequence[Tensor]) -> list[int]:
     position = {id(tensor): index for index, tensor in enumerate(among)}
     return [position[id(tensor)] for tensor in tensors]

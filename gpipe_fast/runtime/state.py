@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Set
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
-from gpipe_fast.trace import reads
+from gpipe_fast.trace import python_reads
 from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.trace import buffers_of, parameters_of
 
@@ -26,8 +26,8 @@ class _Hashed:
         return self is other or (isinstance(other, _Hashed) and other._value == self._value)
 
 
-class State:
-    """The fingerprint, parameters and buffers of layers, as of the last look().
+class ModuleState:
+    """The fingerprint, parameters and buffers of layers, as of the last update().
 
     Attributes:
         layers: the layers.
@@ -44,18 +44,18 @@ class State:
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[Tensor] = []
         self._snapshot: Snapshot | None = None
-        self._known = -1  # reads.version() at the last look()
+        self._reads_version = -1  # reads.version() at the last update()
 
-    def is_behind(self) -> bool:
-        """Returns whether a trace has extended the Python state that layers read since the last look()."""
-        return self._known != reads.version()
+    def is_outdated(self) -> bool:
+        """Returns whether a trace has extended the Python state that layers read since the last update()."""
+        return self._reads_version != python_reads.version()
 
-    def look(self, layers: Collection[nn.Module]) -> bool:
+    def update(self, layers: Collection[nn.Module]) -> bool:
         """Updates everything, and returns whether the layers were changed."""
-        known = reads.version()
-        if self._snapshot is not None and self._known == known and self._snapshot.unchanged(layers):
+        version = python_reads.version()
+        if self._snapshot is not None and self._reads_version == version and self._snapshot.unchanged(layers):
             return False
-        self._known = known
+        self._reads_version = version
         self._snapshot = Snapshot()
         self.layers = list(layers)
         self.fingerprint = _Hashed(fingerprint(layers, self._in_python, self._snapshot))

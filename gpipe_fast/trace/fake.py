@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from gpipe_fast.strides import span
 
 # Operators whose fake kernels return the right layout, and whose real kernels are expensive.
-_TRUSTED = frozenset({torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
+_EXACT_FAKE_KERNELS = frozenset({torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
 
 
 class RealLayouts(FakeTensorMode):
@@ -36,35 +36,37 @@ class RealLayouts(FakeTensorMode):
         """Runs the fake kernel, and replaces results whose strides or dtype differ from the real kernel's."""
         fake = super().__torch_dispatch__(func, types, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not _is_doubtful(func) or (all(map(_is_laid_out_plainly, tensors)) and not _mixes(func, tensors)):
+        if not _may_differ_from_real(func) or (
+            all(map(_is_strictly_contiguous, tensors)) and not _is_mixed_batch_norm(func, tensors)
+        ):
             return fake
         try:
             with _disable_current_modes(), torch.no_grad():
-                real = func(*_stand_ins(args), **_stand_ins(kwargs or {}))
+                real = func(*_real_arguments(args), **_real_arguments(kwargs or {}))
         except Exception:  # zeros need not be valid arguments; then the fake results are kept
             return fake
         leaves, structure = tree_flatten(fake)
         with self:
-            return tree_unflatten(map(_laid_out, leaves, tree_leaves(real)), structure)
+            return tree_unflatten(map(_with_real_layout, leaves, tree_leaves(real)), structure)
 
 
-def _is_doubtful(func: Any) -> bool:
+def _may_differ_from_real(func: Any) -> bool:
     return (
         isinstance(func, OpOverload)
         and func.namespace == "aten"
-        and func not in _TRUSTED
+        and func not in _EXACT_FAKE_KERNELS
         and torch.Tag.nondeterministic_seeded not in func.tags
         and not func._schema.is_mutable
         and not any(r.alias_info for r in func._schema.returns)
     )
 
 
-def _mixes(func: OpOverload[Any, Any], tensors: list[Tensor]) -> bool:
+def _is_mixed_batch_norm(func: OpOverload[Any, Any], tensors: list[Tensor]) -> bool:
     """Returns whether an operator is a batch norm with input and weights of different dtypes (autocast)."""
     return "batch_norm" in func.__name__ and len({t.dtype for t in tensors if t.is_floating_point()}) > 1
 
 
-def _is_laid_out_plainly(tensor: Tensor) -> bool:
+def _is_strictly_contiguous(tensor: Tensor) -> bool:
     """Returns whether a tensor is contiguous, including the strides of its dimensions of size one.
 
     ``is_contiguous`` is true for a channels_last tensor of 1 x 1 images, which the kernels treat differently.
@@ -79,11 +81,11 @@ def _is_laid_out_plainly(tensor: Tensor) -> bool:
     return True
 
 
-def _stand_ins(arguments: Any) -> Any:
-    return tree_map_only((Tensor, torch.SymInt), _stand_in, arguments)
+def _real_arguments(arguments: Any) -> Any:
+    return tree_map_only((Tensor, torch.SymInt), _real_zeros, arguments)
 
 
-def _stand_in(value: Any) -> Any:
+def _real_zeros(value: Any) -> Any:
     """Returns real zeros for a tensor, and the hint for a symbol."""
     if not isinstance(value, Tensor):
         return hint(value)
@@ -105,7 +107,7 @@ class LayoutDependsOnSizes(RuntimeError):
     """Raised if real and fake strides differ and sizes are symbols; real strides hold for one size only."""
 
 
-def _laid_out(fake: Any, real: Any) -> Any:
+def _with_real_layout(fake: Any, real: Any) -> Any:
     both = isinstance(fake, Tensor) and isinstance(real, Tensor)
     if not both or (tuple(map(hint, fake.stride())) == real.stride() and fake.dtype == real.dtype):
         return fake

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.layers.skip import Namespace
-from gpipe_fast.trace import kinds
-from gpipe_fast.trace.kinds import Kind, kind_of
-from gpipe_fast.trace.reads import Entry, Reads, reads_of
+from gpipe_fast.trace import python_values
+from gpipe_fast.trace.python_reads import NamespaceEntry, PythonReads, reads_of
+from gpipe_fast.trace.python_values import ValueKind, value_kind
 
-OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
+MODULE_STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
 # Bytes of the largest array that is compared before every call.
-LARGEST_ARRAY = 1 << 16
+MAX_ARRAY_BYTES = 1 << 16
 # Maximum number of items in containers and objects that are compared before every call, per layer.
-MOST_ITEMS = 20_000
+MAX_ITEMS = 20_000
 _MISSING = ("missing",)
 
 
@@ -43,38 +43,38 @@ class _Identity:
         return id(self.value)
 
 
-class _Unrecorded:
+class _NullSnapshot:
     """A snapshot that records nothing."""
 
     def ignore(self, *arguments: object) -> None:
         """Does nothing."""
 
-    set_roots = add_attributes = add_container = add_items = add_cell = ignore
-    add_class = add_tensor = add_buffer = add_slot = ignore
+    set_roots = add_attributes = add_container = add_dict_items = add_cell = ignore
+    add_class = add_tensor = add_array = add_slot = ignore
 
 
-class _Walk:
+class _FingerprintWalk:
     """The walk that computes one fingerprint.
 
     Tensors, and namespaces of skip connections, are numbered by first appearance: a fingerprint says which
     tensors are tied and which layers share a namespace, not which objects they are.
     """
 
-    def __init__(self, reads: Iterable[Reads | None], snapshot: Snapshot | None) -> None:
+    def __init__(self, reads: Iterable[PythonReads | None], snapshot: Snapshot | None) -> None:
         known = [r for r in reads if r is not None]
-        self.snapshot: Any = _Unrecorded() if snapshot is None else snapshot
-        self.entries: dict[tuple[int, Any], Entry] = {}
+        self.snapshot: Any = _NullSnapshot() if snapshot is None else snapshot
+        self.entries: dict[tuple[int, Any], NamespaceEntry] = {}
         for read in known:
             self.entries |= read.entries
         # None: no layer was traced yet, so the attributes that forward reads are unknown.
         self.names = frozenset[str]().union(*(r.attributes for r in known)) if known else None
         self.any_attribute = any(r.any_attribute for r in known)
-        self.numbers: dict[int, int] = {}  # of modules, objects and functions, by id
+        self.object_numbers: dict[int, int] = {}  # of modules, objects and functions, by id
         self.tensors: dict[int, int] = {}
         self.namespaces: dict[Namespace, int] = {}
         self.classes: dict[type, Hashable] = {}
-        self.inside: set[int] = set()  # ids of the containers around the current value
-        self.held: list[object] = []  # keeps numbered objects alive, so that their ids are not reused
+        self.enclosing: set[int] = set()  # ids of the containers around the current value
+        self.keep_alive: list[object] = []  # keeps numbered objects alive, so that their ids are not reused
         self.attributes = True  # whether attributes of modules are part of the fingerprint
         self.num_items = 0
         self.problem: str | None = None
@@ -98,26 +98,26 @@ class _Walk:
         )
 
     def attribute(self, value: Any, label: str = "") -> Hashable:
-        kind = kind_of(value)
-        if kind is Kind.PLAIN:
+        kind = value_kind(value)
+        if kind is ValueKind.IMMUTABLE:
             # 1, 1.0 and True are equal but trace differently.
             return (type(value), value)
-        if kind is Kind.MODULE:
+        if kind is ValueKind.MODULE:
             return self.module(value)
-        if kind is Kind.TUPLE or kind is Kind.CONTAINER:
+        if kind is ValueKind.TUPLE or kind is ValueKind.CONTAINER:
             return self._container(value, kind, label)
-        if kind is Kind.OBJECT:
+        if kind is ValueKind.OBJECT:
             return self._object(value)
-        if kind is Kind.FUNCTION:
+        if kind is ValueKind.FUNCTION:
             return self._function(value)
-        if kind is Kind.PARTS:
-            return (type(value), *map(self.attribute, kinds.parts_of(value)))
-        if kind is Kind.CLASS:
+        if kind is ValueKind.REFERENCES:
+            return (type(value), *map(self.attribute, python_values.references_of(value)))
+        if kind is ValueKind.CLASS:
             self._class(value)
-        elif kind is Kind.ARRAY:
+        elif kind is ValueKind.ARRAY:
             return self._array(value, label)
-        elif kind is Kind.UNGUARDABLE and (self.names is None or label in self.names or " " in label):
-            self.problem = self.problem or state_is_hidden(label, value)
+        elif kind is ValueKind.UNGUARDABLE and (self.names is None or label in self.names or " " in label):
+            self.problem = self.problem or hidden_state_message(label, value)
         return _Identity(value)
 
     def module(self, module: nn.Module | None) -> Hashable:
@@ -136,22 +136,26 @@ class _Walk:
             if isinstance(state[name], dict):  # not so in a TorchScript module
                 self.snapshot.add_container(state[name])
         if not self.attributes:
-            self.snapshot.add_items(state, ["training", "momentum"], False)
+            self.snapshot.add_dict_items(state, ["training", "momentum"], False)
         return (
             type(module),
             module.training,
             tuple((k, self.tensor(v)) for k, v in module._parameters.items()),
             tuple((k, self.tensor(v)) for k, v in module._buffers.items()),
-            tuple((k, v) for k in state if k not in OWN and (v := self._of_module(k, state[k])) is not None),
+            tuple(
+                (k, v)
+                for k in state
+                if k not in MODULE_STATE and (v := self._module_attribute(k, state[k])) is not None
+            ),
             tuple((k, self.module(v)) for k, v in module._modules.items()),
         )
 
-    def entry(self, entry: Entry) -> Hashable:
+    def entry(self, entry: NamespaceEntry) -> Hashable:
         """Returns the key and the value of a namespace item, such as a global variable."""
         value = entry.namespace.get(entry.key, _MISSING)
         return (str(entry.key), _MISSING if value is _MISSING else self.attribute(value, entry.label))
 
-    def _of_module(self, key: str, value: Any) -> Hashable:
+    def _module_attribute(self, key: str, value: Any) -> Hashable:
         # A plan depends on the momentum of deferred batch norms.
         if not self.attributes and not key.endswith("_hooks") and key != "momentum":
             return None
@@ -162,20 +166,20 @@ class _Walk:
 
     def _number(self, value: object) -> tuple[int, bool]:
         """Returns an object's number, and whether this is its first appearance."""
-        number = self.numbers.get(id(value))
+        number = self.object_numbers.get(id(value))
         if number is not None:
             return number, False
-        self.held.append(value)
-        self.numbers[id(value)] = len(self.numbers)
-        return len(self.numbers) - 1, True
+        self.keep_alive.append(value)
+        self.object_numbers[id(value)] = len(self.object_numbers)
+        return len(self.object_numbers) - 1, True
 
-    def _container(self, value: Any, kind: Kind, label: str) -> Hashable:
-        if id(value) in self.inside:
+    def _container(self, value: Any, kind: ValueKind, label: str) -> Hashable:
+        if id(value) in self.enclosing:
             return ("recursive",)
-        self.inside.add(id(value))
-        if kind is Kind.CONTAINER:
+        self.enclosing.add(id(value))
+        if kind is ValueKind.CONTAINER:
             self.snapshot.add_container(value)
-        items = kinds.items_of(value)
+        items = python_values.container_items(value)
         self.num_items += len(items)
         found: Hashable
         if isinstance(value, dict):
@@ -184,7 +188,7 @@ class _Walk:
             found = (type(value), frozenset(map(self.attribute, items)))
         else:
             found = (type(value), *(self.attribute(item, label) for item in items))
-        self.inside.discard(id(value))
+        self.enclosing.discard(id(value))
         return found
 
     def _object(self, value: Any) -> Hashable:
@@ -197,25 +201,25 @@ class _Walk:
         if self.names is None and not dataclasses.is_dataclass(value):
             return (cls, number)  # its reads are unknown before the first trace
         self._class(cls)
-        every = self.names is None or self.any_attribute or kinds.computes_attributes(cls)
-        state = kinds.attributes_of(value)
+        read_all = self.names is None or self.any_attribute or python_values.has_dynamic_attributes(cls)
+        state = python_values.attributes_of(value)
         found: list[Hashable] = []
         if state is not None:
-            self.snapshot.add_attributes(value, every)
-            keys = [k for k in state if every or k in self.names]  # type: ignore[operator]
-            if not every:
+            self.snapshot.add_attributes(value, read_all)
+            keys = [k for k in state if read_all or k in self.names]  # type: ignore[operator]
+            if not read_all:
                 inherited = [k for k in self.names or () if k not in state and hasattr(cls, k)]
-                self.snapshot.add_items(state, [*keys, *inherited], False)
+                self.snapshot.add_dict_items(state, [*keys, *inherited], False)
             self.num_items += len(keys)
             found += [(k, self.attribute(state[k], k)) for k in keys]
-        for slot in kinds.slots_of(value):
-            if every or slot.name in self.names:  # type: ignore[operator]
+        for slot in python_values.slots_of(value):
+            if read_all or slot.name in self.names:  # type: ignore[operator]
                 self.snapshot.add_slot(value, slot.name)
                 found.append((slot.name, self.attribute(slot.value, slot.name)))
         return (cls, number, *found)
 
     def _function(self, function: Any) -> Hashable:
-        if kinds.is_fixed(function.__module__):
+        if python_values.is_assumed_constant(function.__module__):
             return _Identity(function)
         number, is_new = self._number(function)
         if not is_new:
@@ -235,15 +239,16 @@ class _Walk:
     def _class(self, cls: type) -> None:
         """Adds the attributes of a class and its bases, once per class."""
         for base in cls.__mro__:
-            if base in self.classes or not kinds.is_heap_type(base):
+            if base in self.classes or not python_values.is_heap_type(base):
                 continue
             self.classes[base] = None
             self.snapshot.add_class(base)
-            fixed = kinds.is_fixed(base.__module__)
+            fixed = python_values.is_assumed_constant(base.__module__)
             found = [
                 (name, _Identity(value) if fixed else self.attribute(value, name))
                 for name, value in list(vars(base).items())
-                if kind_of(value) in (Kind.FUNCTION, Kind.PARTS) or (not fixed and self._is_read(name))
+                if value_kind(value) in (ValueKind.FUNCTION, ValueKind.REFERENCES)
+                or (not fixed and self._is_read(name))
             ]
             self.classes[base] = tuple(found)
 
@@ -252,14 +257,14 @@ class _Walk:
 
     def _array(self, value: Any, label: str) -> Hashable:
         view = memoryview(value)
-        if view.nbytes > LARGEST_ARRAY:
+        if view.nbytes > MAX_ARRAY_BYTES:
             if self.names is None or label in self.names or " " in label:
                 self.problem = self.problem or (
                     f"it reads {label}, an array of {view.nbytes:,} bytes, too large to be compared before "
                     "every call; store it in a buffer of the module instead"
                 )
             return _Identity(value)
-        self.snapshot.add_buffer(value)
+        self.snapshot.add_array(value)
         return (type(value), view.format, view.shape, view.tobytes())
 
 
@@ -284,39 +289,39 @@ def fingerprint(
     if snapshot is not None:
         snapshot.set_roots(layers)
     traced = [layer for index, layer in enumerate(layers) if index not in in_python]
-    walk = _Walk(map(reads_of, traced), snapshot)
+    walk = _FingerprintWalk(map(reads_of, traced), snapshot)
     found: list[Hashable] = []
     for index, layer in enumerate(layers):
         walk.attributes = index not in in_python
         found.append(walk.module(layer))
-    _record(walk)
+    _record_entries(walk)
     entries = tuple(walk.entry(entry) for entry in walk.entries.values())
     return (tuple(found), entries, tuple(walk.classes.items()))
 
 
-def _record(walk: _Walk) -> None:
-    by_namespace: dict[int, list[Entry]] = {}
+def _record_entries(walk: _FingerprintWalk) -> None:
+    by_namespace: dict[int, list[NamespaceEntry]] = {}
     for entry in walk.entries.values():
         by_namespace.setdefault(id(entry.namespace), []).append(entry)
     for entries in by_namespace.values():
-        walk.snapshot.add_items(entries[0].namespace, [entry.key for entry in entries], False)
+        walk.snapshot.add_dict_items(entries[0].namespace, [entry.key for entry in entries], False)
 
 
-def state_is_hidden(label: str, value: object) -> str:
+def hidden_state_message(label: str, value: object) -> str:
     """Returns the message for a value that cannot be guarded, since it can neither be copied nor compared."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return f"it reads {label} ({kind}), whose state cannot be compared"
 
 
-def unguardable(layer: nn.Module) -> str | None:
+def unguardable_reason(layer: nn.Module) -> str | None:
     """Returns why the state that a layer reads cannot be guarded; None if it can."""
-    walk = _Walk([reads_of(layer)], None)
+    walk = _FingerprintWalk([reads_of(layer)], None)
     walk.module(layer)
     for entry in walk.entries.values():
         walk.entry(entry)
-    if walk.problem is None and walk.num_items > MOST_ITEMS:
+    if walk.problem is None and walk.num_items > MAX_ITEMS:
         return (
-            f"it reads Python state of {walk.num_items:,} items, more than the {MOST_ITEMS:,} that can be "
+            f"it reads Python state of {walk.num_items:,} items, more than the {MAX_ITEMS:,} that can be "
             "compared before every call"
         )
     return walk.problem

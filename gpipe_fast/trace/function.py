@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from gpipe_fast._extension import Observer
 from gpipe_fast.layers.batchnorm import deferring
-from gpipe_fast.layers.skip import Key, carrying, take
-from gpipe_fast.layers.structure import ONE_TENSOR, Structure, call, flatten
+from gpipe_fast.layers.skip import Key, skip_scope, take_stashed
+from gpipe_fast.layers.structure import ONE_TENSOR, Structure, call_unpacked, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
-from gpipe_fast.trace import aot
-from gpipe_fast.trace.arrival import Arrivals, finish
-from gpipe_fast.trace.observe import Observation
+from gpipe_fast.trace import torch_private
+from gpipe_fast.trace.gradient_layouts import GradientLayouts, clone_outputs
+from gpipe_fast.trace.trace_observer import TraceObserver
 
 
 @dataclass(frozen=True)
-class Setting:
+class TraceContext:
     """The context of a stage's layers: skip connections into and out of the stage, batch norm mode, device.
 
     Attributes:
@@ -40,19 +40,19 @@ class Setting:
     device: torch.device | None = None
 
 
-class Refused(Exception):
+class UntraceableError(Exception):
     """Raised where layers cannot be traced; the message says why."""
 
 
-class NotPassedOn(Refused):
+class InvalidStageOutput(UntraceableError):
     """Raised where a stage returns a value that is not made of tensors and constants."""
 
 
-class ChangesInput(Exception):
+class InputMutated(Exception):
     """Raised where a layer changes an input in place."""
 
 
-class _Mode(KeyedRandomMode):
+class _TracingMode(KeyedRandomMode):
     """Draws by key, and pauses the observer inside operators, where a trace spends most of its time."""
 
     def __init__(self, key: Tensor, observer: Observer) -> None:
@@ -71,77 +71,79 @@ class LayersFunction(nn.Module):
     """The layers as one function of (key, inputs), whose results do not alias each other or an input.
 
     Attributes:
-        returns: the nesting of the last layer's outputs; set by `forward`.
+        output_structure: the nesting of the last layer's outputs; set by `forward`.
         stashed: for each stashed skip connection, whether it is a tensor; set by `forward`.
-        unfused: indices of layers whose attention with dropout runs without a fused kernel on a GPU; set by
-            `forward`.
-        observation: observes the layers' Python code.
+        unfused_layers: indices of layers whose attention with dropout runs without a fused kernel on a GPU;
+            set by `forward`.
+        trace_observer: observes the layers' Python code.
         copy_inputs: whether the inputs are copied, because layers change them in place.
     """
 
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        takes: Structure,
-        arrivals: Arrivals,
-        setting: Setting,
-        observation: Observation,
+        input_structure: Structure,
+        gradient_layouts: GradientLayouts,
+        trace_context: TraceContext,
+        trace_observer: TraceObserver,
         copy_inputs: bool = False,
     ) -> None:
         super().__init__()
-        self.observation = observation
-        self.takes = takes
-        self.returns = ONE_TENSOR
-        self.setting = setting
+        self.trace_observer = trace_observer
+        self.input_structure = input_structure
+        self.output_structure = ONE_TENSOR
+        self.trace_context = trace_context
         self.stashed: tuple[bool, ...] = ()
-        self.unfused: tuple[int, ...] = ()
+        self.unfused_layers: tuple[int, ...] = ()
         self.copy_inputs = copy_inputs
         self.layers = nn.ModuleList(layers)
-        self.arrivals = arrivals
+        self.gradient_layouts = gradient_layouts
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the layers; returns the last layer's outputs, followed by the stashed skip tensors."""
-        arrived = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
-        setting = self.setting
-        num_plain = len(arrived) - sum(setting.popped)
-        of_skips = iter(arrived[num_plain:])
-        popped = [next(of_skips) if is_tensor else None for is_tensor in setting.popped]
+        received = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
+        trace_context = self.trace_context
+        num_plain = len(received) - sum(trace_context.popped)
+        skip_tensors = iter(received[num_plain:])
+        popped = [next(skip_tensors) if is_tensor else None for is_tensor in trace_context.popped]
         with (
-            carrying(dict(zip(setting.pops, popped, strict=True))) as carried,
-            deferring(setting.deferred),
-            self.observation.watching() as observer,
+            skip_scope(dict(zip(trace_context.pops, popped, strict=True))) as carried,
+            deferring(trace_context.deferred),
+            self.trace_observer.observing() as observer,
         ):
-            self.unfused = ()
-            value = self._run(key, observer, self.takes.build(arrived[:num_plain]))
-            stashed = take(carried, setting.stashes)
-        self.observation.layer = None
+            self.unfused_layers = ()
+            value = self._run(key, observer, self.input_structure.build(received[:num_plain]))
+            stashed = take_stashed(carried, trace_context.stashes)
+        self.trace_observer.layer = None
         try:
-            outputs, self.returns = flatten(value, once=True)
+            outputs, self.output_structure = flatten(value, deduplicate=True)
         except TypeError as error:
-            raise NotPassedOn(f"the stage returns a value that cannot be passed on: {error}") from None
+            raise InvalidStageOutput(f"the stage returns a value that cannot be passed on: {error}") from None
         self.stashed = tuple(tensor is not None for tensor in stashed)
-        return finish([*outputs, *(tensor for tensor in stashed if tensor is not None)], self.arrivals)
+        return clone_outputs(
+            [*outputs, *(tensor for tensor in stashed if tensor is not None)], self.gradient_layouts
+        )
 
     def _run(self, key: Tensor, observer: Observer, value: Any) -> Any:
         for index, layer in enumerate(self.layers):
-            self.observation.layer = index
-            mode = _Mode(key, observer)
+            self.trace_observer.layer = index
+            mode = _TracingMode(key, observer)
             mode.enter_layer(index)
-            held = _tensors(layer)
-            with mode, aot.annotate({"layer": index}):
-                value = call(layer, value)
-            self.observation.leave_layer()
+            tensors_before = _named_tensors(layer)
+            with mode, torch_private.annotate({"layer": index}):
+                value = call_unpacked(layer, value)
+            self.trace_observer.leave_layer()
             if mode.unfused_attention:
-                self.unfused = (*self.unfused, index)
-            for name, tensor in _tensors(layer).items():
-                if held.get(name) is not tensor:
-                    raise Refused(
+                self.unfused_layers = (*self.unfused_layers, index)
+            for name, tensor in _named_tensors(layer).items():
+                if tensors_before.get(name) is not tensor:
+                    raise UntraceableError(
                         f"its forward replaces the buffer or parameter {name.lstrip('.')}, a side effect"
                     )
         return value
 
 
-def _tensors(layer: nn.Module) -> dict[str, Tensor | None]:
+def _named_tensors(layer: nn.Module) -> dict[str, Tensor | None]:
     return {
         f"{prefix}.{key}": tensor
         for prefix, module in layer.named_modules()

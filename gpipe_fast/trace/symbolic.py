@@ -22,32 +22,32 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from gpipe_fast.strides import span
-from gpipe_fast.trace.aot import Symbols, graph_module
-from gpipe_fast.trace.arrival import Arrivals
-from gpipe_fast.trace.trace import Joint, Node, Role
+from gpipe_fast.trace.gradient_layouts import GradientLayouts
+from gpipe_fast.trace.torch_private import Symbols, graph_module
+from gpipe_fast.trace.trace import GraphRole, JointGraph, PortNode
 
 _Symbolic = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
-class _DoesNotFit(Exception):
+class _CannotInstantiate(Exception):
     pass
 
 
 @dataclass(frozen=True)
-class Sample:
+class TraceSample:
     """A trace with fixed sizes, and its signature.
 
     Attributes:
         shapes: the shape of each input.
         strides: the strides of each input.
-        arrivals: the layouts of the gradients.
+        gradient_layouts: the layouts of the gradients.
         joint: the graph.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
-    arrivals: Arrivals
-    joint: Joint
+    gradient_layouts: GradientLayouts
+    joint: JointGraph
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,21 @@ class Template:
         symbols: the symbols of the inputs' sizes, and the guards on them.
     """
 
-    joint: Joint
+    joint: JointGraph
     symbols: Symbols
 
-    def write_out(
-        self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], arrivals: Arrivals
-    ) -> Joint | None:
+    def instantiate(
+        self,
+        shapes: Sequence[Sequence[int]],
+        strides: Sequence[Sequence[int]],
+        gradient_layouts: GradientLayouts,
+    ) -> JointGraph | None:
         """Instantiates the template for inputs of given shapes and strides.
 
         Args:
             shapes: the shape of each input.
             strides: the strides of each input.
-            arrivals: the layouts of the gradients; as in the template's trace, at these sizes.
+            gradient_layouts: the layouts of the gradients; as in the template's trace, at these sizes.
 
         Returns:
             The graph; None if the template does not hold for these inputs.
@@ -79,19 +82,19 @@ class Template:
         if values is None:
             return None
         try:
-            joint = _Writer(values).write(self.joint)
-        except _DoesNotFit:
+            joint = _Instantiation(values).write(self.joint)
+        except _CannotInstantiate:
             return None
-        inputs, tangents = joint.of(Role.INPUT), joint.of(Role.TANGENT)
+        inputs, tangents = joint.of(GraphRole.INPUT), joint.of(GraphRole.TANGENT)
         if any(node.meta["val"].stride() != tuple(strides[i]) for i, node in inputs.items()):
             return None
-        for index, wanted in arrivals:
+        for index, wanted in gradient_layouts:
             if wanted is not None and tangents[index].meta["val"].stride() != tuple(wanted):
                 return None
         return joint
 
 
-class _Writer:
+class _Instantiation:
     """Copies a graph with numbers in place of its symbols."""
 
     def __init__(self, values: dict[sympy.Symbol, int]) -> None:
@@ -99,7 +102,7 @@ class _Writer:
         self._known: dict[Any, int] = {}
         self._mode = FakeTensorMode()
 
-    def write(self, joint: Joint) -> Joint:
+    def write(self, joint: JointGraph) -> JointGraph:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         numbers: dict[fx.Node, Any] = {}
@@ -113,37 +116,39 @@ class _Writer:
                 numbers[node] = self._number(value)
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
-            copy = graph.create_node(node.op, node.target, self._plain(args), self._plain(kwargs), node.name)
+            copy = graph.create_node(
+                node.op, node.target, self._substitute(args), self._substitute(kwargs), node.name
+            )
             copy.meta = {**node.meta, "val": self._concrete(value)} if "val" in node.meta else dict(node.meta)
             copies[node] = copy
         module = graph_module(joint.module, graph)
         return replace(
             joint,
             module=module,
-            inputs=tuple(Node(port, copies[node]) for port, node in joint.inputs),
-            outputs=tuple(Node(port, copies[node]) for port, node in joint.outputs),
+            inputs=tuple(PortNode(port, copies[node]) for port, node in joint.inputs),
+            outputs=tuple(PortNode(port, copies[node]) for port, node in joint.outputs),
         )
 
-    def _plain(self, argument: Any) -> Any:
+    def _substitute(self, argument: Any) -> Any:
         """Returns an argument with numbers in place of its symbols."""
         if isinstance(argument, _Symbolic):
             return self._number(argument)
         if isinstance(argument, (list, tuple)):
-            return type(argument)(map(self._plain, argument))
+            return type(argument)(map(self._substitute, argument))
         if isinstance(argument, dict):
-            return {k: self._plain(v) for k, v in argument.items()}
+            return {k: self._substitute(v) for k, v in argument.items()}
         return argument
 
     def _number(self, value: Any) -> Any:
         if not isinstance(value, _Symbolic):
             return value
         if isinstance(value, torch.SymFloat):
-            raise _DoesNotFit  # SymPy's exact arithmetic rounds differently from Python's
+            raise _CannotInstantiate  # SymPy's exact arithmetic rounds differently from Python's
         expression = value.node.expr
         if expression not in self._known:
             number = expression.xreplace(self._values)
             if number.free_symbols:
-                raise _DoesNotFit
+                raise _CannotInstantiate
             self._known[expression] = bool(number) if isinstance(value, torch.SymBool) else int(number)
         return self._known[expression]
 
@@ -161,33 +166,33 @@ class _Writer:
         return self._mode.fake_tensor_converter.from_meta_and_device(self._mode, meta, value.device)
 
 
-def equal(a: Joint, b: Joint) -> bool:
+def equal(a: JointGraph, b: JointGraph) -> bool:
     """Returns whether two graphs are the same: operators, arguments, shapes and ports."""
     if len(a.module.graph.nodes) != len(b.module.graph.nodes):
         return False
     same: dict[fx.Node, fx.Node] = {}
     for node, other in zip(a.module.graph.nodes, b.module.graph.nodes, strict=True):
-        if (node.op, _what(a, node)) != (other.op, _what(b, other)):
+        if (node.op, _target(a, node)) != (other.op, _target(b, other)):
             return False
         mapped = fx.map_arg((node.args, node.kwargs), lambda argument: same[argument])
         if not _same_arguments(mapped, (other.args, other.kwargs)):
             return False
-        if _described(node.meta.get("val")) != _described(other.meta.get("val")):
+        if _metadata(node.meta.get("val")) != _metadata(other.meta.get("val")):
             return False
         same[node] = other
 
-    def ports(joint: Joint, of: dict[fx.Node, fx.Node] | None) -> list[tuple[Any, fx.Node]]:
+    def ports(joint: JointGraph, of: dict[fx.Node, fx.Node] | None) -> list[tuple[Any, fx.Node]]:
         return [(n.port, n.node if of is None else of[n.node]) for n in (*joint.inputs, *joint.outputs)]
 
     return ports(a, same) == ports(b, None) and (a.structure, a.stashed) == (b.structure, b.stashed)
 
 
-def _what(joint: Joint, node: fx.Node) -> Any:
+def _target(joint: JointGraph, node: fx.Node) -> Any:
     """Returns the operator that a node calls, or the shape and dtype of the constant that it refers to."""
     if node.op != "get_attr":
         return node.target if node.op == "call_function" else None
-    held = getattr(joint.module, str(node.target))
-    return (tuple(held.shape), held.dtype) if isinstance(held, Tensor) else None
+    constant = getattr(joint.module, str(node.target))
+    return (tuple(constant.shape), constant.dtype) if isinstance(constant, Tensor) else None
 
 
 def _same_arguments(a: Any, b: Any) -> bool:
@@ -198,9 +203,9 @@ def _same_arguments(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and repr(a) == repr(b))
 
 
-def _described(value: Any) -> Any:
+def _metadata(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
+        return tuple(map(_metadata, value))
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
     return value

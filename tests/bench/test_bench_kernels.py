@@ -13,10 +13,10 @@ from torch import Tensor
 
 import bench.__main__
 from bench import accuracy, gpu, kernels, liger, measure, traffic, tune
-from bench.case import DTYPES, Case, Judge, Shape, Tuning
+from bench.case import DTYPES, AccuracyCheck, KernelCase, ShapeClass, Tuning
 from bench.families import all_cases, all_tunings
 from gpipe_fast.kernels import launch as launching
-from gpipe_fast.kernels.launch import TUNED, Config, forced, tuned
+from gpipe_fast.kernels.launch import TUNED, Config, override_config, tuned
 from gpipe_fast.kernels.variants import all_variants
 
 pytestmark = pytest.mark.extended
@@ -30,7 +30,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def doubling_case(rows: int = 4) -> Case:
+def doubling_case(rows: int = 4) -> KernelCase:
     """Returns a case without a kernel: 2 x, with the gradient 2 g."""
 
     def inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -39,7 +39,7 @@ def doubling_case(rows: int = 4) -> Case:
     def ours(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return 2 * x, 2 * g
 
-    return Case("doubled", inputs, (0,), lambda x: x + x, ours, ours)
+    return KernelCase("doubled", inputs, (0,), lambda x: x + x, ours, ours)
 
 
 # Registrations
@@ -58,12 +58,12 @@ def test_a_fused_case_is_as_accurate_as_pytorch(name: str, dtype: str) -> None:
     case = all_cases()[name]
     inputs = case.inputs(1 << 14, DTYPES[dtype], "cpu")
     gradients = case.gradients(inputs)
-    judge = Judge.of(case, inputs, gradients)
-    assert judge.excess(gpu.ours(case, inputs, gradients).run()) <= 1
+    accuracy_check = AccuracyCheck.of(case, inputs, gradients)
+    assert accuracy_check.error_ratio(gpu.ours(case, inputs, gradients).run()) <= 1
     assert traffic.fused_bytes(case, 1 << 14, DTYPES[dtype]) > 0
     if case.exact is None:
         compiled = kernels.candidates(case, inputs, gradients, backend="aot_eager")[kernels.INDUCTOR]
-        assert kernels.judged(compiled, judge, peer=True) <= 1
+        assert kernels.measure_error(compiled, accuracy_check, peer=True) <= 1
 
 
 @every_case
@@ -89,7 +89,7 @@ def test_launchers_request_the_tuned_shape_classes(kernel: str, monkeypatch: pyt
     tuning = all_tunings()[kernel]
     for name, shape in tuning.shapes.items():
         requests = RecordedRequests()
-        monkeypatch.setattr(launching, "_forced", requests)
+        monkeypatch.setattr(launching, "_overrides", requests)
         inputs = shape.inputs(torch.float32, "meta")
         with traffic.Traffic().counting_launches():
             tuning.case.launched(*inputs, *tuning.case.gradients(inputs))
@@ -112,12 +112,12 @@ def test_every_tuned_configuration_is_still_a_candidate() -> None:
 # Tables
 
 
-def measurement(**changed: object) -> kernels.Measured:
+def measurement(**changed: object) -> kernels.Measurement:
     case = all_cases()["bias_activation gelu"]
-    excess = {kernels.OURS: 0.5, kernels.EAGER: 0.0, kernels.INDUCTOR: 0.7, kernels.LIGER: 9.0}
+    error_ratio = {kernels.OURS: 0.5, kernels.EAGER: 0.0, kernels.INDUCTOR: 0.7, kernels.LIGER: 9.0}
     times = {kernels.OURS: 100.0, kernels.EAGER: 250.0, kernels.INDUCTOR: 150.0, kernels.LIGER: 50.0}
     samples = {name: [time] * 5 for name, time in {**times, kernels.COPY: 90.0}.items()}
-    return replace(kernels.Measured(case, "fp32", 16, excess, samples), **changed)
+    return replace(kernels.Measurement(case, "fp32", 16, error_ratio, samples), **changed)
 
 
 def test_a_row_reports_times_bandwidth_and_ratios() -> None:
@@ -135,7 +135,7 @@ def test_a_row_reports_times_bandwidth_and_ratios() -> None:
 
 @pytest.mark.parametrize("off", [1.01, float("inf"), float("nan")])
 def test_a_wrong_kernel_gets_no_times(off: float) -> None:
-    row = measurement(excess={kernels.OURS: off}).row()
+    row = measurement(error_ratio={kernels.OURS: off}).row()
     assert row[:3] == ["bias_activation gelu", "fp32", 16]
     assert set(row[3:-1]) == {"-"}
     assert str(row[-1]).startswith("WRONG")
@@ -148,7 +148,7 @@ def test_measurements_are_kept_if_the_run_is_interrupted(
 ) -> None:
     left = iter(range(3))
 
-    def attempt(case: Case, dtype: str, millions: int) -> kernels.Measured:
+    def measure_or_report_oom(case: KernelCase, dtype: str, millions: int) -> kernels.Measurement:
         if next(left, None) is None:
             raise KeyboardInterrupt
         return measurement(case=case, dtype=dtype, millions=millions)
@@ -156,7 +156,7 @@ def test_measurements_are_kept_if_the_run_is_interrupted(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(measure, "machine", lambda: "A machine")
-    monkeypatch.setattr(kernels, "attempt", attempt)
+    monkeypatch.setattr(kernels, "measure_or_report_oom", measure_or_report_oom)
     with pytest.raises(KeyboardInterrupt):
         kernels.main(["rms_norm"])
     lines = (tmp_path / "kernels_rms_norm.md").read_text().splitlines()
@@ -185,7 +185,7 @@ def test_a_right_kernel_is_timed_with_its_peers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(liger, "available", lambda: True)
     arguments = {"device": "cpu", "backend": "aot_eager", "sample": one_microsecond_each}
     found = kernels.measure(case, "bf16", 1, **arguments)
-    assert found.excess[kernels.OURS] <= 1
+    assert found.error_ratio[kernels.OURS] <= 1
     assert set(found.times) == {kernels.OURS, *kernels.PEERS, kernels.COPY}
     assert [str(cell)[:5] for cell in found.row()[5:9]] == ["100%", "1.000", "1.000", "1.000"]
     wrong = replace(case, ours=lambda z, bias, g: case.ours(z, bias * 1.1, g))
@@ -202,8 +202,8 @@ def test_wrong_results_are_detected() -> None:
     case = doubling_case()
     inputs = case.inputs(64, torch.float32, "cpu")
     gradients = case.gradients(inputs)
-    judge = Judge.of(case, inputs, gradients)
-    assert judge.excess(case.fused(inputs, gradients)) == 0
+    accuracy_check = AccuracyCheck.of(case, inputs, gradients)
+    assert accuracy_check.error_ratio(case.fused(inputs, gradients)) == 0
     for wrong in (
         lambda x, g: (2 * x, 2 * g * (1 + 1e-6)),
         lambda x, g: (2 * x,),
@@ -211,31 +211,31 @@ def test_wrong_results_are_detected() -> None:
         lambda x, g: (2 * x, 2 * g.half()),
         lambda x, g: (2 * x, torch.full_like(g, float("nan"))),
     ):
-        assert judge.excess(replace(case, ours=wrong).fused(inputs, gradients)) > 1
+        assert accuracy_check.error_ratio(replace(case, ours=wrong).fused(inputs, gradients)) > 1
 
 
 def test_in_place_candidates_start_from_fresh_inputs() -> None:
     case = replace(doubling_case(), ours=lambda x, g: (x.mul_(2), g.mul_(2)), overwritten=(0, 1))
     inputs = case.inputs(64, torch.float32, "cpu")
     gradients = case.gradients(inputs)
-    judge, candidate = Judge.of(case, inputs, gradients), gpu.ours(case, inputs, gradients)
+    accuracy_check, candidate = AccuracyCheck.of(case, inputs, gradients), gpu.ours(case, inputs, gradients)
     for _ in range(2):
-        assert kernels.judged(candidate, judge, peer=False) == 0
-    assert judge.excess(candidate.run()) > 1
-    assert torch.equal(case.unfused(inputs, gradients)[0], judge.eager[0])
+        assert kernels.measure_error(candidate, accuracy_check, peer=False) == 0
+    assert accuracy_check.error_ratio(candidate.run()) > 1
+    assert torch.equal(case.unfused(inputs, gradients)[0], accuracy_check.eager[0])
 
 
 def test_errors_are_fractions_of_the_allowed_error() -> None:
-    truth = [torch.tensor([1.0, 2.0], dtype=torch.float64)]
-    exact, off = [truth[0].float()], [torch.tensor([1.0, 2.5])]
-    assert accuracy.excess(exact, exact, truth) == [0.0]
-    assert accuracy.excess(off, off, truth) == [0.5]
-    assert accuracy.excess([truth[0].float() + 2.0], off, truth) == [2.0]
+    exact_results = [torch.tensor([1.0, 2.0], dtype=torch.float64)]
+    exact, off = [exact_results[0].float()], [torch.tensor([1.0, 2.5])]
+    assert accuracy.error_ratio(exact, exact, exact_results) == [0.0]
+    assert accuracy.error_ratio(off, off, exact_results) == [0.5]
+    assert accuracy.error_ratio([exact_results[0].float() + 2.0], off, exact_results) == [2.0]
     zeros = [torch.zeros(2, dtype=torch.float64)]
-    assert accuracy.excess([torch.ones(2)], [torch.zeros(2)], zeros) == [float("inf")]
-    accuracy.check(off, off, truth)
+    assert accuracy.error_ratio([torch.ones(2)], [torch.zeros(2)], zeros) == [float("inf")]
+    accuracy.check(off, off, exact_results)
     with pytest.raises(AssertionError, match="2"):
-        accuracy.check([truth[0].float() + 2.0], off, truth)
+        accuracy.check([exact_results[0].float() + 2.0], off, exact_results)
 
 
 @without_gpu
@@ -282,7 +282,7 @@ def fake_tuning(takes: Mapping[str, float], wrong: str = "", fails: str = "") ->
 
     configs = [Config({"BLOCK": size}) for size in (1, 2, 4)]
     case = replace(doubling_case(), ours=ours, launched=ours)
-    shape = Shape(lambda dtype, device: case.inputs(64, dtype, device), configs)
+    shape = ShapeClass(lambda dtype, device: case.inputs(64, dtype, device), configs)
     return Tuning("doubled", case, {"all": shape}), sample
 
 
@@ -309,23 +309,23 @@ def test_a_tuned_configuration_is_used_on_its_gpu_only(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "tuned")
     try:
-        launching.keep("another", "kernel", "wide", default)
-        launching.keep("tuned", "kernel", "wide", best)
+        launching.save_tuned("another", "kernel", "wide", default)
+        launching.save_tuned("tuned", "kernel", "wide", best)
         assert tuned("kernel", "wide", default) is default  # no GPU is in use
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         assert tuned("kernel", "wide", default) == best
         assert tuned("kernel", "narrow", default) is default
-        launching.keep("tuned", "kernel", "narrow", best)
+        launching.save_tuned("tuned", "kernel", "narrow", best)
         assert tuned("kernel", "narrow", default) == best
         assert set(json.loads(launching.TUNED.read_text())) == {"another", "tuned"}
     finally:
-        launching._read.cache_clear()
-        launching._tuned_for.cache_clear()
+        launching._read_tuned.cache_clear()
+        launching._tuned_configs.cache_clear()
 
 
 def test_a_forced_configuration_is_used_only_inside_the_block() -> None:
     default, other = Config({"ROWS": 1}), Config({"ROWS": 2})
-    with forced("kernel", "class", other):
+    with override_config("kernel", "class", other):
         assert tuned("kernel", "class", default) is other
         assert tuned("kernel", "another", default) is default
     assert tuned("kernel", "class", default) is default

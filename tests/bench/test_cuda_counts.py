@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.cuda_counted import CHUNKS, Setup
 from bench.cuda_counts import HEADERS, count, run, setups, tables
+from bench.cuda_counts_process import CHUNKS, Setup
 from tests.fake_cuda.build import can_build
 
 LOG = """\

@@ -21,25 +21,25 @@
 
 namespace gpipe_fast {
 
-inline int32_t below(Random& random, int64_t bound) { return static_cast<int32_t>(random() % bound); }
+inline int32_t random_below(Random& random, int64_t bound) { return static_cast<int32_t>(random() % bound); }
 inline void sleep_us(int64_t duration) { std::this_thread::sleep_for(std::chrono::microseconds(duration)); }
 
-inline void delay(Random& random) {
+inline void random_delay(Random& random) {
   const uint32_t what = random() % 16;
-  if (what == 0) sleep_us(below(random, 60));
+  if (what == 0) sleep_us(random_below(random, 60));
   if (what == 1) std::this_thread::yield();
 }
 
 // The exceptions that actions throw, and a description of each.
-struct Bare {
+struct NonStandardError {
   int64_t rank;
 };
-struct InEnter : std::exception {};
+struct EnterError : std::exception {};
 
-inline void throw_for(int64_t rank) {
+inline void throw_for_rank(int64_t rank) {
   if (rank % 3 == 0) throw std::runtime_error(std::to_string(rank));
   if (rank % 3 == 1) throw std::out_of_range(std::to_string(rank));
-  throw Bare{rank};
+  throw NonStandardError{rank};
 }
 
 inline std::string describe(const std::exception_ptr& error) {
@@ -49,32 +49,33 @@ inline std::string describe(const std::exception_ptr& error) {
     return std::string("runtime_error ") + e.what();
   } catch (const std::out_of_range& e) {
     return std::string("out_of_range ") + e.what();
-  } catch (const Bare& e) {
+  } catch (const NonStandardError& e) {
     return "Bare " + std::to_string(e.rank);
-  } catch (const InEnter&) {
-    return "InEnter";
-  } catch (const Stopped&) {
-    return "Stopped";
+  } catch (const EnterError&) {
+    return "EnterError";
+  } catch (const Cancelled&) {
+    return "Cancelled";
   }
 }
 
-inline std::string description_for(int64_t rank) {
+inline std::string expected_description(int64_t rank) {
   static const char* const kNames[] = {"runtime_error ", "out_of_range ", "Bare "};
   return kNames[rank % 3] + std::to_string(rank);
 }
 
 // The failures and endless actions of a run.
-struct Trouble {
-  std::set<int64_t> failing;                        // ranks
-  int32_t failing_before = -1, failing_after = -1;  // stages whose enter() throws before or after walk()
-  int64_t endless = -1;                             // rank of an action that runs until it is cancelled
+struct PlannedFailures {
+  std::set<int64_t> failing_ranks;  // ranks
+  int32_t failing_before_walk = -1,
+          failing_after_walk = -1;  // stages whose enter() throws before or after run_actions()
+  int64_t endless_rank = -1;        // rank of an action that runs until it is cancelled
 
   // Returns the lowest rank that fails and the description of its exception; -1 if none fails.
   std::pair<int64_t, std::string> first(const Actions& actions) const {
     std::map<int64_t, std::string> all;
-    if (failing_after >= 0) all[actions.of(failing_after).back().rank] = "InEnter";
-    for (int64_t rank : failing) all[rank] = description_for(rank);
-    if (failing_before >= 0) all[actions.of(failing_before).front().rank] = "InEnter";
+    if (failing_after_walk >= 0) all[actions.of(failing_after_walk).back().rank] = "EnterError";
+    for (int64_t rank : failing_ranks) all[rank] = expected_description(rank);
+    if (failing_before_walk >= 0) all[actions.of(failing_before_walk).front().rank] = "EnterError";
     if (all.empty()) return {-1, ""};
     return *all.begin();
   }
@@ -83,39 +84,39 @@ struct Trouble {
 // Passes numbers as a pipeline passes tensors, through plain memory, so that a missing happens-before relation is a
 // data race. Micro-batch m enters stage k as 100 m + k. In the last stage this number is also the gradient, which every
 // backward send increments by one.
-class Numbers final : public Work {
+class NumberWork final : public Work {
  public:
-  Numbers(const Shape& shape, int64_t capacity, Random& random, Trouble trouble = {})
-      : last_(shape.num_stages - 1), trouble_(std::move(trouble)), stages_(shape.num_stages) {
+  NumberWork(const Shape& shape, int64_t num_slots, Random& random, PlannedFailures planned = {})
+      : last_(shape.num_stages - 1), planned_(std::move(planned)), stages_(shape.num_stages) {
     for (Stage& stage : stages_) {
       stage.random.seed(random());
       stage.activations.assign(shape.num_microbatches, kNone);
       stage.gradients.assign(shape.num_microbatches, kNone);
     }
-    forward_.assign(shape.num_stages, Edge(capacity));
-    backward_.assign(shape.num_stages, Edge(capacity));
+    forward_.assign(shape.num_stages, Edge(num_slots));
+    backward_.assign(shape.num_stages, Edge(num_slots));
   }
 
-  void enter(int32_t k, const std::function<void()>& walk) override {
+  void enter(int32_t k, const std::function<void()>& run_actions) override {
     Stage& stage = stages_[k];
     ++stage.entered;
-    if (trouble_.failing_before == k) throw InEnter();
+    if (planned_.failing_before_walk == k) throw EnterError();
     stage.worker = std::this_thread::get_id();
-    walk();
-    if (trouble_.failing_after == k) throw InEnter();
+    run_actions();
+    if (planned_.failing_after_walk == k) throw EnterError();
   }
 
-  void run(const Action& action, Watch& watch) override {
+  void run(const Action& action, CancellationToken& token) override {
     const int32_t k = action.stage, m = action.microbatch;
     Stage& stage = stages_[k];
     CHECK(stage.worker == std::this_thread::get_id());
     stage.ran.push_back(action.rank);
-    delay(stage.random);
-    while (action.rank == trouble_.endless) {
-      watch.look();
+    random_delay(stage.random);
+    while (action.rank == planned_.endless_rank) {
+      token.check();
       sleep_us(10);
     }
-    if (trouble_.failing.count(action.rank)) throw_for(action.rank);
+    if (planned_.failing_ranks.count(action.rank)) throw_for_rank(action.rank);
     switch (action.kind) {
       case ActionKind::recv_forward:
         stage.activations[m] = forward_[k].take();
@@ -140,11 +141,11 @@ class Numbers final : public Work {
       default:
         CHECK(false);  // recompute and split backward actions are not generated; the engine treats them alike
     }
-    delay(stage.random);
+    random_delay(stage.random);
   }
 
-  // Checks that every run entered each stage once and that its actions ran in order; with `whole`, that all ran.
-  void check_ran(const std::vector<const Actions*>& runs, bool whole) const {
+  // Checks that every run entered each stage once and that its actions ran in order; with `complete`, that all ran.
+  void check_order(const std::vector<const Actions*>& runs, bool complete) const {
     for (int32_t k = 0; k <= last_; ++k) {
       CHECK(stages_[k].entered == static_cast<int>(runs.size()));
       std::vector<int64_t> expected;
@@ -152,7 +153,7 @@ class Numbers final : public Work {
         for (const Action& action : actions->of(k)) expected.push_back(action.rank);
       }
       const std::vector<int64_t>& ran = stages_[k].ran;
-      CHECK(ran.size() <= expected.size() && (!whole || ran.size() == expected.size()));
+      CHECK(ran.size() <= expected.size() && (!complete || ran.size() == expected.size()));
       CHECK(std::equal(ran.begin(), ran.end(), expected.begin()));
     }
   }
@@ -166,18 +167,18 @@ class Numbers final : public Work {
     int entered = 0;
     std::vector<int64_t> ran, activations, gradients;
   };
-  // A ring buffer of `capacity` places. A tensor that is sent too early would overwrite an unreceived one.
+  // A ring buffer of `num_slots` places. A tensor that is sent too early would overwrite an unreceived one.
   struct Edge {
-    explicit Edge(int64_t capacity) : places(capacity, kNone) {}
-    void put(int64_t value) { CHECK(std::exchange(places[sent++ % places.size()], value) == kNone); }
-    int64_t take() { return std::exchange(places[taken++ % places.size()], kNone); }
-    std::vector<int64_t> places;
+    explicit Edge(int64_t num_slots) : ring(num_slots, kNone) {}
+    void put(int64_t value) { CHECK(std::exchange(ring[sent++ % ring.size()], value) == kNone); }
+    int64_t take() { return std::exchange(ring[taken++ % ring.size()], kNone); }
+    std::vector<int64_t> ring;
     size_t sent = 0;               // written by the sender
     alignas(64) size_t taken = 0;  // written by the receiver
   };
 
   int32_t last_;
-  Trouble trouble_;
+  PlannedFailures planned_;
   std::vector<Stage> stages_;
   std::vector<Edge> forward_, backward_;  // by receiving stage
 };

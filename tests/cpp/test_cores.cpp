@@ -16,22 +16,22 @@ using namespace gpipe_fast;
 
 namespace {
 
-using Numbers = std::vector<int>;
+using Ints = std::vector<int>;
 
-void test_spread() {
+void test_spread_separates_and_balances_threads() {
   // One core, or no threads.
-  CHECK((spread({0, 0, 0}, {0}) == Numbers{0, 0, 0}));
-  CHECK((spread({}, {0, 1}) == Numbers{}));
+  CHECK((spread_threads({0, 0, 0}, {0}) == Ints{0, 0, 0}));
+  CHECK((spread_threads({}, {0, 1}) == Ints{}));
   // Separates neighbours and balances the cores.
-  CHECK((spread({0, 0}, {0, 1}) == Numbers{0, 1}));
-  CHECK((spread({1, 1, 1, 1}, {0, 1}) == Numbers{1, 0, 1, 0}));
-  CHECK((spread({0, 0, 1, 1}, {0, 1}) == Numbers{0, 1, 0, 1}));
-  CHECK((spread({0, 1, 2, 0, 0, 0}, {0, 1, 2}) == Numbers{0, 1, 2, 0, 1, 2}));
+  CHECK((spread_threads({0, 0}, {0, 1}) == Ints{0, 1}));
+  CHECK((spread_threads({1, 1, 1, 1}, {0, 1}) == Ints{1, 0, 1, 0}));
+  CHECK((spread_threads({0, 0, 1, 1}, {0, 1}) == Ints{0, 1, 0, 1}));
+  CHECK((spread_threads({0, 1, 2, 0, 0, 0}, {0, 1, 2}) == Ints{0, 1, 2, 0, 1, 2}));
   // Leaves well-placed threads on their cores.
-  CHECK((spread({1, 0, 1, 0}, {0, 1}) == Numbers{1, 0, 1, 0}));
-  CHECK((spread({5, 9, 5}, {3, 5, 9, 11}) == Numbers{5, 9, 3}));
+  CHECK((spread_threads({1, 0, 1, 0}, {0, 1}) == Ints{1, 0, 1, 0}));
+  CHECK((spread_threads({5, 9, 5}, {3, 5, 9, 11}) == Ints{5, 9, 3}));
   // Moves threads away from a core that is no longer allowed.
-  CHECK((spread({7, 4}, {3, 4}) == Numbers{3, 4}));
+  CHECK((spread_threads({7, 4}, {3, 4}) == Ints{3, 4}));
 }
 
 #ifdef __linux__
@@ -49,7 +49,7 @@ void in_thread(const Body& body) {
   thread.join();
 }
 
-void go_to(int core) {
+void pin_to(int core) {
   cpu_set_t one;
   CPU_ZERO(&one);
   CPU_SET(core, &one);
@@ -57,20 +57,20 @@ void go_to(int core) {
 }
 
 // Runs two threads on the same core, then returns whether the next run moves the second thread to another core.
-bool moves_apart(int core, const cpu_set_t& mask) {
+bool separates_threads(int core, const cpu_set_t& mask) {
   Cores cores(2);
-  cores.arrange();
+  cores.plan_moves();
   bool moved = false;
   const auto first_run = [&](int thread) {
     cores.enter(thread);  // does nothing before the first run
-    go_to(core);
+    pin_to(core);
     cores.leave(thread);
   };
   in_thread([&] { first_run(0); });
   in_thread([&] { first_run(1); });
-  cores.arrange();
+  cores.plan_moves();
   in_thread([&] {
-    go_to(core);
+    pin_to(core);
     CHECK(sched_setaffinity(0, sizeof(mask), &mask) == 0);
     cores.enter(1);
     moved = sched_getcpu() != core;
@@ -79,7 +79,7 @@ bool moves_apart(int core, const cpu_set_t& mask) {
     cores.leave(1);
   });
   in_thread([&] {
-    go_to(core);
+    pin_to(core);
     cores.enter(0);  // stays on its core
     CHECK(sched_getcpu() == core);
   });
@@ -87,17 +87,17 @@ bool moves_apart(int core, const cpu_set_t& mask) {
 }
 
 // A thread is not moved to a core that its affinity mask excludes.
-void test_a_mask_from_outside_is_kept(int core) {
+void test_external_affinity_mask_is_respected(int core) {
   Cores cores(2);
   for (int thread = 0; thread < 2; ++thread) {
     in_thread([&] {
-      go_to(core);
+      pin_to(core);
       cores.leave(thread);
     });
   }
-  cores.arrange();
+  cores.plan_moves();
   in_thread([&] {
-    go_to(core);
+    pin_to(core);
     cores.enter(1);
     CHECK(sched_getcpu() == core);
     const cpu_set_t mask = mask_of_this_thread();
@@ -110,17 +110,17 @@ void test_a_mask_from_outside_is_kept(int core) {
 }  // namespace
 
 int main() {
-  test_spread();
+  test_spread_separates_and_balances_threads();
 #ifdef __linux__
   const cpu_set_t mask = mask_of_this_thread();
   const int core = sched_getcpu();
   if (CPU_COUNT(&mask) > 1) {
     // The kernel may move a thread, too, so some attempts fail.
     int moved = 0;
-    for (int i = 0; i < 100; ++i) moved += moves_apart(core, mask);
+    for (int i = 0; i < 100; ++i) moved += separates_threads(core, mask);
     CHECK(moved > 75);
   }
-  test_a_mask_from_outside_is_kept(core);
+  test_external_affinity_mask_is_respected(core);
 #endif
   std::printf("0 failed\n");
 }

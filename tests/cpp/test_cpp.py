@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.built import ROOT, built
+from tests.cached_build import ROOT, cached_build
 
 FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Icsrc", "-pthread"]
 SANITIZERS = {
@@ -21,7 +21,7 @@ SANITIZERS = {
 
 
 @dataclass(frozen=True)
-class Program:
+class CppProgram:
     """The csrc sources that a test program is linked with, and the sanitizers that it runs under."""
 
     sources: tuple[str, ...] = ()
@@ -29,11 +29,11 @@ class Program:
 
 
 PROGRAMS = {
-    "test_cores": Program(("engine/cores.cpp",)),
-    "test_engine": Program(
+    "test_cores": CppProgram(("engine/cores.cpp",)),
+    "test_engine": CppProgram(
         ("engine/engine.cpp", "engine/actions.cpp", "engine/cores.cpp"), ("address", "thread")
     ),
-    "test_random": Program(),
+    "test_random": CppProgram(),
 }
 
 
@@ -47,38 +47,38 @@ def build(name: str, sanitizer: str) -> Path:
     def compile_into(folder: Path) -> None:
         subprocess.run([*command, "-o", str(folder / name)], cwd=ROOT, check=True)
 
-    return built(f"{name}-{sanitizer}", read, command, compile_into) / name
+    return cached_build(f"{name}-{sanitizer}", read, command, compile_into) / name
 
 
 @functools.cache
-def fixed_addresses() -> tuple[str, ...]:
+def without_address_randomization() -> tuple[str, ...]:
     """Returns a command prefix without address randomization, which ThreadSanitizer needs on some kernels."""
     prefix = ("setarch", "-R")
     if shutil.which("setarch") is None:
         return ()
-    refused = subprocess.run([*prefix, "true"], capture_output=True).returncode  # by some containers
-    return () if refused else prefix
+    unsupported = subprocess.run([*prefix, "true"], capture_output=True).returncode  # by some containers
+    return () if unsupported else prefix
 
 
 def run(binary: Path, *arguments: str, timeout: float) -> None:
-    command = [*fixed_addresses(), str(binary), *arguments]
+    command = [*without_address_randomization(), str(binary), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
     assert "0 failed" in done.stdout
 
 
-def test_every_program_is_run() -> None:
+def test_every_cpp_file_has_a_program() -> None:
     assert {path.stem for path in (ROOT / "tests" / "cpp").glob("test_*.cpp")} == PROGRAMS.keys()
 
 
 @pytest.mark.parametrize(
     ("name", "sanitizer"), [(name, s) for name, program in PROGRAMS.items() for s in program.sanitizers]
 )
-def test_under_sanitizer(name: str, sanitizer: str) -> None:
+def test_program_passes_under_sanitizer(name: str, sanitizer: str) -> None:
     run(build(name, sanitizer), timeout=300)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sanitizer", PROGRAMS["test_engine"].sanitizers)
-def test_engine_on_many_schedules(sanitizer: str) -> None:
+def test_engine_passes_many_random_schedules(sanitizer: str) -> None:
     run(build("test_engine", sanitizer), "10000", "1", timeout=1800)

@@ -32,119 +32,121 @@ using namespace gpipe_fast;
 namespace {
 
 Shape draw_shape(Random& random, int32_t num_stages) {
-  return {num_stages, 1 + below(random, 8), 1 + below(random, 4)};
+  return {num_stages, 1 + random_below(random, 8), 1 + random_below(random, 4)};
 }
 Order draw_order(Random& random) { return static_cast<Order>(random() % 3); }
 
 // Checks a run without failures; sometimes as two runs that share data, like the forward and backward of a step.
-void run_whole(Random& random, Engine& engine) {
+void check_complete_run(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
   const Order order = draw_order(random);
   std::vector<Actions> runs;
   if (random() % 2) {
-    runs.push_back(Draw(shape, order, true, true).make(random));
+    runs.push_back(ScheduleGenerator(shape, order, true, true).generate(random));
   } else {
-    runs.push_back(Draw(shape, order, true, false).make(random));
-    runs.push_back(Draw(shape, order, false, true).make(random));
+    runs.push_back(ScheduleGenerator(shape, order, true, false).generate(random));
+    runs.push_back(ScheduleGenerator(shape, order, false, true).generate(random));
   }
-  Numbers numbers(shape, std::max(runs.front().capacity(), runs.back().capacity()), random);
+  NumberWork number_work(shape, std::max(runs.front().num_slots(), runs.back().num_slots()), random);
   std::vector<const Actions*> pointers;
   for (const Actions& actions : runs) {
-    CHECK(!engine.run(actions, numbers));
+    CHECK(!engine.run(actions, number_work));
     pointers.push_back(&actions);
   }
-  numbers.check_ran(pointers, true);
+  number_work.check_order(pointers, true);
 }
 
 // Checks that a failing run returns the failure of lowest rank, whatever the timing.
-void run_failing(Random& random, Engine& engine) {
+void check_failing_run(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
-  const Actions actions = Draw(shape, draw_order(random), true, random() % 4 != 0).make(random);
+  const Actions actions =
+      ScheduleGenerator(shape, draw_order(random), true, random() % 4 != 0).generate(random);
   int64_t total = 0;
   for (int32_t k = 0; k < shape.num_stages; ++k) total += static_cast<int64_t>(actions.of(k).size());
-  Trouble trouble;
-  if (random() % 4 == 0) trouble.failing_before = below(random, shape.num_stages);
-  if (random() % 4 == 0) trouble.failing_after = below(random, shape.num_stages);
-  for (int i = below(random, 4); i >= 0; --i) trouble.failing.insert(below(random, total));
-  const auto [rank, what] = trouble.first(actions);
+  PlannedFailures planned;
+  if (random() % 4 == 0) planned.failing_before_walk = random_below(random, shape.num_stages);
+  if (random() % 4 == 0) planned.failing_after_walk = random_below(random, shape.num_stages);
+  for (int i = random_below(random, 4); i >= 0; --i)
+    planned.failing_ranks.insert(random_below(random, total));
+  const auto [rank, what] = planned.first(actions);
   // The failure cancels an endless action of higher rank.
-  if (random() % 2) trouble.endless = rank + 1 + below(random, total);
-  Numbers numbers(shape, actions.capacity(), random, trouble);
-  const std::optional<Failure> failure = engine.run(actions, numbers);
+  if (random() % 2) planned.endless_rank = rank + 1 + random_below(random, total);
+  NumberWork number_work(shape, actions.num_slots(), random, planned);
+  const std::optional<Failure> failure = engine.run(actions, number_work);
   CHECK(failure);
   CHECK(failure->action.rank == rank);
   CHECK(describe(failure->error) == what);
-  numbers.check_ran({&actions}, false);
+  number_work.check_order({&actions}, false);
 }
 
 // Checks that an exception from `poll` cancels an endless action.
-void run_polling(Random& random, Engine& engine) {
+void check_throwing_poll(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
-  const Actions actions = Draw(shape, draw_order(random), true, true).make(random);
-  const auto& list = actions.of(below(random, shape.num_stages));
-  Trouble trouble;
-  trouble.endless = list[random() % list.size()].rank;
-  Numbers numbers(shape, actions.capacity(), random, trouble);
+  const Actions actions = ScheduleGenerator(shape, draw_order(random), true, true).generate(random);
+  const auto& list = actions.of(random_below(random, shape.num_stages));
+  PlannedFailures planned;
+  planned.endless_rank = list[random() % list.size()].rank;
+  NumberWork number_work(shape, actions.num_slots(), random, planned);
   const std::thread::id caller = std::this_thread::get_id();
-  const int throwing = 1 + below(random, 2);
+  const int throwing = 1 + random_below(random, 2);
   int polled = 0;
   bool thrown = false;
   try {
-    (void)engine.run(actions, numbers, [&] {
+    (void)engine.run(actions, number_work, [&] {
       CHECK(std::this_thread::get_id() == caller);
-      if (++polled == throwing) throw Bare{-7};
+      if (++polled == throwing) throw NonStandardError{-7};
     });
-  } catch (const Bare& e) {
+  } catch (const NonStandardError& e) {
     thrown = e.rank == -7;
   }
   CHECK(thrown && polled == throwing);
-  numbers.check_ran({&actions}, false);
+  number_work.check_order({&actions}, false);
 }
 
-// Checks that a run throws `Stopped`, fails or completes if it is interrupted at a random moment, possibly before its
+// Checks that a run throws `Cancelled`, fails or completes if it is interrupted at a random moment, possibly before its
 // begin or after its end.
-void run_interrupted(Random& random, Engine& engine) {
+void check_interrupted_run(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
-  const Actions actions = Draw(shape, draw_order(random), true, true).make(random);
-  Trouble trouble;
-  if (random() % 2) trouble.endless = actions.of(0).back().rank;
-  if (random() % 4 == 0) trouble.failing.insert(0);
-  Numbers numbers(shape, actions.capacity(), random, trouble);
+  const Actions actions = ScheduleGenerator(shape, draw_order(random), true, true).generate(random);
+  PlannedFailures planned;
+  if (random() % 2) planned.endless_rank = actions.of(0).back().rank;
+  if (random() % 4 == 0) planned.failing_ranks.insert(0);
+  NumberWork number_work(shape, actions.num_slots(), random, planned);
   std::atomic<bool> over{false};
   std::thread other([&, seed = random()] {
     Random own(seed);
-    for (sleep_us(below(own, 1000)); !over; sleep_us(below(own, 1000))) engine.interrupt();
+    for (sleep_us(random_below(own, 1000)); !over; sleep_us(random_below(own, 1000))) engine.interrupt();
   });
   bool stopped = false;
   std::optional<Failure> failure;
   try {
-    failure = engine.run(actions, numbers);
-  } catch (const Stopped&) {
+    failure = engine.run(actions, number_work);
+  } catch (const Cancelled&) {
     stopped = true;
   }
   over = true;
   other.join();
-  CHECK(stopped || failure || trouble.endless < 0);
-  CHECK(!failure || describe(failure->error) == description_for(0));
-  numbers.check_ran({&actions}, !stopped && !failure);
+  CHECK(stopped || failure || planned.endless_rank < 0);
+  CHECK(!failure || describe(failure->error) == expected_description(0));
+  number_work.check_order({&actions}, !stopped && !failure);
 }
 
-void test_random(int rounds, Random& random) {
+void test_random_schedules(int rounds, Random& random) {
   for (int done = 0; done < rounds;) {
-    Engine engine(1 + below(random, 6));
+    Engine engine(1 + random_below(random, 6));
     for (int i = 0; i < 10 && done < rounds; ++i, ++done) {
-      if (random() % 4 == 0) engine.record(below(random, 100));
+      if (random() % 4 == 0) engine.record(random_below(random, 100));
       const uint32_t what = random() % 16;
-      if (what == 0) run_polling(random, engine);
-      if (what >= 1 && what < 4) run_interrupted(random, engine);
-      if (what >= 4 && what < 9) run_failing(random, engine);
-      run_whole(random, engine);
+      if (what == 0) check_throwing_poll(random, engine);
+      if (what >= 1 && what < 4) check_interrupted_run(random, engine);
+      if (what >= 4 && what < 9) check_failing_run(random, engine);
+      check_complete_run(random, engine);
     }
   }
 }
 
 // Checks that no wake-up is lost between the check of the condition and the sleep.
-void test_waiter(Random& random) {
+void test_waiter_loses_no_wake_up(Random& random) {
   Waiter waiters[2];
   std::atomic<int> turn{0};
   const auto take_turns = [&](int self, uint32_t seed) {
@@ -164,20 +166,20 @@ void test_waiter(Random& random) {
 }
 
 // Checks that `poll` is not called again after it throws, and that no further action begins.
-void test_poll_throws_once(Random& random) {
+void test_poll_is_not_called_after_it_throws(Random& random) {
   struct Slow final : Work {
-    void run(const Action&, Watch&) override {
+    void run(const Action&, CancellationToken&) override {
       ++ran;
       sleep_us(100000);  // lasts several poll intervals
     }
     int ran = 0;
   } slow;
   Engine engine(1);
-  const Actions actions = Draw({1, 3, 1}, Order::fill_drain, true, false).make(random);
+  const Actions actions = ScheduleGenerator({1, 3, 1}, Order::fill_drain, true, false).generate(random);
   int polled = 0;
   bool thrown = false;
   try {
-    (void)engine.run(actions, slow, [&] { ++polled, throw_for(0); });
+    (void)engine.run(actions, slow, [&] { ++polled, throw_for_rank(0); });
   } catch (const std::runtime_error&) {
     thrown = true;
   }
@@ -185,30 +187,32 @@ void test_poll_throws_once(Random& random) {
 }
 
 // Checks that interrupting an idle engine has no effect on later runs.
-void test_interrupting_nothing(Random& random) {
+void test_interrupting_an_idle_engine_has_no_effect(Random& random) {
   Engine engine(2);
   engine.interrupt();
-  run_whole(random, engine);
+  check_complete_run(random, engine);
   engine.interrupt();
-  run_whole(random, engine);
+  check_complete_run(random, engine);
 }
 
-// Checks that `Stopped` is a failure if the action that throws it was not cancelled.
-void test_stopped_by_itself() {
+// Checks that `Cancelled` is a failure if the action that throws it was not cancelled.
+void test_stopped_without_cancellation_is_a_failure() {
   struct Stopping final : Work {
-    void run(const Action& action, Watch&) override {
-      if (action.stage == 0) throw Stopped();
+    void run(const Action& action, CancellationToken&) override {
+      if (action.stage == 0) throw Cancelled();
     }
   } work;
   Random random(0);
-  const Actions actions = Draw({2, 2, 1}, Order::fill_drain, true, true).make(random);
+  const Actions actions = ScheduleGenerator({2, 2, 1}, Order::fill_drain, true, true).generate(random);
   Engine engine(2);
   const auto failure = engine.run(actions, work);
   CHECK(failure && failure->action.rank == actions.of(0).front().rank &&
-        describe(failure->error) == "Stopped");
+        describe(failure->error) == "Cancelled");
 }
 
-bool meets(ActionKind kind) { return kind != ActionKind::forward && kind != ActionKind::backward; }
+bool is_send_or_receive(ActionKind kind) {
+  return kind != ActionKind::forward && kind != ActionKind::backward;
+}
 
 // Checks the latest events, in time order: for each action its wait, if it has one, then the action itself.
 void check_events(const Engine& engine, const Actions& actions, int runs, size_t kept) {
@@ -219,7 +223,7 @@ void check_events(const Engine& engine, const Actions& actions, int runs, size_t
     std::vector<std::pair<int64_t, bool>> expected;
     for (int run = 0; run < runs; ++run) {
       for (const Action& action : actions.of(k)) {
-        if (meets(action.kind)) expected.emplace_back(action.rank, true);
+        if (is_send_or_receive(action.kind)) expected.emplace_back(action.rank, true);
         expected.emplace_back(action.rank, false);
       }
     }
@@ -246,14 +250,14 @@ void check_events(const Engine& engine, const Actions& actions, int runs, size_t
   for (const auto& [tensor, end] : received) CHECK(runs > 1 || kept < 1000 || sent.at(tensor) <= end);
 }
 
-void test_recording(Random& random) {
+void test_latest_events_are_recorded_in_order(Random& random) {
   const Shape shape{3, 4, 2};
-  const Actions actions = Draw(shape, Order::any, true, true).make(random);
+  const Actions actions = ScheduleGenerator(shape, Order::any, true, true).generate(random);
   Engine engine(shape.num_stages);
   CHECK(engine.events().size() == 3);
   const auto run = [&] {
-    Numbers numbers(shape, actions.capacity(), random);
-    CHECK(!engine.run(actions, numbers));
+    NumberWork number_work(shape, actions.num_slots(), random);
+    CHECK(!engine.run(actions, number_work));
   };
   run();
   check_events(engine, actions, 1, 0);
@@ -264,11 +268,11 @@ void test_recording(Random& random) {
     run();
     check_events(engine, actions, 2, kept);
   }
-  Engine told_before(shape.num_stages);
-  told_before.record(1000);
-  Numbers numbers(shape, actions.capacity(), random);
-  CHECK(!told_before.run(actions, numbers));
-  check_events(told_before, actions, 1, 1000);
+  Engine recording_engine(shape.num_stages);
+  recording_engine.record(1000);
+  NumberWork number_work(shape, actions.num_slots(), random);
+  CHECK(!recording_engine.run(actions, number_work));
+  check_events(recording_engine, actions, 1, 1000);
 }
 
 size_t num_threads() {
@@ -281,14 +285,14 @@ void check_num_threads(size_t expected) {
   CHECK(num_threads() == expected);
 }
 
-void test_engines_come_and_go(Random& random) {
+void test_destroyed_engines_leave_no_threads(Random& random) {
   std::thread([] {}).join();  // a sanitizer may start a background thread with the first thread
   sleep_us(10000);
   const size_t before = num_threads();
   for (int i = 0; i < 1000; ++i) {
     Engine unused(1 + i % 6);
     Engine engine(1 + i % 6);
-    run_whole(random, engine);
+    check_complete_run(random, engine);
   }
   check_num_threads(before);
 }
@@ -308,18 +312,18 @@ void run_in_child(const Child& child) {
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-void test_fork(Random& random) {
+void test_engine_works_after_fork(Random& random) {
   auto engine = std::make_unique<Engine>(3);
-  run_in_child([&] { run_whole(random, *engine); });
-  run_whole(random, *engine);
+  run_in_child([&] { check_complete_run(random, *engine); });
+  check_complete_run(random, *engine);
   const size_t threads = num_threads();
   run_in_child([&] {
     check_num_threads(1);
-    run_whole(random, *engine);
-    run_failing(random, *engine);
-    run_interrupted(random, *engine);
+    check_complete_run(random, *engine);
+    check_failing_run(random, *engine);
+    check_interrupted_run(random, *engine);
     check_num_threads(4);
-    run_in_child([&] { run_whole(random, *engine); });
+    run_in_child([&] { check_complete_run(random, *engine); });
     engine.reset();
     check_num_threads(1);
   });
@@ -330,13 +334,13 @@ void test_fork(Random& random) {
     engine.reset();
   });
   CHECK(num_threads() == threads);
-  run_whole(random, *engine);
+  check_complete_run(random, *engine);
   CHECK(num_threads() == threads);
 }
 #endif
 
 template <class Call>
-std::string refusal(const Call& call) {
+std::string error_message(const Call& call) {
   try {
     call();
   } catch (const std::invalid_argument& error) {
@@ -345,7 +349,7 @@ std::string refusal(const Call& call) {
   return "";
 }
 
-void test_refusals() {
+void test_invalid_arguments_throw() {
   using Stages = std::vector<std::vector<Action>>;
   constexpr ActionKind F = ActionKind::forward, SF = ActionKind::send_forward, RF = ActionKind::recv_forward,
                        SB = ActionKind::send_backward, RB = ActionKind::recv_backward;
@@ -375,20 +379,20 @@ void test_refusals() {
        1,
        "0SEND_F1 ranks before a slot is free: of 1 slots, the next one is freed by 1RECV_F0"},
   };
-  for (const auto& [stages, capacity, message] : cases) {
+  for (const auto& [stages, num_slots, message] : cases) {
     const std::string got =
-        refusal([&, &stages = stages, &capacity = capacity] { Actions(stages, capacity); });
+        error_message([&, &stages = stages, &num_slots = num_slots] { Actions(stages, num_slots); });
     if (got != message)
       std::fprintf(stderr, "got      \"%s\"\nexpected \"%s\"\n", got.c_str(), message.c_str());
     CHECK(got == message);
   }
-  CHECK(refusal([] { Engine(0); }) == "an engine must have at least one stage, got 0");
-  CHECK(refusal([] { Engine(1).record(-1); }) == "cannot keep -1 events");
+  CHECK(error_message([] { Engine(0); }) == "an engine must have at least one stage, got 0");
+  CHECK(error_message([] { Engine(1).record(-1); }) == "cannot keep -1 events");
   struct Nothing final : Work {
-    void run(const Action&, Watch&) override {}
+    void run(const Action&, CancellationToken&) override {}
   } nothing;
   Engine engine(2);
-  CHECK(refusal([&] { (void)engine.run(Actions({{}}, 1), nothing); }) ==
+  CHECK(error_message([&] { (void)engine.run(Actions({{}}, 1), nothing); }) ==
         "the engine has 2 stages, but received actions for 1");
   CHECK(!engine.run(Actions({{}, {{F, 1, 0, 0}}}, 1), nothing));
 }
@@ -398,16 +402,16 @@ void test_refusals() {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 300;
   Random random(argc > 2 ? std::atoi(argv[2]) : 0);
-  test_refusals();
-  test_waiter(random);
-  test_poll_throws_once(random);
-  test_interrupting_nothing(random);
-  test_stopped_by_itself();
-  test_recording(random);
+  test_invalid_arguments_throw();
+  test_waiter_loses_no_wake_up(random);
+  test_poll_is_not_called_after_it_throws(random);
+  test_interrupting_an_idle_engine_has_no_effect(random);
+  test_stopped_without_cancellation_is_a_failure();
+  test_latest_events_are_recorded_in_order(random);
 #if !defined(__SANITIZE_THREAD__)
-  test_fork(random);
+  test_engine_works_after_fork(random);
 #endif
-  test_engines_come_and_go(random);
-  test_random(rounds, random);
+  test_destroyed_engines_leave_no_threads(random);
+  test_random_schedules(rounds, random);
   std::printf("%d rounds passed, 0 failed\n", rounds);
 }

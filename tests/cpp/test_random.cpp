@@ -14,7 +14,7 @@ using namespace gpipe_fast;
 namespace {
 
 // Known-answer tests of Random123 (kat_vectors): counter, key, result.
-void test_published_vectors() {
+void test_philox_matches_published_vectors() {
   struct Vector {
     uint32_t counter[4], key[2], result[4];
   };
@@ -35,7 +35,7 @@ void test_published_vectors() {
   }
 }
 
-void test_instruction_sets_agree() {
+void test_instruction_sets_are_bitwise_equal() {
   const PhiloxStream stream{0x123456789abcdef0, 7, 9};
   for (int64_t blocks : {1, 7, 8, 9, 64, 255}) {
     const int64_t room = (blocks + kLanes - 1) / kLanes * kLanes * kWordsPerBlock;
@@ -46,7 +46,7 @@ void test_instruction_sets_agree() {
   }
 }
 
-void test_ranges() {
+void test_draws_are_in_the_range_of_their_distribution() {
   const int64_t count = 4096;
   std::vector<uint32_t> words(count);
   philox_blocks({42, 0, 0}, 0, count / kWordsPerBlock, words.data());
@@ -68,7 +68,7 @@ void test_ranges() {
 
 // Checks that every loop writes exactly `count` elements; a normal draw of an odd count writes one more, which callers
 // allocate.
-void test_ends() {
+void test_loops_write_exactly_count_elements() {
   std::vector<uint32_t> words(256);
   philox_blocks({1, 2, 3}, 0, 64, words.data());
   for (int64_t count = 1; count <= 65; ++count) {
@@ -85,9 +85,9 @@ void test_ends() {
 }  // namespace
 
 int main() {
-  test_published_vectors();
-  test_instruction_sets_agree();
-  test_ranges();
-  test_ends();
+  test_philox_matches_published_vectors();
+  test_instruction_sets_are_bitwise_equal();
+  test_draws_are_in_the_range_of_their_distribution();
+  test_loops_write_exactly_count_elements();
   std::puts("4 passed, 0 failed");
 }

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.runtime.compile import Compiler, Refusal
-from gpipe_fast.runtime.stage import Boundary, Spec, Stage
+from gpipe_fast.runtime.compile import CompilationFailure, Compiler
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from tests.equivalence.census_layers import OUT_OF_SCOPE, RECIPES, Recipe, SingleTensorLayer
 from tests.reference import (
     Result,
@@ -112,8 +112,8 @@ def inputs_of(recipe: Recipe, samples: int) -> dict[str, Tensor]:
 def reason_not_lowered(model: nn.Sequential, x: Tensor) -> str | None:
     """Returns the reason why the model cannot be lowered as one stage, or None."""
     stage = Stage(list(model), 0, torch.device("cpu"))
-    compiled = Compiler().compile([stage], [Boundary((Spec.of(x, x.is_floating_point()),))])
-    return compiled.untraceable.reason if isinstance(compiled, Refusal) else None
+    compiled = Compiler().compile([stage], [BoundarySpec((TensorSpec.of(x, x.is_floating_point()),))])
+    return compiled.untraceable.reason if isinstance(compiled, CompilationFailure) else None
 
 
 def examine(name: str, thorough: bool = False) -> Verdict:

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.skip import Namespace
-from tests.equivalence.menu import INPUTS, LOWERED, MENU, OUTPUTS, RUN_IN_PYTHON, Layers, PopAndAdd, StashSine
+from tests.equivalence.layer_menu import (
+    INPUTS,
+    LOWERED,
+    MENU,
+    OUTPUTS,
+    RUN_IN_PYTHON,
+    Layers,
+    PopAndAdd,
+    StashSine,
+)
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 BACKENDS = ("auto", "eager", "aten")
@@ -26,7 +35,7 @@ CHANGES = ("nothing", "batch", "length", "checkpoint", "chunks", "eval", "freeze
 
 @dataclass(frozen=True)
 class Combination:
-    """One training run; every string is a key of a table in this file or in menu.py."""
+    """One training run; every string is a key of a table in this file or in layer_menu.py."""
 
     seed: int
     inputs: str

@@ -31,15 +31,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpipe_fast import keyed_rng
-from gpipe_fast.lower.alias import is_view
+from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.arena import ALIGNMENTS
 from gpipe_fast.lower.checkpoint import NO_RECOMPUTE
 from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.program import Call, Home, When
+from gpipe_fast.lower.program import Call, StorageKind, When
 from gpipe_fast.lower.split import split
 from gpipe_fast.trace import fake
-from gpipe_fast.trace.refuse import Untraceable
-from gpipe_fast.trace.trace import Joint, Setting, trace
+from gpipe_fast.trace.trace import JointGraph, TraceContext, trace
+from gpipe_fast.trace.traceability import Untraceable
 from tests.equivalence import census, test_census, test_paper_models
 from tests.equivalence.census_layers import RECIPES, RUN_IN_PYTHON
 
@@ -139,7 +139,7 @@ def _torchvision_configurations() -> dict[str, MakeModelAndInput]:
         return {}
     from bench import census as torchvision_census
     from bench import sequences
-    from tests.equivalence import test_census_models as models
+    from tests.equivalence import test_torchvision_census as models
 
     def as_layers(name: str, model: nn.Module, x: Tensor) -> tuple[nn.Sequential, Tensor]:
         layers = sequences.as_sequence(model, x.shape[-2:])
@@ -149,11 +149,11 @@ def _torchvision_configurations() -> dict[str, MakeModelAndInput]:
     def make_sample(name: str) -> tuple[nn.Sequential, Tensor]:
         x = torchvision_census.inputs(name, 2)
         assert isinstance(x, Tensor)
-        return as_layers(name, sequences.construct(name), x)
+        return as_layers(name, sequences.build_perturbed(name), x)
 
     def make_small(name: str) -> tuple[nn.Sequential, Tensor]:
         make, shape, _ = models.SMALL[name]
-        return as_layers(name, sequences.enlivened(make()), torch.randn(2, *shape))
+        return as_layers(name, sequences.perturb_constants(make()), torch.randn(2, *shape))
 
     found: dict[str, MakeModelAndInput] = {
         f"torchvision: {n}": lambda n=n: make_sample(n) for n in models.SAMPLE
@@ -287,17 +287,17 @@ def eager_operators(model: nn.Sequential, x: Tensor, mode: Mode) -> Operators:
     return recorder.operators((*outputs, *gradients, *model.buffers()))
 
 
-def joint_of(model: nn.Sequential, x: Tensor, mode: Mode) -> Joint | Untraceable:
+def trace_joint(model: nn.Sequential, x: Tensor, mode: Mode) -> JointGraph | Untraceable:
     """Traces the model as one stage, without checking the strides of fake results with real kernels."""
     x = x.detach().requires_grad_(x.is_floating_point())
     with (
-        mock.patch.object(fake, "_is_doubtful", return_value=False),
+        mock.patch.object(fake, "_may_differ_from_real", return_value=False),
         mode.enter(),
     ):
-        return trace(list(model), [x], setting=Setting(device=DEVICE))
+        return trace(list(model), [x], context=TraceContext(device=DEVICE))
 
 
-def traced_operators(joint: Joint) -> Operators:
+def traced_operators(joint: JointGraph) -> Operators:
     """Returns the operators of a joint graph."""
     found = Operators([], [])
     for node in _live_nodes(joint):
@@ -308,14 +308,14 @@ def traced_operators(joint: Joint) -> Operators:
     return found
 
 
-def _live_nodes(joint: Joint) -> list[Any]:
+def _live_nodes(joint: JointGraph) -> list[Any]:
     """Returns the nodes on which the graph's results depend, without views."""
     live, found = {node.node for node in joint.outputs}, []
     for node in reversed(joint.module.graph.nodes):
         if node in live:
             live.update(node.all_input_nodes)
             op = node.target
-            if isinstance(op, OpOverload) and not is_view(op) and op is not aten._unsafe_view.default:
+            if isinstance(op, OpOverload) and not is_view_op(op) and op is not aten._unsafe_view.default:
                 found.append(node)
     return found[::-1]
 
@@ -324,7 +324,7 @@ def _live_nodes(joint: Joint) -> list[Any]:
 _COPIES = {"clone", "copy", "copy_", "_to_copy", "lift_fresh_copy"}
 
 
-def lowering_differences(joint: Joint) -> tuple[str, ...]:
+def lowering_differences(joint: JointGraph) -> tuple[str, ...]:
     """Returns how the operators of a first micro-batch's programs differ from the trace's, ignoring order.
 
     Also checks that the arena's offsets are aligned for CUDA.
@@ -332,7 +332,9 @@ def lowering_differences(joint: Joint) -> tuple[str, ...]:
     parts = split(joint, NO_RECOMPUTE)
     graphs = [parts.forward_saving] + ([parts.backward] if parts.backward is not None else [])
     programs = [lower(graph) for graph in graphs]
-    scratch = [value.index for program in programs for value in program.values if value.home is Home.ARENA]
+    scratch = [
+        value.index for program in programs for value in program.values if value.storage is StorageKind.ARENA
+    ]
     assert all(offset % ALIGNMENTS["cuda"] == 0 for offset in scratch), scratch
     steps = [step for program in programs for step in program.steps]
     calls = [step.op for step in steps if isinstance(step, Call) and step.when is not When.LATER]
@@ -355,7 +357,7 @@ def examine(name: str, mode: str) -> Verdict:
     model, x = CONFIGURATIONS[name]()
     model = model.to(how.parameters).to(DEVICE).train(how.training)
     x = (x.to(how.parameters) if x.is_floating_point() else x).to(DEVICE)
-    joint = joint_of(model, x, how)
+    joint = trace_joint(model, x, how)
     if isinstance(joint, Untraceable):
         return Verdict(name, mode, joint.reason)
     ours, expected = traced_operators(joint), eager_operators(model, x, how)

@@ -30,7 +30,7 @@ from tests.equivalence.combinations import (
     draw,
     make_tensor,
 )
-from tests.equivalence.menu import (
+from tests.equivalence.layer_menu import (
     INPUTS,
     MENU,
     OUTPUTS,
@@ -40,7 +40,7 @@ from tests.equivalence.menu import (
     return_input,
 )
 from tests.reference import gradient_like
-from tests.untraceable import WIDTH, Of
+from tests.untraceable import WIDTH, FunctionLayer
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -345,7 +345,9 @@ def test_an_output_gradient_in_another_layout_equals_the_plain_loop(
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_hooks_on_parameters_without_a_gradient_are_not_called(backend: str) -> None:
-    model = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(return_input)), [2], chunks=2, backend=backend)
+    model = GPipe(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), FunctionLayer(return_input)), [2], chunks=2, backend=backend
+    )
     seen: list[Any] = []
     model[1].held.weight.register_hook(lambda gradient: seen.append(gradient))
     model(torch.randn(4, 3, WIDTH)).sum().backward()

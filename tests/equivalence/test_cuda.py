@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.accuracy import excess
+from bench.accuracy import error_ratio
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from tests.fake_cuda.program import layers_of
-from tests.fake_cuda.program import unequal as unequal_after_training
-from tests.inside import pipeline_of
-from tests.models import MODELS, cut
+from tests.fake_cuda.train_models import layers_of
+from tests.fake_cuda.train_models import unequal as unequal_after_training
+from tests.internals import pipeline_of
+from tests.models import MODELS, uneven_balance
 from tests.reference import Result, loop_step, pipeline_step, unequal
 
 # cuBLAS reads this before the process's first matrix product on a stream.
@@ -101,7 +101,7 @@ def model_and_batch(name: str) -> tuple[nn.Sequential, Tensor]:
 
 def make_pipe(model: nn.Sequential, checkpoint: str = "except_last", **keywords: object) -> GPipe:
     """Returns a pipeline of four stages on one GPU."""
-    balance = cut(len(model), NUM_STAGES)
+    balance = uneven_balance(len(model), NUM_STAGES)
     return GPipe(model, balance, devices=ONE_GPU, chunks=CHUNKS, checkpoint=checkpoint, **keywords)
 
 
@@ -133,7 +133,7 @@ def inaccurate_tensors(ours: Sequence[Result], plain: Sequence[Result], exact: S
         ours_stacked, plain_stacked, exact_stacked = (torch.stack(steps) for steps in values)  # type: ignore[arg-type]
         if not first_value.is_floating_point():
             assert torch.equal(ours_stacked, plain_stacked), name
-        elif excess([ours_stacked], [plain_stacked], [exact_stacked])[0] > 1:
+        elif error_ratio([ours_stacked], [plain_stacked], [exact_stacked])[0] > 1:
             found.append(name)
     return found
 
@@ -176,7 +176,7 @@ def test_captured_steps_have_at_most_twice_the_error_of_pytorch(
         model, x = model.bfloat16(), x.bfloat16() if x.is_floating_point() else x
     pipe = make_pipe(model, checkpoint, capture=True)
     assert inaccurate_after_steps(model, pipe, minibatches(x), dtype) == []
-    assert name == "python" or any(report.replays for report in pipeline_of(pipe).replays())
+    assert name == "python" or any(report.replays for report in pipeline_of(pipe).graph_reports())
 
 
 @pytest.mark.parametrize("transport", ["peer", "pinned"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.models.amoebanet import amoebanet_d
-from bench.models.flat import flat
+from bench.models.flatten import flatten
 from bench.models.gpt import gpt
 from bench.models.resnet import resnet, resnet101
 from bench.models.unet import unet
@@ -172,7 +172,7 @@ def test_an_amoebanet_cell_takes_the_outputs_of_the_two_previous_cells() -> None
 
 @pytest.mark.parametrize("size", [(4, 16), (3, 20)])
 def test_invalid_amoebanet_d_sizes_are_rejected(size: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=f"got {size[0]} layers and {size[1]} filters"):
+    with pytest.raises(ValueError, match=f"got {size[0]} and {size[1]}$"):
         amoebanet_d(*size)
 
 
@@ -202,5 +202,5 @@ def test_a_tied_head_shares_the_embeddings_weight() -> None:
 
 def test_flat_keeps_the_order_and_joins_the_names() -> None:
     a, b, c = nn.ReLU(), nn.Tanh(), nn.GELU()
-    model = flat(nn.Sequential(nn.Sequential(nn.Sequential(a), b), c))
+    model = flatten(nn.Sequential(nn.Sequential(nn.Sequential(a), b), c))
     assert dict(model.named_children()) == {"0_0_0": a, "0_1": b, "1": c}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from tests.inside import delay, disturb_no_more
-from tests.models import Batch, Model, convolutions, cut, every_model, features, images, mlp
+from tests.internals import inject_delays, remove_faults
+from tests.models import Batch, Model, convolutions, every_model, features, images, mlp, uneven_balance
 from tests.reference import (
     SEED,
     Result,
@@ -36,21 +36,21 @@ BATCHES = [(8, 1), (8, 2), (8, 4), (8, 8), (7, 4)]
 
 
 @contextmanager
-def random_delays(*pipes: GPipe, seed: int, longest_us: int = 300) -> Iterator[None]:
+def random_delays(*pipes: GPipe, seed: int, max_delay_us: int = 300) -> Iterator[None]:
     """Injects a random delay before and after every action, and so before a slot is released."""
     for pipe in pipes:
-        delay(pipe, seed, longest_us)
+        inject_delays(pipe, seed, max_delay_us)
     try:
         yield
     finally:
         for pipe in pipes:
-            disturb_no_more(pipe)
+            remove_faults(pipe)
 
 
 def check_all_batches(make: Model, batch: Batch, num_stages: int, repetitions: int) -> None:
     """Asserts contract 1 for one number of stages: once without delays, then with injected ones."""
     model = make()
-    pipe = GPipe(model, cut(len(model), num_stages))
+    pipe = GPipe(model, uneven_balance(len(model), num_stages))
     for num_samples, pipe.chunks in BATCHES:
         x = batch(num_samples)
         expected = loop_step(model, x, pipe.chunks)
@@ -81,7 +81,7 @@ def test_a_pipeline_equals_the_plain_loop_at_any_timing(make: Model, batch: Batc
 def test_inference_equals_the_plain_loop_at_any_timing(make: Model, batch: Batch) -> None:
     """There are more micro-batches than slots."""
     model, x = make().eval(), batch(12)
-    pipe = GPipe(model, cut(len(model), 3), chunks=12)
+    pipe = GPipe(model, uneven_balance(len(model), 3), chunks=12)
     expected = plain_loop(model, x, 12)
     with torch.no_grad():
         for seed in range(10):
@@ -108,7 +108,7 @@ def run_two_in_flight(
 def test_two_mini_batches_in_flight_do_not_interfere(make: Model, batch: Batch, order: list[int]) -> None:
     """Each mini-batch has its own random key, buffers for its recompute, and activations."""
     model, inputs = make(), list(batch(14).chunk(2))
-    pipe = GPipe(model, cut(len(model), 3), chunks=4)
+    pipe = GPipe(model, uneven_balance(len(model), 3), chunks=4)
 
     def loop(x: Tensor) -> Tensor:
         with keyed_rng(model):
@@ -139,7 +139,7 @@ def check_two_pipelines_at_once(repetitions: int) -> None:
     cases = []
     for make, batch, num_stages in ((mlp, features, 2), (convolutions, images, 3)):
         model, x = make(), batch(8)
-        pipe = GPipe(model, cut(len(model), num_stages), chunks=4, checkpoint="always")
+        pipe = GPipe(model, uneven_balance(len(model), num_stages), chunks=4, checkpoint="always")
         cases.append((pipe, x, loop_step(model, x, 4)))
 
     def train_repeatedly(pipe: GPipe, x: Tensor, expected: Result) -> None:
@@ -161,7 +161,7 @@ def test_two_pipelines_in_two_threads_equal_the_plain_loop() -> None:
 def check_one_pipeline_in_two_threads(make: Model, batch: Batch, repetitions: int) -> None:
     """Asserts that two threads that train one pipeline each get the gradients of their own loss."""
     model, (a, b) = make(), batch(16).chunk(2)
-    pipe = GPipe(model, cut(len(model), 3), chunks=4)
+    pipe = GPipe(model, uneven_balance(len(model), 3), chunks=4)
 
     def step(forward: Forward, x: Tensor) -> list[Tensor]:
         x = leaf(x)

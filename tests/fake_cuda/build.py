@@ -11,7 +11,7 @@ from torch.utils import cpp_extension
 
 import gpipe_fast
 from setup import find_toolkit
-from tests.built import built
+from tests.cached_build import cached_build
 
 SOURCES = Path(__file__).parent
 RUNTIME, OPERATORS = "libcuda.so.1", "operators.so"
@@ -44,4 +44,4 @@ def _compile(name: str, sources: Path, command: list[str], library: str) -> Path
     def compile_into(folder: Path) -> None:
         subprocess.run([*command, "-o", str(folder / library)], check=True)
 
-    return built(name, [sources], [*command, torch.__version__], compile_into) / library
+    return cached_build(name, [sources], [*command, torch.__version__], compile_into) / library

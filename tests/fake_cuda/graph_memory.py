@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, doctor
-from gpipe_fast._extension import ReplayReport
-from tests.inside import pipeline_of
+from gpipe_fast._extension import GraphReport
+from tests.internals import pipeline_of
 
 MIB = 1 << 20
 WIDTH, CHUNKS, DEVICE = 64, 4, "cuda:0"
@@ -65,8 +65,8 @@ def inference(pipe: GPipe, samples: int, seed: int) -> list[Tensor]:
         return [pipe(batch(samples, seed).to(DEVICE)).cpu()]
 
 
-def reports(pipe: GPipe) -> list[ReplayReport]:
-    return pipeline_of(pipe).replays()
+def reports(pipe: GPipe) -> list[GraphReport]:
+    return pipeline_of(pipe).graph_reports()
 
 
 def needed(checkpoint: str) -> int:
@@ -90,7 +90,7 @@ def captured(checkpoint: str) -> str:
     for seed in range(5):
         step(pipe, LONG, seed, from_loss)
     (report,) = reports(pipe)
-    return f"{report.replays} replays {report.obstacle}{report.setback}".strip()
+    return f"{report.replays} replays {report.obstacle}{report.postponed}".strip()
 
 
 def captured_never() -> str:

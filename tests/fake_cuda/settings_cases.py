@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from tests.fake_cuda.captures import PipelineAndLoop
-from tests.fake_cuda.program import layers_of
+from tests.fake_cuda.graph_cases import PipelineAndLoop
+from tests.fake_cuda.train_models import layers_of
 
 MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 

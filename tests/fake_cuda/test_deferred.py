@@ -33,21 +33,21 @@ Libraries = tuple[Path, Path]
 @pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
 def test_models_equal_the_plain_loop(devices: str, libraries: Libraries) -> None:
     models = "skips/batch norm/python"
-    assert run("program.py", libraries, models, devices, "never", "except_last", defer=1) == ["equal"]
+    assert run("train_models.py", libraries, models, devices, "never", "except_last", defer=1) == ["equal"]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE], ids=["four", "one"])
 def test_captured_models_equal_the_plain_loop(devices: str, libraries: Libraries) -> None:
     words = ("skips/dropout", devices, "captured", "except_last")
-    assert run("program.py", libraries, *words, defer=2) == ["equal"]
+    assert run("train_models.py", libraries, *words, defer=2) == ["equal"]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("word", ["own_streams", "failures", "pinned"])
 def test_caller_streams_failing_steps_and_pinned_transport_keep_bits(word: str, libraries: Libraries) -> None:
     words = ("small/large" if word == "pinned" else "small", FOUR_DEVICES, word, "except_last")
-    assert run("program.py", libraries, *words, defer=3, late=1) == ["equal"]
+    assert run("train_models.py", libraries, *words, defer=3, late=1) == ["equal"]
 
 
 @pytest.mark.soak
@@ -61,14 +61,16 @@ def test_all_models_equal_the_plain_loop(
         pytest.skip("a stage on the CPU is not captured")
     words = ["never", "except_last", "always", *(["captured"] if captured else [])]
     models = CAPTURED if captured else ALL_MODELS
-    assert run("program.py", libraries, models, devices, *words, defer=seed) == ["equal"]
+    assert run("train_models.py", libraries, models, devices, *words, defer=seed) == ["equal"]
 
 
 def test_random_schedules_equal_the_plain_loop(libraries: Libraries) -> None:
-    assert run("schedules.py", libraries, "0", str(NUM_CASES), defer=4, late=2) == ["equal"]
+    assert run("train_random_schedules.py", libraries, "0", str(NUM_CASES), defer=4, late=2) == ["equal"]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(0, NUM_SOAK_CASES, CASES_PER_TEST))
 def test_many_random_schedules_equal_the_plain_loop(first: int, libraries: Libraries) -> None:
-    assert run("schedules.py", libraries, str(first), str(CASES_PER_TEST), defer=first + 1) == ["equal"]
+    assert run("train_random_schedules.py", libraries, str(first), str(CASES_PER_TEST), defer=first + 1) == [
+        "equal"
+    ]

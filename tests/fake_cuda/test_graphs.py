@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.fake_cuda.build import can_build
-from tests.fake_cuda.check import Line, check, read
 from tests.fake_cuda.process import run
+from tests.fake_cuda.race_detector import Line, check, read
 
 pytestmark = pytest.mark.skipif(
     not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
@@ -53,7 +53,7 @@ def test_captured_models_equal_the_plain_loop_without_races(
     devices: str, libraries: Libraries, tmp_path: Path
 ) -> None:
     words = ("/".join(MODELS), devices, "captured", "never", "except_last", "always")
-    assert run("program.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
+    assert run("train_models.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
     assert check(read(tmp_path / "log")) == []
 
 
@@ -64,13 +64,13 @@ def test_captured_steps_keep_bits_on_caller_streams_and_every_transport(
     devices: str, word: str, libraries: Libraries, tmp_path: Path
 ) -> None:
     words = ("skips/batch norm", devices, "captured", word, "except_last")
-    assert run("program.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
+    assert run("train_models.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
     assert check(read(tmp_path / "log")) == []
 
 
 @pytest.mark.extended
 def test_changes_between_replays_are_handled(libraries: Libraries, tmp_path: Path) -> None:
-    found = run("captures.py", libraries, "/".join(CASES), FOUR_DEVICES, late=1, log=tmp_path / "log")
+    found = run("graph_cases.py", libraries, "/".join(CASES), FOUR_DEVICES, late=1, log=tmp_path / "log")
     assert found == [f"{case}: equal" for case in CASES]
     assert check(read(tmp_path / "log"), may_wait=True) == []
 
@@ -88,7 +88,7 @@ def test_several_captured_plans_share_memory_safely(
 ) -> None:
     """No plan overwrites what another plan keeps for its backward in the graphs' shared memory."""
     words = ("/".join(SEVERAL_PLANS), devices, checkpoint)
-    found = run("several_plans.py", libraries, *words, late=1, log=tmp_path / "log")
+    found = run("shared_graph_memory_cases.py", libraries, *words, late=1, log=tmp_path / "log")
     assert found == [f"{case}: equal" for case in SEVERAL_PLANS]
     assert check(read(tmp_path / "log"), may_wait=True) == []
 
@@ -96,7 +96,7 @@ def test_several_captured_plans_share_memory_safely(
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("program", "cases", "devices"),
-    [("several_plans.py", SEVERAL_PLANS, ONE_DEVICE), ("captures.py", CASES, FOUR_DEVICES)],
+    [("shared_graph_memory_cases.py", SEVERAL_PLANS, ONE_DEVICE), ("graph_cases.py", CASES, FOUR_DEVICES)],
     ids=["several_plans", "captures"],
 )
 def test_graph_cases_keep_bits_when_work_is_deferred(
@@ -115,7 +115,7 @@ def test_allocators_without_capture_run_uncaptured(
     variable: str, value: str, libraries: Libraries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    found = run("several_plans.py", libraries, "allocator_cannot_capture", FOUR_DEVICES)
+    found = run("shared_graph_memory_cases.py", libraries, "allocator_cannot_capture", FOUR_DEVICES)
     assert found == ["allocator_cannot_capture: equal"]
 
 
@@ -156,7 +156,7 @@ def test_graphs_are_freed_when_memory_runs_out(libraries: Libraries) -> None:
 def test_operators_that_synchronize_run_uncaptured(
     case: str, operator: str, libraries: Libraries, tmp_path: Path
 ) -> None:
-    found = run("captures.py", libraries, case, FOUR_DEVICES, synchronizes=operator, log=tmp_path / "log")
+    found = run("graph_cases.py", libraries, case, FOUR_DEVICES, synchronizes=operator, log=tmp_path / "log")
     assert found == [f"{case}: equal"]
     assert check(read(tmp_path / "log"), may_wait=True) == []
 
@@ -165,7 +165,7 @@ def test_operators_that_synchronize_run_uncaptured(
 def test_the_checker_detects_missing_waits_in_a_graph(libraries: Libraries, tmp_path: Path) -> None:
     """Removes all waits of one stream of a launch from the log, for each stream."""
     words = ("mlp", FOUR_DEVICES, "captured", "except_last")
-    assert run("program.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
+    assert run("train_models.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
     lines = read(tmp_path / "log")
     begin = next(index for index, line in enumerate(lines) if line.kind == "launch")
     end = next(index for index in range(begin, len(lines)) if lines[index].kind == "mark")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from gpipe_fast import build_info
-from gpipe_fast.inspect.architectures import code_for
+from gpipe_fast.inspect.architectures import describe_code
 from tests.fake_cuda import process
 from tests.fake_cuda.build import can_build
-from tests.fake_cuda.check import Line, check, read
+from tests.fake_cuda.race_detector import Line, check, read
 
 pytestmark = pytest.mark.skipif(
     not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
@@ -38,7 +38,7 @@ def train(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
 
     def run(models: str, devices: str, *words: str, late: int = 0, **more: str) -> list[Line]:
         log = tmp_path / "log"
-        found = process.run("program.py", libraries, models, devices, *words, late=late, log=log, **more)
+        found = process.run("train_models.py", libraries, models, devices, *words, late=late, log=log, **more)
         assert found == ["equal"]
         return read(log)
 
@@ -226,10 +226,10 @@ def test_ring_blocks_are_free_after_failed_steps(train: Runs) -> None:
 
 @pytest.fixture
 def doctor_lines(libraries: tuple[Path, Path]) -> Callable[..., list[str]]:
-    """Runs told.py, and returns the lines that it prints."""
+    """Runs doctor_cases.py, and returns the lines that it prints."""
 
     def run(devices: str, transport: str, **more: str) -> list[str]:
-        return process.run("told.py", libraries, devices, transport, **more)
+        return process.run("doctor_cases.py", libraries, devices, transport, **more)
 
     return run
 
@@ -250,7 +250,7 @@ def test_doctor_reports_transports_and_bytes_in_flight(doctor_lines: Callable[..
     assert "equal" in lines
     assert "  cuda:0 and cuda:1 have no peer access to each other" in lines
     assert any(line.startswith("  cuda:3: Fake GPU, 1024.0 GiB") for line in lines)
-    assert f"  cuda:3: {code_for((9, 0), build_info()['cuda_archs'])}" in lines
+    assert f"  cuda:3: {describe_code((9, 0), build_info()['cuda_archs'])}" in lines
 
 
 @pytest.mark.extended

@@ -19,8 +19,8 @@ import pytest
 
 from gpipe_fast.schedule import Kind
 from tests.fake_cuda.build import SOURCES, can_build
-from tests.fake_cuda.chains import HappensBefore
-from tests.fake_cuda.check import Checker, Line, check, parse
+from tests.fake_cuda.happens_before import HappensBefore
+from tests.fake_cuda.race_detector import Checker, Line, check, parse
 from tests.fake_cuda.random_schedule import order_of, random_schedule
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def run(libraries: tuple[Path, Path]) -> Runs:
             "FAKE_CUDA_LATE": str(first),
             "PYTHONPATH": str(ROOT),
         }
-        command = [sys.executable, "-W", "ignore", str(SOURCES / "schedules.py")]
+        command = [sys.executable, "-W", "ignore", str(SOURCES / "train_random_schedules.py")]
         command += [str(operators), str(first), str(count), *words]
         with (
             os.fdopen(out) as log,

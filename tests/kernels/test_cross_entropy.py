@@ -12,7 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_fast.kernels import cross_entropy, linear_cross_entropy
-from gpipe_fast.kernels.linear_cross_entropy import MIN_CHUNK_ROWS, choose_chunk_rows, in_chunks
+from gpipe_fast.kernels.linear_cross_entropy import (
+    MIN_CHUNK_ROWS,
+    choose_chunk_rows,
+    chunked_loss_and_gradients,
+)
 
 OPTIONS = (
     {},
@@ -66,8 +70,8 @@ def test_cross_entropy_operators_pass_opcheck() -> None:
         torch.library.opcheck(ops.cross_entropy_.default, (plain.clone(), target, *options, reduction))
     torch.library.opcheck(ops.cross_entropy_.default, (torch.randn(7, 9).t(), target, *options, "sum"))
     for g in (torch.tensor(2.0), torch.randn(9)):
-        torch.library.opcheck(ops.scale_made_gradient_.default, (plain.clone(), g))
-    torch.library.opcheck(ops.with_made_gradient.default, (logits, torch.randn(())))
+        torch.library.opcheck(ops.scale_precomputed_gradient_.default, (plain.clone(), g))
+    torch.library.opcheck(ops.with_precomputed_gradient.default, (logits, torch.randn(())))
     x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((9, 5), (7, 5), (7,)))
     for arguments in ((x, weight, target, bias), (x, weight, target, None)):
         needs = [True, True, arguments[3] is not None]
@@ -257,14 +261,14 @@ def test_linear_cross_entropy_never_allocates_the_full_logits(
     target, bias = torch.randint(classes, (rows,)), torch.randn(classes, dtype=dtype)
     needs = [True, True, True]
     with AllocationTracker() as tracker:
-        results = in_chunks(x, weight, target, bias, -100, 0.1, "mean", chunk_rows, needs)
+        results = chunked_loss_and_gradients(x, weight, target, bias, -100, 0.1, "mean", chunk_rows, needs)
     assert tracker.alive >= sum(t.nbytes for t in results), "the tracker misses the results"
     # On the CPU, the reference and the factors of the weight's gradient make fp32 copies of a few chunks.
     temporary = tracker.peak - sum(t.nbytes for t in results) - num_fp32_copies * 4 * classes * (features + 1)
     assert temporary <= 8 * 4 * chunk_rows * classes < 4 * rows * classes // 2 + 1
     assert tracker.largest <= 4 * max(chunk_rows * classes, rows * features)
     with AllocationTracker() as tracker:
-        in_chunks(x, weight, target, bias, -100, 0.1, "mean", rows, needs)
+        chunked_loss_and_gradients(x, weight, target, bias, -100, 0.1, "mean", rows, needs)
     assert tracker.largest >= x.itemsize * rows * classes, "the tracker misses the full logits"
 
 

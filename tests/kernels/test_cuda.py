@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import gpu
-from bench.case import Judge
+from bench.case import AccuracyCheck
 from bench.families import all_cases
 from gpipe_fast.kernels import bias_activation_backward
 
@@ -33,8 +33,8 @@ def test_every_kernel_is_within_twice_the_error_of_pytorch(
     case = all_cases()[name]
     inputs = case.inputs(num_elements, dtype, "cuda")
     gradients = case.gradients(inputs)
-    judge = Judge.of(case, inputs, gradients)
-    assert judge.excess(gpu.ours(case, inputs, gradients).run()) <= 1
+    accuracy_check = AccuracyCheck.of(case, inputs, gradients)
+    assert accuracy_check.error_ratio(gpu.ours(case, inputs, gradients).run()) <= 1
 
 
 @every_case
@@ -44,7 +44,7 @@ def test_every_kernel_compiled_by_inductor_equals_the_eager_one(name: str) -> No
     gradients = case.gradients(inputs)
     wanted = gpu.ours(case, inputs, gradients).run()
     compiled = torch.compile(case.fused, fullgraph=True)
-    found = gpu.on_copies(compiled, inputs, gradients).run()
+    found = gpu.candidate_on_copies(compiled, inputs, gradients).run()
     assert all(w is f is None or torch.equal(w, f) for w, f in zip(wanted, found, strict=True))
 
 

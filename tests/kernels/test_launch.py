@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.kernels import launch as launch_module
-from gpipe_fast.kernels.launch import Config, has_kernels, launch, runs_kernels
+from gpipe_fast.kernels.launch import Config, kernels_available, launch, uses_kernels
 
 
 def test_launch_makes_the_device_of_the_tensors_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,8 +39,8 @@ def test_kernels_run_on_the_cpu_only_in_the_interpreter_and_not_in_fp64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     single, double = torch.empty(2), torch.empty(2, dtype=torch.float64)
-    assert not has_kernels(single)
+    assert not kernels_available(single)
     monkeypatch.setattr(launch_module, "INTERPRETED", True)
-    assert has_kernels(single, None, double)
-    assert runs_kernels(single, None)
-    assert not runs_kernels(single, double)
+    assert kernels_available(single, None, double)
+    assert uses_kernels(single, None)
+    assert not uses_kernels(single, double)

@@ -27,14 +27,14 @@ def rotate_by_complex_product(x: Tensor, cos: Tensor, sin: Tensor, interleaved: 
     return torch.cat([(product if interleaved else product.mT).flatten(-2), unrotated], -1)
 
 
-@pytest.mark.parametrize(("interleaved", "opposite"), [(False, True), (True, False)])
-def test_rotary_operators_pass_opcheck(interleaved: bool, opposite: bool) -> None:
+@pytest.mark.parametrize(("interleaved", "inverse"), [(False, True), (True, False)])
+def test_rotary_operators_pass_opcheck(interleaved: bool, inverse: bool) -> None:
     q, k, cos, sin = random_inputs()
-    arguments = (q.requires_grad_(), k.requires_grad_(), cos, sin, interleaved, opposite)
+    arguments = (q.requires_grad_(), k.requires_grad_(), cos, sin, interleaved, inverse)
     torch.library.opcheck(torch.ops.gpipe_fast.rotary.default, arguments)
     q, k, cos, sin = random_inputs()
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
-    torch.library.opcheck(torch.ops.gpipe_fast.rotary_.default, (q, k, cos, sin, interleaved, opposite))
+    torch.library.opcheck(torch.ops.gpipe_fast.rotary_.default, (q, k, cos, sin, interleaved, inverse))
 
 
 @both_pairings

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe, _extension, doctor, replicate, verify
 from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, table
-from gpipe_fast.balance.capacity import check_all_fit
+from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.inspect.picture import draw
-from gpipe_fast.lower.checkpoint import check_share
+from gpipe_fast.lower.checkpoint import check_saved_fraction
 from gpipe_fast.runtime.plan import check_placed
 from gpipe_fast.runtime.recording import Recording
 from gpipe_fast.runtime.stage import Stage
@@ -148,7 +148,7 @@ def place(layer_bytes: int, total: int, free: int, stages: int = 2) -> None:
     """Places stages of one layer each on a GPU with so many bytes in total and free."""
     layers = [[("0", nn.Linear(layer_bytes // 4, 1, bias=False))] for _ in range(stages)]
     with mock.patch.object(torch.cuda, "mem_get_info", return_value=(free, total)):
-        check_all_fit(layers, [GPU] * stages)
+        check_partitions_fit(layers, [GPU] * stages)
 
 
 def connect_without_peer_access() -> None:
@@ -263,7 +263,7 @@ REPORTS = [
     ),
     case("0F2 belongs to none of the 2 micro-batches", "", one_action_too_many),
     case("stage 0 does 0F0 0F0", "has to do 0F0", scheduled, "0F0,0F0"),
-    case("got 2", "within 0 and 1", check_share, 2),
+    case("got 2", "within 0 and 1", check_saved_fraction, 2),
 ]
 
 OF_ARGUMENTS = [*ARGUMENTS, *DEVICES, *BALANCE, *REPORTS]

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe, is_recomputing, keyed_rng
-from gpipe_fast.notes import note_idle_stages
 from gpipe_fast.skip import Namespace, pop, skippable, stash
+from gpipe_fast.usage_warnings import warn_idle_stages
 from tests.unit.message_cases import Case, call, call_with_a_global_hook, case, features, mlp, pipe
 
 
-class Of(nn.Module):
+class FunctionLayer(nn.Module):
     """Applies a function to a linear layer and the input."""
 
     def __init__(self, function: Callable[[Any, Any], object]) -> None:
@@ -33,7 +33,7 @@ class Of(nn.Module):
 
 def of(function: Callable[[Any, Any], object], *args: Any, **options: Any) -> object:
     """Calls a pipeline of one layer that applies this function."""
-    return call(*(args or (features(),)), layers=(Of(function),), **options)
+    return call(*(args or (features(),)), layers=(FunctionLayer(function),), **options)
 
 
 # Tracing, and layers in Python
@@ -57,7 +57,7 @@ def branch(layer: Any, x: Tensor) -> Any:
 
 
 def replace_data_before_a_recompute() -> None:
-    layer = Of(branch)
+    layer = FunctionLayer(branch)
     output = call(features(), layers=(layer,), checkpoint="always")
     layer.linear.weight.data = layer.linear.weight.data.clone()
     output.sum().backward()  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ TRACING = [
         "layer 0 (LazyLinear)", "run one batch", call, features(), layers=(nn.LazyLinear(2),), backend="eager"
     ),
     Case("is_recomputing()", "backend='auto'", in_aten(lambda layer, x: x if is_recomputing() else -x)),
-    Case("layer 0 (Of)", "backend='auto'", in_aten(replace_a_buffer)),
+    Case("layer 0 (FunctionLayer)", "backend='auto'", in_aten(replace_a_buffer)),
     Case("got set", "may be nested in tuples", in_aten(lambda layer, x: {x})),
     Case(f"aten.poisson.default {DRAWN}", "backend='auto'", in_aten(lambda layer, x: torch.poisson(x.abs()))),
     Case(
@@ -126,7 +126,7 @@ TRACING = [
     case(
         "of shape [6]", "make it a parameter", of, lambda layer, x: layer.linear(x) * OUTSIDE, backend="eager"
     ),
-    case("layer 0 (Of)", "replace the data after", replace_data_before_a_recompute),
+    case("layer 0 (FunctionLayer)", "replace the data after", replace_data_before_a_recompute),
     case("stage 0", "call the module again", change_a_layer_before_the_backward),
     case("stage 0", "backend='eager'", receive_gradients_in_another_layout),
     case(
@@ -153,7 +153,9 @@ def enter(context: Any) -> None:
 
 def draw_in_a_checkpoint() -> None:
     layers = nn.Sequential(
-        Of(lambda layer, x: checkpoint(torch.dropout, layer.linear(x), 0.5, True, use_reentrant=False))
+        FunctionLayer(
+            lambda layer, x: checkpoint(torch.dropout, layer.linear(x), 0.5, True, use_reentrant=False)
+        )
     )
     with keyed_rng(layers):
         layers(features())
@@ -169,7 +171,7 @@ RANDOMNESS = [
     case("is Linear", "nn.Sequential", lambda: enter(keyed_rng(nn.Linear(2, 2)))),  # type: ignore[arg-type]
     case("got 'a'", "64-bit integer", lambda: enter(keyed_rng(mlp(), "a"))),  # type: ignore[arg-type]
     case("torch.utils.checkpoint", "GPipe's checkpoint argument", draw_in_a_checkpoint),
-    case("layer 0 (Of)", "draw with torch", recompute_with_other_draws),
+    case("layer 0 (FunctionLayer)", "draw with torch", recompute_with_other_draws),
 ]
 
 # Outputs
@@ -271,7 +273,7 @@ class NotCopied(nn.Linear):
 
 
 def call_few_microbatches() -> None:
-    note_idle_stages.cache_clear()
+    warn_idle_stages.cache_clear()
     call(features())
 
 
@@ -285,7 +287,7 @@ def measure_in_vain() -> None:
 
 
 WARNINGS = [
-    case("stage 0, layer 0 (Of) runs in Python: ", "other layers are unaffected", of, branch),
+    case("stage 0, layer 0 (FunctionLayer) runs in Python: ", "other layers are unaffected", of, branch),
     case("2 micro-batches on 2 stages", "pass chunks=8", call_few_microbatches),
     case("stage 0, layer 0 (GRU)", "pass batch_dim=1", call, torch.ones(8, 3, 6), layers=(nn.GRU(6, 6),)),
     case("layer '0' (NotCopied)", "pass balance=", measure_in_vain),

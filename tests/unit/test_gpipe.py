@@ -19,12 +19,12 @@ from tests.models import (
     Batch,
     Model,
     convolutions,
-    cut,
     every_model,
     features,
     mlp,
     noisy,
     tokens,
+    uneven_balance,
 )
 from tests.reference import (
     check_step,
@@ -53,7 +53,7 @@ def test_mini_batches_are_cut_as_by_chunk(batch_size: int, chunks: int, sizes: l
 @every_model
 def test_inference_equals_the_plain_loop(make: Model, batch: Batch) -> None:
     model, x = make().eval(), batch(8)
-    pipe = GPipe(model, cut(len(model), 3), chunks=4)
+    pipe = GPipe(model, uneven_balance(len(model), 3), chunks=4)
     expected = plain_loop(model, x, 4)
     for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         with mode:
@@ -249,7 +249,7 @@ def test_layers_that_do_not_fit_into_memory_are_refused_by_name(device: str) -> 
         GPipe(module, [1])
 
 
-@pytest.mark.usefixtures("nothing_noted")
+@pytest.mark.usefixtures("fresh_warnings")
 def test_too_few_micro_batches_are_warned_about_once() -> None:
     """Once per process for the same numbers, and once per model."""
     message = "^3 micro-batches on 2 stages leave the stages idle for up to 25% of a step; pass chunks=8 "
@@ -259,7 +259,7 @@ def test_too_few_micro_batches_are_warned_about_once() -> None:
     assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for quiet in (
+        for without_warnings in (
             pipe,
             GPipe(mlp(), [2, 3], chunks=3),
             GPipe(mlp(), [3, 2], chunks=3),
@@ -267,12 +267,12 @@ def test_too_few_micro_batches_are_warned_about_once() -> None:
             GPipe(mlp(), [5], chunks=1),
             GPipe(mlp(), [2, 3], chunks=4).eval(),
         ):
-            quiet(x)
+            without_warnings(x)
         pipe.chunks = 4
         pipe(x)
 
 
-@pytest.mark.usefixtures("nothing_noted")
+@pytest.mark.usefixtures("fresh_warnings")
 def test_other_numbers_of_micro_batches_are_warned_about_again() -> None:
     x = features()
     for chunks, balance, message in (
@@ -284,7 +284,7 @@ def test_other_numbers_of_micro_batches_are_warned_about_again() -> None:
             GPipe(mlp(), balance, chunks=chunks)(x)
 
 
-@pytest.mark.usefixtures("nothing_noted")
+@pytest.mark.usefixtures("fresh_warnings")
 def test_the_pytest_filter_hides_the_warning_about_few_micro_batches(pytestconfig: pytest.Config) -> None:
     """The filter in pyproject.toml matches the message for one micro-batch and for several."""
     with warnings.catch_warnings():
@@ -426,7 +426,7 @@ def test_five_training_steps_equal_the_plain_loop(make: Model, batch: Batch) -> 
     states = []
     for pipelined in (False, True):
         model, x = make(), batch(7)
-        forward = GPipe(model, cut(len(model), 2), chunks=3) if pipelined else model
+        forward = GPipe(model, uneven_balance(len(model), 2), chunks=3) if pipelined else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for _ in range(5):
             optimizer.zero_grad()

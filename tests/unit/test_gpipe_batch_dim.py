@@ -14,7 +14,7 @@ from gpipe_fast.balance import profile_layers
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.structure import BatchDim
 from tests.reference import gradient_like
-from tests.untraceable import WIDTH, Recurrent, quiet
+from tests.untraceable import WIDTH, Recurrent, without_warnings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,7 +73,7 @@ def test_a_step_equals_the_plain_loop(make: Callable[[], nn.Sequential], dim: in
     expected = step(loop(model, 4, dim), model, x)
     assert expected[0] is not None
     pipe = GPipe(model, [2, 2], chunks=4, batch_dim=dim)
-    with quiet():
+    with without_warnings():
         for pipe.checkpoint in CHECKPOINT_MODES:
             for _ in range(2):
                 assert all(map(equal_or_both_none, step(pipe, model, x), expected))
@@ -136,7 +136,7 @@ def test_the_batch_size_is_taken_along_batch_dim() -> None:
     assert verify(pipe, x, lambda y: y.square().mean()).ok
     assert len(profile_layers(pipe, x, timeout=None, chunks=BATCH)) == 4
     pipe.batch_dim = 0
-    with pipe.recording() as recording, quiet():
+    with pipe.recording() as recording, without_warnings():
         pipe(x)
     assert recording.phases()[0].num_microbatches == LENGTH
 

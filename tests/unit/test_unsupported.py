@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpipe_fast import GPipe, keyed_rng, unsupported
 from tests.models import features, mlp, noisy
 from tests.reference import leaf, loop_step, pipeline_step, plain_loop, unequal
-from tests.untraceable import chains
+from tests.untraceable import segments_by_stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,7 +84,7 @@ def test_a_global_module_hook_takes_effect_while_it_is_registered(name: str) -> 
         handle.remove()
     for pipe in (early, late):
         assert unequal(pipeline_step(pipe, x), without) == []
-        assert chains(pipe) == [[(0, 2, True)], [(0, 3, True)]]  # lowered
+        assert segments_by_stage(pipe) == [[(0, 2, True)], [(0, 3, True)]]  # lowered
 
 
 # Observers that see nothing of a pipeline
@@ -130,7 +130,7 @@ def test_an_observer_that_sees_nothing_is_warned_about_once(name: str) -> None:
 
 
 def test_harmless_contexts_cause_no_warning() -> None:
-    x, pipe, model = features(), GPipe(noisy(), [2, 4], chunks=4), noisy()
+    x, pipe, model = features(), GPipe(noisy(), [2, 4], chunks=8), noisy()
     nested = GPipe(nn.Sequential(mlp(), nn.Sequential(nn.Tanh())), devices=["cpu"] * 2, chunks=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

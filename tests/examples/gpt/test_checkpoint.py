@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples.gpt import text as demo_text
-from examples.gpt.checkpoint import load_checkpoint, save_checkpoint, settings_of
+from examples.gpt.checkpoint import load_checkpoint, resume_settings, save_checkpoint
 from examples.gpt.text import Text
 from examples.gpt.train import Training
 from tests.examples.gpt.tiny import MicroBatches, piped, press_ctrl_c, tiny, tiny_model, trained
@@ -28,10 +28,10 @@ def test_a_resumed_run_has_the_losses_of_one_without_a_break(folder: Path, tmp_p
         training = Training(piped(args, balance), args)
         if path.exists():
             torch.manual_seed(99)
-            training.load_state_dict(load_checkpoint(path, settings_of(args, text)))
+            training.load_state_dict(load_checkpoint(path, resume_settings(args, text)))
         press_ctrl_c(training.model, stop)
         training.run(text.training)
-        save_checkpoint(path, training, settings_of(args, text))
+        save_checkpoint(path, training, resume_settings(args, text))
         assert training.losses == whole.losses[: len(training.losses)]
     assert len(training.losses) == 12
     for (name, a), b in zip(whole.model.named_parameters(), training.model.parameters(), strict=True):
@@ -42,7 +42,7 @@ def test_a_resumed_run_has_the_losses_of_one_without_a_break(folder: Path, tmp_p
 def test_a_checkpoint_is_loaded_by_a_plain_sequential(folder: Path, tmp_path: Path) -> None:
     args, text = tiny("--steps", "3"), demo_text.load(folder)
     training = trained(piped(args), args, text)
-    save_checkpoint(tmp_path / "model.pt", training, settings_of(args, text))
+    save_checkpoint(tmp_path / "model.pt", training, resume_settings(args, text))
     state = torch.load(tmp_path / "model.pt")
     plain = tiny_model(tiny("--seed", "5"))
     plain.load_state_dict(state["model"])
@@ -63,12 +63,12 @@ def test_a_checkpoint_of_other_settings_is_refused(
     change: list[str], message: str, folder: Path, tmp_path: Path
 ) -> None:
     args, text, path = tiny("--steps", "3"), demo_text.load(folder), tmp_path / "model.pt"
-    save_checkpoint(path, Training(tiny_model(args), args), settings_of(args, text))
+    save_checkpoint(path, Training(tiny_model(args), args), resume_settings(args, text))
     with pytest.raises(ValueError, match=message):
-        load_checkpoint(path, settings_of(tiny("--steps", "3", *change), text))
+        load_checkpoint(path, resume_settings(tiny("--steps", "3", *change), text))
     with pytest.raises(ValueError, match="comes from a run on another text"):
-        load_checkpoint(path, settings_of(args, Text(text.training[1:], text.held_out)))
-    load_checkpoint(path, settings_of(args, text))
+        load_checkpoint(path, resume_settings(args, Text(text.training[1:], text.held_out)))
+    load_checkpoint(path, resume_settings(args, text))
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

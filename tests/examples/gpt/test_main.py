@@ -15,7 +15,7 @@ import torch
 
 from examples.gpt import __main__ as demo
 from examples.gpt import text as demo_text
-from examples.gpt.checkpoint import load_checkpoint, save_checkpoint, settings_of
+from examples.gpt.checkpoint import load_checkpoint, resume_settings, save_checkpoint
 from examples.gpt.train import Training
 from tests.examples.gpt.tiny import TINY, piped, press_ctrl_c, tiny, trained
 
@@ -62,7 +62,7 @@ def test_ctrl_c_and_resume_of_the_command(folder: Path, tmp_path: Path) -> None:
     press_ctrl_c(model, steps + 2)
     losses = trained(model, args, text).losses
     goes_on = Training(piped(args), args)
-    goes_on.load_state_dict(load_checkpoint(tmp_path / "model.pt", settings_of(args, text)))
+    goes_on.load_state_dict(load_checkpoint(tmp_path / "model.pt", resume_settings(args, text)))
     assert goes_on.losses == losses[:steps]
     press_ctrl_c(goes_on.model, 2)
     goes_on.run(text.training)
@@ -80,7 +80,7 @@ def test_the_command_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     training = Training(piped(args), args)
     press_ctrl_c(training.model, 2)
     training.run(text.training)
-    save_checkpoint(Path("part.pt"), training, settings_of(args, text))
+    save_checkpoint(Path("part.pt"), training, resume_settings(args, text))
     demo.main([*arguments, "--save", "part.pt", "--resume"])
     resumed = torch.load("part.pt")
     assert resumed["losses"] == whole["losses"]

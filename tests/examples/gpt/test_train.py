@@ -36,7 +36,7 @@ def test_the_held_out_loss_falls(folder: Path) -> None:
 def test_the_held_out_loss_is_the_mean_over_all_windows(folder: Path) -> None:
     text, args = demo_text.load(folder).held_out, tiny()
     model = tiny_model(args)
-    starts = demo_text.spread(text, demo_train.HELD_OUT_WINDOWS, args.length)
+    starts = demo_text.evenly_spaced_starts(text, demo_train.HELD_OUT_WINDOWS, args.length)
     tokens, targets = demo_text.windows(text, starts, args.length)
     nats = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     assert held_out_loss(model, text, args) == pytest.approx(nats.item() / math.log(2), rel=1e-5)

@@ -1,7 +1,7 @@
 // Call sites of stream waits in the extension: return addresses, as offsets in its file.
 //
 // FAKE_CUDA_SITES names a file to which each call site is written once; wait lines of the log then contain the call
-// site, too. The waits of one call site can be dropped. tests/fake_cuda/sites.py maps offsets to lines of csrc/.
+// site, too. The waits of one call site can be dropped. tests/fake_cuda/call_sites.py maps offsets to lines of csrc/.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,7 @@
 //
 // Copies and memsets run synchronously, in the order of the calls. The log records what a GPU could run concurrently:
 // which thread enqueued which operation on which stream, which stream waited for which event, and which bytes were
-// read and written; tests/fake_cuda/check.py reads it. Alternatively, streams defer their work as long as possible
+// read and written; tests/fake_cuda/race_detector.py reads it. Alternatively, streams defer their work as long as possible
 // (deferred.h), so that a missing wait gives wrong bits. Kernels are logged and do not run; ATen operators that would
 // launch kernels are computed by the CPU's operators (operators/operators.cpp).
 //

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.accuracy import Results, check, doubles
+from bench.accuracy import Results, check, to_float64
 from gpipe_fast.kernels import Draw, reference
 from gpipe_fast.kernels.launch import INTERPRETED
 
@@ -21,7 +21,6 @@ __all__ = [
     "DEVICE",
     "DTYPES",
     "check",
-    "doubles",
     "every_dtype",
     "every_width",
     "keyed_dropout",
@@ -29,6 +28,7 @@ __all__ = [
     "noncontiguous",
     "outputs_and_gradients",
     "shape_beyond_one_block",
+    "to_float64",
 ]
 
 

@@ -12,13 +12,13 @@ from gpipe_fast.kernels.activations import ACTIVATIONS, choose
 from gpipe_fast.randomness.random import make_key
 from tests.kernels.numerics.comparison import (
     check,
-    doubles,
     every_dtype,
     every_width,
     keyed_dropout,
     noncontiguous,
     outputs_and_gradients,
     shape_beyond_one_block,
+    to_float64,
 )
 
 LAYER_AND_ORDINAL = (5, 1)
@@ -42,7 +42,7 @@ def compare_with_pytorch(
     assert (dbias is None) == (bias is None)
     if bias is not None:
         ours.append(dbias)
-    *wide, wide_g = doubles([*inputs, g])
+    *wide, wide_g = to_float64([*inputs, g])
     other = outputs_and_gradients(lambda z, b=None: eager(z, b, activation, draw), inputs, [g])
     truth = outputs_and_gradients(lambda z, b=None: eager(z, b, activation, draw), wide, [wide_g])
     check(ours, other, truth)

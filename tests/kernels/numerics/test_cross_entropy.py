@@ -13,12 +13,12 @@ from gpipe_fast.kernels import cross_entropy
 from gpipe_fast.kernels.launch import Config
 from tests.kernels.numerics.comparison import (
     check,
-    doubles,
     every_dtype,
     every_width,
     needs_kernels,
     noncontiguous,
     outputs_and_gradients,
+    to_float64,
 )
 
 OPTIONS = (
@@ -43,7 +43,7 @@ def compare_with_pytorch(logits: Tensor, target: Tensor, *, g: float | None = No
     gradients = [torch.randn(shape) if g is None else torch.full(shape, g)]
     eager = outputs_and_gradients(lambda x: fp32_cross_entropy(x, target, **options), [logits], gradients)
     truth = outputs_and_gradients(
-        lambda x: fp32_cross_entropy(x, target, **options), doubles([logits]), gradients
+        lambda x: fp32_cross_entropy(x, target, **options), to_float64([logits]), gradients
     )
     ours = outputs_and_gradients(lambda x: cross_entropy(x, target, **options), [logits], gradients)
     check(ours, eager, truth)

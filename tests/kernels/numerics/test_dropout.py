@@ -11,11 +11,11 @@ from gpipe_fast.kernels import dropout_add, reference
 from gpipe_fast.randomness.random import KeyedRandomMode, make_key
 from tests.kernels.numerics.comparison import (
     check,
-    doubles,
     every_dtype,
     every_width,
     noncontiguous,
     outputs_and_gradients,
+    to_float64,
 )
 
 LAYER, ORDINAL = 5, 1
@@ -36,7 +36,7 @@ def compare_with_pytorch(h: Tensor, residual: Tensor | None, g: Tensor, p: float
     inputs = [h] if residual is None else [h, residual]
     ours = outputs_and_gradients(lambda h, r=None: dropout_add(h, r, p, key, LAYER, ORDINAL), inputs, [g])
     other = outputs_and_gradients(lambda h, r=None: eager(h, r, p, key), inputs, [g])
-    wide = doubles([*inputs, g])
+    wide = to_float64([*inputs, g])
     truth = outputs_and_gradients(lambda h, r=None: eager(h, r, p, key), wide[:-1], [wide[-1]])
     check(ours, other, truth)
     if h.dtype == torch.float32:

@@ -12,12 +12,12 @@ from gpipe_fast.kernels.activations import ACTIVATIONS
 from gpipe_fast.randomness.random import make_key
 from tests.kernels.numerics.comparison import (
     check,
-    doubles,
     every_dtype,
     every_width,
     keyed_dropout,
     noncontiguous,
     outputs_and_gradients,
+    to_float64,
 )
 
 LAYER_AND_ORDINAL = (5, 1)
@@ -43,7 +43,7 @@ def compare_with_pytorch(
     assert (dup is None) == (up is None)
     if up is not None:
         ours.append(dup)
-    *wide, wide_g = doubles([*inputs, g])
+    *wide, wide_g = to_float64([*inputs, g])
     other = outputs_and_gradients(lambda z, u=None: eager(z, u, activation, draw), inputs, [g])
     truth = outputs_and_gradients(lambda z, u=None: eager(z, u, activation, draw), wide, [wide_g])
     check(ours, other, truth)

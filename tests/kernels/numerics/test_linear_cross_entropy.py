@@ -10,11 +10,11 @@ from torch import Tensor
 from gpipe_fast.kernels import linear_cross_entropy
 from tests.kernels.numerics.comparison import (
     check,
-    doubles,
     every_dtype,
     needs_kernels,
     noncontiguous,
     outputs_and_gradients,
+    to_float64,
 )
 
 OPTIONS = ({}, {"reduction": "sum", "label_smoothing": 0.1}, {"ignore_index": 0, "label_smoothing": 0.1})
@@ -44,7 +44,7 @@ def compare_with_pytorch(
     check(
         outputs_and_gradients(own, inputs, g),
         outputs_and_gradients(other, inputs, g),
-        outputs_and_gradients(other, doubles(inputs), g),
+        outputs_and_gradients(other, to_float64(inputs), g),
     )
 
 

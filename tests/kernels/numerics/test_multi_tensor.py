@@ -172,22 +172,24 @@ def test_accumulate_in_large_blocks_equals_pytorch(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_address_table_has_one_column_per_program() -> None:
-    found = addresses.table_of(torch.device("cpu"), 4096, (4, 2), ((1 << 20, 1 << 30, 5000), (64, 32, 100)))
+    found = addresses.address_table(
+        torch.device("cpu"), 4096, (4, 2), ((1 << 20, 1 << 30, 5000), (64, 32, 100))
+    )
     first, second = [1 << 20, (1 << 20) + 4 * 4096, 64], [1 << 30, (1 << 30) + 2 * 4096, 32]
     assert found.tolist() == [first, second, [4096, 904, 100]]
 
 
 @needs_kernels
 def test_address_tables_are_cached_by_address_and_size() -> None:
-    addresses._table.cache_clear()
+    addresses._build_table.cache_clear()
     base, g = torch.zeros(10_000), torch.ones(5000)
     for _ in range(3):
         accumulate_([base[:5000]], [g])
-    assert addresses._table.cache_info().misses == 1
+    assert addresses._build_table.cache_info().misses == 1
     accumulate_([base[5000:]], [g])
     accumulate_([base[:4999]], [g[:4999]])
     accumulate_([base[:2500].half()], [g[:2500]])
-    assert addresses._table.cache_info().misses == 4
+    assert addresses._build_table.cache_info().misses == 4
     assert base[:4999].eq(4).all()
     assert base[4999] == 3
     assert base[5000:].eq(1).all()
@@ -206,7 +208,7 @@ def test_an_accumulator_that_is_listed_twice_gets_both_gradients() -> None:
     accumulate_([a, a], g)
     assert a.eq(3).all()
     # In one launch, two programs would race.
-    assert addresses.reach([a, a], g, DTYPES)[1] == [1]
+    assert addresses.group_spans([a, a], g, DTYPES)[1] == [1]
 
 
 def test_multi_tensor_functions_accept_no_elements() -> None:

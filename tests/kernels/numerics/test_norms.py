@@ -14,13 +14,13 @@ from torch import Tensor
 from gpipe_fast.kernels import layer_norm, layer_norm_backward, norms, reference, rms_norm, rms_norm_backward
 from tests.kernels.numerics.comparison import (
     check,
-    doubles,
     every_dtype,
     every_width,
     needs_kernels,
     noncontiguous,
     outputs_and_gradients,
     shape_beyond_one_block,
+    to_float64,
 )
 
 EPS = 1e-5
@@ -100,7 +100,7 @@ def kernel_eager_and_exact_results(
     again = [found[0], *found[len(gradients) :]]
     once = [t for t in fused_backward(inputs, g, g_sum, kind, eps) if t is not None]
     assert all(torch.equal(a, b) for a, b in zip(again, once, strict=True))
-    return [found, run(eager, inputs), run(eager, doubles(inputs))]
+    return [found, run(eager, inputs), run(eager, to_float64(inputs))]
 
 
 def random_inputs(
@@ -137,7 +137,7 @@ def test_norms_match_pytorch_for_every_width(
 
 
 @every_dtype
-@pytest.mark.parametrize("cols", [norms.WIDEST, norms.WIDEST + 1])
+@pytest.mark.parametrize("cols", [norms.MAX_COLUMNS, norms.MAX_COLUMNS + 1])
 @every_norm
 def test_norms_of_the_widest_rows_match_pytorch(kind: str, cols: int, dtype: torch.dtype) -> None:
     compare_with_pytorch(*random_inputs((3, cols), dtype, kind, True), kind)
@@ -149,9 +149,9 @@ def test_norms_of_wider_rows_and_of_fp64_use_the_reference(monkeypatch: pytest.M
         raise AssertionError("the reference was called")
 
     monkeypatch.setattr(reference, "norm", fail)
-    layer_norm(torch.randn(2, norms.WIDEST))
+    layer_norm(torch.randn(2, norms.MAX_COLUMNS))
     with pytest.raises(AssertionError, match="the reference was called"):
-        layer_norm(torch.randn(2, norms.WIDEST + 1))
+        layer_norm(torch.randn(2, norms.MAX_COLUMNS + 1))
     with pytest.raises(AssertionError, match="the reference was called"):
         rms_norm(torch.randn(2, 7, dtype=torch.float64))
 

@@ -18,13 +18,13 @@ from gpipe_fast.kernels import (
 from gpipe_fast.randomness.random import make_key
 from tests.kernels.numerics.comparison import (
     check,
-    doubles,
     every_dtype,
     every_width,
     needs_kernels,
     noncontiguous,
     outputs_and_gradients,
     shape_beyond_one_block,
+    to_float64,
 )
 from tests.kernels.numerics.test_norms import EPS, eager, every_norm
 
@@ -55,7 +55,7 @@ def fused_backward(inputs: list[Tensor], gradients: list[Tensor], kind: str, dra
 def compare_with_pytorch(inputs: list[Tensor], gradients: list[Tensor], kind: str, draw: Draw) -> None:
     found = outputs_and_gradients(lambda *t: ours(list(t), kind, draw), inputs, gradients)
     other = outputs_and_gradients(lambda *t: eager_with_dropout(list(t), kind, draw), inputs, gradients)
-    wide = doubles(inputs), doubles(gradients)
+    wide = to_float64(inputs), to_float64(gradients)
     check(found, other, outputs_and_gradients(lambda *t: eager_with_dropout(list(t), kind, draw), *wide))
     once = fused_backward(inputs, gradients, kind, draw)
     assert all(torch.equal(a, b) for a, b in zip([found[0], *found[2:]], once, strict=True))
@@ -78,7 +78,7 @@ def test_norms_with_dropout_match_pytorch_for_every_width(kind: str, cols: int, 
 
 
 @every_dtype
-@pytest.mark.parametrize("cols", [norms.WIDEST_DRAWN, norms.WIDEST, norms.WIDEST + 1])
+@pytest.mark.parametrize("cols", [norms.MAX_COLUMNS_DROPOUT, norms.MAX_COLUMNS, norms.MAX_COLUMNS + 1])
 def test_rms_norm_with_dropout_of_the_widest_rows_matches_pytorch(cols: int, dtype: torch.dtype) -> None:
     compare_with_pytorch(
         *random_inputs((3, cols), dtype, "rms"), "rms", Draw(0.1, make_key(7, 2, 1), *LAYER_AND_ORDINAL)
@@ -138,10 +138,11 @@ def test_dropout_before_a_norm_of_wide_rows_is_drawn_by_the_dropout_kernel(
     monkeypatch.setattr(reference, "keep", fail)
     draw = Draw(0.5, make_key(1, 1), 0, 0)
     outputs_and_gradients(
-        lambda *t: ours(list(t), "rms", draw), *random_inputs((2, norms.WIDEST + 1), torch.float32, "rms")
+        lambda *t: ours(list(t), "rms", draw),
+        *random_inputs((2, norms.MAX_COLUMNS + 1), torch.float32, "rms"),
     )
     monkeypatch.setattr(reference, "norm", fail)
     monkeypatch.setattr(reference, "norm_backward", fail)
-    inputs, gradients = random_inputs((2, norms.WIDEST), torch.float32, "rms")
+    inputs, gradients = random_inputs((2, norms.MAX_COLUMNS), torch.float32, "rms")
     outputs_and_gradients(lambda *t: ours(list(t), "rms", draw), inputs, gradients)
     fused_backward(inputs, gradients, "rms", draw)

@@ -12,10 +12,10 @@ from gpipe_fast.kernels import rotary, rotary_, rotary_backward_, rotary_tables
 from gpipe_fast.kernels.launch import INTERPRETED, Config
 from tests.kernels.numerics.comparison import (
     check,
-    doubles,
     every_dtype,
     noncontiguous,
     outputs_and_gradients,
+    to_float64,
 )
 
 # The module; in the package, the function of the same name shadows it.
@@ -65,7 +65,7 @@ def compare_with_pytorch(arguments: Arguments, gradients: tuple[Tensor, Tensor],
     check(
         ours,
         eager_outputs_and_gradients((cos, sin), q, k, *gradients),
-        eager_outputs_and_gradients(wide, *doubles([q, k, *gradients])),
+        eager_outputs_and_gradients(wide, *to_float64([q, k, *gradients])),
     )
 
     own = [x.contiguous().clone() for x in (q, k, *gradients)]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time
-from gpipe_fast.balance.automatic import balance_automatically
+from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.layers.skip import pop, skippable, stash
-from gpipe_fast.layers.structure import Call
+from gpipe_fast.layers.structure import CallArguments
 from tests import models
-from tests.unit.balance.layers_with_costs import Clock, TimedLayer, sequence
+from tests.unit.balance.timed_layers import Clock, TimedLayer, sequence
 
 torchgpipe_balance = pytest.importorskip("torchgpipe.balance")
 
@@ -141,7 +141,7 @@ def test_error_messages_equal_torchgpipes(function: Any) -> None:
         assert str(found.value) == str(wanted.value)
 
 
-@pytest.mark.parametrize("function", [balance_by_time, balance_by_size, balance_automatically])
+@pytest.mark.parametrize("function", [balance_by_time, balance_by_size, default_balance])
 def test_a_module_that_is_not_sequential_is_refused(function: Any) -> None:
     with pytest.raises(TypeError, match=r"^module must be nn.Sequential to be partitioned, got Linear$"):
         function(1, nn.Linear(1, 1), torch.rand(1, 1))
@@ -167,7 +167,7 @@ def test_layers_are_timed_with_the_thread_count_of_a_stage(monkeypatch: pytest.M
         balance_by_time(3, model, x, timeout=0.0, device="cpu")
         assert set(seen) == {2}
         seen.clear()
-        balance_automatically(2, model, x, timeout=0.0, threads=1, device="cpu")
+        default_balance(2, model, x, timeout=0.0, threads=1, device="cpu")
         assert set(seen) == {1}
         assert torch.get_num_threads() == 6
     finally:
@@ -178,14 +178,14 @@ def test_the_automatic_balance_is_by_time(monkeypatch: pytest.MonkeyPatch) -> No
     model = sequence(Clock().install(monkeypatch), 1, 1, 9, 1, 1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # gradients exist between two steps
-    assert balance_automatically(3, model, torch.randn(4), device="cpu") == [2, 1, 2]
-    assert balance_automatically(9, model, torch.randn(4), device="cpu") == [1] * 5
-    assert balance_automatically(2, nn.Sequential(), torch.randn(4), device="cpu") == []
+    assert default_balance(3, model, torch.randn(4), device="cpu") == [2, 1, 2]
+    assert default_balance(9, model, torch.randn(4), device="cpu") == [1] * 5
+    assert default_balance(2, nn.Sequential(), torch.randn(4), device="cpu") == []
     with pytest.raises(ValueError, match=r"^partitions must be a positive integer \(0 < 1\)$"):
-        balance_automatically(0, model, torch.randn(4), device="cpu")
+        default_balance(0, model, torch.randn(4), device="cpu")
 
 
 def test_the_automatic_balance_takes_several_arguments() -> None:
     model = nn.Sequential(nn.Bilinear(6, 6, 6), nn.Linear(6, 6))
-    sample = Call((models.features(), models.features()), {})
-    assert balance_automatically(2, model, sample, timeout=0.0, device="cpu") == [1, 1]
+    sample = CallArguments((models.features(), models.features()), {})
+    assert default_balance(2, model, sample, timeout=0.0, device="cpu") == [1, 1]

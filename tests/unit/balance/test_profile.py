@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipe_fast import devices
 from gpipe_fast.balance.profile import LayerProfile, default_device, profile_layers, table
 from tests import models
-from tests.unit.balance.layers_with_costs import Clock, sequence
+from tests.unit.balance.timed_layers import Clock, sequence
 
 
 def layer_seconds(profiles: list[LayerProfile]) -> list[tuple[float, float]]:

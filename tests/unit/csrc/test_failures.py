@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast._extension import kept_bytes
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.layers.title import title
+from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.schedule import fill_drain
-from tests.inside import disturb_no_more, plant_failure
+from tests.internals import inject_failure, remove_faults
 from tests.reference import gradient_like, loop_step, pipeline_step, plain_loop, unequal
-from tests.unit.csrc.failing_pipelines import K, M, PipelineUnderTest, mlp, pipeline_under_test
-from tests.untraceable import quiet
+from tests.unit.csrc.pipelines_under_test import K, M, PipelineUnderTest, mlp, pipeline_under_test
+from tests.untraceable import without_warnings
 
 ROOT = Path(__file__).parents[3]
 
@@ -158,22 +158,24 @@ def test_errors_in_equal_stages_name_the_layers_of_their_own_stage(
     for stage in (1, 2):
         found = set()
         for step in range(12):
-            plant_failure(pipe, f"{stage}{kind}1", after=step)
+            inject_failure(pipe, f"{stage}{kind}1", after=step)
             with pytest.raises(ValueError) as caught:
                 pipe(x).square().sum().backward()
-            disturb_no_more(pipe)
+            remove_faults(pipe)
             found.add(str(caught.value))
         begin = f"injected ValueError (in action {stage}{kind}1"
         after = {f"{begin})"}  # after the last operator no layer is running
         expected = [(2 * stage + layer, model[2 * stage + layer]) for layer in layers]
-        assert found - after == {f"{begin}: stage {stage}, {title(*at)}, micro-batch 1)" for at in expected}
+        assert found - after == {
+            f"{begin}: stage {stage}, {layer_title(*at)}, micro-batch 1)" for at in expected
+        }
     assert unequal(pipeline_step(pipe, x), loop_step(model, x, 2)) == []
 
 
 def test_errors_name_a_lowered_layer_that_follows_a_python_layer() -> None:
     model = nn.Sequential(RunningStatistics(), Branching(), Table())
     pipe = GPipe(model, [1, 2], chunks=M)
-    with quiet():
+    with without_warnings():
         for _ in range(4):
             pipe(GOOD)
         with pytest.raises(IndexError, match=r"1F2: stage 1, layer 2 \(Table\), micro-batch 2\)$"):
@@ -255,7 +257,7 @@ def test_memory_is_released_after_a_failed_backward(retain: bool) -> None:
     output = tested.pipe(x)
     gradient, gradient_references = gradient_like(output), num_references(gradient_like(output))
     assert num_references(x) >= references + M
-    plant_failure(tested.pipe, "1I1", after=3)
+    inject_failure(tested.pipe, "1I1", after=3)
     with pytest.raises(ValueError, match="injected"):
         output.backward(gradient, retain_graph=retain)
     assert (kept_bytes(output) > 0) == retain
@@ -268,7 +270,7 @@ def test_memory_is_released_after_a_failed_forward() -> None:
     tested = pipeline_under_test(mlp)
     before = num_references(tested.x)
     for action in fill_drain(K, M, backward=False).order():
-        plant_failure(tested.pipe, action, after=3)
+        inject_failure(tested.pipe, action, after=3)
         with pytest.raises(ValueError, match="injected"):
             tested.pipe(tested.x)
         assert num_references(tested.x) == before, action
@@ -283,7 +285,7 @@ LOW_MEMORY_PROGRAM = """
     import torch
     from torch import nn
     from gpipe_fast import GPipe
-    from tests.inside import plan_of
+    from tests.internals import plan_of
 
     torch.set_num_threads(1)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast._extension import kept_bytes
-from tests.inside import delay, disturb_no_more, pipeline_of
+from tests.internals import inject_delays, pipeline_of, remove_faults
 from tests.reference import Result, collect, gradient_like, leaf, loop_step, pipeline, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -182,7 +182,7 @@ def test_sigint_ends_a_backward(slow: SlowPipeline, checkpoint: str) -> None:
         if not interrupted.finished:
             assert unequal(slow.state(), before) == []
             assert kept_bytes(output) == 0
-            with pytest.raises(RuntimeError, match="a second backward needs retain_graph=True"):
+            with pytest.raises(RuntimeError, match="for a second backward, pass retain_graph=True"):
                 output.backward(gradient)
         return interrupted
 
@@ -308,7 +308,7 @@ def forward_in_another_thread(slow: SlowPipeline, x: Tensor) -> Iterator[threadi
     """Runs a forward of most of a second in another thread; yields an event that is set at its end."""
     slow.reset()
     slow.pipe(x)
-    delay(slow.pipe, seed=0, longest_us=2_000)
+    inject_delays(slow.pipe, seed=0, max_delay_us=2_000)
     ended = threading.Event()
 
     def step() -> None:
@@ -321,7 +321,7 @@ def forward_in_another_thread(slow: SlowPipeline, x: Tensor) -> Iterator[threadi
         yield ended
     finally:
         ended.wait(60)
-        disturb_no_more(slow.pipe)
+        remove_faults(slow.pipe)
 
 
 def test_sigint_ends_the_wait_for_another_threads_forward(slow: SlowPipeline) -> None:

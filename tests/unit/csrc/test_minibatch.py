@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast._extension import Interpreted, Pipeline, kept_bytes
-from gpipe_fast.layers.structure import Dims
-from gpipe_fast.runtime.compile import Compiler, Refusal
+from gpipe_fast._extension import Pipeline, PythonWorkers, kept_bytes
+from gpipe_fast.layers.structure import BatchDims
+from gpipe_fast.runtime.compile import CompilationFailure, Compiler
 from gpipe_fast.runtime.compiled import CompiledStage
-from gpipe_fast.runtime.plan import Finder, Plan, make_plan
-from gpipe_fast.runtime.stage import Boundary, Spec, Stage
+from gpipe_fast.runtime.plan import PlannedCall, SegmentFinder, make_plan
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.trace import buffers_of, parameters_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,19 +23,19 @@ CPU = torch.device("cpu")
 WIDTH, BATCH, M = 8, 32, 4
 
 
-class NoSearch(Finder):
+class NoSearch(SegmentFinder):
     """Fails on every search, for plans whose segments are all known."""
 
     def find(self, *arguments: Any) -> Any:
         raise AssertionError("a segment was searched for although all are known")
 
-    stand_in = find
+    fallback = find
 
 
-def plan_of(known: Sequence[Sequence[CompiledStage]], fractions: Sequence[float]) -> Plan:
+def plan_of(known: Sequence[Sequence[CompiledStage]], fractions: Sequence[float]) -> PlannedCall:
     stages = [stage.stage for stage in known[0]]
     finders = [NoSearch() for _ in stages]
-    return make_plan(stages, finders, known[0][0].inputs, fractions, 1, Dims((0,)), known)
+    return make_plan(stages, finders, known[0][0].inputs, fractions, 1, BatchDims((0,)), known)
 
 
 class Pipe:
@@ -46,10 +46,10 @@ class Pipe:
     ) -> None:
         starts = [sum(balance[:i]) for i in range(len(balance))]
         stages = [Stage(layers[a : a + n], a, CPU) for a, n in zip(starts, balance, strict=True)]
-        spec = Spec.of(x.chunk(M)[0], x.requires_grad and torch.is_grad_enabled())
-        compiled = Compiler().compile(stages, [Boundary((spec,))])
-        assert not isinstance(compiled, Refusal), compiled
-        self.layers, self.pipeline = layers, Pipeline(len(balance), Interpreted())
+        spec = TensorSpec.of(x.chunk(M)[0], x.requires_grad and torch.is_grad_enabled())
+        compiled = Compiler().compile(stages, [BoundarySpec((spec,))])
+        assert not isinstance(compiled, CompilationFailure), compiled
+        self.layers, self.pipeline = layers, Pipeline(len(balance), PythonWorkers())
         self.plan = plan_of(compiled * M, fractions)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -142,8 +142,10 @@ def test_inference_bounds_the_slots_of_a_schedule() -> None:
     assert Pipe(layers, [4, 4], x, [0.0] * M).plan.schedule.slots == M
     many = torch.randn(2 * BATCH, WIDTH)
     with torch.no_grad():
-        compiled = Compiler().compile([Stage(layers, 0, CPU)], [Boundary((Spec.of(many[:4], False),))])
-        assert not isinstance(compiled, Refusal), compiled
+        compiled = Compiler().compile(
+            [Stage(layers, 0, CPU)], [BoundarySpec((TensorSpec.of(many[:4], False),))]
+        )
+        assert not isinstance(compiled, CompilationFailure), compiled
         assert plan_of(compiled * 16, [1.0] * 16).schedule.slots < 16
 
 

@@ -21,7 +21,7 @@ from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.runtime.recording import Recording
 from gpipe_fast.schedule import fill_drain
-from tests.inside import native_call, pipeline_of
+from tests.internals import native_call, pipeline_of
 from tests.reference import gradient_like
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,12 +12,12 @@ from gpipe_fast._extension import Arena
 from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import StageGraph, split
-from gpipe_fast.trace.trace import Port, Role
-from tests.stages import CPU, Runner, given, joint_of, run_graph, run_graphs, saved, unequal
+from gpipe_fast.trace.trace import GraphPort, GraphRole
+from tests.stages import CPU, Runner, input_values, run_graph, run_graphs, saved, trace_joint, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-INPUT, OUTPUT = Port(Role.INPUT, 0), Port(Role.OUTPUT, 0)
+INPUT, OUTPUT = GraphPort(GraphRole.INPUT, 0), GraphPort(GraphRole.OUTPUT, 0)
 
 
 def mlp() -> list[nn.Module]:
@@ -26,7 +26,7 @@ def mlp() -> list[nn.Module]:
 
 
 def backward_of(layers: list[nn.Module], x: Tensor, fraction: float = 0.0) -> StageGraph:
-    graph = split(joint_of(layers, x), fraction).backward
+    graph = split(trace_joint(layers, x), fraction).backward
     assert graph is not None
     return graph
 
@@ -38,22 +38,22 @@ def num_references(tensor: Tensor) -> int:
 
 def test_outputs_are_not_overwritten_by_the_next_run() -> None:
     layers, x = mlp(), torch.randn(4, 6, requires_grad=True)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     parts = split(joint, 1.0)
     runner = Runner(parts.forward_saving, layers)
-    first = runner(given(layers, joint, torch.ones(4, 6)))
+    first = runner(input_values(layers, joint, torch.ones(4, 6)))
     kept = {port: value.clone() for port, value in first.items()}
-    runner(given(layers, joint, torch.zeros(4, 6)))
+    runner(input_values(layers, joint, torch.zeros(4, 6)))
     assert unequal(first, kept) == []
 
 
 def test_gradients_are_not_overwritten_by_the_next_mini_batch() -> None:
     layers, x = mlp(), torch.randn(4, 6, requires_grad=True)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     runner = Runner(backward_of(layers, x), layers)
-    first = runner(given(layers, joint, x, seed=0))
+    first = runner(input_values(layers, joint, x, seed=0))
     kept = {port: value.clone() for port, value in first.items()}
-    runner(given(layers, joint, x, seed=1))
+    runner(input_values(layers, joint, x, seed=1))
     assert unequal(first, kept) == []
 
 
@@ -61,13 +61,17 @@ def test_gradients_are_not_overwritten_by_the_next_mini_batch() -> None:
 def test_a_program_run_keeps_no_input_alive(fraction: float) -> None:
     layers = [*mlp(), nn.Flatten(0), nn.Unflatten(0, (4, 4))]
     x = torch.randn(4, 6, requires_grad=True)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     parts = split(joint, fraction)
     assert parts.backward is not None
     forward, backward = Runner(parts.forward_saving, layers), Runner(parts.backward, layers)
-    values = given(layers, joint, x)
+    values = input_values(layers, joint, x)
     values |= saved(forward(values))
-    inputs = [v for p, v in values.items() if p.role in (Role.INPUT, Role.SAVED, Role.TANGENT, Role.KEY)]
+    inputs = [
+        v
+        for p, v in values.items()
+        if p.role in (GraphRole.INPUT, GraphRole.SAVED, GraphRole.TANGENT, GraphRole.KEY)
+    ]
     before = [num_references(v) for v in inputs]
     results = backward(values)
     del results
@@ -76,37 +80,37 @@ def test_a_program_run_keeps_no_input_alive(fraction: float) -> None:
 
 def test_an_operator_error_keeps_no_input_alive_and_the_next_run_is_correct() -> None:
     layers = [nn.Embedding(4, 8), nn.Linear(8, 8), nn.Embedding.from_pretrained(torch.ones(4, 8))]
-    joint = joint_of(layers[:2], torch.zeros(3, dtype=torch.int64))
+    joint = trace_joint(layers[:2], torch.zeros(3, dtype=torch.int64))
     parts = split(joint, 0.0)
     runner = Runner(parts.forward, layers[:2])
     good, bad = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 4])
-    values = given(layers[:2], joint, bad)
+    values = input_values(layers[:2], joint, bad)
     before = num_references(values[INPUT])
     with pytest.raises(IndexError, match="index out of range"):
         runner(values)
     assert num_references(values[INPUT]) == before
-    values = given(layers[:2], joint, good)
+    values = input_values(layers[:2], joint, good)
     assert unequal(runner(values), run_graph(parts.forward, values)) == []
 
 
-@pytest.mark.parametrize("transposed", [INPUT, Port(Role.TANGENT, 0)], ids=str)
-def test_inputs_with_other_strides_give_the_same_results(transposed: Port) -> None:
+@pytest.mark.parametrize("transposed", [INPUT, GraphPort(GraphRole.TANGENT, 0)], ids=str)
+def test_inputs_with_other_strides_give_the_same_results(transposed: GraphPort) -> None:
     layers, x = [m.double() for m in mlp()], torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     graph = backward_of(layers, x)
-    values = given(layers, joint, x)
+    values = input_values(layers, joint, x)
     runner = Runner(graph, layers)
     expected = runner(values)
     values[transposed] = values[transposed].t().contiguous().t()
     for port, value in runner(values).items():
         torch.testing.assert_close(value, expected[port], rtol=1e-13, atol=1e-13)
-    values[Port(Role.TANGENT, 0)] = torch.ones((), dtype=torch.float64).expand(4, 4)
+    values[GraphPort(GraphRole.TANGENT, 0)] = torch.ones((), dtype=torch.float64).expand(4, 4)
     runner(values)
 
 
 def test_a_program_refuses_other_shapes_and_dtypes() -> None:
     layers, x = mlp(), torch.randn(4, 6)
-    graph = split(joint_of(layers, x), 0.0).forward
+    graph = split(trace_joint(layers, x), 0.0).forward
     native = lower(graph).build(Arena(), CPU)
     native.bind([p.detach() for p in nn.Sequential(*layers).parameters()])
     with pytest.raises(RuntimeError, match=r"was lowered as Float\[4, 6\], got Float\[5, 6\]"):
@@ -146,9 +150,9 @@ def test_saved_tensors_may_have_another_size_than_in_the_trace(fraction: float) 
             return Reserving.apply(x)
 
     layers, x = [Layer(), nn.Tanh()], torch.randn(4, 6, requires_grad=True)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     parts = split(joint, fraction)
-    values = given(layers, joint, x)
+    values = input_values(layers, joint, x)
     forward, backward = run_graphs(parts, values)
     ours = Runner(parts.forward_saving, layers)(values)
     assert torch.equal(ours[OUTPUT], forward[OUTPUT])
@@ -158,10 +162,10 @@ def test_saved_tensors_may_have_another_size_than_in_the_trace(fraction: float) 
 
 def test_a_program_refuses_to_add_to_a_missing_gradient() -> None:
     layers, x = mlp(), torch.randn(4, 6)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     runner = Runner(backward_of(layers, x), layers)
     with pytest.raises(RuntimeError, match="first backward made no gradient of parameter"):
-        runner(given(layers, joint, x), first=False)
+        runner(input_values(layers, joint, x), first=False)
 
 
 def test_a_program_refuses_an_operator_with_missing_arguments() -> None:
@@ -177,7 +181,7 @@ def test_programs_share_an_arena() -> None:
     arena = Arena()
     runners = [Runner(backward_of(layers, z), layers, arena=arena) for layers, z in ((small, x), (large, y))]
     assert runners[0].program.arena_bytes < runners[1].program.arena_bytes
-    values = [given(layers, joint_of(layers, z), z) for layers, z in ((small, x), (large, y))]
+    values = [input_values(layers, trace_joint(layers, z), z) for layers, z in ((small, x), (large, y))]
     expected = [
         Runner(backward_of(layers, z), layers)(v)
         for layers, z, v in zip((small, large), (x, y), values, strict=True)
@@ -190,7 +194,7 @@ def test_programs_share_an_arena() -> None:
 def test_a_program_reads_updated_and_rebound_parameters() -> None:
     """An in-place update takes effect at once; a replaced tensor takes effect when it is bound."""
     layers, x = mlp(), torch.randn(4, 6)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     graph = split(joint, 0.0).forward
     runner = Runner(graph, layers)
     parameters = list(nn.Sequential(*layers).parameters())
@@ -198,19 +202,19 @@ def test_a_program_reads_updated_and_rebound_parameters() -> None:
         parameter.grad = torch.ones_like(parameter)
     torch.optim.SGD(parameters, lr=0.1).step()
     model = nn.Sequential(*layers)
-    assert torch.equal(runner(given(layers, joint, x))[OUTPUT], model(x))
+    assert torch.equal(runner(input_values(layers, joint, x))[OUTPUT], model(x))
     old = parameters[0].data
     parameters[0].data = torch.randn(8, 6)
     runner.native.bind([p.detach() for p in parameters])
-    assert torch.equal(runner(given(layers, joint, x))[OUTPUT], model(x))
+    assert torch.equal(runner(input_values(layers, joint, x))[OUTPUT], model(x))
     assert num_references(old) == num_references(torch.ones(1))  # the program has released it
 
 
 def test_direct_and_boxed_operator_calls_give_equal_bits() -> None:
     layers, x = [*mlp(), nn.Softmax(1), nn.LayerNorm(4), nn.GELU()], torch.randn(4, 6, requires_grad=True)
-    joint = joint_of(layers, x)
-    program, values = lower(backward_of(layers, x)), given(layers, joint, x)
-    parameters = [values[Port(Role.PARAMETER, i)] for i in range(8)]
+    joint = trace_joint(layers, x)
+    program, values = lower(backward_of(layers, x)), input_values(layers, joint, x)
+    parameters = [values[GraphPort(GraphRole.PARAMETER, i)] for i in range(8)]
     results = []
     for direct in (False, True):
         native = program.build(Arena(), CPU, direct=direct)
@@ -233,9 +237,9 @@ class Constants(nn.Module):
 def test_python_numbers_are_passed_as_tensors() -> None:
     x = torch.randn(4, 6, requires_grad=True)
     layers = [Constants()]
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     parts = split(joint, 0.0)
-    values = given(layers, joint, x)
+    values = input_values(layers, joint, x)
     assert unequal(Runner(parts.forward, layers)(values), run_graph(parts.forward, values)) == []
 
 
@@ -252,8 +256,8 @@ def test_a_program_with_two_intra_op_threads_equals_the_graph() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256)]
     x = torch.randn(256, 256, requires_grad=True)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     parts = split(joint, 0.0)
-    values = given(layers, joint, x)
+    values = input_values(layers, joint, x)
     assert torch.equal(Runner(parts.forward, layers)(values)[OUTPUT], nn.Sequential(*layers)(x))
     assert unequal(Runner(backward_of(layers, x), layers)(values), run_graphs(parts, values)[1]) == []

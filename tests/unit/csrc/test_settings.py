@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from gpipe_fast._extension import choices_now, settings_now
+from gpipe_fast._extension import all_settings, operator_settings
 
 CUDA, CUDNN = torch.backends.cuda, torch.backends.cudnn
 
@@ -48,42 +48,42 @@ NUMERIC_SETTINGS: dict[str, tuple[Callable[[], object], Callable[[bool], object]
 def before_change(request: pytest.FixtureRequest) -> Iterator[tuple[bytes, bytes]]:
     """Changes a setting during the test; yields both values from before."""
     get, set_to = (OPERATOR_SETTINGS | NUMERIC_SETTINGS)[request.param]
-    before, on = (choices_now(), settings_now()), bool(get())
+    before, on = (operator_settings(), all_settings()), bool(get())
     set_to(not on)
     yield before
     set_to(on)
-    assert choices_now() == before[0]
+    assert operator_settings() == before[0]
 
 
 @pytest.mark.parametrize("before_change", OPERATOR_SETTINGS, indirect=True)
 def test_settings_that_select_operators_affect_traces_and_graphs(before_change: tuple[bytes, bytes]) -> None:
-    assert choices_now() != before_change[0]
-    assert settings_now() != before_change[1]
+    assert operator_settings() != before_change[0]
+    assert all_settings() != before_change[1]
 
 
 @pytest.mark.parametrize("before_change", NUMERIC_SETTINGS, indirect=True)
 def test_settings_of_numerics_affect_only_graphs(before_change: tuple[bytes, bytes]) -> None:
     """A trace is valid for both values; a captured graph is not."""
-    assert choices_now() == before_change[0]
-    assert settings_now() != before_change[1]
+    assert operator_settings() == before_change[0]
+    assert all_settings() != before_change[1]
 
 
 def test_the_order_of_attention_kernels_affects_traces() -> None:
-    before, order = choices_now(), torch._C._get_sdp_priority_order()
+    before, order = operator_settings(), torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order(order[::-1])
     try:
-        assert choices_now() != before
+        assert operator_settings() != before
     finally:
         torch._C._set_sdp_priority_order(order)
-    assert choices_now() == before
+    assert operator_settings() == before
 
 
 def test_the_precision_of_single_cudnn_operators_affects_graphs() -> None:
     """After such a change, PyTorch refuses to report one precision for all of cuDNN."""
-    before = settings_now()
+    before = all_settings()
     precision = CUDNN.conv.fp32_precision
     CUDNN.conv.fp32_precision = "ieee"
     try:
-        assert settings_now() != before
+        assert all_settings() != before
     finally:
         CUDNN.conv.fp32_precision = precision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_fast.inspect.architectures import Capability, code_for
+from gpipe_fast.inspect.architectures import Capability, describe_code
 
 WHEEL = "7.5;8.0;9.0;12.0+PTX"
 
@@ -33,7 +33,7 @@ WHEEL = "7.5;8.0;9.0;12.0+PTX"
     ],
 )
 def test_code_for_names_the_binary_or_ptx_that_a_gpu_runs(gpu: Capability, archs: str, expected: str) -> None:
-    assert code_for(gpu, archs) == expected
+    assert describe_code(gpu, archs) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,20 +51,20 @@ def test_code_for_names_the_binary_or_ptx_that_a_gpu_runs(gpu: Capability, archs
 )
 def test_code_for_says_how_to_rebuild_for_an_unsupported_gpu(gpu: Capability, archs: str) -> None:
     version = f"{gpu[0]}.{gpu[1]}"
-    assert code_for(gpu, archs) == (
+    assert describe_code(gpu, archs) == (
         f"the extension has no code for {version}, only for {archs}; rebuild it with "
         f"TORCH_CUDA_ARCH_LIST={version}"
     )
 
 
 def test_an_extension_built_without_cuda_has_no_code_for_any_gpu() -> None:
-    assert code_for((9, 0), "none") == (
+    assert describe_code((9, 0), "none") == (
         "the extension was built without CUDA; rebuild it with a CUDA toolkit for TORCH_CUDA_ARCH_LIST=9.0"
     )
 
 
 def test_an_architecture_given_by_name_is_reported_as_unknown() -> None:
-    assert code_for((9, 0), "8.0;Hopper") == (
+    assert describe_code((9, 0), "8.0;Hopper") == (
         "unknown whether the extension has code for it: it was built for 8.0;Hopper, and "
         "'Hopper' is not a version"
     )

@@ -76,7 +76,7 @@ def test_differing_and_failing_cases_are_reported(capsys: pytest.CaptureFixture[
 
 
 def test_cases_beyond_the_time_limit_are_left_out() -> None:
-    with checked_models(small=small), mock.patch.object(checks, "LIMIT_SECONDS", -1.0):
+    with checked_models(small=small), mock.patch.object(checks, "TIME_LIMIT_SECONDS", -1.0):
         checkup = check()
     assert checkup.left_out == tuple(
         f"small, auto, {mode}: the time limit of a minute was reached" for mode in MODES

@@ -15,7 +15,7 @@ from gpipe_fast import GPipe
 from gpipe_fast.inspect.picture import draw
 from gpipe_fast.runtime.recording import Event, Recording
 from gpipe_fast.schedule import TRANSFERS, Action, Kind, fill_drain
-from tests.models import cut, features, mlp
+from tests.models import features, mlp, uneven_balance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -250,7 +250,7 @@ def test_a_title_is_escaped_and_widens_the_drawing() -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_recordings_of_a_real_pipeline_are_drawn(num_stages: int) -> None:
-    pipe = GPipe(mlp(), cut(5, num_stages), chunks=4)
+    pipe = GPipe(mlp(), uneven_balance(5, num_stages), chunks=4)
     with pipe.recording() as recording:
         for _ in range(2):
             pipe(features()).sum().backward()

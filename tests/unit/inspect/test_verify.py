@@ -16,7 +16,7 @@ import gpipe_fast
 from gpipe_fast import GPipe
 from gpipe_fast.inspect.verify import Report, Row, verify
 from tests.equivalence.test_tuples import MODELS as TUPLES
-from tests.models import cut, every_model, features, mlp, noisy
+from tests.models import every_model, features, mlp, noisy, uneven_balance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,7 +67,7 @@ def test_verify_accepts_every_model(
     make: Callable[[], nn.Sequential], batch: Callable[[int], Tensor]
 ) -> None:
     model = make()
-    report = verify(GPipe(model, cut(len(model), 2), chunks=4), batch(7), squared_loss)
+    report = verify(GPipe(model, uneven_balance(len(model), 2), chunks=4), batch(7), squared_loss)
     assert report, report
     assert report.ok
     gradients = [f"gradient of {name}" for name, _ in model.named_parameters()]
@@ -360,7 +360,7 @@ def test_chunks_set_the_number_of_micro_batches(pipe_chunks: int, chunks: int | 
     assert pipe.chunks == pipe_chunks
 
 
-@pytest.mark.usefixtures("nothing_noted")
+@pytest.mark.usefixtures("fresh_warnings")
 def test_verify_leaves_the_warning_about_few_micro_batches_to_training() -> None:
     pipe = GPipe(mlp(), [2, 3], chunks=2)
     with warnings.catch_warnings():

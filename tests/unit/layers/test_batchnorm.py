@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe, verify
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from tests.inside import disturb_no_more, plant_failure
+from tests.internals import inject_failure, remove_faults
 from tests.reference import loop_step, pipeline_step, unequal
-from tests.untraceable import Of
+from tests.untraceable import FunctionLayer
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -92,7 +92,9 @@ def branch_on_value(f: nn.Module, x: Tensor) -> Any:
 def test_statistics_are_deferred_in_python_layers_and_lowered_layers(mode: str, balance: list[int]) -> None:
     """The first step runs every layer in Python; later steps run the lowered layers."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm2d(3), Of(branch_on_value, nn.BatchNorm2d(3)), nn.BatchNorm2d(3))
+    model = nn.Sequential(
+        nn.BatchNorm2d(3), FunctionLayer(branch_on_value, nn.BatchNorm2d(3)), nn.BatchNorm2d(3)
+    )
     first = copy.deepcopy(model[0])
     pipe = GPipe(model, balance, chunks=M, checkpoint=mode, deferred_batch_norm=True)
     for step in range(4):
@@ -188,10 +190,10 @@ def test_a_failed_step_leaves_running_statistics_unchanged() -> None:
         pipe = GPipe(convolutional(), [2, 3], chunks=M, deferred_batch_norm=True, backend=backend)
         pipe(images())
         before = {name: b.clone() for name, b in pipe.named_buffers()}
-        plant_failure(pipe, "1F3", "RuntimeError")
+        inject_failure(pipe, "1F3", "RuntimeError")
         with pytest.raises(RuntimeError, match="injected"):
             pipe(images(seed=2))
-        disturb_no_more(pipe)
+        remove_faults(pipe)
         assert all(torch.equal(b, before[name]) for name, b in pipe.named_buffers())
 
 

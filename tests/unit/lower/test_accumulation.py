@@ -10,7 +10,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_fast._extension import Arena, Layout, Program, When
-from gpipe_fast.lower.accumulation import LARGE, WAITING, Accumulation, Waiting, sum_dtype
+from gpipe_fast.lower.accumulation import (
+    MAX_COALESCED_GRADIENT_BYTES,
+    MAX_PENDING_BYTES,
+    AccumulationPolicy,
+    PendingAccumulations,
+    sum_dtype,
+)
 from gpipe_fast.lower.program import Accumulate, AccumulateAll
 
 CPU = torch.device("cpu")
@@ -28,41 +34,41 @@ def test_only_low_precision_gradients_are_summed_in_another_dtype() -> None:
     for dtype in LOW_PRECISION:
         assert sum_dtype(dtype, torch.float32) is torch.float32
         assert sum_dtype(dtype, None) is dtype
-        assert Accumulation(torch.float32).is_higher(torch.empty(1, dtype=dtype))
-        assert not Accumulation().is_higher(torch.empty(1, dtype=dtype))
+        assert AccumulationPolicy(torch.float32).has_wider_accumulator(torch.empty(1, dtype=dtype))
+        assert not AccumulationPolicy().has_wider_accumulator(torch.empty(1, dtype=dtype))
     for dtype in (torch.float32, torch.float64, torch.complex64):
         assert sum_dtype(dtype, torch.float32) is dtype
 
 
 def test_gpu_products_accumulate_in_place_unless_deterministic() -> None:
     a, b = fake_tensor(16, dtype=torch.float32).view(4, 4), fake_tensor(16, dtype=torch.float32).view(4, 4)
-    assert Accumulation().in_product(a, b)
-    assert not Accumulation(deterministic=True).in_product(a, b)
+    assert AccumulationPolicy().can_use_addmm(a, b)
+    assert not AccumulationPolicy(deterministic=True).can_use_addmm(a, b)
 
 
 def test_gradients_on_the_cpu_are_added_immediately() -> None:
-    pending = Waiting()
+    pending = PendingAccumulations()
     assert pending.add(0, 1, fake_tensor(4, "cpu")) == [Accumulate(0, 1, When.LATER)]
-    assert pending.done() == []
+    assert pending.flush() == []
 
 
 def test_on_a_gpu_small_gradients_are_deferred_and_large_ones_are_not() -> None:
-    pending = Waiting()
-    assert pending.add(0, 1, fake_tensor(LARGE)) == []
-    assert pending.add(2, 3, fake_tensor(LARGE + 1)) == [Accumulate(2, 3, When.LATER)]
+    pending = PendingAccumulations()
+    assert pending.add(0, 1, fake_tensor(MAX_COALESCED_GRADIENT_BYTES)) == []
+    assert pending.add(2, 3, fake_tensor(MAX_COALESCED_GRADIENT_BYTES + 1)) == [Accumulate(2, 3, When.LATER)]
     assert pending.add(4, 5, fake_tensor(1)) == []
-    assert pending.done() == [AccumulateAll((0, 4), (1, 5), When.LATER)]
-    assert pending.done() == []
+    assert pending.flush() == [AccumulateAll((0, 4), (1, 5), When.LATER)]
+    assert pending.flush() == []
 
 
 def test_the_size_of_deferred_gradients_is_bounded() -> None:
-    pending, capacity = Waiting(), WAITING // LARGE
+    pending, capacity = PendingAccumulations(), MAX_PENDING_BYTES // MAX_COALESCED_GRADIENT_BYTES
     for i in range(capacity):
-        assert pending.add(i, i, fake_tensor(LARGE)) == []
+        assert pending.add(i, i, fake_tensor(MAX_COALESCED_GRADIENT_BYTES)) == []
     assert pending.add(capacity, capacity, fake_tensor(1)) == [
         AccumulateAll((*range(capacity),), (*range(capacity),), When.LATER)
     ]
-    assert pending.done() == [AccumulateAll((capacity,), (capacity,), When.LATER)]
+    assert pending.flush() == [AccumulateAll((capacity,), (capacity,), When.LATER)]
 
 
 def test_several_gradients_are_added_in_one_step() -> None:
@@ -81,7 +87,7 @@ def test_several_gradients_are_added_in_one_step() -> None:
     ]
     accumulators = [program.add_accumulator(i, layout) for i, layout in enumerate(layouts)]
     for accumulator in accumulators:
-        program.add_make(accumulator, When.FIRST)
+        program.add_allocate(accumulator, When.FIRST)
     program.add_accumulate_all(accumulators, values, When.LATER)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gpipe_fast.lower.alias import count_reads, is_view, source_of
+from gpipe_fast.lower.alias import count_reads, is_view_op, source_of
 
 aten = torch.ops.aten
 
@@ -103,7 +103,7 @@ def test_a_conjugate_is_its_own_base() -> None:
     ids=str,
 )
 def test_is_view_recognizes_view_operators(op: object, expected: bool) -> None:
-    assert is_view(op) is expected  # type: ignore[arg-type]
+    assert is_view_op(op) is expected  # type: ignore[arg-type]
 
 
 def test_count_reads_includes_lists_and_keywords() -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, Lifetime, lay_out
+from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, LiveRange, assign_offsets
 
 SEEDS = range(40)
 
@@ -16,27 +16,27 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def random_live_ranges(seed: int, reuse: bool) -> dict[int, Lifetime]:
+def random_live_ranges(seed: int, reuse: bool) -> dict[int, LiveRange]:
     generator = random.Random(seed)
     sizes = [1, 64, 65, 200, 4096, generator.randrange(1, 5000)]
-    live_ranges: dict[int, Lifetime] = {}
+    live_ranges: dict[int, LiveRange] = {}
     for value in range(generator.randrange(2, 60)):
         begin = generator.randrange(40)
         dying = tuple(v for v, live_range in live_ranges.items() if live_range.end == begin) if reuse else ()
         end = begin + generator.randrange(12)
-        live_ranges[value] = Lifetime(generator.choice(sizes), begin, end, dying)
+        live_ranges[value] = LiveRange(generator.choice(sizes), begin, end, dying)
     return live_ranges
 
 
-def overlap_in_time(a: Lifetime, b: Lifetime) -> bool:
+def overlap_in_time(a: LiveRange, b: LiveRange) -> bool:
     return a.begin <= b.end and b.begin <= a.end
 
 
-def overlap_in_memory(a: int, b: int, live_ranges: dict[int, Lifetime], offsets: dict[int, int]) -> bool:
+def overlap_in_memory(a: int, b: int, live_ranges: dict[int, LiveRange], offsets: dict[int, int]) -> bool:
     return offsets[a] < offsets[b] + live_ranges[b].size and offsets[b] < offsets[a] + live_ranges[a].size
 
 
-def reuses_memory(dying: int, value: int, live_ranges: dict[int, Lifetime], offsets: dict[int, int]) -> bool:
+def reuses_memory(dying: int, value: int, live_ranges: dict[int, LiveRange], offsets: dict[int, int]) -> bool:
     """Returns whether ``value`` may reuse, and does reuse, the memory of ``dying``."""
     before, live_range = live_ranges[dying], live_ranges[value]
     return (
@@ -51,7 +51,7 @@ def reuses_memory(dying: int, value: int, live_ranges: dict[int, Lifetime], offs
 @pytest.mark.parametrize("seed", SEEDS)
 def test_values_that_are_live_together_do_not_overlap(seed: int, reuse: bool) -> None:
     live_ranges = random_live_ranges(seed, reuse)
-    offsets, total = lay_out(live_ranges)
+    offsets, total = assign_offsets(live_ranges)
     assert offsets.keys() == live_ranges.keys()
     for value, live_range in live_ranges.items():
         assert offsets[value] % ALIGNMENT == 0
@@ -61,7 +61,7 @@ def test_values_that_are_live_together_do_not_overlap(seed: int, reuse: bool) ->
             assert reuses_memory(a, b, live_ranges, offsets) or reuses_memory(b, a, live_ranges, offsets)
 
 
-def peak(live_ranges: dict[int, Lifetime]) -> int:
+def peak(live_ranges: dict[int, LiveRange]) -> int:
     last = max(live_range.end for live_range in live_ranges.values())
     return max(
         sum(
@@ -79,27 +79,27 @@ def test_the_arena_of_a_training_step_is_close_to_its_peak(seed: int) -> None:
     generator = random.Random(seed)
     num_layers = generator.randrange(3, 20)
     widths = [generator.choice([256, 1024, 4096]) for _ in range(num_layers)]
-    live_ranges: dict[int, Lifetime] = {}
+    live_ranges: dict[int, LiveRange] = {}
     for layer, width in enumerate(widths):
         forward, backward = 2 * layer, 4 * num_layers - 2 * layer
-        live_ranges[4 * layer] = Lifetime(width, forward, backward)
-        live_ranges[4 * layer + 1] = Lifetime(4 * width, forward, forward + 1)
-        live_ranges[4 * layer + 2] = Lifetime(width, backward, backward + 2)
-        live_ranges[4 * layer + 3] = Lifetime(4 * width, backward, backward + 1)
-    _, total = lay_out(live_ranges)
+        live_ranges[4 * layer] = LiveRange(width, forward, backward)
+        live_ranges[4 * layer + 1] = LiveRange(4 * width, forward, forward + 1)
+        live_ranges[4 * layer + 2] = LiveRange(width, backward, backward + 2)
+        live_ranges[4 * layer + 3] = LiveRange(4 * width, backward, backward + 1)
+    _, total = assign_offsets(live_ranges)
     assert peak(live_ranges) <= total <= 1.3 * peak(live_ranges)
 
 
 def test_a_chain_of_in_place_values_takes_one_block() -> None:
-    chain = {v: Lifetime(100, v, v + 1, (v - 1,) if v else ()) for v in range(5)}
-    offsets, total = lay_out(chain)
+    chain = {v: LiveRange(100, v, v + 1, (v - 1,) if v else ()) for v in range(5)}
+    offsets, total = assign_offsets(chain)
     assert set(offsets.values()) == {0}
     assert total == aligned(100)
 
 
 def test_the_memory_of_a_dying_value_is_reused_in_place_only_once() -> None:
-    live_ranges = {0: Lifetime(64, 0, 1), 1: Lifetime(64, 1, 2, (0,)), 2: Lifetime(64, 1, 2, (0,))}
-    offsets, total = lay_out(live_ranges)
+    live_ranges = {0: LiveRange(64, 0, 1), 1: LiveRange(64, 1, 2, (0,)), 2: LiveRange(64, 1, 2, (0,))}
+    offsets, total = assign_offsets(live_ranges)
     assert offsets[1] != offsets[2]
     assert total == 128
 
@@ -108,25 +108,25 @@ def test_the_memory_of_a_dying_value_is_reused_in_place_only_once() -> None:
     ("size", "end", "why"), [(64, 2, "is read later"), (32, 1, "is smaller"), (128, 1, "is larger")]
 )
 def test_memory_is_not_reused_in_place_if_it_does_not_fit(size: int, end: int, why: str) -> None:
-    offsets, _ = lay_out({0: Lifetime(size, 0, end), 1: Lifetime(64, 1, 3, (0,))})
+    offsets, _ = assign_offsets({0: LiveRange(size, 0, end), 1: LiveRange(64, 1, 3, (0,))})
     assert offsets[0] != offsets[1], why
 
 
 def test_memory_is_reused_after_the_live_range_ends() -> None:
-    offsets, total = lay_out({0: Lifetime(640, 0, 1), 1: Lifetime(640, 2, 3)})
+    offsets, total = assign_offsets({0: LiveRange(640, 0, 1), 1: LiveRange(640, 2, 3)})
     assert offsets == {0: 0, 1: 0}
     assert total == 640
 
 
 def test_no_values_and_empty_values_are_laid_out() -> None:
-    assert lay_out({}) == ({}, 0)
-    offsets, total = lay_out({0: Lifetime(0, 0, 1), 1: Lifetime(0, 0, 1), 2: Lifetime(64, 0, 1)})
+    assert assign_offsets({}) == ({}, 0)
+    offsets, total = assign_offsets({0: LiveRange(0, 0, 1), 1: LiveRange(0, 0, 1), 2: LiveRange(64, 0, 1)})
     assert all(offset % ALIGNMENT == 0 and offset <= total for offset in offsets.values())
     assert total <= 3 * ALIGNMENT
 
 
 def test_gpu_offsets_are_aligned_like_the_allocators_blocks() -> None:
     alignment = ALIGNMENTS["cuda"]
-    offsets, total = lay_out({i: Lifetime(100 + i, 0, 1) for i in range(4)}, alignment)
+    offsets, total = assign_offsets({i: LiveRange(100 + i, 0, 1) for i in range(4)}, alignment)
     assert sorted(offsets.values()) == [0, alignment, 2 * alignment, 3 * alignment]
     assert total == 4 * alignment

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
-from gpipe_fast.trace.trace import Port, Role
+from gpipe_fast.trace.trace import GraphPort, GraphRole
 from tests.reference import check_step
-from tests.stages import Runner, given, joint_of
+from tests.stages import Runner, input_values, trace_joint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,7 +61,7 @@ def test_gradients_of_all_uses_are_summed_in_autograds_order(use: Callable[[Tens
 
 def test_sums_that_are_split_into_accumulations_are_not_computed() -> None:
     layers, x = [Weight(lambda x, w: (x @ w).tanh() @ w)], torch.randn(4, WIDTH)
-    backward = split(joint_of(layers, x), 0.0).backward
+    backward = split(trace_joint(layers, x), 0.0).backward
     assert backward is not None
     text = lower(backward).describe()
     assert "grad_0 += " in text
@@ -89,11 +89,11 @@ def test_equal_gradients_of_two_parameters_have_separate_memory() -> None:
     """Additions to one parameter's gradient must not change the other's."""
     torch.manual_seed(0)
     layers, x = [Biases()], torch.randn(4, WIDTH)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     backward = split(joint, 0.0).backward
     assert backward is not None
     runner = Runner(backward, layers)
-    first, second = runner(given(layers, joint, x)).values()
+    first, second = runner(input_values(layers, joint, x)).values()
     assert first.data_ptr() != second.data_ptr()
     check_step(nn.Sequential(*layers, nn.Linear(WIDTH, 2)), torch.randn(64, WIDTH), 4)
 
@@ -102,10 +102,13 @@ def test_a_boundary_gradient_shares_no_memory_with_an_accumulator() -> None:
     """One tensor can be the gradient of an input and of a parameter."""
     layers = [Weight(lambda x, w: (x + w).tanh())]
     x = torch.randn(WIDTH, WIDTH, requires_grad=True)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     backward = split(joint, 0.0).backward
     assert backward is not None
-    results = Runner(backward, layers)(given(layers, joint, x))
-    of_input, of_weight = results[Port(Role.INPUT_GRADIENT, 0)], results[Port(Role.PARAMETER_GRADIENT, 0)]
+    results = Runner(backward, layers)(input_values(layers, joint, x))
+    of_input, of_weight = (
+        results[GraphPort(GraphRole.INPUT_GRADIENT, 0)],
+        results[GraphPort(GraphRole.PARAMETER_GRADIENT, 0)],
+    )
     assert torch.equal(of_input, of_weight)
     assert of_input.data_ptr() != of_weight.data_ptr()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from bench.models.gpt import Block
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
-from gpipe_fast.trace.trace import Port, Role
-from tests.stages import Runner, Values, given, joint_of, run_graphs, saved, unequal
+from gpipe_fast.trace.trace import GraphPort, GraphRole
+from tests.stages import Runner, Values, input_values, run_graphs, saved, trace_joint, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,8 +82,8 @@ STAGES: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Tensor]]] = 
 
 def check_stage(layers: Sequence[nn.Module], x: Tensor, plain: bool = False) -> None:
     """Checks two micro-batches at every saved fraction; gradients of the second are added to the first's."""
-    joint = joint_of(layers, x)
-    values = [given(layers, joint, x, seed=seed) for seed in (0, 1)]
+    joint = trace_joint(layers, x)
+    values = [input_values(layers, joint, x, seed=seed) for seed in (0, 1)]
     for fraction in FRACTIONS:
         parts = split(joint, fraction)
         assert parts.backward is not None
@@ -101,7 +101,7 @@ def check_stage(layers: Sequence[nn.Module], x: Tensor, plain: bool = False) -> 
 
 def accumulated(sums: Values, new: Values) -> Values:
     """Adds gradients of parameters to ``sums``; gradients of inputs are new in each run."""
-    is_sum = Role.PARAMETER_GRADIENT
+    is_sum = GraphRole.PARAMETER_GRADIENT
     return {p: sums[p] + v if p.role is is_sum and p in sums else v for p, v in new.items()}
 
 
@@ -151,7 +151,7 @@ def gradients_by_use(layers: list[nn.Module], x: Tensor, values: Values) -> tupl
     """Returns the gradients of both uses of a tied weight, the later layer's first, in autograd's order."""
     untied = [layers[0], layers[1], nn.Linear(8, 8)]
     untied[2].load_state_dict(layers[2].state_dict())
-    (tangent,) = (v for p, v in values.items() if p.role is Role.TANGENT)
+    (tangent,) = (v for p, v in values.items() if p.role is GraphRole.TANGENT)
     last, first = torch.autograd.grad(
         nn.Sequential(*untied)(x), [untied[2].weight, untied[0].weight], tangent
     )
@@ -162,13 +162,13 @@ def test_gradients_of_a_tied_parameter_are_added_one_by_one() -> None:
     """Autograd adds the gradient of each use to one running sum over all micro-batches."""
     torch.manual_seed(0)
     layers, x = tied(), torch.randn(64, 8)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     parts = split(joint, 0.0)
     assert parts.backward is not None
     runner = Runner(parts.backward, layers)
-    values = [given(layers, joint, x, seed=seed) for seed in (0, 1)]
+    values = [input_values(layers, joint, x, seed=seed) for seed in (0, 1)]
     runner(values[0])
-    weight = runner(values[1], first=False)[Port(Role.PARAMETER_GRADIENT, 0)]
+    weight = runner(values[1], first=False)[GraphPort(GraphRole.PARAMETER_GRADIENT, 0)]
     (a0, b0), (a1, b1) = (gradients_by_use(layers, x, v) for v in values)
     assert torch.equal(weight, ((a0 + b0) + a1) + b1)
     assert not torch.equal(weight, (a0 + b0) + (a1 + b1))  # the order matters
@@ -177,8 +177,8 @@ def test_gradients_of_a_tied_parameter_are_added_one_by_one() -> None:
 @pytest.mark.smoke
 def test_describe_prints_a_program_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this program, a weight is viewed transposed, and relu works in place."""
-    monkeypatch.setattr("gpipe_fast.lower.accumulation.accumulates_exactly", lambda a, b: True)
-    parts = split(joint_of([nn.Linear(3, 5), nn.ReLU()], torch.randn(4, 3)), 0.0)
+    monkeypatch.setattr("gpipe_fast.lower.accumulation.addmm_is_bitwise_equal", lambda a, b: True)
+    parts = split(trace_joint([nn.Linear(3, 5), nn.ReLU()], torch.randn(4, 3)), 0.0)
     assert parts.backward is not None
     text = lower(parts.backward).describe()
     assert text == dedent(
@@ -201,9 +201,9 @@ def test_describe_prints_a_program_line_by_line(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_products_accumulate_in_place_only_if_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = split(joint_of([nn.Linear(3, 5)], torch.randn(4, 3)), 0.0)
+    parts = split(trace_joint([nn.Linear(3, 5)], torch.randn(4, 3)), 0.0)
     assert parts.backward is not None
-    monkeypatch.setattr("gpipe_fast.lower.accumulation.accumulates_exactly", lambda a, b: True)
+    monkeypatch.setattr("gpipe_fast.lower.accumulation.addmm_is_bitwise_equal", lambda a, b: True)
     assert "addmm(" in lower(parts.backward).describe()
-    monkeypatch.setattr("gpipe_fast.lower.accumulation.accumulates_exactly", lambda a, b: False)
+    monkeypatch.setattr("gpipe_fast.lower.accumulation.addmm_is_bitwise_equal", lambda a, b: False)
     assert "addmm(" not in lower(parts.backward).describe()

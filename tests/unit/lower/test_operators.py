@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast.lower.operators import OperatorCall, is_pointwise, returning, writing
+from gpipe_fast.lower.operators import OperatorCall, functional_call, is_pointwise, out_call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,8 +22,8 @@ def make_node(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 def execute(chosen: OperatorCall, outs: list[Tensor]) -> None:
     arguments = list(chosen.arguments)
-    assert chosen.writes is not None
-    for position, out in zip(chosen.writes, outs, strict=True):
+    assert chosen.out_positions is not None
+    for position, out in zip(chosen.out_positions, outs, strict=True):
         assert arguments[position] is None
         arguments[position] = out
     schema = chosen.op._schema.arguments
@@ -57,7 +57,7 @@ WRITING = [
 def test_out_variants_write_the_bits_that_the_operator_returns(
     op: Any, args: tuple[Any, ...], expected: Any
 ) -> None:
-    chosen = writing(make_node(op, *args))
+    chosen = out_call(make_node(op, *args))
     assert chosen is not None
     assert chosen.op is expected
     returned = op(*args)
@@ -68,7 +68,7 @@ def test_out_variants_write_the_bits_that_the_operator_returns(
 
 def test_the_out_variant_of_relu_keeps_the_bits_of_special_values() -> None:
     edges = torch.tensor([float("nan"), -float("nan"), -0.0, 0.0, float("inf"), -float("inf"), 1e-45, -1e-45])
-    chosen = writing(make_node(aten.relu.default, edges))
+    chosen = out_call(make_node(aten.relu.default, edges))
     assert chosen is not None
     out = torch.empty_like(edges)
     execute(chosen, [out])
@@ -76,10 +76,10 @@ def test_the_out_variant_of_relu_keeps_the_bits_of_special_values() -> None:
 
 
 def test_all_results_of_an_operator_are_written() -> None:
-    chosen = writing(make_node(aten.max_pool2d_with_indices.default, X[None, None], [2, 2]))
+    chosen = out_call(make_node(aten.max_pool2d_with_indices.default, X[None, None], [2, 2]))
     assert chosen is not None
-    assert chosen.writes is not None
-    assert len(chosen.writes) == 2
+    assert chosen.out_positions is not None
+    assert len(chosen.out_positions) == 2
     values, indices = aten.max_pool2d_with_indices.default(X[None, None], [2, 2])
     outs = [torch.empty_like(values), torch.empty_like(indices)]
     execute(chosen, outs)
@@ -100,16 +100,16 @@ def test_all_results_of_an_operator_are_written() -> None:
 )
 def test_operators_without_a_real_out_variant_return_their_results(op: Any, args: tuple[Any, ...]) -> None:
     node = make_node(op, *args)
-    assert writing(node) is None
-    returned = returning(node)
+    assert out_call(node) is None
+    returned = functional_call(node)
     assert returned.op is op
-    assert returned.writes is None
+    assert returned.out_positions is None
 
 
 def test_arguments_are_in_schema_order_with_defaults() -> None:
-    returned = returning(make_node(aten.addmm.default, "bias", "a", "b", alpha=3))
+    returned = functional_call(make_node(aten.addmm.default, "bias", "a", "b", alpha=3))
     assert returned.arguments == ("bias", "a", "b", 1, 3)
-    returned = returning(make_node(aten.add.Tensor, "a", other="b"))
+    returned = functional_call(make_node(aten.add.Tensor, "a", other="b"))
     assert returned.arguments == ("a", "b", 1)
 
 

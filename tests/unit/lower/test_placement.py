@@ -9,10 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.program import Accumulate, Call, Home, Make, Program, Ref, Release, Step, Take
+from gpipe_fast.lower.program import (
+    Accumulate,
+    AdoptAsAccumulator,
+    Allocate,
+    Call,
+    ProgramIR,
+    Ref,
+    Release,
+    Step,
+    StorageKind,
+)
 from gpipe_fast.lower.split import split
-from gpipe_fast.trace.trace import Role
-from tests.stages import Runner, given, joint_of, run_graph, unequal
+from gpipe_fast.trace.trace import GraphRole
+from tests.stages import Runner, input_values, run_graph, trace_joint, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,23 +60,23 @@ def broadcast(x: Tensor) -> Tensor:
 def test_memory_is_not_overwritten_before_its_last_read(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     layers, x = [Function(function)], torch.randn(8, 8)
-    joint = joint_of(layers, x)
+    joint = trace_joint(layers, x)
     graph = split(joint, 0.0).forward
-    values = given(layers, joint, x)
+    values = input_values(layers, joint, x)
     assert unequal(Runner(graph, layers)(values), run_graph(graph, values)) == []
 
 
 def test_a_chain_of_pointwise_calls_takes_one_block() -> None:
     layers = [nn.Linear(8, 8), *(nn.Tanh() for _ in range(10)), nn.Linear(8, 8)]
-    program = lower(split(joint_of(layers, torch.randn(4, 8)), 0.0).forward)
+    program = lower(split(trace_joint(layers, torch.randn(4, 8)), 0.0).forward)
     assert program.arena_bytes == 4 * 8 * 4
 
 
 def test_values_that_operators_allocate_are_released_after_their_last_use() -> None:
     """Layer norm returns new tensors, each of which is released after its last read."""
     layers = [m for _ in range(3) for m in (nn.Linear(8, 8), nn.LayerNorm(8))]
-    program = lower(split(joint_of(layers, torch.randn(4, 8)), 0.0).forward)
-    made = {i for i, v in enumerate(program.values) if v.home is Home.RESULT}
+    program = lower(split(trace_joint(layers, torch.randn(4, 8)), 0.0).forward)
+    made = {i for i, v in enumerate(program.values) if v.storage is StorageKind.RESULT}
     released = [step.value for step in program.steps if isinstance(step, Release)]
     assert len(released) == len(set(released))
     assert made - set(released) == {program.results[0]}
@@ -74,8 +84,8 @@ def test_values_that_operators_allocate_are_released_after_their_last_use() -> N
 
 def test_outputs_hold_no_more_memory_than_their_own_size() -> None:
     layers, x = [nn.Linear(8, 8), Function(lambda h: h[:, :2].contiguous())], torch.randn(64, 8)
-    joint = joint_of(layers, x)
-    (output,) = Runner(split(joint, 0.0).forward, layers)(given(layers, joint, x)).values()
+    joint = trace_joint(layers, x)
+    (output,) = Runner(split(joint, 0.0).forward, layers)(input_values(layers, joint, x)).values()
     assert output.untyped_storage().nbytes() == output.nbytes
 
 
@@ -95,8 +105,8 @@ class ReturnsOwnTensors(nn.Module):
 def test_outputs_do_not_alias_the_modules_tensors() -> None:
     """An optimizer step must not change results that were returned before it."""
     layer, x = ReturnsOwnTensors(), torch.randn(4, 4)
-    joint = joint_of([layer], x)
-    values = given([layer], joint, x)
+    joint = trace_joint([layer], x)
+    values = input_values([layer], joint, x)
     results = Runner(split(joint, 0.0).forward, [layer])(values)
     kept = {port: value.clone() for port, value in results.items()}
     with torch.no_grad():
@@ -117,17 +127,19 @@ MODELS: dict[str, list[nn.Module]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_each_part_of_a_backward_waits_only_for_what_it_reads(name: str, fraction: float) -> None:
     layers, x = MODELS[name], torch.randn(4, 8, requires_grad=True)
-    graph = split(joint_of(layers, x), fraction).backward
+    graph = split(trace_joint(layers, x), fraction).backward
     assert graph is not None
     program = lower(graph)
     early, made = program.parts
-    dependent = {i for i, p in zip(inputs_of(program), program.inputs, strict=True) if p.role is Role.TANGENT}
+    dependent = {
+        i for i, p in zip(inputs_of(program), program.inputs, strict=True) if p.role is GraphRole.TANGENT
+    }
     for position, step in enumerate(program.steps):
         depends = not dependent.isdisjoint(bases(program, step))
         dependent |= set(bases(program, step)) if depends else set()
-        assert depends or position < early or isinstance(step, (Make, Release))
+        assert depends or position < early or isinstance(step, (Allocate, Release))
         assert not depends or position >= early
-        accumulates = any(program.values[v].home is Home.ACCUMULATOR for v in bases(program, step))
+        accumulates = any(program.values[v].storage is StorageKind.ACCUMULATOR for v in bases(program, step))
         # One operator computes all gradients of a layer norm.
         assert not accumulates or position >= made or name == "normalised"
     written = [position for position, step in enumerate(program.steps) if writes_result(program, step)]
@@ -138,29 +150,29 @@ def test_each_part_of_a_backward_waits_only_for_what_it_reads(name: str, fractio
 
 def test_without_a_boundary_gradient_the_backward_keeps_autograds_order() -> None:
     """This is the first stage of a model whose input needs no gradient."""
-    graph = split(joint_of(MODELS["mlp"], torch.randn(4, 8)), 0.0).backward
+    graph = split(trace_joint(MODELS["mlp"], torch.randn(4, 8)), 0.0).backward
     assert graph is not None
     program = lower(graph)
     assert program.outputs == ()
     assert 0 < program.parts[0] == program.parts[1] < len(program.steps)
 
 
-def inputs_of(program: Program) -> list[int]:
-    return [i for i, value in enumerate(program.values) if value.home is Home.INPUT]
+def inputs_of(program: ProgramIR) -> list[int]:
+    return [i for i, value in enumerate(program.values) if value.storage is StorageKind.INPUT]
 
 
-def bases(program: Program, step: Step) -> list[int]:
+def bases(program: ProgramIR, step: Step) -> list[int]:
     values = program.values
-    return [values[v].index if values[v].home is Home.VIEW else v for v in values_of(step)]
+    return [values[v].index if values[v].storage is StorageKind.VIEW else v for v in values_of(step)]
 
 
 def values_of(step: Step) -> list[int]:
     match step:
         case Call(_, arguments, results):
             return [*refs(arguments), *(r for r in results or () if r is not None)]
-        case Accumulate(accumulator, value) | Take(accumulator, value):
+        case Accumulate(accumulator, value) | AdoptAsAccumulator(accumulator, value):
             return [accumulator, value]
-        case Make(value) | Release(value):
+        case Allocate(value) | Release(value):
             return [value]
 
 
@@ -170,9 +182,12 @@ def refs(argument: object) -> list[int]:
     return [argument.value] if isinstance(argument, Ref) else []
 
 
-def writes_result(program: Program, step: Step) -> bool:
+def writes_result(program: ProgramIR, step: Step) -> bool:
     """Returns whether a step computes a result of the program."""
-    results = {program.values[r].index if program.values[r].home is Home.VIEW else r for r in program.results}
+    results = {
+        program.values[r].index if program.values[r].storage is StorageKind.VIEW else r
+        for r in program.results
+    }
     match step:
         case Call(op, arguments, None):
             outs = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if s.is_out]

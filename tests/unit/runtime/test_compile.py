@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.layers.structure import tuple_of
+from gpipe_fast.layers.structure import tuple_structure
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE
-from gpipe_fast.runtime.compile import Compiler, Refusal, TooManyTraces
-from gpipe_fast.runtime.compiled import Arrived, CompiledStage
-from gpipe_fast.runtime.stage import Boundary, Spec, Stage
+from gpipe_fast.runtime.compile import CompilationFailure, Compiler, TooManyTraces
+from gpipe_fast.runtime.compiled import CompiledStage, GradientLayoutHistory
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,13 +27,15 @@ def stages_of(*layers: nn.Module) -> list[Stage]:
     return [Stage([layer], i, CPU) for i, layer in enumerate(layers)]
 
 
-def spec(*shape: int, requires_grad: bool = True) -> Spec:
-    return Spec.of(torch.empty(shape), requires_grad)
+def spec(*shape: int, requires_grad: bool = True) -> TensorSpec:
+    return TensorSpec.of(torch.empty(shape), requires_grad)
 
 
-def compile_stages(compiler: Compiler, stages: list[Stage], first: Spec | None = None) -> list[CompiledStage]:
-    result = compiler.compile(stages, [Boundary((first or spec(8, 4),))])
-    assert not isinstance(result, Refusal), result
+def compile_stages(
+    compiler: Compiler, stages: list[Stage], first: TensorSpec | None = None
+) -> list[CompiledStage]:
+    result = compiler.compile(stages, [BoundarySpec((first or spec(8, 4),))])
+    assert not isinstance(result, CompilationFailure), result
     return result[0]
 
 
@@ -77,7 +79,7 @@ def test_a_changed_layer_is_traced_again(change: Callable[[nn.Module], object]) 
     before = compile_stages(compiler, stages)
     change(layer)
     dtype = layer[0].weight.dtype
-    first = Spec.of(torch.empty(8, 4, dtype=dtype), True)
+    first = TensorSpec.of(torch.empty(8, 4, dtype=dtype), True)
     after = compile_stages(compiler, stages, first)
     assert compiler.num_traces == 2
     assert after[0].traced is not before[0].traced
@@ -88,11 +90,11 @@ def test_a_changed_layer_is_traced_again(change: Callable[[nn.Module], object]) 
     [
         spec(7, 4),
         spec(8, 4, requires_grad=False),
-        Spec.of(torch.empty(4, 8).t(), True),
+        TensorSpec.of(torch.empty(4, 8).t(), True),
     ],
     ids=["shape", "requires_grad", "strides"],
 )
-def test_another_input_spec_is_traced_again(other: Spec) -> None:
+def test_another_input_spec_is_traced_again(other: TensorSpec) -> None:
     compiler, stages = Compiler(), stages_of(block())
     compile_stages(compiler, stages)
     compile_stages(compiler, stages, other)
@@ -112,8 +114,8 @@ def test_modes_are_part_of_the_signature() -> None:
 
 def test_compiled_stages_have_boundary_specs() -> None:
     (first, second) = compile_stages(Compiler(), stages_of(nn.Linear(4, 6), nn.Linear(6, 2)))
-    assert first.outputs == second.inputs == Boundary((spec(8, 6),))
-    assert second.outputs == Boundary((spec(8, 2),))
+    assert first.outputs == second.inputs == BoundarySpec((spec(8, 6),))
+    assert second.outputs == BoundarySpec((spec(8, 2),))
 
 
 class TwoOutputs(nn.Module):
@@ -133,11 +135,13 @@ class TakesFirst(nn.Module):
 def test_an_unused_output_has_no_gradient() -> None:
     """Zeros instead of no gradient would give the output's parameters a gradient, or NaN."""
     compiler = Compiler()
-    found = compiler.expecting([compile_stages(compiler, stages_of(TwoOutputs(), TakesFirst()))], Arrived(1))
-    assert not isinstance(found, Refusal)
+    found = compiler.compile_for_gradients(
+        [compile_stages(compiler, stages_of(TwoOutputs(), TakesFirst()))], GradientLayoutHistory(1)
+    )
+    assert not isinstance(found, CompilationFailure)
     ((first, _),) = found
     assert len(first.outputs.tensors) == 2
-    assert first.outputs.structure == tuple_of(2)
+    assert first.outputs.structure == tuple_structure(2)
     assert first.traced.joint.differentiable_outputs() == {0}
     backward = first.traced.lower(0.0).backward
     assert backward is not None
@@ -151,8 +155,8 @@ class Branch(nn.Module):
 
 def test_a_refusal_carries_stage_layer_and_reason() -> None:
     stages = [Stage([nn.Linear(4, 4)], 0, CPU), Stage([nn.ReLU(), Branch()], 1, CPU)]
-    refusal = Compiler().compile(stages, [Boundary((spec(8, 4),))])
-    assert isinstance(refusal, Refusal)
+    refusal = Compiler().compile(stages, [BoundarySpec((spec(8, 4),))])
+    assert isinstance(refusal, CompilationFailure)
     assert refusal.stage_index == 1
     assert refusal.untraceable.layer == 1
     assert "DataDependent" in refusal.untraceable.reason
@@ -160,18 +164,18 @@ def test_a_refusal_carries_stage_layer_and_reason() -> None:
 
 def test_refusals_do_not_count_toward_the_limit_of_traces() -> None:
     """The cause may be the input, independently of the layers."""
-    compiler, stages = Compiler(most=1), stages_of(nn.Linear(4, 4))
+    compiler, stages = Compiler(max_traces=1), stages_of(nn.Linear(4, 4))
     for batch in range(1, 4):
-        refusal = compiler.compile(stages, [Boundary((spec(batch, 5),))])
-        assert isinstance(refusal, Refusal)
+        refusal = compiler.compile(stages, [BoundarySpec((spec(batch, 5),))])
+        assert isinstance(refusal, CompilationFailure)
         assert not isinstance(refusal.untraceable, TooManyTraces)
     compile_stages(compiler, stages, spec(8, 4))
-    assert isinstance(compiler.compile(stages, [Boundary((spec(2, 2, 4),))]), Refusal)
+    assert isinstance(compiler.compile(stages, [BoundarySpec((spec(2, 2, 4),))]), CompilationFailure)
 
 
 def test_the_trace_cache_is_bounded_and_evicts_the_least_recently_used() -> None:
     compiler, (stage,) = Compiler(limit=2), stages_of(nn.Linear(4, 4))
-    kinds = [Boundary((spec(*shape),)) for shape in ((4,), (2, 4), (1, 2, 4))]
+    kinds = [BoundarySpec((spec(*shape),)) for shape in ((4,), (2, 4), (1, 2, 4))]
     for index in (0, 1, 0, 2):  # 1 is least recently used
         compiler.trace(stage, kinds[index], ())
     assert compiler.num_traces == 3

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.runtime.recording import CAPACITY, Event, Recording
+from gpipe_fast.runtime.recording import MAX_EVENTS, Event, Recording
 from gpipe_fast.schedule import BACKWARD as IN_BACKWARD
 from gpipe_fast.schedule import Action, Kind, Schedule, fill_drain
-from tests.inside import delay, disturb_no_more, pipeline_of, plant_failure
-from tests.models import cut, features, mlp
+from tests.internals import inject_delays, inject_failure, pipeline_of, remove_faults
+from tests.models import features, mlp, uneven_balance
 from tests.reference import loop_step, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +43,7 @@ def step(pipe: GPipe, num_samples: int = 8) -> None:
 @functools.cache
 def warm_pipe(num_stages: int, chunks: int) -> GPipe:
     """Returns a pipeline that has run a step, so that the next step compiles nothing."""
-    pipe = GPipe(mlp(), cut(5, num_stages), chunks=chunks)
+    pipe = GPipe(mlp(), uneven_balance(5, num_stages), chunks=chunks)
     step(pipe)
     return pipe
 
@@ -83,7 +83,7 @@ def check_events(recording: Recording, schedule: Schedule) -> None:
 
 
 def test_recording_is_off_by_default() -> None:
-    pipe = GPipe(mlp(), cut(5, 3), chunks=4)
+    pipe = GPipe(mlp(), uneven_balance(5, 3), chunks=4)
     assert pipeline_of(pipe).events() == [[], [], []]
     step(pipe)
     assert pipeline_of(pipe).events() == [[], [], []]
@@ -92,7 +92,7 @@ def test_recording_is_off_by_default() -> None:
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_every_action_of_a_step_is_recorded(num_stages: int, warm: bool) -> None:
-    pipe = warm_pipe(num_stages, 4) if warm else GPipe(mlp(), cut(5, num_stages), chunks=4)
+    pipe = warm_pipe(num_stages, 4) if warm else GPipe(mlp(), uneven_balance(5, num_stages), chunks=4)
     with pipe.recording() as recording:
         assert recording.stages == ()
         step(pipe)
@@ -106,16 +106,16 @@ def test_every_action_of_a_step_is_recorded(num_stages: int, warm: bool) -> None
 def test_every_action_of_a_step_is_recorded_under_delays() -> None:
     pipe = warm_pipe(4, 8)
     for seed in range(10):
-        delay(pipe, seed, 300)
+        inject_delays(pipe, seed, 300)
         with pipe.recording() as recording:
             step(pipe)
-        disturb_no_more(pipe)
+        remove_faults(pipe)
         check_events(recording, schedule_of_a_step(4, 8))
         assert recording.span() >= recording.critical_path() - ROUNDING
 
 
 def test_every_action_of_an_inference_is_recorded() -> None:
-    pipe = GPipe(mlp(), cut(5, 3), chunks=8)
+    pipe = GPipe(mlp(), uneven_balance(5, 3), chunks=8)
     with pipe.recording() as recording:
         infer(pipe)
     check_events(recording, fill_drain(3, 8, backward=False))
@@ -125,7 +125,7 @@ def test_every_action_of_an_inference_is_recorded() -> None:
 
 def test_recording_changes_no_bit() -> None:
     model = mlp()
-    pipe = GPipe(model, cut(5, 3), chunks=4)
+    pipe = GPipe(model, uneven_balance(5, 3), chunks=4)
     expected = loop_step(model, features(), 4)
     with pipe.recording():
         assert unequal(pipeline_step(pipe, features()), expected) == []
@@ -182,7 +182,7 @@ def test_a_bounded_recording_keeps_the_latest_events(kept: int) -> None:
 
 
 def test_capacity_is_enough_for_5400_micro_batches() -> None:
-    assert max(len(expected_names(schedule_of_a_step(3, 54), s)) for s in range(3)) * 100 <= CAPACITY
+    assert max(len(expected_names(schedule_of_a_step(3, 54), s)) for s in range(3)) * 100 <= MAX_EVENTS
 
 
 def slow_layers(num_layers: int) -> nn.Sequential:
@@ -369,10 +369,10 @@ def test_empty_and_failed_recordings_have_no_figures() -> None:
     with pipe.recording() as empty:
         pass
     assert empty.stages == ((), (), ())
-    plant_failure(pipe, "1F1")
+    inject_failure(pipe, "1F1")
     with pipe.recording() as failed, pytest.raises(ValueError, match="injected"):
         step(pipe)
-    disturb_no_more(pipe)
+    remove_faults(pipe)
     assert "1F1" not in map(str, failed.latest)
     for recording in (empty, failed):
         for figure in (recording.phases, recording.span, recording.bubble, recording.critical_path):

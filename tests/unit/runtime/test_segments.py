@@ -7,16 +7,18 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe
-from tests.inside import layers_can_run_while_one_is_compiled
-from tests.untraceable import WIDTH, Of, branch, features, quiet
+from tests.internals import stage_locks_while_compiling
+from tests.untraceable import WIDTH, FunctionLayer, branch_on_data, features, without_warnings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_no_stages_layers_run_while_a_worker_compiles_a_segment() -> None:
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(branch), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    layers = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), FunctionLayer(branch_on_data), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+    )
     pipe = GPipe(layers, [2, 1, 1], chunks=4)
-    with quiet(), layers_can_run_while_one_is_compiled(pipe) as found:
+    with without_warnings(), stage_locks_while_compiling(pipe) as found:
         for _ in range(3):
             pipe(features()).sum().backward()
         pipe(features()).movedim(2, 0).contiguous().sin().sum().backward()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpipe_fast import GPipe
-from gpipe_fast.runtime.stage import Modes
+from gpipe_fast.runtime.stage import TorchModes
 from tests.reference import loop_step, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,13 +47,13 @@ def test_programs_depend_on_the_enabled_attention_kernels() -> None:
 def test_settings_that_select_operators_are_modes(
     get: Callable[[], bool], set_to: Callable[[bool], None]
 ) -> None:
-    before, on = Modes.now(), get()
+    before, on = TorchModes.now(), get()
     set_to(not on)
     try:
-        assert Modes.now() != before
+        assert TorchModes.now() != before
     finally:
         set_to(on)
-    assert Modes.now() == before
+    assert TorchModes.now() == before
 
 
 def test_a_retraced_backward_uses_the_attention_kernels_of_its_forward() -> None:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.runtime import state as state_module
-from gpipe_fast.runtime.state import State
+from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.fingerprint import fingerprint
 
 
@@ -131,15 +131,15 @@ def test_lazy_layers_always_count_as_changed() -> None:
 def test_the_fingerprint_is_computed_again_only_after_a_change() -> None:
     layers = [Layer()]
     with mock.patch.object(state_module, "fingerprint", side_effect=fingerprint) as computed:
-        state = State()
+        state = ModuleState()
         for _ in range(3):
-            state.look(layers)
+            state.update(layers)
         assert computed.call_count == 1
         assert [id(p) for p in state.parameters] == [id(p) for p in layers[0].parameters()]
         assert [id(b) for b in state.buffers] == [id(b) for b in layers[0].buffers()]
         before = state.fingerprint
         layers[0].linear.weight = nn.Parameter(torch.zeros(4, 4))
-        state.look(layers)
+        state.update(layers)
         assert computed.call_count == 2
         # Programs remain valid for the new parameter, but the state must list it.
         assert state.fingerprint == before

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.runtime.compile import Compiler, Traced
-from gpipe_fast.runtime.stage import Boundary, Spec, Stage
-from gpipe_fast.trace.aot import Symbols
+from gpipe_fast.runtime.compile import Compiler, TracedStage
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.symbolic import Template, equal
-from gpipe_fast.trace.trace import Joint, Role, trace
-from tests.inside import compiler_of, template_of
+from gpipe_fast.trace.torch_private import Symbols
+from gpipe_fast.trace.trace import GraphRole, JointGraph, trace
+from tests.internals import compiler_of, template_of
 from tests.reference import loop_step, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,7 +110,7 @@ def test_lengths_and_batch_sizes_of_a_gpt_share_few_templates(checkpoint: str) -
     compiler = compiler_of(pipe)
     # Per stage: traces of two lengths, a template, and at most two more templates for other batch sizes.
     assert compiler.num_traces <= 2 * 5
-    assert compiler.num_written >= 2 * 10
+    assert compiler.num_instantiated >= 2 * 10
 
 
 def test_token_views_of_longer_sequences_share_a_template() -> None:
@@ -150,7 +150,7 @@ def test_permuted_and_expanded_boundary_gradients_share_a_template() -> None:
     for length in (4, 5, 6, 7, 9, 12):
         x = features(6, length)
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
-    assert compiler_of(pipe).num_written > 0
+    assert compiler_of(pipe).num_instantiated > 0
 
 
 def branch_on_length(f: nn.Module, x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def test_graphs_that_depend_on_the_length_equal_the_plain_loop(
 def test_too_many_shapes_without_a_template_run_in_python_after_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gpipe_fast.runtime.planner.TRACES", 8)
+    monkeypatch.setattr("gpipe_fast.runtime.planner.MAX_TRACES", 8)
     layers = nn.Sequential(FunctionLayer(unrolled_over_length), nn.Linear(WIDTH, 2))
     pipe = GPipe(layers, [1, 1], chunks=1)
     with warnings.catch_warnings(record=True) as caught:
@@ -212,7 +212,7 @@ def test_too_many_shapes_without_a_template_run_in_python_after_one_warning(
 
 def test_backend_aten_traces_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit on traces does not apply, because no layer may run in Python instead."""
-    monkeypatch.setattr("gpipe_fast.runtime.planner.TRACES", 2)
+    monkeypatch.setattr("gpipe_fast.runtime.planner.MAX_TRACES", 2)
     layers = nn.Sequential(FunctionLayer(unrolled_over_length))
     pipe = GPipe(layers, [1], backend="aten")
     with torch.no_grad():
@@ -221,12 +221,12 @@ def test_backend_aten_traces_every_shape(monkeypatch: pytest.MonkeyPatch) -> Non
             assert torch.equal(pipe(x), layers(x)), length
     # One trace per length, and attempts to make a template.
     assert compiler_of(pipe).num_traces >= len(range(2, 10))
-    assert compiler_of(pipe).num_written == 0
+    assert compiler_of(pipe).num_instantiated == 0
 
 
-def joint_of(layers: nn.Sequential, x: Tensor) -> Joint:
+def trace_joint(layers: nn.Sequential, x: Tensor) -> JointGraph:
     joint = trace(list(layers), [x.requires_grad_(x.is_floating_point())])
-    assert isinstance(joint, Joint)
+    assert isinstance(joint, JointGraph)
     return joint
 
 
@@ -235,7 +235,7 @@ def template_after(layers: nn.Sequential, *lengths: int) -> Template:
     compiler, stage = Compiler(), Stage(list(layers), 0, CPU)
     for length in lengths:
         x = features(4, length).requires_grad_()
-        assert isinstance(compiler.trace(stage, Boundary((Spec.of(x, True),)), ()), Traced)
+        assert isinstance(compiler.trace(stage, BoundarySpec((TensorSpec.of(x, True),)), ()), TracedStage)
     template = template_of(compiler)
     assert template is not None
     return template
@@ -247,17 +247,17 @@ def test_a_template_gives_the_graph_of_a_separate_trace() -> None:
     template = template_after(layers, 5, 7, 9)
     for length in (2, 3, 10, 33):
         x = features(4, length)
-        written = template.write_out([tuple(x.shape)], [x.stride()], ())
+        written = template.instantiate([tuple(x.shape)], [x.stride()], ())
         assert written is not None
-        assert equal(written, joint_of(layers, x))
-        assert not equal(written, joint_of(layers, features(4, length + 1)))
+        assert equal(written, trace_joint(layers, x))
+        assert not equal(written, trace_joint(layers, features(4, length + 1)))
 
 
 def test_a_template_rejects_shapes_that_violate_its_guards() -> None:
     template = template_after(nn.Sequential(FunctionLayer(branch_on_length)), 3, 4, 5)
 
     def written(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-        return template.write_out([shape], [strides], ()) is not None
+        return template.instantiate([shape], [strides], ()) is not None
 
     assert written((4, 6, WIDTH), (6 * WIDTH, WIDTH, 1))
     assert not written((4, 8, WIDTH), (8 * WIDTH, WIDTH, 1))  # takes the other branch
@@ -272,9 +272,9 @@ def test_a_template_without_guards_gives_a_wrong_graph() -> None:
     ranges = {symbol: (2, float("inf")) for symbol in template.symbols.ranges}
     symbols = replace(template.symbols, guards=(), ranges=ranges)
     x = features(4, 9)
-    written = Template(template.joint, symbols).write_out([tuple(x.shape)], [x.stride()], ())
+    written = Template(template.joint, symbols).instantiate([tuple(x.shape)], [x.stride()], ())
     assert written is not None
-    assert not equal(written, joint_of(layers, x))
+    assert not equal(written, trace_joint(layers, x))
 
 
 def test_sizes_that_were_equal_by_coincidence_may_differ_later() -> None:
@@ -301,30 +301,30 @@ def test_sizes_that_were_equal_by_coincidence_may_differ_later() -> None:
 def test_equal_detects_every_kind_of_difference() -> None:
     layers = nn.Sequential(Block())
 
-    def changed(change: Callable[[Joint, list[fx.Node]], object]) -> bool:
-        joint = joint_of(layers, features(4, 5))
-        assert equal(joint, joint_of(layers, features(4, 5)))
+    def changed(change: Callable[[JointGraph, list[fx.Node]], object]) -> bool:
+        joint = trace_joint(layers, features(4, 5))
+        assert equal(joint, trace_joint(layers, features(4, 5)))
         change(joint, [n for n in joint.module.graph.nodes if n.op == "call_function"])
-        return not equal(joint, joint_of(layers, features(4, 5)))
+        return not equal(joint, trace_joint(layers, features(4, 5)))
 
-    def other_target(joint: Joint, nodes: list[fx.Node]) -> None:
+    def other_target(joint: JointGraph, nodes: list[fx.Node]) -> None:
         node = next(n for n in nodes if n.target is torch.ops.aten.add.Tensor)
         node.target = torch.ops.aten.sub.Tensor
 
-    def other_number(joint: Joint, nodes: list[fx.Node]) -> None:
+    def other_number(joint: JointGraph, nodes: list[fx.Node]) -> None:
         node = next(n for n in nodes if n.target is torch.ops.aten.view.default)
         node.args = (node.args[0], [*node.args[1][:-1], -1])  # type: ignore[index, misc]
 
-    def other_shape(joint: Joint, nodes: list[fx.Node]) -> None:
+    def other_shape(joint: JointGraph, nodes: list[fx.Node]) -> None:
         nodes[-1].meta["val"] = torch.empty(1)
 
-    def other_argument(joint: Joint, nodes: list[fx.Node]) -> None:
+    def other_argument(joint: JointGraph, nodes: list[fx.Node]) -> None:
         node = next(n for n in nodes if n.target is torch.ops.aten.mm.default)
         node.args = (node.args[1], node.args[0])
 
     for change in (other_target, other_number, other_shape, other_argument):
         assert changed(change), change.__name__
-    joint = joint_of(layers, features(4, 5))
+    joint = trace_joint(layers, features(4, 5))
     assert not equal(replace(joint, outputs=joint.outputs[::-1]), joint)
 
 
@@ -336,4 +336,4 @@ def test_symbols_solve_only_shapes_that_fit() -> None:
     assert symbols.solve([(3,), (4, 6, WIDTH + 1)], strides) is None
     assert symbols.solve([(4,), (4, 6, WIDTH)], strides) is None
     assert symbols.solve([(3,), (4, 6, WIDTH)], [(1,), (6 * WIDTH, WIDTH, 2)]) is None
-    assert list(template.joint.of(Role.INPUT)) == [0]
+    assert list(template.joint.of(GraphRole.INPUT)) == [0]

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_fast.trace.before import Before
 from gpipe_fast.trace.fingerprint import fingerprint
-from gpipe_fast.trace.refuse import Untraceable, layer_of
-from gpipe_fast.trace.trace import Port, Role, trace
-from tests.stages import joint_of
+from gpipe_fast.trace.restore_point import RestorePoint
+from gpipe_fast.trace.trace import GraphPort, GraphRole, trace
+from gpipe_fast.trace.traceability import Untraceable, layer_of
+from tests.stages import trace_joint
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -39,7 +39,7 @@ class Apply(nn.Module):
 
 
 def test_a_joint_graph_names_every_input_and_output_port() -> None:
-    joint = joint_of([nn.Linear(4, 4), nn.BatchNorm1d(4)], X.clone().requires_grad_())
+    joint = trace_joint([nn.Linear(4, 4), nn.BatchNorm1d(4)], X.clone().requires_grad_())
     inputs = [str(port) for port, _ in joint.inputs]
     assert sorted(inputs) == [
         *("buffer[0]", "buffer[1]", "buffer[2]", "input[0]", "key[0]"),
@@ -51,11 +51,11 @@ def test_a_joint_graph_names_every_input_and_output_port() -> None:
         *(f"parameter_gradient[{i}]" for i in range(4)),
     ]
     assert joint.differentiable_outputs() == {0}
-    assert joint.of(Role.INPUT_GRADIENT).keys() == {0}
+    assert joint.of(GraphRole.INPUT_GRADIENT).keys() == {0}
 
 
 def test_graph_nodes_record_their_layer() -> None:
-    joint = joint_of([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], X.clone().requires_grad_())
+    joint = trace_joint([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], X.clone().requires_grad_())
     layers = {str(n.target): layer_of(n) for n in joint.module.graph.nodes if n.op == "call_function"}
     assert layers["aten.relu.default"] == 1
     assert layers["aten.threshold_backward.default"] == 1
@@ -63,39 +63,39 @@ def test_graph_nodes_record_their_layer() -> None:
 
 
 def test_an_input_without_requires_grad_has_no_input_gradient() -> None:
-    assert not joint_of([nn.Linear(4, 4)], X).of(Role.INPUT_GRADIENT)
+    assert not trace_joint([nn.Linear(4, 4)], X).of(GraphRole.INPUT_GRADIENT)
 
 
 def test_tied_parameters_share_a_port() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
-    joint = joint_of([first, second], X)
-    gradients = [port.index for port, _ in joint.outputs if port.role is Role.PARAMETER_GRADIENT]
+    joint = trace_joint([first, second], X)
+    gradients = [port.index for port, _ in joint.outputs if port.role is GraphRole.PARAMETER_GRADIENT]
     assert gradients == [0, 1, 0, 2]  # a gradient under each name
 
 
 def test_several_inputs_and_outputs_have_a_port_each() -> None:
     layer = Apply(lambda self, x: (self.linear(x[0]) + x[1], x[1].argmax(1), x[0]))
-    joint = joint_of([layer], X.clone().requires_grad_(), X)
-    assert sorted(joint.of(Role.OUTPUT)) == [0, 1, 2]
+    joint = trace_joint([layer], X.clone().requires_grad_(), X)
+    assert sorted(joint.of(GraphRole.OUTPUT)) == [0, 1, 2]
     assert joint.differentiable_outputs() == {0, 2}  # not the integers
-    assert joint.of(Role.INPUT_GRADIENT).keys() == {0}
+    assert joint.of(GraphRole.INPUT_GRADIENT).keys() == {0}
 
 
 def test_an_undefined_gradient_has_no_tangent() -> None:
     layer = Apply(lambda self, x: (self.linear(x), x.sin()))
     x = X.clone().requires_grad_()
-    assert joint_of([layer], x, arrivals=((1, None),)).differentiable_outputs() == {0}
+    assert trace_joint([layer], x, gradient_layouts=((1, None),)).differentiable_outputs() == {0}
     # No parameter gradient is computed from an undefined gradient.
-    joint = joint_of([layer], x, arrivals=((0, None),))
-    assert Port(Role.PARAMETER_GRADIENT, 0) not in [port for port, _ in joint.outputs]
+    joint = trace_joint([layer], x, gradient_layouts=((0, None),))
+    assert GraphPort(GraphRole.PARAMETER_GRADIENT, 0) not in [port for port, _ in joint.outputs]
 
 
 def test_inference_has_no_tangents() -> None:
     with torch.no_grad():
-        joint = joint_of([nn.Linear(4, 4)], X)
-    assert joint.of(Role.TANGENT) == {}
-    assert [port for port, _ in joint.outputs] == [Port(Role.OUTPUT, 0)]
+        joint = trace_joint([nn.Linear(4, 4)], X)
+    assert joint.of(GraphRole.TANGENT) == {}
+    assert [port for port, _ in joint.outputs] == [GraphPort(GraphRole.OUTPUT, 0)]
 
 
 def data_dependent(self: Any, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def test_an_untraceable_layer_is_refused_with_its_index_and_reason(
     layer: Callable[[], nn.Module], reason: str
 ) -> None:
     layers = [nn.Tanh(), layer()]
-    before = Before(layers)
+    before = RestorePoint(layers)
     result = trace(layers, [X.clone().requires_grad_()])
     assert isinstance(result, Untraceable)
     assert result.layer == 1
@@ -185,7 +185,7 @@ def test_tracing_changes_neither_layers_nor_random_state() -> None:
     state = {k: v.clone() for k, v in nn.Sequential(*layers).state_dict().items()}
     random_state = torch.get_rng_state()
     before = fingerprint(layers)
-    joint_of(layers, X.clone().requires_grad_())
+    trace_joint(layers, X.clone().requires_grad_())
     assert fingerprint(layers) == before
     assert torch.equal(torch.get_rng_state(), random_state)
     for name, value in nn.Sequential(*layers).state_dict().items():

@@ -1,0 +1,65 @@
+"""Process exit and fork: closes C++ pipelines at exit, and resets them in the child of a fork."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+
+import torch
+
+from gpipe_fast._extension import Pipeline, PythonWorkers
+
+_open_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+def open_pipeline(
+    num_stages: int, python_workers: PythonWorkers | None = None, transport: str = "auto"
+) -> Pipeline:
+    """Makes a pipeline that is closed at exit, unless it has been destroyed before.
+
+    Args:
+        num_stages: the number of stages.
+        python_workers: the registry of workers that are running Python, which Ctrl-C interrupts.
+        transport: how boundary tensors are copied between GPUs.
+    """
+    pipeline = Pipeline(num_stages, python_workers or PythonWorkers(), transport)
+    _open_pipelines.add(pipeline)
+    return pipeline
+
+
+# Seconds for daemon threads to return to Python from a finished run; a closed pipeline blocks their next run.
+_GRACE_SECONDS = 0.05
+
+
+@atexit.register
+def _close_all() -> None:
+    pipelines = list(_open_pipelines)
+    for pipeline in pipelines:
+        pipeline.close()
+    # A thread whose run has ended may still wait for the GIL to return to Python. At finalization the
+    # interpreter terminates such a thread inside C++ frames that cannot be unwound: the process aborts.
+    if pipelines and threading.active_count() > 1:
+        time.sleep(_GRACE_SECONDS)
+
+
+def _after_fork() -> None:
+    for pipeline in list(_open_pipelines):
+        pipeline.after_fork()
+    # The child's intra-op thread pool is created on first use. Concurrent first uses by several workers race,
+    # and some fail with "Invalid thread pool!", so this call creates the pool.
+    if _open_pipelines:
+        torch.set_num_threads(torch.get_num_threads())
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# PyTorch's autograd counts the devices on its first backward, and starts a thread for each except the CPU.
+# The fake GPU of a trace would be counted, too: the child of a fork could then run no backward, and would
+# wait 10 s at exit for a thread that it does not have. This backward makes autograd count before any trace.
+if not torch.cuda.is_available():
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), requires_grad=True).backward()

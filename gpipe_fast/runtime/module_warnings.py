@@ -1,0 +1,57 @@
+"""Warnings about a module: layers that run in Python, with the reason, and avoidable costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.runtime.stage import Stage
+
+
+class ModuleWarnings:
+    """The warnings about a module, each recorded once. Holds no reference to a stage.
+
+    Attributes:
+        in_python: indices, in the whole module, of layers that cannot be traced faithfully.
+        pending: pending warnings, one per layer; the caller that issues them removes them.
+        python_layers: all warnings about layers that run in Python, pending or issued.
+        costs: all warnings about avoidable costs.
+    """
+
+    def __init__(self) -> None:
+        self.in_python: set[int] = set()
+        self.pending: list[str] = []
+        self.python_layers: list[str] = []
+        self.costs: list[str] = []
+        self._seen: set[tuple[int, int | None]] = set()
+
+    def add(self, index: int, stage: Stage | None, layer: int | None, reason: str) -> None:
+        """Records that a layer of a stage runs in Python; a layer of None means all, for new inputs."""
+        if (index, layer) in self._seen:
+            return
+        self._seen.add((index, layer))
+        if stage is None or layer is None:
+            where = "the module" if stage is None else f"stage {index}"
+            text = (
+                f"{where} runs in Python for inputs that it was not traced for: {reason}, and no single "
+                "trace covers all inputs; pad inputs to fewer shapes"
+            )
+        else:
+            self.in_python.add(stage.first_layer + layer)
+            where = f"stage {index}, {layer_title(stage.first_layer + layer, stage.layers[layer])}"
+            text = f"{where} runs in Python: {reason}; other layers are unaffected"
+        self.pending.append(text)
+        self.python_layers.append(text)
+
+    def add_unfused(self, titles: Sequence[str]) -> None:
+        """Records, once, the layers whose attention with dropout runs without a fused kernel."""
+        if not titles or self.costs:
+            return
+        more = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
+        text = (
+            f"{titles[0]}{more}: attention with dropout uses no fused kernel on a GPU, because fused kernels "
+            "draw from PyTorch's own generator; its scores (heads x queries x keys per sample) are stored in "
+            "memory; attention without dropout, or in eval mode, is fused"
+        )
+        self.costs.append(text)
+        self.pending.append(text)

@@ -1,0 +1,392 @@
+"""Layers that run in Python: the untraceable ones, and under ``backend='eager'`` all."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from gpipe_fast.layers import phase
+from gpipe_fast.layers.batchnorm import deferring
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.skip import skip_scope, take_stashed
+from gpipe_fast.layers.structure import Structure, call_unpacked, canonical, flatten
+from gpipe_fast.lower.accumulation import sum_dtype
+from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
+from gpipe_fast.randomness.random import KeyedRandomMode, SavedGeneratorStates, make_key
+from gpipe_fast.runtime.buffers import BufferSnapshot, restored_buffers, snapshot_buffers
+from gpipe_fast.runtime.differentiate import differentiate, without_hooks
+from gpipe_fast.runtime.python_generators import GeneratorUse, PythonGenerators
+from gpipe_fast.runtime.stage import Stage, TorchModes, exact_autocast
+from gpipe_fast.runtime.writable_copy import writable_copy
+from gpipe_fast.schedule import Action
+from gpipe_fast.trace.python_reads import are_repeatable
+from gpipe_fast.trace.trace import parameters_of
+
+
+@dataclass(frozen=True)
+class _MicroBatchInput:
+    """The input of the layers for one micro-batch.
+
+    Attributes:
+        tensors: the detached boundary tensors; skip tensors last.
+        structure: how the tensors other than skip tensors are nested.
+        needs_gradient: which of the tensors other than skip tensors need gradients.
+        skips: whether each skip tensor needs a gradient; None if the skip connection carries None.
+        key: draws the mini-batch's key.
+        microbatch: the micro-batch's number.
+    """
+
+    tensors: Sequence[Tensor]
+    structure: Structure
+    needs_gradient: Sequence[bool]
+    skips: Sequence[bool | None]
+    key: Callable[[], int]
+    microbatch: int
+
+    def leaves(self) -> list[Tensor]:
+        """Returns the tensors as new leaves of autograd graphs."""
+        needs = (*self.needs_gradient, *(skip for skip in self.skips if skip is not None))
+        return [t.detach().requires_grad_(need) for t, need in zip(self.tensors, needs, strict=True)]
+
+
+@dataclass
+class _LayersRun:
+    """One run of the layers: the leaves and the outputs of its autograd graph."""
+
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+    structure: Structure
+    stashed: list[Tensor | None]
+    writes_inputs: bool
+
+    def roots(self) -> list[Tensor]:
+        """Returns all tensors that leave the layers: the outputs, then the stashed skip tensors."""
+        return [*self.outputs, *(tensor for tensor in self.stashed if tensor is not None)]
+
+
+@dataclass
+class _SavedForBackward:
+    """State that a forward saves for its backward.
+
+    Attributes:
+        run: the run with its autograd graph; None if the backward recomputes it.
+        all_parameters: all parameters of the layers.
+        parameters: the parameters that need gradients.
+    Only a recompute needs the rest:
+        microbatch_input: the input.
+        buffers: snapshots, from before the forward, of the buffers that the forward wrote or replaced.
+        generators: states, from before the forward, of the layers' own PyTorch generators.
+        generator_use: states of Python's and NumPy's generators.
+        data_ptrs: the addresses of the parameters' elements.
+    """
+
+    run: _LayersRun | None
+    all_parameters: list[nn.Parameter]
+    parameters: list[nn.Parameter]
+    microbatch_input: _MicroBatchInput
+    buffers: list[BufferSnapshot]
+    generators: SavedGeneratorStates
+    generator_use: GeneratorUse
+    data_ptrs: list[int]
+
+
+class Result(NamedTuple):
+    """The result of one micro-batch's forward, for C++.
+
+    Attributes:
+        outputs: the detached outputs; stashed skip tensors last.
+        structure: how the outputs other than skip tensors are nested.
+        needs_gradient: which of the outputs other than skip tensors need gradients.
+        saved: the state that `PythonLayers.backward` needs.
+        skips: whether each stashed tensor needs a gradient; None if None was stashed.
+        writes_inputs: whether the layers wrote their inputs in place.
+        reached: which parameters the outputs depend on, if requested.
+    """
+
+    outputs: list[Tensor]
+    structure: Structure
+    needs_gradient: list[bool]
+    saved: _SavedForBackward | None
+    skips: list[bool | None]
+    writes_inputs: bool
+    reached: list[bool]
+
+
+class PythonLayers:
+    """A run of layers in Python, called by their stage's worker for every micro-batch.
+
+    Inputs are copied, because a layer may write them. The results are bitwise equal to a sequential
+    micro-batch loop's, including the order of additions to a gradient.
+    """
+
+    def __init__(
+        self,
+        part: Stage,
+        name: str,
+        modes: TorchModes,
+        saved_fraction: SavedFraction,
+        lock: threading.RLock,
+        on_tangents: Callable[[Sequence[Tensor | None]], object] | None = None,
+        on_success: Callable[[], object] | None = None,
+    ) -> None:
+        """Makes a run of layers.
+
+        Args:
+            part: the layers, called in order.
+            name: the layers' name in error messages.
+            modes: PyTorch's modes to run the layers under.
+            saved_fraction: the fraction of activations to save. Less than 1 saves none, and recomputes the
+                forward, unless a second run of the layers would have other effects, such as incrementing a
+                counter.
+            lock: a lock held while the layers run.
+            on_tangents: called with the gradients of the outputs.
+            on_success: called when a forward has succeeded.
+        """
+        self._part = part
+        self._layers = part.layers
+        self._name = name
+        self._modes = modes
+        self._recompute = has_recompute(saved_fraction) and modes.grad and are_repeatable(part.layers)
+        self._lock = lock
+        self._on_tangents = on_tangents
+        self._generators = PythonGenerators(self._layers)
+        self._running_layer: int | None = None  # index of the layer whose forward is running
+        self._on_success = on_success
+        self._checked = False
+        self._reentrant = False
+
+    def snapshot(self) -> list[BufferSnapshot]:
+        """Takes snapshots of all buffers, and of the tables that embeddings with ``max_norm`` renormalize."""
+        return snapshot_buffers(self._layers)
+
+    def restore(self, noted: Sequence[BufferSnapshot]) -> None:
+        """Restores buffers from their snapshots, after a failure."""
+        for buffer in noted:
+            if buffer.is_changed():
+                buffer.restore()
+
+    def forward(
+        self,
+        tensors: Sequence[Tensor],
+        structure: Structure,
+        needs_gradient: Sequence[bool],
+        skips: Sequence[bool | None],
+        key: Callable[[], int],
+        microbatch: int,
+        action: str,
+        want_reached: bool,
+    ) -> Result:
+        """Runs one micro-batch; `want_reached` requests the parameters that the outputs depend on."""
+        microbatch_input = _MicroBatchInput(tensors, structure, needs_gradient, skips, key, microbatch)
+        with self._lock, self._annotated_errors(action), phase.phase_scope(checkpointing=self._recompute):
+            before = self.snapshot() if self._recompute else []
+            generators = SavedGeneratorStates(self._recompute)
+            with self._generators.forward(self._recompute) as generator_use:
+                run = self._run(microbatch_input, generators)
+            saved: _SavedForBackward | None = None
+            reached: list[bool] = []
+            if any(root.requires_grad for root in run.roots()):
+                if want_reached or not self._checked:
+                    reached = self._reached_parameters(run, parameters_of(self._layers))
+                written = [noted for noted in before if noted.is_changed()]
+                saved = self._save_for_backward(run, microbatch_input, written, generators, generator_use)
+            if self._on_success is not None:
+                self._on_success()
+            return Result(
+                [root.detach() for root in run.roots()],
+                canonical(run.structure),
+                [output.requires_grad for output in run.outputs],
+                saved,
+                [None if tensor is None else tensor.requires_grad for tensor in run.stashed],
+                run.writes_inputs,
+                reached,
+            )
+
+    def _save_for_backward(
+        self,
+        run: _LayersRun,
+        microbatch_input: _MicroBatchInput,
+        written: list[BufferSnapshot],
+        generators: SavedGeneratorStates,
+        generator_use: GeneratorUse,
+    ) -> _SavedForBackward:
+        all_parameters = parameters_of(self._layers)
+        parameters = [p for p in all_parameters if p.requires_grad]
+        data_ptrs = [p.data_ptr() for p in parameters]
+        saved_run = None if self._recompute and generator_use.repeatable else run
+        return _SavedForBackward(
+            saved_run,
+            all_parameters,
+            parameters,
+            microbatch_input,
+            written,
+            generators,
+            generator_use,
+            data_ptrs,
+        )
+
+    def backward(
+        self,
+        saved: _SavedForBackward | None,
+        tangents: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        retain: bool,
+        action: str,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Runs the backward of one micro-batch.
+
+        Args:
+            saved: the state that the forward saved.
+            tangents: gradients of the outputs.
+            gradients: the parameters' accumulated gradients so far, in the order of `parameters_of`.
+            retain: whether to keep the graph for another backward.
+            action: the engine's name of the action.
+
+        Returns:
+            Gradients of the inputs, and the parameters' gradients with this micro-batch's added.
+        """
+        if self._on_tangents is not None:
+            self._on_tangents(tangents)
+        if saved is None or all(tangent is None for tangent in tangents):
+            return [], list(gradients)
+        with self._lock, self._annotated_errors(action):
+            if saved.run is not None:
+                return self._differentiate(saved, saved.run, tangents, gradients, retain)
+            if [p.data_ptr() for p in saved.parameters] != saved.data_ptrs:
+                raise RuntimeError(
+                    f"the data of a parameter of {self._name} was replaced between forward and backward, but "
+                    "the backward recomputes the forward; replace the data after the backward"
+                )
+            same_draws = self._generators.recomputed(saved.generator_use, self._name)
+            with phase.phase_scope(recomputing=True), restored_buffers(saved.buffers), same_draws:
+                run = self._run(saved.microbatch_input, saved.generators.for_recompute())
+                return self._differentiate(saved, run, tangents, gradients, False)
+
+    def _run(self, microbatch_input: _MicroBatchInput, generators: SavedGeneratorStates) -> _LayersRun:
+        mode = KeyedRandomMode(lambda: self._key(microbatch_input), generators)
+        with torch.set_grad_enabled(self._modes.grad), exact_autocast(self._modes.autocast):
+            leaves = microbatch_input.leaves()
+            copied = [writable_copy(leaf) for leaf in leaves]
+            versions = [copy._version for copy in copied]
+            copies = iter(copied)
+            value = microbatch_input.structure.build([next(copies) for _ in microbatch_input.needs_gradient])
+            popped = [None if needs is None else next(copies) for needs in microbatch_input.skips]
+            with (
+                skip_scope(dict(zip(self._part.keys(self._part.pops), popped, strict=True))) as carried,
+                mode,
+                deferring(self._part.deferred),
+            ):
+                for index, layer in enumerate(self._layers):
+                    mode.enter_layer(index)
+                    self._running_layer = index
+                    value = call_unpacked(layer, value)
+                self._running_layer = None
+                stashed = take_stashed(carried, self._part.keys(self._part.stashes))
+            try:
+                outputs, structure = flatten(value, deduplicate=True)
+            except TypeError as error:
+                raise TypeError(f"{self._name} returns a value that cannot be passed on: {error}") from None
+        writes_inputs = versions != [copy._version for copy in copied]
+        return _LayersRun(leaves, outputs, structure, stashed, writes_inputs)
+
+    def _key(self, microbatch_input: _MicroBatchInput) -> Tensor:
+        """Returns the micro-batch's random key, on the layers' device."""
+        key = make_key(microbatch_input.key(), microbatch_input.microbatch, self._part.first_layer)
+        device = self._part.device
+        return key if device.type == "cpu" else key.pin_memory().to(device, non_blocking=True)
+
+    def _differentiate(
+        self,
+        saved: _SavedForBackward,
+        run: _LayersRun,
+        tangents: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        retain: bool,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        accumulated = {id(p): g for p, g in zip(saved.all_parameters, gradients, strict=True)}
+        dtype = self._part.grad_dtype
+        sums = {
+            id(p): accumulated.pop(id(p)) for p in saved.parameters if sum_dtype(p.dtype, dtype) != p.dtype
+        }
+        # A parameter with an accumulated gradient is a root, too: its uses then add their contributions to
+        # that gradient one by one, in the order in which autograd adds them in a loop over micro-batches. A
+        # sum in another dtype cannot be a root's gradient; this micro-batch's gradient is added to it below.
+        accumulated_roots = [(p, accumulated.get(id(p))) for p in saved.parameters]
+        roots = [
+            (root, gradient)
+            for root, gradient in (*zip(run.roots(), tangents, strict=False), *accumulated_roots)
+            if gradient is not None and root.requires_grad
+        ]
+        sources = [*(leaf for leaf in run.leaves if leaf.requires_grad), *saved.parameters]
+        with without_hooks(saved.parameters):
+            found = differentiate(roots, sources, retain, self._reentrant)
+        gradient_of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
+        input_gradients = [gradient_of.get(id(leaf)) for leaf in run.leaves]
+        gradient_of |= {p: _accumulate(total, gradient_of[p], dtype) for p, total in sums.items()}
+        return input_gradients, [gradient_of.get(id(p), accumulated.get(id(p))) for p in saved.all_parameters]
+
+    def _reached_parameters(self, run: _LayersRun, parameters: Sequence[Tensor]) -> list[bool]:
+        """Returns which parameters the outputs depend on: all, if a reentrant checkpoint hides its own.
+
+        Raises:
+            RuntimeError: the outputs depend on a tensor whose gradient would be lost.
+        """
+        known = {id(tensor) for tensor in (*run.leaves, *parameters)}
+        nodes = _graph_nodes(run.roots())
+        self._reentrant = self._reentrant or any(n.name() == "CheckpointFunctionBackward" for n in nodes)
+        leaves = [leaf for n in nodes if isinstance(leaf := getattr(n, "variable", None), Tensor)]
+        for leaf in leaves:
+            if id(leaf) not in known:
+                raise RuntimeError(
+                    f"{self._name} uses a tensor of shape {list(leaf.shape)} that needs a gradient and is "
+                    "not one of its parameters; make it a parameter, or pass it through the layers"
+                )
+        self._checked = True
+        found = {id(leaf) for leaf in leaves}
+        return [self._reentrant or id(parameter) in found for parameter in parameters]
+
+    @contextlib.contextmanager
+    def _annotated_errors(self, action: str) -> Iterator[None]:
+        """Adds a note with the action, the layer and the micro-batch to an error raised in the block."""
+        try:
+            yield
+        except BaseException as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                # The same text as in csrc/pipeline/pipeline.cpp, raise().
+                microbatch = Action.parse(action).microbatch
+                error.add_note(f"in action {action}: {self._running_layer_name()}, micro-batch {microbatch}")
+            self._running_layer = None
+            raise
+
+    def _running_layer_name(self) -> str:
+        """Returns the name of the layer whose forward is running; in a backward, the name of all layers."""
+        if self._running_layer is None:
+            return self._name
+        stage = self._name.partition(", ")[0]
+        running = self._running_layer
+        return f"{stage}, {layer_title(self._part.first_layer + running, self._layers[running])}"
+
+
+def _accumulate(total: Tensor | None, gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """Returns a sum with one more gradient added, in the sum's dtype."""
+    if gradient is None:
+        return total
+    return gradient.to(dtype) if total is None else total + gradient.to(dtype)
+
+
+def _graph_nodes(roots: Iterable[Tensor]) -> set[Node]:
+    """Returns all nodes of the autograd graph of the roots."""
+    pending: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        following = {n for n, _ in pending.pop().next_functions if n is not None} - seen
+        seen |= following
+        pending.extend(following)
+    return seen

@@ -1,0 +1,140 @@
+"""Checks, before and after a trace, that the trace is faithful."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+
+@dataclass(frozen=True)
+class Untraceable:
+    """The reason why a stage cannot be traced faithfully.
+
+    Attributes:
+        layer: index of the layer within the stage, or None if no single layer is the cause.
+        reason: the reason, one sentence without a full stop.
+        is_fatal: whether the layer cannot run in a pipeline at all, not even in Python.
+        error: the exception to raise if the layer must not run in Python instead.
+    """
+
+    layer: int | None
+    reason: str
+    is_fatal: bool = False
+    error: type[Exception] = RuntimeError
+
+
+def check_initialized(layers: Sequence[nn.Module]) -> Untraceable | None:
+    """Checks that no layer has lazy parameters or buffers, which its first call initialises.
+
+    Returns:
+        The first lazy module, or None.
+    """
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if nn.parameter.is_lazy(tensor):
+                    return Untraceable(
+                        index,
+                        f"{_module_label(module, name)}: {key} is not initialised yet; run one batch through "
+                        "the module first",
+                        is_fatal=True,
+                    )
+    return None
+
+
+def _module_label(module: nn.Module, name: str) -> str:
+    return type(module).__name__ + (f" {name}" if name else "")
+
+
+def check_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
+    """Checks layers for modules that trace unfaithfully, or with side effects that a trace does not record.
+
+    Returns:
+        The first such module, or None.
+    """
+    uninitialised = check_initialized(layers)
+    if uninitialised is not None:
+        return uninitialised
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            kind = _module_label(module, name)
+            if isinstance(module, nn.RNNBase):
+                return Untraceable(
+                    index,
+                    f"{kind}: recurrent layers are not bitwise equal when traced, and unroll with the length",
+                )
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                return Untraceable(index, f"{kind}: max_norm changes a parameter in forward")
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                return Untraceable(index, f"{kind}: it has sparse gradients")
+            if isinstance(module, torch.jit.ScriptModule):
+                return Untraceable(index, f"{kind}: a TorchScript module is opaque")
+            for hook in _hooks(module):
+                if not getattr(hook, "__module__", "").startswith("torch."):
+                    return Untraceable(
+                        index,
+                        f"{kind}: the hook {getattr(hook, '__name__', hook)!s} would run only in the trace",
+                    )
+            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None and (
+                    type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided
+                ):
+                    return Untraceable(
+                        index, f"{kind}: {key} is a {type(tensor).__name__} of layout {tensor.layout}"
+                    )
+    return None
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _hooks(module: nn.Module) -> list[object]:
+    return [hook for table in _HOOKS for hook in vars(module).get(table, {}).values()]
+
+
+def layer_of(node: fx.Node) -> int | None:
+    """Returns the index within the stage of the layer from which a node was traced; None if there is none."""
+    layer = (node.meta.get("custom") or {}).get("layer")
+    return layer if isinstance(layer, int) else None
+
+
+def check_graph(module: fx.GraphModule) -> Untraceable | None:
+    """Checks a finished trace for nodes that a lowered program would compute wrongly.
+
+    Returns:
+        The first such node's layer and the reason, or None.
+    """
+    for node in module.graph.nodes:
+        layer = layer_of(node)
+        if node.op == "get_attr":
+            value = getattr(module, str(node.target))
+            if isinstance(value, Tensor) and (value.requires_grad or isinstance(value, nn.Parameter)):
+                return Untraceable(
+                    layer, "it uses a tensor that requires a gradient but is not one of its parameters"
+                )
+            if not isinstance(value, Tensor):
+                return Untraceable(layer, f"it traces to a nested graph ({type(value).__name__})")
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
+            continue
+        if _draws(node, node.target):
+            return Untraceable(layer, f"{node.target} draws random numbers outside a layer's forward")
+        if not node.target._schema.returns:
+            return Untraceable(layer, f"{node.target} returns nothing, so that it must have a side effect")
+        if node.target._schema.is_mutable:
+            return Untraceable(
+                layer, f"{node.target} changes a tensor that is neither a buffer nor created by the layer"
+            )
+    return None
+
+
+def _draws(node: fx.Node, op: OpOverload[Any, Any]) -> bool:
+    if op.namespace != "aten" or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = dict(zip((a.name for a in op._schema.arguments), node.args, strict=False)) | node.kwargs
+    # Fused attention has the tag only for its dropout, whose probability is 0 by default.
+    return bool(given.get("dropout_p", "dropout_p" not in (a.name for a in op._schema.arguments)))

@@ -1,0 +1,74 @@
+"""Warnings about calls that work but are probably unintended."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import BatchDims
+from gpipe_fast.schedule import bubble
+
+
+@functools.cache
+def warn_idle_stages(num_stages: int, chunks: int, enough: int) -> None:
+    """Warns of too few micro-batches, once per process and set of numbers.
+
+    The registry of `warnings` does not suffice: any change of its filters clears it, and PyTorch makes some.
+    """
+    stages = f"{num_stages} stages"
+    few = f"1 micro-batch on {stages} leaves" if chunks == 1 else f"{chunks} micro-batches on {stages} leave"
+    idle, less = bubble(num_stages, chunks), bubble(num_stages, enough)
+    warnings.warn(
+        f"{few} the stages idle for up to {idle:.0%} of a step; pass chunks={enough} or chunks='auto' to "
+        f"reduce it to {less:.0%}",
+        stacklevel=8,
+    )
+
+
+def warn_sequence_first(stages: Iterable[Sequence[nn.Module]], dims: BatchDims) -> None:
+    """Warns of torch.nn layers that expect the sequence first, if inputs are split along dimension 0.
+
+    Only layers of the pipeline itself and of nested ``Sequential`` modules are checked: another module may
+    transpose its input before it calls such a layer.
+
+    Args:
+        stages: The layers of each stage.
+        dims: The dimensions along which inputs are split.
+    """
+    if 0 not in dims.inputs:
+        return
+    number = 0
+    for index, layers in enumerate(stages):
+        for layer in layers:
+            kind = next(
+                (type(m).__name__ for m in _flatten_sequentials(layer) if _takes_sequence_first(m)), None
+            )
+            if kind is not None:
+                warnings.warn(
+                    f"stage {index}, {layer_title(number, layer)}: {kind} has batch_first=False, but "
+                    "micro-batches are split along dimension 0, its time dimension unless an earlier "
+                    "layer transposes the input; pass batch_dim=1 to GPipe, or batch_first=True to the layer",
+                    stacklevel=7,
+                )
+            number += 1
+
+
+def _flatten_sequentials(layer: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(layer, nn.Sequential):
+        for inner in layer:
+            yield from _flatten_sequentials(inner)
+    else:
+        yield layer
+
+
+def _takes_sequence_first(module: nn.Module) -> bool:
+    if isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)):
+        return any(map(_takes_sequence_first, module.layers))
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        module = module.self_attn
+    known = isinstance(module, (nn.RNNBase, nn.MultiheadAttention, nn.Transformer))
+    return known and not module.batch_first

@@ -1,0 +1,241 @@
+"""Layers in Python: their exceptions are raised unchanged; warnings and rejections name the layer."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe, is_recomputing
+from tests.internals import compiler_of
+from tests.reference import (
+    gradient_like,
+    loop_step,
+    pipeline_step,
+    unequal,
+)
+from tests.untraceable import (
+    WIDTH,
+    FunctionLayer,
+    M,
+    Recurrent,
+    branch_on_data,
+    features,
+    model,
+    reentrant_checkpoint,
+    segments_by_stage,
+    without_warnings,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_one_warning_names_stage_layer_and_reason() -> None:
+    pipe = GPipe(model(FunctionLayer(branch_on_data), Recurrent(nn.GRU)), [3, 8], chunks=8)
+    pipe.eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in (8, 8, 16):
+            pipe(features(batch))
+    # PyTorch warns once per process about a branch on a tensor that requires a gradient.
+    caught = [warning for warning in caught if "to a scalar may" not in str(warning.message)]
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 2, messages
+    assert any(
+        "stage 0, layer 2 (FunctionLayer) runs in Python: " in m and "DataDependent" in m for m in messages
+    )
+    assert any("stage 1, layer 6 (Recurrent) runs in Python: GRU inner: recurrent" in m for m in messages)
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_backend_aten_rejects_a_layer_that_cannot_be_traced() -> None:
+    pipe = GPipe(model(Recurrent(nn.GRU)), [2, 5], chunks=2, backend="aten")
+    with pytest.raises(RuntimeError, match=r"stage 1, layer 2 \(Recurrent\) cannot be traced faithfully"):
+        pipe(features())
+
+
+def check_width(f: nn.Module, x: Tensor) -> Tensor:
+    if x.shape[-1] != WIDTH:
+        raise ValueError(f"expected {WIDTH} features")
+    y: Tensor = f(x)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [(lambda f, x: f(x), "mat1 and mat2 shapes cannot be multiplied"), (check_width, "expected 8 features")],
+)
+def test_an_invalid_call_leaves_every_layer_lowered(function: Callable[..., Any], error: str) -> None:
+    layers = nn.Sequential(nn.Tanh(), FunctionLayer(function), nn.ReLU())
+    pipe = GPipe(layers, [1, 2], chunks=2)
+    bad_input = torch.zeros(4, WIDTH + 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in (4, 6, 8):
+            with pytest.raises((RuntimeError, ValueError), match=error):
+                pipe(bad_input)
+            traces = compiler_of(pipe).num_traces
+            assert unequal(pipeline_step(pipe, features(batch)), loop_step(layers, features(batch), 2)) == []
+            assert compiler_of(pipe).num_traces > traces
+            assert segments_by_stage(pipe) == [[(0, 1, True)], [(0, 2, True)]]
+    assert [str(warning.message) for warning in caught] == []
+
+
+def test_an_invalid_call_beside_a_layer_in_python_leaves_the_others_lowered() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), FunctionLayer(branch_on_data), nn.Linear(WIDTH, WIDTH))
+    pipe = GPipe(layers, [1, 2], chunks=2)
+    with without_warnings():
+        for batch in (4, 4, 6, 6):
+            with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                pipe(torch.zeros(batch, 2, WIDTH + 1))
+            assert unequal(pipeline_step(pipe, features(batch)), loop_step(layers, features(batch), 2)) == []
+    assert segments_by_stage(pipe) == [[(0, 1, True)], [(0, 1, False), (1, 2, True)]]
+
+
+def test_a_layer_that_rejects_its_first_inputs_is_not_yet_warned_about() -> None:
+    def reject_large_values(f: nn.Module, x: Tensor) -> Tensor:
+        if float(x.max()) > 1e3:
+            raise ValueError("too large")
+        y: Tensor = f(x)
+        return y
+
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), FunctionLayer(reject_large_values))
+    pipe = GPipe(nn.Sequential(FunctionLayer(reject_large_values), *layers), [2, 2], chunks=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="too large"):
+                pipe(features() * 1e4)
+        assert caught == []
+        pipe(features())
+    assert len(caught) == 1
+    assert "stage 0, layer 0 (FunctionLayer) runs in Python: " in str(caught[0].message)
+
+
+class RaisesInGivenCall(nn.Module):
+    """Raises in the given call of its forward or of its backward, counted from 0."""
+
+    def __init__(self, error: BaseException, forward: int = -1, backward: int = -1) -> None:
+        super().__init__()
+        self.linear, self.error = nn.Linear(WIDTH, WIDTH), error
+        self.at = {"forward": forward, "backward": backward}
+        self.calls: Counter[str] = Counter()
+        self.register_buffer("count", torch.zeros(()))
+
+    def _count_call(self, what: str) -> None:
+        self.calls[what] += 1
+        if self.calls[what] == self.at[what] + 1:
+            raise self.error
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_recomputing()  # without this query a layer with side effects is not recomputed
+        self.count += 1
+        self._count_call("forward")
+        y: Tensor = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self._count_call("backward"))
+        return y
+
+
+class UserError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize(
+    "error",
+    [UserError("planted"), SystemExit(3), KeyboardInterrupt(), StopIteration("s"), GeneratorExit()],
+    ids=repr,
+)
+@pytest.mark.parametrize("when", ["forward", "recompute", "backward"])
+def test_an_exception_of_a_layer_is_raised_unchanged(when: str, error: BaseException, backend: str) -> None:
+    raising_layer = RaisesInGivenCall(error)
+    layers = model(raising_layer)
+    pipe = GPipe(layers, [2, 2, 3], chunks=M, checkpoint="always", backend=backend)
+    with without_warnings():
+        expected = pipeline_step(pipe, features())
+        raising_layer.calls.clear()
+        raising_layer.at = {
+            "forward": {"forward": 2, "recompute": M + 1, "backward": -1}[when],
+            "backward": 1 if when == "backward" else -1,
+        }
+        state = {name: value.clone() for name, value in layers.state_dict().items()}
+        if when == "forward":
+            with pytest.raises(type(error)) as raised:
+                pipe(features())
+            assert all(torch.equal(value, state[name]) for name, value in layers.state_dict().items())
+        else:
+            output = pipe(features())
+            with pytest.raises(type(error)) as raised:
+                output.backward(gradient_like(output))
+            pipe.load_state_dict(state)
+        assert raised.value is error
+        assert all(p.grad is None for p in layers.parameters())
+        assert unequal(pipeline_step(pipe, features()), expected) == []
+
+
+@pytest.mark.parametrize(
+    ("when", "location"),
+    [({"forward": 2}, "stage 1, layer 2 (RaisesInGivenCall)"), ({"backward": 1}, "stage 1, layers 2 to 6")],
+    ids=["forward", "backward"],
+)
+def test_an_exception_has_a_note_that_names_the_action(when: dict[str, int], location: str) -> None:
+    """The note has a native layer's format; in a backward the exact layer is unknown."""
+    error = UserError("planted")
+    with without_warnings(), pytest.raises(UserError):
+        pipe = GPipe(
+            model(RaisesInGivenCall(error, **when)), [2, 5], chunks=M, checkpoint="never", backend="eager"
+        )
+        pipe(features()).sum().backward()
+    if hasattr(error, "__notes__"):
+        action = "1F2" if "forward" in when else "1I2"
+        assert error.__notes__ == [f"in action {action}: {location}, micro-batch 2"]
+
+
+def test_a_tensor_from_outside_whose_gradient_would_be_lost_is_rejected() -> None:
+    outside = torch.ones(WIDTH, requires_grad=True)
+
+    def scaled_by_outside_tensor(f: nn.Module, x: Tensor) -> Tensor:
+        float(x.sum())
+        return f(x) * outside
+
+    with (
+        without_warnings(),
+        pytest.raises(
+            RuntimeError, match=r"layer 2 \(FunctionLayer\) uses a tensor of shape \[8\] that needs"
+        ),
+    ):
+        GPipe(model(FunctionLayer(scaled_by_outside_tensor)), [2, 5], chunks=M)(features())
+
+
+def test_replacing_a_parameters_data_before_its_recompute_is_rejected() -> None:
+    layers = model(FunctionLayer(branch_on_data))
+    pipe = GPipe(layers, [2, 5], chunks=M, checkpoint="always")
+    with without_warnings():
+        output = pipe(features())
+        layers[2].held.weight.data = layers[2].held.weight.data.clone()
+        with pytest.raises(RuntimeError, match="was replaced between forward and backward"):
+            output.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "aten"])
+def test_lazy_layers_without_parameters_are_rejected(backend: str) -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(3)), [1, 1], backend=backend)
+    with pytest.raises(RuntimeError, match=r"layer 1 \(LazyLinear\).*run one batch through the module first"):
+        pipe(features())
+
+
+def test_an_untraceable_layer_that_the_error_does_not_name_is_found_by_search() -> None:
+    pipe = GPipe(model(FunctionLayer(reentrant_checkpoint), nn.Identity()), [11], chunks=M)
+    pipe.eval()
+    with pytest.warns(UserWarning, match=r"layer 2 \(FunctionLayer\) runs in Python: .*use_reentrant"):
+        pipeline_step(pipe, features())
+    for _ in range(2):
+        pipeline_step(pipe, features())
+    assert segments_by_stage(pipe) == [[(0, 2, True), (2, 3, False), (3, 11, True)]]

@@ -1,0 +1,240 @@
+"""Layers in Python over several calls: hooks, retained graphs, retracing, caches and garbage collection."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from tests.internals import cache_sizes, compiler_of, limited_caches, num_plans, owned_objects
+from tests.reference import (
+    collect,
+    gradient_like,
+    leaf,
+    loop_step,
+    pipeline,
+    pipeline_step,
+    plain_loop,
+    restored,
+    unequal,
+)
+from tests.untraceable import (
+    WIDTH,
+    FunctionLayer,
+    M,
+    StatefulLayer,
+    branch_on_data,
+    features,
+    model,
+    without_warnings,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_hooks_on_parameters_see_the_complete_gradient_once() -> None:
+    layers = model(FunctionLayer(branch_on_data))
+    weight, seen = layers[2].held.weight, []
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
+    with without_warnings():
+        ours = pipeline_step(GPipe(layers, [2, 5], chunks=M), features())
+    assert len(seen) == 1
+    assert unequal(ours, loop_step(layers, features(), M)) == []
+
+
+def test_a_recompute_draws_the_same_numbers_from_a_layers_own_generator() -> None:
+    class DrawsFromOwnGenerator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.generator = nn.Linear(WIDTH, WIDTH), torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x * torch.randn(x.shape, generator=self.generator))
+
+    drawing_layer = DrawsFromOwnGenerator()
+    layers = model(drawing_layer)
+
+    def step(run: Callable[[], dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
+        drawing_layer.generator.manual_seed(5)
+        result = run()
+        return {**result, "next": torch.randn(3, generator=drawing_layer.generator)}
+
+    expected = step(lambda: loop_step(layers, features(), M))
+    for checkpoint in CHECKPOINT_MODES:
+        pipe = GPipe(layers, [2, 5], chunks=M, checkpoint=checkpoint)
+        with without_warnings():
+            assert unequal(step(lambda pipe=pipe: pipeline_step(pipe, features())), expected) == []  # type: ignore[misc]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_second_backward_gives_the_same_gradients_and_buffers(checkpoint: str) -> None:
+    layers = model(FunctionLayer(branch_on_data), StatefulLayer())
+    pipe = GPipe(layers, [2, 4, 5], chunks=M, checkpoint=checkpoint)
+    with without_warnings(), restored(layers):
+        x = leaf(features())
+        output = pipeline(pipe, x)
+        output.backward(gradient_like(output), retain_graph=True)
+        first = {n: p.grad.clone() for n, p in layers.named_parameters() if p.grad is not None}
+        buffers = [b.clone() for b in layers.buffers()]
+        layers.zero_grad()
+        output.backward(gradient_like(output))
+        for name, parameter in layers.named_parameters():
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, first[name])
+        assert all(map(torch.equal, layers.buffers(), buffers))
+
+
+def test_interleaved_mini_batches_do_not_interfere() -> None:
+    with_batch_norm = model(FunctionLayer(branch_on_data)).eval()
+    layers = nn.Sequential(*(layer for layer in with_batch_norm if not isinstance(layer, nn.BatchNorm1d)))
+    inputs = [features(8), features(6, 3), features(8) * 2]
+
+    def grads(run: Callable[[Tensor], Tensor], interleaved: bool) -> list[Tensor]:
+        layers.zero_grad()
+        torch.manual_seed(0)
+        leaves = [leaf(x) for x in inputs]
+        if interleaved:
+            outputs = [run(x) for x in leaves]
+            for output in outputs:
+                output.backward(gradient_like(output))
+        else:
+            for x in leaves:
+                output = run(x)
+                output.backward(gradient_like(output))
+        return [x.grad for x in leaves if x.grad is not None]
+
+    with without_warnings():
+        for checkpoint in ("always", "never"):
+            pipe = GPipe(layers, [2, 4], chunks=2, checkpoint=checkpoint)
+            assert all(map(torch.equal, grads(pipe, True), grads(pipe, False)))
+
+
+def test_attributes_that_change_in_every_call_cause_no_retracing() -> None:
+    counting = StatefulLayer()
+    pipe = GPipe(model(counting), [2, 5], chunks=M)
+    with without_warnings():
+        for _ in range(3):
+            pipe(features())
+        traces, plans = compiler_of(pipe).num_traces, num_plans(pipe)
+        for _ in range(5):
+            pipe(features())
+    assert counting.calls == 8 * M
+    assert (compiler_of(pipe).num_traces, num_plans(pipe)) == (traces, plans)
+
+
+def test_a_change_of_a_lowered_layer_beside_one_in_python_is_detected() -> None:
+    layers = model(FunctionLayer(branch_on_data))
+    pipe = GPipe(layers, [2, 5], chunks=M)
+    with without_warnings():
+        pipeline_step(pipe, features())
+        pipeline_step(pipe, features())
+        layers[5].p = 0.7
+        assert unequal(pipeline_step(pipe, features()), loop_step(layers, features(), M)) == []
+        layers[2].held.weight.requires_grad_(False)
+        assert unequal(pipeline_step(pipe, features()), loop_step(layers, features(), M)) == []
+
+
+def test_inference_from_several_threads_equals_the_plain_loop() -> None:
+    layers = model(FunctionLayer(branch_on_data)).eval()
+    pipe = GPipe(layers, [2, 5], chunks=M)
+    expected = plain_loop(layers, features(), M)
+    results: list[Tensor] = []
+
+    def call() -> None:
+        for _ in range(5):
+            results.append(pipe(features()))
+
+    with without_warnings():
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(results) == 20
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_constants_that_never_repeat_stop_tracing_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next layers are traced for each number that a layer in Python returns, up to a limit."""
+
+    class CountsCalls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.time = 0
+
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            self.time += 1
+            return x, self.time
+
+    def divided_by_time(f: nn.Module, value: Any) -> Tensor:
+        x, time = value
+        return f(x) / time
+
+    monkeypatch.setattr("gpipe_fast.runtime.planner.MAX_TRACES", 8)
+    layers = nn.Sequential(CountsCalls(), FunctionLayer(divided_by_time))
+    pipe = GPipe(layers, [1, 1], chunks=2, checkpoint="always")
+    with without_warnings():
+        for step in range(12):
+            layers[0].time = 2 * step
+            expected = loop_step(layers, features(4), 2)
+            layers[0].time = 2 * step
+            with restored(pipe):
+                x = leaf(features(4))
+                assert unequal(collect(pipe, x, pipe(x)), expected) == []
+    assert 8 <= compiler_of(pipe).num_traces <= 8 + 4
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "aten"])
+def test_a_deleted_pipeline_is_freed_by_reference_counts_alone(backend: str) -> None:
+    """C++ segments refer to Python layers; the garbage collector would never find a cycle through them."""
+    layers = model(nn.Identity() if backend == "aten" else FunctionLayer(branch_on_data))
+    gc.collect()
+    gc.disable()
+    try:
+        pipe = GPipe(layers, [2, 5], chunks=M, backend=backend)
+        with without_warnings():
+            for _ in range(3):
+                pipeline_step(pipe, features())
+        references = [weakref.ref(thing) for thing in (pipe, *owned_objects(pipe))]
+        del pipe
+        assert [ref() for ref in references] == [None] * len(references)
+    finally:
+        gc.enable()
+
+
+def test_the_segment_caches_keep_the_latest_shapes() -> None:
+    layers = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), FunctionLayer(branch_on_data), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+    )
+    with without_warnings(), limited_caches(4):
+        pipe = GPipe(layers, [1, 3], chunks=2, checkpoint="always")
+        in_flight = [(x := leaf(features(4, length)), pipe(x)) for length in range(2, 9)]
+        for x, output in in_flight:  # the caches no longer hold the segments of most of these
+            output.backward(gradient_like(output))
+            expected = leaf(x)
+            reference = plain_loop(layers, expected, 2)
+            reference.backward(gradient_like(reference))
+            assert torch.equal(output, reference)
+            assert x.grad is not None
+            assert expected.grad is not None
+            assert torch.equal(x.grad, expected.grad)
+        layers.zero_grad()
+        for _ in range(3):
+            for length in range(2, 9):
+                x = features(4, length)
+                assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+    by_stage, gradients = cache_sizes(pipe)
+    assert gradients <= 4 * len(by_stage)
+    for interpreted, lowered in by_stage:
+        assert 0 < interpreted <= 4
+        assert lowered <= 4

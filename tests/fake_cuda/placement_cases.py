@@ -1,0 +1,229 @@
+"""Placement of stages on fake devices, and out-of-memory errors; run by test_placement.py.
+
+`placement_cases.py OPERATORS NAME...`: runs functions of this file by name, and prints the name of each.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe, verify
+from gpipe_fast.skip import pop, skippable, stash
+
+MIB = 1 << 20
+# Bytes of each device, for the functions in OUT_OF_MEMORY.
+MEMORY = 128 * MIB
+WIDTH, CHUNKS = 64, 4
+
+
+def layers(count: int = 4, width: int = 8) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def devices_of(module: nn.Module) -> list[str]:
+    return [str(p.device) for p in module.parameters()]
+
+
+def gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    output.square().sum().backward()
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def first_gpus_by_default() -> None:
+    """Each partition gets one GPU."""
+    plain, x = layers(), torch.randn(8, 8)
+    pipe = GPipe(copy.deepcopy(plain), [1, 1, 2], chunks=CHUNKS)
+    assert [str(device) for device in pipe.devices] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [str(layer.weight.device) for layer in pipe] == ["cuda:0", "cuda:1", "cuda:2", "cuda:2"]
+    expected = gradients(plain, torch.cat([plain(part) for part in x.chunk(CHUNKS)]))
+    assert all(map(torch.equal, gradients(pipe, pipe(x.cuda())), expected))
+    assert GPipe(layers(8)).balance == [2, 2, 2, 2]
+    with pytest.raises(IndexError, match=r"too few devices .* \(devices: 4, partitions: 5\)"):
+        GPipe(layers(8), [1, 1, 1, 1, 4])
+
+
+def cpu_on_request() -> None:
+    pipe = GPipe(layers(), [2, 2], devices=["cpu", "cpu"])
+    assert {device.type for device in pipe.devices} == {"cpu"}
+    pipe(torch.randn(4, 8)).sum().backward()
+
+
+def layers_move_when_the_balance_changes() -> None:
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(200):
+                x = x.tanh()
+            return super().forward(x)
+
+    pipe = GPipe(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), Slow(8, 8), Slow(8, 8)), chunks=CHUNKS)
+    before = pipe.balance
+    pipe(torch.randn(8, 8, device="cuda")).sum().backward()
+    assert pipe.balance != before
+    for partition, device in zip(pipe.partitions, pipe.devices, strict=True):
+        assert set(devices_of(partition)) == {str(device)}
+        assert all(p.grad is not None and p.grad.device == device for p in partition.parameters())
+
+
+def wrong_devices_raise() -> None:
+    pipe = GPipe(layers(), [2, 2], chunks=CHUNKS)
+    with pytest.raises(ValueError, match="input must be on the first stage's device cuda:0, got cpu"):
+        pipe(torch.randn(8, 8))
+    with pytest.raises(ValueError, match="input must be on the first stage's device cuda:0, got cuda:1"):
+        pipe(torch.randn(8, 8, device="cuda:1"))
+    x = torch.randn(8, 8, device="cuda:0")
+    pipe(x)
+    pipe[3].to("cuda:0")
+    message = r"layer 3 \(Linear\) has 'weight' on cuda:0, but runs in stage 1 on cuda:1"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            pipe(x)
+    pipe[3].to("cuda:1")
+    pipe(x).sum().backward()
+    pipe[0].register_buffer("count", torch.zeros(1))
+    with pytest.raises(
+        ValueError, match=r"layer 0 \(Linear\) has 'count' on cpu, but runs in stage 0 on cuda:0"
+    ):
+        pipe(x)
+
+
+def too_large_a_model_raises() -> None:
+    """The error is raised before any layer is moved."""
+    width = 3300  # a weight of 42 MiB, 84 MiB with its gradient
+    module = layers(2, width)
+    with pytest.raises(ValueError, match=r"stages 0, 1 need 0\.2 GiB .* and cuda:1 has 0\.1 GiB"):
+        GPipe(module, [1, 1], devices=["cuda:1", "cuda:1"])
+    assert set(devices_of(module)) == {"cpu"}
+    pipe = GPipe(module, [1, 1], devices=["cuda:2", "cuda:3"])
+    pipe(torch.randn(1, width, device="cuda:2"))
+    del pipe
+    taken = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda:0")
+    module = layers(1, width)
+    with pytest.raises(ValueError, match=r"stages 0 move 0\.0 GiB .* to cuda:0, which has 0\.0 GiB free"):
+        GPipe(module, [1], devices=["cuda:0"])
+    assert set(devices_of(module)) == {"cpu"}
+    del taken  # PyTorch's allocator caches the memory, and can reuse it
+    GPipe(module, [1], devices=["cuda:0"])
+
+
+MESSAGE = (
+    r"\(in action 1{action}\d.*; stage 1 on cuda:1 holds \d+ bytes of parameters, \d+ bytes of their "
+    r"gradients so far, (\d+\.\d) MiB of boundary tensors for each of 4 micro-batches "
+    r"\((\d+\.\d) MiB in total\), .* of saved activations so far, and .* of scratch memory; to reduce this, "
+    r"use more chunks, checkpoint='always', or a balance with fewer layers in this stage\)"
+)
+
+
+def check_message(error: torch.OutOfMemoryError, action: str) -> None:
+    found = re.search(MESSAGE.replace("{action}", action), str(error))
+    assert found, str(error)
+    assert "CUDA out of memory" in str(error)
+    assert float(found[2]) == pytest.approx(4 * float(found[1]), abs=0.3)
+
+
+@skippable(stash=["skip"])
+class StashSkip(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        yield stash("skip", x)
+        return x.tanh()
+
+
+@skippable(pop=["skip"])
+class PopSkip(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        skip = yield pop("skip")
+        return x * skip
+
+
+def verify_moves_boundary_tensors() -> None:
+    """verify() runs the plain loop on several devices, with a skip connection and a shared weight."""
+    plain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    plain.insert(1, StashSkip()).insert(4, PopSkip())
+    plain[5].weight = plain[0].weight
+    pipe = GPipe(plain, [2, 2, 2], devices=["cuda:0", "cuda:1", "cuda:2"], chunks=CHUNKS)
+    report = verify(pipe, torch.randn(8, 8, device="cuda:0", requires_grad=True), lambda y: y.square().mean())
+    (shared,) = [row for row in report.rows if row.name == "gradient of 0.weight"]
+    assert all(row.equal for row in report.rows if row is not shared), report
+    assert shared.relative < 1e-5, report
+
+
+def out_of_memory_in_the_forward() -> None:
+    pipe = GPipe(
+        nn.Sequential(nn.Identity(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        [1, 4],
+        devices=["cuda:0", "cuda:1"],
+        chunks=CHUNKS,
+        checkpoint="never",
+    )
+    short = torch.randn(8, WIDTH, device="cuda:0")
+    expected = gradients(pipe, pipe(short))
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            pipe(torch.empty(40 * MIB // 4 // WIDTH, WIDTH, device="cuda:0"))
+        check_message(caught.value, "F")
+        del caught
+        assert all(map(torch.equal, gradients(pipe, pipe(short)), expected))
+
+
+class LargeBackward(torch.autograd.Function):
+    """Allocates more memory in its backward than the device has."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient.expand(100, *gradient.shape).exp().sum(0)
+
+
+class NeedsLargeBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return LargeBackward.apply(x)  # type: ignore[no-any-return]
+
+
+def out_of_memory_in_the_backward() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), NeedsLargeBackward(), nn.Linear(WIDTH, WIDTH))
+    pipe = GPipe(model, [1, 2], devices=["cuda:0", "cuda:1"], chunks=CHUNKS, checkpoint="always")
+    short = torch.randn(8, WIDTH, device="cuda:0")
+    expected = gradients(pipe, pipe(short))
+    output = pipe(torch.randn(4 * 8192, WIDTH, device="cuda:0"))
+    before = [p.grad for p in pipe.parameters()]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        output.sum().backward()
+    check_message(caught.value, "[RB]")
+    assert all(p.grad is grad for p, grad in zip(pipe.parameters(), before, strict=True))
+    del caught, output
+    assert all(map(torch.equal, gradients(pipe, pipe(short)), expected))
+
+
+def main() -> None:
+    operators, *names = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    functions: dict[str, Callable[[], None]] = {f.__name__: f for f in (*PLACEMENT, *OUT_OF_MEMORY)}
+    for name in names:
+        functions[name]()
+        print(name)
+
+
+PLACEMENT = (
+    first_gpus_by_default,
+    cpu_on_request,
+    layers_move_when_the_balance_changes,
+    wrong_devices_raise,
+    verify_moves_boundary_tensors,
+)
+OUT_OF_MEMORY = (too_large_a_model_raises, out_of_memory_in_the_forward, out_of_memory_in_the_backward)
+
+if __name__ == "__main__":
+    main()

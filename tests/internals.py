@@ -1,0 +1,172 @@
+"""Access to the internals of a `GPipe` for tests; the only test file that uses its private attributes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+import gpipe_fast.runtime.plan
+from gpipe_fast import GPipe
+from gpipe_fast._extension import Pipeline
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
+from gpipe_fast.runtime import planner, segments
+from gpipe_fast.runtime.compile import Compiler
+from gpipe_fast.runtime.plan import PlannedCall
+from gpipe_fast.schedule import Schedule
+from gpipe_fast.trace import function, torch_private
+from gpipe_fast.trace.symbolic import Template
+
+# Fault injection
+
+
+def inject_delays(model: GPipe, seed: int, max_delay_us: int) -> None:
+    """Delays every action of later steps by random times up to ``max_delay_us``, before and after it."""
+    pipeline_of(model).inject_faults(seed, max_delay_us)
+
+
+def inject_failure(
+    model: GPipe,
+    action: object,
+    error: str = "ValueError",
+    *,
+    after: int = 0,
+    seed: int = 0,
+    max_delay_us: int = 0,
+) -> None:
+    """Makes an action raise in later steps, after ``after`` operators of its program; also injects delays."""
+    inject_failures(model, [(str(action), after, error)], seed, max_delay_us)
+
+
+def inject_failures(
+    model: GPipe, failures: Sequence[tuple[str, int, str]], seed: int = 0, max_delay_us: int = 0
+) -> None:
+    """Makes several actions raise; each failure is an action, a number of operators and an error's name."""
+    pipeline_of(model).inject_faults(seed, max_delay_us, failures)
+
+
+def remove_faults(model: GPipe) -> None:
+    """Removes injected delays and failures."""
+    pipeline_of(model).inject_faults()
+
+
+# State of a pipeline
+
+
+def pipeline_of(model: GPipe) -> Pipeline:
+    """Returns the C++ pipeline."""
+    return model._pipeline
+
+
+def compiler_of(model: GPipe) -> Compiler:
+    """Returns the compiler, which traces the stages and counts the traces."""
+    return model._planner._compiler
+
+
+def plan_of(model: GPipe, x: Tensor) -> PlannedCall:
+    """Returns the plan of a call; traces the stages if necessary, but does not run them."""
+    return model._plan(Inputs.of((x,), {}))
+
+
+def latest_plan(model: GPipe) -> PlannedCall:
+    """Returns the plan of the latest call."""
+    assert model._planner.latest is not None
+    return model._planner.latest
+
+
+def num_plans(model: GPipe) -> int:
+    """Returns the number of signatures with a plan."""
+    return len(model._planner._plans)
+
+
+def use_schedule(model: GPipe, x: Tensor, schedule: Schedule) -> None:
+    """Makes the next call with an input like ``x`` use the given schedule."""
+    model._planner._plans.clear()
+    model._planner._latest_call = None
+    with mock.patch.object(gpipe_fast.runtime.plan, "fill_drain", return_value=schedule):
+        assert plan_of(model, x).schedule is schedule
+
+
+def owned_objects(model: GPipe) -> list[object]:
+    """Returns the Python objects that a pipeline owns, except its layers."""
+    return [model._planner, *model._planner._segments, *model._stages]
+
+
+def cache_sizes(model: GPipe) -> tuple[list[tuple[int, int]], int]:
+    """Returns the sizes of the caches: Python and lowered segments by stage, and gradient layouts."""
+    planner = model._planner
+    return [(len(s._python_segments), len(s._lowered)) for s in planner._segments], len(
+        planner._layout_history
+    )
+
+
+def template_of(compiler: Compiler) -> Template | None:
+    """Returns the template of a compiler that has traced a single kind of input."""
+    (kind,) = compiler._families.values()
+    return kind.template
+
+
+def native_call(model: GPipe, x: Tensor) -> mock._Call:
+    """Returns the arguments that a call passes to the C++ pipeline, which a mock replaces."""
+    with mock.patch.object(model, "_pipeline") as fallback:
+        fallback.forward.return_value = ([x], ONE_TENSOR)
+        model(x)
+    return fallback.forward.call_args
+
+
+@contextmanager
+def limited_caches(count: int) -> Iterator[None]:
+    """Limits the caches of pipelines created inside the block to ``count`` entries per stage.
+
+    The limit applies to Python segments, to lowered segments and to gradient layouts.
+    """
+    with (
+        mock.patch.object(segments, "CACHE_LIMIT", count),
+        mock.patch.object(planner, "CACHE_LIMIT", count),
+    ):
+        yield
+
+
+@contextmanager
+def stage_locks_while_compiling(model: GPipe) -> Iterator[list[bool]]:
+    """Yields a list with one entry per stage for every segment that a backward compiles inside the block.
+
+    An entry tells whether the stage's layers could run meanwhile (whether the stage's lock was free).
+    """
+    found: list[bool] = []
+
+    def record_free_locks() -> None:
+        for own in model._planner._segments:
+            with ExitStack() as held:
+                found.append(own.try_lock(held))
+
+    def compile_now(*arguments: Any) -> Any:
+        thread = threading.Thread(target=record_free_locks)
+        thread.start()
+        thread.join()
+        return original(*arguments)
+
+    original = segments.Segments._compile_now
+    with mock.patch.object(segments.Segments, "_compile_now", compile_now):
+        yield found
+
+
+# Disabled safeguards
+
+
+@contextmanager
+def without_buffer_detection() -> Iterator[None]:
+    """Disables the detection of buffers that a forward replaces during tracing."""
+    with mock.patch.object(function, "_named_tensors", return_value={}):
+        yield
+
+
+@contextmanager
+def with_autocast_cache() -> Iterator[None]:
+    """Enables autocast's weight cache during tracing."""
+    with mock.patch.object(torch_private, "_autocast_cache_disabled", nullcontext):
+        yield

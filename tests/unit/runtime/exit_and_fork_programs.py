@@ -1,0 +1,235 @@
+"""Programs that test_exit_and_fork.py runs in separate processes; ``PROGRAMS`` lists their names."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from gpipe_fast import GPipe
+from tests.internals import inject_delays, remove_faults
+from tests.reference import collect, leaf, loop_step, pipeline, pipeline_step, unequal
+
+K, M = 3, 4
+# Longer than any program here takes, and than PyTorch waits for its own threads at exit.
+DEADLINE_SECONDS = 20.0
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)),
+        *(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)),
+    )
+
+
+def num_threads() -> int:
+    """Returns the number of threads of this process."""
+    return len(os.listdir("/proc/self/task"))
+
+
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore", message=".* micro-batch(es)? on .* stages leaves? the stages idle")
+model = layers()
+pipe = GPipe(model, [2, 2, 2], chunks=M)
+x = torch.randn(8, 6)
+outputs: list[Tensor] = []
+
+
+def exit_with_pending_graphs(variant: str) -> None:
+    """Exits while globals hold a pipeline, an output without backward, and a retained graph."""
+    pipe(x).sum().backward()
+    outputs.append(pipe(x))
+    outputs.append(pipe(x).sum())
+    outputs[-1].backward(retain_graph=True)
+    if variant == "exception":
+        raise LookupError("as planned")
+    if variant == "exit":
+        sys.exit(3)
+
+
+def report(children: Iterable[tuple[str, str]]) -> None:
+    """Prints each child that failed or wrote to stderr, and the number of children."""
+    number = 0
+    for number, (kind, problem) in enumerate(children, start=1):
+        if problem:
+            print(f"{kind}, child {number}: {problem}")
+    print(f"{number} children")
+    sys.stdout.flush()
+
+
+def in_child(body: Callable[[], object]) -> str:
+    """Runs ``body`` in a forked child that then exits normally; returns its failure or its stderr, or ''."""
+    with tempfile.TemporaryFile("w+") as stderr:
+        child = os.fork()
+        if child == 0:
+            os.dup2(stderr.fileno(), 2)
+            body()
+            sys.exit(0)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                stderr.seek(0)
+                printed = stderr.read().strip()
+                last = printed.rpartition("\n")[2]
+                return f"status {os.waitstatus_to_exitcode(status)}: {last}" if status or printed else ""
+            time.sleep(0.01)
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        return "hangs"
+
+
+def daemon(variants: str, count: str) -> None:
+    """Forks children that exit while a daemon thread of the child trains."""
+    pipe(x).sum().backward()
+    large = torch.zeros(1 << 20, requires_grad=True)
+
+    def step(variant: str) -> None:
+        # When leaving, the backward spends most of its time after the pipeline, before it returns to Python.
+        pipe(x + large.sin()[0] if variant == "leaving" else x).sum().backward()
+
+    step("leaving")  # traces
+
+    def steps(variant: str) -> None:
+        while True:
+            with suppress(RuntimeError if variant == "catches" else ()):
+                step(variant)
+
+    def child(variant: str, seconds: float) -> None:
+        inject_delays(pipe, 0, 5000 if variant == "slow" else 0)
+        for _ in range(3 if variant == "several" else 1):
+            threading.Thread(target=steps, args=(variant,), daemon=True).start()
+        time.sleep(0.05 + seconds)
+
+    report(
+        (variant, in_child(partial(child, variant, 0.0007 * number)))
+        for variant in variants.split("+")
+        for number in range(int(count))
+    )
+
+
+initial_state = {name: value.clone() for name, value in model.state_dict().items()}
+expected = loop_step(model, x, M)
+
+
+def check_step(pipe: GPipe) -> None:
+    """Checks a step that starts from the initial buffers."""
+    model.load_state_dict(initial_state)
+    wrong = unequal(pipeline_step(pipe, x), expected)
+    assert not wrong, wrong
+
+
+def check_backward(output: Tensor) -> None:
+    result = collect(pipe, leaf(x), output)
+    names = [name for name in expected if name.startswith("gradient of")]
+    assert not unequal({n: result[n] for n in names}, {n: expected[n] for n in names})
+
+
+def keep_busy(variant: str) -> None:
+    """Starts a thread that runs forwards in a loop: computing, delayed, or tracing each time."""
+    inject_delays(pipe, 0, 2000 if variant == "delayed" else 0)
+
+    def steps() -> None:
+        while True:
+            (GPipe(layers(), [2, 2, 2], chunks=M) if variant == "tracing" else pipe)(x)
+
+    threading.Thread(target=steps, daemon=True).start()
+    time.sleep(0.1)
+
+
+def forks(states: str, count: str) -> None:
+    """Forks children that train; the parent has a new, used or pending step, or a busy thread."""
+
+    def child(state: str) -> None:
+        before = num_threads()
+        remove_faults(pipe)
+        if state == "half":
+            check_backward(outputs[0])
+        else:
+            check_step(pipe)
+            check_step(pipe)
+        assert num_threads() == before + K, (num_threads(), before)
+        if state == "used":
+            check_step(GPipe(model, [4, 2], chunks=M))
+
+    def children() -> Iterator[tuple[str, str]]:
+        for state in states.split("+"):
+            if state == "half":
+                outputs.append(pipeline(pipe, x))
+            if state in ("computing", "delayed", "tracing"):
+                keep_busy(state)
+            for number in range(int(count)):
+                time.sleep(0.0003 * number)
+                yield state, in_child(partial(child, state))
+            if state in ("new", "used", "half"):
+                check_step(pipe)  # the parent still works
+
+    report(children())
+    os._exit(0)  # even if its thread is busy
+
+
+def forks_to_end(variant: str, count: str) -> None:
+    """Forks children that only exit; another thread of the parent is busy."""
+    pipe(x)
+    keep_busy(variant)
+    report((variant, in_child(lambda: None)) for _ in range(int(count)))
+    os._exit(0)
+
+
+class Features(Dataset[Tensor]):
+    """Mini-batches that a pipeline computes in the data loader's worker."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        with torch.no_grad():
+            return extractor(torch.randn(8, 6, generator=generator))
+
+
+extractor = GPipe(layers()[:2].eval(), [1, 1], chunks=2)
+
+
+def data_loader() -> None:
+    """Trains with and without forked workers; prints whether both give the same parameters."""
+    extractor(x)
+    results = []
+    for num_workers in (2, 0):
+        torch.manual_seed(0)
+        trained = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), [2, 1], chunks=M)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        context = "fork" if num_workers else None
+        loader = DataLoader(
+            Features(), batch_size=None, num_workers=num_workers, multiprocessing_context=context
+        )
+        for batch in chain(loader, loader):
+            optimizer.zero_grad()
+            trained(batch).square().mean().backward()
+            optimizer.step()
+        results.append(list(trained.parameters()))
+    print(all(map(torch.equal, *results)))
+
+
+PROGRAMS = {
+    "exit": exit_with_pending_graphs,
+    "daemon": daemon,
+    "forks": forks,
+    "forks_to_end": forks_to_end,
+    "data_loader": data_loader,
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,273 @@
+"""Lifetime of pipelines: released threads and memory, copies, forks, and the interpreter's exit."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from tests.internals import inject_failure
+from tests.reference import collect, leaf, loop_step, pipeline, pipeline_step, unequal
+from tests.unit.runtime.exit_and_fork_programs import layers, num_threads
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc"),
+]
+
+
+@pytest.fixture(autouse=True)
+def collect_garbage() -> None:
+    """Collects pipelines of earlier tests, whose threads would otherwise end during this test."""
+    gc.collect()
+
+
+def features() -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+def wide() -> nn.Sequential:
+    """Returns two layers, which trace fast; a weight's gradient or a micro-batch's input takes 256 KiB."""
+    return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+
+
+def make_and_drop(number: int, model: nn.Sequential, x: Tensor) -> None:
+    """Makes a pipeline, uses it, and drops it in one of several states, which ``number`` selects."""
+    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="never")
+    if number % 10 == 9:
+        return
+    if number % 10 == 8:
+        inject_failure(pipe, "1F1")
+        with pytest.raises(ValueError, match="injected"):
+            pipe(x)
+        return
+    output = pipe(x)
+    if number % 10 == 7:
+        return  # never run backward
+    if number % 10 == 6:
+        del pipe
+    output.sum().backward(retain_graph=number % 10 == 5)
+    model.zero_grad()
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth_of_dropped_pipelines(count: int) -> tuple[int, float]:
+    """Returns how many threads, and how many bytes per pipeline, ``count`` dropped pipelines leave behind."""
+    model, x = wide(), torch.randn(512, 256)
+    for number in range(60):
+        make_and_drop(number, model, x)
+    memory, threads = resident_bytes(), num_threads()
+    for number in range(count):
+        make_and_drop(number, model, x)
+    grown = resident_bytes() - memory
+    return num_threads() - threads, grown / count
+
+
+# PyTorch keeps the source text of every graph that it traces: here some 7 KB per pipeline.
+MAX_BYTES = 80e3
+
+
+def growth_of_kept_pipelines(count: int) -> tuple[int, float]:
+    """Returns the same for pipelines that are kept, each with a pending backward."""
+    model, x = wide(), torch.randn(512, 256)
+    make_and_drop(0, model, x)
+    memory, threads = resident_bytes(), num_threads()
+    kept = []
+    for _ in range(count):
+        pipe = GPipe(model, [1, 1], chunks=2, checkpoint="never")
+        kept.append((pipe, pipe(x)))
+    grown = resident_bytes() - memory
+    return num_threads() - threads, grown / count
+
+
+def in_own_process(measure: str, count: int) -> tuple[int, float]:
+    """Runs one of the two functions above in a new process, where no other test has used memory."""
+    code = f"import test_lifetime as t; t.torch.set_num_threads(1); print(*t.{measure}({count}))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    threads, bytes_each = done.stdout.split()
+    return int(threads), float(bytes_each)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.soak)])
+def test_dropped_pipelines_release_threads_and_memory(count: int) -> None:
+    threads, bytes_each = in_own_process("growth_of_dropped_pipelines", count)
+    assert threads == 0
+    assert bytes_each < MAX_BYTES
+
+
+@pytest.mark.extended
+def test_kept_pipelines_are_seen_to_hold_threads_and_memory() -> None:
+    threads, bytes_each = in_own_process("growth_of_kept_pipelines", 10)
+    assert threads == 20
+    assert bytes_each > MAX_BYTES
+
+
+def test_workers_start_with_the_first_step_and_end_with_the_pipeline() -> None:
+    before = num_threads()
+    pipe = GPipe(layers(), [2, 2, 2], chunks=4)
+    assert num_threads() == before
+    for _ in range(3):
+        pipe(features())
+        assert num_threads() == before + 3
+    weak_pipe = weakref.ref(pipe)
+    del pipe
+    assert weak_pipe() is None
+    assert num_threads() == before
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_graph_outlives_its_pipeline(checkpoint: str) -> None:
+    model, x, before = layers(), leaf(features()), num_threads()
+    expected = loop_step(model, x, 4)
+    pipe = GPipe(model, [2, 2, 2], chunks=4, checkpoint=checkpoint)
+    output, weak_pipe = pipeline(pipe, x), weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert weak_pipe() is None
+    assert num_threads() == before + 3
+    assert unequal(collect(model, x, output), expected) == []
+    del output
+    assert num_threads() == before
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+@pytest.mark.parametrize("method", ["deepcopy", "pickle", "torch.save"])
+def test_copies_train_independently(method: str, used: bool, tmp_path: Path) -> None:
+    """A copy has its own model; threads, programs and pending backwards stay with the original."""
+    pipe, x = GPipe(layers(), [2, 2, 2], chunks=4, checkpoint="always"), features()
+    pipe.threads_per_stage = 1
+    expected = loop_step(nn.Sequential(*pipe), x, 4)
+    pending = pipeline(pipe, x) if used else None
+    start = {name: value.clone() for name, value in pipe.state_dict().items()}
+    if method == "deepcopy":
+        copied = copy.deepcopy(pipe)
+    elif method == "pickle":
+        copied = pickle.loads(pickle.dumps(pipe))
+    else:
+        torch.save(pipe, tmp_path / "pipe.pt")
+        copied = torch.load(tmp_path / "pipe.pt", weights_only=False)
+    assert (copied.balance, copied.chunks) == ([2, 2, 2], 4)
+    assert (copied.checkpoint, copied.threads_per_stage) == ("always", 1)
+    assert not {p.data_ptr() for p in copied.parameters()} & {p.data_ptr() for p in pipe.parameters()}
+    before = num_threads()
+    copied(x).square().sum().backward()
+    assert num_threads() == before + 3
+    assert all(torch.equal(value, start[name]) for name, value in pipe.state_dict().items())
+    assert all(p.grad is None for p in pipe.parameters())
+    for trained in (copied, pipe):
+        trained.load_state_dict(start)
+        trained.zero_grad()
+        assert unequal(pipeline_step(trained, x), loop_step(nn.Sequential(*trained), x, 4)) == []
+    if pending is not None:
+        del pending
+    else:
+        assert unequal(pipeline_step(pipe, x), expected) == []
+
+
+def run_program(*arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Runs a program of exit_and_fork_programs.py."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        "exit_and_fork_programs.py",
+        *map(str, arguments),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("how", "status"), [("end", 0), ("exit", 3), ("exception", 1)])
+def test_the_interpreter_exits_with_pending_graphs(how: str, status: int) -> None:
+    """The program returns, calls sys.exit, or raises, while globals hold a pipeline and its graphs."""
+    begin = time.monotonic()
+    done = run_program("exit", how)
+    assert done.returncode == status, done.stderr
+    if how == "exception":
+        assert done.stderr.endswith("\nLookupError: as planned\n")
+        assert done.stderr.count("Traceback") == 1
+    else:
+        assert done.stderr == ""
+    assert time.monotonic() - begin < 20
+
+
+def check_children(kinds: list[str], program: str, count: int) -> None:
+    """Checks that all children and the parent exit with status 0 and an empty stderr."""
+    done = run_program(program, "+".join(kinds), count, timeout=60 + 25 * len(kinds) * count)
+    assert done.stdout == f"{len(kinds) * count} children\n", done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# What runs at exit: a short step, a slow step, steps of several threads, steps that continue after errors,
+# and a backward that is outside of the pipeline.
+DAEMON_VARIANTS = ["stops", "slow", "several", "catches", "leaving"]
+
+
+@pytest.mark.extended
+def test_the_interpreter_exits_while_a_daemon_thread_trains() -> None:
+    check_children(DAEMON_VARIANTS, "daemon", count=2)
+
+
+@pytest.mark.soak
+def test_the_interpreter_exits_a_hundred_times_while_a_daemon_thread_trains() -> None:
+    check_children(DAEMON_VARIANTS, "daemon", count=20)
+
+
+# The parent's state at a fork: a new pipeline, a used one, a pending backward, which the child may run, and
+# another thread that computes, or is delayed, in a step.
+PARENT_STATES = ["new", "used", "half", "computing", "delayed"]
+
+
+@pytest.mark.extended
+def test_forked_children_train() -> None:
+    """Children get the parent's bits with their own workers, and the parent still works."""
+    check_children(PARENT_STATES, "forks", count=1)
+
+
+@pytest.mark.soak
+def test_a_hundred_forked_children_train() -> None:
+    check_children(PARENT_STATES, "forks", count=20)
+
+
+@pytest.mark.soak
+def test_a_forked_child_trains_although_another_thread_was_tracing() -> None:
+    check_children(["tracing"], "forks", count=3)
+
+
+@pytest.mark.extended
+def test_forked_children_exit_although_the_parent_was_in_a_step() -> None:
+    check_children(["delayed"], "forks_to_end", count=2)
+
+
+@pytest.mark.extended
+def test_forked_workers_of_a_data_loader_run_pipelines() -> None:
+    """The workers run a pipeline, while the parent trains another one on their data."""
+    done = run_program("data_loader")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
