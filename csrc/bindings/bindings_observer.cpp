@@ -24,11 +24,11 @@ enum class CodeKind : uint8_t {
 // calls. Replaces an active profile function until stop().
 class Observer {
  public:
-  // `classify(frame)` returns a CodeKind, which must be the same for all frames of one function. `on_frame(frame)` is
-  // called before a user function, or a standard library function on behalf of user code, runs for the first time (with
-  // CodeKind::reported: every time).
-  // `on_call(function)` is called before such a function calls a function written in C; if it returns true, it is not
-  // called for that C function again. An exception from on_frame or on_call propagates from the observed call.
+  // `classify(frame)` returns a CodeKind, which must be the same for all frames of one function.
+  // `on_frame(frame)` is called before a user function, or a standard library function on behalf of user
+  // code, runs for the first time (with CodeKind::reported: every time). `on_call(function)` is called before
+  // such a function calls a function written in C; if it returns true, it is not called for that C function
+  // again. An exception from on_frame or on_call propagates from the observed call.
   Observer(py::function classify, py::function on_frame, py::function on_call)
       : classify_(std::move(classify)), on_frame_(std::move(on_frame)), on_call_(std::move(on_call)) {}
   ~Observer() { clear(); }
@@ -54,7 +54,7 @@ class Observer {
 
  private:
   struct CodeInfo {
-    CodeKind code;
+    CodeKind kind;
     bool reported = false;
   };
 
@@ -78,21 +78,21 @@ class Observer {
 
   void enter(PyFrameObject* frame) {
     CodeInfo& info = look_up(frame);
-    if (import_frame_ != nullptr || info.code == CodeKind::opaque) return;
-    if (info.code == CodeKind::import_system) {
+    if (import_frame_ != nullptr || info.kind == CodeKind::opaque) return;
+    if (info.kind == CodeKind::import_system) {
       import_frame_ = frame;
       return;
     }
-    if (info.reported && info.code != CodeKind::reported) return;
-    if (info.code != CodeKind::user && !on_behalf_of_user(frame)) return;
+    if (info.reported && info.kind != CodeKind::reported) return;
+    if (info.kind != CodeKind::user && !on_behalf_of_user(frame)) return;
     info.reported = true;
     on_frame_(py::handle(reinterpret_cast<PyObject*>(frame)));
   }
 
   void call(PyFrameObject* frame, PyObject* function) {
     if (import_frame_ != nullptr) return;
-    const CodeKind code = look_up(frame).code;
-    if (code == CodeKind::opaque || code == CodeKind::import_system) return;
+    const CodeKind kind = look_up(frame).kind;
+    if (kind == CodeKind::opaque || kind == CodeKind::import_system) return;
     const void* definition = nullptr;
     if (PyCFunction_Check(function)) {
       definition = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
@@ -100,7 +100,7 @@ class Observer {
       definition = reinterpret_cast<PyMethodDescrObject*>(function)->d_method;
     }
     if (definition == nullptr || approved_.count(definition) != 0) return;
-    if (code != CodeKind::user && !on_behalf_of_user(frame)) return;
+    if (kind != CodeKind::user && !on_behalf_of_user(frame)) return;
     if (on_call_(py::handle(function)).cast<bool>()) approved_.insert(definition);
   }
 
@@ -121,8 +121,8 @@ class Observer {
         py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(frame)));
     while (caller) {
       auto* caller_frame = reinterpret_cast<PyFrameObject*>(caller.ptr());
-      const CodeKind code = look_up(caller_frame).code;
-      if (code != CodeKind::transparent && code != CodeKind::reported) return code == CodeKind::user;
+      const CodeKind kind = look_up(caller_frame).kind;
+      if (kind != CodeKind::transparent && kind != CodeKind::reported) return kind == CodeKind::user;
       caller = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(caller_frame)));
     }
     return false;

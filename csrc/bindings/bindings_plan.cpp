@@ -52,7 +52,7 @@ std::shared_ptr<Actions> make_actions(
   return std::make_shared<Actions>(std::move(result), num_slots);
 }
 
-// Forwards calls to a gpipe_fast.runtime.python_layers.EagerLayers.
+// Forwards calls to a gpipe_fast.runtime.python_layers.PythonLayers.
 class LayersAdapter final : public PythonLayers {
  public:
   LayersAdapter(py::object layers, std::shared_ptr<PythonWorkers> python_workers)
@@ -63,14 +63,14 @@ class LayersAdapter final : public PythonLayers {
     return wrap_object(unwrap_object(layers_).attr("snapshot")());
   }
 
-  void restore(const PythonObject& noted) override {
+  void restore(const PythonObject& snapshot) override {
     const py::gil_scoped_acquire gil;
-    unwrap_object(layers_).attr("restore")(unwrap_object(noted));
+    unwrap_object(layers_).attr("restore")(unwrap_object(snapshot));
   }
 
   Result forward(const Boundary& inputs, const std::function<int64_t()>& key, int32_t microbatch,
                  const std::string& action, bool want_reached) override {
-    const PythonWorkers::Scope here(*python_workers_);
+    const PythonWorkers::Scope scope(*python_workers_);
     const py::object result = unwrap_object(layers_).attr("forward")(
         inputs.tensors, unwrap_object(inputs.form->structure), inputs.form->needs_gradient,
         inputs.form->skips, key, microbatch, action, want_reached);
@@ -84,11 +84,11 @@ class LayersAdapter final : public PythonLayers {
             get("reached").cast<std::vector<bool>>()};
   }
 
-  Tensors backward(const PythonObject& saved, const Tensors& tangents, Tensors& gradients, bool retain,
+  Tensors backward(const PythonObject& kept, const Tensors& tangents, Tensors& gradients, bool retain,
                    const std::string& action) override {
-    const PythonWorkers::Scope here(*python_workers_);
+    const PythonWorkers::Scope scope(*python_workers_);
     const py::tuple result =
-        unwrap_object(layers_).attr("backward")(unwrap_object(saved), tangents, gradients, retain, action);
+        unwrap_object(layers_).attr("backward")(unwrap_object(kept), tangents, gradients, retain, action);
     gradients = undefined_for_none(result[1]);
     return undefined_for_none(result[0]);
   }
@@ -207,7 +207,7 @@ void bind_segments(py::module_& m) {
 
   py::class_<LoweredSegment, Segment, std::shared_ptr<LoweredSegment>> lowered(m, "LoweredSegment");
   lowered.def(py::init(&from_keywords<LoweredSegment>));
-  def_write_only(lowered, "programs", &LoweredSegment::pass);
+  def_write_only(lowered, "programs", &LoweredSegment::programs);
   def_write_only(lowered, "inputs", &LoweredSegment::inputs);
   def_write_only(lowered, "input_form", &LoweredSegment::input_form);
   def_write_only(lowered, "output_form", &LoweredSegment::output_form);

@@ -249,7 +249,7 @@ class Snapshot {
 #endif
   }
 
-  // Returns the class's version tag. The attribute lookup makes Python assign one to a class without.
+  // Returns the class's version tag. The attribute lookup makes Python assign a tag to a class that has none.
   static unsigned int version_of(PyTypeObject* type) {
     const auto name = py::reinterpret_steal<py::object>(
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__init__"));

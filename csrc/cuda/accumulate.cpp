@@ -31,8 +31,7 @@ std::optional<ElementType> element_type(const at::Tensor& tensor) {
   }
 }
 
-// Returns whether both tensors are dense and in the same memory order, so that they can be added as flat
-// arrays.
+// Returns whether both tensors are dense and in the same memory order, so that they can be added as flat arrays.
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return (a.is_contiguous() && b.is_contiguous()) ||
          (a.is_non_overlapping_and_dense() && a.strides() == b.strides());

@@ -17,7 +17,7 @@ constexpr int kVectorBytes = 16;
 template <typename A, typename G>
 using Compute = std::conditional_t<std::is_same_v<A, double> || std::is_same_v<G, double>, double, float>;
 
-// Explicit, because torch's compiler flags disable the implicit conversions of __half and __nv_bfloat16.
+// Explicit, because PyTorch's compiler flags disable the implicit conversions of __half and __nv_bfloat16.
 template <typename C, typename T>
 __device__ C widen(T value) {
   return static_cast<C>(value);

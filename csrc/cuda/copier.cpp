@@ -1,7 +1,7 @@
 // Copies with CUDA's copy engines, and peer access between devices.
 #include "device/copier.h"
 
-// torch's header aligns to the compiler's guess of the cache line size, about which GCC warns.
+// PyTorch's header aligns to the compiler's guess of the cache line size, about which GCC warns.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpragmas"
 #pragma GCC diagnostic ignored "-Winterference-size"
@@ -22,9 +22,8 @@
 namespace gpipe_fast {
 namespace {
 
-// Returns whether `device` can access the memory of `other`; enables the access. torch also enables it for
-// memory that its allocator maps later. It throws if a device reports peer access as possible but enabling it
-// fails.
+// Returns whether `device` can access the memory of `other`; enables the access. PyTorch also enables it for memory
+// that its allocator maps later, and throws if a device reports peer access as possible but enabling it fails.
 bool try_peer_access(c10::DeviceIndex device, c10::DeviceIndex other) {
   try {
     return at::cuda::get_p2p_access(device, other);

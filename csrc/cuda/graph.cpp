@@ -1,4 +1,4 @@
-// CUDA graphs, made by stream capture.
+// CUDA graphs, created by stream capture.
 //
 // The capture mode is relaxed: the capture begins on one stream and includes the other given streams,
 // whichever threads enqueue work on them; other threads are unrestricted. Allocations on these streams,

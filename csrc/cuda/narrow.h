@@ -9,7 +9,7 @@
 namespace gpipe_fast {
 
 // Converts as ATen does: a double is rounded to float before it is rounded to a 16-bit type. Explicit,
-// because torch's compiler flags disable the implicit conversions of __half and __nv_bfloat16.
+// because PyTorch's compiler flags disable the implicit conversions of __half and __nv_bfloat16.
 template <typename T, typename C>
 __device__ T narrow(C value) {
   if constexpr (std::is_same_v<T, __half>) {

@@ -23,8 +23,7 @@ __device__ PhiloxStream philox_stream(const DrawArgs& args) {
           static_cast<uint32_t>(layer << 16 | args.ordinal)};
 }
 
-// Fills the output. For each block of words, `loop` computes kPerBlock elements of type V, which are
-// converted to T.
+// Fills the output. For each block of words, `loop` computes kPerBlock elements of type V, which are converted to T.
 template <typename T, typename V, int kPerBlock, typename Loop>
 __global__ void __launch_bounds__(kThreads) fill(DrawArgs args, Loop loop) {
   const PhiloxStream stream = philox_stream(args);

@@ -22,8 +22,8 @@ enum class DrawType : int32_t {
   kBool,
 };
 
-// Output, key and stream of one draw. The kernel reads the key from memory, so replaying a captured launch
-// draws with the key's current values. The kernel does not check their ranges; out-of-range values give
+// Output, key and stream of one draw. The kernel reads the key from memory, so replaying a captured launch draws with
+// the key's current values. The kernel does not check the ranges of these values; out-of-range values give
 // unspecified draws.
 struct DrawArgs {
   void* out;

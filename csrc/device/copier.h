@@ -1,4 +1,4 @@
-// Asynchronous copies between host and device memories, for operations that torch's device-neutral interface
+// Asynchronous copies between host and device memories, for operations that PyTorch's device-neutral interface
 // lacks. csrc/cuda/copier.cpp has the CUDA implementation.
 #pragma once
 
@@ -14,9 +14,8 @@ class Copier {
  public:
   virtual ~Copier() = default;
 
-  // Returns whether the two devices can access each other's memory. The first call for a pair of devices
-  // enables peer access; it must not happen during a capture. Returns false if peer access is unsupported or
-  // cannot be enabled.
+  // Returns whether the two devices can access each other's memory. The first call for a pair of devices enables peer
+  // access; it must not happen during a capture. Returns false if peer access is unsupported or cannot be enabled.
   virtual bool enable_peer_access(at::Device one, at::Device other) const = 0;
 
   // Enqueues a copy on the calling thread's current stream of the device `on`. Host memory must be pinned.

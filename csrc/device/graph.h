@@ -23,9 +23,8 @@ class Graph {
   virtual int64_t bytes() const = 0;
 };
 
-// Captures graphs that share one private memory pool. A capture may reuse memory that an earlier capture
-// freed. So while a result that a replay left in this memory is still to be read, no other graph may be
-// replayed.
+// Captures graphs that share one private memory pool. A capture may reuse memory that an earlier capture freed. So
+// while a result that a replay left in this memory is still to be read, no other graph may be replayed.
 class GraphMaker {
  public:
   virtual ~GraphMaker() = default;

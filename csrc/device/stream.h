@@ -15,8 +15,7 @@ namespace gpipe_fast {
 
 class Stream;
 
-// A stream event: a point in the work of a stream. It completes when all work enqueued before it has. Copies
-// share it.
+// A stream event: a point in the work of a stream. It completes when all work enqueued before it has. Copies share it.
 class StreamEvent {
  public:
   // An event of the CPU, which is complete.
@@ -33,8 +32,7 @@ class StreamEvent {
 
 // Creates a stream on a device. The stream lives as long as the process.
 using StreamFactory = c10::Stream (*)(at::Device device);
-// Registers the function that creates streams. Called while libraries are loaded; without one, torch's pool
-// is used.
+// Registers the function that creates streams. Called while libraries are loaded; without one, PyTorch's pool is used.
 bool register_stream_factory(StreamFactory make);
 
 class Stream {
@@ -74,8 +72,7 @@ class Stream {
     std::vector<at::Tensor> tensors_;
   };
 
-  // A guard: makes a stream and its device current in the calling thread, and restores the previous ones at
-  // the end.
+  // A guard: makes a stream and its device current in the calling thread, and restores the previous ones at the end.
   class Guard {
    public:
     explicit Guard(const Stream& stream);

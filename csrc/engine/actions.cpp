@@ -32,14 +32,14 @@ Actions::Actions(std::vector<std::vector<Action>> stages, int64_t num_slots)
     }
   }
   for (int32_t stage = 0; stage <= last; ++stage) {
-    check_edge(stage, ActionKind::send_forward, stage + 1, ActionKind::recv_forward);
-    check_edge(stage, ActionKind::send_backward, stage - 1, ActionKind::recv_backward);
+    check_connection(stage, ActionKind::send_forward, stage + 1, ActionKind::recv_forward);
+    check_connection(stage, ActionKind::send_backward, stage - 1, ActionKind::recv_backward);
   }
-  check_edge(-1, ActionKind::send_forward, 0, ActionKind::recv_forward);
-  check_edge(last + 1, ActionKind::send_backward, last, ActionKind::recv_backward);
+  check_connection(-1, ActionKind::send_forward, 0, ActionKind::recv_forward);
+  check_connection(last + 1, ActionKind::send_backward, last, ActionKind::recv_backward);
 }
 
-void Actions::check_edge(int32_t sender, ActionKind send, int32_t receiver, ActionKind receive) const {
+void Actions::check_connection(int32_t sender, ActionKind send, int32_t receiver, ActionKind receive) const {
   auto select = [&](int32_t stage, ActionKind kind) {
     std::vector<Action> found;
     if (stage < 0 || stage >= num_stages()) return found;

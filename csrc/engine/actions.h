@@ -1,5 +1,4 @@
-// Actions: the ordered steps of every stage, as plain data. The schedules in gpipe_fast/schedule/ generate
-// them.
+// Actions: the ordered steps of every stage, as plain data. The schedules in gpipe_fast/schedule/ generate them.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +42,7 @@ class Actions {
   int64_t num_slots() const { return num_slots_; }
 
  private:
-  void check_edge(int32_t sender, ActionKind send, int32_t receiver, ActionKind receive) const;
+  void check_connection(int32_t sender, ActionKind send, int32_t receiver, ActionKind receive) const;
 
   std::vector<std::vector<Action>> stages_;
   int64_t num_slots_;

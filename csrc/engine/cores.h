@@ -15,15 +15,13 @@ std::vector<int> spread_threads(const std::vector<int>& current, const std::vect
 // and rebalances only every few milliseconds. Until then, many short runs pass in which threads wait for one
 // core while another is idle.
 //
-// A thread is migrated by narrowing its affinity mask, which is restored at once. Has no effect except on
-// Linux.
+// A thread is migrated by narrowing its affinity mask, which is restored at once. Has no effect except on Linux.
 class Cores {
  public:
   // For threads that the calling thread will start: they inherit its affinity mask.
   explicit Cores(int32_t num_threads);
 
-  // Decides which threads to migrate. Called by the thread that starts a run, while no other thread calls
-  // this object.
+  // Decides which threads to migrate. Called by the thread that starts a run, while no other thread calls this object.
   void plan_moves();
   // Called by each thread when its part of a run begins (migrates the thread if necessary) and ends.
   void enter(int32_t thread) const;

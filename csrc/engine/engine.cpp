@@ -117,8 +117,7 @@ struct Engine::Pool {
     return true;
   }
 
-  // Returns the slots through which the action synchronises with a neighbouring stage; null for a local
-  // action.
+  // Returns the slots through which the action synchronizes with a neighbouring stage; null for a local action.
   Slots* slots_of(const Action& action) {
     switch (action.kind) {
       case ActionKind::send_forward:
@@ -193,8 +192,7 @@ Engine::Engine(int32_t num_stages) : num_stages_(num_stages) {
 }
 
 Engine::~Engine() {
-  // After fork(), the parent's threads do not exist in the child, so their shared state is leaked instead of
-  // destroyed.
+  // After fork(), the parent's threads do not exist in the child, so their shared state is leaked instead of destroyed.
   if (pool_ && pool_->owner_pid != getpid()) (void)pool_.release();
 }
 

@@ -18,12 +18,13 @@
 
 namespace gpipe_fast {
 
-// What a mini-batch does. Everything for one stage is called by that stage's worker, in the order of its actions; what
-// a send wrote is visible to the receive that meets it.
+// The work of a mini-batch. A stage's worker makes all calls for that stage, in the order of its actions; everything
+// that the thread of a send wrote before is visible to the matching receive.
 class Work {
  public:
   virtual ~Work() = default;
-  // Around all actions of a stage in one run, if it has any, to set up its worker: calls `run_actions` once.
+  // Called once per run and stage, if the stage has actions, to set up its worker. Calls `run_actions` once, which runs
+  // all actions of the stage.
   virtual void enter(int32_t stage, const std::function<void()>& run_actions) {
     (void)stage;
     run_actions();
@@ -34,23 +35,23 @@ class Work {
 struct Failure {
   std::exception_ptr error;
   Action action;
-  std::string layer_title;  // see CancellationToken::blame; may be empty
+  std::string layer_title;  // see CancellationToken::set_layer_title; may be empty
 };
 
-// Begin and end of an action, or of the wait at its slot just before. Nanoseconds of the steady clock.
+// Begin and end of an action, or of the wait at its slot just before, in nanoseconds of the steady clock.
 struct Event {
   Action action;
-  int64_t run;  // which run of the engine it is of, counted up
+  int64_t run;  // number of the run, which the engine counts
   bool is_wait;
   int64_t begin;
   int64_t end;
 };
 
-// How often a thread that waits looks after other things.
+// How often a thread that waits for a run polls.
 constexpr auto kPollInterval = std::chrono::milliseconds(20);
 
-// Not thread safe, but for interrupt(): one run at a time. The workers are made by the first run and stay. After
-// fork() the child makes its own.
+// Not thread safe, except for interrupt(): only one run at a time. The first run creates the workers, which later runs
+// reuse. After fork() the child creates its own.
 class Engine {
  public:
   explicit Engine(int32_t num_stages);
@@ -61,21 +62,22 @@ class Engine {
 
   // Runs all actions and returns when every worker is done; the engine can then run again.
   //
-  // Of several failures the one of lowest rank is returned, whatever the timing, since an action that fails cancels
-  // those of higher rank only. The calling thread sleeps, and calls `poll` about every 20 ms; what it throws
-  // cancels everything, and is thrown again when all have stopped. Throws Stopped if interrupted.
+  // Returns the failure of lowest rank, whatever the timing, because an action that fails cancels only actions of
+  // higher rank. The calling thread sleeps, and calls `poll` about every 20 ms. An exception from `poll` cancels all
+  // actions, and is rethrown when all workers have stopped. Throws Cancelled if interrupted.
   std::optional<Failure> run(const Actions& actions, Work& work, const std::function<void()>& poll = {});
 
-  // Cancels everything that runs now. From any thread.
+  // Cancels the current run. May be called from any thread.
   void interrupt();
 
-  // In the child of a fork that other threads of the parent did not wait for: forgets what they were doing.
+  // Call in the child of a fork: discards the runs of the parent's other threads.
   void after_fork();
 
-  // Keeps the latest events of each stage from now on, in memory that is allocated here; 0 keeps none.
+  // Records events from now on and keeps the latest ones of each stage, in memory that is allocated here; 0 turns
+  // recording off.
   void record(int64_t events_per_stage);
   int64_t recorded() const { return recorded_; }
-  // What was recorded, by stage, in order of time.
+  // Returns the recorded events by stage, in order of time.
   std::vector<std::vector<Event>> events() const;
 
   int32_t num_stages() const { return num_stages_; }
@@ -84,11 +86,11 @@ class Engine {
   struct Pool;
 
   Pool& begin();
-  bool end();  // whether it was interrupted
+  bool end();  // returns whether the run was interrupted
 
   int32_t num_stages_;
   int64_t recorded_ = 0;
-  std::mutex mutex_;  // of the two below, and of the pool's coming and going
+  std::mutex mutex_;  // guards the flags below, and the creation and destruction of the pool
   bool running_ = false;
   bool interrupted_ = false;
   std::unique_ptr<Pool> pool_;

@@ -1,5 +1,4 @@
-// Fault injection: delays and failures with which tests show that a pipeline is correct under any timing and
-// any error.
+// Fault injection: delays and failures with which tests show that a pipeline is correct under any timing and any error.
 #pragma once
 
 #include "engine/engine.h"
@@ -19,7 +18,7 @@ struct Fault {
 
 struct FaultInjection {
   uint64_t seed = 0;
-  int64_t max_delay_us = 0;  // before and after every action, thus also before a slot is passed on
+  int64_t max_delay_us = 0;  // of a delay before and after every action, thus also before a slot is sent or freed
   std::vector<Fault> faults;
 };
 

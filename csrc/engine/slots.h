@@ -1,6 +1,7 @@
-// Slots: where boundary tensors wait; all that two neighbouring stages share, and the only place they synchronise.
+// Slots: room for boundary tensors between two neighbouring stages, and the only place where these synchronize.
 //
-// One for each edge and direction. The tensors lie with the receiver; slots only count them:
+// There is one object for each connection and direction. The tensors are stored with the receiver; slots only count
+// them:
 //
 //   sent 5, received 3, capacity 4:   two tensors wait, two more may be sent before the sender has to wait
 #pragma once
@@ -12,7 +13,7 @@
 
 namespace gpipe_fast {
 
-// The rank from which on no action runs any more. Whatever an action waits for has a lower rank than itself.
+// The rank from which on actions are cancelled. An action waits only for actions of lower rank.
 class Cancellation {
  public:
   static constexpr int64_t kNothing = INT64_MAX;
@@ -20,7 +21,7 @@ class Cancellation {
 
   bool covers(int64_t rank) const { return from_.load(std::memory_order_seq_cst) <= rank; }
   void reset() { from_.store(kNothing, std::memory_order_seq_cst); }
-  // Only ever lowers it. Threads that wait must be woken after it.
+  // Only lowers the rank. Afterwards the caller must wake the waiting threads.
   void cancel_from(int64_t rank) {
     int64_t current = from_.load(std::memory_order_relaxed);
     while (rank < current && !from_.compare_exchange_weak(current, rank, std::memory_order_seq_cst)) {
@@ -34,20 +35,20 @@ class Cancellation {
 // First in, first out; one sender, one receiver.
 class Slots {
  public:
-  // Until a slot is free. False if `cancellation` came to cover `rank` first.
+  // Waits until a slot is free. Returns false if `cancellation` covered `rank` first.
   bool wait_for_room(int64_t capacity, int64_t rank, const Cancellation& cancellation) {
     const int64_t sent = sent_.load(std::memory_order_relaxed);
     auto room = [&] { return sent - received_.load(std::memory_order_seq_cst) < capacity; };
     waiter_.wait([&] { return room() || cancellation.covers(rank); });
     return room();
   }
-  // What the sender wrote before is visible to the receiver once its wait returns true.
+  // Everything that the sender wrote before is visible to the receiver once wait_for_tensor() returns true.
   void send() {
     sent_.fetch_add(1, std::memory_order_seq_cst);
     waiter_.wake();
   }
 
-  // Until a tensor is there. False if `cancellation` came to cover `rank` first.
+  // Waits until a tensor was sent. Returns false if `cancellation` covered `rank` first.
   bool wait_for_tensor(int64_t rank, const Cancellation& cancellation) {
     const int64_t received = received_.load(std::memory_order_relaxed);
     auto arrived = [&] { return sent_.load(std::memory_order_seq_cst) > received; };
@@ -59,16 +60,16 @@ class Slots {
     waiter_.wake();
   }
 
-  // Both sides look again, after a cancellation.
+  // Makes both sides check again, after a cancellation.
   void wake() { waiter_.wake(); }
-  // Only while nobody uses it.
+  // Call only while no thread sends or receives.
   void reset() {
     sent_.store(0, std::memory_order_relaxed);
     received_.store(0, std::memory_order_relaxed);
   }
 
  private:
-  // On cache lines of their own: each is written by one of the two threads.
+  // Each counter has its own cache line, because another thread writes it.
   alignas(64) std::atomic<int64_t> sent_{0};
   alignas(64) std::atomic<int64_t> received_{0};
   alignas(64) Waiter waiter_;

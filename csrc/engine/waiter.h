@@ -36,8 +36,7 @@ class Waiter {
 
   void wake() {
     if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
-    // Once this thread has had the mutex, every sleeper that read the old state is blocked in
-    // changed_.wait().
+    // Once this thread has had the mutex, every sleeper that read the old state is blocked in changed_.wait().
     {
       std::lock_guard<std::mutex> lock(mutex_);
     }

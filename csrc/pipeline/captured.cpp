@@ -25,7 +25,7 @@ Tensors aliases_of(const Tensors& tensors, const GraphMaker::Alias& alias) {
   return aliases;
 }
 
-// Copies on one device, to be made by one call.
+// Copies on one device, which one call enqueues.
 struct DeviceCopies {
   Tensors from, to;
 };
@@ -86,8 +86,8 @@ bool CapturedMiniBatch::has_same_addresses(const MiniBatch& other) const {
     const StageState& own = minibatch_->stages_[i];
     for (size_t j = 0; j < target.parameters.size(); ++j) {
       const auto original = own.originals.find(static_cast<int64_t>(j));
-      const at::Tensor& was = original == own.originals.end() ? own.parameters[j] : original->second;
-      if (target.parameters[j].const_data_ptr() != was.const_data_ptr()) return false;
+      const at::Tensor& parameter = original == own.originals.end() ? own.parameters[j] : original->second;
+      if (target.parameters[j].const_data_ptr() != parameter.const_data_ptr()) return false;
     }
     for (size_t j = 0; j < target.module_buffers.size(); ++j) {
       const at::Tensor& buffer = target.module_buffers[j];

@@ -80,11 +80,11 @@ struct GraphCache::Entry {
     report.num_nodes = report.bytes = 0;
   }
   void warm_up_again() { capture_after = report.uncaptured + wait; }
-  void postpone(const std::string& postponed) {
+  void postpone(const std::string& reason) {
     drop();
     wait *= 2;
     warm_up_again();
-    report.postponed = postponed;
+    report.postponed = reason;
   }
   void add(const Graph& graph) {
     report.num_nodes += graph.num_nodes();

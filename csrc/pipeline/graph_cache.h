@@ -46,7 +46,7 @@ struct GraphReport {
 struct GraphRun {
   MiniBatch& minibatch;
   const Tensors& tensors;  // inputs of the forward, or gradients of outputs
-  size_t stage;            // whose device holds the tensors
+  size_t stage;            // the stage whose device holds the tensors
   std::function<std::vector<Tensors>(const Tensors&)> split_tensors;  // splits them by micro-batch
   bool retain = false;                                                // another backward may follow this one
 };
@@ -61,15 +61,15 @@ class GraphCache {
   GraphCache(std::shared_ptr<const Transport> transport, Engine engine);
   ~GraphCache();
 
-  // GraphCache the forward graph; if the plan is warm, captures it first, with a second mini-batch of the plan. Call
+  // Replays the forward graph; if the plan is warm, captures it first, with a second mini-batch of the plan. Call
   // after begin_forward(). Returns the outputs by micro-batch, valid until the next replay; null if this mini-batch
   // must run uncaptured.
   const std::vector<Boundary>* forward(const std::shared_ptr<MiniBatch>& minibatch, const GraphRun& run,
                                        const MakeMiniBatch& make_other);
-  // Return whether there is a graph for a run, so that its tensors need not be split by micro-batch.
+  // Both return whether there is a graph for a run, so that its tensors need not be split by micro-batch.
   bool has_forward(const Plan& plan) const;
   bool has_backward(const GraphRun& run) const;
-  // GraphCache the backward graph. Call after begin_backward(). Returns false if this mini-batch must run uncaptured.
+  // Replays the backward graph. Call after begin_backward(). Returns false if this mini-batch must run uncaptured.
   bool backward(const GraphRun& run);
 
   // Call before and after an uncaptured run.

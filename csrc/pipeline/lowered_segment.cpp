@@ -61,28 +61,28 @@ bool LoweredSegment::accepts_inputs(int64_t layer, const Boundary& boundary, con
   return true;
 }
 
-bool LoweredSegment::accepts_gradients(const Tensors& arrived) const {
-  for (size_t i = 0; i < std::max(arrived.size(), tangents.size()); ++i) {
+bool LoweredSegment::accepts_gradients(const Tensors& gradients) const {
+  for (size_t i = 0; i < std::max(gradients.size(), tangents.size()); ++i) {
     const bool is_due = i < tangents.size() && tangents[i];
-    if (is_due != (i < arrived.size() && arrived[i].defined())) return false;
-    if (is_due && !matches(*tangents[i], arrived[i])) return false;
+    if (is_due != (i < gradients.size() && gradients[i].defined())) return false;
+    if (is_due && !matches(*tangents[i], gradients[i])) return false;
   }
   return true;
 }
 
-Segment::Result LoweredSegment::forward(const SegmentCall& call, Boundary arrived) const {
+Segment::Result LoweredSegment::forward(const SegmentCall& call, Boundary boundary) const {
   StageState& stage = call.stage;
   SegmentContext& context = call.context;
-  context.inputs = std::move(arrived.tensors);
+  context.inputs = std::move(boundary.tensors);
   context.buffers = stage.forward.buffers;
   Tensors arguments, no_accumulators;
-  arguments.reserve(pass->forward.inputs.size());
-  for (const Port& port : pass->forward.inputs) arguments.push_back(find(port, context, {}));
-  stage.bind(pass->forward.program);
-  Tensors results = pass->forward.program->run(arguments, no_accumulators, true, &call.token);
+  arguments.reserve(programs->forward.inputs.size());
+  for (const Port& port : programs->forward.inputs) arguments.push_back(find(port, context, {}));
+  stage.bind(programs->forward.program);
+  Tensors results = programs->forward.program->run(arguments, no_accumulators, true, &call.token);
   Boundary outputs{{}, output_form};
   for (size_t i = 0; i < results.size(); ++i) {
-    const Port& port = pass->forward.outputs[i];
+    const Port& port = programs->forward.outputs[i];
     Tensors& destination = port.role == Role::output   ? outputs.tensors
                            : port.role == Role::buffer ? stage.forward.buffers
                                                        : context.saved;
@@ -93,8 +93,8 @@ Segment::Result LoweredSegment::forward(const SegmentCall& call, Boundary arrive
   return {std::move(outputs), writes_inputs};
 }
 
-// Frees what no backward reads. A possible backward keeps all inputs and buffers, because a fallback segment may
-// read any of them.
+// Frees the tensors that no backward reads. If a backward may follow, all inputs and buffers are kept, because a
+// fallback segment may read any of them.
 void LoweredSegment::keep_only(const StageState& stage, SegmentContext& context) const {
   if (!stage.needs_backward || !differentiable(*output_form)) {
     context.inputs.clear();
@@ -105,17 +105,17 @@ void LoweredSegment::keep_only(const StageState& stage, SegmentContext& context)
   }
   // The module's own buffer is written after the forward has succeeded, and the recompute must read its previous
   // values.
-  for (const Port& port : pass->forward.outputs) {
+  for (const Port& port : programs->forward.outputs) {
     if (port.role != Role::buffer) continue;
     at::Tensor& buffer = context.buffers.at(port.index);
     if (buffer.is_same(stage.module_buffers[port.index])) buffer = buffer.clone();
   }
-  if (!pass->backward.program) context.saved.clear();
+  if (!programs->backward.program) context.saved.clear();
 }
 
 void LoweredSegment::check_buffers(const StageState& stage) const {
   if (stage.buffer_versions.empty()) return;
-  for (const Port& port : pass->backward.inputs) {
+  for (const Port& port : programs->backward.inputs) {
     if (port.role != Role::buffer) continue;
     const auto found = stage.buffer_versions.find(port.index);
     if (found == stage.buffer_versions.end()) continue;
@@ -131,27 +131,27 @@ void LoweredSegment::check_buffers(const StageState& stage) const {
 }
 
 void LoweredSegment::open(const SegmentCall& call) const {
-  const ProgramWithPorts& program = pass->backward;
+  const ProgramWithPorts& program = programs->backward;
   if (!program.program) return;
   StageState& stage = call.stage;
   BackwardState& state = stage.backward;
   stage.bind(program.program);
   size_t defined = 0;
   bool from_python = false;
-  for (int64_t index : pass->gradients) {
+  for (int64_t index : programs->gradients) {
     defined += state.gradients[index].defined() ? 1 : 0;
     from_python = from_python || state.from_python.count(index) != 0;
   }
-  if (from_python && defined == pass->gradients.size()) {
+  if (from_python && defined == programs->gradients.size()) {
     // Clones the gradients from Python, so that the program accumulates in place: it then adds the gradients of a
     // parameter's uses one by one, as after a lowered micro-batch.
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for (int64_t index : pass->gradients) {
+    for (int64_t index : programs->gradients) {
       if (state.from_python.erase(index) != 0) state.gradients[index] = state.gradients[index].clone();
     }
     from_python = false;
   }
-  if (from_python || (defined != 0 && defined != pass->gradients.size())) {
+  if (from_python || (defined != 0 && defined != programs->gradients.size())) {
     state.open = std::make_unique<StartedBackward>(*program.program, state.gradients.size());
   } else {
     state.open = std::make_unique<StartedBackward>(*program.program, state.gradients, defined == 0);
@@ -163,14 +163,15 @@ void LoweredSegment::open(const SegmentCall& call) const {
   state.open->run.execute(Part::early, &call.token);
 }
 
-Tensors LoweredSegment::backward(const SegmentCall& call, const Tensors& arrived,
+Tensors LoweredSegment::backward(const SegmentCall& call, const Tensors& output_gradients,
                                  bool with_parameters) const {
-  const ProgramWithPorts& program = pass->backward;
+  const ProgramWithPorts& program = programs->backward;
   if (!program.program) return {};  // nothing before this segment's outputs needs a gradient
   if (!call.stage.backward.open) open(call);
   Program::Run& run = call.stage.backward.open->run;
   for (size_t i = 0; i < program.inputs.size(); ++i) {
-    if (program.inputs[i].role == Role::tangent) run.take(i, find(program.inputs[i], call.context, arrived));
+    if (program.inputs[i].role == Role::tangent)
+      run.take(i, find(program.inputs[i], call.context, output_gradients));
   }
   run.execute(Part::results, &call.token);
   const Tensors results = run.outputs();
@@ -187,7 +188,7 @@ void LoweredSegment::finish(const SegmentCall& call) const {
   open.run.finish();
   if (!open.separate.empty()) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for (int64_t index : pass->gradients) {
+    for (int64_t index : programs->gradients) {
       at::Tensor& gradient = state.gradients[index];
       gradient = gradient.defined() ? at::add(gradient, open.separate[index]) : open.separate[index];
     }
@@ -195,6 +196,6 @@ void LoweredSegment::finish(const SegmentCall& call) const {
   state.open.reset();
 }
 
-std::shared_ptr<Arena> LoweredSegment::arena() const { return pass->forward.program->arena(); }
+std::shared_ptr<Arena> LoweredSegment::arena() const { return programs->forward.program->arena(); }
 
 }  // namespace gpipe_fast

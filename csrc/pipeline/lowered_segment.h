@@ -33,15 +33,16 @@ class LoweredSegment final : public Segment {
   bool is_lowered() const override { return true; }
   std::optional<int64_t> key_layer() const override { return first_random_layer; }
   bool accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const override;
-  bool accepts_gradients(const Tensors& arrived) const override;
-  Result forward(const SegmentCall& call, Boundary arrived) const override;
+  bool accepts_gradients(const Tensors& gradients) const override;
+  Result forward(const SegmentCall& call, Boundary boundary) const override;
   void check_buffers(const StageState& stage) const override;
   void open(const SegmentCall& call) const override;
-  Tensors backward(const SegmentCall& call, const Tensors& arrived, bool with_parameters) const override;
+  Tensors backward(const SegmentCall& call, const Tensors& output_gradients,
+                   bool with_parameters) const override;
   void finish(const SegmentCall& call) const override;
   std::shared_ptr<Arena> arena() const override;
 
-  std::shared_ptr<const ProgramPair> pass;
+  std::shared_ptr<const ProgramPair> programs;
   std::vector<Layout> inputs;  // the segment was lowered for these `inputs`, `input_form` and `tangents`
   std::shared_ptr<const BoundaryForm> input_form, output_form;
   std::vector<std::optional<Layout>> tangents;  // by output; nullopt if no gradient arrives

@@ -44,30 +44,30 @@ Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim) {
       form->needs_gradient[i] = form->needs_gradient[i] || part.form->needs_gradient.at(i);
     }
   }
-  Boundary joined{{}, std::move(form)};
+  Boundary result{{}, std::move(form)};
   for (size_t i = 0; i < parts.front().tensors.size(); ++i) {
     Tensors tensors;
     for (const Boundary& part : parts) tensors.push_back(part.tensors.at(i));
-    joined.tensors.push_back(at::cat(tensors, dim));
+    result.tensors.push_back(at::cat(tensors, dim));
   }
-  return joined;
+  return result;
 }
 
 Tensors combine_gradients(const std::vector<Tensors>& microbatches,
                           const std::vector<std::optional<int64_t>>& dims) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  Tensors joined(dims.size());
+  Tensors result(dims.size());
   for (size_t i = 0; i < dims.size(); ++i) {
     const Tensors parts = parts_of(microbatches, i);
     if (parts.empty()) continue;
     if (dims[i]) {
-      joined[i] = at::cat(parts, *dims[i]);
+      result[i] = at::cat(parts, *dims[i]);
       continue;
     }
-    joined[i] = parts.size() == 1 ? parts.back().clone() : parts.back();
-    for (size_t m = parts.size() - 1; m-- > 0;) joined[i] = at::add(joined[i], parts[m]);
+    result[i] = parts.size() == 1 ? parts.back().clone() : parts.back();
+    for (size_t m = parts.size() - 1; m-- > 0;) result[i] = at::add(result[i], parts[m]);
   }
-  return joined;
+  return result;
 }
 
 }  // namespace gpipe_fast

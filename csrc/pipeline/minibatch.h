@@ -8,7 +8,7 @@
 //                                      |                                    | 1Bm
 //   stage 1, micro-batch m  received <-+ --1Fm--> [ contexts ]   kept for 1Bm
 //
-// The contexts are those of the stage's segments. Nearly every stage is a single segment.
+// Each segment of the stage has one context. Nearly every stage is a single segment.
 //
 // Stashed skip tensors are stored with the micro-batch. They need no slots, because a pop follows a chain of sends
 // that begins after the stash.
@@ -105,8 +105,8 @@ class MiniBatch final : public Work {
   void round_to_dtype(Tensors& gradients, const std::vector<Stream>& caller_streams) const;
   void send(Tensors& tensors, int32_t sender, int32_t receiver, Direction direction,
             MicroBatchState& receiving) const;
-  // fetch_skips() brings skip tensors and gradients that another stage stored to this stage's device and stream;
-  // mark_ready() marks those that this stage stored with a stream event.
+  // fetch_skips() copies skip tensors and gradients that another stage stored to this stage's device and stream.
+  // mark_ready() records a stream event for skip tensors and gradients that this stage stored.
   void fetch_skips(const std::vector<int64_t>& indices, Skips& skips, int32_t stage) const;
   void mark_ready(const std::vector<int64_t>& indices, Skips& skips, int32_t stage) const;
   void forward(const Action& action, CancellationToken& token);

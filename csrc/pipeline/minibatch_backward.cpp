@@ -117,9 +117,9 @@ void MiniBatch::backward(const Action& action, CancellationToken& token) {
     case ActionKind::recompute:
       return microbatch_state.contexts.back().segment->open(call(microbatch_state.contexts.back()));
     case ActionKind::backward_inputs:
-      return backward_inputs(action, /*whole=*/false, token);
+      return backward_inputs(action, /*with_parameters=*/false, token);
     case ActionKind::backward:
-      backward_inputs(action, /*whole=*/true, token);
+      backward_inputs(action, /*with_parameters=*/true, token);
       break;
     default:
       if (stage.backward.open)

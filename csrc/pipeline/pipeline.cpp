@@ -62,10 +62,9 @@ class CurrentStreams {
   std::vector<std::unique_ptr<Stream::Guard>> current_;
 };
 
-// Scope guard: runs a backward on the streams of the forward's caller. An autograd thread takes over only the
-// caller's stream on the outputs' device, and is ordered after no other stream. So the forward's streams first wait
-// for the thread's. At the end the thread's streams wait for the forward's, and the outputs' stream waits for all
-// of them.
+// Scope guard: runs a backward on the streams of the forward's caller. An autograd thread takes over only the caller's
+// stream on the outputs' device, and is ordered after no other stream. So the forward's streams first wait for the
+// thread's. At the end the thread's streams wait for the forward's, and the outputs' stream waits for all of them.
 class BackwardStreams {
  public:
   BackwardStreams(std::vector<Stream> own, const std::vector<Stream>& forward)
@@ -226,7 +225,7 @@ Pipeline::Gradients Pipeline::run_backward_step(MiniBatch& minibatch, const Tens
                              return split_gradients(tensors, sizes, plan.num_microbatches(), plan.cat_dim);
                            },
                            retain};
-  Gradients joined;
+  Gradients result;
   {
     const EngineLock lock(*this);
     check_open();
@@ -250,13 +249,13 @@ Pipeline::Gradients Pipeline::run_backward_step(MiniBatch& minibatch, const Tens
         for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, caller_streams);
       }
       for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, caller_streams);
-      joined = {combine_gradients(found.inputs, plan.split_dims), std::move(found.parameters)};
+      result = {combine_gradients(found.inputs, plan.split_dims), std::move(found.parameters)};
     });
     if (!retain) minibatch.release();
     guard.done = true;
     if (graph_cache_) graph_cache_->after_use(caller_streams);
   }
-  return joined;
+  return result;
 }
 
 void Pipeline::create_transport(const Plan& plan) {
@@ -292,9 +291,9 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
     minibatch.make_random_keys();
     minibatch.replicate();
   }
-  FaultInjectingWork disturbed(minibatch, fault_injection_);
+  FaultInjectingWork faulty(minibatch, fault_injection_);
   const bool plain = fault_injection_.max_delay_us == 0 && fault_injection_.faults.empty();
-  Work& work = plain ? static_cast<Work&>(minibatch) : disturbed;
+  Work& work = plain ? static_cast<Work&>(minibatch) : faulty;
   try {
     if (auto failure = engine_.run(actions, work, poll_)) raise(*failure, minibatch);
   } catch (const Cancelled&) {

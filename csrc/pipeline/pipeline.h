@@ -39,9 +39,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // outputs' lengths by micro-batch. `retain`: another backward may follow.
   Gradients backward(MiniBatch& minibatch, const Tensors& gradients, const PartLengths& sizes, bool retain);
 
-  // Call when the interpreter exits: cancels the current run, and makes later runs of this thread throw. Other
-  // threads that use the pipeline block until the process ends, like threads that request the GIL of an exiting
-  // interpreter.
+  // Call when the interpreter exits: cancels the current run, and makes later runs of this thread throw. Other threads
+  // that use the pipeline block until the process ends, like threads that request the GIL of an exiting interpreter.
   void close();
 
   // Call in the child of a fork: discards the runs of the parent's other threads.

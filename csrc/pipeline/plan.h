@@ -49,8 +49,8 @@ struct StagePlan {
   // Returns whether its chains are fixed and contain lowered segments only.
   bool is_lowered() const;
 
-  // Returns the segment at `position` in a micro-batch's chain. Searches for it if the cached one does not take these
-  // tensors.
+  // Returns the segment at `position` in a micro-batch's chain. Searches for it if the cached one does not accept
+  // these tensors.
   std::shared_ptr<const Segment> segment(int32_t microbatch, size_t position, int64_t layer,
                                          const Boundary& boundary, const Skips& skips) const;
   // Returns the fallback for a segment that does not accept these gradients.

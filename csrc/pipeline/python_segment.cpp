@@ -43,7 +43,8 @@ void PythonSegment::copy_latest_buffers(StageState& stage) const {
   }
 }
 
-Tensors PythonSegment::backward(const SegmentCall& call, const Tensors& tangents, bool /*whole*/) const {
+Tensors PythonSegment::backward(const SegmentCall& call, const Tensors& tangents,
+                                bool /*with_parameters*/) const {
   BackwardState& state = call.stage.backward;
   Tensors gradients;
   for (int64_t index : parameters) gradients.push_back(state.gradients[index]);

@@ -12,7 +12,8 @@ std::string operator_settings();
 // Restores the result of an earlier operator_settings(), for the whole process.
 void restore_operator_settings(const std::string& choices);
 
-// Returns the settings that decide how operators compute when they run. A captured graph keeps those of its capture.
+// Returns the settings that decide how operators compute when they run. A captured graph keeps the settings of its
+// capture.
 std::string numeric_settings();
 // Returns operator_settings() followed by numeric_settings().
 std::string all_settings();

@@ -50,7 +50,7 @@ struct MicroBatchState {
   std::vector<SegmentContext> contexts;
   Tensors tangents;         // boundary gradient that enters the stage, until B
   Tensors input_gradients;  // boundary gradient that leaves it, from B to SEND_B
-  StreamEvent copy_done;    // stream event: arrival of the latest sent tensors
+  StreamEvent copy_done;    // completes when the latest sent tensors have arrived
 };
 
 struct StageState {

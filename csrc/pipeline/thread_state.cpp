@@ -3,7 +3,7 @@
 #include <ATen/Parallel.h>
 #include <omp.h>
 
-// Torch's own library contains MKL, if torch was built with it.
+// PyTorch's own library contains MKL, if PyTorch was built with it.
 extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
 
 namespace gpipe_fast {

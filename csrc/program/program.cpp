@@ -147,7 +147,7 @@ void Program::add_accumulate_all(const std::vector<Slot>& accumulators, const st
 }
 
 void Program::add_adopt(Slot accumulator, Slot value) {
-  add_step({Step::Kind::take, nullptr, {accumulator, value}}, When::first);
+  add_step({Step::Kind::adopt, nullptr, {accumulator, value}}, When::first);
 }
 
 void Program::add_release(Slot value) { add_step({Step::Kind::release, nullptr, {value}}, When::always); }
@@ -157,7 +157,7 @@ void Program::set_outputs(std::vector<Slot> outputs) {
   std::set<Slot> escaping;
   for (Slot slot : outputs_) escaping.insert(base_of(slot));
   for (const auto& step : steps_) {
-    if (step->kind == Step::Kind::take) escaping.insert(base_of(*step->slots[1]));
+    if (step->kind == Step::Kind::adopt) escaping.insert(base_of(*step->slots[1]));
   }
   for (const auto& step : steps_) {
     if (step->kind != Step::Kind::call_returning) continue;
@@ -376,7 +376,7 @@ void Program::execute(const Step& step) {
     case Step::Kind::accumulate_all:
       accumulate_all(step);
       break;
-    case Step::Kind::take:
+    case Step::Kind::adopt:
       set(*step.slots[0], export_tensor(*step.slots[1]));
       break;
     case Step::Kind::release:

@@ -5,11 +5,11 @@
 //   inputs       [x] [key] ..       set by the caller for each run
 //   parameters   [w1] [w2] ..       bound once per mini-batch
 //   arena        [ h1 b=0 | g2 b=4096 | .. ]   one block per stage, laid out when lowering
-//   fresh        [y]                made for each run: what outlives it
-//   results      [mean] [rstd] ..   whatever an operator without an out variant returns
-//   accumulators [dw1] [dw2] ..     made by a mini-batch's first run, added to by later ones
+//   fresh        [y]                allocated in each run: values that outlive the run
+//   results      [mean] [rstd] ..   returned by operators without an out variant
+//   accumulators [dw1] [dw2] ..     allocated by a mini-batch's first run, added to by later ones
 //
-// A view of any of these is a tensor built once; when its base moves, it is pointed at the new storage.
+// A view of any of these is a tensor that is built once; when its base moves, the view is pointed at the new storage.
 #pragma once
 
 #include "engine/cancellation_token.h"
@@ -172,7 +172,7 @@ class Program {
       allocate,
       accumulate,
       accumulate_all,
-      take,
+      adopt,
       release
     } kind;
     std::unique_ptr<Operator> op;

@@ -7,10 +7,9 @@
 // Macros around loops that are compiled for several instruction sets; the best variant is selected when the
 // library is loaded. Products and sums are never contracted to fused multiply-adds, so that every instruction
 // set computes the same bits. The macros also undo -fwrapv, Python's flag for extensions: with it an index
-// such as 2 * i + 1 prevents vectorisation.
+// such as 2 * i + 1 prevents vectorization.
 //
-// On a GPU each thread runs a loop for one block of words; the compiler flag --fmad=false prevents
-// contraction there.
+// On a GPU each thread runs a loop for one block of words; the compiler flag --fmad=false prevents contraction there.
 #if defined(__CUDACC__)
 #define GPIPE_FAST_BEGIN_LOOPS
 #define GPIPE_FAST_END_LOOPS

@@ -2,8 +2,8 @@
 // recomputed, moved to another stage, or run with another number of threads.
 //
 //   Philox key      = mini-batch key (64 bits)
-//   Philox counter  = ( block, low 32 bits | block, high 32 bits | micro-batch | (first_layer + layer) << 16 | ordinal
-// )
+//   Philox counter  = ( block, low 32 bits | block, high 32 bits | micro-batch |
+//                       (first_layer + layer) << 16 | ordinal )
 //
 // An element's index in contiguous order selects its words; see random.h for the mapping.
 #include <ATen/ATen.h>
@@ -41,8 +41,7 @@ PhiloxStream make_stream(const at::Tensor& key, int64_t layer, int64_t ordinal) 
           static_cast<uint32_t>(absolute_layer << 16 | ordinal)};
 }
 
-// Allocates and fills the output on the CPU, then copies it if `device` is another one. On meta, only
-// allocates.
+// Allocates and fills the output on the CPU, then copies it if `device` is another one. On meta, only allocates.
 template <typename Fill>
 at::Tensor draw_on_cpu(at::IntArrayRef size, at::ScalarType dtype, at::Device device, const Fill& fill) {
   at::Tensor out =
@@ -71,8 +70,7 @@ void for_each_tile(const PhiloxStream& stream, int64_t numel, int64_t elements_p
   });
 }
 
-// The type of a draw: float and double are drawn in their own precision, the 16-bit types in float and then
-// rounded.
+// The type of a draw: float and double are drawn in their own precision, the 16-bit types in float and then rounded.
 template <typename T>
 using draw_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 

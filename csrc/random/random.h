@@ -1,5 +1,4 @@
-// Loops that turn Philox words into draws of each distribution, written for vectorisation. Plain C++, no
-// torch.
+// Loops that turn Philox words into draws of each distribution, written for vectorization. Plain C++, no torch.
 //
 // A block of four words gives four elements of a 32-bit draw, or two of a 64-bit draw:
 //
@@ -7,8 +6,7 @@
 //   32 bits    e0  e1  e2  e3 | e4  e5  e6  e7 |
 //   64 bits    e0      e1     | e2      e3     |
 //
-// A normal draw computes a pair of elements from a pair of uniforms (Box-Muller): e0 and e1 from w0 and w1,
-// and so on.
+// A normal draw computes a pair of elements from a pair of uniforms (Box-Muller): e0 and e1 from w0 and w1, and so on.
 #pragma once
 
 #include <cmath>
@@ -24,8 +22,7 @@ GPIPE_FAST_BEGIN_LOOPS
 // Returns a uniform number in (0, 1], as finely spaced at both ends as the type allows. It is never 0, so
 // that its logarithm is finite.
 GPIPE_FAST_INLINE float open_uniform(uint32_t word) {
-  // AVX2 converts only from signed integers. Splitting the word into halves keeps the result exact to 24
-  // bits.
+  // AVX2 converts only from signed integers. Splitting the word into halves keeps the result exact to 24 bits.
   const float high = static_cast<float>(static_cast<int32_t>(word >> 16)) * 0x1p-16f;
   const float low = static_cast<float>(static_cast<int32_t>(word & 0xffff)) * 0x1p-32f;
   return (high + low) + 0x1p-33f;
@@ -61,7 +58,7 @@ GPIPE_FAST_INLINE float fast_log(float x) {
 }
 
 // Returns the square root of a non-negative number, by three Newton steps towards its reciprocal; the error
-// is below 3 ulp. The compiler would not vectorise std::sqrt, which may set errno.
+// is below 3 ulp. The compiler would not vectorize std::sqrt, which may set errno.
 GPIPE_FAST_INLINE float fast_sqrt(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -165,8 +162,7 @@ GPIPE_FAST_PLAIN_LOOP static void normal_loop(const uint32_t* words, int64_t cou
   }
 }
 
-// Computes -log(u) / lambda, clamped above zero: with a zero, p / draw would be infinite in exponential-race
-// sampling.
+// Computes -log(u) / lambda, clamped above zero: with a zero, p / draw would be infinite in exponential-race sampling.
 GPIPE_FAST_LOOP static void exponential_loop(const uint32_t* __restrict__ words, int64_t count, float scale,
                                              float* __restrict__ out) {
   const int32_t n = static_cast<int32_t>(count);

@@ -4,7 +4,7 @@
 // preserved. Small tensors are coalesced into one buffer:
 //
 //   sender      [ mask . ][ sizes . ][ scale . ]      each begins at a multiple of 512 bytes, the
-//   receiver    one block of memory, and views        alignment of blocks from torch's allocator
+//   receiver    one block of memory, and views        alignment of blocks from PyTorch's allocator
 //
 // One copy then replaces several, at the cost of one kernel on the sender that packs the buffer. The receiver
 // needs no kernel.
@@ -27,8 +27,8 @@ struct CoalescedCopy {
   std::vector<Part> parts;
 
   // Only tensors of at most `kMaxSmallBytes` are coalesced, and only if there are at least `kMinSmallTensors` of them.
-  // The copy of a larger tensor is not dominated by its launch cost, and fewer copies are as fast as the
-  // kernel and the copy that would replace them.
+  // The launch cost does not dominate the copy of a larger tensor, and the copies of one or two small tensors are as
+  // fast as the kernel and the copy that would replace them.
   static constexpr int64_t kMaxSmallBytes = int64_t{256} << 10;
   static constexpr size_t kMinSmallTensors = 3;
   static constexpr int64_t kAlignment = 512;

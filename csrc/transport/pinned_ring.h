@@ -29,14 +29,12 @@ class PinnedRing {
   PinnedRing(const PinnedRing&) = delete;
   PinnedRing& operator=(const PinnedRing&) = delete;
 
-  // Enqueues the copy of `source`, bytes on the sender's device, to `target`, as many bytes on the receiver's
-  // device. The copy begins after the work already on the out stream; it is complete for later work on the in
-  // stream.
+  // Enqueues the copy of `source`, bytes on the sender's device, to `target`, as many bytes on the receiver's device.
+  // The copy begins after the work already on the out stream; it is complete for later work on the in stream.
   void enqueue_copies(const at::Tensor& source, const at::Tensor& target);
 
-  // Frees all blocks by making the out stream wait for the in stream. Later copies then wait for no earlier
-  // stream event, so a capture can contain them; at this call it must have begun on both streams or on
-  // neither.
+  // Frees all blocks by making the out stream wait for the in stream. Later copies then wait for no earlier stream
+  // event, so a capture can contain them; at this call it must have begun on both streams or on neither.
   void begin();
   // Keeps the blocks' memory from being reused before `event`, by making the in stream wait for it.
   void keep_until(const StreamEvent& event) const { in_.wait(event); }

@@ -122,7 +122,7 @@ void Transport::hand_over(const at::Tensor& tensor, const std::vector<Stream>& c
   for (const Stream& caller : caller_streams) caller.record_use(tensor);
 }
 
-StreamEvent Transport::send(std::vector<at::Tensor>& tensors, int32_t sender, const StreamEvent& made,
+StreamEvent Transport::send(std::vector<at::Tensor>& tensors, int32_t sender, const StreamEvent& ready,
                             int32_t receiver, Direction direction) const {
   const StageStreams& from = stages_[sender];
   const StageStreams& to = stages_[receiver];
@@ -130,41 +130,41 @@ StreamEvent Transport::send(std::vector<at::Tensor>& tensors, int32_t sender, co
     for (const at::Tensor& tensor : tensors) {
       if (tensor.defined()) to.work.record_use(tensor);
     }
-    return made;
+    return ready;
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<CoalescedCopy> packed;
-  from.out.wait(made);
+  from.out.wait(ready);
   if (direction == Direction::skip) {  // the sender may be running another action now
     const Stream::Guard on_sender(from.out);
     bool enqueued_work = false;
-    packed = pack(tensors, /*together=*/false, enqueued_work);
+    packed = pack(tensors, /*coalesce_small=*/false, enqueued_work);
   } else {
     const Stream::Guard on_sender(from.work);
     bool enqueued_work = false;
-    packed = pack(tensors, /*together=*/true, enqueued_work);
+    packed = pack(tensors, /*coalesce_small=*/true, enqueued_work);
     if (enqueued_work) from.out.wait(StreamEvent(from.work));
   }
   return enqueue_copies(packed, tensors, {sender, receiver, direction}, to.work);
 }
 
-at::Tensor Transport::copy(const at::Tensor& tensor, const Stream& made, const Stream& consumer) const {
+at::Tensor Transport::copy(const at::Tensor& tensor, const Stream& producer, const Stream& consumer) const {
   const auto stage_on = [this](at::Device device) {
     const auto found = std::find_if(stages_.begin(), stages_.end(),
                                     [&](const StageStreams& stage) { return stage.work.device() == device; });
     return static_cast<size_t>(found - stages_.begin());
   };
-  const size_t from = stage_on(made.device()), to = stage_on(consumer.device());
-  if (made.device() == consumer.device() || from == stages_.size() || to == stages_.size())
+  const size_t from = stage_on(producer.device()), to = stage_on(consumer.device());
+  if (producer.device() == consumer.device() || from == stages_.size() || to == stages_.size())
     return tensor.to(tensor.options().device(consumer.device()), /*non_blocking=*/false, /*copy=*/true);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<at::Tensor> tensors{tensor};
   std::vector<CoalescedCopy> packed;
-  stages_[from].out.wait(StreamEvent(made));
+  stages_[from].out.wait(StreamEvent(producer));
   {
     const Stream::Guard on_sender(stages_[from].out);
     bool enqueued_work = false;
-    packed = pack(tensors, /*together=*/false, enqueued_work);
+    packed = pack(tensors, /*coalesce_small=*/false, enqueued_work);
   }
   const Connection connection{static_cast<int32_t>(from), static_cast<int32_t>(to), std::nullopt};
   await(consumer, enqueue_copies(packed, tensors, connection, consumer));
@@ -175,19 +175,17 @@ void Transport::receive(int32_t receiver, const StreamEvent& copy_done) const {
   await(stages_[receiver].work, copy_done);
 }
 
-// Enqueues the copies after the work already on the sender's out stream. Returns the event that completes
-// them.
+// Enqueues the copies after the work already on the sender's out stream. Returns the event that completes them.
 StreamEvent Transport::enqueue_copies(const std::vector<CoalescedCopy>& packed,
                                       std::vector<at::Tensor>& tensors, const Connection& connection,
                                       const Stream& consumer) const {
   const Stream& out = stages_[connection.sender].out;
   const Stream& in =
       stages_[connection.receiver].in[static_cast<size_t>(connection.direction.value_or(Direction::forward))];
-  const Route direction = route(connection.sender, connection.receiver);
+  const Route copy_route = route(connection.sender, connection.receiver);
   std::vector<at::Tensor> arrived;
   {
-    // Allocate on the in stream: the allocator reuses freed memory in the order of the stream it was
-    // allocated on.
+    // Allocate on the in stream: the allocator reuses freed memory in the order of the stream it was allocated on.
     const Stream::Guard on_receiver(in);
     for (const CoalescedCopy& buffer : packed)
       arrived.push_back(allocate_bytes(buffer.bytes.numel(), consumer.device()));
@@ -197,12 +195,12 @@ StreamEvent Transport::enqueue_copies(const std::vector<CoalescedCopy>& packed,
             at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(consumer.device()));
     }
   }
-  if (direction == Route::peer) out.wait(StreamEvent(in));
+  if (copy_route == Route::peer) out.wait(StreamEvent(in));
   for (size_t i = 0; i < packed.size(); ++i) {
     const at::Tensor& source = packed[i].bytes;
     out.record_use(source);
     consumer.record_use(arrived[i]);
-    switch (direction) {
+    switch (copy_route) {
       case Route::peer: {
         const Stream::Guard on_sender(out);
         copier()->copy(arrived[i], source, out.device());
@@ -222,8 +220,8 @@ StreamEvent Transport::enqueue_copies(const std::vector<CoalescedCopy>& packed,
     }
     unpack(packed[i], arrived[i], tensors);
   }
-  if (direction == Route::peer) in.wait(StreamEvent(out));
-  // Copies to a GPU, torch's own included, are complete for later work on the receiver's in stream.
+  if (copy_route == Route::peer) in.wait(StreamEvent(out));
+  // Copies to a GPU, PyTorch's own included, are complete for later work on the receiver's in stream.
   return consumer.is_cpu() ? StreamEvent(out) : StreamEvent(in);
 }
 

@@ -34,10 +34,9 @@ enum class Route : uint8_t {
   hand_over,  // no copy: both stages are on one device
   peer,       // a direct copy between GPUs with peer access
   pinned,     // through a ring of pinned blocks
-  copy,       // torch's copy, between host and device
+  copy,       // PyTorch's copy, between host and device
 };
-// The user's choice for copies between GPUs. `peer` and `pinned` force a copy even between stages on one
-// device.
+// The user's choice for copies between GPUs. `peer` and `pinned` force a copy even between stages on one device.
 enum class TransportChoice : uint8_t { automatic, peer, pinned };
 
 // Returns the route between two devices; nullopt if the choice is `peer` and the devices have no peer access.
@@ -45,8 +44,7 @@ std::optional<Route> choose(at::Device sender, at::Device receiver, TransportCho
 
 class Transport {
  public:
-  // `devices`: by stage. Throws std::invalid_argument if the choice is `peer` and neighbours have no peer
-  // access.
+  // `devices`: by stage. Throws std::invalid_argument if the choice is `peer` and neighbours have no peer access.
   explicit Transport(const std::vector<at::Device>& devices,
                      TransportChoice choice = TransportChoice::automatic);
   ~Transport();
@@ -56,7 +54,7 @@ class Transport {
   const Stream& work(int32_t stage) const { return stages_[stage].work; }
   // Returns the streams of all stages; the first is the first stage's work stream.
   std::vector<Stream> streams() const;
-  // Returns whether all stages run on the CPU. If so, there is nothing to synchronise.
+  // Returns whether all stages run on the CPU. If so, there is nothing to synchronize.
   bool is_cpu() const { return is_cpu_; }
 
   // Returns the calling thread's current streams, one per stage; empty if all stages run on the CPU.
@@ -65,24 +63,25 @@ class Transport {
   // blocks of the rings, so that the run waits for no earlier stream event except the callers'.
   void begin_run(const std::vector<Stream>& caller_streams) const;
   // Frees all blocks of all rings. Called at the start of a capture and after it, because captured work must
-  // not wait for stream events outside the capture, nor the reverse. All streams must have joined before.
+  // not wait for stream events outside the capture, nor the reverse. At the start of a capture, call it when all
+  // streams belong to the capture.
   void free_blocks() const;
   // Ends a run: the callers' later work waits for the stages' work. After a failed run it also waits for the
   // out streams: tensors in flight may not have been received, and may be the caller's own.
   void end_run(const std::vector<Stream>& caller_streams, bool failed) const;
 
-  // Records that callers will use, on their streams, a tensor made by a stage (see `Stream::uses`).
+  // Records that callers will use, on their streams, a tensor that a stage computed (see `Stream::record_use`).
   void hand_over(const at::Tensor& tensor, const std::vector<Stream>& caller_streams) const;
 
   // Enqueues copies to the receiver's device, replaces `tensors` by the copies, which have the same strides,
   // and returns the stream event that completes them. Undefined tensors stay undefined; small boundary
-  // tensors may share memory afterwards. `made`: the stream event after which `tensors` can be read. Called
+  // tensors may share memory afterwards. `ready`: the stream event after which `tensors` can be read. Called
   // by the sender's worker; for a skip connection, by the receiver's.
-  StreamEvent send(std::vector<at::Tensor>& tensors, int32_t sender, const StreamEvent& made,
+  StreamEvent send(std::vector<at::Tensor>& tensors, int32_t sender, const StreamEvent& ready,
                    int32_t receiver, Direction direction) const;
-  // Returns a copy of a tensor that was computed on the stream `made`, for later work on the stream `consumer`,
+  // Returns a copy of a tensor that was computed on the stream `producer`, for later work on the stream `consumer`,
   // which waits for the copy. Called by the thread that runs a mini-batch, not by workers.
-  at::Tensor copy(const at::Tensor& tensor, const Stream& made, const Stream& consumer) const;
+  at::Tensor copy(const at::Tensor& tensor, const Stream& producer, const Stream& consumer) const;
   // Makes the receiver's later work wait for the stream event that send() returned.
   void receive(int32_t receiver, const StreamEvent& copy_done) const;
 
@@ -93,8 +92,7 @@ class Transport {
     Stream out;
     std::vector<Stream> in;  // by direction
   };
-  // A connection from one stage to another. Without a direction it serves copy(), which may be called at any
-  // time.
+  // A connection from one stage to another. Without a direction it is for copy(), which may be called at any time.
   struct Connection {
     int32_t sender, receiver;
     std::optional<Direction> direction;
