@@ -99,6 +99,9 @@ def address_table(
     stream = 0
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("multi-tensor ops cannot be captured: they build tables of addresses")
+            raise RuntimeError(
+                f"multi-tensor ops on {device} were called in the capture of a CUDA graph, but the graph "
+                "would read an address table that may be freed; call them outside of the capture"
+            )
         stream = torch.cuda.current_stream(device).cuda_stream
     return _build_table(device, stream, block, sizes, spans)

@@ -210,9 +210,9 @@ def row_losses_and_gradient(
     """Returns the loss of each row like `launch_cross_entropy`, from the kernel or from the reference."""
     if uses_kernels(logits, target):
         return launch_cross_entropy(logits, gradient, target, scale, ignore_index, label_smoothing)
-    losses, made = reference.cross_entropy(logits, target, scale, ignore_index, label_smoothing)
+    losses, computed = reference.cross_entropy(logits, target, scale, ignore_index, label_smoothing)
     if gradient is not None:
-        gradient.copy_(made)
+        gradient.copy_(computed)
     return losses
 
 
@@ -272,8 +272,7 @@ def cross_entropy(
 
     Equals `torch.nn.functional.cross_entropy` with class indices, except that the classes are the last
     dimension and that the loss is in fp32. The gradient is rounded to the dtype of the logits before it is
-    scale_gradient: with fp16 and a loss scale it loses small gradients that PyTorch, which scales first,
-        keeps.
+    scaled: with fp16 and a loss scale it loses small gradients that PyTorch, which scales first, keeps.
 
     A target that is neither a class nor ``ignore_index`` raises IndexError on the CPU. On a GPU the targets
     are not checked, which would synchronize: the loss and the gradient of that row are NaN, and so is the
@@ -303,7 +302,10 @@ def cross_entropy(
         loss: Tensor = _cross_entropy(logits, target, *options, differentiated)[0]
         return loss
     if logits.is_leaf:
-        raise ValueError("inplace=True would overwrite logits that are a leaf tensor: pass a non-leaf tensor")
+        raise ValueError(
+            "inplace=True would overwrite the logits, but they are a leaf tensor of shape "
+            f"{list(logits.shape)}; pass inplace=False, or logits that an operation computed"
+        )
     with torch.no_grad():
         loss = _cross_entropy_(logits.detach(), target, *options)
     return with_precomputed_gradient(logits, loss)

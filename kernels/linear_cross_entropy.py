@@ -73,11 +73,9 @@ def chunked_loss_and_gradients(
         chunk = rows[first : first + chunk_rows]
         logits = buffer[: chunk.shape[0]]
         _compute_logits(chunk, weight, bias, logits)
-        gradient_rows = logits if any(needs_grad) else None
+        dlogits = logits if any(needs_grad) else None
         own = targets[first : first + chunk_rows]
-        losses.append(
-            row_losses_and_gradient(logits, gradient_rows, own, scale, ignore_index, label_smoothing)
-        )
+        losses.append(row_losses_and_gradient(logits, dlogits, own, scale, ignore_index, label_smoothing))
         if dx is not None:
             torch.mm(logits, weight, out=dx[first : first + chunk_rows])
         if dweight is not None:
@@ -147,11 +145,11 @@ def _setup(ctx, inputs, output):
 
 
 def _differentiate(ctx, g, *_):
-    gradient_rows = [
+    gradients = [
         scale_gradient(t, g) if need else None
         for t, need in zip(ctx.saved_tensors, ctx.needs_grad, strict=True)
     ]
-    dx, dweight, dbias = gradient_rows
+    dx, dweight, dbias = gradients
     return dx, dweight, None, dbias, None, None, None, None, None
 
 

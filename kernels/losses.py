@@ -35,7 +35,7 @@ def check(source: Tensor, target: Tensor, shape: torch.Size, label_smoothing: fl
         label_smoothing: the weight of the uniform distribution in the target.
     """
     if source.dtype not in DTYPES:
-        raise ValueError(f"only fp32, fp16 and bf16 are supported, got {source.dtype}")
+        raise ValueError(f"the loss supports only fp32, fp16 and bf16, got {source.dtype}; convert the input")
     if target.dtype != torch.int64:
         raise ValueError(f"targets must be class indices in int64, got {target.dtype}")
     if not shape or target.shape != shape[:-1]:

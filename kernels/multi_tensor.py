@@ -277,20 +277,31 @@ def accumulate_and_check_(
 
 def _check(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], *scalars: Tensor) -> None:
     if len(accumulators) != len(gradients):
-        raise ValueError(f"got {len(accumulators)} accumulators, but {len(gradients)} gradients")
+        raise ValueError(
+            f"each accumulator needs one gradient, got {len(accumulators)} accumulators and "
+            f"{len(gradients)} gradients"
+        )
     device = next(iter((*scalars, *accumulators))).device if accumulators or scalars else None
     for index, (a, g) in enumerate(zip(accumulators, gradients, strict=True)):
         if a.shape != g.shape:
-            raise ValueError(f"shapes differ at {index}: {list(a.shape)} and {list(g.shape)}")
+            raise ValueError(
+                f"gradient {index} must have its accumulator's shape {list(a.shape)}, got {list(g.shape)}"
+            )
         if not (a.is_floating_point() and g.is_floating_point()):
-            raise ValueError(f"dtypes must be of floating point, got {a.dtype} and {g.dtype} at {index}")
+            raise ValueError(
+                f"accumulator and gradient {index} must be floating-point, got {a.dtype} and {g.dtype}"
+            )
         if a.device != device or g.device != device:
-            raise ValueError(f"devices differ at {index}: {a.device} and {g.device}, not {device}")
+            raise ValueError(
+                f"all tensors must be on {device}, "
+                f"but accumulator and gradient {index} are on {a.device} and {g.device}"
+            )
         if (a.requires_grad or g.requires_grad) and torch.is_grad_enabled():
             raise ValueError(
-                f"multi-tensor ops are not differentiable, but a tensor at {index} requires a gradient"
+                f"multi-tensor ops are not differentiable, but a tensor at index {index} requires a gradient"
+                "; call them under torch.no_grad()"
             )
     for scalar in scalars:
         if scalar.numel() != 1 or scalar.dtype != torch.float32 or scalar.device != device:
-            given = f"{list(scalar.shape)} of {scalar.dtype} on {scalar.device}"
-            raise ValueError(f"inverse_scale and found_inf must be one element of fp32, got {given}")
+            given = f"shape {list(scalar.shape)} of {scalar.dtype} on {scalar.device}"
+            raise ValueError(f"inverse_scale and found_inf must be one fp32 element on {device}, got {given}")

@@ -221,7 +221,10 @@ def _check(
             raise ValueError(f"{name} must have x's shape and dtype, {_describe(x)}, got {_describe(other)}")
     if dropout is not None:
         if like_x["residual"] is None:
-            raise ValueError("dropout applies to x before it is added to a residual, but residual is None")
+            raise ValueError(
+                "dropout applies to x before it is added to a residual, but residual is None; pass a "
+                "residual, or dropout=None"
+            )
         dropout.check(x)
 
 

@@ -11,7 +11,7 @@ columns), weight w and bias b::
     dx = r (g w - d sum(g w d) / (n v) - [layer] sum(g w) / n) + g_sum
     dw = sum over rows of g d r,  db = sum over rows of g
 
-Mean, v and r stay in registers. The sum is rounded to its dtype before it is normalised, so that a backward
+Mean, v and r stay in registers. The sum is rounded to its dtype before it is normalized, so that a backward
 that receives the sum returns the same result as one that adds again.
 
 Dropout of h, ``x = residual + m h / (1 - p)``, is fused into the same passes; its mask m is generated from

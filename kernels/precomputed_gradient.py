@@ -112,9 +112,9 @@ _with_precomputed_gradient.register_autograd(_differentiate, setup_context=_setu
 
 
 def with_precomputed_gradient(gradient: Tensor, loss: Tensor) -> Tensor:
-    """Returns a copy of ``loss`` whose gradient with respect to ``gradient`` is that tensor's present value.
+    """Returns a copy of ``loss`` whose gradient with respect to ``gradient`` is this tensor's current value.
 
-    ``gradient`` are the logits, which the forward has overwritten with their gradient.
+    ``gradient`` is the logits tensor, which the forward has overwritten with the gradient of the logits.
     """
     result: Tensor = _with_precomputed_gradient(gradient, loss)
     return result
@@ -131,7 +131,10 @@ def scale_gradient(gradient: Tensor, g: Tensor) -> Tensor:
         RuntimeError: the backward itself is being differentiated (`create_graph`).
     """
     if torch.is_grad_enabled():
-        raise RuntimeError("a gradient computed in the forward cannot be differentiated (create_graph)")
+        raise RuntimeError(
+            "the loss's gradient is computed in the forward and cannot be differentiated; "
+            "pass create_graph=False"
+        )
     # The saved tensor may be overwritten only in the last backward of its graph, and not while the backward
     # is traced, because the saved tensor may also be an output of the trace.
     if type(gradient) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():

@@ -140,7 +140,7 @@ def _allocate_like(x: Tensor) -> Tensor:
 def launch_forward(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns q and k rotated, by the opposite angle (for the backward) if ``opposite``."""
+    """Returns q and k rotated, by the opposite angles (for the backward) if ``inverse``."""
     q, k = _unit_last_stride(q), _unit_last_stride(k)
     q_out, k_out = _allocate_like(q), _allocate_like(k)
     rest = int(q.shape[-1] - 2 * cos.shape[-1])
@@ -232,7 +232,9 @@ def rotary(
     """
     _check(q, k, cos, sin)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise ValueError("the tables get no gradient, but cos or sin requires one: detach it")
+        raise ValueError(
+            "the tables get no gradient, but cos or sin requires one; pass cos.detach(), sin.detach()"
+        )
     rotated: tuple[Tensor, Tensor] = _rotary_op(q, k, cos, sin, interleaved, False)
     return rotated
 
@@ -307,9 +309,15 @@ def _in_place(
     _check(q, k, cos, sin)
     for x in (q, k):
         if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError("tensors rotated in place must not require a gradient: use rotary, or no_grad")
+            raise ValueError(
+                f"tensors rotated in place must not require a gradient, got one of shape {list(x.shape)}"
+                "; call rotary, or disable gradients with torch.no_grad()"
+            )
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
-            raise ValueError(f"elements overlap in memory: shape {list(x.shape)}, strides {list(x.stride())}")
+            raise ValueError(
+                f"elements overlap in memory: shape {list(x.shape)}, strides {list(x.stride())}; pass a "
+                "contiguous copy, or use the functions that return new tensors"
+            )
     _rotary_in_place_op(q, k, cos, sin, interleaved, inverse)
     return q, k
 
@@ -325,7 +333,10 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ValueError(f"rotary_dim must be from 2 to head_dim, got q, k, cos, sin of {shapes}")
     if not all(tensor.is_floating_point() for tensor in (q, k, cos, sin)):
         raise ValueError(
-            f"dtypes must be of floating point, got {q.dtype}, {k.dtype}, {cos.dtype}, {sin.dtype}"
+            "q, k, cos and sin must be floating-point tensors, "
+            f"got {q.dtype}, {k.dtype}, {cos.dtype}, {sin.dtype}"
         )
     if len({tensor.device for tensor in (q, k, cos, sin)}) > 1:
-        raise ValueError(f"devices differ: {q.device}, {k.device}, {cos.device}, {sin.device}")
+        raise ValueError(
+            f"q, k, cos and sin must be on one device, got {q.device}, {k.device}, {cos.device}, {sin.device}"
+        )

@@ -183,11 +183,11 @@ LOGITS, TARGET = torch.randn(3, 7), torch.zeros(3, dtype=torch.int64)
         ),
         ((torch.tensor(1.0), TARGET), {}, r"the logits \[\] without the last dimension, got \[3\]"),
         ((LOGITS, TARGET.int()), {}, "targets must be class indices in int64, got torch.int32"),
-        ((LOGITS.double(), TARGET), {}, "only fp32, fp16 and bf16 are supported, got torch.float64"),
+        ((LOGITS.double(), TARGET), {}, "supports only fp32, fp16 and bf16, got torch.float64"),
         ((LOGITS, TARGET.to("meta")), {}, "targets must be on cpu, got meta"),
         ((LOGITS, TARGET), {"label_smoothing": 1.5}, "label smoothing must be from 0 to 1, got 1.5"),
         ((LOGITS, TARGET), {"reduction": "max"}, "reduction is not one of mean, sum, none, got 'max'"),
-        ((LOGITS.clone().requires_grad_(), TARGET), {"inplace": True}, "logits that are a leaf"),
+        ((LOGITS.clone().requires_grad_(), TARGET), {"inplace": True}, "they are a leaf tensor of shape"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -123,8 +123,8 @@ def test_rotary_rejects_invalid_arguments() -> None:
         ((q, k, cos.expand(3, 7, 8), sin.expand(3, 7, 8)), "tables must be"),
         ((q, k, cos[:, :0], sin[:, :0]), "rotary_dim must be"),
         ((q[..., :14], k[..., :14], cos, sin), "rotary_dim must be"),
-        ((q.int(), k, cos, sin), "dtypes must be of floating point, got torch.int32"),
-        ((q, k, cos.to("meta"), sin), "devices differ"),
+        ((q.int(), k, cos, sin), "must be floating-point tensors, got torch.int32"),
+        ((q, k, cos.to("meta"), sin), "must be on one device, got cpu, cpu, meta, cpu"),
     ]:
         for function in (rotary, rotary_, rotary_backward_):
             with pytest.raises(ValueError, match=message):
