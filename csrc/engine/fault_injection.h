@@ -18,7 +18,7 @@ struct Fault {
 
 struct FaultInjection {
   uint64_t seed = 0;
-  int64_t max_delay_us = 0;  // of a delay before and after every action, thus also before a slot is sent or freed
+  int64_t max_delay_us = 0;  // before and after every action, thus also before a send or receive ends
   std::vector<Fault> faults;
 };
 

@@ -105,7 +105,7 @@ class MiniBatch final : public Work {
   void round_to_dtype(Tensors& gradients, const std::vector<Stream>& caller_streams) const;
   void send(Tensors& tensors, int32_t sender, int32_t receiver, Direction direction,
             MicroBatchState& receiving) const;
-  // fetch_skips() copies skip tensors and gradients that another stage stored to this stage's device and stream.
+  // fetch_skips() transfers skip tensors and gradients that another stage stored to this stage's device and stream.
   // mark_ready() records a stream event for skip tensors and gradients that this stage stored.
   void fetch_skips(const std::vector<int64_t>& indices, Skips& skips, int32_t stage) const;
   void mark_ready(const std::vector<int64_t>& indices, Skips& skips, int32_t stage) const;
