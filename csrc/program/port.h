@@ -5,7 +5,7 @@
 
 namespace gpipe_fast {
 
-// Mirrors gpipe_fast.trace.trace.GraphRole.
+// The roles of gpipe_fast.trace.trace.GraphRole, except parameters and their gradients.
 enum class Role : uint8_t {
   buffer,          // a module's buffer after the previous micro-batch; as a result, its new value
   key,             // random key of the micro-batch: int64 [mini-batch key, micro-batch, first layer]
