@@ -211,7 +211,7 @@ void bind_segments(py::module_& m) {
   def_write_only(lowered, "inputs", &LoweredSegment::inputs);
   def_write_only(lowered, "input_form", &LoweredSegment::input_form);
   def_write_only(lowered, "output_form", &LoweredSegment::output_form);
-  def_write_only(lowered, "tangents", &LoweredSegment::tangents);
+  def_write_only(lowered, "tangent_layouts", &LoweredSegment::tangent_layouts);
   def_write_only(lowered, "first_random_layer", &LoweredSegment::first_random_layer);
   def_write_only(lowered, "writes_inputs", &LoweredSegment::writes_inputs);
   def_write_only(lowered, "reached", &LoweredSegment::reached);

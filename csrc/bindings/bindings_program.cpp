@@ -54,7 +54,7 @@ Argument to_argument(Program& program, py::handle object, const c10::TypePtr& ty
 
 void add_operator(Program& program, const std::string& name, const std::string& overload,
                   const py::list& arguments, const std::optional<std::vector<std::optional<Slot>>>& results,
-                  bool direct, When when) {
+                  bool direct, ActiveRuns when) {
   auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   const auto& schema = op.schema().arguments();
   GPIPE_CHECK_ARG(arguments.size() == schema.size(), name, ".", overload, " takes ", schema.size(),
@@ -94,10 +94,10 @@ std::pair<std::vector<at::Tensor>, Accumulators> run(Program& program, const std
 }  // namespace
 
 void bind_program(py::module_& m) {
-  py::enum_<When>(m, "When")
-      .value("ALWAYS", When::always)
-      .value("FIRST", When::first)
-      .value("LATER", When::later);
+  py::enum_<ActiveRuns>(m, "ActiveRuns")
+      .value("ALWAYS", ActiveRuns::always)
+      .value("FIRST", ActiveRuns::first)
+      .value("LATER", ActiveRuns::later);
   py::class_<Value>(m, "Value").def(py::init<Slot>()).def_readonly("slot", &Value::slot);
   py::class_<Layout>(m, "Layout")
       .def(py::init(&layout), py::arg("sizes"), py::arg("strides"), py::arg("dtype"));
@@ -117,7 +117,7 @@ void bind_program(py::module_& m) {
       .def("add_view", &Program::add_view)
       .def("set_layer", &Program::set_layer)
       .def("add_operator", &add_operator, py::arg("name"), py::arg("overload"), py::arg("arguments"),
-           py::arg("results"), py::arg("direct") = true, py::arg("when") = When::always)
+           py::arg("results"), py::arg("direct") = true, py::arg("when") = ActiveRuns::always)
       .def("add_allocate", &Program::add_allocate)
       .def("add_accumulate", &Program::add_accumulate)
       .def("add_accumulate_all", &Program::add_accumulate_all)

@@ -67,7 +67,7 @@ struct Engine::Pool {
     const Action* current = &stage_actions.front();
     std::string layer_title;
     try {
-      work->enter(stage, [&] {
+      work->enter_stage(stage, [&] {
         for (const Action& action : stage_actions) {
           current = &action;
           if (cancellation.covers(action.rank) || !run_action(action, layer_title)) return;

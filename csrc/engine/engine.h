@@ -25,7 +25,7 @@ class Work {
   virtual ~Work() = default;
   // Called once per run and stage, if the stage has actions, to set up its worker. Calls `run_actions` once, which runs
   // all actions of the stage.
-  virtual void enter(int32_t stage, const std::function<void()>& run_actions) {
+  virtual void enter_stage(int32_t stage, const std::function<void()>& run_actions) {
     (void)stage;
     run_actions();
   }

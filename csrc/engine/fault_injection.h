@@ -27,8 +27,8 @@ class FaultInjectingWork final : public Work {
  public:
   FaultInjectingWork(Work& inner, const FaultInjection& fault_injection)
       : inner_(inner), fault_injection_(fault_injection) {}
-  void enter(int32_t stage, const std::function<void()>& run_actions) override {
-    inner_.enter(stage, run_actions);
+  void enter_stage(int32_t stage, const std::function<void()>& run_actions) override {
+    inner_.enter_stage(stage, run_actions);
   }
   void run(const Action& action, CancellationToken& token) override;
 

@@ -62,10 +62,10 @@ bool LoweredSegment::accepts_inputs(int64_t layer, const Boundary& boundary, con
 }
 
 bool LoweredSegment::accepts_gradients(const Tensors& gradients) const {
-  for (size_t i = 0; i < std::max(gradients.size(), tangents.size()); ++i) {
-    const bool is_due = i < tangents.size() && tangents[i];
+  for (size_t i = 0; i < std::max(gradients.size(), tangent_layouts.size()); ++i) {
+    const bool is_due = i < tangent_layouts.size() && tangent_layouts[i];
     if (is_due != (i < gradients.size() && gradients[i].defined())) return false;
-    if (is_due && !matches(*tangents[i], gradients[i])) return false;
+    if (is_due && !matches(*tangent_layouts[i], gradients[i])) return false;
   }
   return true;
 }

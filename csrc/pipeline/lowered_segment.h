@@ -31,7 +31,7 @@ struct ProgramPair {
 class LoweredSegment final : public Segment {
  public:
   bool is_lowered() const override { return true; }
-  std::optional<int64_t> key_layer() const override { return first_random_layer; }
+  std::optional<int64_t> random_key_layer() const override { return first_random_layer; }
   bool accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const override;
   bool accepts_gradients(const Tensors& gradients) const override;
   Result forward(const SegmentCall& call, Boundary boundary) const override;
@@ -43,10 +43,11 @@ class LoweredSegment final : public Segment {
   std::shared_ptr<Arena> arena() const override;
 
   std::shared_ptr<const ProgramPair> programs;
-  std::vector<Layout> inputs;  // the segment was lowered for these `inputs`, `input_form` and `tangents`
+  std::vector<Layout>
+      inputs;  // the segment was lowered for these `inputs`, `input_form` and `tangent_layouts`
   std::shared_ptr<const BoundaryForm> input_form, output_form;
-  std::vector<std::optional<Layout>> tangents;  // by output; nullopt if no gradient arrives
-  std::optional<int64_t> first_random_layer;    // see key_layer
+  std::vector<std::optional<Layout>> tangent_layouts;  // by output; nullopt if no gradient arrives
+  std::optional<int64_t> first_random_layer;           // see key_layer
   bool writes_inputs = false;
   std::vector<int64_t> reached;  // indices of the stage's parameters that its outputs depend on
   PythonObject origin;           // opaque to C++; the segment finder uses it to find a fallback

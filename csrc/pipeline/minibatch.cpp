@@ -91,7 +91,7 @@ at::Tensor MiniBatch::host_keys(size_t index) {
   for (size_t m = 0; m < plan.chains.size(); ++m) {
     first.push_back(static_cast<int64_t>(keyed.size()));
     for (const auto& segment : plan.chains[m]) {
-      if (const auto first_layer = segment->key_layer()) keyed.emplace_back(m, *first_layer);
+      if (const auto first_layer = segment->random_key_layer()) keyed.emplace_back(m, *first_layer);
     }
   }
   if (keyed.empty()) return {};
@@ -112,7 +112,7 @@ at::Tensor MiniBatch::random_key(const Action& action, int64_t first_layer) cons
   // The last context is this segment's own.
   const std::vector<SegmentContext>& contexts = stage.microbatch_states[m].contexts;
   const auto before = std::count_if(contexts.begin(), contexts.end() - 1, [](const SegmentContext& context) {
-    return context.segment->key_layer().has_value();
+    return context.segment->random_key_layer().has_value();
   });
   return stage.keys.select(0, stage.first_key_rows[m] + before);
 }
@@ -221,7 +221,7 @@ std::vector<bool> MiniBatch::reached() const {
   return reached;
 }
 
-void MiniBatch::enter(int32_t stage, const std::function<void()>& run_actions) {
+void MiniBatch::enter_stage(int32_t stage, const std::function<void()>& run_actions) {
   const Stream::Guard current(transport_->work(stage));
   thread_state_->run(run_actions);
 }
@@ -302,7 +302,7 @@ void MiniBatch::forward(const Action& action, CancellationToken& token) {
     fetch_skips(segment->pops, skips, action.stage);
     value = pop(*segment, skips, std::move(value));
     if (!segment->pops.empty()) context.input_form = value.form;
-    if (const auto first_layer = segment->key_layer()) context.key = random_key(action, *first_layer);
+    if (const auto first_layer = segment->random_key_layer()) context.key = random_key(action, *first_layer);
     const Tensors taken = skips.empty() ? Tensors() : value.tensors;
     Segment::Result result = segment->forward({action, stage, context, token}, std::move(value));
     if (result.writes_inputs) check_not_stashed(*segment, skips, taken, num_boundary);

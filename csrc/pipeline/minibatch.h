@@ -87,7 +87,7 @@ class MiniBatch final : public Work {
   // Returns the streams of the thread that called the forward.
   const std::vector<Stream>& caller_streams() const { return caller_streams_; }
 
-  void enter(int32_t stage, const std::function<void()>& run_actions) override;
+  void enter_stage(int32_t stage, const std::function<void()>& run_actions) override;
   void run(const Action& action, CancellationToken& token) override;
 
  private:

@@ -37,7 +37,7 @@ class PythonLayers {
 class PythonSegment final : public Segment {
  public:
   bool is_lowered() const override { return false; }
-  std::optional<int64_t> key_layer() const override { return std::nullopt; }
+  std::optional<int64_t> random_key_layer() const override { return std::nullopt; }
   bool accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const override;
   bool accepts_gradients(const Tensors& tangents) const override { return true; }
   Result forward(const SegmentCall& call, Boundary inputs) const override;

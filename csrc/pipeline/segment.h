@@ -41,7 +41,7 @@ class Segment {
 
   virtual bool is_lowered() const = 0;
   // Returns the layer index in its random key: its first layer, counted within the module. nullopt if it needs no key.
-  virtual std::optional<int64_t> key_layer() const = 0;
+  virtual std::optional<int64_t> random_key_layer() const = 0;
   // Returns whether it can run `layer` for these boundary tensors and stashed skip tensors.
   virtual bool accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const = 0;
   // Returns whether its backward accepts these gradients of its outputs, some of which may be undefined.

@@ -112,32 +112,32 @@ Slot Program::add_view(Slot base, int64_t offset_elements, Layout layout) {
 
 void Program::set_layer(std::string title) { layers_.push_back(std::move(title)); }
 
-void Program::add_step(Step step, When when) {
+void Program::add_step(Step step, ActiveRuns when) {
   if (!layers_.empty()) step.layer = &layers_.back();
   steps_.push_back(std::make_unique<Step>(std::move(step)));
-  if (when != When::later) first_.push_back(steps_.back().get());
-  if (when != When::first) later_.push_back(steps_.back().get());
+  if (when != ActiveRuns::later) first_run_steps_.push_back(steps_.back().get());
+  if (when != ActiveRuns::first) later_run_steps_.push_back(steps_.back().get());
 }
 
-void Program::add_call(std::unique_ptr<Operator> op, When when) {
+void Program::add_call(std::unique_ptr<Operator> op, ActiveRuns when) {
   add_step({Step::Kind::call, std::move(op), {}}, when);
 }
 
 void Program::add_call_returning(std::unique_ptr<Operator> op, std::vector<std::optional<Slot>> results,
-                                 When when) {
+                                 ActiveRuns when) {
   add_step({Step::Kind::call_returning, std::move(op), std::move(results)}, when);
 }
 
-void Program::add_allocate(Slot value, When when) {
+void Program::add_allocate(Slot value, ActiveRuns when) {
   add_step({Step::Kind::allocate, nullptr, {value}}, when);
 }
 
-void Program::add_accumulate(Slot accumulator, Slot value, When when) {
+void Program::add_accumulate(Slot accumulator, Slot value, ActiveRuns when) {
   add_step({Step::Kind::accumulate, nullptr, {accumulator, value}}, when);
 }
 
 void Program::add_accumulate_all(const std::vector<Slot>& accumulators, const std::vector<Slot>& values,
-                                 When when) {
+                                 ActiveRuns when) {
   GPIPE_CHECK(!values.empty() && accumulators.size() == values.size(), accumulators.size(),
               " accumulators, but ", values.size(), " values");
   Step step{Step::Kind::accumulate_all, nullptr, {}};
@@ -147,10 +147,12 @@ void Program::add_accumulate_all(const std::vector<Slot>& accumulators, const st
 }
 
 void Program::add_adopt(Slot accumulator, Slot value) {
-  add_step({Step::Kind::adopt, nullptr, {accumulator, value}}, When::first);
+  add_step({Step::Kind::adopt, nullptr, {accumulator, value}}, ActiveRuns::first);
 }
 
-void Program::add_release(Slot value) { add_step({Step::Kind::release, nullptr, {value}}, When::always); }
+void Program::add_release(Slot value) {
+  add_step({Step::Kind::release, nullptr, {value}}, ActiveRuns::always);
+}
 
 void Program::set_outputs(std::vector<Slot> outputs) {
   outputs_ = std::move(outputs);
@@ -301,7 +303,7 @@ void Program::Run::take(size_t position, const at::Tensor& tensor) {
 void Program::Run::execute(Part part, CancellationToken* token) {
   // The steps need no autograd: tracing has already differentiated them.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const std::vector<const Step*>& steps = first_ ? program_.first_ : program_.later_;
+  const std::vector<const Step*>& steps = first_ ? program_.first_run_steps_ : program_.later_run_steps_;
   const auto before = [](const Step* step, Part wanted) { return step->part < wanted; };
   for (auto it = std::lower_bound(steps.begin(), steps.end(), part, before);
        it != steps.end() && (*it)->part == part; ++it) {

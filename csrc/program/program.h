@@ -43,7 +43,7 @@ using Slot = int64_t;
 enum class Part : uint8_t { early, results, rest };
 
 // The runs of a mini-batch in which a step is executed; the first run allocates the accumulators.
-enum class When : uint8_t { always, first, later };
+enum class ActiveRuns : uint8_t { always, first, later };
 
 // A block of memory that the programs of one stage use in turn. Not thread-safe: a stage has one worker.
 class Arena {
@@ -83,15 +83,17 @@ class Program {
   // Sets the layer of the steps that are added from now on, by its title in error messages; initially none.
   void set_layer(std::string title);
   // Appends an operator call that writes its results into its argument tensors.
-  void add_call(std::unique_ptr<Operator> op, When when);
+  void add_call(std::unique_ptr<Operator> op, ActiveRuns when);
   // Appends an operator call that returns its results; a null slot discards a result.
-  void add_call_returning(std::unique_ptr<Operator> op, std::vector<std::optional<Slot>> results, When when);
+  void add_call_returning(std::unique_ptr<Operator> op, std::vector<std::optional<Slot>> results,
+                          ActiveRuns when);
   // Appends the allocation of a fresh value or an accumulator, uninitialized.
-  void add_allocate(Slot value, When when);
+  void add_allocate(Slot value, ActiveRuns when);
   // Appends accumulator += value.
-  void add_accumulate(Slot accumulator, Slot value, When when);
+  void add_accumulate(Slot accumulator, Slot value, ActiveRuns when);
   // Appends accumulator += value for several pairs, in one kernel where possible. No two tensors may share memory.
-  void add_accumulate_all(const std::vector<Slot>& accumulators, const std::vector<Slot>& values, When when);
+  void add_accumulate_all(const std::vector<Slot>& accumulators, const std::vector<Slot>& values,
+                          ActiveRuns when);
   // Appends accumulator = value without a copy. Nothing else may refer to the value's tensor.
   void add_adopt(Slot accumulator, Slot value);
   // Appends the release of a value of this run and of all its views.
@@ -183,7 +185,7 @@ class Program {
   };
 
   Slot add_value(Layout layout, at::Tensor tensor);
-  void add_step(Step step, When when);
+  void add_step(Step step, ActiveRuns when);
   Slot base_of(Slot slot) const { return values_[slot].base.value_or(slot); }
   void point_into_arena();
   void execute(const Step& step);
@@ -212,7 +214,7 @@ class Program {
   std::vector<Slot> run_values_;                                   // released at the end of the run
   std::vector<Slot> outputs_;
   std::vector<std::unique_ptr<Step>> steps_;
-  std::vector<const Step*> first_, later_;
+  std::vector<const Step*> first_run_steps_, later_run_steps_;
   std::deque<std::string> layers_;        // titles; a deque, because steps keep the addresses
   std::vector<at::Tensor> call_results_;  // scratch
 };

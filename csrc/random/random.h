@@ -95,10 +95,10 @@ template <typename Bits>
 GPIPE_FAST_INLINE void select_one(const uint32_t* words, int64_t count, uint32_t last, uint64_t one,
                                   void* out) {
   Bits* __restrict__ bits = static_cast<Bits*>(out);
-  const Bits pattern = static_cast<Bits>(one);
+  const Bits one_bits = static_cast<Bits>(one);
   const int32_t n = static_cast<int32_t>(count);
   for (int32_t i = 0; i < n; ++i) {
-    bits[i] = words[i] <= last ? pattern : Bits{0};
+    bits[i] = words[i] <= last ? one_bits : Bits{0};
   }
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast._extension import When
+from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.bitwise_addmm import addmm_is_bitwise_equal
 from gpipe_fast.lower.program import Accumulate, AccumulateAll
 
@@ -87,7 +87,7 @@ class PendingAccumulations:
         """Adds a gradient for later runs of the program; returns the steps to append now."""
         size = like.numel() * like.element_size()
         if like.device.type != "cuda" or size > MAX_COALESCED_GRADIENT_BYTES:
-            return [Accumulate(accumulator, value, When.LATER)]
+            return [Accumulate(accumulator, value, ActiveRuns.LATER)]
         flushed = self.flush() if self._bytes + size > MAX_PENDING_BYTES else []
         self._accumulators.append(accumulator)
         self._values.append(value)
@@ -100,4 +100,4 @@ class PendingAccumulations:
         self._accumulators, self._values, self._bytes = [], [], 0
         if not values:
             return []
-        return [AccumulateAll(tuple(accumulators), tuple(values), When.LATER)]
+        return [AccumulateAll(tuple(accumulators), tuple(values), ActiveRuns.LATER)]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast._extension import When
+from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import AccumulationPolicy, PendingAccumulations
 from gpipe_fast.lower.alias import Source, source_of
 from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
@@ -184,7 +184,7 @@ class _Lowering:
                 is_returned = base in self.returned_bases
                 outs.append(self._add_base(base, StorageKind.FRESH if is_returned else StorageKind.ARENA))
                 if is_returned:
-                    self.program.steps.append(Allocate(outs[-1], When.ALWAYS))
+                    self.program.steps.append(Allocate(outs[-1], ActiveRuns.ALWAYS))
         self._append(call, outs, node)
 
     def _returns_only_views(self, node: fx.Node) -> bool:
@@ -209,7 +209,11 @@ class _Lowering:
         return self.index[base]
 
     def _append(
-        self, call: OperatorCall, outs: Iterable[int | None], node: fx.Node, when: When = When.ALWAYS
+        self,
+        call: OperatorCall,
+        outs: Iterable[int | None],
+        node: fx.Node,
+        when: ActiveRuns = ActiveRuns.ALWAYS,
     ) -> None:
         arguments = [self._argument(a) for a in call.arguments]
         results = None
@@ -224,8 +228,8 @@ class _Lowering:
     def _add_copy(self, name: str, value: int, like: Tensor) -> int:
         """Adds steps that copy a value to a fresh tensor; returns the copy."""
         copy = self._add(name, StorageKind.FRESH, like)
-        self.program.steps.append(Allocate(copy, When.ALWAYS))
-        self.program.steps.append(_copy(copy, value, When.ALWAYS))
+        self.program.steps.append(Allocate(copy, ActiveRuns.ALWAYS))
+        self.program.steps.append(_copy(copy, value, ActiveRuns.ALWAYS))
         return copy
 
     def _result(self, node: fx.Node, role: GraphRole) -> int:
@@ -302,19 +306,19 @@ class _Lowering:
         target = self._view(f"grad_{gradient.index}", gradient.value, 0, like)
         call = out_call(node)
         assert call is not None
-        steps.append(Allocate(gradient.value, When.FIRST))
-        self._append(call, [target], node, When.FIRST)
+        steps.append(Allocate(gradient.value, ActiveRuns.FIRST))
+        self._append(call, [target], node, ActiveRuns.FIRST)
         operands = [a.meta["val"] for a in call.arguments[:2]] if call.op is aten.mm.out else []
         if operands and self.accumulation.can_use_addmm(*operands):
             fused = OperatorCall(aten.addmm.out, (None, *call.arguments[:2], 1, 1, None), (0, 5))
-            self._append(fused, [target, target], node, When.LATER)
+            self._append(fused, [target, target], node, ActiveRuns.LATER)
         elif self.accumulation.can_skip_cast(node):
             uncast = node.args[0]
             assert isinstance(uncast, fx.Node)
             self._accumulate(gradient, target, self._value(uncast), uncast.meta["val"])
         else:
             self.index[node] = self._add(node.name, StorageKind.ARENA, like)
-            self._append(call, [self.index[node]], node, When.LATER)
+            self._append(call, [self.index[node]], node, ActiveRuns.LATER)
             self._accumulate(gradient, target, self.index[node], like)
         self.index.setdefault(node, target)
 
@@ -338,11 +342,11 @@ class _Lowering:
                 dtype = self.accumulation.sum_dtype(like)
                 dense = torch.empty_strided(like.shape, layout, dtype=dtype, device="meta")
                 gradient.value = self._add(name, StorageKind.ACCUMULATOR, dense, index=gradient.index)
-                steps.append(Allocate(gradient.value, When.FIRST))
-                steps.append(_copy(gradient.value, value, When.FIRST))
+                steps.append(Allocate(gradient.value, ActiveRuns.FIRST))
+                steps.append(_copy(gradient.value, value, ActiveRuns.FIRST))
             self._accumulate(gradient, gradient.value, value, like)
         for part in gradient.parts[1:] if gradient.sum is None else ():
-            steps.append(Accumulate(gradient.value, self._value(part), When.ALWAYS))
+            steps.append(Accumulate(gradient.value, self._value(part), ActiveRuns.ALWAYS))
 
     def _can_adopt(self, part: fx.Node) -> bool:
         """Returns whether a contribution can become the accumulator because nothing else reads its memory."""
@@ -365,18 +369,18 @@ class _Lowering:
             total = torch.empty(like.shape, dtype=like.dtype, device="meta")
             into = self._add(f"{part.name}_sum", StorageKind.ARENA, total)
             arguments = (Ref(gradient.sum), Ref(self._value(part)), 1, Ref(into))
-            self.program.steps.append(Call(aten.add.out, arguments, None, When.ALWAYS, None))
+            self.program.steps.append(Call(aten.add.out, arguments, None, ActiveRuns.ALWAYS, None))
             gradient.sum = into
 
     def _accumulate(self, gradient: Gradient, accumulator: int, value: int, like: Tensor) -> None:
         """Adds a value to an accumulator in later runs, together with other pending gradients if possible."""
         if len(gradient.parts) > 1 and gradient.sum is None:  # autograd's order of summation
-            self.program.steps.append(Accumulate(accumulator, value, When.LATER))
+            self.program.steps.append(Accumulate(accumulator, value, ActiveRuns.LATER))
         else:
             self.program.steps += self.pending.add(accumulator, value, like)
 
 
-def _copy(target: int, value: int, when: When) -> Call:
+def _copy(target: int, value: int, when: ActiveRuns) -> Call:
     return Call(aten.copy_.default, (Ref(target), Ref(value), False), None, when, None)
 
 

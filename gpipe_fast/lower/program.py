@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from gpipe_fast._extension import Arena, Layout, When
+from gpipe_fast._extension import ActiveRuns, Arena, Layout
 from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast._extension import Value as NativeValue
 from gpipe_fast.trace.trace import GraphPort
@@ -71,7 +71,7 @@ class Call:
     op: OpOverload[Any, Any]
     arguments: tuple[Any, ...]
     results: tuple[int | None, ...] | None
-    when: When
+    when: ActiveRuns
     layer: int | None
 
 
@@ -80,7 +80,7 @@ class Allocate:
     """Allocates a fresh value or an accumulator, uninitialised."""
 
     value: int
-    when: When
+    when: ActiveRuns
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Accumulate:
 
     accumulator: int
     value: int
-    when: When
+    when: ActiveRuns
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class AccumulateAll:
 
     accumulators: tuple[int, ...]
     values: tuple[int, ...]
-    when: When
+    when: ActiveRuns
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class ProgramIR:
                 return f"one kernel: {', '.join(sums)}{_describe_when(when)}"
             case AdoptAsAccumulator(accumulator, value):
                 names = self.values[accumulator].name, self.values[value].name
-                return f"{names[0]} = {names[1]}, adopted{_describe_when(When.FIRST)}"
+                return f"{names[0]} = {names[1]}, adopted{_describe_when(ActiveRuns.FIRST)}"
             case Release(value):
                 return f"release {self.values[value].name}"
 
@@ -291,8 +291,10 @@ def is_written(argument: torch._C.Argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _describe_when(when: When) -> str:
-    return {When.ALWAYS: "", When.FIRST: "  (first run)", When.LATER: "  (later runs)"}[when]
+def _describe_when(when: ActiveRuns) -> str:
+    return {ActiveRuns.ALWAYS: "", ActiveRuns.FIRST: "  (first run)", ActiveRuns.LATER: "  (later runs)"}[
+        when
+    ]
 
 
 def _native(argument: Any) -> Any:

@@ -100,7 +100,7 @@ def split(joint: JointGraph, saved_fraction: SavedFraction) -> SplitGraphs:
     name = "backward" if kept or saved_fraction > FULL_RECOMPUTE else "backward_recompute"
     backward = _extract(joint, name, [*joint.inputs, *ports], gradients)
     saving = _extract(joint, "forward_saving", arguments, [*results, *ports]) if kept else forward
-    return SplitGraphs(forward, saving, backward, tuple(_saved_tensor(node) for node in kept))
+    return SplitGraphs(forward, saving, backward, tuple(_describe_saved(node) for node in kept))
 
 
 def _values_to_save(joint: JointGraph, num_results: int, saved_fraction: SavedFraction) -> list[fx.Node]:
@@ -122,7 +122,7 @@ def _is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
-def _saved_tensor(node: fx.Node) -> SavedTensor:
+def _describe_saved(node: fx.Node) -> SavedTensor:
     value = node.meta["val"]
     layer = (node.meta.get("custom") or {}).get("layer")
     return SavedTensor(

@@ -221,7 +221,7 @@ class CompiledStage:
             output_form=form_of(self.outputs),
             first_random_layer=stage.first_layer if self.draws() else None,
             writes_inputs=self.traced.joint.writes_inputs,
-            tangents=[
+            tangent_layouts=[
                 _layout(tangents[i]) if i in tangents else None for i in range(len(self.outputs.tensors))
             ],
             reached=[self.segment_key.parameters[i] for i in self._reached],

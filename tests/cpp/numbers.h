@@ -67,7 +67,7 @@ inline std::string expected_description(int64_t rank) {
 struct PlannedFailures {
   std::set<int64_t> failing_ranks;  // ranks
   int32_t failing_before_walk = -1,
-          failing_after_walk = -1;  // stages whose enter() throws before or after run_actions()
+          failing_after_walk = -1;  // stages whose enter_stage() throws before or after run_actions()
   int64_t endless_rank = -1;        // rank of an action that runs until it is cancelled
 
   // Returns the lowest rank that fails and the description of its exception; -1 if none fails.
@@ -97,7 +97,7 @@ class NumberWork final : public Work {
     backward_.assign(shape.num_stages, Edge(num_slots));
   }
 
-  void enter(int32_t k, const std::function<void()>& run_actions) override {
+  void enter_stage(int32_t k, const std::function<void()>& run_actions) override {
     Stage& stage = stages_[k];
     ++stage.entered;
     if (planned_.failing_before_walk == k) throw EnterError();

@@ -35,7 +35,7 @@ from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.arena import ALIGNMENTS
 from gpipe_fast.lower.checkpoint import NO_RECOMPUTE
 from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.program import Call, StorageKind, When
+from gpipe_fast.lower.program import ActiveRuns, Call, StorageKind
 from gpipe_fast.lower.split import split
 from gpipe_fast.trace import fake
 from gpipe_fast.trace.trace import JointGraph, TraceContext, trace
@@ -294,7 +294,7 @@ def trace_joint(model: nn.Sequential, x: Tensor, mode: Mode) -> JointGraph | Unt
         mock.patch.object(fake, "_may_differ_from_real", return_value=False),
         mode.enter(),
     ):
-        return trace(list(model), [x], context=TraceContext(device=DEVICE))
+        return trace(list(model), [x], trace_context=TraceContext(device=DEVICE))
 
 
 def traced_operators(joint: JointGraph) -> Operators:
@@ -337,7 +337,7 @@ def lowering_differences(joint: JointGraph) -> tuple[str, ...]:
     ]
     assert all(offset % ALIGNMENTS["cuda"] == 0 for offset in scratch), scratch
     steps = [step for program in programs for step in program.steps]
-    calls = [step.op for step in steps if isinstance(step, Call) and step.when is not When.LATER]
+    calls = [step.op for step in steps if isinstance(step, Call) and step.when is not ActiveRuns.LATER]
     ours = Counter(op._schema.name.split("::")[1] for op in calls)
     ours["relu"] += ours.pop("clamp_min", 0)
     live = _live_nodes(joint)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast._extension import When
+from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import MAX_COALESCED_GRADIENT_BYTES, MAX_PENDING_BYTES, AccumulationPolicy
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import Accumulate, AccumulateAll, Call, ProgramIR, Release
@@ -99,7 +99,7 @@ def casts_are_fused_into_accumulation() -> None:
         for a, v in zip(step.accumulators, step.values, strict=True)
     }
     assert (torch.float32, torch.bfloat16) in added, program.describe()
-    later = [s for s in program.steps if isinstance(s, Call) and s.when is When.LATER]
+    later = [s for s in program.steps if isinstance(s, Call) and s.when is ActiveRuns.LATER]
     assert not any(step.op is aten.copy_.default for step in later), program.describe()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpipe_fast._extension import Arena, Layout, Program, When
+from gpipe_fast._extension import ActiveRuns, Arena, Layout, Program
 from gpipe_fast.lower.accumulation import (
     MAX_COALESCED_GRADIENT_BYTES,
     MAX_PENDING_BYTES,
@@ -48,16 +48,18 @@ def test_gpu_products_accumulate_in_place_unless_deterministic() -> None:
 
 def test_gradients_on_the_cpu_are_added_immediately() -> None:
     pending = PendingAccumulations()
-    assert pending.add(0, 1, fake_tensor(4, "cpu")) == [Accumulate(0, 1, When.LATER)]
+    assert pending.add(0, 1, fake_tensor(4, "cpu")) == [Accumulate(0, 1, ActiveRuns.LATER)]
     assert pending.flush() == []
 
 
 def test_on_a_gpu_small_gradients_are_deferred_and_large_ones_are_not() -> None:
     pending = PendingAccumulations()
     assert pending.add(0, 1, fake_tensor(MAX_COALESCED_GRADIENT_BYTES)) == []
-    assert pending.add(2, 3, fake_tensor(MAX_COALESCED_GRADIENT_BYTES + 1)) == [Accumulate(2, 3, When.LATER)]
+    assert pending.add(2, 3, fake_tensor(MAX_COALESCED_GRADIENT_BYTES + 1)) == [
+        Accumulate(2, 3, ActiveRuns.LATER)
+    ]
     assert pending.add(4, 5, fake_tensor(1)) == []
-    assert pending.flush() == [AccumulateAll((0, 4), (1, 5), When.LATER)]
+    assert pending.flush() == [AccumulateAll((0, 4), (1, 5), ActiveRuns.LATER)]
     assert pending.flush() == []
 
 
@@ -66,9 +68,9 @@ def test_the_size_of_deferred_gradients_is_bounded() -> None:
     for i in range(capacity):
         assert pending.add(i, i, fake_tensor(MAX_COALESCED_GRADIENT_BYTES)) == []
     assert pending.add(capacity, capacity, fake_tensor(1)) == [
-        AccumulateAll((*range(capacity),), (*range(capacity),), When.LATER)
+        AccumulateAll((*range(capacity),), (*range(capacity),), ActiveRuns.LATER)
     ]
-    assert pending.flush() == [AccumulateAll((capacity,), (capacity,), When.LATER)]
+    assert pending.flush() == [AccumulateAll((capacity,), (capacity,), ActiveRuns.LATER)]
 
 
 def test_several_gradients_are_added_in_one_step() -> None:
@@ -87,8 +89,8 @@ def test_several_gradients_are_added_in_one_step() -> None:
     ]
     accumulators = [program.add_accumulator(i, layout) for i, layout in enumerate(layouts)]
     for accumulator in accumulators:
-        program.add_allocate(accumulator, When.FIRST)
-    program.add_accumulate_all(accumulators, values, When.LATER)
+        program.add_allocate(accumulator, ActiveRuns.FIRST)
+    program.add_accumulate_all(accumulators, values, ActiveRuns.LATER)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True)]
     before: list[Tensor | None] = [
@@ -108,7 +110,7 @@ def test_a_step_with_fewer_values_than_accumulators_is_refused() -> None:
     layout = Layout((3,), (1,), torch.float32)
     accumulator = program.add_accumulator(0, layout)
     with pytest.raises(RuntimeError, match="1 accumulators, but 0 values"):
-        program.add_accumulate_all([accumulator], [], When.LATER)
+        program.add_accumulate_all([accumulator], [], ActiveRuns.LATER)
 
 
 @pytest.mark.cuda
