@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import compress
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
@@ -20,13 +19,13 @@ from gpipe_fast.runtime.compiled import (
     SegmentKey,
     TracedStage,
 )
+from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
 from gpipe_fast.trace import python_reads
 from gpipe_fast.trace.fingerprint import fingerprint
-from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
+from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.python_reads import PythonReads
-from gpipe_fast.trace.symbolic import Template, TraceSample, equal
-from gpipe_fast.trace.trace import JointGraph, TraceContext, trace, trace_symbolic
+from gpipe_fast.trace.trace import JointGraph, trace
 from gpipe_fast.trace.traceability import Untraceable
 
 
@@ -40,27 +39,10 @@ class CompilationFailure:
 
 # The maximum number of traces of a stage, for shapes or constants that no template covers.
 MAX_TRACES = 64
-# The maximum number of symbolic traces for stages that differ only in sizes.
-_MAX_TEMPLATE_ATTEMPTS = 3
 
 
 class TooManyTraces(Untraceable):
     """The reason not to trace a stage that has been traced for too many shapes or constants already."""
-
-
-@dataclass
-class _ShapeFamily:
-    """A stage for inputs that differ only in sizes.
-
-    Attributes:
-        samples: the first two traces.
-        template: a symbolic trace for all sizes; None if there is none yet.
-        num_attempts: the number of attempts to make a template.
-    """
-
-    samples: list[TraceSample] = field(default_factory=list)
-    template: Template | None = None
-    num_attempts: int = 0
 
 
 class Compiler:
@@ -86,7 +68,7 @@ class Compiler:
         # By fingerprint, the Python state that the layers read during their first trace.
         self._known_reads: OrderedDict[Hashable, list[PythonReads]] = OrderedDict()
         self._traces: OrderedDict[Hashable, TracedStage] = OrderedDict()
-        self._families: OrderedDict[tuple[Hashable, Hashable, TorchModes], _ShapeFamily] = OrderedDict()
+        self._families: OrderedDict[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = OrderedDict()
         self._compiled: Cache[tuple[SegmentKey, GradientLayouts], CompiledStage] = Cache(4 * limit)
 
     def compile(
@@ -250,11 +232,14 @@ class Compiler:
             self._traces.move_to_end(key)
             return self._traces[key]
         family = self._families.setdefault(
-            (layers, _family_key(inputs, gradient_layouts), modes), _ShapeFamily()
+            (layers, family_key(inputs, gradient_layouts), modes), ShapeFamily()
         )
         num_attempts = family.num_attempts
-        joint = self._instantiate(family, stage, inputs, gradient_layouts)
-        if joint is None:
+        joint = family.instantiate(stage, inputs, gradient_layouts)
+        self.num_traces += family.num_attempts - num_attempts
+        if joint is not None:
+            self.num_instantiated += 1
+        else:
             if (
                 enforce_limit
                 and self._max_traces is not None
@@ -301,74 +286,20 @@ class Compiler:
         return layers
 
     def _trace_concrete(
-        self, family: _ShapeFamily, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts
+        self, family: ShapeFamily, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts
     ) -> JointGraph | Untraceable:
         """Traces a stage for these sizes, without symbols, and keeps the trace as a sample."""
         self.num_traces += 1
         joint = trace(
             stage.layers,
-            _example_inputs(inputs),
+            inputs.examples(),
             gradient_layouts,
             inputs.structure,
-            _trace_context(stage, inputs),
+            stage.trace_context(inputs),
         )
-        if isinstance(joint, JointGraph) and len(family.samples) < 2:
-            family.samples.append(_sample(inputs, gradient_layouts, joint))
+        if isinstance(joint, JointGraph):
+            family.add_sample(inputs, gradient_layouts, joint)
         return joint
-
-    def _instantiate(
-        self, family: _ShapeFamily, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts
-    ) -> JointGraph | None:
-        """Returns the graph that the template gives for these sizes, or None.
-
-        The template is made here, by a symbolic trace, once two sizes have been traced.
-        """
-        shapes, strides = [s.shape for s in inputs.tensors], [s.strides for s in inputs.tensors]
-        if family.template is not None:
-            joint = family.template.instantiate(shapes, strides, gradient_layouts)
-            if joint is not None:
-                self.num_instantiated += 1
-                return joint
-        varying = _varying_dims([*(sample.shapes for sample in family.samples), tuple(shapes)])
-        sizes = [size for shape, dims in zip(shapes, varying, strict=True) for size in compress(shape, dims)]
-        # PyTorch specializes symbolic traces on sizes of 0 and 1.
-        if (
-            len(family.samples) < 2
-            or family.num_attempts == _MAX_TEMPLATE_ATTEMPTS
-            or min(sizes, default=0) < 2
-        ):
-            return None
-        family.num_attempts += 1
-        self.num_traces += 1
-        found = trace_symbolic(
-            stage.layers,
-            _example_inputs(inputs),
-            gradient_layouts,
-            inputs.structure,
-            _trace_context(stage, inputs),
-            varying,
-        )
-        if found is None:
-            return None
-        template = Template(*found)
-        joint = template.instantiate(shapes, strides, gradient_layouts)
-        if joint is None or not _reproduces(template, family.samples):
-            return None
-        family.template = template
-        self.num_instantiated += 1
-        return joint
-
-
-def _varying_dims(seen: Sequence[Sequence[Sequence[int]]]) -> list[list[bool]]:
-    """Returns, for each tensor, which dimensions differ between calls, given the shapes in each call."""
-    return [[len(set(sizes)) > 1 for sizes in zip(*each, strict=True)] for each in zip(*seen, strict=True)]
-
-
-def _reproduces(template: Template, samples: Sequence[TraceSample]) -> bool:
-    """Returns whether a template reproduces the sample traces; at least one must be within its range."""
-    again = [(s.joint, template.instantiate(s.shapes, s.strides, s.gradient_layouts)) for s in samples]
-    known = [equal(joint, written) for joint, written in again if written is not None]
-    return bool(known) and all(known)
 
 
 @overload
@@ -390,33 +321,6 @@ def _skip_tensors(skips: Sequence[int], boundary: BoundarySpec) -> Iterator[tupl
     """Yields, for each skip tensor that is not None, its index in the boundary and its skip's number."""
     tensors = (number for number, is_tensor in zip(skips, boundary.skips, strict=True) if is_tensor)
     return enumerate(tensors, boundary.num_plain)
-
-
-def _trace_context(stage: Stage, inputs: BoundarySpec) -> TraceContext:
-    """Returns the context of the stage's layers in a trace: its skip connections, batch norm and device."""
-    pops, stashes = stage.keys(stage.pops), stage.keys(stage.stashes)
-    return TraceContext(pops, inputs.skips, stashes, stage.deferred, stage.device)
-
-
-def _example_inputs(inputs: BoundarySpec) -> list[Tensor]:
-    return [spec.example() for spec in inputs.tensors]
-
-
-def _sample(inputs: BoundarySpec, gradient_layouts: GradientLayouts, joint: JointGraph) -> TraceSample:
-    specs = inputs.tensors
-    return TraceSample(
-        tuple(s.shape for s in specs), tuple(s.strides for s in specs), gradient_layouts, joint
-    )
-
-
-def _family_key(inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Hashable:
-    """Returns everything about the inputs and their gradients except sizes."""
-    return (
-        inputs.structure,
-        inputs.skips,
-        tuple((len(s.shape), s.dtype, s.device, s.requires_grad) for s in inputs.tensors),
-        tuple((i, None if strides is None else dim_order(strides)) for i, strides in gradient_layouts),
-    )
 
 
 def _joined_strides(outputs: Sequence[tuple[TensorSpec, ...]], dim: int, count: int) -> list[GradientStrides]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restore_operator_settings
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
-from gpipe_fast.trace.trace import buffers_of, parameters_of
+from gpipe_fast.trace.trace import TraceContext, buffers_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,10 @@ class BoundarySpec:
         skips = [next(skip_specs) if is_tensor else None for is_tensor in self.skips]
         return BoundarySpec(self.tensors[: self.num_plain], self.structure), skips
 
+    def examples(self) -> list[Tensor]:
+        """Returns an uninitialized tensor for each spec."""
+        return [spec.example() for spec in self.tensors]
+
 
 def form_of(boundary: BoundarySpec) -> BoundaryForm:
     """Returns the C++ form of boundary specs: their nesting, and which tensors need gradients."""
@@ -242,6 +246,11 @@ class Stage:
     def keys(self, skips: Sequence[int]) -> list[Key]:
         """Returns the keys under which layers stash and pop these skip connections."""
         return [self.skips[i].key for i in skips]
+
+    def trace_context(self, inputs: BoundarySpec) -> TraceContext:
+        """Returns the context of the layers in a trace: their skip connections, batch norm and device."""
+        pops, stashes = self.keys(self.pops), self.keys(self.stashes)
+        return TraceContext(pops, inputs.skips, stashes, self.deferred, self.device)
 
     def parameters(self) -> list[int]:
         """Returns the layers' parameters as indices into the whole stage's, in the order of the ports."""

@@ -1,0 +1,100 @@
+"""Shape families: a stage's traces that differ only in sizes, and a template for all of these sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+from gpipe_fast.runtime.stage import BoundarySpec, Stage
+from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
+from gpipe_fast.trace.symbolic import Template, TraceSample, equal
+from gpipe_fast.trace.trace import JointGraph, trace_symbolic
+
+# The number of traces that a template must reproduce.
+_NUM_SAMPLES = 2
+# The maximum number of symbolic traces for stages that differ only in sizes.
+_MAX_TEMPLATE_ATTEMPTS = 3
+
+
+@dataclass
+class ShapeFamily:
+    """A stage for inputs that differ only in sizes.
+
+    Attributes:
+        samples: the first two traces.
+        template: a symbolic trace for all sizes; None if there is none yet.
+        num_attempts: the number of attempts to make a template, each of which is one symbolic trace.
+    """
+
+    samples: list[TraceSample] = field(default_factory=list)
+    template: Template | None = None
+    num_attempts: int = 0
+
+    def add_sample(self, inputs: BoundarySpec, gradient_layouts: GradientLayouts, joint: JointGraph) -> None:
+        """Keeps a trace as a sample, if it is one of the first two."""
+        if len(self.samples) < _NUM_SAMPLES:
+            shapes = tuple(spec.shape for spec in inputs.tensors)
+            strides = tuple(spec.strides for spec in inputs.tensors)
+            self.samples.append(TraceSample(shapes, strides, gradient_layouts, joint))
+
+    def instantiate(
+        self, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts
+    ) -> JointGraph | None:
+        """Returns the graph that the template gives for these sizes, or None.
+
+        The template is made here, by a symbolic trace, once two sizes have been traced.
+        """
+        shapes, strides = [s.shape for s in inputs.tensors], [s.strides for s in inputs.tensors]
+        if self.template is not None:
+            joint = self.template.instantiate(shapes, strides, gradient_layouts)
+            if joint is not None:
+                return joint
+        varying = _varying_dims([*(sample.shapes for sample in self.samples), tuple(shapes)])
+        sizes = [size for shape, dims in zip(shapes, varying, strict=True) for size in compress(shape, dims)]
+        # PyTorch specializes symbolic traces on sizes of 0 and 1.
+        if (
+            len(self.samples) < _NUM_SAMPLES
+            or self.num_attempts == _MAX_TEMPLATE_ATTEMPTS
+            or min(sizes, default=0) < 2
+        ):
+            return None
+        self.num_attempts += 1
+        found = trace_symbolic(
+            stage.layers,
+            inputs.examples(),
+            gradient_layouts,
+            inputs.structure,
+            stage.trace_context(inputs),
+            varying,
+        )
+        if found is None:
+            return None
+        template = Template(*found)
+        joint = template.instantiate(shapes, strides, gradient_layouts)
+        if joint is None or not _reproduces(template, self.samples):
+            return None
+        self.template = template
+        return joint
+
+
+def family_key(inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Hashable:
+    """Returns everything about the inputs and their gradients except sizes."""
+    return (
+        inputs.structure,
+        inputs.skips,
+        tuple((len(s.shape), s.dtype, s.device, s.requires_grad) for s in inputs.tensors),
+        tuple((i, None if strides is None else dim_order(strides)) for i, strides in gradient_layouts),
+    )
+
+
+def _varying_dims(seen: Sequence[Sequence[Sequence[int]]]) -> list[list[bool]]:
+    """Returns, for each tensor, which dimensions differ between calls, given the shapes in each call."""
+    return [[len(set(sizes)) > 1 for sizes in zip(*each, strict=True)] for each in zip(*seen, strict=True)]
+
+
+def _reproduces(template: Template, samples: Sequence[TraceSample]) -> bool:
+    """Returns whether a template reproduces the sample traces; at least one must be within its range."""
+    again = [(s.joint, template.instantiate(s.shapes, s.strides, s.gradient_layouts)) for s in samples]
+    known = [equal(joint, written) for joint, written in again if written is not None]
+    return bool(known) and all(known)
