@@ -17,6 +17,7 @@ from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import verify_skippables
 from gpipe_fast.layers.structure import BatchDim, CallArguments, Inputs
 
+BACKENDS = ("auto", "aten", "eager")
 CHECKPOINT_MODES = ("always", "except_last", "never")
 TRANSPORTS = ("auto", "peer", "pinned")
 _HOLD_A_TENSOR = "a mini-batch needs at least one tensor, which is split into micro-batches"
@@ -62,6 +63,17 @@ def checked_grad_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
+def checked_backend(backend: str) -> str:
+    """Returns the backend.
+
+    Raises:
+        ValueError: `backend` is not one of `BACKENDS`.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    return backend
+
+
 def checked_transport(transport: str) -> str:
     """Returns the transport for boundary tensors between GPUs.
 
@@ -71,6 +83,17 @@ def checked_transport(transport: str) -> str:
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is not one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     return transport
+
+
+def checked_threads_per_stage(threads: int | None) -> int | None:
+    """Returns the number of intra-op threads of each stage.
+
+    Raises:
+        ValueError: `threads` is neither a positive integer nor None.
+    """
+    if threads is not None and (type(threads) is not int or threads <= 0):
+        raise ValueError(f"threads_per_stage must be a positive integer or None, got {threads!r}")
+    return threads
 
 
 def checked_batch_dim(batch_dim: int | Iterable[int]) -> BatchDim:

@@ -18,18 +18,17 @@ from gpipe_fast.arguments import (
     check_inputs,
     check_module,
     check_signature,
-    checked_batch_dim,
-    checked_checkpoint,
-    checked_chunks,
+    checked_backend,
     checked_grad_dtype,
     checked_transport,
 )
 from gpipe_fast.balance.automatic import default_balance
+from gpipe_fast.call_settings import CallSettings
 from gpipe_fast.container import Container
 from gpipe_fast.devices import Device
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
-from gpipe_fast.layers.structure import ONE_TENSOR, BatchDim, Inputs
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.connections import connections_of, describe_connections
@@ -51,10 +50,8 @@ _NOT_COPIED = frozenset(
 # A copied `_compiled_call_impl` would call the original module; nn.Module does not copy it either.
 _NOT_COPIED |= {"_hook_planner", "_compiled_call_impl"}
 
-BACKENDS = ("auto", "aten", "eager")
 
-
-class GPipe(Container):
+class GPipe(CallSettings, Container):
     """Trains a sequence of layers as a pipeline of stages over micro-batches.
 
     Outputs, gradients and buffers equal those of ``torch.cat([module(c) for c in x.chunk(chunks)])``, bit for
@@ -136,9 +133,7 @@ class GPipe(Container):
         self._deferred_batch_norm = bool(deferred_batch_norm)
         if self._deferred_batch_norm:
             check_can_defer(module.named_children())
-        if backend not in BACKENDS:
-            raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-        self.backend = backend
+        self.backend = checked_backend(backend)
         self.grad_dtype = checked_grad_dtype(grad_dtype)
         self.transport = checked_transport(transport)
         self._connections = connections_of(self._balance, self._devices, skips_of(module), self.transport)
@@ -211,63 +206,6 @@ class GPipe(Container):
     def capture(self, capture: bool) -> None:
         self._capture = bool(capture)
         self._pipeline.set_capture(self._capture)
-
-    @property
-    def chunks(self) -> int | Literal["auto"]:
-        """The number of micro-batches, or 'auto': four per stage, at most one per sample. May be set.
-
-        Raises:
-            ValueError: On assignment, the value is invalid. The old value is kept.
-        """
-        return self._chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int | Literal["auto"]) -> None:
-        self._chunks = checked_chunks(chunks)
-
-    @property
-    def batch_dim(self) -> BatchDim:
-        """The batch dimension, of all inputs or of each input that is split; may be set between calls.
-
-        Raises:
-            TypeError: On assignment, the value is not made of integers. The old value is kept.
-            ValueError: On assignment, the value is empty. The old value is kept.
-        """
-        return self._batch_dim
-
-    @batch_dim.setter
-    def batch_dim(self, batch_dim: int | Iterable[int]) -> None:
-        self._batch_dim = checked_batch_dim(batch_dim)
-
-    @property
-    def checkpoint(self) -> str:
-        """Which micro-batches recompute: 'always', 'except_last' or 'never'; may be set between calls.
-
-        Raises:
-            ValueError: On assignment, the value is invalid. The old value is kept.
-        """
-        return self._checkpoint
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
-        self._checkpoint = checked_checkpoint(checkpoint)
-
-    @property
-    def threads_per_stage(self) -> int | None:
-        """The number of intra-op threads of each stage; may be set between calls.
-
-        None, the default, divides the caller's threads (``torch.get_num_threads()``) among the stages.
-
-        Raises:
-            ValueError: On assignment, the value is invalid. The old value is kept.
-        """
-        return self._threads_per_stage
-
-    @threads_per_stage.setter
-    def threads_per_stage(self, threads: int | None) -> None:
-        if threads is not None and (type(threads) is not int or threads <= 0):
-            raise ValueError(f"threads_per_stage must be a positive integer or None, got {threads!r}")
-        self._threads_per_stage = threads
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
