@@ -1,4 +1,4 @@
-"""The warning about sequence-first layers; test_gpipe.py tests the warning about idle stages."""
+"""The warnings about sequence-first layers and about idle stages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from gpipe_fast import GPipe
 from gpipe_fast.layers.structure import BatchDims
 from gpipe_fast.usage_warnings import warn_sequence_first
+from tests.models import features, mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,3 +80,50 @@ def test_batch_first_layers_and_modules_inside_user_modules_are_not_warned_about
         ):
             GPipe(nn.Sequential(layer, nn.Tanh()), [2], chunks=4)(x)
         GPipe(nn.Sequential(block(), nn.Tanh()), [2], chunks=3, batch_dim=1)(x)
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_too_few_micro_batches_are_warned_about_once() -> None:
+    """Once per process for the same numbers, and once per model."""
+    message = "^3 micro-batches on 2 stages leave the stages idle for up to 25% of a step; pass chunks=8 "
+    pipe, x = GPipe(mlp(), [2, 3], chunks=3), features()
+    with pytest.warns(UserWarning, match=message) as caught:
+        pipe(x)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for without_warnings in (
+            pipe,
+            GPipe(mlp(), [2, 3], chunks=3),
+            GPipe(mlp(), [3, 2], chunks=3),
+            GPipe(mlp(), [2, 3], chunks=8),
+            GPipe(mlp(), [5], chunks=1),
+            GPipe(mlp(), [2, 3], chunks=4).eval(),
+        ):
+            without_warnings(x)
+        pipe.chunks = 4
+        pipe(x)
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_other_numbers_of_micro_batches_are_warned_about_again() -> None:
+    x = features()
+    for chunks, balance, message in (
+        (3, [2, 3], "^3 micro-batches on 2 stages leave the stages idle for up to 25% "),
+        (1, [2, 3], "^1 micro-batch on 2 stages leaves the stages idle for up to 50% "),
+        (3, [2, 2, 1], "^3 micro-batches on 3 stages leave the stages idle for up to 40% "),
+    ):
+        with pytest.warns(UserWarning, match=message):
+            GPipe(mlp(), balance, chunks=chunks)(x)
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_the_pytest_filter_hides_the_warning_about_few_micro_batches(pytestconfig: pytest.Config) -> None:
+    """The filter in pyproject.toml matches the message for one micro-batch and for several."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for line in pytestconfig.getini("filterwarnings"):
+            action, message = line.split(":", 1)
+            warnings.filterwarnings(action, message)
+        for chunks in (1, 2):
+            GPipe(mlp(), [2, 3], chunks=chunks)(features())
