@@ -36,6 +36,11 @@ def convolutions() -> nn.Sequential:
     )
 
 
+def batch_normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 4))
+
+
 def noisy() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
