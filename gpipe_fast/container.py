@@ -121,8 +121,8 @@ class Container(LayerSequence):
     def partitions(self) -> nn.ModuleList:
         """The layers of each stage as a `Sequential`, under their names.
 
-        This is a view that is created at each access. It contains the layers themselves, but hooks that are
-        registered on it, or modules that are added to it, have no effect on the pipeline.
+        Each access creates a new view, which contains the layers themselves. Hooks that are registered on the
+        view, and modules that are added to it, have no effect on the pipeline.
         """
         layers, found = iter(self.named_children()), nn.ModuleList()
         for size in self._balance:

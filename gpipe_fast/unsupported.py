@@ -1,9 +1,9 @@
 """Transforms, tracers, modes and hooks around a call that cannot observe a pipeline.
 
 A pipeline runs programs in C++, on its own threads. Transforms, tracers and dual numbers would give wrong
-results and are refused. Dispatch and function modes and hooks on saved tensors observe nothing, which is
-reported by one warning each. All of them are disabled while a plan is made, so that they are not traced with
-the layers. The check runs in every call, so it reads PyTorch's cheap counters first.
+results and are rejected. Dispatch and function modes and hooks on saved tensors observe nothing, which is
+reported by one warning each. Modes and hooks are disabled while a plan is made, so that they are not traced
+with the layers. The check runs in every call, so it reads PyTorch's cheap counters first.
 """
 
 from __future__ import annotations

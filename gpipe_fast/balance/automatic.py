@@ -121,12 +121,12 @@ def default_balance(
     threads: int | None = None,
     device: Device | None = None,
 ) -> list[int]:
-    """Returns the default balance: that of `balance_by_time`, with at most one partition per layer.
+    """Returns the default balance, by measured time like `balance_by_time`; at most one partition per layer.
 
     Args:
         partitions: the maximum number of partitions, at least 1.
         module: the layers; without layers the balance is empty.
-        microbatch: the first layer's argument, or a `structure.Call` with its arguments.
+        microbatch: the first layer's argument, or a `structure.CallArguments` with its arguments.
         timeout: the time to measure for, in seconds.
         threads: intra-op threads of a stage; by default the caller's threads divided by the partitions.
         device: the device to measure on; by default CUDA if available, else the CPU.

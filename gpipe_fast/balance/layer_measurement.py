@@ -157,9 +157,8 @@ class LayerMeasurement:
     def _inputs(self) -> tuple[Any, dict[Key, Tensor | None]]:
         """Returns copies, which the layer may change, of its argument and of the skip tensors it pops."""
         popped = {key: None if x is None else _leaf(x).clone() for key, x in self._popped.items()}
-        return self._layer_input.structure.build(
-            [_leaf(x).clone() for x in self._layer_input.tensors]
-        ), popped
+        tensors = [_leaf(x).clone() for x in self._layer_input.tensors]
+        return self._layer_input.structure.build(tensors), popped
 
     def _store_output(self, output: Any, stashed: Mapping[Key, Tensor | None]) -> list[Tensor]:
         """Stores the layer's output for the next layer; returns its tensors with their autograd history."""

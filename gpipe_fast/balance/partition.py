@@ -91,7 +91,7 @@ def _min_max_cost(prefix: Sequence[int], partitions: int) -> int:
     """Returns the minimal cost of the most expensive partition, if no cost is negative."""
 
     def fits(bound: int) -> bool:
-        # Greedy: each partition takes as many layers as fit. Using fewer partitions is fine, because cutting
+        # Greedy: each partition takes as many layers as fit. Using fewer partitions is fine, because dividing
         # one of them further never raises the maximum.
         end = 0
         for _ in range(partitions):
@@ -126,29 +126,26 @@ class _PartitionSolver:
     variance. Let ``best_k[n]`` be the minimum for the first n layers in k partitions, of which the last
     starts at layer j::
 
-        best_k[n] = min over j of best_{k-1}[j] + f(before[n] - before[j])
+        best_k[n] = min over j of best_{k-1}[j] + f(prefix[n] - prefix[j])
 
-    f is the square, plus a penalty beyond the bound that exceeds the sum of squares of any cut within it. f
-    is convex, so if ``before`` is non-decreasing, the optimal j is non-decreasing in n: solving the middle n
-    of a row first halves the search for the others (divide and conquer).
+    f is the square, plus a penalty for costs beyond the bound. The penalty exceeds the sum of squares of any
+    partitioning within the bound. f is convex, so if ``prefix`` is non-decreasing, the optimal j is
+    non-decreasing in n: solving the middle n of a row first halves the search for the others (divide and
+    conquer).
 
     Args:
         prefix: prefix sums of the costs: the cost of all layers before each layer, and then the total.
         partitions: the number of partitions.
-        bound: the largest cost of a partition; a cut within the bound must exist.
+        bound: the largest cost of a partition; a partitioning within the bound must exist.
         span: an upper bound on the cost of any partition.
-        non_decreasing: whether ``before`` is non-decreasing.
+        non_decreasing: whether ``prefix`` is non-decreasing.
     """
 
     def __init__(
         self, prefix: Sequence[int], partitions: int, bound: int, span: int, non_decreasing: bool
     ) -> None:
-        self._prefix, self._partitions, self._bound, self._non_decreasing = (
-            prefix,
-            partitions,
-            bound,
-            non_decreasing,
-        )
+        self._prefix, self._partitions = prefix, partitions
+        self._bound, self._non_decreasing = bound, non_decreasing
         self._penalty = partitions * span * span + 1
         self._best: list[int] = []
         self._next: list[int] = []

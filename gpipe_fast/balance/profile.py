@@ -47,8 +47,8 @@ class LayerProfile:
         parameter_bytes: size of the parameters, without gradients.
         activation_bytes: size of the tensors that autograd saves for the backward, each storage counted once,
             without parameters and buffers. A saved input counts, though the previous layer may save it too.
-        boundary_bytes: size of the tensors that would cross a cut after the layer: the layer's output, and
-            skip tensors stashed by then but not popped yet.
+        boundary_bytes: size of the tensors that would cross a stage boundary after the layer: the layer's
+            output, and skip tensors stashed by then but not popped yet.
     """
 
     index: int
@@ -143,7 +143,7 @@ def profile(
         raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {place}")
     check_layers_fit(layers, place)
     num_visits = len(layers) * (1 if timeout is None else 1 + MIN_ROUNDS)
-    # A sample that is not cut may be a `Call`, to whose tensors `batch_dim` does not apply.
+    # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.
     batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
     with _isolated_random_state(place), _progress_bar(progress, num_visits) as advance:
         first = first_microbatch(sample, chunks, place, batch_dim)
@@ -274,8 +274,9 @@ class _Rounds:
         share = self._timeout / (TARGET_ROUNDS * len(self._layers))
         begun, spent, rounds = perf_counter(), 0.0, 0
         while rounds < MIN_ROUNDS or spent < self._timeout:
-            for times, more in zip(found, self.run_round(lambda visit: visit.times(share)), strict=True):
-                times += more
+            new_times = self.run_round(lambda measurement: measurement.times(share))
+            for times, new in zip(found, new_times, strict=True):
+                times += new
             rounds, spent = rounds + 1, perf_counter() - begun
             self._expected = 1 + max(MIN_ROUNDS, math.ceil(rounds * max(1.0, self._timeout / spent)))
         return found

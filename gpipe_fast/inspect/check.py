@@ -185,10 +185,8 @@ def _compare(
         steps = STEPS_ON_GPUS if any(place.type == "cuda" for place in stage_devices) else 1
         reports = [verify(model, x, lambda y: y.square().mean()) for _ in range(steps)]
     except Exception as error:
-        return (
-            False,
-            f"FAILED: {type(error).__name__}: {str(error).partition(chr(10))[0][:MAX_MESSAGE_LENGTH]}",
-        )
+        first_line = str(error).partition("\n")[0][:MAX_MESSAGE_LENGTH]
+        return False, f"FAILED: {type(error).__name__}: {first_line}"
     return all(reports), _describe(min(reports, key=bool))
 
 
@@ -220,8 +218,8 @@ class _Block(nn.Module):
         )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
-        done: Tensor = x + self.feed_forward(self.norms[1](x))
-        return done
+        output: Tensor = x + self.feed_forward(self.norms[1](x))
+        return output
 
 
 class _Branch(nn.Module):

@@ -38,9 +38,9 @@ def doctor(model: GPipe | None = None) -> str:
     if model is not None:
         sections += [
             ("stages", _stages(model)),
-            ("layers in Python", _in_python(model)),
+            ("Python layers", _in_python(model)),
             ("transport", _transport(model)),
-            ("graph_lines", graph_lines(model)),
+            ("CUDA graphs", graph_lines(model)),
         ]
         costs = model._planner.module_warnings.costs
         sections += [("avoidable costs", costs)] if costs else []
@@ -75,8 +75,8 @@ def _graph_line(report: GraphReport) -> str:
     return f"{what}: {report.num_nodes} nodes, {memory_text}; {ran}"
 
 
-def _section(layer_title: str, lines: Sequence[str]) -> str:
-    return "\n".join([layer_title, *(f"  {line}" for line in lines or ["nothing"])])
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  {line}" for line in lines or ["nothing"])])
 
 
 def _versions() -> list[str]:

@@ -103,7 +103,7 @@ def verify(
 ) -> Report:
     """Compares one step of ``model`` with one step of the plain micro-batch loop over the same layers.
 
-    Both steps start from the same parameters, buffers and random state, in the present train or eval mode and
+    Both steps start from the same parameters, buffers and random state, in the current train or eval mode and
     autocast settings, with as many intra-op threads as a stage has. Parameters, buffers, gradients and the
     random state are restored afterwards, also after an error. The running statistics of deferred batch norm
     are not compared, since the plain loop does not compute them::
@@ -118,7 +118,7 @@ def verify(
             The last one may be ``loss_fn``.
         loss_fn: A function from the output of ``model`` to a tensor with one element. It is called twice,
             with equal random states.
-        chunks: The number of micro-batches, or 'auto'; by default that of ``model``.
+        chunks: The number of micro-batches, or 'auto'; by default ``model.chunks``.
         all: Whether the printed report includes equal tensors.
         kwargs: The keyword arguments of ``model``. Pass arguments named ``model``, ``loss_fn``, ``chunks`` or
             ``all`` by position.
@@ -196,9 +196,7 @@ def _fixed_settings(model: GPipe, batch: int, chunks: int | Literal["auto"] | No
     cached = torch.is_autocast_cache_enabled()
     try:
         model.chunks = model.chunks if chunks is None else chunks
-        model._warned_of_idle_stages = (
-            True  # suppresses the warning of idle stages, since this is not training
-        )
+        model._warned_of_idle_stages = True  # suppresses the warning, since this is not training
         model.threads_per_stage = before[1] or max(1, before[3] // max(1, len(model.balance)))
         torch.set_num_threads(model.threads_per_stage)
         # A weight in autocast's cache would accumulate the gradients of several micro-batches.
@@ -335,7 +333,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Returns where two tensors of the same dtype and shape have the same bits, or are both NaN."""
+    """Returns, by element, whether two tensors of one dtype and shape have equal bits, or are both NaN."""
     if a.is_complex():
         return _same_bits(*(torch.view_as_real(t.resolve_conj()) for t in (a, b))).all(-1)
     integers = _INTEGER_DTYPES[a.element_size()]

@@ -1,7 +1,7 @@
 """Deferred batch norm: running statistics are updated once per mini-batch instead of once per micro-batch.
 
 Each micro-batch is still normalised by its own statistics. During a mini-batch, the buffers of the running
-statistics hold the accumulated ones of its micro-batches (see csrc/pipeline/statistics.h).
+statistics hold the accumulated statistics of its micro-batches (see csrc/pipeline/statistics.h).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _merge_statistics(
     batch_variance: Tensor,
     batch_count: int,
 ) -> None:
-    """Merges the statistics of one micro-batch into the accumulated ones, in place.
+    """Merges the statistics of one micro-batch into the accumulated statistics, in place.
 
     Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances
     (1979), applied to the variance instead of the sum of squares, which 16-bit buffers could not hold.
@@ -121,11 +121,10 @@ def check_can_defer(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
                     f"{layer_title(name, module)} synchronises its statistics between processes for each "
-                    "micro-batch; deferred_batch_norm=True supports "
-                    "BatchNorm1d, 2d, 3d"
+                    "micro-batch; deferred_batch_norm=True supports BatchNorm1d, 2d, 3d"
                 )
-            own = isinstance(module, _BatchNorm) and not isinstance(module, _DeferredBatchNorm)
-            if own and module.track_running_stats and type(module) not in _DEFERRED_CLASSES:
+            not_deferred = isinstance(module, _BatchNorm) and not isinstance(module, _DeferredBatchNorm)
+            if not_deferred and module.track_running_stats and type(module) not in _DEFERRED_CLASSES:
                 raise ValueError(
                     f"{layer_title(name, module)} has a custom class, whose statistics cannot be deferred "
                     "because its computation is unknown; deferred_batch_norm=True supports "
@@ -149,8 +148,8 @@ def enable_deferral(layers: Iterable[nn.Module]) -> None:
 
 
 def statistics_indices(layers: Iterable[nn.Module], buffers: Sequence[Tensor]) -> list[Statistics]:
-    """Returns where the running statistics of batch norms in training mode are among a stage's buffers."""
-    indices = {id(buffer): place for place, buffer in enumerate(buffers)}
+    """Returns the indices, among a stage's buffers, of running statistics of batch norms in training mode."""
+    indices = {id(buffer): index for index, buffer in enumerate(buffers)}
     found: dict[int, Statistics] = {}
     for layer in layers:
         for _, module in _deferring_modules(layer):
@@ -161,7 +160,7 @@ def statistics_indices(layers: Iterable[nn.Module], buffers: Sequence[Tensor]) -
 
 def statistics_names(module: nn.Module) -> set[str]:
     """Returns the ``state_dict`` keys of the statistics that a pipeline defers, given the modules' modes."""
-    return {f"{name}.{own}" for name, _ in _deferring_modules(module) for own in _STATISTICS}
+    return {f"{name}.{buffer}" for name, _ in _deferring_modules(module) for buffer in _STATISTICS}
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

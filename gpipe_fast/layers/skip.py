@@ -99,7 +99,7 @@ class Skippable(nn.Module):
     poppable_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Creates the module of the decorated class from the latter's arguments."""
+        """Creates the decorated module from the arguments of its class."""
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
         self.namespaces: dict[str, Namespace] = {}
@@ -121,7 +121,7 @@ class Skippable(nn.Module):
         return [self.namespaced(name) for name in self.poppable_names]
 
     def isolate(self: _Self, ns: Namespace, *, only: Iterable[str] | None = None) -> _Self:
-        """Puts names of this module into a namespace, in which equal names denote other tensors.
+        """Puts names of this module into a namespace; equal names in two namespaces denote distinct tensors.
 
         ::
 
@@ -236,7 +236,7 @@ def skippable(
     stashable_names, poppable_names = _names("stash", stash), _names("pop", pop)
 
     def decorate(module_cls: type[nn.Module]) -> type[Skippable]:
-        made = type(
+        skippable_cls = type(
             module_cls.__name__,
             (Skippable,),
             {
@@ -250,7 +250,7 @@ def skippable(
         )
         # Pickling finds the class here: its own name now denotes the Skippable subclass.
         module_cls.__qualname__ += ".module_cls"
-        return made
+        return skippable_cls
 
     return decorate
 
@@ -268,7 +268,7 @@ def verify_skippables(module: nn.Module) -> None:
     """Checks that each skip tensor is stashed by one layer and popped by one later layer.
 
     Raises:
-        TypeError: Some do not match; the message has a line for each.
+        TypeError: A stash or pop has no match; the message has a line for each mismatch.
     """
     stashed: set[Key] = set()
     popped: set[Key] = set()
@@ -338,8 +338,8 @@ def skips_of(layers: Iterable[nn.Module]) -> list[Skip]:
         stashes, pops = declared(layer)
         internal_keys = set(stashes) & set(pops)
         for key in (key for key in pops if key not in internal_keys):
-            source, place = sources[key]
-            found.append(Skip(key, source, index, place))
+            source, stash_order = sources[key]
+            found.append(Skip(key, source, index, stash_order))
         sources |= {key: (index, next(order)) for key in stashes if key not in internal_keys}
     return found
 

@@ -86,8 +86,8 @@ def flatten(value: object, *, deduplicate: bool = False) -> tuple[list[Tensor], 
 
     Args:
         value: A nested value.
-        deduplicate: List a tensor that occurs several times once, so that the recipient of the rebuilt value
-            sees one tensor and accumulates the gradients of its uses as without the round trip.
+        deduplicate: Whether to list a tensor that occurs several times only once. The rebuilt value then
+            contains one tensor, whose uses accumulate their gradients as in the original value.
 
     Raises:
         TypeError: The value contains a leaf that is neither a tensor nor a constant.
@@ -148,7 +148,7 @@ class LayerSequence(nn.Module):
 
     @property
     def batch_dim(self) -> BatchDim:
-        """The dimension along which inputs are split: one for all, or one for each."""
+        """The dimension along which inputs are split: one for all tensors, or one for each tensor."""
         return 0
 
     def __len__(self) -> int:

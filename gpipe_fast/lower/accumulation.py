@@ -24,8 +24,8 @@ def sum_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
         own: the parameter's dtype.
         wanted: ``GPipe``'s ``grad_dtype``.
     """
-    lower = own in (torch.bfloat16, torch.float16)
-    return wanted if wanted is not None and lower else own
+    is_low_precision = own in (torch.bfloat16, torch.float16)
+    return wanted if wanted is not None and is_low_precision else own
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class AccumulationPolicy:
         """
         if node.target is not torch.ops.aten._to_copy.default or not isinstance(node.args[0], fx.Node):
             return False
-        flushed, after = node.args[0].meta["val"], node.meta["val"]
-        is_exact = flushed.dtype in (torch.bfloat16, torch.float16) and after.dtype is torch.float32
-        return is_exact and flushed.device.type == "cuda" and after.device == flushed.device
+        before, after = node.args[0].meta["val"], node.meta["val"]
+        is_exact = before.dtype in (torch.bfloat16, torch.float16) and after.dtype is torch.float32
+        return is_exact and before.device.type == "cuda" and after.device == before.device
 
 
 class PendingAccumulations:
-    """Pending gradients on a GPU, which one kernel adds to their accumulators."""
+    """Gradients on a GPU that wait for one kernel, which adds all of them to their accumulators."""
 
     def __init__(self) -> None:
         self._accumulators: list[int] = []

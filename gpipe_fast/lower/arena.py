@@ -29,7 +29,7 @@ class LiveRange:
 
 
 def assign_offsets(
-    lifetimes: Mapping[int, LiveRange], alignment: int = ALIGNMENT
+    live_ranges: Mapping[int, LiveRange], alignment: int = ALIGNMENT
 ) -> tuple[dict[int, int], int]:
     """Assigns offsets such that no two values that are live at the same step overlap.
 
@@ -37,23 +37,23 @@ def assign_offsets(
     free offset, in order of decreasing size (first fit decreasing).
 
     Args:
-        lifetimes: live ranges by value.
+        live_ranges: live ranges by value.
         alignment: alignment of offsets, in bytes.
 
     Returns:
         Each value's offset in bytes, a multiple of ``alignment``, and the total number of bytes.
     """
-    chains = _reuse_chains(lifetimes)
+    chains = _reuse_chains(live_ranges)
     placed: list[tuple[int, int, int, int]] = []  # begin, end, low, high
     offsets: dict[int, int] = {}
     total = 0
 
     def size_of(chain: Sequence[int]) -> int:
-        return -(-max(lifetimes[chain[0]].size, 1) // alignment) * alignment
+        return -(-max(live_ranges[chain[0]].size, 1) // alignment) * alignment
 
-    for chain in sorted(chains, key=lambda c: (-size_of(c), lifetimes[c[0]].begin)):
+    for chain in sorted(chains, key=lambda c: (-size_of(c), live_ranges[c[0]].begin)):
         size = size_of(chain)
-        begin, end = lifetimes[chain[0]].begin, lifetimes[chain[-1]].end
+        begin, end = live_ranges[chain[0]].begin, live_ranges[chain[-1]].end
         taken = sorted((low, high) for b, e, low, high in placed if b <= end and begin <= e)
         offset = 0
         for low, high in taken:
@@ -66,20 +66,20 @@ def assign_offsets(
     return offsets, total
 
 
-def _reuse_chains(lifetimes: Mapping[int, LiveRange]) -> list[Sequence[int]]:
+def _reuse_chains(live_ranges: Mapping[int, LiveRange]) -> list[Sequence[int]]:
     """Groups values that reuse one another's memory in place, in order of their live ranges."""
     chain_of: dict[int, list[int]] = {}
-    for value in sorted(lifetimes, key=lambda v: lifetimes[v].begin):
-        life = lifetimes[value]
-        for dying in life.reuses:
+    for value in sorted(live_ranges, key=lambda v: live_ranges[v].begin):
+        live_range = live_ranges[value]
+        for dying in live_range.reuses:
             chain = chain_of.get(dying)
-            before = lifetimes.get(dying)
+            before = live_ranges.get(dying)
             if (
                 chain
                 and before
                 and chain[-1] == dying
-                and before.end == life.begin
-                and before.size == life.size
+                and before.end == live_range.begin
+                and before.size == live_range.size
             ):
                 chain.append(value)
                 chain_of[value] = chain

@@ -20,7 +20,7 @@ def addmm_is_bitwise_equal(a: Tensor, b: Tensor) -> bool:
     return _trials_are_equal(_layout(a), _layout(b), a.dtype, torch.get_num_threads())
 
 
-# The number of result elements that must be equal before the order of summation counts as the same.
+# The number of result elements that must be equal before the order of summation counts as equal.
 _MIN_COMPARED_ELEMENTS = 512
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]

@@ -47,7 +47,7 @@ def check_saved_fraction(saved_fraction: SavedFraction) -> None:
     """Checks a saved fraction.
 
     Raises:
-        ValueError: ``share`` is not within 0 and 1.
+        ValueError: ``saved_fraction`` is not within 0 and 1.
     """
     if not FULL_RECOMPUTE <= saved_fraction <= NO_RECOMPUTE:
         raise ValueError(f"the fraction of activations to save must be within 0 and 1, got {saved_fraction}")

@@ -52,7 +52,7 @@ def lower(graph: StageGraph, accumulation: AccumulationPolicy = _DEFAULT_ACCUMUL
 
     Args:
         graph: the graph.
-        accumulation: how gradients of parameters are added up.
+        accumulation: how gradients of parameters are accumulated.
 
     Returns:
         A program that computes the graph's results with the graph's bits.
@@ -78,9 +78,8 @@ class _Lowering:
         # Base whose operator writes directly into an accumulator -> the gradient in that accumulator.
         self.direct_gradient_of: dict[fx.Node, Gradient] = {}
         self.returned_bases: set[fx.Node] = set()  # bases that the program returns
-        self.elided_sums: set[fx.Node] = (
-            set()
-        )  # sums that are elided because their terms are accumulated instead
+        # Sums that are elided, because their terms are accumulated instead.
+        self.elided_sums: set[fx.Node] = set()
         self.pending = PendingAccumulations()
 
     def run(self) -> ProgramIR:
@@ -248,7 +247,7 @@ class _Lowering:
     # Gradients of parameters
 
     def _gradients(self) -> list[Gradient]:
-        """Returns one gradient per parameter; a tied parameter's joins the terms of all its names."""
+        """Returns one gradient per parameter; for a tied parameter, with the terms of all its names."""
         found: dict[int, list[fx.Node]] = {}
         for port, node in self.graph.outputs:
             if port.role is GraphRole.PARAMETER_GRADIENT:
@@ -292,8 +291,8 @@ class _Lowering:
         complete_after: dict[fx.Node, list[Gradient]] = {}
         for gradient in gradients:
             bases = [self.sources[part].base for part in gradient.parts]
-            made = [b.args[0] if b.target is operator.getitem else b for b in bases]
-            last = max((m for m in made if isinstance(m, fx.Node)), key=order.__getitem__)
+            producers = [b.args[0] if b.target is operator.getitem else b for b in bases]
+            last = max((m for m in producers if isinstance(m, fx.Node)), key=order.__getitem__)
             complete_after.setdefault(last, []).append(gradient)
         return complete_after
 

@@ -38,12 +38,12 @@ def plan_memory(program: ProgramIR, device_type: str) -> None:
             last[base_of[used]] = position
     kept = {base_of[r] for r in program.results}
 
-    lifetimes = {
+    live_ranges = {
         i: LiveRange(_bytes(v), first[i], last[i], _reusable_arguments(program, steps[first[i]], i, base_of))
         for i, v in enumerate(values)
         if v.storage is StorageKind.ARENA and i in first
     }
-    offsets, program.arena_bytes = assign_offsets(lifetimes, ALIGNMENTS.get(device_type, ALIGNMENT))
+    offsets, program.arena_bytes = assign_offsets(live_ranges, ALIGNMENTS.get(device_type, ALIGNMENT))
     for i, offset in offsets.items():
         values[i] = replace(values[i], index=offset)
 
@@ -59,19 +59,19 @@ def plan_memory(program: ProgramIR, device_type: str) -> None:
 
 
 def parts(program: ProgramIR) -> tuple[int, int]:
-    """Returns the steps at which a program's second and third parts begin (see ``Program.parts``)."""
+    """Returns the steps at which a program's second and third parts begin (see ``ProgramIR.parts``)."""
     values, steps = program.values, program.steps
     base_of = _base_of_each(values)
     inputs = (i for i, v in enumerate(values) if v.storage is StorageKind.INPUT)
     late = {i for i, port in zip(inputs, program.inputs, strict=True) if port.role is GraphRole.TANGENT}
     results = {base_of[r] for r in program.results}
-    early, made = len(steps), 0
+    early, computed = len(steps), 0
     for position, step in enumerate(steps):
         if early == len(steps) and any(base_of[v] in late for v in _values_used(step)):
             early = position
         if any(base_of[v] in results for v in _values_written(step)):
-            made = position + 1
-    return early, max(early, made)
+            computed = position + 1
+    return early, max(early, computed)
 
 
 def _base_of_each(values: Sequence[Value]) -> list[int]:

@@ -167,12 +167,8 @@ class ProgramIR:
         """
         native = NativeProgram(arena, device)
         for value in self.values:
-            at = (
-                value.index
-                if parameters is None or value.storage not in _INDEXED_BY_PARAMETER
-                else parameters[value.index]
-            )
-            _add_value(native, value, at)
+            indices = parameters if value.storage in _INDEXED_BY_PARAMETER else None
+            _add_value(native, value, value.index if indices is None else indices[value.index])
         current: int | None = None
         for step, layer in zip(self.steps, _layers_of(self.steps), strict=True):
             if titles and layer is not None and layer != current:

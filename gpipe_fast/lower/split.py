@@ -1,4 +1,4 @@
-"""Partitioning of a joint graph into forward and backward, given the fraction of activations to save."""
+"""Splitting of a joint graph into forward and backward, given the fraction of activations to save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOINT_POSITION = "gpipe_fast_position"
 
 @dataclass(frozen=True)
 class StageGraph:
-    """One of the graphs a stage runs.
+    """One of the graphs that a stage runs.
 
     Attributes:
         name: ``forward``, ``forward_saving``, ``backward`` or ``backward_recompute``.
@@ -76,7 +76,7 @@ class SplitGraphs:
 
 
 def split(joint: JointGraph, saved_fraction: SavedFraction) -> SplitGraphs:
-    """Cuts a joint graph into forward and backward.
+    """Splits a joint graph into forward and backward.
 
     Args:
         joint: the joint graph of a traced stage.
@@ -84,7 +84,7 @@ def split(joint: JointGraph, saved_fraction: SavedFraction) -> SplitGraphs:
             partitioner chooses the activations (``activation_memory_budget``).
 
     Raises:
-        ValueError: ``share`` is not within 0 and 1.
+        ValueError: ``saved_fraction`` is not within 0 and 1.
     """
     check_saved_fraction(saved_fraction)
     results = [n for n in joint.outputs if n.port.role in (GraphRole.OUTPUT, GraphRole.BUFFER)]

@@ -70,7 +70,7 @@ class SavedGeneratorStates:
     """States of the layers' own generators, saved before each random op for the recompute."""
 
     def __init__(self, keep: bool) -> None:
-        """Starts without states; ``keep`` says whether to save them for `for_recompute`."""
+        """Starts without states; ``keep`` says whether to save states for `for_recompute`."""
         self._save = keep
         self._saved: list[Tensor] = []
         self._states_to_replay: Iterator[Tensor] | None = None
@@ -85,8 +85,8 @@ class SavedGeneratorStates:
     def drawing_from(self, generator: torch.Generator) -> Iterator[None]:
         """Surrounds the next op that draws from ``generator``.
 
-        In the first run, saves the generator's state if the states are kept. In a second run, sets the state
-        of the first run, and afterwards restores the present state.
+        The first run saves the generator's state, if states are kept. The second run sets the state of the
+        first run, and afterwards restores the current state.
         """
         current = generator.get_state()
         if self._states_to_replay is None:
@@ -307,7 +307,7 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
             y = torch.cat([model(c) for c in x.chunk(8)])
         loss(y).backward()
 
-    After the same ``torch.manual_seed`` call, the bits are guaranteed to equal those of
+    After the same ``torch.manual_seed`` call, the bits are guaranteed to equal the bits of
     ``GPipe(model, chunks=8)(x)``, for any balance, checkpoint policy and number of threads.
 
     Args:

@@ -41,7 +41,7 @@ def _overload(name: str) -> OpOverload[Any, Any] | None:
 
 
 def _rule(*names: str) -> Callable[[R], R]:
-    """Registers a rule for the ops ``names``; the rule is called with a drawer and the op's arguments."""
+    """Registers a rule for the ops ``names``; it is called with a `DrawSource` and the op's arguments."""
 
     def register(rule: R) -> R:
         # Older releases of PyTorch lack some overloads.

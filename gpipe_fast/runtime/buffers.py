@@ -1,4 +1,4 @@
-"""Snapshots of buffers of layers in Python, restored after a failure and for a recompute."""
+"""Snapshots of the buffers of Python layers, restored after a failure and for a recompute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled stages: runs of layers compiled for given inputs and given layouts of their outputs' gradients."""
+"""Compiled stages: runs of layers compiled for given inputs and for given layouts of output gradients."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class CompiledStage:
             stage: the stage or part.
             segment_key: the segment key.
             traced: the trace for this key and these gradient layouts.
-            base: the compiled stage for gradients in the outputs' layouts; None if this is the one.
+            base: the stage compiled for gradients in the outputs' layouts; None if this stage is.
         """
         self.stage = stage
         self.segment_key = segment_key

@@ -1,4 +1,4 @@
-"""Edges: pairs of stages that exchange boundary tensors, their routes, and the bytes in flight on them."""
+"""Connections: pairs of stages that exchange boundary tensors, their routes, and the bytes in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Connection:
     Attributes:
         sender: index of the sending stage.
         receiver: index of the receiving stage.
-        skips: numbers of the skip connections between the two stages; empty for the edge of neighbours.
+        skips: numbers of the skip connections between the two stages; empty for boundaries of neighbours.
         devices: the devices of sender and receiver.
         route: 'hand-over' within a device, 'peer' by direct copies between GPUs, 'pinned' through pinned host
             memory, 'copy' between the host and a GPU.
@@ -42,7 +42,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class InFlight:
-    """The boundary tensors that may be in flight on an edge at the same time, in one direction.
+    """The boundary tensors that may be in flight on a connection at the same time, in one direction.
 
     Attributes:
         slots: the maximum number of micro-batches in flight.
@@ -64,7 +64,7 @@ class InFlight:
 def connections_of(
     balance: Sequence[int], devices: Sequence[torch.device], skips: Sequence[Skip], transport: str
 ) -> list[Connection]:
-    """Returns the edges of neighbours, then the edges of skip connections, sorted by stages.
+    """Returns the connections of neighbours, then the connections for skip tensors, sorted by stages.
 
     Args:
         balance: the number of layers of each stage.
@@ -96,7 +96,7 @@ def connections_of(
 
 
 def in_flight(connection: Connection, plan: PlannedCall) -> tuple[InFlight, InFlight] | None:
-    """Returns the activations and the gradients in flight on an edge; None if known only at run time."""
+    """Returns the activations and the gradients in flight on a connection; None if known only at run time."""
     if plan.stage_outputs is None:
         return None
     slots = max_in_flight(plan.schedule)
@@ -118,7 +118,7 @@ def in_flight(connection: Connection, plan: PlannedCall) -> tuple[InFlight, InFl
 
 
 def describe_connections(connections: Sequence[Connection], plan: PlannedCall | None) -> list[str]:
-    """Returns a line of text for each edge; with a plan, including the bytes in flight."""
+    """Returns a line of text for each connection; with a plan, including the bytes in flight."""
     lines = []
     for connection in connections:
         sizes = None if plan is None else in_flight(connection, plan)
@@ -132,7 +132,7 @@ def describe_connections(connections: Sequence[Connection], plan: PlannedCall | 
 
 
 def _crossing_specs(connection: Connection, stage_outputs: StageOutputs) -> list[TensorSpec]:
-    """Returns the specs of the boundary tensors that cross an edge for one micro-batch."""
+    """Returns the specs of the boundary tensors that cross a connection for one micro-batch."""
     if not connection.skips:
         return list(stage_outputs.tensors)
     return [spec for number in connection.skips if (spec := stage_outputs.skips[number]) is not None]

@@ -26,7 +26,7 @@ class ModuleWarnings:
         self._seen: set[tuple[int, int | None]] = set()
 
     def add(self, index: int, stage: Stage | None, layer: int | None, reason: str) -> None:
-        """Records that a layer of a stage runs in Python; a layer of None means all, for new inputs."""
+        """Records that a layer of a stage runs in Python; ``layer`` None means all layers, for new inputs."""
         if (index, layer) in self._seen:
             return
         self._seen.add((index, layer))

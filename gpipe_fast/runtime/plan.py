@@ -20,7 +20,7 @@ from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of
 from gpipe_fast.schedule import Schedule, fill_drain
 from gpipe_fast.trace.trace import buffers_of, parameters_of
 
-# Slots of an edge in inference, where no backward keeps the boundary activations of all micro-batches alive.
+# Slots of a connection in inference, where no backward keeps boundary activations of all micro-batches alive.
 _SLOTS_IN_INFERENCE = 4
 
 
@@ -92,10 +92,10 @@ def make_plan(
         inputs: the specs of the first stage's inputs.
         saved_fractions: for each micro-batch, the fraction of activations that it saves.
         num_threads: intra-op threads of each stage; the count that the stages were compiled with.
-        dims: the dimensions along which inputs are cut and outputs are joined.
+        dims: the dimensions along which inputs are split and outputs are concatenated.
         known: the compiled stages of each micro-batch; None if the boundary tensors between stages are known
             only at run time.
-        check_outputs: raises unless the micro-batches' outputs can be joined; None if already checked.
+        check_outputs: raises unless the micro-batches' outputs can be concatenated; None if already checked.
 
     Raises:
         RuntimeError: a stage that is not lowered shares a parameter with a stage on another device.
@@ -160,7 +160,7 @@ def _needs_backward(
 def _written_buffers(
     stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]] | None
 ) -> dict[int, list[Tensor]]:
-    """Returns, by stage, the buffers that its forward may write; if not compiled, all in training."""
+    """Returns, by stage, the buffers that its forward may write: if not compiled, all buffers in training."""
     if known is not None:
         return {i: stage.written_buffers() for i, stage in enumerate(known[0])}
     writing = any(layer.training for stage in stages for layer in stage.layers)
@@ -215,7 +215,7 @@ def check_placed(stages: Sequence[Stage]) -> None:
     """Checks that every parameter and buffer is on the device of a stage that holds it.
 
     Raises:
-        ValueError: a tensor is not; the message names it.
+        ValueError: a tensor is on another device; the message names the tensor.
     """
     placed = {
         id(tensor)

@@ -36,7 +36,7 @@ class Signature:
 
     Attributes:
         inputs: the specs of the module's inputs.
-        dims: the dimensions along which inputs are cut, and outputs are joined.
+        dims: the dimensions along which inputs are split and outputs are concatenated.
         chunks: the maximum number of micro-batches.
         threads: intra-op threads of each stage.
         modes: PyTorch's modes.
@@ -78,7 +78,7 @@ class _Call:
         return cls(signature, microbatches, checkpoint.saved_fractions(len(microbatches)))
 
     def output_check(self) -> CheckOutputs:
-        """Returns a function that raises unless the micro-batches' outputs can be joined."""
+        """Returns a function that raises unless the micro-batches' outputs can be concatenated."""
         dims = self.signature.dims
         lengths = [_num_samples(dims, boundary) for boundary in self.microbatches]
         return functools.partial(_check_boundaries, dim=dims.outputs, lengths=lengths)
@@ -240,7 +240,7 @@ class Planner:
     def _make_late_plan(
         self, call: _Call, eager: bool = False, failure: CompilationFailure | None = None
     ) -> PlannedCall:
-        """Makes a plan whose chains are found at run time, because boundary tensors are not known before."""
+        """Makes a plan whose chains are found at run time, because boundary tensors are unknown before."""
         for index, stage in enumerate(self._stages):
             untraceable = check_initialized(stage.layers)
             if untraceable is not None:
@@ -262,7 +262,7 @@ class Planner:
         return [SegmentSearch(segments, modes, call.saved_fractions, eager) for segments in self._segments]
 
     def _return_or_raise(self, failure: CompilationFailure) -> CompilationFailure:
-        """Returns the refusal, or raises it if no layer may run in Python instead."""
+        """Returns the failure, or raises it if no layer may run in Python instead."""
         reason = failure.untraceable
         if self._backend == "aten" or reason.is_fatal:
             text = _failure_message(failure, self._stages)
@@ -290,8 +290,8 @@ def _unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
 
 def _num_samples(dims: BatchDims, microbatch: BoundarySpec) -> int:
     """Returns the number of samples of a micro-batch."""
-    cuts = zip(microbatch.tensors, dims.inputs, strict=True)
-    return next(spec.shape[dim] for spec, dim in cuts if dim is not None)
+    specs = zip(microbatch.tensors, dims.inputs, strict=True)
+    return next(spec.shape[dim] for spec, dim in specs if dim is not None)
 
 
 def _check_boundaries(microbatches: Sequence[_extension.Boundary], dim: int, lengths: Sequence[int]) -> None:
@@ -301,7 +301,7 @@ def _check_boundaries(microbatches: Sequence[_extension.Boundary], dim: int, len
 def _check_outputs(
     microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]], dim: int, lengths: Sequence[int]
 ) -> None:
-    """Checks that outputs can be joined along a dimension, given each micro-batch's number of samples."""
+    """Checks that outputs can be concatenated along ``dim``; ``lengths`` are the micro-batches' samples."""
     structure, shapes = microbatches[0]
     for other, _ in microbatches:
         if other != structure:
@@ -333,8 +333,8 @@ def _check_batched(index: int, shape: Sequence[int], dim: int, length: int) -> N
     if not -len(shape) <= dim < len(shape) or shape[dim] != length:
         raise RuntimeError(
             f"output {index} of the last layer has shape {list(shape)} for a micro-batch of {length}, so its "
-            f"batch is not in dimension {dim}, along which batch_dim joins outputs; return a tensor whose "
-            "batch is in that dimension"
+            f"batch is not in dimension {dim}, along which outputs are concatenated (batch_dim); return "
+            "a tensor whose batch is in that dimension"
         )
 
 

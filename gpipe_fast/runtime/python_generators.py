@@ -66,7 +66,7 @@ class PythonGenerators:
 
     @contextlib.contextmanager
     def forward(self, recomputed: bool) -> Iterator[GeneratorUse]:
-        """Wraps a forward of the layers; ``repeated`` means that the backward will recompute it."""
+        """Wraps a forward of the layers; ``recomputed`` says whether the backward will recompute it."""
         has_drawn = [self._has_drawn.get(layer) for layer in self._layers]
         exclusive = self._can_draw and (any(has_drawn) or (recomputed and None in has_drawn))
         with _generator_lock if exclusive else contextlib.nullcontext():
@@ -85,28 +85,24 @@ class PythonGenerators:
 
     @contextlib.contextmanager
     def recomputed(self, generator_use: GeneratorUse, name: str) -> Iterator[None]:
-        """Wraps the recompute of the layers called ``name``; the generators' states are restored after it.
+        """Wraps the recompute of the layers called ``name``, and restores the generators' states afterwards.
 
         Raises:
             RuntimeError: the recompute drew different numbers than the forward.
         """
-        if (
-            generator_use.before == generator_use.after
-        ):  # the forward drew nothing, or its states were not recorded
+        if generator_use.before == generator_use.after:  # nothing drawn, or no states recorded
             yield
             return
         with _generator_lock:
             generators = self._generators()
-            now = [_state_of(generator) for generator in generators]
+            current = [_state_of(generator) for generator in generators]
             _restore(generators, generator_use.before)
             try:
                 yield
-                same = [
-                    _state_of(generator) for generator in generators[: len(generator_use.after)]
-                ] == generator_use.after
+                states = [_state_of(generator) for generator in generators[: len(generator_use.after)]]
             finally:
-                _restore(generators, now)
-        if not same:
+                _restore(generators, current)
+        if states != generator_use.after:
             raise RuntimeError(
                 f"{name} drew different random numbers when the backward recomputed it: another thread draws "
                 "from the same Python or NumPy generator; draw with torch, or use checkpoint='never'"

@@ -1,4 +1,4 @@
-"""Layers that run in Python: the untraceable ones, and under ``backend='eager'`` all."""
+"""Python layers: layers that run in Python because they are untraceable, or because of backend='eager'."""
 
 from __future__ import annotations
 
@@ -79,8 +79,7 @@ class _SavedForBackward:
         run: the run with its autograd graph; None if the backward recomputes it.
         all_parameters: all parameters of the layers.
         parameters: the parameters that need gradients.
-    Only a recompute needs the rest:
-        microbatch_input: the input.
+        microbatch_input: the input. Only a recompute needs this attribute and the attributes below.
         buffers: snapshots, from before the forward, of the buffers that the forward wrote or replaced.
         generators: states, from before the forward, of the layers' own PyTorch generators.
         generator_use: states of Python's and NumPy's generators.
@@ -120,7 +119,7 @@ class Result(NamedTuple):
 
 
 class PythonLayers:
-    """A run of layers in Python, called by their stage's worker for every micro-batch.
+    """A run of Python layers, called by their stage's worker for every micro-batch.
 
     Inputs are copied, because a layer may write them. The results are bitwise equal to a sequential
     micro-batch loop's, including the order of additions to a gradient.
@@ -166,11 +165,11 @@ class PythonLayers:
         """Takes snapshots of all buffers, and of the tables that embeddings with ``max_norm`` renormalize."""
         return snapshot_buffers(self._layers)
 
-    def restore(self, noted: Sequence[BufferSnapshot]) -> None:
+    def restore(self, snapshots: Sequence[BufferSnapshot]) -> None:
         """Restores buffers from their snapshots, after a failure."""
-        for buffer in noted:
-            if buffer.is_changed():
-                buffer.restore()
+        for snapshot in snapshots:
+            if snapshot.is_changed():
+                snapshot.restore()
 
     def forward(
         self,
@@ -195,7 +194,7 @@ class PythonLayers:
             if any(root.requires_grad for root in run.roots()):
                 if want_reached or not self._checked:
                     reached = self._reached_parameters(run, parameters_of(self._layers))
-                written = [noted for noted in before if noted.is_changed()]
+                written = [snapshot for snapshot in before if snapshot.is_changed()]
                 saved = self._save_for_backward(run, microbatch_input, written, generators, generator_use)
             if self._on_success is not None:
                 self._on_success()
@@ -279,7 +278,9 @@ class PythonLayers:
             value = microbatch_input.structure.build([next(copies) for _ in microbatch_input.needs_gradient])
             popped = [None if needs is None else next(copies) for needs in microbatch_input.skips]
             with (
-                skip_scope(dict(zip(self._part.keys(self._part.pops), popped, strict=True))) as carried,
+                skip_scope(
+                    dict(zip(self._part.keys(self._part.pops), popped, strict=True))
+                ) as stashed_so_far,
                 mode,
                 deferring(self._part.deferred),
             ):
@@ -288,7 +289,7 @@ class PythonLayers:
                     self._running_layer = index
                     value = call_unpacked(layer, value)
                 self._running_layer = None
-                stashed = take_stashed(carried, self._part.keys(self._part.stashes))
+                stashed = take_stashed(stashed_so_far, self._part.keys(self._part.stashes))
             try:
                 outputs, structure = flatten(value, deduplicate=True)
             except TypeError as error:
@@ -333,7 +334,7 @@ class PythonLayers:
         return input_gradients, [gradient_of.get(id(p), accumulated.get(id(p))) for p in saved.all_parameters]
 
     def _reached_parameters(self, run: _LayersRun, parameters: Sequence[Tensor]) -> list[bool]:
-        """Returns which parameters the outputs depend on: all, if a reentrant checkpoint hides its own.
+        """Returns which parameters the outputs depend on; all, if a reentrant checkpoint hides parameters.
 
         Raises:
             RuntimeError: the outputs depend on a tensor whose gradient would be lost.

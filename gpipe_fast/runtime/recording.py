@@ -14,7 +14,6 @@ from gpipe_fast.schedule import BACKWARD, Action, Schedule
 # The capacity for events per stage, at 48 bytes per event: enough for a step of 5,400 micro-batches.
 MAX_EVENTS = 65536
 
-
 _HOW_TO_RECORD = "call the model inside 'with model.recording() as recording:', and read it after the block"
 
 

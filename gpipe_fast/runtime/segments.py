@@ -1,12 +1,12 @@
-"""The search for segments: maps boundary tensors, or gradients, at a layer to the segment that takes them.
+"""The search for segments: maps a layer, with its boundary tensors or gradients, to a segment.
 
-A stage is a chain of segments: lowered runs of layers, and between them layers that cannot be lowered::
+A stage is a chain of segments: lowered runs of layers, and between them Python layers::
 
     stage 1    [ 2  3 ]─▶( 4 )─▶[ 5  6  7 ]        layer 4 in Python
                    lowered     lowered, for the outputs of layer 4
 
 If all stages can be lowered, their chains are known before a mini-batch runs. Otherwise they are found at run
-time, because the outputs of a layer in Python are known only then. Every micro-batch caches its chain: if the
+time, because the outputs of a Python layer are known only then. Every micro-batch caches its chain: if the
 next mini-batch has equal boundary tensors, no search takes place, and lowered segments run without Python.
 """
 
@@ -48,17 +48,17 @@ ReportUntraceable = Callable[[int | None, str], None]
 _LoweringRequest = tuple[SegmentKey, SavedFraction]
 
 
-# Plans hold segments in C++, and segments hold layers in Python. Python's garbage collector does not see
-# references held by C++, and would not free a cycle. So layers in Python do not refer to the `Segments` that
+# Plans hold segments in C++, and segments hold `PythonLayers`. Python's garbage collector does not see
+# references held by C++, and would not free a cycle. So `PythonLayers` do not refer to the `Segments` that
 # made them, and call these functions instead.
 def _request_lowering(
     requests: dict[_LoweringRequest, None],
-    found: threading.Event,
+    lowering_pending: threading.Event,
     segment_key: SegmentKey,
     saved_fraction: SavedFraction,
 ) -> None:
     requests[segment_key, saved_fraction] = None
-    found.set()
+    lowering_pending.set()
 
 
 def _report_untraceable(in_python: set[int], report: ReportUntraceable, layer: int, reason: str) -> None:
@@ -75,15 +75,15 @@ class SegmentSharedState:
         compiler: the compiler.
         layout_history: the history of gradient layouts.
         python_workers: the pipeline's registry of workers that are running Python.
-        found: set when there are layers to lower.
-        busy: the locks of all stages, in order.
+        lowering_pending: set when there are layers to lower.
+        locks: the locks of all stages, in order.
     """
 
     compiler: Compiler
     layout_history: GradientLayoutHistory
     python_workers: PythonWorkers
-    found: threading.Event
-    busy: Sequence[threading.RLock]
+    lowering_pending: threading.Event
+    locks: Sequence[threading.RLock]
 
 
 class Segments:
@@ -99,7 +99,7 @@ class Segments:
         name: str,
         shared: SegmentSharedState,
         report: ReportUntraceable,
-        busy: threading.RLock,
+        lock: threading.RLock,
     ) -> None:
         """Makes an empty cache.
 
@@ -108,7 +108,7 @@ class Segments:
             name: the stage's name in error messages.
             shared: state shared with the other stages.
             report: called when a layer is found to be untraceable.
-            busy: a lock held while layers run in Python, and while they are traced. Stages that share
+            lock: a lock held while layers run in Python, and while they are traced. Stages that share
                 parameters share the lock, because a backward temporarily removes the parameters' hooks.
         """
         self.stage = stage
@@ -116,7 +116,7 @@ class Segments:
         self.in_python: set[int] = set()
         self._shared = shared
         self._report = report
-        self._lock = busy
+        self._lock = lock
         self._lowered: Cache[tuple[SegmentKey, SavedFraction], Segment] = Cache(CACHE_LIMIT)
         self._python_segments: Cache[Hashable, Segment] = Cache(CACHE_LIMIT)
         # The runs of layers to lower, in order of discovery.
@@ -139,7 +139,7 @@ class Segments:
         in_python = {*self.in_python, *suspects}
         end = min((p for p in in_python if p >= layer), default=len(self.stage.layers))
         if end == layer:
-            return self.run_in_python(layer, layer + 1, saved_fraction, modes, blamed=suspects.get(layer))
+            return self.run_in_python(layer, layer + 1, saved_fraction, modes, reason=suspects.get(layer))
         part = self.stage.part(layer, end)
         input_specs = _boundary_spec(boundary, [stashed[number] for number in part.pops])
         if input_specs is None:
@@ -156,11 +156,11 @@ class Segments:
         return True
 
     def lower_requested(self) -> None:
-        """Lowers the runs of layers found, unless another thread is running layers."""
+        """Lowers the requested runs of layers, unless another thread is running layers."""
         with contextlib.ExitStack() as held:
             while self._requests:
                 if not self.try_lock(held):
-                    self._shared.found.set()
+                    self._shared.lowering_pending.set()
                     return
                 segment_key, saved_fraction = next(iter(self._requests))
                 del self._requests[segment_key, saved_fraction]
@@ -175,7 +175,7 @@ class Segments:
         return self.stage.part(begin, begin + segment_key.num_layers)
 
     def _lower(self, part: Stage, segment_key: SegmentKey, saved_fraction: SavedFraction) -> None:
-        """Lowers a run of layers, or reports the untraceable layer, so that the next search splits there."""
+        """Lowers a run of layers, or reports its untraceable layer, where the next search splits the run."""
         with _with_modes(segment_key.modes):
             compiler = self._shared.compiler
             found = compiler.compiled(part, segment_key, self._shared.layout_history.find(segment_key))
@@ -201,13 +201,13 @@ class Segments:
         gradients = self._shared.layout_history.record(segment_key, tangents)
         for other, saved_fraction in list(self._lowered):
             if other == segment_key:  # lowered for other gradient layouts
-                _request_lowering(self._requests, self._shared.found, segment_key, saved_fraction)
+                _request_lowering(self._requests, self._shared.lowering_pending, segment_key, saved_fraction)
         compiled = self._shared.compiler.find(segment_key, gradients)
         if compiled is None:
             # No layer of any stage may run during a trace. A running layer may itself wait for the tracing
             # lock inside its forward, so the tracing lock is acquired last.
             with contextlib.ExitStack() as held:
-                for lock in (*self._shared.busy, TRACING_LOCK):
+                for lock in (*self._shared.locks, TRACING_LOCK):
                     held.enter_context(lock)
                 compiled = self._compile_now(part, segment_key)
         return compiled.segment(FULL_RECOMPUTE)
@@ -236,7 +236,7 @@ class Segments:
         saved_fraction: SavedFraction,
         modes: TorchModes,
         segment_key: SegmentKey | None = None,
-        blamed: str | None = None,
+        reason: str | None = None,
         on_success: Callable[[], object] | None = None,
     ) -> Segment:
         """Returns the segment that runs layers in Python.
@@ -247,8 +247,8 @@ class Segments:
             saved_fraction: the fraction of activations to save.
             modes: PyTorch's modes.
             segment_key: the segment key to lower the layers for, after they have run.
-            blamed: the reason to report for the single layer, after it has run.
-            on_success: called after the layers have run, unless `segment_key` or `blamed` is given.
+            reason: the reason why the single layer is untraceable, reported after the layer has run.
+            on_success: called after the layers have run, unless `segment_key` or `reason` is given.
         """
         part = self.stage.part(begin, end)
         parameters, buffers = part.parameters(), part.buffers()
@@ -260,23 +260,23 @@ class Segments:
             tuple(parameters),
             tuple(buffers),
             segment_key,
-            blamed,
+            reason,
             on_success,
         )
         found = self._python_segments.find(key)
         if found is not None:
             return found
-        shared, record = self._shared, None
+        shared, on_tangents = self._shared, None
         if segment_key is not None:
             on_success = functools.partial(
-                _request_lowering, self._requests, shared.found, segment_key, saved_fraction
+                _request_lowering, self._requests, shared.lowering_pending, segment_key, saved_fraction
             )
-            record = functools.partial(shared.layout_history.record, segment_key)
-        elif blamed is not None:
-            on_success = functools.partial(_report_untraceable, self.in_python, self._report, begin, blamed)
+            on_tangents = functools.partial(shared.layout_history.record, segment_key)
+        elif reason is not None:
+            on_success = functools.partial(_report_untraceable, self.in_python, self._report, begin, reason)
         found = self._python_segments[key] = PythonSegment(
             layers=PythonLayers(
-                part, self._name_of(part), modes, saved_fraction, self._lock, record, on_success
+                part, self._name_of(part), modes, saved_fraction, self._lock, on_tangents, on_success
             ),
             python_workers=shared.python_workers,
             begin=begin,

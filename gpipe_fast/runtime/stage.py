@@ -112,7 +112,7 @@ def intra_op_threads(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_operator_choices(modes: TorchModes) -> Iterator[None]:
-    """Sets the process-wide choices of operators for a block: a trace in a backward uses its forward's."""
+    """Sets the process-wide operator choices for a block: a trace in a backward needs the forward's."""
     mha = torch.backends.mha
     before = operator_settings(), mha.get_fastpath_enabled()
     if before == (modes.choices, modes.fast_attention):
@@ -253,11 +253,11 @@ class Stage:
         return TraceContext(pops, inputs.skips, stashes, self.deferred, self.device)
 
     def parameters(self) -> list[int]:
-        """Returns the layers' parameters as indices into the whole stage's, in the order of the ports."""
+        """Returns the layers' parameters as indices into the whole stage's parameters, in port order."""
         return _indices(parameters_of(self.layers), parameters_of(self.whole.layers))
 
     def buffers(self) -> list[int]:
-        """Returns the layers' buffers as indices into the whole stage's, in the order of the ports."""
+        """Returns the layers' buffers as indices into the whole stage's buffers, in port order."""
         return _indices(buffers_of(self.layers), buffers_of(self.whole.layers))
 
 

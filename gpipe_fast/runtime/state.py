@@ -37,14 +37,14 @@ class ModuleState:
     """
 
     def __init__(self, in_python: Set[int] = frozenset()) -> None:
-        """Makes an empty state; ``in_python`` holds the layers that run in Python, and may grow."""
+        """Makes an empty state; ``in_python`` contains the indices of Python layers, and may grow."""
         self._in_python = in_python
         self.layers: list[nn.Module] = []
         self.fingerprint: Hashable = None
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[Tensor] = []
         self._snapshot: Snapshot | None = None
-        self._reads_version = -1  # reads.version() at the last update()
+        self._reads_version = -1  # python_reads.version() at the last update()
 
     def is_outdated(self) -> bool:
         """Returns whether a trace has extended the Python state that layers read since the last update()."""

@@ -29,7 +29,7 @@ def fill_drain(
     Args:
         num_stages: K.
         num_microbatches: M.
-        slots: boundary tensors that may wait on one edge in one direction; None means M, so no SEND waits.
+        slots: boundary tensors that may wait on a connection, in one direction; None means M: no SEND waits.
         backward: False for inference.
         recomputed: the micro-batches that recompute. If given, backwards are split, so that no action waits
             for a tensor that it does not need: a stage recomputes before the boundary gradient arrives, and

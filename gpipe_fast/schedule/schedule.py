@@ -1,4 +1,4 @@
-"""Which stage does what in which order: the actions of every stage, checked, ordered and drawn."""
+"""Schedules: the actions of every stage, which are validated, ordered, timed and drawn."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from gpipe_fast.schedule.actions import (
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every stage, in the order in which the stage takes them. Only valid ones can be made.
+    """The actions of every stage, in the order in which the stage runs them. Every instance is valid.
 
-    It has forwards, backwards or both, of every micro-batch on every stage; a backward is a B, or an I and a
-    W, and an R may go before. A RECV waits for its SEND, a SEND while all slots of its edge are taken; a slot
-    is taken from the end of a SEND to the end of its RECV.
+    A schedule has forwards, backwards or both, of every micro-batch on every stage; a backward is a B, or an
+    I and a W, and an R may precede it. A RECV waits for its SEND. A SEND waits while all slots of its
+    connection are taken; a slot is taken from the end of a SEND to the end of its RECV.
 
     Attributes:
         stages: actions by stage.
         num_microbatches: M.
-        slots: boundary tensors that may wait on one edge in one direction.
+        slots: boundary tensors that may wait on a connection, in one direction.
 
     Raises:
-        ValueError: a stage lacks or misplaces an action, an edge changes its order, or there is a deadlock.
+        ValueError: a stage lacks or misplaces an action, a connection reorders tensors, or a deadlock exists.
     """
 
     stages: tuple[tuple[Action, ...], ...]
@@ -49,7 +49,7 @@ class Schedule:
         forward = not backward or any(action.kind not in BACKWARD for action in self._actions)
         for stage, actions in enumerate(self.stages):
             _check_stage(stage, actions, self.num_stages, self.num_microbatches, forward, backward)
-        for i, j in chain(*(zip(*edge, strict=True) for edge in self._edges())):
+        for i, j in chain(*(zip(*pair, strict=True) for pair in self._transfers())):
             send, receive = self._actions[i], self._actions[j]
             if send.microbatch != receive.microbatch:
                 raise ValueError(f"{receive} would receive from {send}, but a connection keeps its order")
@@ -57,9 +57,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, *, slots: int | None = None) -> Schedule:
-        """Reads a row per stage, of actions parted by commas; blanks mean nothing. ``slots`` None is M.
+        """Parses one row of comma-separated actions per stage; ignores blanks. ``slots`` defaults to M.
 
-        ValueError if a cell is no action, or the schedule is not valid.
+        Raises:
+            ValueError: a cell is not an action, or the schedule is invalid.
         """
         rows = [row.split(",") for row in text.splitlines() if row.strip()]
         stages = tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows)
@@ -67,11 +68,11 @@ class Schedule:
         return cls(stages, num_microbatches, num_microbatches if slots is None else slots)
 
     def csv(self) -> str:
-        """What ``parse`` reads."""
+        """Returns the schedule as text that `parse` reads."""
         return "\n".join(",".join(map(str, actions)) for actions in self.stages)
 
     def __str__(self) -> str:
-        """Draws forwards and backwards against ticks, as above."""
+        """Draws forwards and backwards on a time axis of ticks, as in `fill_drain`."""
         ends = self.times()
         rows = [{int(ends[a]) - 1: str(a) for a in actions if tick(a)} for actions in self.stages]
         width = max(len(cell) for row in rows for cell in row.values())
@@ -81,38 +82,47 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """The number of stages, K."""
         return len(self.stages)
 
     def order(self) -> tuple[Action, ...]:
-        """All actions in schedule order: each after everything that it waits for.
+        """Returns all actions in schedule order: each follows everything that it waits for.
 
-        Tick by tick; in one, forwards from the first stage on, then backwards from the last, each with its
-        transfers. For fill-drain that is torchgpipe's clock order, 0F0 0F1 1F0, and 2B3 2B2 1B3, its mirror.
+        The order is by tick. Within a tick come the forwards from the first stage on, then the backwards from
+        the last, each with its transfers. For fill-drain this is torchgpipe's clock order, 0F0 0F1 1F0, and
+        its mirror image, 2B3 2B2 1B3.
         """
         return tuple(self._actions[i] for i in self._order)
 
     def forward_part(self) -> Schedule:
-        """The forwards, to run before the loss. ValueError if there are none, or one follows a backward."""
+        """Returns the forwards, to run before the loss.
+
+        Raises:
+            ValueError: there are no forwards, or a forward follows a backward.
+        """
         return self._part(backward=False)
 
     def backward_part(self) -> Schedule:
-        """The backwards, to run after the loss. ValueError if there are none, or a forward follows one."""
+        """Returns the backwards, to run after the loss.
+
+        Raises:
+            ValueError: there are no backwards, or a forward follows a backward.
+        """
         return self._part(backward=True)
 
     def times(self, seconds: Callable[[Action], float] = tick) -> dict[Action, float]:
-        """When each action ends, from a begin at 0, if it takes ``seconds`` once nothing keeps it waiting."""
+        """Returns the time at which each action ends, from 0, if a running action takes ``seconds``."""
         return dict(zip(self._actions, self._ends(seconds, self._waits(self.slots)), strict=True))
 
     def critical_path(self, seconds: Callable[[Action], float] = tick) -> float:
-        """The least time that the schedule can take: when the last of its actions ends."""
+        """Returns the minimum time that the schedule takes, until its last action ends."""
         return max(self._ends(seconds, self._waits(self.slots)))
 
     def slots_needed(self, seconds: Callable[[Action], float] = tick) -> int:
-        """The fewest slots with which no SEND waits if each action takes ``seconds``."""
+        """Returns the minimum number of slots with which no SEND waits, if an action takes ``seconds``."""
         ends = self._ends(seconds, self._waits(self.num_microbatches))
         most = 1
-        for sends, receives in self._edges():
+        for sends, receives in self._transfers():
             received = [ends[i] for i in receives]
             for sent, i in enumerate(sends):
                 begin = ends[i - 1]  # a SEND is never the first of its stage, and here waits for no slot
@@ -128,14 +138,14 @@ class Schedule:
             raise ValueError(f"the schedule has no {'backwards' if backward else 'forwards'}")
         return Schedule(stages, self.num_microbatches, self.slots)
 
-    # From here on an action is its index in _actions.
+    # The methods below represent an action by its index in _actions.
 
     @cached_property
     def _actions(self) -> list[Action]:
         return list(chain(*self.stages))
 
-    def _edges(self) -> Iterator[tuple[list[int], list[int]]]:
-        """SENDs and RECVs of every edge in each direction, both in the order of their stage."""
+    def _transfers(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Yields the SENDs and the RECVs of every connection and direction, in the order of their stages."""
         found: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
         for i, action in enumerate(self._actions):
             found[action.stage, action.kind].append(i)
@@ -144,9 +154,9 @@ class Schedule:
             yield found[stage, Kind.SEND_B], found[stage - 1, Kind.RECV_B]
 
     def _waits(self, slots: int) -> list[int]:
-        """What each action waits for besides the one before it on its stage; -1 is nothing."""
+        """Returns the action for which each action waits, besides the one before it in its stage, or -1."""
         waits = [-1] * len(self._actions)
-        for sends, receives in self._edges():
+        for sends, receives in self._transfers():
             for send, receive in zip(sends, receives, strict=True):
                 waits[receive] = send
             for send, receive in zip(sends[slots:], receives, strict=False):
@@ -155,16 +165,16 @@ class Schedule:
 
     @cached_property
     def _order(self) -> list[int]:
-        """Of the actions that need not wait, always takes the first by ``_key``."""
+        """The schedule order: among the actions that are ready, the first by `_key` comes next."""
         waits = self._waits(self.slots)
-        following = list(accumulate(map(len, self.stages), initial=0))  # by stage, its next action
+        following = list(accumulate(map(len, self.stages), initial=0))  # the next action of each stage
         limits = following[1:]
-        free = [0.0] * self.num_stages  # the tick at which a stage can go on
-        ends = {-1: 0.0}  # the rest in schedule order
+        free = [0.0] * self.num_stages  # the tick at which each stage is free
+        ends = {-1: 0.0}  # the other keys are in schedule order
         ready: list[tuple[float, bool, int, int]] = []  # at most one action of a stage
-        idle = set(range(self.num_stages))  # the stages with none
+        idle = set(range(self.num_stages))  # the stages without a ready action
 
-        def look_at(stage: int) -> None:
+        def check_ready(stage: int) -> None:
             i = following[stage]
             if stage in idle and i < limits[stage] and waits[i] in ends:
                 free[stage] = max(free[stage], ends[waits[i]])
@@ -172,7 +182,7 @@ class Schedule:
                 idle.remove(stage)
 
         for stage in range(self.num_stages):
-            look_at(stage)
+            check_ready(stage)
         while ready:
             i = heappop(ready)[-1]
             stage = self._actions[i].stage
@@ -180,7 +190,7 @@ class Schedule:
             following[stage] += 1
             idle.add(stage)
             for near in range(max(stage - 1, 0), min(stage + 2, self.num_stages)):
-                look_at(near)
+                check_ready(near)
         stuck = [i for i, limit in zip(following, limits, strict=False) if i < limit]
         if stuck:
             names = (f"{self._actions[i]} waits for {self._actions[waits[i]]}" for i in stuck)
@@ -188,14 +198,14 @@ class Schedule:
         return list(ends)[1:]
 
     def _key(self, i: int, begin: float) -> tuple[float, bool, int, int]:
-        """Sorts by tick, direction and stage; a SEND goes with what it sends, made in the tick before."""
+        """Returns the sort key: tick, direction and stage. A SEND has the tick of the action before it."""
         action = self._actions[i]
         backward = action.kind in BACKWARD
         begin -= action.kind in (Kind.SEND_F, Kind.SEND_B)
         return (begin, backward, -action.stage if backward else action.stage, i)
 
     def _ends(self, seconds: Callable[[Action], float], waits: list[int]) -> list[float]:
-        ends = [0.0] * (len(self._actions) + 1)  # the last, which is number -1, stays 0
+        ends = [0.0] * (len(self._actions) + 1)  # the last element, at index -1, stays 0
         free = [0.0] * self.num_stages
         for i in self._order:
             action = self._actions[i]
@@ -211,7 +221,7 @@ def _check_stage(
     forward: bool,
     backward: bool,
 ) -> None:
-    """Refuses all but one forward, one backward, or both, of every micro-batch, in order."""
+    """Raises unless a stage has one forward, one backward, or both, of every micro-batch, in order."""
     found: dict[int, list[Action]] = {m: [] for m in range(num_microbatches)}
     for action in actions:
         if action.microbatch not in found:

@@ -33,11 +33,11 @@ def max_in_flight(schedule: Schedule) -> dict[tuple[int, int], int]:
     for row in schedule.stages:
         for action in row:
             if action.kind in (Kind.RECV_F, Kind.RECV_B):
-                received[_edge(action)].append(action)
-    # known[i] is the vector clock of stage i: known[i][j] actions of stage j precede its next action.
+                received[_stages_of(action)].append(action)
+    # clocks[i] is the vector clock of stage i: clocks[i][j] actions of stage j precede its next action.
     clocks = [[0] * schedule.num_stages for _ in range(schedule.num_stages)]
     clock_after: dict[Action, list[int]] = {}  # the sender's or receiver's clock after a transfer
-    # By edge, the receiver's index of the last compute action on each micro-batch sent so far.
+    # By sender and receiver, the receiver's index of the last compute action on each micro-batch sent so far.
     last_uses: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     bounds: defaultdict[tuple[int, int], int] = defaultdict(int)
     for action in schedule.order():
@@ -46,15 +46,15 @@ def max_in_flight(schedule: Schedule) -> dict[tuple[int, int], int]:
         if action.kind in (Kind.RECV_F, Kind.RECV_B):
             waits_for = _matching_send(action)
         elif action.kind in TRANSFERS:
-            before = len(last_uses[_edge(action)]) - schedule.slots
-            waits_for = received[_edge(action)][before] if before >= 0 else None
+            before = len(last_uses[_stages_of(action)]) - schedule.slots
+            waits_for = received[_stages_of(action)][before] if before >= 0 else None
         if waits_for is not None:
             clock = [max(own, other) for own, other in zip(clock, clock_after[waits_for], strict=True)]
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
-            edge = _edge(action)
-            num_freed = sum(end < clock[edge[1]] for end in last_uses[edge])
-            last_uses[edge].append(last[edge[1], action.microbatch])
-            bounds[edge] = max(bounds[edge], len(last_uses[edge]) - num_freed)
+            pair = _stages_of(action)
+            num_freed = sum(end < clock[pair[1]] for end in last_uses[pair])
+            last_uses[pair].append(last[pair[1], action.microbatch])
+            bounds[pair] = max(bounds[pair], len(last_uses[pair]) - num_freed)
         clocks[action.stage] = [*clock]
         clocks[action.stage][action.stage] = position[action] + 1
         if action.kind in TRANSFERS:
@@ -62,7 +62,7 @@ def max_in_flight(schedule: Schedule) -> dict[tuple[int, int], int]:
     return dict(bounds)
 
 
-def _edge(action: Action) -> tuple[int, int]:
+def _stages_of(action: Action) -> tuple[int, int]:
     """Returns the sender and the receiver of a transfer."""
     match action.kind:
         case Kind.SEND_F:
@@ -78,4 +78,4 @@ def _edge(action: Action) -> tuple[int, int]:
 def _matching_send(receive: Action) -> Action:
     """Returns the SEND that matches a RECV."""
     kind = Kind.SEND_F if receive.kind is Kind.RECV_F else Kind.SEND_B
-    return Action(_edge(receive)[0], kind, receive.microbatch)
+    return Action(_stages_of(receive)[0], kind, receive.microbatch)

@@ -1,8 +1,8 @@
 """The Python state that a lowered program depends on, as a hashable value.
 
 One walk reads modules, their attributes, the objects that these refer to, and the state outside of the
-modules that forward reads (`reads`). If a `Snapshot` is given, the walk records every object in it before
-reading the object, so that C++ can check later, in microseconds, whether anything has changed.
+modules that forward reads (`python_reads`). If a `Snapshot` is given, the walk records every object in it
+before reading the object, so that C++ can check later, in microseconds, whether anything has changed.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ class TraceContext:
 
     Attributes:
         pops: the skip connections that the layers pop from earlier layers, in their order.
-        popped: for each of ``pops``, whether it is a tensor (else None). Popped tensors are inputs of the
-            graph, after the boundary activations.
+        popped: for each of ``pops``, whether it carries a tensor (else None). Popped tensors are inputs of
+            the graph, after the boundary activations.
         stashes: the skip connections that the layers stash for later layers.
         deferred: whether batch norm updates its running statistics once per mini-batch.
-        device: the device on which the layers run, with copies of parameters that are on others; None for the
-            parameters' own devices.
+        device: the device on which the layers run, with copies of parameters that are on other devices; None
+            for the parameters' own devices.
     """
 
     pops: Sequence[Key] = ()
@@ -72,7 +72,7 @@ class LayersFunction(nn.Module):
 
     Attributes:
         output_structure: the nesting of the last layer's outputs; set by `forward`.
-        stashed: for each stashed skip connection, whether it is a tensor; set by `forward`.
+        stashed: for each stashed skip connection, whether it carries a tensor; set by `forward`.
         unfused_layers: indices of layers whose attention with dropout runs without a fused kernel on a GPU;
             set by `forward`.
         trace_observer: observes the layers' Python code.
@@ -107,13 +107,13 @@ class LayersFunction(nn.Module):
         skip_tensors = iter(received[num_plain:])
         popped = [next(skip_tensors) if is_tensor else None for is_tensor in trace_context.popped]
         with (
-            skip_scope(dict(zip(trace_context.pops, popped, strict=True))) as carried,
+            skip_scope(dict(zip(trace_context.pops, popped, strict=True))) as stashed_so_far,
             deferring(trace_context.deferred),
             self.trace_observer.observing() as observer,
         ):
             self.unfused_layers = ()
             value = self._run(key, observer, self.input_structure.build(received[:num_plain]))
-            stashed = take_stashed(carried, trace_context.stashes)
+            stashed = take_stashed(stashed_so_far, trace_context.stashes)
         self.trace_observer.layer = None
         try:
             outputs, self.output_structure = flatten(value, deduplicate=True)

@@ -21,7 +21,8 @@ from torch import Tensor, fx
 
 from gpipe_fast.trace.fake import hint
 
-# (index, strides) of each output whose gradient is not laid out as tracing assumes; None if none arrives.
+# (index, strides) of each output whose gradient has another layout than tracing assumes; strides are None if
+# no gradient arrives.
 GradientLayouts = tuple[tuple[int, tuple[int, ...] | None], ...]
 
 # The operator has a fake kernel only: no program ever calls it.
@@ -55,7 +56,7 @@ def clone_outputs(outputs: Sequence[Tensor], gradient_layouts: GradientLayouts) 
     """
     known = dict(gradient_layouts)
 
-    def one(index: int, output: Tensor) -> Tensor:
+    def clone(index: int, output: Tensor) -> Tensor:
         if index not in known:
             return output.clone()
         strides = known[index]
@@ -64,7 +65,7 @@ def clone_outputs(outputs: Sequence[Tensor], gradient_layouts: GradientLayouts) 
         arrived: Tensor = _RecordLayout.apply(output, _symbolic_strides(strides, output.shape))
         return arrived
 
-    return tuple(one(index, output) for index, output in enumerate(outputs))
+    return tuple(clone(index, output) for index, output in enumerate(outputs))
 
 
 def _symbolic_strides(strides: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ class RestorePoint:
         ]
 
     def changes(self) -> list[Change]:
-        """Returns all changes, except to parameters and buffers, which tracing swaps itself."""
+        """Returns all changes, except to parameters and buffers, which tracing itself replaces."""
         found = [saved.change for saved in self._saved_states if saved.is_changed()]
         found += [
             Change(index, _qualified_name(name, key)) for index, name, _, _, key in self._changed_attributes()
@@ -125,7 +125,7 @@ class RestorePoint:
         self._restore_attributes(lambda key: True)
 
     def restore_tensors(self) -> None:
-        """Restores the parameters and buffers, which tracing swaps, and no other state."""
+        """Restores the parameters and buffers, which tracing replaces, and no other state."""
         self._restore_attributes(lambda key: key in MODULE_STATE)
         for saved in self._saved_states:
             if saved.change.label.split(".")[-1] in MODULE_STATE and saved.is_changed():

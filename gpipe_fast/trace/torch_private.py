@@ -115,7 +115,7 @@ def _cudnn_batch_norm(
 
 @contextlib.contextmanager
 def _patched_cudnn_batch_norm(kernel: Callable[..., Any] | None) -> Iterator[None]:
-    """Sets the Python kernel of cuDNN's batch norm for a trace; None removes the present one."""
+    """Sets the Python kernel of cuDNN's batch norm for a trace; None removes the current kernel."""
     op, key = torch.ops.aten.cudnn_batch_norm.default, torch._C.DispatchKey.Autograd
     before = op.py_kernels.pop(key, None)
     if kernel is not None:

@@ -1,4 +1,4 @@
-"""Traces a stage for one signature to a joint forward-and-backward graph, or says why it cannot."""
+"""Traces a stage for one signature to a joint graph, or returns the reason why the stage is untraceable."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class JointGraph:
         outputs: forward results, new values of written buffers, gradients. Absent gradients are left out.
         num_layers: the number of traced layers; ``node.meta['custom']['layer']`` counts them from 0.
         structure: the nesting of the last layer's outputs.
-        stashed: for each stashed skip connection, whether it is a tensor (else None). Stashed tensors are
-            outputs of the graph, after the last layer's.
+        stashed: for each stashed skip connection, whether it carries a tensor (else None). Stashed tensors
+            are graph outputs, after the last layer's outputs.
         writes_inputs: whether layers change their inputs in place; in the graph they change copies.
         unfused_layers: indices of layers whose attention with dropout runs without a fused kernel on a GPU.
     """
@@ -122,7 +122,7 @@ def trace(
         layers: the stage's layers. The trace restores their state, except caches that it fills.
         inputs: one micro-batch of the stage's input. Only shapes, dtypes, strides and ``requires_grad`` are
             used, never the contents.
-        gradient_layouts: outputs whose gradient arrives in another layout than their own, or never.
+        gradient_layouts: outputs whose gradient arrives in another layout than the output's, or never.
         input_structure: the nesting of the inputs in the first layer's argument; by default the argument is
             one tensor, or a tuple of several.
         trace_context: skip connections, batch norm mode and device of the layers.
@@ -132,9 +132,9 @@ def trace(
     """
     if input_structure is None:
         input_structure = ONE_TENSOR if len(inputs) == 1 else tuple_structure(len(inputs))
-    refusal = check_layers(layers)
-    if refusal is not None:
-        return refusal
+    untraceable = check_layers(layers)
+    if untraceable is not None:
+        return untraceable
     return _trace(layers, inputs, gradient_layouts, input_structure, trace_context, None)[0]
 
 
@@ -247,8 +247,8 @@ def _trace_once(
         return _SideEffect.of(changes[0]), None
     try:
         return check_graph(module) or _read_joint(module, layers, stage), symbols
-    except UntraceableError as refused:
-        return Untraceable(None, str(refused)), None
+    except UntraceableError as error:
+        return Untraceable(None, str(error)), None
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
 
 
 def _before_clone(output: PortNode) -> PortNode:
-    """Returns an output as it was before ``LayersFunction`` cloned it, with its own strides."""
+    """Returns the output that ``LayersFunction`` cloned, with its original strides."""
     if output.port.role is not GraphRole.OUTPUT or output.node.target is not torch.ops.aten.clone.default:
         return output
     original = output.node.args[0]

@@ -83,7 +83,7 @@ def test_transport_sizes_are_reported_after_the_first_call() -> None:
         "stage 0 (cpu) -> stage 1 (cpu): hand-over",
         "the sizes of boundary tensors are unknown until the first call",
     ]
-    assert section(before, "layers in Python") == ["unknown until the first call"]
+    assert section(before, "Python layers") == ["unknown until the first call"]
     step(model)
     after = doctor(model)
     # A micro-batch has two samples of six floats each.
@@ -91,7 +91,7 @@ def test_transport_sizes_are_reported_after_the_first_call() -> None:
         "stage 0 (cpu) -> stage 1 (cpu): hand-over; in flight at most 4 x 48 bytes forward, "
         "4 x 48 bytes backward"
     ]
-    assert section(after, "layers in Python") == ["none"]
+    assert section(after, "Python layers") == ["none"]
     with torch.no_grad():
         model(torch.ones(8, 4))
     assert "at most 4 x 48 bytes forward, nothing backward" in section(doctor(model), "transport")[0]
@@ -101,7 +101,7 @@ def test_layers_in_python_are_reported_with_the_reason_every_time() -> None:
     model = GPipe(nn.Sequential(nn.Linear(4, 4), Branching()), [1, 1], chunks=2)
     for _ in range(2):
         step(model)
-        (line,) = section(doctor(model), "layers in Python")
+        (line,) = section(doctor(model), "Python layers")
         assert line.startswith("stage 1, layer 1 (Branching) runs in Python: ")
     assert section(doctor(model), "transport") == [
         "stage 0 (cpu) -> stage 1 (cpu): hand-over; sizes are known only at run time"
@@ -110,7 +110,7 @@ def test_layers_in_python_are_reported_with_the_reason_every_time() -> None:
 
 def test_an_eager_model_reports_all_layers_in_python() -> None:
     model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), [1, 1], chunks=2, backend="eager")
-    assert section(doctor(model), "layers in Python") == ["all, because backend='eager'"]
+    assert section(doctor(model), "Python layers") == ["all, because backend='eager'"]
 
 
 def test_the_report_counts_tensor_tuples_and_skip_connections() -> None:
