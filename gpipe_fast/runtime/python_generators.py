@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -161,13 +161,23 @@ def _generators_of(layers: Sequence[nn.Module]) -> tuple[list[Any], bool]:
 
 def _named_values(function: FunctionType) -> list[Any]:
     """Returns the values of globals and modules that a function names, and of names in those modules."""
-    names = readable_names(function.__code__)
-    values = [function.__globals__[name] for name in names.globals if name in function.__globals__]
-    values += [sys.modules[name] for name in names.imports if name in sys.modules]
+    names = [readable_names(code) for code in _nested_code(function.__code__)]
+    used = dict.fromkeys(name for each in names for name in each.globals)
+    values = [function.__globals__[name] for name in used if name in function.__globals__]
+    values += [sys.modules[name] for each in names for name in each.imports if name in sys.modules]
+    attributes = frozenset[str]().union(*(each.attributes for each in names))
     for module in [value for value in values if isinstance(value, ModuleType)]:
         if not python_values.is_assumed_constant(module.__name__):
-            values += [vars(module)[name] for name in sorted(names.attributes & vars(module).keys())]
+            values += [vars(module)[name] for name in sorted(attributes & vars(module).keys())]
     return values
+
+
+def _nested_code(code: CodeType) -> Iterator[CodeType]:
+    """Yields the code of a function, and of the functions, lambdas and generator expressions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested_code(constant)
 
 
 def _is_random_module(value: object) -> bool:

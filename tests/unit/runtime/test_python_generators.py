@@ -43,6 +43,8 @@ class OwnGenerators(LayerDrop):
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "random": lambda: LayerDrop(random.random),
     "uniform": lambda: LayerDrop(lambda: random.uniform(0, 1)),
+    "generator expression": lambda: LayerDrop(lambda: sum(random.random() for _ in range(1))),
+    "nested lambda": lambda: LayerDrop(lambda: (lambda: (lambda: random.random())())()),
     "numpy": lambda: LayerDrop(np.random.rand),
     "own": OwnGenerators,
     "global": lambda: LayerDrop(lambda: SHARED.random()),
