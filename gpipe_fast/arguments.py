@@ -124,7 +124,7 @@ def check_module(module: nn.Sequential) -> None:
 
     Raises:
         TypeError: `module` is not a ``Sequential``, or its skip connections do not match.
-        ValueError: A layer occurs twice, or is None.
+        ValueError: a layer occurs twice, or is None.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
@@ -171,7 +171,7 @@ def check_holds_tensor(inputs: Inputs) -> None:
     """Checks that the inputs contain a tensor.
 
     Raises:
-        TypeError: The inputs contain no tensor.
+        TypeError: the inputs contain no tensor.
     """
     if inputs.tensors:
         return
@@ -188,7 +188,7 @@ def check_signature(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     """Checks that the first layer's ``forward`` accepts the arguments of a call.
 
     Raises:
-        TypeError: The arguments do not match the signature of ``forward``.
+        TypeError: the arguments do not match the signature of ``forward``.
     """
     if layer._forward_pre_hooks or (not args and not kwargs):
         return  # hooks may change the arguments; check_inputs() reports calls without arguments
@@ -223,8 +223,8 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
     """Checks that the inputs can be split into micro-batches and are on the device of the first stage.
 
     Raises:
-        TypeError: There is no tensor, or a tensor is not dense and strided.
-        ValueError: A tensor lacks the batch dimension or is on another device, batch sizes differ, or all
+        TypeError: there is no tensor, or a tensor is not dense and strided.
+        ValueError: a tensor lacks the batch dimension or is on another device, batch sizes differ, or all
             tensors are replicated.
     """
     check_holds_tensor(inputs)

@@ -38,8 +38,8 @@ class Container(LayerSequence):
         Optimizer state is not moved: create the optimizer after repartitioning if layers change their device.
 
         Raises:
-            ValueError: On assignment, the balance does not fit the layers. The old balance is kept.
-            IndexError: On assignment, there are more partitions than devices. The old balance is kept.
+            ValueError: on assignment, the balance does not fit the layers. The old balance is kept.
+            IndexError: on assignment, there are more partitions than devices. The old balance is kept.
         """
         return list(self._balance)
 
@@ -52,8 +52,8 @@ class Container(LayerSequence):
         """The device of each partition; a copy. Assigning moves the layers, as for `balance`.
 
         Raises:
-            ValueError: On assignment, stages cannot run on one of the devices. The old devices are kept.
-            IndexError: On assignment, there are fewer devices than partitions. The old devices are kept.
+            ValueError: on assignment, stages cannot run on one of the devices. The old devices are kept.
+            IndexError: on assignment, there are fewer devices than partitions. The old devices are kept.
         """
         return list(self._devices)
 
@@ -65,7 +65,7 @@ class Container(LayerSequence):
         """Registers the layers of a ``Sequential`` as children, uncopied, and moves them to their devices.
 
         Raises:
-            ValueError: The name of a layer is an attribute of this class.
+            ValueError: the name of a layer is an attribute of this class.
         """
         for name, _ in module.named_children():
             if hasattr(self, name):
@@ -149,7 +149,7 @@ class Container(LayerSequence):
         """Casts parameters and buffers to a dtype or a memory format.
 
         Raises:
-            TypeError: A device, or a tensor that implies one, was passed; every stage has its own device.
+            TypeError: a device, or a tensor that implies one, was passed; every stage has its own device.
         """
         if kwargs.keys() & {"device", "tensor"}:
             _deny_moving()

@@ -34,8 +34,8 @@ def parse_device(device: Device, argument: str) -> torch.device:
     """Returns a device from its name or number.
 
     Args:
-        device: A name, an index of a GPU or a ``torch.device``.
-        argument: The argument's name in error messages.
+        device: a name, an index of a GPU or a ``torch.device``.
+        argument: the argument's name in error messages.
 
     Raises:
         TypeError: `device` is neither a name, a number nor a device.
@@ -56,8 +56,8 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
     """Returns one device for each partition; the CPU if `devices` is None.
 
     Raises:
-        IndexError: There are fewer devices than partitions.
-        ValueError: A device is neither a CPU nor a CUDA device, or is a GPU that is not visible.
+        IndexError: there are fewer devices than partitions.
+        ValueError: a device is neither a CPU nor a CUDA device, or is a GPU that is not visible.
     """
     if devices is None:
         return [torch.device("cpu")] * num_partitions

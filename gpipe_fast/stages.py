@@ -35,12 +35,12 @@ def checked_placement(
 
     Args:
         layers: (name, layer) pairs, in order.
-        balance: The number of layers of each partition; None balances parameter counts.
-        devices: At least one for each partition; None stands for the CPU.
+        balance: the number of layers of each partition; None balances parameter counts.
+        devices: at least one for each partition; None stands for the CPU.
 
     Raises:
-        ValueError: The balance does not fit the layers, or layers are too large for their devices.
-        IndexError: There are fewer devices than partitions.
+        ValueError: the balance does not fit the layers, or layers are too large for their devices.
+        IndexError: there are fewer devices than partitions.
     """
     found = resolve_balance([layer for _, layer in layers], balance, devices)
     chosen = checked_devices(devices, len(found))
@@ -80,11 +80,11 @@ def stages_of(
     """Returns a stage for each partition.
 
     Args:
-        layers: All layers of the model.
-        balance: The number of layers of each partition.
-        devices: The device of each partition.
-        deferred: Whether running statistics of batch norm are updated once per mini-batch.
-        grad_dtype: The dtype in which gradients are accumulated; None for the parameter's own.
+        layers: all layers of the model.
+        balance: the number of layers of each partition.
+        devices: the device of each partition.
+        deferred: whether running statistics of batch norm are updated once per mini-batch.
+        grad_dtype: the dtype in which gradients are accumulated; None for the parameter's own.
     """
     stages: list[Stage] = []
     skips = skips_of(layers)

@@ -53,14 +53,14 @@ def has_observers(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Mo
     """Checks the transforms, tracers, modes and hooks around a call of a pipeline.
 
     Args:
-        inputs: The input tensors of the call.
-        modules: Returns the modules of the pipeline.
+        inputs: the input tensors of the call.
+        modules: returns the modules of the pipeline.
 
     Returns:
         Whether a mode or hook would observe how a plan is made, which `without_observers` then prevents.
 
     Raises:
-        RuntimeError: The call is inside a ``torch.func`` transform or a tracer, or has dual numbers.
+        RuntimeError: the call is inside a ``torch.func`` transform or a tracer, or has dual numbers.
     """
     transform = _functorch_interpreter()
     if transform is not None:
@@ -141,7 +141,7 @@ def refuse_jit_script() -> NoReturn:
     """Refuses ``torch.jit.script``.
 
     Raises:
-        RuntimeError: Always.
+        RuntimeError: always.
     """
     _refuse("torch.jit.script")
 

@@ -36,8 +36,8 @@ def warn_sequence_first(stages: Iterable[Sequence[nn.Module]], dims: BatchDims) 
     transpose its input before it calls such a layer.
 
     Args:
-        stages: The layers of each stage.
-        dims: The dimensions along which inputs are split.
+        stages: the layers of each stage.
+        dims: the dimensions along which inputs are split.
     """
     if 0 not in dims.inputs:
         return

@@ -138,16 +138,16 @@ def profile(
 ) -> list[LayerProfile]:
     """Measures each layer like `profile_layers`, without checking ``module`` and ``timeout``."""
     layers = _layers(module)
-    place = default_device() if device is None else _devices.parse_device(device, "device")
-    if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {place}")
-    check_layers_fit(layers, place)
+    target = default_device() if device is None else _devices.parse_device(device, "device")
+    if target.type not in ("cpu", "cuda"):
+        raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {target}")
+    check_layers_fit(layers, target)
     num_visits = len(layers) * (1 if timeout is None else 1 + MIN_ROUNDS)
     # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.
     batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
-    with _isolated_random_state(place), _progress_bar(progress, num_visits) as advance:
-        first = first_microbatch(sample, chunks, place, batch_dim)
-        rounds = _Rounds(layers, first, place, timeout, advance)
+    with _isolated_random_state(target), _progress_bar(progress, num_visits) as advance:
+        first = first_microbatch(sample, chunks, target, batch_dim)
+        rounds = _Rounds(layers, first, target, timeout, advance)
         sizes, times = rounds.run_round(LayerMeasurement.sizes), rounds.times()
     return [
         LayerProfile(

@@ -22,9 +22,9 @@ def rename_keys(state: MutableMapping[str, Any], prefix: str, module: nn.Module)
         partitions.1.2.sum            (removed: a buffer of torchgpipe's deferred batch norm)
 
     Args:
-        state: A state dict; may contain keys outside of ``prefix``.
-        prefix: The prefix of ``module``'s own keys: empty, or ending with a dot.
-        module: The module whose layers the keys name, whatever the partitions were.
+        state: a state dict; may contain keys outside of ``prefix``.
+        prefix: the prefix of ``module``'s own keys: empty, or ending with a dot.
+        module: the module whose layers the keys name, whatever the partitions were.
     """
     in_partition = re.compile(re.escape(prefix) + r"partitions\.\d+\.")
     for key in list(state):
@@ -39,10 +39,10 @@ def rename_keys(state: MutableMapping[str, Any], prefix: str, module: nn.Module)
             state.pop(name, None)
 
 
-def _is_batch_norm(module: nn.Module, path: str, own: str) -> bool:
-    """Returns whether `path` is a batch norm that has no attribute of this name."""
+def _is_batch_norm(module: nn.Module, path: str, attribute: str) -> bool:
+    """Returns whether the module at `path` is a batch norm without this attribute."""
     try:
         found = module.get_submodule(path)
     except AttributeError:
         return False
-    return isinstance(found, _BatchNorm) and not hasattr(found, own)
+    return isinstance(found, _BatchNorm) and not hasattr(found, attribute)

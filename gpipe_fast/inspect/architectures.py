@@ -16,8 +16,8 @@ def describe_code(gpu: Capability, archs: str) -> str:
     and PTX Compatibility). Code and PTX of ``9.0a`` run on 9.0 only, those of ``10.0f`` on its major version.
 
     Args:
-        gpu: The compute capability of the GPU.
-        archs: The architectures for which the extension was built, as in TORCH_CUDA_ARCH_LIST, such as
+        gpu: the compute capability of the GPU.
+        archs: the architectures for which the extension was built, as in TORCH_CUDA_ARCH_LIST, such as
             ``8.0;9.0+PTX``; or ``none`` for a build without CUDA.
     """
     version = _version(gpu)

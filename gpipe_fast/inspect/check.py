@@ -36,11 +36,11 @@ class Case:
     """One model in one checkpoint mode over one transport.
 
     Attributes:
-        model: The name of the model.
-        transport: The transport between its stages.
-        checkpoint: The checkpoint mode.
-        ok: Whether all tensors equal those of the plain loop, bit for bit.
-        result: The result in words.
+        model: the name of the model.
+        transport: the transport between its stages.
+        checkpoint: the checkpoint mode.
+        ok: whether all tensors equal those of the plain loop, bit for bit.
+        result: the result in words.
     """
 
     model: str
@@ -55,11 +55,11 @@ class Checkup:
     """The result of `check`: true if all cases are equal; its string is a report to paste.
 
     Attributes:
-        machine: Versions and devices, as `doctor` reports them.
-        stages: The device of each stage.
-        cases: The cases in the order in which they ran.
-        left_out: Cases and transports that were skipped, each with the reason.
-        seconds: The duration of the whole check.
+        machine: versions and devices, as `doctor` reports them.
+        stages: the device of each stage.
+        cases: the cases in the order in which they ran.
+        left_out: cases and transports that were skipped, each with the reason.
+        seconds: the duration of the whole check.
     """
 
     machine: str
@@ -104,16 +104,16 @@ def check(devices: Iterable[Device] | None = None) -> Checkup:
         python -m gpipe_fast.doctor --check
 
     Args:
-        devices: One device for each stage, at least two; by default the first visible GPUs, or the CPU.
+        devices: one device for each stage, at least two; by default the first visible GPUs, or the CPU.
 
     Raises:
         TypeError: ``devices`` is not a list of devices.
-        ValueError: A device is neither a CPU nor a CUDA device.
-        IndexError: There are fewer than two devices.
+        ValueError: a device is neither a CPU nor a CUDA device.
+        IndexError: there are fewer than two devices.
     """
     begun = time.monotonic()
     stage_devices = _stage_devices(devices)
-    on_gpus = any(place.type == "cuda" for place in stage_devices)
+    on_gpus = any(device.type == "cuda" for device in stage_devices)
     transports, left_out = _transports(stage_devices)
     cases: list[Case] = []
     with _deterministic(on_gpus):
@@ -137,7 +137,7 @@ def _stage_devices(devices: Iterable[Device] | None) -> list[torch.device]:
 
 def _transports(stage_devices: list[torch.device]) -> tuple[list[str], list[str]]:
     """Returns the transports that these devices support, and a line for each one that is skipped."""
-    gpus = {place for place in stage_devices if place.type == "cuda"}
+    gpus = {device for device in stage_devices if device.type == "cuda"}
     if not gpus:
         return ["auto"], []
     pairs = [(a, b) for a, b in permutations(gpus, 2) if not torch.cuda.can_device_access_peer(a, b)]
@@ -182,7 +182,7 @@ def _compare(
         options = {"chunks": CHUNKS, "checkpoint": checkpoint, "transport": transport}
         model = GPipe(layers, balance, devices=stage_devices, **options)  # type: ignore[arg-type]
         x = x.to(stage_devices[0])
-        steps = STEPS_ON_GPUS if any(place.type == "cuda" for place in stage_devices) else 1
+        steps = STEPS_ON_GPUS if any(device.type == "cuda" for device in stage_devices) else 1
         reports = [verify(model, x, lambda y: y.square().mean()) for _ in range(steps)]
     except Exception as error:
         first_line = str(error).partition("\n")[0][:MAX_MESSAGE_LENGTH]

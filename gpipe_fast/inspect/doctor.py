@@ -24,7 +24,7 @@ def doctor(model: GPipe | None = None) -> str:
     after the first call also the sizes of boundary tensors, captured CUDA graphs, and avoidable costs.
 
     Args:
-        model: By default, the report has only the machine's part.
+        model: by default, the report has only the machine's part.
 
     Raises:
         TypeError: ``model`` is not a `GPipe`.

@@ -47,17 +47,17 @@ def draw(recording: Recording, path: str | os.PathLike[str] | None = None, *, ti
     take microseconds and are not drawn.
 
     Args:
-        recording: The result of a ``with model.recording() as recording`` block that has ended.
-        path: The file to write, ending in ``.svg``; by default none.
-        title: A line of text above the figures.
+        recording: the result of a ``with model.recording() as recording`` block that has ended.
+        path: the file to write, ending in ``.svg``; by default none.
+        title: a line of text above the figures.
 
     Returns:
         The SVG document as a string.
 
     Raises:
         TypeError: ``recording`` is not a `Recording`.
-        ValueError: The recording holds no complete step, or the path does not end in ``.svg``.
-        OSError: The file cannot be written.
+        ValueError: the recording holds no complete step, or the path does not end in ``.svg``.
+        OSError: the file cannot be written.
     """
     if not isinstance(recording, Recording):
         raise TypeError(
@@ -107,8 +107,8 @@ class _Chart:
     """The layout of rows, loss and axis.
 
     Attributes:
-        right: The x coordinate of the end of the rows.
-        bottom: The y coordinate of the end of the last row.
+        right: the x coordinate of the end of the rows.
+        bottom: the y coordinate of the end of the last row.
     """
 
     def __init__(self, recording: Recording, top: float) -> None:

@@ -33,10 +33,10 @@ class Row:
 
     Attributes:
         name: ``output``, ``loss``, ``gradient of 0.weight``, ``buffer 1.running_mean`` and so on.
-        equal: Whether all bits are equal, where all NaN count as the same.
-        difference: The largest absolute difference; infinite if the tensors cannot be subtracted.
+        equal: whether all bits are equal, where all NaN count as the same.
+        difference: the largest absolute difference; infinite if the tensors cannot be subtracted.
         relative: ``difference`` divided by the largest magnitude in the plain loop's tensor.
-        note: A difference in presence, dtype or shape, or the reason for a difference; may be empty.
+        note: a difference in presence, dtype or shape, or the reason for a difference; may be empty.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Report:
     """The result of `verify`: true if all tensors are equal; its string is a table of the others.
 
     Attributes:
-        rows: Outputs, loss, gradients and buffers, in this order.
-        num_microbatches: The number of micro-batches of the compared step.
-        show_all: Whether the table includes equal tensors.
+        rows: outputs, loss, gradients and buffers, in this order.
+        num_microbatches: the number of micro-batches of the compared step.
+        show_all: whether the table includes equal tensors.
     """
 
     rows: tuple[Row, ...]
@@ -84,7 +84,7 @@ class Report:
         """Returns a table with a row for every tensor that differs.
 
         Args:
-            all: Whether to include equal tensors; by default as passed to `verify`.
+            all: whether to include equal tensors; by default as passed to `verify`.
         """
         shown = [row for row in self.rows if not row.equal or (self.show_all if all is None else all)]
         cells = [(r.name, "yes" if r.equal else "NO", r.difference, r.relative, r.note) for r in shown]
@@ -113,14 +113,14 @@ def verify(
         print(gpipe_fast.verify(model, tokens, mask=mask, loss_fn=loss_fn, all=True))
 
     Args:
-        model: The pipeline to verify.
-        args: The positional arguments of ``model``; gradients of tensors that require one are compared, too.
+        model: the pipeline to verify.
+        args: the positional arguments of ``model``; gradients of tensors that require one are compared, too.
             The last one may be ``loss_fn``.
-        loss_fn: A function from the output of ``model`` to a tensor with one element. It is called twice,
+        loss_fn: a function from the output of ``model`` to a tensor with one element. It is called twice,
             with equal random states.
-        chunks: The number of micro-batches, or 'auto'; by default ``model.chunks``.
-        all: Whether the printed report includes equal tensors.
-        kwargs: The keyword arguments of ``model``. Pass arguments named ``model``, ``loss_fn``, ``chunks`` or
+        chunks: the number of micro-batches, or 'auto'; by default ``model.chunks``.
+        all: whether the printed report includes equal tensors.
+        kwargs: the keyword arguments of ``model``. Pass arguments named ``model``, ``loss_fn``, ``chunks`` or
             ``all`` by position.
 
     Returns:
@@ -129,7 +129,7 @@ def verify(
     Raises:
         TypeError: ``model`` is not a `GPipe` or does not accept the arguments, ``loss_fn`` is missing, or the
             loss is not a tensor.
-        ValueError: The mini-batch cannot be split, the loss has several elements or requires no gradient, or
+        ValueError: the mini-batch cannot be split, the loss has several elements or requires no gradient, or
             a lazy module is uninitialized; run a batch through the plain layers first.
         RuntimeError: ``model`` cannot be traced and has ``backend='aten'``.
     """

@@ -70,12 +70,12 @@ def _merge_statistics(
     (1979), applied to the variance instead of the sum of squares, which 16-bit buffers could not hold.
 
     Args:
-        mean: Accumulated mean of each channel, shape (C,).
-        variance: Accumulated population variance (biased), shape (C,).
-        count: Accumulated number of elements per channel.
-        batch_mean: The micro-batch's mean, shape (C,).
-        batch_variance: The micro-batch's sample variance (unbiased), shape (C,).
-        batch_count: The micro-batch's number of elements per channel; at least 2, as batch norm itself
+        mean: accumulated mean of each channel, shape (C,).
+        variance: accumulated population variance (biased), shape (C,).
+        count: accumulated number of elements per channel.
+        batch_mean: the micro-batch's mean, shape (C,).
+        batch_variance: the micro-batch's sample variance (unbiased), shape (C,).
+        batch_count: the micro-batch's number of elements per channel; at least 2, as batch norm itself
             demands.
     """
     count_dtype = torch.promote_types(mean.dtype, torch.float32)
@@ -114,7 +114,7 @@ def check_can_defer(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
     """Checks that the running statistics of all batch norms can be deferred.
 
     Raises:
-        ValueError: A batch norm is synchronised between processes, or has a custom class.
+        ValueError: a batch norm is synchronised between processes, or has a custom class.
     """
     for layer_name, layer in named_layers:
         for name, module in layer.named_modules(prefix=layer_name):
@@ -138,7 +138,7 @@ def enable_deferral(layers: Iterable[nn.Module]) -> None:
     Changes their class in place, as parametrization does; the objects, parameters and buffers stay the same.
 
     Raises:
-        ValueError: The statistics of a batch norm cannot be deferred (see `check_can_defer`).
+        ValueError: the statistics of a batch norm cannot be deferred (see `check_can_defer`).
     """
     layers = list(layers)
     check_can_defer((str(index), layer) for index, layer in enumerate(layers))

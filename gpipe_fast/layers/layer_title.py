@@ -5,6 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 
-def layer_title(place: int | str, layer: nn.Module) -> str:
+def layer_title(position: int | str, layer: nn.Module) -> str:
     """Returns ``layer 3 (Linear)`` for a layer's position, ``layer 'head' (Linear)`` for its name."""
-    return f"layer {place!r} ({type(layer).__name__})"
+    return f"layer {position!r} ({type(layer).__name__})"

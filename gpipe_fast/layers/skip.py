@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
     Attributes:
         namespace: None is the default namespace, which all layers share.
-        name: As declared.
+        name: as declared.
     """
 
     namespace: Namespace | None
@@ -38,8 +38,8 @@ class stash:
     """Passes a tensor to the layer that pops it: ``yield stash('name', tensor)``.
 
     Args:
-        name: A name that the layer declares.
-        tensor: A tensor of any shape and dtype whose first dimension is the micro-batch; or None.
+        name: a name that the layer declares.
+        tensor: a tensor of any shape and dtype whose first dimension is the micro-batch; or None.
     """
 
     __slots__ = ("name", "tensor")
@@ -53,7 +53,7 @@ class pop:
     """Takes a tensor that an earlier layer stashed: ``tensor = yield pop('name')``.
 
     Args:
-        name: A name that the layer declares.
+        name: a name that the layer declares.
     """
 
     __slots__ = ("name",)
@@ -90,8 +90,11 @@ class Skippable(nn.Module):
     """A module that stashes or pops skip tensors; base class of the classes that `skippable` creates.
 
     Attributes:
-        module: An instance of the decorated class.
-        namespaces: The namespace of each isolated name.
+        module: an instance of the decorated class.
+        namespaces: the namespace of each isolated name.
+        module_cls: the decorated class.
+        stashable_names: the names that the module may stash.
+        poppable_names: the names that the module may pop.
     """
 
     module_cls: ClassVar[type[nn.Module]]
@@ -131,14 +134,14 @@ class Skippable(nn.Module):
             )
 
         Args:
-            ns: The namespace.
-            only: The names to isolate; by default all that the module declares.
+            ns: the namespace.
+            only: the names to isolate; by default all that the module declares.
 
         Returns:
             This module.
 
         Raises:
-            ValueError: The module does not declare one of the names.
+            ValueError: the module does not declare one of the names.
         """
         declared = (*self.stashable_names, *self.poppable_names)
         names = declared if only is None else tuple(only)
@@ -152,9 +155,9 @@ class Skippable(nn.Module):
         """Runs the decorated module and executes the `stash` and `pop` commands that it yields.
 
         Raises:
-            RuntimeError: The module stashes or pops an undeclared name, omits a declared one, pops a name
+            RuntimeError: the module stashes or pops an undeclared name, omits a declared one, pops a name
                 twice, or pops a tensor that has not been stashed.
-            TypeError: The module yields something other than `stash` and `pop`.
+            TypeError: the module yields something other than `stash` and `pop`.
         """
         stashed_tensors = _stashed.tensors
         # As in torchgpipe, pops are looked up before the module runs; stashes become visible if it succeeds.
@@ -224,8 +227,8 @@ def skippable(
     pipeline, the tensor is stored in thread-local storage until it is popped.
 
     Args:
-        stash: The names that the module stashes.
-        pop: The names that the module pops.
+        stash: the names that the module stashes.
+        pop: the names that the module pops.
 
     Returns:
         A class decorator. Parameters of the decorated modules are named ``module.<name>``.
@@ -268,7 +271,7 @@ def verify_skippables(module: nn.Module) -> None:
     """Checks that each skip tensor is stashed by one layer and popped by one later layer.
 
     Raises:
-        TypeError: A stash or pop has no match; the message has a line for each mismatch.
+        TypeError: a stash or pop has no match; the message has a line for each mismatch.
     """
     stashed: set[Key] = set()
     popped: set[Key] = set()
@@ -314,10 +317,10 @@ class Skip:
     """A skip connection between two layers of a sequence.
 
     Attributes:
-        key: The identity of its tensor.
-        source: Index of the layer that stashes the tensor.
-        target: Index of the layer that pops the tensor.
-        stash_order: Position in the order of all stashes.
+        key: the identity of its tensor.
+        source: index of the layer that stashes the tensor.
+        target: index of the layer that pops the tensor.
+        stash_order: position in the order of all stashes.
     """
 
     key: Key
@@ -348,7 +351,7 @@ def take_stashed(stashed_tensors: dict[Key, Tensor | None], keys: Sequence[Key])
     """Removes and returns the skip tensors with these keys.
 
     Raises:
-        RuntimeError: A tensor has not been stashed.
+        RuntimeError: a tensor has not been stashed.
     """
     missing = [key.name for key in keys if key not in stashed_tensors]
     if missing:

@@ -23,9 +23,9 @@ class Constant:
     Constants are equal if their type and text are, so 1 differs from True, and NaN equals NaN.
 
     Attributes:
-        kind: The type of the value.
-        text: The ``repr`` of the value.
-        value: The value.
+        kind: the type of the value.
+        text: the ``repr`` of the value.
+        value: the value.
     """
 
     kind: type
@@ -38,8 +38,8 @@ class Structure:
     """The nesting of tensors, and the constants beside them.
 
     Attributes:
-        spec: Nested tuples, lists, dicts and named tuples, as PyTorch's pytree flattens them.
-        leaves: Constants and tensor indices, in order; an index occurs twice if the tensor does.
+        spec: nested tuples, lists, dicts and named tuples, as PyTorch's pytree flattens them.
+        leaves: constants and tensor indices, in order; an index occurs twice if the tensor does.
     """
 
     spec: pytree.TreeSpec
@@ -85,12 +85,12 @@ def flatten(value: object, *, deduplicate: bool = False) -> tuple[list[Tensor], 
     """Flattens a value into tensors and a structure; ``structure.build(tensors)`` is the inverse.
 
     Args:
-        value: A nested value.
-        deduplicate: Whether to list a tensor that occurs several times only once. The rebuilt value then
+        value: a nested value.
+        deduplicate: whether to list a tensor that occurs several times only once. The rebuilt value then
             contains one tensor, whose uses accumulate their gradients as in the original value.
 
     Raises:
-        TypeError: The value contains a leaf that is neither a tensor nor a constant.
+        TypeError: the value contains a leaf that is neither a tensor nor a constant.
     """
     leaves, spec = pytree.tree_flatten(value)
     tensors: list[Tensor] = []
@@ -185,7 +185,7 @@ def replicate(value: object) -> Any:
     The gradient of a replicated tensor is the sum of its gradients over micro-batches.
 
     Args:
-        value: A tensor, or a nested value with tensors.
+        value: a tensor, or a nested value with tensors.
 
     Returns:
         A wrapper to pass to a `GPipe` in place of the value.
@@ -197,8 +197,8 @@ class BatchDims(NamedTuple):
     """The dimensions along which a mini-batch is split into micro-batches and its outputs concatenated.
 
     Attributes:
-        inputs: The dimension of each tensor; None for a tensor that every micro-batch gets whole.
-        outputs: The dimension of all outputs.
+        inputs: the dimension of each tensor; None for a tensor that every micro-batch gets whole.
+        outputs: the dimension of all outputs.
     """
 
     inputs: tuple[int | None, ...]
@@ -223,9 +223,9 @@ class Inputs(NamedTuple):
     """The flattened arguments of a call.
 
     Attributes:
-        tensors: All tensors, in order.
-        structure: Their nesting.
-        dims: The dimensions along which they are split.
+        tensors: all tensors, in order.
+        structure: their nesting.
+        dims: the dimensions along which they are split.
     """
 
     tensors: list[Tensor]
@@ -247,14 +247,14 @@ class Inputs(NamedTuple):
         """Flattens the arguments of a call.
 
         Args:
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-            batch_dim: One dimension for all tensors, or one for each tensor that is split, in order; outputs
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            batch_dim: one dimension for all tensors, or one for each tensor that is split, in order; outputs
                 have the first of them.
 
         Raises:
-            TypeError: An argument contains a leaf that is neither a tensor nor a constant.
-            ValueError: The length of ``batch_dim`` is not the number of tensors to split.
+            TypeError: an argument contains a leaf that is neither a tensor nor a constant.
+            ValueError: the length of ``batch_dim`` is not the number of tensors to split.
         """
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
             return cls(

@@ -62,16 +62,20 @@ def lower(graph: StageGraph, accumulation: AccumulationPolicy = _DEFAULT_ACCUMUL
 
 def lower_unoptimized(graph: StageGraph) -> ProgramIR:
     """Lowers every operator of the graph, also views, to a separate call: the baseline for ``lower``."""
-    return _Lowering(graph, _DEFAULT_ACCUMULATION, plain=True).run()
+    return _Lowering(graph, _DEFAULT_ACCUMULATION, unoptimized=True).run()
 
 
 class _Lowering:
-    def __init__(self, graph: StageGraph, accumulation: AccumulationPolicy, plain: bool = False) -> None:
+    def __init__(
+        self, graph: StageGraph, accumulation: AccumulationPolicy, unoptimized: bool = False
+    ) -> None:
         self.graph = graph
         self.accumulation = accumulation
-        self.plain = plain
+        self.unoptimized = unoptimized
         self.nodes: list[fx.Node] = list(graph.module.graph.nodes)
-        self.sources: dict[fx.Node, Source] = {n: Source(n, 0) if plain else source_of(n) for n in self.nodes}
+        self.sources: dict[fx.Node, Source] = {
+            n: Source(n, 0) if unoptimized else source_of(n) for n in self.nodes
+        }
         self.program = ProgramIR(graph.name)
         self.index: dict[fx.Node, int] = {}  # base -> value
         self.views: dict[tuple[Any, ...], int] = {}
@@ -91,7 +95,7 @@ class _Lowering:
         self.elided_sums -= self.returned_bases | {
             self.sources[part].base for g in gradients for part in g.parts
         }
-        for gradient in () if self.plain else gradients:
+        for gradient in () if self.unoptimized else gradients:
             self._mark_direct_write(gradient)
         complete_after = self._gradients_by_last_node(gradients)
         for node in self.nodes:
@@ -169,7 +173,7 @@ class _Lowering:
         metas = node.meta["val"]
         many = isinstance(metas, (list, tuple))
         bases = self._getitem_nodes(node, len(metas)) if many else [node]
-        call = None if self.plain else out_call(node)
+        call = None if self.unoptimized else out_call(node)
         if call is None:
             call = functional_call(node)
             slots = [None if b is None else self._add_base(b, StorageKind.RESULT) for b in bases]
@@ -240,7 +244,7 @@ class _Lowering:
             base, self.graph
         )
         shared = source.storage is StorageKind.INPUT and role is GraphRole.BUFFER
-        if (changes or shared) and not self.plain:
+        if (changes or shared) and not self.unoptimized:
             return self._add_copy(f"{node.name}_copy", value, node.meta["val"])
         return value
 
@@ -257,7 +261,7 @@ class _Lowering:
     def _gradient(self, index: int, nodes: list[fx.Node]) -> Gradient:
         gradient = Gradient(index, nodes[0])
         for node in nodes:
-            keep_whole = self.plain or (
+            keep_whole = self.unoptimized or (
                 len(nodes) == 1 and self.accumulation.has_wider_accumulator(node.meta["val"])
             )
             uses = 1 if keep_whole else self.graph.parameter_uses.get(index, 1)

@@ -330,13 +330,13 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
     # The key is drawn lazily: without random ops PyTorch's generator does not advance, as in GPipe.
     minibatch = MinibatchKey(key)
     mode = KeyedRandomMode(lambda: make_key(minibatch(), 0), SavedGeneratorStates(False))
-    progress = _PositionTracker(mode, module, minibatch)
+    tracker = _PositionTracker(mode, module, minibatch)
     with contextlib.ExitStack() as hooks:
-        hooks.callback(module.register_forward_pre_hook(progress.begin_module, prepend=True).remove)
-        hooks.callback(module.register_forward_hook(progress.end_module, always_call=True).remove)
+        hooks.callback(module.register_forward_pre_hook(tracker.begin_module, prepend=True).remove)
+        hooks.callback(module.register_forward_hook(tracker.end_module, always_call=True).remove)
         for child in module.children():  # yields a layer that occurs several times only once
-            hooks.callback(child.register_forward_pre_hook(progress.begin_layer, prepend=True).remove)
-            hooks.callback(child.register_forward_hook(progress.end_layer, always_call=True).remove)
+            hooks.callback(child.register_forward_pre_hook(tracker.begin_layer, prepend=True).remove)
+            hooks.callback(child.register_forward_hook(tracker.end_layer, always_call=True).remove)
         with mode:
             yield mode
 

@@ -37,7 +37,7 @@ from gpipe_fast.runtime.stage import (
     TorchModes,
     exact_autocast,
     intra_op_threads,
-    with_operator_choices,
+    with_operator_settings,
 )
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.uncompiled import uncompiled
@@ -252,17 +252,8 @@ class Segments:
         """
         part = self.stage.part(begin, end)
         parameters, buffers = part.parameters(), part.buffers()
-        key = (
-            begin,
-            end,
-            saved_fraction,
-            modes,
-            tuple(parameters),
-            tuple(buffers),
-            segment_key,
-            reason,
-            on_success,
-        )
+        tensors = tuple(parameters), tuple(buffers)
+        key = (begin, end, saved_fraction, modes, tensors, segment_key, reason, on_success)
         found = self._python_segments.find(key)
         if found is not None:
             return found
@@ -339,7 +330,7 @@ def _with_modes(modes: TorchModes) -> Iterator[None]:
         torch.set_grad_enabled(modes.grad),
         exact_autocast(modes.autocast),
         intra_op_threads(modes.num_threads),
-        with_operator_choices(modes),
+        with_operator_settings(modes),
     ):
         yield
 

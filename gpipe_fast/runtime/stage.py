@@ -60,7 +60,7 @@ class TorchModes(NamedTuple):
         num_threads: the number of intra-op threads.
         deterministic: whether only deterministic algorithms are allowed.
         default_dtype: the default dtype of new tensors.
-        choices: settings that select the operators of attention and batch norm (csrc/pipeline/settings.h).
+        operator_settings: selects the operators of attention and batch norm (csrc/pipeline/settings.h).
         fast_attention: whether multi-head attention may use its fused fast path in inference.
     """
 
@@ -69,12 +69,12 @@ class TorchModes(NamedTuple):
     num_threads: int
     deterministic: bool
     default_dtype: torch.dtype
-    choices: bytes
+    operator_settings: bytes
     fast_attention: bool
 
     def process_wide(self) -> Hashable:
         """Returns the modes that are process-wide, not thread-local."""
-        return self.deterministic, self.default_dtype, self.choices, self.fast_attention
+        return self.deterministic, self.default_dtype, self.operator_settings, self.fast_attention
 
     @classmethod
     def now(cls) -> TorchModes:
@@ -111,14 +111,14 @@ def intra_op_threads(number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_operator_choices(modes: TorchModes) -> Iterator[None]:
-    """Sets the process-wide operator choices for a block: a trace in a backward needs the forward's."""
+def with_operator_settings(modes: TorchModes) -> Iterator[None]:
+    """Sets the process-wide operator settings for a block: a trace in a backward needs the forward's."""
     mha = torch.backends.mha
     before = operator_settings(), mha.get_fastpath_enabled()
-    if before == (modes.choices, modes.fast_attention):
+    if before == (modes.operator_settings, modes.fast_attention):
         yield
         return
-    restore_operator_settings(modes.choices)
+    restore_operator_settings(modes.operator_settings)
     mha.set_fastpath_enabled(modes.fast_attention)
     try:
         yield

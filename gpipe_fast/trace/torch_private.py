@@ -290,8 +290,8 @@ def export_joint(
         # The metadata mode only records names, but like any function mode it would keep
         # nn.MultiheadAttention from its fused operator.
         joint = aot_export_joint_with_descriptors(stack, module, inputs, _disable_torch_fn_metadata_mode=True)
-        graph_module: fx.GraphModule = joint.graph_module
-    return graph_module
+        traced: fx.GraphModule = joint.graph_module
+    return traced
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:

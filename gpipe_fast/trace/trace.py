@@ -231,16 +231,20 @@ def _trace_once(
         kind = TypeError if isinstance(error, InvalidStageOutput) else RuntimeError
         failure = Untraceable(trace_observer.layer, str(error), error=kind)
     except Exception as error:
-        if "in-place operation" in str(error) and not stage.copy_inputs and trace_observer.refusal is None:
+        if (
+            "in-place operation" in str(error)
+            and not stage.copy_inputs
+            and trace_observer.untraceable is None
+        ):
             raise InputMutated from error
         reason = f"tracing raised {type(error).__name__}: {_first_line(error)}{user_code_line(error)}"
         failure = Untraceable(trace_observer.layer, reason)
     finally:
-        changes = trace_observer.changes() if traced and trace_observer.refusal is None else []
+        changes = trace_observer.changes() if traced and trace_observer.untraceable is None else []
         if not changes:
             trace_observer.restore()
-    if trace_observer.refusal is not None:  # the layer may have caught the exception
-        return trace_observer.refusal, None
+    if trace_observer.untraceable is not None:  # the layer may have caught the exception
+        return trace_observer.untraceable, None
     if failure is not None:
         return failure, None
     if changes:

@@ -107,7 +107,7 @@ class TraceObserver:
     Attributes:
         layer: index of the layer that is running; None outside of the layers.
         reads: the Python state that each layer's forward reads.
-        refusal: why the layers cannot be traced; None while no reason is known.
+        untraceable: the reason why the layers cannot be traced; None while no reason is known.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -120,7 +120,7 @@ class TraceObserver:
         self._changed_by: dict[str, int | None] = {}
         self.layer: int | None = None
         self.reads = [PythonReads() for _ in layers]
-        self.refusal: Untraceable | None = None
+        self.untraceable: Untraceable | None = None
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[Observer]:
@@ -217,8 +217,8 @@ class TraceObserver:
         return True
 
     def _refuse(self, reason: str) -> None:
-        if self.refusal is None:
-            self.refusal = Untraceable(self.layer, reason, is_fatal="context variable" in reason)
+        if self.untraceable is None:
+            self.untraceable = Untraceable(self.layer, reason, is_fatal="context variable" in reason)
         raise Unrepeatable(reason)
 
 
