@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <string>
 #include <utility>
 
 namespace gpipe_fast {
@@ -44,6 +45,14 @@ std::vector<Stream> unique_streams(const std::vector<Stream>& streams) {
 }
 
 }  // namespace
+
+// A plan's progress towards a captured forward.
+enum class GraphCache::State {
+  refused,   // it cannot be captured
+  cold,      // it must run uncaptured a few more times
+  warm,      // the next run captures it
+  captured,  // its graph can be replayed
+};
 
 struct GraphCache::Entry {
   std::shared_ptr<const Plan> plan;

@@ -16,6 +16,7 @@
 
 #include "device/graph.h"
 #include "pipeline/captured.h"
+#include "pipeline/graph_report.h"
 #include "pipeline/minibatch.h"
 
 #include <ATen/core/Tensor.h>
@@ -25,22 +26,10 @@
 #include <list>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
 namespace gpipe_fast {
-
-// The state of a plan's graphs.
-struct GraphReport {
-  bool forward = false, backward = false;  // whether they are captured
-  int64_t num_nodes = 0;
-  int64_t bytes = 0;       // device memory, in addition to that of earlier captures
-  int64_t replays = 0;     // mini-batches whose forward was replayed
-  int64_t uncaptured = 0;  // mini-batches whose forward ran uncaptured
-  std::string obstacle;    // why it cannot be captured; empty if it can
-  std::string postponed;   // why its capture was postponed; empty if it was not
-};
 
 // One mini-batch's forward or backward, as the graph cache sees it.
 struct GraphRun {
@@ -90,13 +79,7 @@ class GraphCache {
 
  private:
   struct Entry;
-  // A plan's progress towards a captured forward.
-  enum class State {
-    refused,   // it cannot be captured
-    cold,      // it must run uncaptured a few more times
-    warm,      // the next run captures it
-    captured,  // its graph can be replayed
-  };
+  enum class State;
   Entry& entry_of(const std::shared_ptr<const Plan>& plan);
   static State state_of(Entry& entry, const MiniBatch& minibatch);
   const std::vector<Boundary>* replay_forward(Entry& entry, const std::shared_ptr<MiniBatch>& minibatch,
