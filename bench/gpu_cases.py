@@ -59,7 +59,7 @@ def make_pipeline(model: nn.Sequential, device: str = DEVICE, **keywords: Any) -
 def graph_report_lines(pipe: GPipe) -> list[str]:
     """Returns the lines of the doctor's report about captured graphs."""
     lines = doctor(pipe).splitlines()
-    begin = lines.index("captured") + 1
+    begin = lines.index("CUDA graphs") + 1
     return [line.strip() for line in lines[begin:] if line.startswith("  ")]
 
 
