@@ -142,10 +142,10 @@ def profile(
     if target.type not in ("cpu", "cuda"):
         raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {target}")
     check_layers_fit(layers, target)
-    num_visits = len(layers) * (1 if timeout is None else 1 + MIN_ROUNDS)
+    num_measurements = len(layers) * (1 if timeout is None else 1 + MIN_ROUNDS)
     # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.
     batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
-    with _isolated_random_state(target), _progress_bar(progress, num_visits) as advance:
+    with _isolated_random_state(target), _progress_bar(progress, num_measurements) as advance:
         first = first_microbatch(sample, chunks, target, batch_dim)
         rounds = _Rounds(layers, first, target, timeout, advance)
         sizes, times = rounds.run_round(LayerMeasurement.sizes), rounds.times()
@@ -206,7 +206,7 @@ def _isolated_random_state(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress_bar(show: bool | None, expected: int) -> Iterator[Callable[[int], object]]:
-    """Shows a progress bar; yields a function that counts one visit and sets the expected total of visits."""
+    """Shows a progress bar; yields a function that counts one measurement and sets the expected total."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -226,14 +226,14 @@ def _progress_bar(show: bool | None, expected: int) -> Iterator[Callable[[int], 
 
 
 class _Rounds:
-    """Rounds of visits to all layers in order; each layer runs on the output of the previous one.
+    """Rounds over all layers in order; each layer runs on the output of the previous one.
 
     Args:
         layers: the named layers.
         sample: the input of the first layer.
         device: the device on which copies of the layers run.
         timeout: the time to measure for, in seconds, or None.
-        advance: called after each visit with the expected total of visits.
+        advance: called after each measurement with the expected total.
     """
 
     def __init__(
@@ -248,8 +248,8 @@ class _Rounds:
         self._timeout, self._advance = timeout, advance
         self._expected = 1 if timeout is None else 1 + MIN_ROUNDS
 
-    def run_round(self, visit: Callable[[LayerMeasurement], _T]) -> list[_T]:
-        """Runs one round; returns the result of ``visit`` for each layer.
+    def run_round(self, measure: Callable[[LayerMeasurement], _T]) -> list[_T]:
+        """Runs one round; returns the result of ``measure`` for each layer.
 
         Raises:
             RuntimeError: a layer fails; the message names the layer.
@@ -259,7 +259,7 @@ class _Rounds:
         for name, layer in self._layers:
             try:
                 measurement = LayerMeasurement(layer, layer_input, self._device)
-                found.append(visit(measurement))
+                found.append(measure(measurement))
             except Exception as error:
                 raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
             layer_input = measurement.output_of_run

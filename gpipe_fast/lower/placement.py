@@ -63,11 +63,11 @@ def parts(program: ProgramIR) -> tuple[int, int]:
     values, steps = program.values, program.steps
     base_of = _base_of_each(values)
     inputs = (i for i, v in enumerate(values) if v.storage is StorageKind.INPUT)
-    late = {i for i, port in zip(inputs, program.inputs, strict=True) if port.role is GraphRole.TANGENT}
+    tangents = {i for i, port in zip(inputs, program.inputs, strict=True) if port.role is GraphRole.TANGENT}
     results = {base_of[r] for r in program.results}
     early, computed = len(steps), 0
     for position, step in enumerate(steps):
-        if early == len(steps) and any(base_of[v] in late for v in _values_used(step)):
+        if early == len(steps) and any(base_of[v] in tangents for v in _values_used(step)):
             early = position
         if any(base_of[v] in results for v in _values_written(step)):
             computed = position + 1

@@ -166,13 +166,13 @@ def _order_by_part(nodes: Iterable[fx.Node], joint: JointGraph) -> list[fx.Node]
     """
     given = {n.node: n.port for n in joint.inputs}
     early = _needed_nodes(given, (n.node for n in joint.outputs if n.port.role is GraphRole.INPUT_GRADIENT))
-    late = {node for node, port in given.items() if port.role is GraphRole.TANGENT}
+    after_tangents = {node for node, port in given.items() if port.role is GraphRole.TANGENT}
     parts: tuple[list[fx.Node], ...] = ([], [], [])
     for node in nodes:
-        if late.isdisjoint(node.all_input_nodes):
+        if after_tangents.isdisjoint(node.all_input_nodes):
             parts[0].append(node)
         else:
-            late.add(node)
+            after_tangents.add(node)
             parts[1 if node in early else 2].append(node)
     return [node for part in parts for node in part]
 

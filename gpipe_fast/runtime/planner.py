@@ -186,15 +186,15 @@ class Planner:
         check_placed(self._stages)
         call = _Call.of(signature, inputs, checkpoint)
         if self._backend == "eager":
-            return self._make_late_plan(call, eager=True), True
+            return self._make_dynamic_plan(call, all_in_python=True), True
         with contextlib.ExitStack() as held:
             idle = all(segments.try_lock(held) for segments in self._segments)
             if self.module_warnings.in_python or not idle:
-                return self._make_late_plan(call), idle
+                return self._make_dynamic_plan(call), idle
             with intra_op_threads(signature.threads):
                 known = self._compile(call)
                 if isinstance(known, CompilationFailure):
-                    return self._make_late_plan(call, failure=known), False
+                    return self._make_dynamic_plan(call, failure=known), False
                 return self._make_plan(call, self._searches(call), known), True
 
     def _compile(self, call: _Call) -> list[list[CompiledStage]] | CompilationFailure:
@@ -237,29 +237,31 @@ class Planner:
             None if known is not None else call.output_check(),
         )
 
-    def _make_late_plan(
-        self, call: _Call, eager: bool = False, failure: CompilationFailure | None = None
+    def _make_dynamic_plan(
+        self, call: _Call, all_in_python: bool = False, failure: CompilationFailure | None = None
     ) -> PlannedCall:
         """Makes a plan whose chains are found at run time, because boundary tensors are unknown before."""
         for index, stage in enumerate(self._stages):
             untraceable = check_initialized(stage.layers)
             if untraceable is not None:
                 raise RuntimeError(_failure_message(CompilationFailure(index, untraceable), self._stages))
-        searches = self._searches(call, eager=eager)
+        searches = self._searches(call, all_in_python=all_in_python)
         if failure is not None:
             reason, index = failure.untraceable, failure.stage_index
             if isinstance(reason, TooManyTraces):
                 report = functools.partial(self.module_warnings.add, 0, None, None, reason.reason)
-                searches = [replace(search, eager=True, on_success=report) for search in searches]
+                searches = [replace(search, all_in_python=True, on_success=report) for search in searches]
             else:
                 assert reason.layer is not None
                 searches[index] = replace(searches[index], suspects={reason.layer: reason.reason})
         return self._make_plan(call, searches, None)
 
-    def _searches(self, call: _Call, eager: bool = False) -> list[SegmentSearch]:
+    def _searches(self, call: _Call, all_in_python: bool = False) -> list[SegmentSearch]:
         # Programs are lowered for the intra-op thread count of the stages' workers.
         modes = call.signature.modes._replace(num_threads=call.signature.threads)
-        return [SegmentSearch(segments, modes, call.saved_fractions, eager) for segments in self._segments]
+        return [
+            SegmentSearch(segments, modes, call.saved_fractions, all_in_python) for segments in self._segments
+        ]
 
     def _return_or_raise(self, failure: CompilationFailure) -> CompilationFailure:
         """Returns the failure, or raises it if no layer may run in Python instead."""

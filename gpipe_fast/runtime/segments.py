@@ -295,22 +295,22 @@ class SegmentSearch:
         segments: the stage's segments.
         modes: PyTorch's modes.
         saved_fractions: for each micro-batch, the fraction of activations that it saves.
-        eager: whether all layers run in Python.
+        all_in_python: whether all layers run in Python.
         suspects: by layer, the reason why a trace failed.
-        on_success: called after a forward in Python, if `eager`.
+        on_success: called after a forward in Python, if `all_in_python`.
     """
 
     segments: Segments
     modes: TorchModes
     saved_fractions: Sequence[SavedFraction]
-    eager: bool = False
+    all_in_python: bool = False
     suspects: Mapping[int, str] = field(default_factory=dict)
     on_success: Callable[[], object] | None = None
 
     def find(self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed) -> Segment:
         """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors."""
         saved_fraction, end = self.saved_fractions[microbatch], len(self.segments.stage.layers)
-        if self.eager:
+        if self.all_in_python:
             return self.segments.run_in_python(
                 layer, end, saved_fraction, self.modes, on_success=self.on_success
             )
