@@ -103,7 +103,7 @@ def growth_of_kept_pipelines(count: int) -> tuple[int, float]:
 
 def in_own_process(measure: str, count: int) -> tuple[int, float]:
     """Runs one of the two functions above in a new process, where no other test has used memory."""
-    code = f"import test_lifetime as t; t.torch.set_num_threads(1); print(*t.{measure}({count}))"
+    code = f"import test_exit_and_fork as t; t.torch.set_num_threads(1); print(*t.{measure}({count}))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=HERE, env=environment, capture_output=True, text=True, timeout=600
