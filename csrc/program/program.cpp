@@ -207,8 +207,7 @@ void Program::set_in_any_layout(Slot slot, at::Tensor tensor) {
   }
 }
 
-// Copies a tensor of another layout into the layout that the value was lowered for, from which the strides of its
-// views and of later values were precomputed.
+// Copies a tensor into the layout that the value was lowered for: its views and later values assume these strides.
 void Program::set_in_layout(Slot slot, at::Tensor tensor) {
   const Layout& layout = values_[slot].layout;
   if (tensor.defined() && !layout.matches(tensor)) {
@@ -254,8 +253,7 @@ void Program::release(Slot slot) {
   }
 }
 
-// Returns the tensor of a slot for use outside of the program. The next run repoints a view's tensor, so a view is
-// returned as a new tensor.
+// Returns a slot's tensor for use outside of the program. Views become new tensors, as the next run repoints them.
 at::Tensor Program::export_tensor(Slot slot) const {
   const at::Tensor& tensor = slots_[slot];
   return values_[slot].base ? tensor.detach() : tensor;
