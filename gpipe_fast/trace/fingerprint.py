@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Hashable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class _FingerprintWalk:
             self._class(value)
         elif kind is ValueKind.ARRAY:
             return self._array(value, label)
-        elif kind is ValueKind.UNGUARDABLE and (self.names is None or label in self.names or " " in label):
+        elif kind in (ValueKind.ITERATOR, ValueKind.HIDDEN) and self._may_be_read(label):
             self.problem = self.problem or hidden_state_message(label, value)
         return _Identity(value)
 
@@ -153,6 +154,8 @@ class _FingerprintWalk:
     def entry(self, entry: NamespaceEntry) -> Hashable:
         """Returns the key and the value of a namespace item, such as a global variable."""
         value = entry.namespace.get(entry.key, _MISSING)
+        if isinstance(value, ModuleType):  # the attributes that forward reads are entries of their own
+            return (str(entry.key), _Identity(value))
         return (str(entry.key), _MISSING if value is _MISSING else self.attribute(value, entry.label))
 
     def _module_attribute(self, key: str, value: Any) -> Hashable:
@@ -252,13 +255,16 @@ class _FingerprintWalk:
             ]
             self.classes[base] = tuple(found)
 
+    def _may_be_read(self, label: str) -> bool:
+        return self.names is None or label in self.names or " " in label
+
     def _is_read(self, name: str) -> bool:
         return self.names is not None and not name.startswith("__") and name in self.names
 
     def _array(self, value: Any, label: str) -> Hashable:
         view = memoryview(value)
         if view.nbytes > MAX_ARRAY_BYTES:
-            if self.names is None or label in self.names or " " in label:
+            if self._may_be_read(label):
                 self.problem = self.problem or (
                     f"it reads {label}, an array of {view.nbytes:,} bytes, too large to be compared before "
                     "every call; store it in a buffer of the module instead"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import array
 import collections
 import contextlib
+import ctypes
 import dataclasses
+import decimal
 import enum
 import functools
+import gc
 import io
+import random
 import sys
 import threading
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -36,6 +40,13 @@ IMMUTABLE = (
     enum.Enum,
 )
 
+_VIEWS_OF_DICTS: tuple[Any, ...] = (
+    types.MappingProxyType,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
+
 
 class ValueKind(Enum):
     """How a value is guarded, and which parts it has."""
@@ -50,11 +61,12 @@ class ValueKind(Enum):
     REFERENCES = enum.auto()  # has immutable references to other values, as a partial or a bound method
     ARRAY = enum.auto()  # bytes outside of PyTorch, such as a NumPy array
     GENERATOR = enum.auto()  # NumPy's random generators
-    UNGUARDABLE = enum.auto()  # an iterator, which reading would advance, or thread-local
+    ITERATOR = enum.auto()  # would be advanced by reading it; or differs between threads
+    HIDDEN = enum.auto()  # has state that only C code can enumerate, or that other threads change
     BY_IDENTITY = enum.auto()  # compared by identity
 
 
-# Packages whose classes and functions are assumed not to change.
+# Packages whose classes and functions are assumed not to change; the same holds for most of their objects.
 _CONSTANT_PACKAGES = frozenset(
     {
         "torch",
@@ -77,8 +89,34 @@ _CONSTANT_PACKAGES = frozenset(
     }
 )
 _STDLIB = frozenset(sys.stdlib_module_names) - {"__main__"}
-# Classes of the standard library in which users keep settings.
-_SETTINGS_CLASSES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+# Modules of the standard library whose objects are immutable, apart from caches, or whose state is of no
+# consequence to what a layer computes.
+_CONSTANT_MODULES = frozenset(
+    {
+        "_abc",
+        "_functools",
+        "_operator",
+        "_struct",
+        "_thread",  # locks
+        "abc",
+        "builtins",
+        "datetime",
+        "fractions",
+        "functools",
+        "inspect",
+        "ipaddress",
+        "logging",
+        "operator",
+        "pathlib",
+        "re",
+        "types",
+        "typing",
+        "uuid",
+        "zoneinfo",
+    }
+)
+# Modules of the standard library whose objects other threads or processes change.
+CONCURRENCY_MODULES = frozenset({"threading", "queue", "concurrent", "multiprocessing", "asyncio", "sched"})
 
 
 def root_package(name: object) -> str:
@@ -109,12 +147,23 @@ def _kind_of_class(cls: Any) -> ValueKind:
             return ValueKind.GENERATOR
         if issubclass(cls, numpy.generic):
             return ValueKind.BY_IDENTITY
-    if dataclasses.is_dataclass(cls) or issubclass(cls, _SETTINGS_CLASSES):
+    if dataclasses.is_dataclass(cls):
         return ValueKind.OBJECT
     if hasattr(cls, "__next__"):
-        return ValueKind.UNGUARDABLE
-    fixed = is_assumed_constant(getattr(cls, "__module__", None)) or not is_heap_type(cls)
-    return ValueKind.BY_IDENTITY if fixed else ValueKind.OBJECT
+        return ValueKind.ITERATOR
+    package = root_package(getattr(cls, "__module__", None))
+    if package in _CONSTANT_PACKAGES or package in _CONSTANT_MODULES:
+        return ValueKind.BY_IDENTITY
+    is_hidden = package in CONCURRENCY_MODULES or _has_hidden_state(cls)
+    return ValueKind.HIDDEN if is_hidden else ValueKind.OBJECT
+
+
+def _has_hidden_state(cls: Any) -> bool:
+    """Returns whether instances have fields of a C struct, beside a ``__dict__`` and slots."""
+    offsets = (cls.__dictoffset__, cls.__weakrefoffset__)  # negative if CPython stores them elsewhere
+    num_pointers = len(_slot_names(cls)) + sum(offset > 0 for offset in offsets)
+    visible = object.__basicsize__ + num_pointers * ctypes.sizeof(ctypes.c_void_p)
+    return bool(cls.__itemsize__ or cls.__basicsize__ > visible)
 
 
 def is_heap_type(cls: type) -> bool:
@@ -126,13 +175,16 @@ _BY_CLASS: tuple[tuple[ValueKind, Any], ...] = (
     (ValueKind.IMMUTABLE, IMMUTABLE),
     (ValueKind.TUPLE, (tuple, frozenset)),
     (ValueKind.CONTAINER, (list, dict, set, collections.deque)),
-    (ValueKind.BY_IDENTITY, (Tensor, io.IOBase)),
+    (ValueKind.BY_IDENTITY, (Tensor, io.IOBase, random.Random, decimal.Decimal)),
     (ValueKind.MODULE, nn.Module),
     (ValueKind.FUNCTION, types.FunctionType),
     (ValueKind.CLASS, type),
+    (ValueKind.OBJECT, (types.SimpleNamespace, types.ModuleType)),
     (ValueKind.REFERENCES, (functools.partial, types.MethodType, property, staticmethod, classmethod)),
+    (ValueKind.REFERENCES, _VIEWS_OF_DICTS),
     (ValueKind.ARRAY, (bytearray, array.array)),
-    (ValueKind.UNGUARDABLE, (threading.local, types.GeneratorType)),
+    (ValueKind.ITERATOR, (threading.local, types.GeneratorType)),
+    (ValueKind.HIDDEN, (memoryview, weakref.ReferenceType, *weakref.ProxyTypes)),
 )
 
 
@@ -140,6 +192,12 @@ def value_kind(value: Any) -> ValueKind:
     """Returns the kind of a value, by its class."""
     cls: Any = type(value)
     kind: ValueKind = _kind_of_class(cls)
+    if (
+        kind is ValueKind.OBJECT
+        and isinstance(value, types.ModuleType)
+        and is_assumed_constant(value.__name__)
+    ):
+        return ValueKind.BY_IDENTITY
     return kind
 
 
@@ -152,6 +210,8 @@ def references_of(value: Any) -> tuple[object, ...]:
             return (value.__self__, value.__func__)
         case property():
             return (value.fget,)
+        case types.MappingProxyType() | KeysView() | ValuesView() | ItemsView():
+            return tuple(gc.get_referents(value))
     return (value.__func__,)
 
 

@@ -6,6 +6,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -85,8 +86,9 @@ class RestorePoint:
         self._saved_states.append(
             _SavedState(Change(None, entry.label), is_changed, restore, lambda: namespace.get(key))
         )
-        self._pending.append((value, Change(None, entry.label)))
-        self._process_pending()
+        if not isinstance(value, ModuleType):  # the attributes that forward reads are entries of their own
+            self._pending.append((value, Change(None, entry.label)))
+            self._process_pending()
 
     def outside_changes(self) -> list[Change]:
         """Returns the changes to state outside of the layers."""
@@ -172,7 +174,7 @@ class RestorePoint:
                 self._save_array(value, change)
             case ValueKind.GENERATOR:
                 self._save_generator(value, change)
-            case ValueKind.UNGUARDABLE:
+            case ValueKind.ITERATOR:
                 self.iterators.append((change, value))
 
     def _save_container(self, value: Any, change: Change) -> None:

@@ -19,12 +19,19 @@ from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_fast._extension import Observer
 from gpipe_fast.trace.fingerprint import hidden_state_message
 from gpipe_fast.trace.python_reads import NamespaceEntry, PythonReads, readable_names
-from gpipe_fast.trace.python_values import is_assumed_constant, is_stdlib, root_package
+from gpipe_fast.trace.python_values import (
+    CONCURRENCY_MODULES,
+    ValueKind,
+    is_assumed_constant,
+    is_stdlib,
+    root_package,
+    value_kind,
+)
 from gpipe_fast.trace.restore_point import GENERATOR, Change, RestorePoint
 from gpipe_fast.trace.traceability import Untraceable
 
@@ -35,6 +42,8 @@ _IMPORT_MODULES = frozenset({"importlib", "_frozen_importlib", "_frozen_importli
 # A message that is shown only once is not a side effect of every call.
 _LOG_ONCE_FUNCTIONS = frozenset({"warning_once", "warn_once", "info_once"})
 
+# Methods that copy a tensor's elements out of PyTorch's sight; `Tensor.__array__` calls `numpy`.
+_ELEMENT_READS = frozenset({"tolist", "numpy"})
 # C modules whose functions read the clock, or do input and output.
 _CLOCK_MODULES = frozenset({"time", "_datetime"})
 _IO_MODULES = frozenset(
@@ -55,6 +64,8 @@ class Unrepeatable(Exception):
 
 def _classify_frame(frame: FrameType) -> int:
     """Returns how a frame's code is observed, according to its module's name."""
+    if frame.f_code is Tensor.__array__.__code__:
+        return _TRANSPARENT
     name = frame.f_globals.get("__name__")
     return _OPAQUE if frame.f_code.co_name in _LOG_ONCE_FUNCTIONS else _classify_module(name)
 
@@ -88,6 +99,9 @@ def untraceable_reason(function: Any) -> str | None:
             return _REFUSED_BUILTINS[name]
         if owner.__name__ in _IO_MODULES and name not in _PURE_FUNCTIONS:
             return f"it calls {owner.__name__}.{name}, which does I/O or calls the operating system"
+    elif isinstance(owner, Tensor):
+        if name in _ELEMENT_READS:
+            return f"it reads the elements of a tensor (Tensor.{name}), which may differ in every call"
     elif isinstance(owner, type):
         if owner.__module__ == "datetime" and name in ("now", "utcnow", "today"):
             return f"it reads the clock (datetime.{name})"
@@ -98,7 +112,16 @@ def untraceable_reason(function: Any) -> str | None:
             "it reads or sets a context variable, whose value differs in the pipeline's threads; pass the "
             "value through the layers, or set it as an attribute"
         )
+    elif value_kind(owner) is ValueKind.HIDDEN:
+        return _hidden_call_message(owner, name)
     return None
+
+
+def _hidden_call_message(owner: object, method: str) -> str:
+    cls = type(owner)
+    return (
+        f"it calls {cls.__module__}.{cls.__qualname__}.{method}, of an object whose state cannot be compared"
+    )
 
 
 class TraceObserver:
@@ -182,6 +205,8 @@ class TraceObserver:
                     found += reads.add_function(backward.__code__, backward.__globals__)
             else:
                 reads.add_attributes(code)
+        if kind == _TRANSPARENT:
+            self._refuse_hidden_state(frame)
         if code.co_name == "_log" and frame.f_globals.get("__name__") == "logging":
             self.mark_unrepeatable(self.layer)
             self._refuse("it logs messages")
@@ -198,6 +223,15 @@ class TraceObserver:
             if change.label.replace(".", " ").split()[-1] in known:
                 self.mark_unrepeatable(self.layer)
                 self._refuse(hidden_state_message(change.label, value))
+
+    def _refuse_hidden_state(self, frame: FrameType) -> None:
+        """Stops the trace before a method of a standard library object runs that other threads change."""
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        is_concurrent = root_package(frame.f_globals.get("__name__")) in CONCURRENCY_MODULES
+        if is_concurrent and value_kind(owner) is ValueKind.HIDDEN:
+            self.mark_unrepeatable(self.layer)
+            self._refuse(_hidden_call_message(owner, code.co_name))
 
     def _environment(self, reads: PythonReads, frame: FrameType) -> list[NamespaceEntry]:
         if "_Environ" not in getattr(frame.f_code, "co_qualname", "_Environ"):

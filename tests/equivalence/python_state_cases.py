@@ -1,0 +1,418 @@
+"""Kinds of Python state that a layer's forward may read outside its module, and changes of that state."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import configparser
+import ctypes
+import dataclasses
+import datetime
+import decimal
+import fractions
+import functools
+import itertools
+import logging
+import math
+import operator
+import os
+import pathlib
+import queue
+import random
+import re
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+SCALE = 1.0
+NESTED = {"scale": [1.0]}
+COUNTER = 0
+LOG: list[int] = []
+QUEUE: collections.deque[float] = collections.deque([1.0], maxlen=3)
+CONFIG = types.ModuleType("settings_of_a_test")
+CONFIG.scale = 1.0  # type: ignore[attr-defined]
+GENERATOR, NUMPY = random.Random(0), np.random.default_rng(0)
+VARIABLE = "GPIPE_FAST_TEST_SCALE"
+
+
+class UserObject:
+    """A user-defined object with an attribute that no forward reads."""
+
+    shared = 1.0
+
+    def __init__(self) -> None:
+        self.scale, self.unread = 1.0, 0
+
+    @property
+    def doubled(self) -> float:
+        return self.scale * 2
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+@dataclasses.dataclass
+class Data:
+    scale: float = 1.0
+    many: list[float] = dataclasses.field(default_factory=lambda: [1.0])
+
+
+class ComputedAttribute:
+    """Computes an attribute in __getattr__, as some configuration classes do."""
+
+    def __init__(self) -> None:
+        self.kept = 1.0
+
+    def __getattr__(self, name: str) -> float:
+        if name != "scale":
+            raise AttributeError(name)
+        return self.kept
+
+
+class CountingSchedule:
+    """A schedule with a side effect: it counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def step(self) -> float:
+        self.calls += 1
+        return 1.0 + self.calls / 8
+
+
+class ReadsState(nn.Module):
+    """Scales the output of a linear layer by a number that it reads from Python state."""
+
+    shared = 1.0
+
+    def __init__(self, read: Callable[[ReadsState], float], held: Any = None) -> None:
+        super().__init__()
+        self.linear, self.read, self.held = nn.Linear(4, 4), read, held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.read(self))
+
+
+class ReadsStateIndirectly(ReadsState):
+    """Reads the number through a property and a function."""
+
+    @property
+    def scale(self) -> float:
+        return read_through_function(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.scale)
+
+
+def read_through_function(layer: ReadsState) -> float:
+    return layer.read(layer)
+
+
+def make_closure() -> tuple[Callable[[ReadsState], float], Callable[[float], None]]:
+    scale = 1.0
+
+    def read(layer: ReadsState) -> float:
+        return scale
+
+    def change(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    return read, change
+
+
+def count_in_global(layer: ReadsState) -> float:
+    global COUNTER
+    COUNTER += 1
+    return 1.0 + COUNTER / 8
+
+
+def append_to_global_list(layer: ReadsState) -> float:
+    LOG.append(1)
+    return 1.0 + len(LOG) / 8
+
+
+def import_in_forward(layer: ReadsState) -> float:
+    import settings_of_a_test  # type: ignore[import-not-found]
+
+    found: float = settings_of_a_test.scale
+    return found
+
+
+def read_default_argument(layer: ReadsState, many: dict[str, float] = {"scale": 1.0}) -> float:  # noqa: B006
+    return many["scale"]
+
+
+def count_in_function_attribute(layer: ReadsState) -> float:
+    count_in_function_attribute.calls = getattr(count_in_function_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+    return 1.0 + count_in_function_attribute.calls / 8  # type: ignore[attr-defined]
+
+
+def _set_global(value: float) -> None:
+    global SCALE
+    SCALE = value
+
+
+def _patch_forward(value: float) -> None:
+    def forward(self: ForwardIsPatched, x: Tensor) -> Tensor:
+        return self.linear(x) * value
+
+    ForwardIsPatched.forward = forward  # type: ignore[method-assign]
+
+
+class ForwardIsPatched(ReadsState):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+@dataclasses.dataclass
+class StateCase:
+    """One kind of state.
+
+    Attributes:
+        read: returns the number that the forward uses.
+        change: changes the state between calls.
+        held: an object that the layer holds.
+        layer_class: the class of the layer, if it must be a particular one.
+    """
+
+    read: Callable[[ReadsState], float]
+    change: Callable[[float], object] = lambda value: None
+    held: Any = None
+    layer_class: type[ReadsState] | None = None
+
+
+def attribute_case(held: Any, name: str = "scale") -> StateCase:
+    return StateCase(lambda layer: getattr(layer.held, name), lambda v: setattr(held, name, v), held)
+
+
+def _guarded_cases() -> dict[str, StateCase]:
+    plain, closure_functions, numbers, raw_array = (
+        UserObject(),
+        make_closure(),
+        np.ones(3),
+        array.array("d", [1.0]),
+    )
+    partial: dict[str, float] = {"scale": 1.0}
+    chain, config = collections.ChainMap({"scale": 1.0}, {"unread": 0.0}), configparser.ConfigParser()
+    config.read_dict({"a": {"scale": "1.0"}})
+    alive: weakref.WeakSet[UserObject] = weakref.WeakSet()
+    return {
+        "global variable": StateCase(lambda layer: SCALE, _set_global),
+        "nested container": StateCase(
+            lambda layer: NESTED["scale"][0], lambda v: NESTED["scale"].__setitem__(0, v)
+        ),
+        "attribute of a module": StateCase(lambda layer: CONFIG.scale, lambda v: setattr(CONFIG, "scale", v)),
+        "import in forward": StateCase(import_in_forward, lambda v: setattr(CONFIG, "scale", v)),
+        "object": StateCase(lambda layer: layer.held.scale, lambda v: setattr(plain, "scale", v), plain),
+        "property of an object": StateCase(
+            lambda layer: layer.held.doubled, lambda v: setattr(plain, "scale", v), plain
+        ),
+        "class of an object": StateCase(
+            lambda layer: layer.held.shared, lambda v: setattr(UserObject, "shared", v), plain
+        ),
+        "class of the layer": StateCase(
+            lambda layer: layer.shared, lambda v: setattr(ReadsState, "shared", v)
+        ),
+        "slots": attribute_case(Slotted()),
+        "dataclass": attribute_case(Data()),
+        "namespace": attribute_case(types.SimpleNamespace(scale=1.0)),
+        "arguments": attribute_case(argparse.Namespace(scale=1.0)),
+        "computed attribute": StateCase(
+            lambda layer: layer.held.scale, lambda v: setattr(ALIASED, "kept", v), ALIASED
+        ),
+        "closure": StateCase(closure_functions[0], closure_functions[1]),
+        "default argument": StateCase(
+            read_default_argument,
+            lambda v: read_default_argument.__defaults__[0].update(scale=v),  # type: ignore[index]
+        ),
+        "partial": StateCase(
+            functools.partial(lambda layer, held: held["scale"], held=partial),
+            lambda v: partial.update(scale=v),
+        ),
+        "environment": StateCase(
+            lambda layer: float(os.environ.get(VARIABLE, "1")),
+            lambda v: os.environ.update({VARIABLE: str(v)}),
+        ),
+        "getenv": StateCase(
+            lambda layer: float(os.getenv(VARIABLE) or 1), lambda v: os.environ.update({VARIABLE: str(v)})
+        ),
+        "NumPy array": StateCase(lambda layer: float(numbers[1]), lambda v: numbers.__setitem__(1, v)),
+        "array": StateCase(lambda layer: raw_array[0], lambda v: raw_array.__setitem__(0, v)),
+        "deque": StateCase(lambda layer: QUEUE[-1], lambda v: QUEUE.append(v)),
+        "forward of the class": StateCase(lambda layer: 1.0, _patch_forward, layer_class=ForwardIsPatched),
+        "module that the layer holds": StateCase(
+            lambda layer: layer.held.scale, lambda v: setattr(CONFIG, "scale", v), CONFIG
+        ),
+        "chain of dicts": StateCase(
+            lambda layer: layer.held["scale"], lambda v: chain.__setitem__("scale", v), chain
+        ),
+        "configuration file": StateCase(
+            lambda layer: float(layer.held["a"]["scale"]), lambda v: config.set("a", "scale", str(v)), config
+        ),
+        "section of a configuration file": StateCase(
+            lambda layer: layer.held.getfloat("scale"),
+            lambda v: config.set("a", "scale", str(v)),
+            config["a"],
+        ),
+        "view of a dict": StateCase(
+            lambda layer: layer.held["scale"],
+            lambda v: partial.update(scale=v),
+            types.MappingProxyType(partial),
+        ),
+        "set that other code fills": StateCase(
+            lambda layer: 1.0 + len(layer.held), lambda v: alive.add(OBJECTS[v]), alive
+        ),
+        "function of a library": StateCase(lambda layer: math.fsum([1.0, SCALE]), _set_global),
+    }
+
+
+ALIASED = ComputedAttribute()
+OBJECTS = {value: UserObject() for value in (0.5, 1.0, 2.0)}
+GUARDED = _guarded_cases()
+
+# State that cannot be guarded, with the reason that the warning gives.
+UNGUARDABLE: dict[str, tuple[Callable[[], StateCase], str]] = {
+    "random": (lambda: StateCase(lambda layer: 1 + random.random()), "draws from Python's random numbers"),
+    "gauss": (lambda: StateCase(lambda layer: random.gauss(1, 0.1)), "draws from Python's random numbers"),
+    "generator": (
+        lambda: StateCase(lambda layer: 1 + GENERATOR.random()),
+        "draws from Python's random numbers",
+    ),
+    "NumPy": (lambda: StateCase(lambda layer: 1 + np.random.rand()), "draws from the NumPy generator"),
+    "NumPy generator": (
+        lambda: StateCase(lambda layer: 1 + NUMPY.random()),
+        "draws from the NumPy generator",
+    ),
+    "clock": (lambda: StateCase(lambda layer: 1.0 + 0 * time.time()), "reads the clock"),
+    "date": (lambda: StateCase(lambda layer: 1.0 + 0 * datetime.datetime.now().year), "reads the clock"),
+    "counter": (lambda: StateCase(count_in_global), "changes the global variable COUNTER"),
+    "list": (lambda: StateCase(append_to_global_list), "changes the global variable LOG"),
+    "function's attribute": (
+        lambda: StateCase(count_in_function_attribute),
+        "changes the function count_in_function_attribute",
+    ),
+    "schedule": (lambda: StateCase(lambda layer: layer.held.step(), held=CountingSchedule()), "sets held"),
+    "iterator": (
+        lambda: StateCase(lambda layer: 1.0 + next(layer.held) / 8, held=itertools.count()),
+        "held (itertools.count), whose state cannot be compared",
+    ),
+    "event": (
+        lambda: StateCase(lambda layer: 1.0 + layer.held.is_set(), held=threading.Event()),
+        "calls threading.Event.is_set, of an object whose state cannot be compared",
+    ),
+    "queue": (
+        lambda: StateCase(lambda layer: layer.held.get(timeout=60), held=queue.Queue()),
+        "calls queue.Queue.get, of an object whose state cannot be compared",
+    ),
+    "ctypes": (
+        lambda: StateCase(lambda layer: layer.held.value, held=ctypes.c_double(1.0)),
+        "held (ctypes.c_double), whose state cannot be compared",
+    ),
+    "weak reference": (
+        lambda: StateCase(lambda layer: layer.held().scale, held=weakref.ref(OBJECTS[1.0])),
+        "whose state cannot be compared",
+    ),
+    "view of memory": (
+        lambda: StateCase(lambda layer: layer.held[0], held=memoryview(array.array("d", [1.0]))),
+        "held (builtins.memoryview), whose state cannot be compared",
+    ),
+    "decimal context": (
+        lambda: StateCase(lambda layer: 1.0 + layer.held.prec / 8, held=decimal.Context()),
+        "held (decimal.Context), whose state cannot be compared",
+    ),
+    "list of a tensor": (
+        lambda: StateCase(lambda layer: layer.held.tolist()[0], held=torch.ones(2)),
+        "reads the elements of a tensor (Tensor.tolist)",
+    ),
+    "array of a tensor": (
+        lambda: StateCase(lambda layer: float(layer.held.numpy()[0]), held=torch.ones(2)),
+        "reads the elements of a tensor (Tensor.numpy)",
+    ),
+    "array that NumPy makes of a tensor": (
+        lambda: StateCase(lambda layer: float(np.asarray(layer.held)[0]), held=torch.ones(2)),
+        "reads the elements of a tensor (Tensor.numpy)",
+    ),
+    "print": (lambda: StateCase(lambda layer: print(end="") or 1.0), "it prints"),
+}
+
+
+@functools.singledispatch
+def half_of(value: float) -> float:
+    return value / 2
+
+
+@functools.lru_cache
+def cached_half(value: float) -> float:
+    return value / 2
+
+
+class HasCachedProperty:
+    @functools.cached_property
+    def scale(self) -> float:
+        return 1.5
+
+
+def read_under_lock(layer: ReadsState) -> float:
+    with layer.held:
+        return 1.5
+
+
+# Objects that layers read and that do not change what the layers compute; their layers stay native.
+CONSTANT = {
+    "lock": StateCase(read_under_lock, held=threading.Lock()),
+    "reentrant lock": StateCase(read_under_lock, held=threading.RLock()),
+    "logger": StateCase(
+        lambda layer: 1.0 + layer.held.isEnabledFor(0), held=logging.getLogger("gpipe_fast_test")
+    ),
+    "pattern": StateCase(lambda layer: float(layer.held.match("1.5 x")[0]), held=re.compile(r"[\d.]+")),
+    "path": StateCase(lambda layer: len(layer.held.parts) / 2, held=pathlib.PurePath("a/b/c")),
+    "fraction": StateCase(lambda layer: float(layer.held), held=fractions.Fraction(3, 2)),
+    "decimal number": StateCase(lambda layer: float(layer.held), held=decimal.Decimal("1.5")),
+    "duration": StateCase(lambda layer: layer.held.total_seconds(), held=datetime.timedelta(seconds=1.5)),
+    "attribute getter": StateCase(lambda layer: layer.held(ALIASED), held=operator.attrgetter("scale")),
+    "function of a table": StateCase(lambda layer: half_of(3.0)),
+    "cached function": StateCase(lambda layer: cached_half(3.0)),
+    "cached property": StateCase(lambda layer: layer.held.scale, held=HasCachedProperty()),
+    "module of a library": StateCase(lambda layer: layer.held.sqrt(2.25), held=math),
+    "NumPy number": StateCase(lambda layer: float(layer.held), held=np.float32(1.5)),
+    "range": StateCase(lambda layer: layer.held.stop / 2, held=range(3)),
+    "size": StateCase(lambda layer: layer.held.numel() / 2, held=torch.Size([3])),
+}
+
+
+def _seed_generators() -> None:
+    global COUNTER
+    random.seed(1)
+    np.random.seed(1)
+    GENERATOR.seed(1)
+    NUMPY.bit_generator.state = np.random.default_rng(1).bit_generator.state
+    COUNTER = 0
+    LOG.clear()
+    vars(count_in_function_attribute).clear()
+
+
+def reset_state(layer: ReadsState) -> None:
+    """Resets counters and generators, so that the pipeline and the loop start from the same state."""
+    _seed_generators()
+    if isinstance(layer.held, CountingSchedule):
+        layer.held.calls = 0
+    if isinstance(layer.held, queue.Queue):
+        layer.held.queue.clear()
+        for microbatch in range(3):
+            layer.held.put(1.0 + microbatch / 8)
+    if isinstance(layer.held, itertools.count):
+        layer.held = itertools.count()
