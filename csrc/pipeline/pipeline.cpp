@@ -19,7 +19,8 @@ namespace {
 
 // Rethrows the error, and adds the action and, if a program reported it, the layer to its message; layers in Python
 // add a note with the same text (gpipe_fast/runtime/python_layers.py). Uses the c10::Error subclass of the same kind,
-// if there is one, because PyTorch's autograd turns every other type into a RuntimeError.
+// if there is one, because PyTorch's autograd turns every other type into a RuntimeError. PyTorch's CPU allocator has
+// no such type of its own; only its message tells that memory ran out.
 [[noreturn]] void raise(const Failure& failure, const MiniBatch& minibatch) {
   const Action& action = failure.action;
   std::string where = "in action " + action.name();
@@ -34,7 +35,8 @@ namespace {
     error.add_context(where + "; " + minibatch.describe_memory(action.stage));
     throw;
   } catch (c10::Error& error) {
-    error.add_context(where);
+    const bool out_of_memory = error.msg().find("DefaultCPUAllocator") != std::string::npos;
+    error.add_context(out_of_memory ? where + "; " + minibatch.describe_memory(action.stage) : where);
     throw;
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, with(error));

@@ -192,6 +192,11 @@ class Skippable(nn.Module):
             if isinstance(command, stash):
                 if command.name not in self.stashable_names:
                     raise RuntimeError(f"'{command.name}' has not been declared as stashable")
+                if not isinstance(command.tensor, Tensor | None):
+                    raise TypeError(
+                        f"stash({command.name!r}, ...) takes a tensor or None, got a "
+                        f"{type(command.tensor).__name__}; stash each tensor under a name of its own"
+                    )
                 stashed[command.name] = command.tensor
             elif isinstance(command, pop):
                 if command.name not in self.poppable_names:

@@ -200,6 +200,11 @@ def stash_as(name: str) -> Any:
     return forward
 
 
+def stash_pair(self: Any, x: Tensor) -> Any:
+    yield stash("a", (x, x))
+    return x
+
+
 def pop_as(*names: str) -> Any:
     def forward(self: nn.Module, x: Tensor) -> Any:
         for name in names:
@@ -242,6 +247,7 @@ SKIPS = [
     case("'a' must be popped", "", run, skips(stash_as("a"), A), skips(unchanged, (), A)),
     case("'b' has not been declared as stashable", "", run, skips(stash_as("b"), A)),
     case("'b' has not been declared as poppable", "", run, skips(pop_as("b"))),
+    case("got a tuple", "stash each tensor", run, skips(stash_pair, A), skips(pop_as("a"), (), A)),
     case("'a' has been popped already", "", run, skips(stash_as("a"), A), skips(pop_as("a", "a"), (), A)),
     case("3 is not a command", "@skippable", run, skips(yield_a_number)),
     case("got 'skip'", "stash=['skip']", skippable, stash="skip"),
