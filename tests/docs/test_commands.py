@@ -1,0 +1,101 @@
+"""The commands in the README and the pages exist: targets, benchmarks, modules, files, versions of torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import BENCHMARKS
+from tests.docs.markdown import CONSOLE, FENCE, ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+VARIABLES = set(re.findall(r"^([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
+# Programs other than make, python and pip that a reader may be told to run.
+PROGRAMS = {entry.name for entry in entry_points(group="console_scripts")} | {"git", "cd"}
+
+
+def commands_of(text: str) -> Iterator[str]:
+    """Yields the lines of console blocks after the prompt, and code spans that begin as a command does."""
+    for block in CONSOLE.findall(text):
+        yield from re.findall(r"^\$ (.+)$", block, re.MULTILINE)
+    yield from re.findall(r"`((?:make|python -m|pip install)(?: [^`\n]+)?)`", FENCE.sub("", text))
+
+
+def problems_of(command: str) -> list[str]:
+    """Returns what a command names that does not exist."""
+    program, *arguments = shlex.split(command, comments=True)
+    if program == "make":
+        return _problems_of_make(arguments)
+    if program in ("python", "python3") and arguments[:1] == ["-m"]:
+        return _problems_of_module(*arguments[1:])
+    if program == "pip":
+        return _problems_of_pip(arguments)
+    return [] if program in PROGRAMS | {"python", "python3"} else [f"unknown program {program}"]
+
+
+def _problems_of_make(arguments: list[str]) -> list[str]:
+    problems = []
+    settings = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    targets = [argument for argument in arguments if "=" not in argument]
+    problems += [f"no target {target}" for target in targets if target not in TARGETS]
+    problems += [f"no variable {name}" for name in settings if name not in VARIABLES]
+    names = settings.get("ARGS", "").split()
+    if targets == ["bench"]:
+        problems += [f"no benchmark {name}" for name in names if name not in BENCHMARKS]
+    problems += [f"no file {name}" for name in names if "/" in name and not _exists(name)]
+    return problems
+
+
+def _problems_of_module(module: str, *arguments: str) -> list[str]:
+    problems = [] if importlib.util.find_spec(module) else [f"no module {module}"]
+    return problems + [f"no file {name}" for name in arguments if "/" in name and not _exists(name)]
+
+
+def _problems_of_pip(arguments: list[str]) -> list[str]:
+    required = re.search(r'"(torch>=[^"]+)"', (ROOT / "pyproject.toml").read_text())
+    assert required is not None
+    wrong = [
+        a
+        for a in arguments
+        if re.match(r"torch\b", a) and set(a[5:].split(",")) != set(required[1][5:].split(","))
+    ]
+    return [f"{argument} is not {required[1]} of pyproject.toml" for argument in wrong]
+
+
+def _exists(name: str) -> bool:
+    return (ROOT / name.partition("::")[0]).exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_exist(page: Path) -> None:
+    found = {command: problems_of(command) for command in commands_of(page.read_text())}
+    assert {command: problems for command, problems in found.items() if problems} == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("make dmeo", "no target dmeo"),
+        ("make bench ARGS='overhead stpe'", "no benchmark stpe"),
+        ("make bench ARG=step", "no variable ARG"),
+        ("make test ARGS=tests/unit/test_missing.py", "no file tests/unit/test_missing.py"),
+        ("python -m gpipe_fast.docter", "no module gpipe_fast.docter"),
+        ("pip install 'torch<3'", "torch<3 is not torch>=2.11,<2.15 of pyproject.toml"),
+        ("gpipe-fast train", "unknown program gpipe-fast"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(command: str, problem: str) -> None:
+    assert problems_of(command) == [problem]
+
+
+def test_commands_are_found_in_console_blocks_and_code_spans() -> None:
+    text = "`make a` or `make`\n```console\n$ make b  # why\noutput\n$ python -m c\n```\n`maker`\n"
+    assert list(commands_of(text)) == ["make b  # why", "python -m c", "make a", "make"]

@@ -1,0 +1,62 @@
+"""Figures in the tables of a page are those of the files in bench/results that the page names beside them."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import FENCE, ROOT, TABLE
+
+RESULTS = ROOT / "bench" / "results"
+FIGURE = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.%])")
+# The text between a table and the heading, or the table, before it.
+INTRODUCED = re.compile(rf"(?P<text>(?:^(?!\||#).*\n)+)(?P<table>{TABLE.pattern})", re.MULTILINE)
+
+
+def measured_tables(page: Path) -> list[tuple[set[str], str]]:
+    """Returns for each table after a text that names files in bench/results: the files, and the table."""
+    found = []
+    for match in INTRODUCED.finditer(FENCE.sub("", page.read_text())):
+        files = {name for name in re.findall(r"([\w-]+\.md)`", match["text"]) if (RESULTS / name).exists()}
+        if files:
+            found.append((files, match["table"]))
+    return found
+
+
+TABLES = {
+    f"{page.relative_to(ROOT)}, table {number}": (files, table)
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    for number, (files, table) in enumerate(measured_tables(page))
+}
+
+
+def rounds_to(measured: str, figure: str) -> bool:
+    """Returns whether a measured figure is the page's figure, rounded to as many decimals as the page has."""
+    decimals = len(figure.partition(".")[2])
+    return len(measured.partition(".")[2]) >= decimals and (
+        abs(Decimal(measured) - Decimal(figure)) <= Decimal(5) / 10 ** (decimals + 1)
+    )
+
+
+def test_the_measured_tables_are_found() -> None:
+    """Overhead and step of the performance page, memory, Python layers, shapes."""
+    assert len(TABLES) >= 5
+    assert sum(len(FIGURE.findall(table)) for _, table in TABLES.values()) >= 50
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_figures_of_a_table_are_in_the_named_files(name: str) -> None:
+    files, table = TABLES[name]
+    known = {figure for file in files for figure in FIGURE.findall((RESULTS / file).read_text())}
+    unknown = [each for each in FIGURE.findall(table) if not any(rounds_to(one, each) for one in known)]
+    assert unknown == []
+
+
+def test_a_figure_may_be_rounded_and_not_changed() -> None:
+    assert rounds_to("88.37", "88.4")
+    assert rounds_to("1.53", "1.53")
+    assert not rounds_to("88.37", "88.3")
+    assert not rounds_to("1.5", "1.53")
