@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bench.measure import report
 from bench.peers import looped
-from examples.gpt.model import gpt
+from examples.gpt.__main__ import gpt
 from gpipe_fast import GPipe
 
 STEPS, LONGEST, REPEATED_LENGTHS = 300, 512, range(32, 513, 32)

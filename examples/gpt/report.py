@@ -1,27 +1,57 @@
-"""The demo's final report: the pipeline compared with the plain loop, and the timeline of one step."""
+"""The demo's reports on a step: compiled, compared with the plain loop, drawn, and timed."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from examples.gpt.train import cross_entropy
-from gpipe_fast import GPipe
-from gpipe_fast._extension import kept_bytes
-from gpipe_fast.inspect.picture import draw
+from gpipe_fast import GPipe, verify
+from gpipe_fast.picture import draw
+from gpipe_fast.recording import Recording
 
 ROUNDS = 5
-ACTIVATIONS_NOTE = (
-    "activations: total at the end of the forward; a recompute adds those of one micro-batch in one stage"
-)
+COLUMNS = 96  # of a timeline
+DRAWN = {"F", "R", "B", "I", "W"}  # kinds of actions; the others are transfers
+Loss = Callable[[Tensor], Tensor]
+
+
+def _step(model: nn.Module, tokens: Tensor, loss_fn: Loss) -> float:
+    """Runs forward, loss and backward of a mini-batch; returns the seconds."""
+    model.zero_grad()
+    begin = time.perf_counter()
+    loss_fn(model(tokens)).backward()
+    return time.perf_counter() - begin
+
+
+def time_first_steps(model: GPipe, tokens: Tensor, loss_fn: Loss) -> str:
+    """Runs two steps, of which the first compiles the stages. The random state is left as it was."""
+    model.train()
+    with torch.random.fork_rng(devices=[]):
+        first, second = (_step(model, tokens, loss_fn) for _ in range(2))
+    model.zero_grad()
+    return (
+        f"first step: {first:.1f} s, in which each stage is traced and compiled to a C++ program\n"
+        f"second step: {second:.2f} s"
+    )
+
+
+def compare_bits(model: GPipe, tokens: Tensor, loss_fn: Loss) -> str:
+    """Compares a step with the plain loop over the same micro-batches; returns the result as text."""
+    model.train()
+    report = verify(model, tokens, loss_fn)
+    if not report:
+        return str(report)
+    gradients = sum(row.name.startswith("gradient") for row in report.rows)
+    return (
+        f"same numbers: logits, loss and {gradients} gradients of a step equal those of the plain loop\n"
+        f"  over the same {report.num_microbatches} micro-batches, bit for bit"
+    )
 
 
 class PlainLoop(nn.Module):
@@ -30,13 +60,14 @@ class PlainLoop(nn.Module):
     The loop recomputes the same partitions for the same micro-batches as the pipeline.
     """
 
-    def __init__(self, model: GPipe, chunks: int, uses_random_ops: bool) -> None:
+    def __init__(self, model: GPipe, uses_random_ops: bool) -> None:
         super().__init__()
         layers = iter(model)
         self.partitions = nn.ModuleList(
             nn.Sequential(*(next(layers) for _ in range(size))) for size in model.balance
         )
-        self.chunks, self.checkpoint, self.uses_random_ops = chunks, model.checkpoint, uses_random_ops
+        self.chunks, self.checkpoint = int(model.chunks), model.checkpoint
+        self.uses_random_ops = uses_random_ops
 
     def forward(self, input: Tensor) -> Tensor:
         """Cuts a mini-batch into micro-batches, and runs one after the other."""
@@ -53,53 +84,54 @@ class PlainLoop(nn.Module):
         return x
 
 
-def compare(model: GPipe, tokens: Tensor, targets: Tensor, args: argparse.Namespace) -> str:
+def compare(model: GPipe, tokens: Tensor, loss_fn: Loss, uses_random_ops: bool) -> str:
     """Times the plain loop and the pipeline in turn, so that slowdowns affect both; returns a table."""
-    plain = PlainLoop(model, args.chunks, args.dropout > 0)
-    candidates: dict[str, nn.Module] = {"plain loop with checkpointing": plain, "GPipe": model}
+    plain = PlainLoop(model, uses_random_ops)
+    candidates: dict[str, nn.Module] = {"plain loop": plain, "GPipe": model}
     times: dict[str, list[float]] = {name: [] for name in candidates}
     model.train()
     for _ in range(1 + ROUNDS):
         for name, candidate in candidates.items():
-            begin = time.perf_counter()
-            _forward_backward(candidate, tokens, targets)
-            times[name].append(time.perf_counter() - begin)
-    medians = [statistics.median(found[1:]) for found in times.values()]  # without the warm-up
-    saved = [saved_bytes(plain, tokens), kept_bytes(model(tokens))]
-    rows = [
-        (name, seconds * 1e3, len(tokens) / seconds, count / 2**20, medians[0] / seconds)
-        for name, seconds, count in zip(candidates, medians, saved, strict=True)
+            times[name].append(_step(candidate, tokens, loss_fn))
+    medians = {name: statistics.median(found[1:]) for name, found in times.items()}  # without the warm-up
+    lines = [
+        f"  {name:10} {seconds * 1e3:8.1f} ms {len(tokens) / seconds:8.1f} samples/s "
+        f"{medians['plain loop'] / seconds:6.2f} times as fast as the plain loop"
+        for name, seconds in medians.items()
     ]
-    headers = ("", "step, ms", "samples/s", "activations, MiB", "speedup")
-    table: str = tabulate(rows, headers, tablefmt="simple", floatfmt=("", ".1f", ".1f", ".2f", ".2f"))
-    return f"{table}\n{ACTIVATIONS_NOTE}"
+    explanation = (
+        f"Forward, loss and backward of a mini-batch, median of {ROUNDS}. The plain loop runs the same\n"
+        "micro-batches with torch.utils.checkpoint, and each operator on all threads:"
+    )
+    return "\n".join([explanation, *lines])
 
 
-def _forward_backward(model: nn.Module, tokens: Tensor, targets: Tensor) -> None:
-    model.zero_grad()
-    cross_entropy(model(tokens), targets).backward()
-
-
-def saved_bytes(model: nn.Module, input: Tensor) -> int:
-    """Returns the bytes that autograd saves in a forward for the backward, without parameters."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages: dict[int, int] = {}
-
-    def record_storage(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(record_storage, lambda tensor: tensor):
-        output = model(input)
-    del output
-    return sum(storages.values())
-
-
-def draw_step(model: GPipe, tokens: Tensor, targets: Tensor, path: Path) -> None:
-    """Records a training step without the optimiser's update, and writes its timeline as an SVG file."""
+def draw_step(model: GPipe, tokens: Tensor, loss_fn: Loss, path: Path) -> str:
+    """Records steps without the optimiser's update; draws the fastest as an SVG file and as text."""
     model.train()
-    with model.recording() as recording:
-        _forward_backward(model, tokens, targets)
-    path.write_text(draw(recording, title="gpipe_fast.demo"), encoding="utf-8")
+    recordings = []
+    for _ in range(ROUNDS):
+        with model.recording() as recording:
+            _step(model, tokens, loss_fn)
+        recordings.append(recording)
+    fastest = min(recordings, key=Recording.span)
+    draw(fastest, path, title=f"python -m examples.gpt: a GPT in {len(model.balance)} stages")
+    return timeline(fastest)
+
+
+def timeline(recording: Recording, columns: int = COLUMNS) -> str:
+    """Returns a step as text: a row for each stage, with time to the right and idle time as dots."""
+    events = {action: event for action, event in recording.latest.items() if action.kind.name in DRAWN}
+    begin, end = min(e.begin for e in events.values()), max(e.end for e in events.values())
+    rows = [["."] * columns for _ in recording.stages]
+    for action, event in events.items():
+        first, last = (round((at - begin) / (end - begin) * columns) for at in (event.begin, event.end))
+        name, width = f"{action.kind.name}{action.microbatch}", last - first
+        rows[action.stage][first:last] = (name if width >= len(name) else name[:1]).ljust(width, "=")[:width]
+    lines = [
+        f"A step of {(end - begin) * 1e3:.0f} ms, of which the stages are idle for {recording.bubble():.0%}:",
+        *(f"  stage {stage} {''.join(row)}" for stage, row in enumerate(rows)),
+        "  F3 is the forward of micro-batch 3, R3 its recompute, B3 its backward (or I3 and W3, its parts);",
+        "  dots are idle time (the bubble), and the loss between forward and backward.",
+    ]
+    return "\n".join(lines)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from examples.gpt import text as demo_text
-from examples.gpt.checkpoint import load_checkpoint, resume_settings, save_checkpoint
+from examples.gpt.__main__ import Training, load_checkpoint, resume_settings, save_checkpoint
 from examples.gpt.text import Text
-from examples.gpt.train import Training
 from tests.examples.gpt.tiny import MicroBatches, piped, press_ctrl_c, tiny, tiny_model, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")

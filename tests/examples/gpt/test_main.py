@@ -15,18 +15,19 @@ import torch
 
 from examples.gpt import __main__ as demo
 from examples.gpt import text as demo_text
-from examples.gpt.checkpoint import load_checkpoint, resume_settings, save_checkpoint
-from examples.gpt.train import Training
+from examples.gpt.__main__ import Training, load_checkpoint, resume_settings, save_checkpoint
+from examples.gpt.options import command_line, parse
 from tests.examples.gpt.tiny import TINY, piped, press_ctrl_c, tiny, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).parents[3]
 
 
 def run(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "examples.gpt", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",
@@ -39,10 +40,53 @@ def test_the_command_from_beginning_to_end(folder: Path, tmp_path: Path) -> None
     assert process.returncode == 0, err
     first, last = re.findall(r"^(?:first|last) held-out loss: ([0-9.]+) bits per byte$", out, re.M)
     assert float(last) < float(first)
-    assert "equal bit for bit to the plain loop" in out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("  step ")] == [
+        f"{step}/8:" for step in range(1, 9)
+    ]
+    assert "logits, loss and 29 gradients of a step equal those of the plain loop" in out
+    assert "over the same 6 micro-batches, bit for bit" in out
+    assert "stage 1 on cpu: block1, head; " in out
+    assert re.search(r"^  stage 1 [.FRBIW0-5=]{96}$", out, re.MULTILINE)
+    assert re.search(r"^  GPipe +[0-9.]+ ms", out, re.MULTILINE)
     folder_of_results = tmp_path / "build" / "demo"
     assert len(torch.load(folder_of_results / "checkpoint.pt")["losses"]) == 8
-    assert "M = 6 micro-batches" in (folder_of_results / "step.svg").read_text(encoding="utf-8")
+    drawing = (folder_of_results / "step.svg").read_text(encoding="utf-8")
+    assert "python -m examples.gpt: a GPT in 2 stages" in drawing
+    assert "M = 6 micro-batches" in drawing
+    check_what_to_look_at_next(out)
+
+
+def check_what_to_look_at_next(out: str) -> None:
+    """Checks the last lines: they name the drawing of this run, and files and options that exist."""
+    assert out.splitlines()[-5] == "What to look at next:"
+    named = [line.split(": ")[0].strip() for line in out.splitlines()[-4:]]
+    assert named == [
+        "build/demo/step.svg",
+        "docs/getting_started.md",
+        "examples/",
+        "python -m examples.gpt --help",
+    ]
+    assert (ROOT / "docs" / "getting_started.md").exists()
+    assert (ROOT / "examples" / "gpt" / "__main__.py").exists()
+    assert "--full" in command_line().format_help()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", (250, 128, 300)),
+        ("--quick", (30, 64, 100)),
+        ("--full", (1200, 128, 300)),
+        ("--quick --width 32 --steps 7", (7, 32, 100)),
+        ("--full --sample 9", (1200, 128, 9)),
+    ],
+)
+def test_the_presets_change_defaults_only(
+    arguments: str, expected: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = parse(arguments.split())
+    assert (args.steps, args.width, args.sample) == expected
 
 
 @pytest.mark.extended
@@ -50,9 +94,9 @@ def test_ctrl_c_and_resume_of_the_command(folder: Path, tmp_path: Path) -> None:
     """The losses up to Ctrl-C, and those of two further steps, equal the losses of an uninterrupted run."""
     arguments = [*TINY, "--steps", "1000000", "--text", str(folder), "--dropout", "0.1", "--save", "model.pt"]
     process = run(arguments, tmp_path)
-    assert process.stderr is not None
-    while (letter := process.stderr.read(1)) != "%":  # until the progress bar appears
-        assert letter, "the demo ended before it started training"
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).startswith("  step "):
+        assert line, "the demo ended before it started training"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -101,6 +145,8 @@ def test_the_command_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         ("--text nothing", "the text is too short: its training part has 0 bytes"),
         ("--save missing/model.pt", "there is no folder missing to save to"),
         ("--save nothing", "cannot save to the folder nothing"),
+        ("--picture step.png", "--picture must end in .svg, got step.png"),
+        ("--quick --full", "argument --full: not allowed with argument --quick"),
         ("--resume --save model.pt", "there is no checkpoint model.pt to resume from"),
     ],
 )
@@ -115,7 +161,7 @@ def test_bad_arguments_are_refused_before_work_starts(
     (tmp_path / "short").write_text("x" * 100)
     (tmp_path / "nothing").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "Training", None)
+    monkeypatch.setattr(demo, "pipeline", None)
     with pytest.raises(SystemExit) as refused:
         demo.main([*TINY, "--text", str(folder), *arguments.split()])
     assert refused.value.code == 2

@@ -1,14 +1,18 @@
-"""The demo's report: the plain loop computes the same gradients and saves as many bytes as the pipeline."""
+"""The demo's report on a step: the plain loop, the comparisons and the timeline."""
 
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 
 import pytest
 import torch
 
-from examples.gpt.report import PlainLoop, compare, saved_bytes
-from gpipe_fast._extension import kept_bytes
+from examples.gpt.__main__ import cross_entropy
+from examples.gpt.report import PlainLoop, compare, compare_bits, time_first_steps, timeline
+from gpipe_fast.recording import Event, Recording
+from gpipe_fast.schedule import Action
 from tests.examples.gpt.tiny import piped, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -18,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_the_plain_loop_of_the_table_computes_the_same(checkpoint: str) -> None:
     args = tiny("--dropout", "0.2", "--checkpoint", checkpoint)
     pipe, tokens = piped(args, [1, 2, 1]), torch.randint(256, (6, 16))
-    plain = PlainLoop(pipe, 3, args.dropout > 0)
+    plain = PlainLoop(pipe, args.dropout > 0)
     assert [len(partition) for partition in plain.partitions] == pipe.balance  # type: ignore[arg-type]
     gradients = []
     for model in (pipe.eval(), plain.eval()):
@@ -28,26 +32,56 @@ def test_the_plain_loop_of_the_table_computes_the_same(checkpoint: str) -> None:
     assert all(map(torch.equal, *gradients))
 
 
-def test_both_keep_the_same_when_everything_is_recomputed() -> None:
-    """Both save only boundary activations: 6 x 16 int64 tokens, and twice 16 floats per token."""
-    args = tiny("--checkpoint", "always")
-    pipe, tokens = piped(args, [1, 2, 1]), torch.randint(256, (6, 16))
-    expected = 6 * 16 * (8 + 2 * 16 * 4)
-    assert saved_bytes(PlainLoop(pipe, 3, False), tokens) == kept_bytes(pipe(tokens)) == expected
-    pipe.checkpoint = "never"
-    assert saved_bytes(PlainLoop(pipe, 3, False), tokens) > 5 * expected
-
-
-def test_the_table_compares_both() -> None:
-    """The table's times, rates, bytes and speedup are consistent, and the model is unchanged."""
+def test_the_comparison_times_both_and_changes_nothing() -> None:
+    """The times, rates and ratios are consistent, and the parameters are unchanged."""
     args = tiny()
     pipe = piped(args)
     tokens, targets = torch.randint(256, (2, 6, 16))
     before = copy.deepcopy(pipe.state_dict())
-    _, _, *rows, _ = compare(pipe, tokens, targets, args).splitlines()
-    (plain, _, kept, one), (ours, rate, ours_kept, ratio) = (map(float, row.split()[-4:]) for row in rows)
+    lines = compare(pipe, tokens, lambda logits: cross_entropy(logits, targets), False).splitlines()
+    (plain, _, one), (ours, rate, ratio) = (
+        [float(word) for word in line.split() if re.fullmatch("[0-9.]+", word)] for line in lines[-2:]
+    )
     assert one == 1.0
     assert ratio == pytest.approx(plain / ours, abs=0.2)
     assert rate == pytest.approx(6000 / ours, rel=0.1)
-    assert 0 < ours_kept <= kept
     assert all(torch.equal(before[name], value) for name, value in pipe.state_dict().items())
+
+
+def test_the_first_steps_leave_gradients_and_random_state_alone() -> None:
+    args = tiny("--dropout", "0.2")
+    pipe, (tokens, targets) = piped(args), torch.randint(256, (2, 6, 16))
+    before = torch.get_rng_state()
+    assert "first step: " in time_first_steps(pipe, tokens, lambda logits: cross_entropy(logits, targets))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_a_step_that_differs_from_the_plain_loop_is_reported() -> None:
+    pipe, (tokens, targets) = piped(tiny()), torch.randint(256, (2, 6, 16))
+    factors = itertools.count(1)  # the loss function is called twice, and returns another loss
+    text = compare_bits(pipe, tokens, lambda logits: cross_entropy(logits, targets) * next(factors))
+    assert "tensors differ from the plain loop's" in text
+    assert "bit for bit" not in text
+
+
+# One line for each stage: an action, and its begin and end in seconds. Transfers are not drawn.
+RECORDED = (
+    "F0 0 2  SEND_F0 2 2  F1 2 4  SEND_F1 4 4  RECV_B1 7 7  B1 8 9  RECV_B0 9 9  B0 9 10",
+    "RECV_F0 2 2  F0 2 4  RECV_F1 4 4  F1 4 5.5  B1 5.5 7  SEND_B1 7 7  B0 7 9  SEND_B0 9 9",
+)
+
+
+def test_a_timeline_shows_actions_where_they_ran() -> None:
+    recording = Recording()
+    recording.stages = tuple(
+        tuple(
+            Event(Action.parse(f"{stage}{name}"), False, float(begin), float(end), run=1 + ("F" not in name))
+            for name, begin, end in (action.split() for action in re.split(" {2,}", line))
+        )
+        for stage, line in enumerate(RECORDED)
+    )
+    headline, *rows = timeline(recording, columns=20).splitlines()[:3]
+    assert "10000 ms" in headline
+    assert f"idle for {recording.bubble():.0%}" in headline
+    assert rows == ["  stage 0 F0==F1==........B1B0", "  stage 1 ....F0==F1=B1=B0==.."]

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from examples.gpt import text as demo_text
-from examples.gpt import train as demo_train
-from examples.gpt.train import Training, generate, held_out_loss
+from examples.gpt.__main__ import HELD_OUT_WINDOWS, Training, generate, held_out_loss
 from gpipe_fast import GPipe
 from tests.examples.gpt.tiny import MicroBatches, piped, press_ctrl_c, tiny, tiny_model, trained
 
@@ -36,7 +35,7 @@ def test_the_held_out_loss_falls(folder: Path) -> None:
 def test_the_held_out_loss_is_the_mean_over_all_windows(folder: Path) -> None:
     text, args = demo_text.load(folder).held_out, tiny()
     model = tiny_model(args)
-    starts = demo_text.evenly_spaced_starts(text, demo_train.HELD_OUT_WINDOWS, args.length)
+    starts = demo_text.evenly_spaced_starts(text, HELD_OUT_WINDOWS, args.length)
     tokens, targets = demo_text.windows(text, starts, args.length)
     nats = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     assert held_out_loss(model, text, args) == pytest.approx(nats.item() / math.log(2), rel=1e-5)
@@ -45,7 +44,6 @@ def test_the_held_out_loss_is_the_mean_over_all_windows(folder: Path) -> None:
 @pytest.mark.parametrize("dropout", ["0.0", "0.1"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_training_is_that_of_a_plain_loop_bit_for_bit(folder: Path, dropout: str, checkpoint: str) -> None:
-    """Three steps, of which one is recorded."""
     args = tiny("--steps", "3", "--dropout", dropout)
     text = demo_text.load(folder)
     layers = tiny_model(args)

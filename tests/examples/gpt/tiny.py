@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.__main__ import command_line
-from examples.gpt.model import gpt
+from examples.gpt.__main__ import Training, gpt
+from examples.gpt.options import command_line
 from examples.gpt.text import Text
-from examples.gpt.train import Training
 from gpipe_fast import GPipe, keyed_rng
 
 SIZES = {
