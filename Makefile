@@ -35,7 +35,7 @@ EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
 SOURCES := setup.py csrc $(wildcard csrc/* csrc/*/*)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build import check test test-all lint format demo bench bench-ours soak smoke smoke-reference \
+.PHONY: help build import check test test-all lint format docs demo bench bench-ours soak smoke smoke-reference \
   smoke-between wheelhouse gpu clean
 
 help:  ## list the targets
@@ -84,6 +84,11 @@ format: $(INSTALLED_STAMP)  ## reformat the sources for `make lint`
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+# NO_MKDOCS_2_WARNING: mkdocs-material prints a page about MkDocs 2.0 otherwise.
+docs: $(INSTALLED_STAMP)  ## build the site of the documentation: open build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
+	@echo 'docs: build/site/index.html'
 
 demo: build  ## train the demo (arguments: ARGS="...")
 	$(PY) -m examples.gpt $(ARGS)

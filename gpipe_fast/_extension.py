@@ -42,7 +42,11 @@ StagePlan = _C.StagePlan
 Value = _C.Value
 ActiveRuns = _C.ActiveRuns
 build_info = _C.build_info
+"""``build_info() -> dict[str, str]`` returns the torch, CUDA, GPU architectures and compiler of the build."""
+
 built_with_cuda = _C.built_with_cuda
+"""``built_with_cuda() -> bool`` returns whether the extension contains its GPU code."""
+
 operator_settings = _C.operator_settings
 restore_operator_settings = _C.restore_operator_settings
 kept_bytes = _C.kept_bytes

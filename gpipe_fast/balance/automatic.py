@@ -75,14 +75,12 @@ def balance_by_size(
     (see `LayerProfile`). The function runs a whole micro-batch. torchgpipe runs one sample and multiplies by
     the micro-batch size, which fails for layers that reject a single sample (batch norm).
 
-    ========================  ===========  ===========================================
-    optimiser                 param_scale  state besides parameters and gradients
-    ========================  ===========  ===========================================
-    SGD                       2, 3         none; with momentum, a buffer
-    Adam, AdamW               4, 5         two moments; with amsgrad, a third
-    RMSprop                   3 to 5       a mean; momentum buffer; mean if centered
-    Adagrad, Adadelta         3, 4         a sum; two means
-    ========================  ===========  ===========================================
+    | optimiser         | param_scale | state besides parameters and gradients    |
+    |-------------------|-------------|-------------------------------------------|
+    | SGD               | 2, 3        | none; with momentum, a buffer             |
+    | Adam, AdamW       | 4, 5        | two moments; with amsgrad, a third        |
+    | RMSprop           | 3 to 5      | a mean; momentum buffer; mean if centered |
+    | Adagrad, Adadelta | 3, 4        | a sum; two means                          |
 
     Args:
         partitions: the number of partitions.

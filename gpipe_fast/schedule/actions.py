@@ -8,13 +8,25 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """The kind of an action. torch.distributed.pipelining uses the same names, except R."""
+    """The kind of an action. torch.distributed.pipelining uses the same names, except R.
+
+    Attributes:
+        F: forward.
+        R: recompute, the part of a backward that needs no boundary gradient.
+        B: full backward; after an R, the rest of it.
+        I: input gradient, the part of a B up to its SEND_B.
+        W: weight gradients, the rest of a B after an I.
+        SEND_F: sends a boundary activation to the next stage.
+        RECV_F: receives a boundary activation from the previous stage.
+        SEND_B: sends a boundary gradient to the previous stage.
+        RECV_B: receives a boundary gradient from the next stage.
+    """
 
     F = "F"
-    R = "R"  # recompute: the part of a backward that needs no boundary gradient
-    B = "B"  # full backward; after an R, the rest of it
-    I = "I"  # noqa: E741 the field's name: input gradient, the part of B up to its SEND_B
-    W = "W"  # weight gradients: the rest of B after an I
+    R = "R"
+    B = "B"
+    I = "I"  # noqa: E741 the field's name
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -22,7 +34,11 @@ class Kind(str, Enum):
 
 
 TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+"""The kinds of actions that move a boundary tensor."""
+
 BACKWARD = (Kind.R, Kind.RECV_B, Kind.B, Kind.I, Kind.SEND_B, Kind.W)
+"""The kinds of actions that run after the loss."""
+
 _ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|[FRBIW])([0-9]+)")
 
 
