@@ -36,7 +36,7 @@ SOURCES := setup.py csrc $(wildcard csrc/* csrc/*/*)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 .PHONY: help build import check test test-all lint format docs demo bench bench-ours soak smoke smoke-reference \
-  smoke-between wheelhouse gpu clean
+  smoke-between wheelhouse gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -90,8 +90,8 @@ docs: $(INSTALLED_STAMP)  ## build the site of the documentation: open build/sit
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
 	@echo 'docs: build/site/index.html'
 
-demo: build  ## train the demo (arguments: ARGS="...")
-	$(PY) -m examples.gpt $(ARGS)
+demo: build  ## train a small GPT, about a minute (ARGS=--full: the whole training; ARGS=--help)
+	OMP_WAIT_POLICY=passive $(PY) -m examples.gpt $(ARGS)
 
 bench: build  ## run the benchmarks (arguments: ARGS="...")
 	$(PY) -m bench $(ARGS)
@@ -144,6 +144,11 @@ gpu:  ## on a GPU machine: build, compare, measure and test with PYTHON in phase
 	    || echo 'gpu: could not install the wheelhouse'; \
 	fi
 	@$(PYTHON) -m bench.on_gpu $(ARGS)
+
+dist: $(INSTALLED_STAMP)  ## build the source distribution in ./dist
+	@rm -rf gpipe_fast.egg-info  # setuptools would add the files that an old one lists
+	$(PY) setup.py --quiet sdist
+	@ls dist/gpipe_fast-*.tar.gz
 
 clean:  ## remove build outputs; keep the environments
 	rm -rf build dist wheelhouse *.egg-info gpipe_fast/_C*.so .mypy_cache .pytest_cache .ruff_cache
