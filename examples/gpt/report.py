@@ -95,10 +95,10 @@ def compare(model: GPipe, tokens: Tensor, loss_fn: Loss, uses_random_ops: bool) 
             times[name].append(_step(candidate, tokens, loss_fn))
     medians = {name: statistics.median(found[1:]) for name, found in times.items()}  # without the warm-up
     lines = [
-        f"  {name:10} {seconds * 1e3:8.1f} ms {len(tokens) / seconds:8.1f} samples/s "
-        f"{medians['plain loop'] / seconds:6.2f} times as fast as the plain loop"
+        f"  {name:10} {seconds * 1e3:8.1f} ms {len(tokens) / seconds:8.1f} samples/s"
         for name, seconds in medians.items()
     ]
+    lines[-1] += f", {medians['plain loop'] / medians['GPipe']:.2f} times as many"
     explanation = (
         f"Forward, loss and backward of a mini-batch, median of {ROUNDS}. The plain loop runs the same\n"
         "micro-batches with torch.utils.checkpoint, and each operator on all threads:"
