@@ -60,3 +60,9 @@ def test_a_figure_may_be_rounded_and_not_changed() -> None:
     assert rounds_to("1.53", "1.53")
     assert not rounds_to("88.37", "88.3")
     assert not rounds_to("1.5", "1.53")
+
+
+def test_the_performance_page_lists_every_file_of_results() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    listed = {name for name in re.findall(r"^\| `([\w-]+\.md)` \|", page, re.MULTILINE)}
+    assert listed == {path.name for path in RESULTS.glob("*.md")}
