@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from decimal import Decimal
 from pathlib import Path
 
@@ -62,7 +63,13 @@ def test_a_figure_may_be_rounded_and_not_changed() -> None:
     assert not rounds_to("1.5", "1.53")
 
 
-def test_the_performance_page_lists_every_file_of_results() -> None:
+def test_the_performance_page_lists_every_committed_file_of_results() -> None:
+    """`make gpu` writes others, which are listed when they are committed."""
     page = (ROOT / "docs" / "performance.md").read_text()
-    listed = {name for name in re.findall(r"^\| `([\w-]+\.md)` \|", page, re.MULTILINE)}
-    assert listed == {path.name for path in RESULTS.glob("*.md")}
+    listed = set(re.findall(r"^\| `([\w-]+\.md)` \|", page, re.MULTILINE))
+    done = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=RESULTS, capture_output=True, text=True, timeout=60
+    )
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    assert listed == set(done.stdout.split())
