@@ -85,9 +85,9 @@ format: $(INSTALLED_STAMP)  ## reformat the sources for `make lint`
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
-# NO_MKDOCS_2_WARNING: mkdocs-material prints a page about MkDocs 2.0 otherwise.
+# NO_MKDOCS_2_WARNING suppresses a page about MkDocs 2.0. With --quiet, --strict would have no effect.
 docs: $(INSTALLED_STAMP)  ## build the site of the documentation: open build/site/index.html
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo 'docs: build/site/index.html'
 
 demo: build  ## train a small GPT, about a minute (ARGS=--full: the whole training; ARGS=--help)
