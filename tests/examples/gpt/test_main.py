@@ -47,7 +47,7 @@ def test_the_command_from_beginning_to_end(folder: Path, tmp_path: Path) -> None
     assert "over the same 6 micro-batches, bit for bit" in out
     assert "stage 1 on cpu: block1, head; " in out
     assert re.search(r"^  stage 1 [.FRBIW0-5=]{96}$", out, re.MULTILINE)
-    assert re.search(r"^  GPipe +[0-9.]+ ms", out, re.MULTILINE)
+    assert re.search(r"^  GPipe +1 thread +[0-9.]+ ms", out, re.MULTILINE)
     folder_of_results = tmp_path / "build" / "demo"
     assert len(torch.load(folder_of_results / "checkpoint.pt")["losses"]) == 8
     drawing = (folder_of_results / "step.svg").read_text(encoding="utf-8")

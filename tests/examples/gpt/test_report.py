@@ -38,12 +38,14 @@ def test_the_comparison_times_both_and_changes_nothing() -> None:
     pipe = piped(args)
     tokens, targets = torch.randint(256, (2, 6, 16))
     before = copy.deepcopy(pipe.state_dict())
+    torch.set_num_threads(2)
     lines = compare(pipe, tokens, lambda logits: cross_entropy(logits, targets), False).splitlines()
-    (plain, _), (ours, rate, ratio) = (
-        [float(number) for number in re.findall("[0-9.]+", line)] for line in lines[-2:]
-    )
-    assert ratio == pytest.approx(plain / ours, abs=0.2)
-    assert rate == pytest.approx(6000 / ours, rel=0.1)
+    *plain, ours = ([float(number) for number in re.findall("[0-9.]+", line)] for line in lines[-3:])
+    threads, milliseconds, rate, ratio = ours
+    assert [row[0] for row in plain] == [1, 2]
+    assert threads == torch.get_num_threads() == 2
+    assert ratio == pytest.approx(min(row[1] for row in plain) / milliseconds, rel=0.1, abs=0.1)
+    assert rate == pytest.approx(6000 / milliseconds, rel=0.1)
     assert all(torch.equal(before[name], value) for name, value in pipe.state_dict().items())
 
 
