@@ -229,11 +229,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m examples.resnet",
         description="Trains torchvision's ResNet-50 as a pipeline on images of coloured stripes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--steps", type=positive, metavar="N", default=100, help="training steps, each on one mini-batch")
     add("--stages", type=positive, metavar="K", default=2, help="stages, cut by measured time")
-    add("--balance", type=positive, metavar="N", nargs="+", help="layers of each stage, instead of --stages")
+    add(
+        "--balance",
+        type=positive,
+        metavar="N",
+        nargs="+",
+        default=argparse.SUPPRESS,
+        help="layers of each stage, instead of --stages",
+    )
     add("--chunks", type=positive, metavar="M", default=8, help="micro-batches per mini-batch")
     add(
         "--checkpoint",
@@ -253,15 +261,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, metavar="SEED", default=0, help="random seed of weights and images")
     add("--threads", type=positive, metavar="T", default=1, help="intra-op threads of each stage")
     add(
-        "--quick", action="store_true", help="under a minute: other defaults, --steps 16 --size 32 --width 16"
+        "--quick",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="under a minute: other defaults, --steps 16 --size 32 --width 16",
     )
     if "--quick" in (sys.argv[1:] if argv is None else argv):
         parser.set_defaults(steps=16, size=32, width=16)
     args = parser.parse_args(argv)
+    args.balance = getattr(args, "balance", None)
     if args.balance and sum(args.balance) != 18:
         parser.error(f"the model has 18 layers, but --balance sums to {sum(args.balance)}")
     if args.stages > 18:
         parser.error(f"cannot cut 18 layers into {args.stages} stages")
+    if args.size <= 32 and len(torch.empty(args.batch).chunk(args.chunks)[-1]) == 1:
+        parser.error("batch norm needs two values: for images of 32 pixels, two images per micro-batch")
     return args
 
 

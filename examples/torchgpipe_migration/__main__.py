@@ -189,6 +189,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m examples.torchgpipe_migration",
         description="Runs one training script with torchgpipe and with gpipe_fast, and compares them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--steps", type=positive, metavar="N", default=300, help="training steps, each on one mini-batch")
@@ -218,7 +219,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=1,
         help="intra-op threads of each stage",
     )
-    add("--quick", action="store_true", help="under a minute: other defaults, --steps 40 --rounds 10")
+    add(
+        "--quick",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="under a minute: other defaults, --steps 40 --rounds 10",
+    )
     if "--quick" in (sys.argv[1:] if argv is None else argv):
         parser.set_defaults(steps=40, rounds=10)
     args = parser.parse_args(argv)

@@ -268,6 +268,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m examples.unet",
         description="Trains a U-Net with skip connections as a pipeline, on shapes drawn on the spot.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--steps", type=positive, metavar="N", default=200, help="training steps, each on one mini-batch")
@@ -299,7 +300,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--seed", type=int, metavar="SEED", default=0, help="random seed of weights and images")
     add("--threads", type=positive, metavar="T", default=1, help="intra-op threads of each stage")
-    add("--quick", action="store_true", help="under a minute: other defaults, --steps 40 --size 32 --width 8")
+    add(
+        "--quick",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="under a minute: other defaults, --steps 40 --size 32 --width 8",
+    )
     if "--quick" in (sys.argv[1:] if argv is None else argv):
         parser.set_defaults(steps=40, size=32, width=8)
     args = parser.parse_args(argv)

@@ -59,6 +59,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--steps 0", "argument --steps: must be at least 1, got 0"),
         ("--balance 9 8", "the model has 18 layers, but --balance sums to 17"),
+        ("--size 32 --batch 9", "batch norm needs two values"),
         ("--stages 19", "cannot cut 18 layers into 19 stages"),
     ],
 )
