@@ -125,6 +125,7 @@ def load_checkpoint(theirs: Any, GPipe: Callable[..., Any], args: argparse.Names
     """Saves torchgpipe's state_dict, and loads it into a pipeline with another balance and a plain model."""
     balance = [1, len(theirs) - 1]
     model = GPipe(new_layers(args), balance, devices=["cpu", "cpu"], chunks=args.chunks)
+    model.threads_per_stage = args.threads
     plain = new_layers(args)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "torchgpipe.pt")
