@@ -319,7 +319,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"checkpoint: {args.save} (a plain nn.Sequential can load its 'model' entry)", flush=True)
 
     sample = generate(model, PROMPT, args.sample, args.length, args.seed).decode("ascii", "backslashreplace")
-    print(f"\nWhat the model writes after {PROMPT.decode()!r}:\n{'-' * 72}\n{sample}\n{'-' * 72}", flush=True)
+    read = len(training.losses) * args.batch * args.length
+    print(f"\nWhat the model writes after {PROMPT.decode()!r}, having read {read:,} bytes:")
+    print(f"{'-' * 72}\n{sample}\n{'-' * 72}", flush=True)
     if len(training.losses) < args.steps:
         print(f"interrupted after {len(training.losses)} of {args.steps} steps; continue with --resume")
         return
