@@ -314,9 +314,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     print(f"\nfirst held-out loss: {held_out_loss(model, text.held_out, args):.3f} bits per byte", flush=True)
     training.run(text.training)
-    print(f"last held-out loss: {held_out_loss(model, text.held_out, args):.3f} bits per byte", flush=True)
     save_checkpoint(args.save, training, resume_settings(args, text))
     print(f"checkpoint: {args.save} (a plain nn.Sequential can load its 'model' entry)", flush=True)
+    print(f"last held-out loss: {held_out_loss(model, text.held_out, args):.3f} bits per byte", flush=True)
 
     sample = generate(model, PROMPT, args.sample, args.length, args.seed).decode("ascii", "backslashreplace")
     read = len(training.losses) * args.batch * args.length
