@@ -128,7 +128,7 @@ def four_words(blocks, p_key, layer, ordinal):
     """
     microbatch = tl.load(p_key + 1).to(tl.uint32)
     layer = tl.where(layer == NO_LAYER, NO_LAYER, tl.load(p_key + 2) + layer).to(tl.uint32)
-    subsequence = (layer << 16) | tl.to_tensor(ordinal).to(tl.uint32)
+    subsequence = (layer << 16) | tl.cast(ordinal, tl.uint32)
     return tl.philox(
         tl.load(p_key), blocks.to(tl.uint32), (blocks >> 32).to(tl.uint32), microbatch, subsequence
     )
@@ -152,7 +152,7 @@ def words_of_elements(elements, p_key, layer, ordinal):
 @triton.jit
 def is_kept(words, last):
     """Returns where ``torch.ops.gpipe_fast.keyed_bernoulli`` draws 1. ``last`` is from `keep_threshold`."""
-    return words <= tl.to_tensor(last).to(tl.uint32, bitcast=True)
+    return words <= tl.cast(last, tl.uint32, bitcast=True)
 
 
 @triton.jit

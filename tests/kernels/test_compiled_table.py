@@ -7,7 +7,7 @@ import re
 import pytest
 import triton
 
-from bench.compiled import CAPABILITIES, TABLE, rows
+from bench.compiled import CAPABILITIES, TABLE, compile_variant, rows
 from gpipe_fast.kernels.variants import all_variants
 from tests.sampling import sample, seed
 
@@ -18,6 +18,8 @@ SAMPLED = sample(NAMES, 16, salt="compiled kernels")
 REST = [name for name in NAMES if name not in SAMPLED]
 # The number of variants that one test compiles sequentially; several tests run in parallel.
 CHUNK = 33
+# The variants that draw dropout's random numbers.
+WITH_DROPOUT = [name for name in NAMES if "dropout" in name]
 
 
 @pytest.mark.skipif(
@@ -37,6 +39,12 @@ def test_compiled_kernels_match_their_rows_in_the_table(names: list[str]) -> Non
     prefixes = tuple(f"| {name} | sm_" for name in names)
     written = [line for line in TABLE.read_text().splitlines() if line.startswith(prefixes)]
     assert rows(names) == written, f"python -m bench compiled writes the table; GPIPE_FAST_SEED={seed()}"
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", sample(WITH_DROPOUT, 6, salt="dropout"))
+def test_kernels_with_dropout_compile_with_every_supported_triton(name: str) -> None:
+    assert compile_variant(all_variants()[name], 90).asm["cubin"]
 
 
 def test_the_table_has_every_variant_and_no_register_spills() -> None:
