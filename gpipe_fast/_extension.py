@@ -1,5 +1,7 @@
 """The only file that imports the compiled extension, which also registers torch.ops.gpipe_fast."""
 
+from pathlib import Path
+
 import torch  # must come first: loads the libraries that the extension links against
 
 _HOW_TO_BUILD = "run `make` in the source tree, or `pip install --no-build-isolation .`"
@@ -8,7 +10,9 @@ try:
     import gpipe_fast._C as _C
 except ImportError as error:
     raise ImportError(
-        f"gpipe_fast's C++ extension does not load under torch {torch.__version__}: {error}; {_HOW_TO_BUILD}"
+        f"gpipe_fast's C++ extension does not load under torch {torch.__version__}: {error} (searched in "
+        f"{Path(__file__).parent}); {_HOW_TO_BUILD}. After `pip install`, start Python outside the source "
+        "tree, which has no compiled extension"
     ) from error
 
 # An extension built against another torch may load and then misbehave, because class layouts differ. So a
