@@ -169,7 +169,7 @@ class Training:
                     speed = (len(self.losses) - since) * self._args.batch * self._args.length / (now - began)
                     began, since = now, len(self.losses)
                     print(
-                        f"  step {since}/{steps}: loss {loss:.3f} bits per byte, {speed:,.0f} tokens/s",
+                        f"  step {since}/{steps}: loss {loss:.3f} bits per byte, {speed:,.0f} bytes/s",
                         flush=True,
                     )
 
@@ -354,9 +354,10 @@ def _print_setup(args: argparse.Namespace, model: GPipe, text: Text) -> None:
         names = ", ".join(name for name, _ in part)
         print(f"  stage {stage} on {model.devices[stage]}: {names}; {count:,} parameters")
     microbatches = len(torch.empty(args.batch).chunk(args.chunks))
+    threads = torch.get_num_threads()
     print(
         f"step: {args.batch} windows of {args.length} bytes in {microbatches} micro-batches, "
-        f"checkpoint={model.checkpoint!r}, {torch.get_num_threads()} threads"
+        f"checkpoint={model.checkpoint!r}, {threads} thread{'s' * (threads > 1)}"
     )
     if microbatches < args.chunks:
         print(f"note: a mini-batch of {args.batch} yields {microbatches} micro-batches, not {args.chunks}")

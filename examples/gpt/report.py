@@ -36,7 +36,7 @@ def time_first_steps(model: GPipe, tokens: Tensor, loss_fn: Loss) -> str:
         first, second = (_step(model, tokens, loss_fn) for _ in range(2))
     model.zero_grad()
     return (
-        f"first step: {first:.1f} s, in which each stage is traced and compiled to a C++ program\n"
+        f"first step: {first:.1f} s, in which each stage is traced and becomes a program that runs in C++\n"
         f"second step: {second:.2f} s"
     )
 
@@ -107,7 +107,8 @@ def compare(model: GPipe, tokens: Tensor, loss_fn: Loss, uses_random_ops: bool) 
     lines[-1] += f", {min(medians[:-1]) / medians[-1]:.2f} times as many as the faster plain loop"
     explanation = (
         f"Forward, loss and backward of a mini-batch, median of {ROUNDS}. The plain loop runs the same\n"
-        "micro-batches with torch.utils.checkpoint. Other running programs disturb these times:"
+        "micro-batches with torch.utils.checkpoint. GPipe's stages share its threads, but each has at least\n"
+        "one. Other running programs disturb these times:"
     )
     return "\n".join([explanation, *lines])
 
@@ -138,6 +139,6 @@ def timeline(recording: Recording, columns: int = COLUMNS) -> str:
         f"A step of {(end - begin) * 1e3:.0f} ms, of which the stages are idle for {recording.bubble():.0%}:",
         *(f"  stage {stage} {''.join(row)}" for stage, row in enumerate(rows)),
         "  F3 is the forward of micro-batch 3, R3 its recompute, B3 its backward (or I3 and W3, its parts);",
-        "  dots are idle time (the bubble), and the loss between forward and backward.",
+        "  = continues an action; dots are idle time (the bubble), or the loss between forward and backward.",
     ]
     return "\n".join(lines)

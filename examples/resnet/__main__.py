@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     train(model, args, data)
     compare_predictions(model, plain, args, data)
     print("\nShown: a torchvision model as a pipeline, and its weights back in the plain torchvision model.")
-    print("Next: docs/guide/batch_norm.md explains the statistics; python -m examples.unet shows skips.")
+    print(
+        "Next: docs/guide/batch_norm.md, on these statistics; python -m examples.unet, on skip connections."
+    )
 
 
 def as_sequential(resnet: ResNet) -> nn.Sequential:
@@ -131,9 +133,10 @@ def compare_a_step(model: GPipe, plain: ResNet, parts: Sequence[Tensor], labels:
     equal = [torch.equal(ours[name], gradient(p)) for name, p in loop.named_parameters()]
     print("\none step, compared with torchvision's model:")
     print(
-        f"  loss: {loss.item():.6f}; loop over {len(parts)} micro-batches: {loop_loss.item():.6f}; ", end=""
+        f"  loss: {loss.item():.6f}; plain loop over {len(parts)} micro-batches: {loop_loss.item():.6f}; ",
+        end="",
     )
-    print(f"whole mini-batch: {whole_loss.item():.6f}")
+    print(f"plain model on the whole mini-batch: {whole_loss.item():.6f}")
     require(torch.equal(loss, loop_loss), "  the loss and the loop's loss")
     require(all(equal), f"  {len(equal)} gradients and the loop's gradients")
     print(
@@ -142,9 +145,8 @@ def compare_a_step(model: GPipe, plain: ResNet, parts: Sequence[Tensor], labels:
 
     statistics = with_torchvision_names(dict(model.named_buffers()))
     counts = [s["bn1.num_batches_tracked"] for s in (statistics, buffers(loop), buffers(whole))]
-    print(
-        "  updates of the running statistics: {} (deferred); loop: {}; whole mini-batch: {}".format(*counts)
-    )
+    updates = "{} (deferred_batch_norm=True); loop: {}; whole mini-batch: {}".format(*counts)
+    print(f"  updates of the running statistics: {updates}")
     for name in ("bn1", LAST_BATCH_NORM):
         difference = (statistics[f"{name}.running_var"] - buffers(whole)[f"{name}.running_var"]).abs().max()
         print(f"  running_var of {name}: differs from the whole mini-batch's by at most {difference:.1g}")

@@ -142,9 +142,9 @@ def load_checkpoint(theirs: Any, GPipe: Callable[..., Any], args: argparse.Names
     with torch.no_grad():
         expected, found = theirs(x), model(x)
         loop = torch.cat([plain(part) for part in x.chunk(args.chunks)])
-    require(torch.equal(found, expected), f"  loaded with balance={balance}: the outputs")
+    require(torch.equal(found, expected), f"  loaded with balance={balance}, the outputs")
     require(
-        torch.equal(loop, expected), "  loaded into the plain nn.Sequential: the outputs over micro-batches"
+        torch.equal(loop, expected), "  loaded into the plain nn.Sequential, the outputs over micro-batches"
     )
     theirs.train()
 
@@ -160,7 +160,7 @@ def time_steps(theirs: Any, ours: Any, args: argparse.Namespace) -> None:
             begin = time.perf_counter()
             F.mse_loss(model(x), y).backward()
             times[name].append(time.perf_counter() - begin)
-    print(f"\nforward and backward on this machine, now: medians of {args.rounds} steps in turn")
+    print(f"\nforward and backward on this machine, now: medians of {args.rounds} steps each, taken in turn")
     for name, found in times.items():
         print(f"  {name}: {statistics.median(found[2:]) * 1e3:8.2f} ms")  # without the warm-up
     print(

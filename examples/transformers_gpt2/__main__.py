@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pipeline = new_pipeline(model, args)
     print(f"text: {len(text):,} bytes of Python's standard library")
     print(f"model: GPT2LMHeadModel, {model.num_parameters():,} parameters, wte tied to lm_head")
-    print(f"layers per stage: {pipeline.balance}, all in C++; checkpoint={pipeline.checkpoint}")
+    print(f"layers per stage: {pipeline.balance}, all run in C++; checkpoint={pipeline.checkpoint!r}")
     print(f"step: {args.batch} windows of {args.length} bytes, chunks={args.chunks}")
     compare_step(model, pipeline, windows(text, args))
     train(pipeline, text, args)

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pipeline = new_pipeline(model, args)
     print(f"text: {len(text):,} bytes of Python's standard library")
     print(f"model: LlamaForCausalLM, {model.num_parameters():,} parameters")
-    print(f"layers per stage: {pipeline.balance}, all in C++; checkpoint={pipeline.checkpoint}")
+    print(f"layers per stage: {pipeline.balance}, all run in C++; checkpoint={pipeline.checkpoint!r}")
     print(f"step: {args.batch} windows of {args.length} bytes, chunks={args.chunks}")
     compare_step(model, pipeline, windows(text, args))
     train(pipeline, text, args)

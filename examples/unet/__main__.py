@@ -202,11 +202,11 @@ def print_connections(model: GPipe) -> None:
     lines = [
         line.strip() for line in doctor(model).splitlines() if re.match(r"\s*stage \d+ .*-> stage", line)
     ]
-    print("\nconnections, from doctor(model):")
+    print("\nconnections, from doctor(model); hand-over: on one device, nothing is copied:")
     print("\n".join(f"  {line}" for line in lines) or "  none, because there is one stage")
     if len(model.balance) > 2:
         print(
-            "  A skip connection has one line, whatever the number of stages between: they do not receive it."
+            "  A skip connection goes straight to the stage that pops it; stages between do not receive it."
         )
 
 

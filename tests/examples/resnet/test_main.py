@@ -35,7 +35,7 @@ TINY = ["--size=32", "--width=4", "--batch=16", "--chunks=2", "--balance", "9", 
 STATEMENTS = [
     "  the loss and the loop's loss: equal bit for bit",
     "  161 gradients and the loop's gradients: equal bit for bit",
-    "  updates of the running statistics: 1 (deferred); loop: {}; whole mini-batch: 1",
+    "  updates of the running statistics: 1 (deferred_batch_norm=True); loop: {}; whole mini-batch: 1",
     "  the logits and those of the plain loop over micro-batches: equal bit for bit",
 ]
 
