@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,27 +13,14 @@ from examples.gpt import __main__ as demo
 from examples.gpt import text as demo_text
 from examples.gpt.__main__ import Training, load_checkpoint, resume_settings, save_checkpoint
 from examples.gpt.options import command_line, parse
+from tests.examples.commands import ROOT, finish, refusal, run, start
 from tests.examples.gpt.tiny import TINY, piped, press_ctrl_c, tiny, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROOT = Path(__file__).parents[3]
-
-
-def run(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "examples.gpt", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-    )
 
 
 def test_the_command_from_beginning_to_end(folder: Path, tmp_path: Path) -> None:
-    process = run([*TINY, "--steps", "8", "--text", str(folder), "--chunks", "9"], tmp_path)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    out = run("gpt", *TINY, "--steps", "8", "--text", str(folder), "--chunks", "9", folder=tmp_path)
     first, last = re.findall(r"^(?:first|last) held-out loss: ([0-9.]+) bits per byte$", out, re.M)
     assert float(last) < float(first)
     assert [line.split()[1] for line in out.splitlines() if line.startswith("  step ")] == [
@@ -92,14 +75,20 @@ def test_the_presets_change_defaults_only(
 @pytest.mark.extended
 def test_ctrl_c_and_resume_of_the_command(folder: Path, tmp_path: Path) -> None:
     """The losses up to Ctrl-C, and those of two further steps, equal the losses of an uninterrupted run."""
-    arguments = [*TINY, "--steps", "1000000", "--text", str(folder), "--dropout", "0.1", "--save", "model.pt"]
-    process = run(arguments, tmp_path)
+    arguments = [
+        *TINY,
+        "--chunks=9",  # no warning of few micro-batches
+        "--steps=1000000",
+        "--dropout=0.1",
+        f"--text={folder}",
+        "--save=model.pt",
+    ]
+    process = start("gpt", *arguments, folder=tmp_path)
     assert process.stdout is not None
     while not (line := process.stdout.readline()).startswith("  step "):
         assert line, "the demo ended before it started training"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    out = finish(process)
     args, text = tiny(*arguments), demo_text.load(folder)
     (steps,) = map(int, re.findall("interrupted after ([0-9]+) of 1000000 steps; continue with", out))
     model = piped(args)
@@ -162,7 +151,4 @@ def test_bad_arguments_are_refused_before_work_starts(
     (tmp_path / "nothing").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "pipeline", None)
-    with pytest.raises(SystemExit) as refused:
-        demo.main([*TINY, "--text", str(folder), *arguments.split()])
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(demo.main, [*TINY, "--text", str(folder), *arguments.split()], capsys)

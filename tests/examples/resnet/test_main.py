@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from torchvision.models.resnet import Bottleneck, ResNet
 
-from examples.resnet import __main__ as example
 from gpipe_fast import GPipe
+from tests.examples.commands import ROOT, import_example, refusal, run
+
+example = import_example("resnet")  # or skips this file where torchvision does not load
+
+from torchvision.models.resnet import Bottleneck, ResNet  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-OPTIONS = [
-    "steps",
-    "stages",
-    "balance",
-    "chunks",
-    "checkpoint",
-    "batch",
-    "size",
-    "width",
-    "seed",
-    "threads",
-    "quick",
-]
 TINY = ["--size=32", "--width=4", "--batch=16", "--chunks=2", "--balance", "9", "9"]
 STATEMENTS = [
     "  the loss and the loop's loss: equal bit for bit",
@@ -45,15 +31,6 @@ def tiny_resnet(blocks: Sequence[int] = (3, 4, 6, 3)) -> ResNet:
     return ResNet(Bottleneck, list(blocks), example.CLASSES, width_per_group=4)
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        example.main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for option in OPTIONS:
-        assert f"--{option} " in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -64,10 +41,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        example.parse_arguments(arguments.split())
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(example.parse_arguments, arguments.split(), capsys)
 
 
 def test_quick_sets_defaults_only() -> None:
@@ -115,29 +89,22 @@ def test_a_tiny_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  stage 1 on cpu: layer3_1 to head" in lines
 
 
-def run(*arguments: str) -> str:
-    """Runs the command in a process of its own; returns its output."""
-    result = subprocess.run(
-        [sys.executable, "-m", "examples.resnet", *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    assert [s.format(8) for s in STATEMENTS if s.format(8) not in result.stdout.splitlines()] == []
-    assert "docs/guide/batch_norm.md" in result.stdout.splitlines()[-1]
-    return result.stdout
+def run_and_check(*arguments: str) -> str:
+    """Runs the command with two stages of one thread; returns its output."""
+    output = run("resnet", "--quick", "--threads=2", *arguments, folder=ROOT)
+    lines = output.splitlines()
+    assert [line for line in (s.format(8) for s in STATEMENTS) if line not in lines] == []
+    assert "docs/guide/batch_norm.md" in lines[-1]
+    return output
 
 
 def test_the_command_with_one_step() -> None:
-    run("--quick", "--steps=1")
+    run_and_check("--steps=1")
 
 
 @pytest.mark.extended
 def test_the_quick_run_learns() -> None:
-    output = run("--quick")
+    output = run_and_check()
     (before,) = map(float, re.findall(r"^  before: ([0-9.]+)%$", output, re.M))
     *_, after = map(float, re.findall(r", accuracy ([0-9.]+)%$", output, re.M))
     assert before < 50 < after

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import gpipe_fast
 from examples.torchgpipe_migration import __main__ as example
+from tests.examples.commands import ROOT, refusal, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-OPTIONS = ["steps", "balance", "chunks", "checkpoint", "batch", "width", "rounds", "seed", "threads", "quick"]
 TINY = ["--steps=3", "--batch=16", "--width=8", "--rounds=2"]
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        example.main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for option in OPTIONS:
-        assert f"--{option} " in text
-
-
 def test_a_wrong_balance_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        example.parse_arguments(["--balance", "4", "3"])
-    assert refused.value.code == 2
-    assert "the model has 8 layers, but --balance sums to 7" in capsys.readouterr().err
+    message = refusal(example.parse_arguments, ["--balance", "4", "3"], capsys)
+    assert "the model has 8 layers, but --balance sums to 7" in message
 
 
 def test_without_torchgpipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,16 +55,7 @@ def test_a_difference_ends_the_program(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("steps", ["--steps=2", pytest.param("--steps=40", marks=pytest.mark.extended)])
 def test_the_quick_run_of_the_command(steps: str) -> None:
     pytest.importorskip("torchgpipe")
-    root = str(Path(__file__).parents[3])
-    result = subprocess.run(
-        [sys.executable, "-m", "examples.torchgpipe_migration", "--quick", steps],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    assert result.stdout.count(": equal bit for bit\n") == 6
-    assert "  + from gpipe_fast import GPipe" in result.stdout
-    assert "docs/coming_from/torchgpipe.md" in result.stdout.splitlines()[-1]
+    output = run("torchgpipe_migration", "--quick", "--threads=2", steps, folder=ROOT)
+    assert output.count(": equal bit for bit\n") == 6
+    assert "  + from gpipe_fast import GPipe" in output
+    assert "docs/coming_from/torchgpipe.md" in output.splitlines()[-1]

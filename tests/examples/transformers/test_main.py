@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).parents[3]
+from tests.examples.commands import import_example, refusal, run
+
 EXAMPLES = ["gpt2", "llama"]
 SIZES = {"layers": 2, "width": 16, "length": 16, "batch": 6, "chunks": 3, "steps": 3, "threads": 1}
 TINY = [f"--{name}={value}" for name, value in SIZES.items()]
@@ -32,7 +29,7 @@ pytestmark = [
 @pytest.fixture
 def example(request: pytest.FixtureRequest) -> ModuleType:
     """Imports an example in the test, because transformers takes seconds to import."""
-    return importlib.import_module(f"examples.transformers_{request.param}.__main__")
+    return import_example(f"transformers_{request.param}")
 
 
 def both(function: Any) -> Any:
@@ -65,16 +62,8 @@ class MicroBatches(nn.Module):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_command_with_quick(name: str, tmp_path: Path) -> None:
     """It compares, trains, saves and loads, and prints nothing on stderr, such as warnings."""
-    finished = subprocess.run(
-        [sys.executable, "-m", f"examples.transformers_{name}", "--quick", "--save", "model"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-    assert (finished.returncode, finished.stderr) == (0, "")
-    out = finished.stdout
+    import_example(f"transformers_{name}")
+    out = run(f"transformers_{name}", "--quick", "--threads=2", "--save", "model", folder=tmp_path)
     for what in ("logits", "loss", "logits, over the same micro-batches"):
         assert f"\n  {what}: equal bit for bit\n" in out
     ((equal, gradients),) = re.findall("gradients: ([0-9]+) of ([0-9]+) are equal bit for bit", out)
@@ -150,18 +139,6 @@ def test_wrong_layers_are_reported(example: ModuleType, capsys: pytest.CaptureFi
 
 
 @both
-def test_help_names_every_option_and_default(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        example.main(["--help"])
-    assert ended.value.code == 0
-    out = " ".join(capsys.readouterr().out.split())
-    for option in ("quick", "steps", "stages", "balance", "chunks", "checkpoint", "seed", "threads", "save"):
-        assert f" --{option} " in out
-    assert "micro-batches per mini-batch (default: 8)" in out
-    assert "None" not in out
-
-
-@both
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -175,10 +152,7 @@ def test_help_names_every_option_and_default(example: ModuleType, capsys: pytest
 def test_bad_arguments_are_refused(
     example: ModuleType, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as refused:
-        example.parse([*TINY, *arguments.split()])
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(example.parse, [*TINY, *arguments.split()], capsys)
 
 
 @both

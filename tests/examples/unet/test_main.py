@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +11,9 @@ from torch import Tensor, nn
 
 from examples.unet import __main__ as example
 from gpipe_fast import GPipe
+from tests.examples.commands import ROOT, refusal, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-OPTIONS = ["steps", "balance", "chunks", "checkpoint", "batch", "size", "width", "seed", "threads", "quick"]
 
 
 def make(balance: Sequence[int], checkpoint: str = "except_last") -> GPipe:
@@ -31,15 +27,6 @@ def shapes() -> tuple[tuple[Tensor, ...], Tensor]:
     return images.chunk(3), classes
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        example.main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for option in OPTIONS:
-        assert f"--{option} " in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -50,10 +37,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        example.parse_arguments(arguments.split())
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(example.parse_arguments, arguments.split(), capsys)
 
 
 @pytest.mark.parametrize("balance", [[8], [2, 3, 3], [1] * 8], ids=len)
@@ -102,29 +86,21 @@ def test_the_iou_of_known_predictions() -> None:
     )
 
 
-def run(*arguments: str) -> str:
-    """Runs the command in a process of its own; returns its output."""
-    result = subprocess.run(
-        [sys.executable, "-m", "examples.unet", *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    assert len(re.findall(r"^  .*: equal bit for bit$", result.stdout, re.M)) == 3
-    assert "stage 0 (cpu) -> stage 2 (cpu), skip connection" in result.stdout
-    assert "docs/guide/skip_connections.md" in result.stdout.splitlines()[-1]
-    return result.stdout
+def run_and_check(*arguments: str) -> str:
+    """Runs the command with three stages of one thread; returns its output."""
+    output = run("unet", "--quick", "--threads=3", *arguments, folder=ROOT)
+    assert len(re.findall(r"^  .*: equal bit for bit$", output, re.M)) == 3
+    assert "stage 0 (cpu) -> stage 2 (cpu), skip connection" in output
+    assert "docs/guide/skip_connections.md" in output.splitlines()[-1]
+    return output
 
 
 def test_the_command_with_one_step() -> None:
-    run("--quick", "--steps=1")
+    run_and_check("--steps=1")
 
 
 @pytest.mark.extended
 def test_the_quick_run_learns() -> None:
-    lines = re.findall(r"background [0-9.]+, disc ([0-9.]+), square ([0-9.]+)$", run("--quick"), re.M)
+    lines = re.findall(r"background [0-9.]+, disc ([0-9.]+), square ([0-9.]+)$", run_and_check(), re.M)
     before, after = lines[0], lines[-1]
     assert all(float(a) > 0.5 > float(b) for a, b in zip(after, before, strict=True))
