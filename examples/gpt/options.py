@@ -48,8 +48,9 @@ def command_line() -> argparse.ArgumentParser:
     add("--batch", type=_positive, default=16, help="windows per mini-batch (N)")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--seed", type=int, default=0, help="random seed of the weights, the windows and the sample")
-    add("--threads", type=_positive, help="threads of all stages together; by default PyTorch's setting")
-    add("--text", type=Path, help="a file or folder to train on instead")
+    together, threads = "threads of all stages together, divided evenly", torch.get_num_threads()
+    add("--threads", type=_positive, default=threads, help=together)
+    add("--text", type=Path, default=argparse.SUPPRESS, help="a file or folder to train on instead")
     add("--sample", type=_positive, default=300, help="bytes to generate at the end")
     add("--save", type=Path, default=FOLDER / "checkpoint.pt", help="checkpoint, also written on Ctrl-C")
     add("--resume", action="store_true", help="resume from the checkpoint file given by --save")
@@ -79,8 +80,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.quick or args.full:
         parser.set_defaults(**(QUICK if args.quick else FULL))
         args = parser.parse_args(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args.text = getattr(args, "text", None)
+    torch.set_num_threads(args.threads)
     if args.stages == "auto":
         args.stages = min(max(2, min(_cores(), 4)), args.layers + 2)
     if args.chunks == "auto":

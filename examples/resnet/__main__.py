@@ -11,6 +11,7 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,12 @@ from torchvision.models.resnet import Bottleneck, ResNet  # type: ignore[import-
 
 from gpipe_fast import GPipe
 from gpipe_fast.balance import balance_by_time
+from gpipe_fast.gpipe import CHECKPOINT_MODES
 
 CLASSES = 4  # stripes: horizontal or vertical, orange or blue
 HELD_OUT_IMAGES = 256
 LAST_BATCH_NORM = "layer4.2.bn3"
+QUICK = {"steps": 16, "size": 32, "width": 16}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     torch.manual_seed(args.seed)
     # Sums of floats depend on the number of threads: the plain model gets as many as one stage.
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(max(1, args.threads // args.stages))
     data = torch.Generator().manual_seed(args.seed)
 
     resnet = ResNet(Bottleneck, [3, 4, 6, 3], CLASSES, width_per_group=args.width, zero_init_residual=True)
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         checkpoint=args.checkpoint,
         deferred_batch_norm=True,
     )
-    model.threads_per_stage = args.threads
+    model.threads_per_stage = torch.get_num_threads()
     print_setup(model, args)
 
     compare_a_step(model, plain, images.chunk(args.chunks), labels)
@@ -225,55 +228,45 @@ def positive(word: str) -> int:
     return number
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; ``--quick`` changes the defaults of steps, width and image size."""
+def command_line() -> argparse.ArgumentParser:
+    """Returns the argument parser."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.resnet",
         description="Trains torchvision's ResNet-50 as a pipeline on images of coloured stripes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, threads = parser.add_argument, torch.get_num_threads()
+    quick = " ".join(f"--{name} {value}" for name, value in QUICK.items())
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS}  # no default in the help
     add("--steps", type=positive, metavar="N", default=100, help="training steps, each on one mini-batch")
     add("--stages", type=positive, metavar="K", default=2, help="stages, cut by measured time")
-    add(
-        "--balance",
-        type=positive,
-        metavar="N",
-        nargs="+",
-        default=argparse.SUPPRESS,
-        help="layers of each stage, instead of --stages",
-    )
+    balance = {"nargs": "+", "metavar": "N", **hidden}
+    add("--balance", type=positive, **balance, help="layers of each stage, instead of --stages")
     add("--chunks", type=positive, metavar="M", default=8, help="micro-batches per mini-batch")
-    add(
-        "--checkpoint",
-        choices=["always", "except_last", "never"],
-        default="except_last",
-        help="which micro-batches recompute",
-    )
+    add("--checkpoint", choices=CHECKPOINT_MODES, default="except_last", help="which micro-batches recompute")
     add("--batch", type=positive, metavar="N", default=64, help="images per mini-batch")
     add("--size", type=positive, metavar="PIXELS", default=64, help="height and width of the images")
-    add(
-        "--width",
-        type=positive,
-        metavar="W",
-        default=64,
-        help="torchvision's width_per_group; 64 is ResNet-50",
-    )
+    width = "torchvision's width_per_group; 64 is ResNet-50"
+    add("--width", type=positive, metavar="W", default=64, help=width)
     add("--seed", type=int, metavar="SEED", default=0, help="random seed of weights and images")
-    add("--threads", type=positive, metavar="T", default=1, help="intra-op threads of each stage")
-    add(
-        "--quick",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="under a minute: other defaults, --steps 16 --size 32 --width 16",
-    )
-    if "--quick" in (sys.argv[1:] if argv is None else argv):
-        parser.set_defaults(steps=16, size=32, width=16)
+    together = "threads of all stages together, divided evenly"
+    add("--threads", type=positive, metavar="T", default=threads, help=together)
+    add("--quick", action="store_true", **hidden, help=f"under a minute: other defaults, {quick}")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses and checks the command line; ``--quick`` changes the defaults of steps, width and image size."""
+    parser = command_line()
     args = parser.parse_args(argv)
+    if "quick" in args:
+        parser.set_defaults(**QUICK)
+        args = parser.parse_args(argv)
     args.balance = getattr(args, "balance", None)
     if args.balance and sum(args.balance) != 18:
         parser.error(f"the model has 18 layers, but --balance sums to {sum(args.balance)}")
+    args.stages = len(args.balance) if args.balance else args.stages
     if args.stages > 18:
         parser.error(f"cannot cut 18 layers into {args.stages} stages")
     if args.size <= 32 and len(torch.empty(args.batch).chunk(args.chunks)[-1]) == 1:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 INPUTS, OUTPUTS, BLOCKS = 16, 4, 6
+QUICK = {"steps": 40, "rounds": 10}
 
 
 class Block(nn.Module):
@@ -64,7 +65,7 @@ def training_script(GPipe: Callable[..., Any], args: argparse.Namespace) -> Run:
     devices = ["cpu"] * len(args.balance)
     model = GPipe(layers, args.balance, devices=devices, chunks=args.chunks, checkpoint=args.checkpoint)
     if hasattr(model, "threads_per_stage"):  # gpipe_fast would divide the threads among the stages
-        model.threads_per_stage = args.threads
+        model.threads_per_stage = torch.get_num_threads()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = torch.Generator().manual_seed(args.seed)
     losses = []
@@ -97,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"chunks={args.chunks}, checkpoint={args.checkpoint!r}",
         flush=True,
     )
-    torch.set_num_threads(args.threads)  # sums of floats depend on the number of threads
+    # Sums of floats depend on the number of threads: both libraries get as many for each stage.
+    torch.set_num_threads(max(1, args.threads // len(args.balance)))
     theirs = training_script(torchgpipe.GPipe, args)
     ours = training_script(gpipe_fast.GPipe, args)
     compare_training(theirs, ours)
@@ -125,7 +127,7 @@ def load_checkpoint(theirs: Any, GPipe: Callable[..., Any], args: argparse.Names
     """Saves torchgpipe's state_dict, and loads it into a pipeline with another balance and a plain model."""
     balance = [1, len(theirs) - 1]
     model = GPipe(new_layers(args), balance, devices=["cpu", "cpu"], chunks=args.chunks)
-    model.threads_per_stage = args.threads
+    model.threads_per_stage = torch.get_num_threads()
     plain = new_layers(args)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "torchgpipe.pt")
@@ -151,7 +153,7 @@ def load_checkpoint(theirs: Any, GPipe: Callable[..., Any], args: argparse.Names
 
 def time_steps(theirs: Any, ours: Any, args: argparse.Namespace) -> None:
     """Times forward and backward, in turn, so that other work on the machine slows down both."""
-    candidates = {"torchgpipe": theirs, "gpipe_fast": ours}
+    candidates, threads = {"torchgpipe": theirs, "gpipe_fast": ours}, torch.get_num_threads()
     times: dict[str, list[float]] = {name: [] for name in candidates}
     x, y = mini_batch(args.batch, torch.Generator().manual_seed(args.seed))
     for _ in range(2 + args.rounds):
@@ -163,9 +165,7 @@ def time_steps(theirs: Any, ours: Any, args: argparse.Namespace) -> None:
     print(f"\nforward and backward on this machine, now: medians of {args.rounds} steps each, taken in turn")
     for name, found in times.items():
         print(f"  {name}: {statistics.median(found[2:]) * 1e3:8.2f} ms")  # without the warm-up
-    print(
-        f"  both with {args.threads} intra-op thread(s) per stage; for stages on the CPU, torchgpipe runs one"
-    )
+    print(f"  both with {threads} intra-op thread(s) per stage; for stages on the CPU, torchgpipe runs one")
     print("  stage after the other, and gpipe_fast runs them at the same time. This says nothing about GPUs.")
 
 
@@ -184,51 +184,40 @@ def positive(word: str) -> int:
     return number
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; ``--quick`` changes the defaults of steps, width and rounds."""
+def command_line() -> argparse.ArgumentParser:
+    """Returns the argument parser."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.torchgpipe_migration",
         description="Runs one training script with torchgpipe and with gpipe_fast, and compares them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, threads = parser.add_argument, torch.get_num_threads()
+    quick = " ".join(f"--{name} {value}" for name, value in QUICK.items())
     add("--steps", type=positive, metavar="N", default=300, help="training steps, each on one mini-batch")
-    add(
-        "--balance",
-        type=positive,
-        metavar="N",
-        nargs="+",
-        default=[4, 4],
-        help="layers of each stage; they sum to 8",
-    )
+    balance: dict[str, Any] = {"nargs": "+", "metavar": "N", "default": [4, 4]}
+    add("--balance", type=positive, **balance, help="layers of each stage; they sum to 8")
     add("--chunks", type=positive, metavar="M", default=8, help="micro-batches per mini-batch")
-    add(
-        "--checkpoint",
-        choices=["always", "except_last", "never"],
-        default="except_last",
-        help="which micro-batches recompute",
-    )
+    modes = ["always", "except_last", "never"]
+    add("--checkpoint", choices=modes, default="except_last", help="which micro-batches recompute")
     add("--batch", type=positive, metavar="N", default=256, help="samples per mini-batch")
     add("--width", type=positive, metavar="W", default=128, help="width of a block")
     add("--rounds", type=positive, metavar="N", default=30, help="timed steps of each library")
     add("--seed", type=int, metavar="SEED", default=0, help="random seed of weights and data")
-    add(
-        "--threads",
-        type=positive,
-        metavar="T",
-        default=1,
-        help="intra-op threads of each stage",
-    )
-    add(
-        "--quick",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="under a minute: other defaults, --steps 40 --rounds 10",
-    )
-    if "--quick" in (sys.argv[1:] if argv is None else argv):
-        parser.set_defaults(steps=40, rounds=10)
+    together = "threads of all stages together, divided evenly"
+    add("--threads", type=positive, metavar="T", default=threads, help=together)
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS}  # no default in the help
+    add("--quick", action="store_true", **hidden, help=f"under a minute: other defaults, {quick}")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses and checks the command line; ``--quick`` changes the defaults of steps and rounds."""
+    parser = command_line()
     args = parser.parse_args(argv)
+    if "quick" in args:
+        parser.set_defaults(**QUICK)
+        args = parser.parse_args(argv)
     if sum(args.balance) != BLOCKS + 2:
         parser.error(f"the model has {BLOCKS + 2} layers, but --balance sums to {sum(args.balance)}")
     return args

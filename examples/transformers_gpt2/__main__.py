@@ -175,8 +175,10 @@ def threads_of_a_stage(pipeline: GPipe) -> Iterator[None]:
     """Gives the plain model as many threads as a stage has, because the order of sums depends on them."""
     before = torch.get_num_threads()
     torch.set_num_threads(pipeline.threads_per_stage or before)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def plain_logits(model: GPT2LMHeadModel, tokens: Tensor, chunks: int) -> Tensor:
@@ -265,7 +267,8 @@ def command_line() -> argparse.ArgumentParser:
     add("--batch", type=positive, default=16, metavar="N", help="windows per mini-batch")
     add("--lr", type=float, default=1e-3, metavar="RATE", help="learning rate")
     add("--seed", type=int, default=0, metavar="N", help="random seed of the weights and the windows")
-    add("--threads", type=positive, default=threads, metavar="N", help="threads of all stages together")
+    together = "threads of all stages together, divided evenly"
+    add("--threads", type=positive, default=threads, metavar="T", help=together)
     add("--save", type=Path, default=FOLDER, metavar="FOLDER", help="folder for the trained model")
     return parser
 

@@ -10,18 +10,20 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, doctor
+from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.skip import Namespace, pop, skippable, stash, verify_skippables
 
 CLASSES = ["background", "disc", "square"]
 LEVELS = 3  # each halves height and width
 HELD_OUT_IMAGES = 96
+QUICK = {"steps": 40, "size": 32, "width": 8}
 
 
 def convolutions(inputs: int, outputs: int) -> nn.Sequential:
@@ -142,14 +144,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     torch.manual_seed(args.seed)
     # Sums of floats depend on the number of threads: the plain model gets as many as one stage.
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(max(1, args.threads // len(args.balance)))
     data = torch.Generator().manual_seed(args.seed)
 
     devices = ["cpu"] * len(args.balance)
     model = GPipe(
         unet(args.width), args.balance, devices=devices, chunks=args.chunks, checkpoint=args.checkpoint
     )
-    model.threads_per_stage = args.threads
+    model.threads_per_stage = torch.get_num_threads()
     print_setup(model, args)
     images, classes = drawn_shapes(args.batch, args.size, data)
     compare_a_step(model, PlainUNet(args.width), images.chunk(args.chunks), classes)
@@ -262,53 +264,41 @@ def positive(word: str) -> int:
     return number
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; ``--quick`` changes the defaults of steps, image size and width."""
+def command_line() -> argparse.ArgumentParser:
+    """Returns the argument parser."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.unet",
         description="Trains a U-Net with skip connections as a pipeline, on shapes drawn on the spot.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, threads = parser.add_argument, torch.get_num_threads()
+    quick = " ".join(f"--{name} {value}" for name, value in QUICK.items())
     add("--steps", type=positive, metavar="N", default=200, help="training steps, each on one mini-batch")
-    add(
-        "--balance",
-        type=positive,
-        metavar="N",
-        nargs="+",
-        default=[2, 3, 3],
-        help="layers of each stage; they sum to 8",
-    )
+    balance: dict[str, Any] = {"nargs": "+", "metavar": "N", "default": [2, 3, 3]}
+    add("--balance", type=positive, **balance, help="layers of each stage; they sum to 8")
     add("--chunks", type=positive, metavar="M", default=12, help="micro-batches per mini-batch")
-    add(
-        "--checkpoint",
-        choices=["always", "except_last", "never"],
-        default="except_last",
-        help="which micro-batches recompute",
-    )
+    add("--checkpoint", choices=CHECKPOINT_MODES, default="except_last", help="which micro-batches recompute")
     add("--batch", type=positive, metavar="N", default=48, help="images per mini-batch")
-    add(
-        "--size",
-        type=positive,
-        metavar="PIXELS",
-        default=64,
-        help="height and width of the images, a multiple of 8",
-    )
-    add(
-        "--width", type=positive, metavar="W", default=16, help="channels of the first level, a multiple of 4"
-    )
+    size = "height and width of the images, a multiple of 8"
+    add("--size", type=positive, metavar="PIXELS", default=64, help=size)
+    width = "channels of the first level, a multiple of 4"
+    add("--width", type=positive, metavar="W", default=16, help=width)
     add("--seed", type=int, metavar="SEED", default=0, help="random seed of weights and images")
-    add("--threads", type=positive, metavar="T", default=1, help="intra-op threads of each stage")
-    add(
-        "--quick",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="under a minute: other defaults, --steps 40 --size 32 --width 8",
-    )
-    if "--quick" in (sys.argv[1:] if argv is None else argv):
-        parser.set_defaults(steps=40, size=32, width=8)
+    together = "threads of all stages together, divided evenly"
+    add("--threads", type=positive, metavar="T", default=threads, help=together)
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS}  # no default in the help
+    add("--quick", action="store_true", **hidden, help=f"under a minute: other defaults, {quick}")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses and checks the command line; ``--quick`` changes the defaults of steps, image size and width."""
+    parser = command_line()
     args = parser.parse_args(argv)
+    if "quick" in args:
+        parser.set_defaults(**QUICK)
+        args = parser.parse_args(argv)
     if sum(args.balance) != 8:
         parser.error(f"the model has 8 layers, but --balance sums to {sum(args.balance)}: {args.balance}")
     if args.size % 2**LEVELS or args.width % 4:
