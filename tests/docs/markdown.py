@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 TABLE = re.compile(r"(?:^\|.*\|\n)+", re.MULTILINE)
 
 Row = dict[str, str]

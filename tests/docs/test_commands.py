@@ -1,4 +1,4 @@
-"""The commands in the README and the pages exist: targets, benchmarks, modules, files, versions of torch."""
+"""The commands in the README, guides and pages exist: targets, benchmarks, modules, files, torch versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import pytest
 from bench.__main__ import BENCHMARKS
 from tests.docs.markdown import CONSOLE, FENCE, ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 VARIABLES = set(re.findall(r"^([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
@@ -32,6 +35,7 @@ def commands_of(text: str) -> Iterator[str]:
 def problems_of(command: str) -> list[str]:
     """Returns what a command names that does not exist."""
     program, *arguments = shlex.split(command, comments=True)
+    program = program.removeprefix(".venv/bin/")
     if program == "make":
         return _problems_of_make(arguments)
     if program in ("python", "python3") and arguments[:1] == ["-m"]:
@@ -89,6 +93,7 @@ def test_the_commands_of_a_page_exist(page: Path) -> None:
         ("make test ARGS=tests/unit/test_missing.py", "no file tests/unit/test_missing.py"),
         ("python -m gpipe_fast.docter", "no module gpipe_fast.docter"),
         ("pip install 'torch<3'", "torch<3 is not torch>=2.11,<2.15 of pyproject.toml"),
+        (".venv/bin/python -m examples.unte --quick", "no module examples.unte"),
         ("gpipe-fast train", "unknown program gpipe-fast"),
     ],
 )

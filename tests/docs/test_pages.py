@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.docs.markdown import BLOCK, FENCE, LINK, ROOT
+
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 # Runs the blocks of each page in order, in a process that is forked after the import of torch, because the
@@ -62,7 +60,9 @@ def errors_by_page() -> dict[str, str | None]:
     command = [sys.executable, "-c", RUN_PAGES, BLOCK.pattern, *map(str, PAGES_WITH_CODE)]
     # As a reader runs them: with PyTorch's own choice of threads.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    finished = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
+    )
     lines = [json.loads(line) for line in finished.stdout.splitlines()]
     assert len(lines) == len(PAGES_WITH_CODE), finished.stderr[-2000:]
     return dict(lines)

@@ -17,12 +17,12 @@ import pytest
 import yaml
 from mkdocs.config import load_config
 
+from tests.docs.markdown import FENCE, ROOT
 from tests.unit.test_public_api import MODULES
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("site")
 DOCS = ROOT / "docs"
 API_PAGE = DOCS / "api.md"
-FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 # The tags that make a browser load something when it shows a page, and the attributes with the address.
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
 
@@ -100,9 +100,6 @@ def documented() -> list[str]:
 
 def is_external(address: str) -> bool:
     return bool(urlsplit(address).scheme or urlsplit(address).netloc)
-
-
-pytestmark = pytest.mark.xdist_group("site")
 
 
 def test_the_site_builds_without_a_warning(built: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
