@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from decimal import Decimal
 from pathlib import Path
@@ -67,9 +68,16 @@ def test_the_performance_page_lists_every_committed_file_of_results() -> None:
     """`make gpu` writes others, which are listed when they are committed."""
     page = (ROOT / "docs" / "performance.md").read_text()
     listed = set(re.findall(r"^\| `([\w-]+\.md)` \|", page, re.MULTILINE))
-    done = subprocess.run(
-        ["git", "ls-files", "*.md"], cwd=RESULTS, capture_output=True, text=True, timeout=60
-    )
-    if done.returncode:
-        pytest.skip("not a git checkout")
-    assert listed == set(done.stdout.split())
+    assert listed == committed_results()
+
+
+def committed_results() -> set[str]:
+    """Returns the names of the committed files of results; skips the test outside of a git checkout."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    command = ["git", "ls-files", "*.md"]
+    done = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, timeout=300)
+    # A copy inside of another repository, such as the build folder of this one, has no committed file.
+    if done.returncode or not done.stdout:
+        pytest.skip(f"not a git checkout: {done.stderr.strip() or 'no file is committed'}")
+    return set(done.stdout.split())
