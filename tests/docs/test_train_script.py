@@ -28,6 +28,7 @@ def test_the_script_trains_in_two_processes_and_saves_plain_keys(tmp_path: Path)
         "-m",
         "torch.distributed.run",
         "--standalone",
+        "--local-addr=127.0.0.1",  # the machine's name may have no address
         "--nproc-per-node=2",
         "train.py",
     ]
