@@ -154,8 +154,12 @@ def _kind_of_class(cls: Any) -> ValueKind:
     package = root_package(getattr(cls, "__module__", None))
     if package in _CONSTANT_PACKAGES or package in _CONSTANT_MODULES:
         return ValueKind.BY_IDENTITY
-    is_hidden = package in CONCURRENCY_MODULES or _has_hidden_state(cls)
-    return ValueKind.HIDDEN if is_hidden else ValueKind.OBJECT
+    if package in CONCURRENCY_MODULES:
+        return ValueKind.HIDDEN
+    if not _has_hidden_state(cls):
+        return ValueKind.OBJECT
+    # Functions and descriptors written in C, such as the fields of a named tuple, hold no value of their own.
+    return ValueKind.BY_IDENTITY if hasattr(cls, "__get__") else ValueKind.HIDDEN
 
 
 def _has_hidden_state(cls: Any) -> bool:

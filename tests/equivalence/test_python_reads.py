@@ -7,20 +7,33 @@ runs in Python after one warning.
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import enum
+import fractions
+import functools
 import itertools
+import logging
+import math
+import operator
+import pathlib
 import random
+import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from tests.equivalence.python_state_cases import (
+    ALIASED,
     CONFIG,
-    CONSTANT,
     GUARDED,
     UNGUARDABLE,
     VARIABLE,
@@ -30,6 +43,61 @@ from tests.equivalence.python_state_cases import (
     reset_state,
 )
 from tests.sampling import seed
+
+
+@functools.singledispatch
+def half_of(value: float) -> float:
+    return value / 2
+
+
+@functools.lru_cache
+def cached_half(value: float) -> float:
+    return value / 2
+
+
+class HasCachedProperty:
+    @functools.cached_property
+    def scale(self) -> float:
+        return 1.5
+
+
+class Pair(NamedTuple):
+    scale: float
+    other: float
+
+
+class Level(enum.Enum):
+    HIGH = 1.5
+
+
+def read_under_lock(layer: ReadsState) -> float:
+    with layer.held:
+        return 1.5
+
+
+# Objects that layers read and that do not change what the layers compute; their layers stay native.
+CONSTANT = {
+    "lock": StateCase(read_under_lock, held=threading.Lock()),
+    "reentrant lock": StateCase(read_under_lock, held=threading.RLock()),
+    "logger": StateCase(
+        lambda layer: 1.0 + layer.held.isEnabledFor(0), held=logging.getLogger("gpipe_fast_test")
+    ),
+    "pattern": StateCase(lambda layer: float(layer.held.match("1.5 x")[0]), held=re.compile(r"[\d.]+")),
+    "path": StateCase(lambda layer: len(layer.held.parts) / 2, held=pathlib.PurePath("a/b/c")),
+    "fraction": StateCase(lambda layer: float(layer.held), held=fractions.Fraction(3, 2)),
+    "decimal number": StateCase(lambda layer: float(layer.held), held=decimal.Decimal("1.5")),
+    "duration": StateCase(lambda layer: layer.held.total_seconds(), held=datetime.timedelta(seconds=1.5)),
+    "attribute getter": StateCase(lambda layer: layer.held(ALIASED), held=operator.attrgetter("scale")),
+    "function of a table": StateCase(lambda layer: half_of(3.0)),
+    "cached function": StateCase(lambda layer: cached_half(3.0)),
+    "cached property": StateCase(lambda layer: layer.held.scale, held=HasCachedProperty()),
+    "module of a library": StateCase(lambda layer: layer.held.sqrt(2.25), held=math),
+    "NumPy number": StateCase(lambda layer: float(layer.held), held=np.float32(1.5)),
+    "named tuple": StateCase(lambda layer: Pair(layer.shared, 2.5).scale),
+    "enumeration": StateCase(lambda layer: layer.held.value, held=Level.HIGH),
+    "range": StateCase(lambda layer: layer.held.stop / 2, held=range(3)),
+    "size": StateCase(lambda layer: layer.held.numel() / 2, held=torch.Size([3])),
+}
 
 
 def _step(run: Callable[[Tensor], Tensor], model: nn.Module, layer: ReadsState, x: Tensor) -> list[Tensor]:
