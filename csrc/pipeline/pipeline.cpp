@@ -19,8 +19,8 @@ namespace {
 
 // Rethrows the error, and adds the action and, if a program reported it, the layer to its message; layers in Python
 // add a note with the same text (gpipe_fast/runtime/python_layers.py). Uses the c10::Error subclass of the same kind,
-// if there is one, because PyTorch's autograd turns every other type into a RuntimeError. PyTorch's CPU allocator has
-// no such type of its own; only its message tells that memory ran out.
+// if there is one, because PyTorch's autograd turns every other type into a RuntimeError. PyTorch's CPU allocator
+// throws a plain c10::Error; only its message shows that memory ran out.
 [[noreturn]] void raise(const Failure& failure, const MiniBatch& minibatch) {
   const Action& action = failure.action;
   std::string where = "in action " + action.name();

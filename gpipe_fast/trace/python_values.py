@@ -61,7 +61,7 @@ class ValueKind(Enum):
     REFERENCES = enum.auto()  # has immutable references to other values, as a partial or a bound method
     ARRAY = enum.auto()  # bytes outside of PyTorch, such as a NumPy array
     GENERATOR = enum.auto()  # NumPy's random generators
-    ITERATOR = enum.auto()  # would be advanced by reading it; or differs between threads
+    ITERATOR = enum.auto()  # reading would advance it, or it differs between threads
     HIDDEN = enum.auto()  # has state that only C code can enumerate, or that other threads change
     BY_IDENTITY = enum.auto()  # compared by identity
 
@@ -89,8 +89,8 @@ _CONSTANT_PACKAGES = frozenset(
     }
 )
 _STDLIB = frozenset(sys.stdlib_module_names) - {"__main__"}
-# Modules of the standard library whose objects are immutable, apart from caches, or whose state is of no
-# consequence to what a layer computes.
+# Modules of the standard library whose objects are immutable, apart from caches, or have state that does not
+# affect what a layer computes.
 _CONSTANT_MODULES = frozenset(
     {
         "_abc",
