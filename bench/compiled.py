@@ -7,21 +7,25 @@ import itertools
 import re
 import struct
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 
+from gpipe_fast.fuse.compile_worker import compile_kernel
+from gpipe_fast.fuse.cubin import KernelSource
 from gpipe_fast.kernels.launch import Variant
 from gpipe_fast.kernels.variants import all_variants
 
 CAPABILITIES = (80, 90)
+# The newest and the oldest supported version of Triton; the table has the numbers of both.
+TRITON_VERSIONS = ("3.8.0", "3.6.0")
 TABLE = Path(__file__).parents[1] / "kernels" / "compiled.md"
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # nvdisasm's names of the architectures that Triton compiles for.
@@ -52,27 +56,52 @@ class Compiled:
 
 def compile_variant(variant: Variant, capability: int) -> CompiledKernel:
     """Compiles a variant for GPUs of a compute capability (90 for 9.0)."""
-    constants = {**variant.constants, **variant.config.blocks}
-    # Attributes refer to arguments by their index in the kernel's signature.
+    compiled: CompiledKernel = compile_kernel(kernel_source(variant), capability)
+    return compiled
+
+
+def kernel_source(variant: Variant) -> KernelSource:
+    """Returns what the compiler needs of a variant."""
     names = variant.kernel.arg_names
-    signature = {n: variant.signature.get(n, "constexpr") for n in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
-    source = ASTSource(variant.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=variant.config.options())
-
-
-def rows(names: Iterable[str]) -> list[str]:
-    """Returns the table rows of these variants."""
-    names = list(names)
-    found = {capability: _measure(names, capability) for capability in CAPABILITIES}
-    return [_row(name, capability, found[capability][name]) for name in names for capability in CAPABILITIES]
-
-
-def _row(name: str, capability: int, c: Compiled) -> str:
-    return (
-        f"| {name} | sm_{capability} | {c.registers} | {c.shared_bytes} | {c.spilled_bytes} "
-        f"| {c.wide_accesses} of {c.accesses} |"
+    return KernelSource(
+        variant.kernel,
+        tuple((name, variant.signature[name]) for name in names if name in variant.signature),
+        tuple({**variant.constants, **variant.config.blocks}.items()),
+        tuple(variant.aligned),
+        variant.config.num_warps,
+        variant.config.num_stages,
     )
+
+
+# The numbers of a table row, as texts.
+Numbers = tuple[str, ...]
+# By a kernel's name and a GPU's compute capability.
+Measured = dict[tuple[str, int], Numbers]
+
+
+def measure(names: Iterable[str]) -> Measured:
+    """Compiles variants with the installed Triton for all `CAPABILITIES`."""
+    names = list(names)
+    return {
+        (name, capability): _numbers(found)
+        for capability in CAPABILITIES
+        for name, found in _measure(names, capability).items()
+    }
+
+
+def _numbers(c: Compiled) -> Numbers:
+    counts = (c.registers, c.shared_bytes, c.spilled_bytes)
+    return (*map(str, counts), f"{c.wide_accesses} of {c.accesses}")
+
+
+def read_table(version: str) -> Measured:
+    """Returns the numbers in the table of one of `TRITON_VERSIONS`."""
+    index, found = TRITON_VERSIONS.index(version), {}
+    for line in TABLE.read_text().splitlines():
+        if match := re.match(r"\| (\w+ .*?) \| sm_(\d+) \| (.*) \|$", line):
+            cells = [cell.split(" / ") for cell in match[3].split(" | ")]
+            found[match[1], int(match[2])] = tuple(cell[index % len(cell)] for cell in cells)
+    return found
 
 
 def _measure(names: Sequence[str], capability: int) -> dict[str, Compiled]:
@@ -134,25 +163,44 @@ def _output(tool: str, *arguments: str) -> str:
     return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def table() -> str:
-    """Returns the table of all variants. Compiles in one process per processor."""
-    head = (
-        "# Kernels as compiled\n\n"
-        f"By Triton {triton.__version__}, without a GPU: `make bench ARGS=compiled`. Registers and spilled "
-        "bytes are per\nthread, shared memory is per program. The last column counts "
-        "instructions that access global memory: those with\n16 bytes per thread, of all.\n\n"
-        "| kernel, dtype, configuration | for | registers | shared bytes | spilled bytes "
-        "| 16-byte accesses |\n|---|---|---|---|---|---|\n"
-    )
+def _measure_all() -> Measured:
+    """Compiles every variant, in one process per processor."""
     names = list(all_variants())
     chunks = [names[start : start + _CHUNK] for start in range(0, len(names), _CHUNK)]
+    found: Measured = {}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        found = itertools.chain.from_iterable(pool.map(rows, chunks))
-        return head + "\n".join(found) + "\n"
+        for each in pool.map(measure, chunks):
+            found |= each
+    return found
+
+
+def table(measured: Mapping[str, Measured]) -> str:
+    """Formats the numbers of every version; a variant that a version has not compiled has none."""
+    newest, oldest = TRITON_VERSIONS
+    lines = [
+        "# Kernels as compiled",
+        "",
+        f"By Triton {newest} and {oldest}, without a GPU. `make bench ARGS=compiled` compiles with the",
+        "installed version and keeps the other's numbers. Where they differ, a cell has both, the number of",
+        f"{newest} first. Registers and spilled bytes are per thread, shared memory is per program. The last",
+        "column counts instructions that access global memory: those with 16 bytes per thread, of all.",
+        "",
+        "| kernel, dtype, configuration | for | registers | shared bytes | spilled bytes "
+        "| 16-byte accesses |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, capability in itertools.product(all_variants(), CAPABILITIES):
+        by_version = [measured[v].get((name, capability), ("?",) * 4) for v in TRITON_VERSIONS]
+        cells = (" / ".join(dict.fromkeys(numbers)) for numbers in zip(*by_version, strict=True))
+        lines.append(f"| {name} | sm_{capability} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Writes the table to kernels/compiled.md and prints it."""
-    text = table()
+    """Writes the installed version's numbers to kernels/compiled.md and prints the table."""
+    if triton.__version__ not in TRITON_VERSIONS:
+        sys.exit(f"the table has Triton {' and '.join(TRITON_VERSIONS)}, this is {triton.__version__}")
+    others = {version: read_table(version) for version in TRITON_VERSIONS}
+    text = table({**others, triton.__version__: _measure_all()})
     TABLE.write_text(text)
     print(text)

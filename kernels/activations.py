@@ -9,10 +9,15 @@ the standard normal distribution, s is the logistic function::
     silu       x s(x)      s(x) (1 + x (1 - s(x)))
     gelu       x Phi(x)    Phi(x) + x phi(x)                                     (arXiv 1606.08415)
     gelu_tanh  x s(2 u)    s(2 u) + 2 x s(2 u) (1 - s(2 u)) u',  u = sqrt(2 / pi) (x + 0.044715 x^3)
+    quick_gelu x s(c x)    s(c x) + c x s(c x) (1 - s(c x)),  c = 1.702
+    sigmoid    s(x)        s(x) (1 - s(x))
+    tanh       tanh(x)     1 - tanh(x)^2
 
 Dropout after the activation, ``a = m act(x) / (1 - p)``, is fused into the same passes; its mask m is
 generated from the key (kernels/philox.py). The output a is then taken after dropout, and dz includes the
 mask's factor.
+
+Each tensor may have its own dtype. The sums are optional, and do not need a bias: z may already contain it.
 
 Memory traffic per element of itemsize i: the forward reads i bytes and writes i; the backward reads 2 i and
 writes 2 i, or i if a is not requested. Bias and sums move bytes per column only.
@@ -21,7 +26,7 @@ writes 2 i, or i if a is not requested. Bias and sums move bytes per column only
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,14 +40,14 @@ from gpipe_fast.kernels.launch import (
     cdiv,
     flatten_rows,
     launch,
+    num_partial_sums,
     tuned,
     uses_kernels,
 )
-from gpipe_fast.kernels.philox import Draw
+from gpipe_fast.kernels.philox import Draw, Mask
 
-ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
-# Programs that share the rows of one block of columns. Each writes a partial sum; PyTorch adds the partial
-# sums.
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "tanh")
+# Programs that share the rows of a block of columns, at most. Each writes partial sums; PyTorch adds them.
 ROW_PROGRAMS = 128
 
 # Configurations by the maximum number of columns; the first entry that is wide enough applies.
@@ -70,6 +75,16 @@ def _gelu_tanh_argument(x):
 
 
 @triton.jit
+def _tanh(x):
+    """Computes tanh(x). Near 0, where 1 - exp(-2 x) cancels, by the first terms of its series."""
+    square = x * x
+    near = x * (1.0 - square * (0.3333333333333333 - square * (0.13333333333333333 - square * 0.05396825)))
+    t = tl.exp(-2.0 * tl.abs(x))
+    far = tl.div_rn(1.0 - t, 1.0 + t)
+    return tl.where(square < 0.04, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """Computes act(x) in fp32."""
     if ACTIVATION == "relu":
@@ -78,8 +93,14 @@ def activate(x, ACTIVATION: tl.constexpr):
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":
         y = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
+    elif ACTIVATION == "gelu_tanh":
         y = x * tl.sigmoid(_gelu_tanh_argument(x))
+    elif ACTIVATION == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
+    elif ACTIVATION == "sigmoid":
+        y = tl.sigmoid(x)
+    else:
+        y = _tanh(x)
     return y
 
 
@@ -93,9 +114,18 @@ def activation_derivative(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
         y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
-    else:
+    elif ACTIVATION == "gelu_tanh":
         v = _gelu_tanh_argument(x)
         y = tl.sigmoid(v) * (1.0 + x * tl.sigmoid(-v) * 1.5957691216057308 * (1.0 + 0.134145 * x * x))
+    elif ACTIVATION == "quick_gelu":
+        v = 1.702 * x
+        y = tl.sigmoid(v) * (1.0 + v * tl.sigmoid(-v))
+    elif ACTIVATION == "sigmoid":
+        y = tl.sigmoid(x) * tl.sigmoid(-x)
+    else:
+        # 1 - |tanh(x)|, which does not cancel where |tanh(x)| is near 1.
+        rest = 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
+        y = rest * (2.0 - rest)
     return y
 
 
@@ -126,8 +156,8 @@ def _forward(
 @triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _backward(
     p_z, p_bias, p_g, p_key, p_a, p_dz, p_sums, num_rows, num_cols, layer, ordinal, last, scale,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, WITH_A: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    WITH_A: tl.constexpr, WITH_SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     first_col = tl.program_id(0) * COLS
     o_cols = first_col + tl.arange(0, COLS)
@@ -154,13 +184,13 @@ def _backward(
         if WITH_A:
             tl.store(p_a + offsets, a.to(p_a.dtype.element_ty), mask=mask)
         tl.store(p_dz + offsets, dz.to(p_dz.dtype.element_ty), mask=mask)
-        if HAS_BIAS:
+        if WITH_SUMS:
             b_sums += tl.sum(dz, axis=0)
-    if HAS_BIAS:
+    if WITH_SUMS:
         tl.store(p_sums + tl.program_id(1) * num_cols + o_cols, b_sums, mask=m_cols)
 
 
-def _constants(num_cols: int, has_bias: bool, activation: str, draw: Draw | None) -> dict[str, Any]:
+def _constants(num_cols: int, has_bias: bool, activation: str, draw: Mask | None) -> dict[str, Any]:
     return {
         "ACTIVATION": activation,
         "HAS_BIAS": has_bias,
@@ -168,12 +198,15 @@ def _constants(num_cols: int, has_bias: bool, activation: str, draw: Draw | None
     }
 
 
-def launch_forward(z: Tensor, bias: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
-    """Computes ``dropout(act(z + bias))`` in z's shape and dtype."""
+def launch_forward(
+    z: Tensor, bias: Tensor | None, activation: str, draw: Mask | None = None, *,
+    a_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes ``dropout(act(z + bias))`` in z's shape, and in z's dtype unless ``a_dtype`` is given."""
     rows = flatten_rows(z)
     num_rows, num_cols = rows.shape
     config = choose(num_cols, draw is not None)
-    a = torch.empty_like(rows)
+    a = torch.empty_like(rows, dtype=a_dtype or z.dtype)
     # A one-dimensional grid, because CUDA limits the other grid dimensions to 65535.
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
     key, numbers = philox.arguments(draw, rows)
@@ -183,50 +216,101 @@ def launch_forward(z: Tensor, bias: Tensor | None, activation: str, draw: Draw |
     return a.view(z.shape)
 
 
+class Backward(NamedTuple):
+    """Results of `launch_backward`; None for what was not requested.
+
+    Attributes:
+        a: the activation, in z's shape.
+        dz: the gradient of z, in z's shape.
+        dbias: the sums of dz over rows, of shape (columns,): in the bias's dtype, or fp32 without a bias.
+    """
+
+    a: Tensor | None
+    dz: Tensor
+    dbias: Tensor | None
+
+
 def launch_backward(
-    z: Tensor, bias: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the activation (empty unless ``with_a``), the gradient of z and the bias gradient (or None)."""
+    z: Tensor, bias: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Mask | None = None, *,
+    with_sums: bool | None = None, a_dtype: torch.dtype | None = None, dz_dtype: torch.dtype | None = None,
+) -> Backward:  # fmt: skip
+    """Computes the gradients of ``dropout(act(z + bias))`` and, if requested, recomputes it.
+
+    Args:
+        z: a tensor of shape (..., columns).
+        bias: a tensor of shape (columns,), or None if z contains it.
+        g: the gradient of the activation, in z's shape.
+        activation: one of `ACTIVATIONS`.
+        with_a: whether to write the activation.
+        draw: dropout of the activation, or None.
+        with_sums: whether to sum dz over rows. Default: if there is a bias.
+        a_dtype: dtype of the activation. Default: z's.
+        dz_dtype: dtype of z's gradient. Default: z's.
+    """
     rows, g_rows = flatten_rows(z), flatten_rows(g)
     num_rows, num_cols = rows.shape
     config = choose(num_cols, draw is not None)
-    a, dz = z.new_empty(z.shape if with_a else (0,)), torch.empty_like(rows)
-    row_programs = min(ROW_PROGRAMS, cdiv(num_rows, config.blocks["ROWS"]))
-    sums = torch.empty(
-        row_programs if bias is not None else 0, num_cols, dtype=torch.float32, device=z.device
-    )
-    grid = (cdiv(num_cols, config.blocks["COLS"]), row_programs)
+    with_sums = bias is not None if with_sums is None else with_sums
+    a = torch.empty_like(rows, dtype=a_dtype or z.dtype) if with_a else None
+    dz = torch.empty_like(rows, dtype=dz_dtype or z.dtype)
+    row_blocks, col_blocks = (cdiv(n, config.blocks[k]) for n, k in ((num_rows, "ROWS"), (num_cols, "COLS")))
+    most = num_partial_sums(num_rows, col_blocks, z.device) if with_sums else ROW_PROGRAMS
+    row_programs = min(ROW_PROGRAMS, most, row_blocks)
+    sums = rows.new_empty(row_programs, num_cols, dtype=torch.float32) if with_sums else None
+    grid = (col_blocks, row_programs)
     key, numbers = philox.arguments(draw, rows)
-    tensors = (rows, rows if bias is None else bias.contiguous(), g_rows, key, a, dz, sums)
-    constants = _constants(num_cols, bias is not None, activation, draw) | {"WITH_A": with_a}
-    launch(_backward, grid, config, *tensors, num_rows, num_cols, *numbers, **constants)
-    dbias = None if bias is None else sums.sum(0).to(bias.dtype)
-    return a, dz.view(z.shape), dbias
+    # The kernel does not access absent tensors; `rows` is passed in their place.
+    inputs = (rows, rows if bias is None else bias.contiguous(), g_rows, key)
+    outputs = (rows if t is None else t for t in (a, dz, sums))
+    constants = _constants(num_cols, bias is not None, activation, draw)
+    constants |= {"WITH_A": with_a, "WITH_SUMS": with_sums}
+    launch(_backward, grid, config, *inputs, *outputs, num_rows, num_cols, *numbers, **constants)
+    dbias = None if sums is None else sums.sum(0).to(torch.float32 if bias is None else bias.dtype)
+    return Backward(None if a is None else a.view(z.shape), dz.view(z.shape), dbias)
 
 
 def variants() -> dict[str, Variant]:
     """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
-    sizes = {"num_rows": "i32", "num_cols": "i32", **philox.SIGNATURE}
     dropout_variants = philox.dropout_variants(CONFIGS.values(), DROPOUT_CONFIG)
-    every = itertools.product(("fp32", "bf16"), ACTIVATIONS, dropout_variants)
+    every = itertools.product(("fp32", "bf16"), ACTIVATIONS[:4], dropout_variants)
     for dtype, activation, (dropout, elements_per_block, config) in every:
         constants = {"ACTIVATION": activation, "HAS_BIAS": True, "DROPOUT": elements_per_block}
-        key = {"p_key": "*i64" if elements_per_block else f"*{dtype}"}
-        name = f"{activation}{dropout} {dtype}, {config}"
-        tensors = {**dict.fromkeys(("p_z", "p_bias", "p_a"), f"*{dtype}"), **key}
-        aligned = () if elements_per_block == 1 else ("num_cols",)
-        found[f"bias_activation forward, {name}"] = Variant(
-            _forward, tensors | sizes, constants, config, (*tensors, *aligned)
-        )
-        tensors = {**dict.fromkeys(("p_z", "p_bias", "p_g", "p_a", "p_dz"), f"*{dtype}"), **key}
-        tensors["p_sums"] = "*fp32"
+        name, types = f"{activation}{dropout} {dtype}, {config}", {"p_": dtype}
+        found[f"bias_activation forward, {name}"] = _variant(_forward, types, constants, config)
         for with_a in (True, False):
             direction = "backward" if with_a else "backward gradient alone"
-            found[f"bias_activation {direction}, {name}"] = Variant(
-                _backward, tensors | sizes, constants | {"WITH_A": with_a}, config, (*tensors, *aligned)
+            own = constants | {"WITH_A": with_a, "WITH_SUMS": True}
+            found[f"bias_activation {direction}, {name}"] = _variant(_backward, types, own, config)
+    return found | _stage_variants()
+
+
+def _stage_variants() -> dict[str, Variant]:
+    """Returns the variants of stages, where z contains the bias: all activations, and dtypes of autocast."""
+    found = {}
+    configs = [("", 0, CONFIGS[1 << 62]), (" dropout", 4, DROPOUT_CONFIG)]
+    for activation, (dropout, elements_per_block, config) in itertools.product(ACTIVATIONS, configs):
+        constants = {"ACTIVATION": activation, "HAS_BIAS": False, "DROPOUT": elements_per_block}
+        name = f"{activation}{dropout} without bias"
+        found[f"bias_activation forward, {name} bf16, {config}"] = _variant(
+            _forward, {"p_": "bf16"}, constants, config
+        )
+        for with_sums in (True, False):
+            mix = {"p_": "bf16", "p_g": "fp32"} if with_sums else {"p_": "bf16"}
+            sums = " with sums, g fp32," if with_sums else ""
+            own = constants | {"WITH_A": True, "WITH_SUMS": with_sums}
+            found[f"bias_activation backward, {name}{sums} bf16, {config}"] = _variant(
+                _backward, mix, own, config
             )
     return found
+
+
+def _variant(kernel: Any, types: dict[str, str], constants: dict[str, Any], config: Config) -> Variant:
+    """Returns a variant, with a dtype for each tensor: its own in ``types``, or the one named 'p_'."""
+    sizes = {"num_rows": "i32", "num_cols": "i32", **philox.SIGNATURE}
+    tensors = philox.tensor_types(kernel, types | {"p_sums": "fp32"}, constants)
+    aligned = philox.aligned(tensors, constants, "num_cols")
+    return Variant(kernel, tensors | sizes, constants, config, aligned)
 
 
 # Operator schemas have no `Draw` type: its fields are separate arguments, and key=None means no dropout.
@@ -260,7 +344,7 @@ def _bias_activation_backward(
     draw = None if key is None else Draw(p, key, layer, ordinal)
     backward = launch_backward if uses_kernels(z, bias, g, key) else reference.bias_activation_backward
     a, dz, dbias = backward(z, bias, g, activation, with_a, draw)
-    return a, dz, z.new_empty(0) if dbias is None else dbias
+    return z.new_empty(0) if a is None else a, dz, z.new_empty(0) if dbias is None else dbias
 
 
 def bias_activation_backward(
@@ -272,7 +356,7 @@ def bias_activation_backward(
         z: the recomputed product, of shape (..., columns).
         bias: a tensor of shape (columns,), or None.
         g: the gradient of the output, of z's shape.
-        activation: one of 'relu', 'silu', 'gelu' and 'gelu_tanh'.
+        activation: one of 'relu', 'silu', 'gelu', 'gelu_tanh', 'quick_gelu', 'sigmoid' and 'tanh'.
         dropout: dropout after the activation, indexed by the elements of z in contiguous order; or None.
 
     Returns:
@@ -297,7 +381,7 @@ def bias_activation(
     Args:
         z: a tensor of shape (..., columns); fp32, fp16 or bf16. Arithmetic is in fp32.
         bias: a tensor of shape (columns,), or None.
-        activation: one of 'relu', 'silu', 'gelu' and 'gelu_tanh'.
+        activation: one of 'relu', 'silu', 'gelu', 'gelu_tanh', 'quick_gelu', 'sigmoid' and 'tanh'.
         dropout: dropout after the activation, indexed by the elements of z in contiguous order; or None. The
             mask has the same bits on the CPU (``torch.ops.gpipe_fast.keyed_bernoulli``) and on a GPU
             (kernel).

@@ -50,8 +50,8 @@ def choose(num_cols: int) -> Config:
 @triton.jit
 def _whole_rows(
     p_logits, p_gradient, p_target, p_scale, p_losses,
-    num_rows, num_cols, stride, gradient_stride, rows_written, ignore_index, smoothing,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    num_rows, num_cols, stride, gradient_stride, scale_stride, ignore_index, smoothing,
+    WITH_LOSSES: tl.constexpr, WITH_GRADIENT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     o_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o_cols = tl.arange(0, COLS)
@@ -71,36 +71,38 @@ def _whole_rows(
     row_max = tl.maximum(tl.max(x, axis=1), -3.4028234663852886e38)
     shifted = x - row_max[:, None]
     smoothing_term = tl.zeros([ROWS], tl.float32)
-    if smoothing > 0.0:
+    if WITH_LOSSES and smoothing > 0.0:
         smoothing_term = smoothing * (tl.sum(tl.where(mask, shifted, 0.0), axis=1) / num_cols)
     exponentials = tl.exp(shifted)
     total = tl.sum(exponentials.to(tl.float64), axis=1)
-    loss = tl.log(total.to(tl.float32)) - (1.0 - smoothing) * (x_target - row_max) - smoothing_term
-    tl.store(p_losses + o_rows, tl.where(ignored, 0.0, loss), mask=m_rows)
-    # This is the gradient of the classes other than the target; the target's element is overwritten below.
-    scale = tl.where(in_range, tl.load(p_scale), float("nan"))
-    inverse, spread = (1.0 / total).to(tl.float32), smoothing / num_cols
-    gradient = (exponentials * inverse[:, None] - spread) * scale[:, None]
-    gradient = tl.where(ignored[:, None], 0.0, gradient)
-    starts = o_rows.to(tl.int64) * gradient_stride
-    m_written = o_rows < rows_written
-    p_out = p_gradient + starts[:, None] + o_cols[None, :]
-    tl.store(p_out, gradient.to(p_gradient.dtype.element_ty), mask=mask & m_written[:, None])
-    tl.debug_barrier()
-    target_gradient = (tl.exp(x_target - row_max) * inverse - spread - (1.0 - smoothing)) * scale
-    p_target_gradient = p_gradient + starts + b_target
-    tl.store(
-        p_target_gradient,
-        target_gradient.to(p_gradient.dtype.element_ty),
-        mask=m_written & in_range & (b_target != ignore_index),
-    )
+    if WITH_LOSSES:
+        loss = tl.log(total.to(tl.float32)) - (1.0 - smoothing) * (x_target - row_max) - smoothing_term
+        tl.store(p_losses + o_rows, tl.where(ignored, 0.0, loss), mask=m_rows)
+    if WITH_GRADIENT:
+        # This is the gradient of the classes other than the target, whose element is overwritten below.
+        scale = tl.load(p_scale + o_rows * scale_stride, mask=m_rows, other=0.0)
+        scale = tl.where(in_range, scale, float("nan"))
+        inverse, spread = (1.0 / total).to(tl.float32), smoothing / num_cols
+        gradient = (exponentials * inverse[:, None] - spread) * scale[:, None]
+        gradient = tl.where(ignored[:, None], 0.0, gradient)
+        starts = o_rows.to(tl.int64) * gradient_stride
+        p_out = p_gradient + starts[:, None] + o_cols[None, :]
+        tl.store(p_out, gradient.to(p_gradient.dtype.element_ty), mask=mask)
+        tl.debug_barrier()
+        target_gradient = (tl.exp(x_target - row_max) * inverse - spread - (1.0 - smoothing)) * scale
+        p_target_gradient = p_gradient + starts + b_target
+        tl.store(
+            p_target_gradient,
+            target_gradient.to(p_gradient.dtype.element_ty),
+            mask=m_rows & in_range & (b_target != ignore_index),
+        )
 
 
 @triton.jit
 def _long_rows(
     p_logits, p_gradient, p_target, p_scale, p_losses,
-    num_rows, num_cols, stride, gradient_stride, rows_written, ignore_index, smoothing,
-    COLS: tl.constexpr,
+    num_rows, num_cols, stride, gradient_stride, scale_stride, ignore_index, smoothing,
+    WITH_LOSSES: tl.constexpr, WITH_GRADIENT: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     o_block = tl.arange(0, COLS)
@@ -117,22 +119,23 @@ def _long_rows(
         mask = first + o_block < num_cols
         x = tl.load(p_row + first + o_block, mask=mask, other=-float("inf")).to(tl.float32)
         new_max = tl.maximum(row_max, tl.max(x, axis=0))
-        if smoothing > 0.0:
+        if WITH_LOSSES and smoothing > 0.0:
             # Corrects the earlier terms, which were shifted by a lower maximum. There are none at first.
             shift_correction = tl.where(first > 0, first * (row_max - new_max), 0.0)
             sum_shifted += shift_correction + tl.sum(tl.where(mask, x - new_max, 0.0), axis=0)
         b_total = b_total * tl.exp(row_max - new_max).to(tl.float64) + tl.exp(x - new_max).to(tl.float64)
         row_max = new_max
     total = tl.sum(b_total, axis=0)
-    loss = (
-        tl.log(total.to(tl.float32))
-        - (1.0 - smoothing) * (x_target - row_max)
-        - smoothing * (sum_shifted / num_cols)
-    )
-    tl.store(p_losses + row, tl.where(ignored, 0.0, loss))
-    tl.debug_barrier()
-    if row < rows_written:
-        scale = tl.where(in_range, tl.load(p_scale), float("nan"))
+    if WITH_LOSSES:
+        loss = (
+            tl.log(total.to(tl.float32))
+            - (1.0 - smoothing) * (x_target - row_max)
+            - smoothing * (sum_shifted / num_cols)
+        )
+        tl.store(p_losses + row, tl.where(ignored, 0.0, loss))
+    if WITH_GRADIENT:
+        tl.debug_barrier()
+        scale = tl.where(in_range, tl.load(p_scale + row * scale_stride), float("nan"))
         inverse, spread = (1.0 / total).to(tl.float32), smoothing / num_cols
         last = (num_cols - 1) // COLS * COLS
         for back in range(0, num_cols, COLS):
@@ -150,6 +153,36 @@ def _long_rows(
         )
 
 
+def launch_losses(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Returns the loss of each row, in fp32 of shape (rows,). The arguments are as in `launch_gradient`."""
+    rows, losses = _rows_with_unit_stride(logits), _empty_losses(logits)
+    _launch(rows, None, target, None, losses, ignore_index, label_smoothing)
+    return losses
+
+
+def launch_gradient(
+    logits: Tensor, target: Tensor, scale: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns the gradient of the sum of ``scale`` times the losses, contiguous in the shape of the logits.
+
+    Args:
+        logits: a tensor of shape (rows, classes).
+        target: a contiguous int64 tensor of shape (rows,).
+        scale: the incoming gradient, divided by the number of targets for a mean: contiguous, in fp32, one
+            element or one for each row.
+        ignore_index: the target of rows whose loss and gradient are 0.
+        label_smoothing: the weight of the uniform distribution in the target.
+        dtype: dtype of the gradient. Default: the dtype of the logits.
+    """
+    rows = _rows_with_unit_stride(logits)
+    gradient = logits.new_empty(logits.shape, dtype=dtype or logits.dtype)
+    _launch(rows, gradient, target, scale, None, ignore_index, label_smoothing)
+    return gradient
+
+
 def launch_cross_entropy(
     logits: Tensor,
     gradient: Tensor | None,
@@ -158,7 +191,7 @@ def launch_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """Returns the loss of each row, in fp32.
+    """Returns the loss of each row, in fp32, and writes the gradient to a given tensor.
 
     Args:
         logits: a tensor of shape (rows, classes) whose last dimension has stride 1.
@@ -169,33 +202,61 @@ def launch_cross_entropy(
         ignore_index: the target of rows whose loss and gradient are 0.
         label_smoothing: the weight of the uniform distribution in the target.
     """
+    losses = _empty_losses(logits)
+    _launch(logits, gradient, target, scale, losses, ignore_index, label_smoothing)
+    return losses
+
+
+def _launch(
+    logits: Tensor, gradient: Tensor | None, target: Tensor, scale: Tensor | None, losses: Tensor | None,
+    ignore_index: int, label_smoothing: float,
+) -> None:  # fmt: skip
+    """Writes the results that are not None. The kernel does not access absent tensors."""
     num_rows, num_cols = logits.shape
     config = choose(num_cols)
-    losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    out = logits if gradient is None else gradient
     kernel = _whole_rows if "ROWS" in config.blocks else _long_rows
     grid = (cdiv(num_rows, config.blocks.get("ROWS", 1)),)
-    sizes = (num_rows, num_cols, logits.stride(0), out.stride(0), 0 if gradient is None else num_rows)
-    arguments = (logits, out, target, scale, losses, *sizes, ignore_index, float(label_smoothing))
-    launch(kernel, grid, config, *arguments)
-    return losses
+    out = logits if gradient is None else gradient
+    given = losses if scale is None else scale
+    tensors = (logits, out, target, given, given if losses is None else losses)
+    scale_stride = 0 if scale is None or scale.numel() == 1 else 1
+    sizes = (num_rows, num_cols, logits.stride(0), out.stride(0), scale_stride)
+    constants = {"WITH_LOSSES": losses is not None, "WITH_GRADIENT": gradient is not None}
+    launch(kernel, grid, config, *tensors, *sizes, ignore_index, float(label_smoothing), **constants)
+
+
+def _empty_losses(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+
+
+def _rows_with_unit_stride(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def variants() -> dict[str, Variant]:
     """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
-    for dtype in ("fp32", "bf16"):
+    # The losses and the gradient together, and as a stage computes them: separately, under autocast with a
+    # cast of the logits to fp32 that has been fused.
+    forms = {
+        "forward, fp32": ("fp32", "fp32", True, True),
+        "forward, bf16": ("bf16", "bf16", True, True),
+        "losses alone, bf16": ("bf16", "bf16", True, False),
+        "gradient alone, bf16": ("bf16", "bf16", False, True),
+        "gradient alone, bf16 logits, fp32 gradient": ("bf16", "fp32", False, True),
+    }
+    for form, (logits, gradient, with_losses, with_gradient) in forms.items():
+        tensors = {"p_logits": f"*{logits}", "p_gradient": f"*{gradient}", "p_target": "*i64"}
+        tensors |= dict.fromkeys(("p_scale", "p_losses"), "*fp32")
+        strides = dict.fromkeys(("num_cols", "stride", "gradient_stride"), "i32")
+        others = {"num_rows": "i32", "scale_stride": "i32", "ignore_index": "i32", "smoothing": "fp32"}
+        constants = {"WITH_LOSSES": with_losses, "WITH_GRADIENT": with_gradient}
         for config in CONFIGS.values():
             kernel = _whole_rows if "ROWS" in config.blocks else _long_rows
-            tensors = dict.fromkeys(("p_logits", "p_gradient"), f"*{dtype}") | {"p_target": "*i64"}
-            tensors |= dict.fromkeys(("p_scale", "p_losses"), "*fp32")
-            strides = dict.fromkeys(("num_cols", "stride", "gradient_stride"), "i32")
-            others = dict.fromkeys(("num_rows", "rows_written", "ignore_index"), "i32") | {
-                "smoothing": "fp32"
-            }
-            signature = tensors | strides | others
-            variant = Variant(kernel, signature, {}, config, (*tensors, *strides))
-            found[f"cross_entropy forward, {dtype}, {config}"] = variant
+            aligned = (*tensors, *strides)
+            found[f"cross_entropy {form}, {config}"] = Variant(
+                kernel, tensors | strides | others, constants, config, aligned
+            )
     return found
 
 

@@ -5,8 +5,8 @@ The mask m is drawn by the keyed op and is 1 with probability 1 - p (Srivastava 
 
     y = residual + h m / (1 - p)          dh = g m / (1 - p)          dresidual = g
 
-Memory traffic per element of itemsize i: the forward reads 2 i bytes and writes i; the backward reads i and
-writes i.
+Each tensor may have its own dtype. Memory traffic per element of itemsize i: the forward reads 2 i bytes and
+writes i; the backward reads i and writes i.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpipe_fast.kernels import philox, reference
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, tuned, uses_kernels
-from gpipe_fast.kernels.philox import Draw
+from gpipe_fast.kernels.philox import Draw, Mask
 
 # Configurations by the maximum number of elements; the first entry that is large enough applies.
 CONFIGS = {1 << 20: Config({"SIZE": 1024}), 1 << 62: Config({"SIZE": 2048})}
@@ -49,17 +49,26 @@ def _dropout_add(
 
 
 def launch_dropout_add(
-    h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int, ordinal: int
+    h: Tensor, residual: Tensor | None, draw: Mask, *, y_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Computes ``residual + dropout(h)``: a contiguous tensor of h's shape and dtype."""
+    """Computes ``residual + dropout(h)``: a contiguous tensor of h's shape.
+
+    Without a residual and with the gradient in h's place, this is also the backward.
+
+    Args:
+        h: a tensor of any shape.
+        residual: a tensor of h's shape, or None.
+        draw: the mask, indexed by h's elements in contiguous order.
+        y_dtype: dtype of the result. Default: the dtype of ``residual + h``.
+    """
     h = h.contiguous()
-    y = torch.empty_like(h)
+    sum_dtype = h.dtype if residual is None else torch.promote_types(h.dtype, residual.dtype)
+    y = torch.empty_like(h, dtype=y_dtype or sum_dtype)
     config = choose(h.numel())
-    last, scale = philox.keep_threshold(p)
-    tensors = (h, h if residual is None else residual.contiguous(), key, y)
-    draw = (layer, ordinal, last, scale)
+    tensors = (h, h if residual is None else residual.contiguous(), draw.key, y)
     grid = (cdiv(h.numel(), config.blocks["SIZE"]),)
-    launch(_dropout_add, grid, config, *tensors, h.numel(), *draw, HAS_RESIDUAL=residual is not None)
+    numbers = (h.numel(), *draw.numbers())
+    launch(_dropout_add, grid, config, *tensors, *numbers, HAS_RESIDUAL=residual is not None)
     return y
 
 
@@ -67,25 +76,28 @@ def variants() -> dict[str, Variant]:
     """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
     small, large = CONFIGS.values()
-    for dtype in ("fp32", "bf16"):
-        tensors = {**dict.fromkeys(("p_h", "p_residual", "p_y"), f"*{dtype}"), "p_key": "*i64"}
+    mixes = {
+        "fp32": {"p_": "fp32"},
+        "bf16": {"p_": "bf16"},
+        "autocast": {"p_": "bf16", "p_residual": "fp32", "p_y": "fp32"},
+    }
+    for mix, types in mixes.items():
+        tensors = philox.tensor_types(_dropout_add, types, {"DROPOUT": 4})
         for config, count in ((small, "i32"), (large, "i32"), (large, "i64")):
-            sizes = {"num_elements": count, **philox.SIGNATURE}
+            signature = tensors | {"num_elements": count, **philox.SIGNATURE}
+            aligned = philox.aligned(tensors, {"DROPOUT": 4}, "num_elements")
             for direction, has_residual in (("forward", True), ("backward", False)):
-                found[f"dropout_add {direction}, {dtype}, {count} elements, {config}"] = Variant(
-                    _dropout_add,
-                    tensors | sizes,
-                    {"HAS_RESIDUAL": has_residual},
-                    config,
-                    (*tensors, "num_elements"),
+                found[f"dropout_add {direction}, {mix}, {count} elements, {config}"] = Variant(
+                    _dropout_add, signature, {"HAS_RESIDUAL": has_residual}, config, aligned
                 )
     return found
 
 
 def dropout_add_forward(h: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
     """Computes ``residual + dropout(h)`` with the kernel or with the reference."""
-    run = launch_dropout_add if uses_kernels(h, residual, draw.key) else reference.dropout_add
-    return run(h, residual, *draw)
+    if uses_kernels(h, residual, draw.key):
+        return launch_dropout_add(h, residual, draw)
+    return reference.dropout_add(h, residual, *draw)
 
 
 @torch.library.triton_op("gpipe_fast::dropout_add", mutates_args={})

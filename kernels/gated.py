@@ -14,6 +14,8 @@ product computes both, gate and up are packed in its columns, and so is its grad
 Dropout after the gated activation, ``a = m act(x) u / (1 - p)``, is fused into the same passes; its mask m is
 generated from the key (kernels/philox.py), indexed by the elements of a in contiguous order.
 
+Each tensor may have its own dtype.
+
 Memory traffic per element of a, of itemsize i: the forward reads 2 i bytes and writes i; the backward reads
 3 i and writes 3 i, or 2 i if a is not requested.
 """
@@ -21,6 +23,7 @@ Memory traffic per element of a, of itemsize i: the forward reads 2 i bytes and 
 from __future__ import annotations
 
 import itertools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +33,7 @@ from torch import Tensor
 from gpipe_fast.kernels import philox, reference
 from gpipe_fast.kernels.activations import ACTIVATIONS, activate, activation_derivative
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, flatten_rows, launch, tuned, uses_kernels
-from gpipe_fast.kernels.philox import Draw
+from gpipe_fast.kernels.philox import Draw, Mask
 
 # Configurations by the maximum number of columns of a. There is only one: hidden layers are wide.
 CONFIGS = {1 << 62: Config({"ROWS": 2, "COLS": 512})}
@@ -73,10 +76,16 @@ def _forward(
 
 @triton.jit(do_not_specialize=["layer", "ordinal", "last"])
 def _backward(
-    p_gate, p_up, p_g, p_key, p_a, p_dz, num_rows, num_cols, stride, layer, ordinal, last, scale,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, WITH_A: tl.constexpr,
+    p_gate, p_up, p_g, p_key, p_a, p_dgate, p_dup, num_rows, num_cols, stride, layer, ordinal, last, scale,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, WITH_A: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    # A packed gradient is one tensor, so that a graph's launch has one output for it.
+    if PACKED == "gate first":
+        p_dup = p_dgate + num_cols
+    elif PACKED == "up first":
+        p_dup = p_dgate
+        p_dgate = p_dgate + num_cols
     col_blocks = tl.cdiv(num_cols, COLS)
     first_col = tl.program_id(0) % col_blocks * COLS
     o_cols = first_col + tl.arange(0, COLS)
@@ -98,31 +107,43 @@ def _backward(
         factor = 1.0
     if WITH_A:
         tl.store(p_a + o_a, (b_act * u * factor).to(p_a.dtype.element_ty), mask=mask)
-    tl.store(
-        p_dz + o_pair, (g * u * activation_derivative(x, ACTIVATION)).to(p_dz.dtype.element_ty), mask=mask
-    )
-    # The gradient of up follows the gate's gradient within each row (packed), or after all rows (separate).
-    o_du = tl.where(stride == num_cols, tl.cast(num_rows, tl.int64) * num_cols, num_cols)
-    tl.store(p_dz + o_du + o_pair, (g * b_act).to(p_dz.dtype.element_ty), mask=mask)
+    dgate, dup = g * u * activation_derivative(x, ACTIVATION), g * b_act
+    tl.store(p_dgate + o_pair, dgate.to(p_dgate.dtype.element_ty), mask=mask)
+    tl.store(p_dup + o_pair, dup.to(p_dup.dtype.element_ty), mask=mask)
 
 
-def _gate_and_up(z: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+def _gate_and_up(z: Tensor, up: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:
     """Returns gate and up as matrices with equal strides: both halves of z, or z and up."""
     rows = flatten_rows(z)
-    return (rows, rows[:, rows.shape[1] // 2 :]) if up is None else (rows, flatten_rows(up))
+    if up is not None:
+        return rows, flatten_rows(up)
+    second_half = rows[:, rows.shape[1] // 2 :]
+    return (rows, second_half) if gate_first else (second_half, rows)
 
 
 def _num_columns(z: Tensor, up: Tensor | None) -> int:
     return z.shape[-1] // 2 if up is None else z.shape[-1]
 
 
-def launch_forward(z: Tensor, up: Tensor | None, activation: str, draw: Draw | None = None) -> Tensor:
-    """Computes ``dropout(act(gate) * up)``: a contiguous tensor."""
+def launch_forward(
+    z: Tensor, up: Tensor | None, activation: str, draw: Mask | None = None, *,
+    gate_first: bool = True, a_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes ``dropout(act(gate) * up)``: a contiguous tensor.
+
+    Args:
+        z: the gate, of shape (..., columns); or gate and up packed, of shape (..., 2 columns).
+        up: the value that the gate multiplies, of the gate's shape; or None if it is packed in z.
+        activation: one of `ACTIVATIONS`.
+        draw: dropout of the output, or None.
+        gate_first: whether the gate is the first half of a packed z.
+        a_dtype: dtype of the output. Default: z's.
+    """
     num_cols = _num_columns(z, up)
-    gate_rows, up_rows = _gate_and_up(z, up)
-    num_rows, stride = gate_rows.shape
+    gate_rows, up_rows = _gate_and_up(z, up, gate_first)
+    num_rows, stride = gate_rows.shape[0], z.shape[-1]
     config = choose(num_cols, draw is not None)
-    a = z.new_empty(*z.shape[:-1], num_cols)
+    a = z.new_empty((*z.shape[:-1], num_cols), dtype=a_dtype or z.dtype)
     # A one-dimensional grid, because CUDA limits the other grid dimensions to 65535.
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
     key, numbers = philox.arguments(draw, gate_rows)
@@ -132,51 +153,94 @@ def launch_forward(z: Tensor, up: Tensor | None, activation: str, draw: Draw | N
     return a
 
 
+class Backward(NamedTuple):
+    """Results of `launch_backward`.
+
+    Attributes:
+        a: the output, contiguous of shape (..., columns); None if not requested.
+        dz: the gradient of z, contiguous in z's shape.
+        dup: the gradient of up, contiguous in up's shape; None if up is packed in z.
+    """
+
+    a: Tensor | None
+    dz: Tensor
+    dup: Tensor | None
+
+
 def launch_backward(
-    z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns the output (empty unless ``with_a``) and the gradients: packed like z, or stacked."""
+    z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Mask | None = None, *,
+    gate_first: bool = True, a_dtype: torch.dtype | None = None,
+    dz_dtype: torch.dtype | None = None, dup_dtype: torch.dtype | None = None,
+) -> Backward:  # fmt: skip
+    """Computes the gradients of ``dropout(act(gate) * up)`` and, if requested, recomputes it.
+
+    Args:
+        z: as in `launch_forward`.
+        up: as in `launch_forward`.
+        g: the gradient of the output, of shape (..., columns).
+        activation: one of `ACTIVATIONS`.
+        with_a: whether to write the output.
+        draw: dropout of the output, or None.
+        gate_first: as in `launch_forward`.
+        a_dtype: as in `launch_forward`.
+        dz_dtype: dtype of z's gradient. Default: z's.
+        dup_dtype: dtype of up's gradient, if up is not packed in z. Default: up's.
+    """
     num_cols = _num_columns(z, up)
-    gate_rows, up_rows = _gate_and_up(z, up)
-    num_rows, stride = gate_rows.shape
+    gate_rows, up_rows = _gate_and_up(z, up, gate_first)
+    num_rows, stride = gate_rows.shape[0], z.shape[-1]
     config = choose(num_cols, draw is not None)
-    dz = z.new_empty(z.shape if up is None else (2, *z.shape))
-    a = z.new_empty(g.shape if with_a else (0,))
+    dz = z.new_empty(num_rows, stride, dtype=dz_dtype or z.dtype)
+    dup = None if up is None else up.new_empty(num_rows, stride, dtype=dup_dtype or up.dtype)
+    a = z.new_empty(g.shape, dtype=a_dtype or z.dtype) if with_a else None
     grid = (cdiv(num_cols, config.blocks["COLS"]) * cdiv(num_rows, config.blocks["ROWS"]),)
     key, numbers = philox.arguments(draw, gate_rows)
-    arguments = (gate_rows, up_rows, flatten_rows(g), key, a, dz, num_rows, num_cols, stride, *numbers)
+    inputs = (gate_rows, up_rows, flatten_rows(g), key)
+    # The kernel does not access an absent output; the gate is passed in its place.
+    outputs = (gate_rows if a is None else a, dz, gate_rows if dup is None else dup)
     constants = {
         "ACTIVATION": activation,
         "DROPOUT": philox.elements_per_block(draw, num_cols),
         "WITH_A": with_a,
+        "PACKED": "no" if up is not None else "gate first" if gate_first else "up first",
     }
-    launch(_backward, grid, config, *arguments, **constants)
-    return a, dz
+    sizes = (num_rows, num_cols, stride)
+    launch(_backward, grid, config, *inputs, *outputs, *sizes, *numbers, **constants)
+    return Backward(a, dz.view(z.shape), None if up is None or dup is None else dup.view(up.shape))
 
 
 def variants() -> dict[str, Variant]:
     """Returns every configuration in the variants that are checked without a GPU."""
     found = {}
-    sizes = {**dict.fromkeys(("num_rows", "num_cols", "stride"), "i32"), **philox.SIGNATURE}
     dropout_variants = philox.dropout_variants(CONFIGS.values(), DROPOUT_CONFIG)
     for dtype, activation, (dropout, elements_per_block, config) in itertools.product(
-        ("fp32", "bf16"), ACTIVATIONS, dropout_variants
+        ("fp32", "bf16"), ACTIVATIONS[:4], dropout_variants
     ):
         constants = {"ACTIVATION": activation, "DROPOUT": elements_per_block}
-        key = {"p_key": "*i64" if elements_per_block else f"*{dtype}"}
-        name = f"{activation}{dropout} {dtype}, {config}"
-        tensors = {**dict.fromkeys(("p_gate", "p_up", "p_a"), f"*{dtype}"), **key}
-        aligned = () if elements_per_block == 1 else ("num_cols", "stride")
-        found[f"gated_activation forward, {name}"] = Variant(
-            _forward, tensors | sizes, constants, config, (*tensors, *aligned)
-        )
-        tensors = {**dict.fromkeys(("p_gate", "p_up", "p_g", "p_a", "p_dz"), f"*{dtype}"), **key}
+        name, types = f"{activation}{dropout} {dtype}, {config}", {"p_": dtype}
+        found[f"gated_activation forward, {name}"] = _variant(_forward, types, constants, config)
         for with_a in (True, False):
             direction = "backward" if with_a else "backward gradient alone"
-            found[f"gated_activation {direction}, {name}"] = Variant(
-                _backward, tensors | sizes, constants | {"WITH_A": with_a}, config, (*tensors, *aligned)
-            )
+            own = constants | {"WITH_A": with_a, "PACKED": "no"}
+            found[f"gated_activation {direction}, {name}"] = _variant(_backward, types, own, config)
+    # Dtypes of autocast: a product with an fp32 tensor makes g fp32.
+    for activation, config in itertools.product(("silu", "gelu", "sigmoid"), CONFIGS.values()):
+        constants = {"ACTIVATION": activation, "DROPOUT": 0, "WITH_A": True, "PACKED": "no"}
+        name = f"gated_activation backward, {activation} g fp32, bf16, {config}"
+        found[name] = _variant(_backward, {"p_": "bf16", "p_g": "fp32"}, constants, config)
+        for packed in ("gate first", "up first"):
+            name = f"gated_activation backward, {activation} packed, {packed} bf16, {config}"
+            own = constants | {"PACKED": packed}
+            found[name] = _variant(_backward, {"p_": "bf16"}, own, config)
     return found
+
+
+def _variant(kernel: Any, types: dict[str, str], constants: dict[str, Any], config: Config) -> Variant:
+    """Returns a variant, with a dtype for each tensor: its own in ``types``, or the one named 'p_'."""
+    sizes = {**dict.fromkeys(("num_rows", "num_cols", "stride"), "i32"), **philox.SIGNATURE}
+    tensors = philox.tensor_types(kernel, types, constants)
+    aligned = philox.aligned(tensors, constants, "num_cols", "stride")
+    return Variant(kernel, tensors | sizes, constants, config, aligned)
 
 
 # Operator schemas have no `Draw` type: its fields are separate arguments, and key=None means no dropout.
@@ -206,10 +270,11 @@ def _gated_activation_backward(
     key: Tensor | None = None,
     layer: int = 0,
     ordinal: int = 0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     draw = None if key is None else Draw(p, key, layer, ordinal)
     backward = launch_backward if uses_kernels(z, up, g, key) else reference.gated_activation_backward
-    return backward(z, up, g, activation, with_a, draw)
+    a, dz, dup = backward(z, up, g, activation, with_a, draw)
+    return z.new_empty(0) if a is None else a, dz, z.new_empty(0) if dup is None else dup
 
 
 def gated_activation_backward(
@@ -222,7 +287,7 @@ def gated_activation_backward(
             (..., 2 columns).
         up: the value that the gate multiplies, of the gate's shape and dtype; or None.
         g: the gradient of the output, of shape (..., columns).
-        activation: one of 'relu', 'silu', 'gelu' and 'gelu_tanh'.
+        activation: one of `ACTIVATIONS`.
         dropout: dropout of the output, indexed by its elements in contiguous order; or None.
 
     Returns:
@@ -237,8 +302,8 @@ def gated_activation_backward(
     shape = (*z.shape[:-1], _num_columns(z, up))
     if g.shape != shape:
         raise ValueError(f"the gradient must be of shape {list(shape)}, got {list(g.shape)}")
-    a, dz = _gated_activation_backward(z, up, g, activation, True, *(dropout or ()))
-    return (a, dz, None) if up is None else (a, *dz.unbind())
+    a, dz, dup = _gated_activation_backward(z, up, g, activation, True, *(dropout or ()))
+    return a, dz, None if up is None else dup
 
 
 def gated_activation(
@@ -250,7 +315,8 @@ def gated_activation(
         z: the gate, of shape (..., columns); or, without ``up``, gate and up packed, of shape
             (..., 2 columns). fp32, fp16 or bf16; arithmetic is in fp32.
         up: the value that the gate multiplies, of the gate's shape and dtype; or None.
-        activation: one of 'relu', 'silu' (SwiGLU), 'gelu' and 'gelu_tanh' (GeGLU).
+        activation: one of 'silu' (SwiGLU), 'gelu' and 'gelu_tanh' (GeGLU), 'sigmoid' (GLU), 'relu',
+            'quick_gelu' and 'tanh'.
         dropout: dropout of the output, indexed by its elements in contiguous order; or None. The mask has the
             same bits on the CPU (``torch.ops.gpipe_fast.keyed_bernoulli``) and on a GPU (kernel).
 
@@ -288,9 +354,8 @@ def _setup(ctx, inputs, output):
 def _differentiate(ctx, g):
     z, up, key = ctx.saved_tensors
     draw = (ctx.p, key, ctx.layer, ctx.ordinal)
-    _, dz = _gated_activation_backward(z, up, g, ctx.activation, False, *draw)
-    dgate, dup = (dz, None) if up is None else dz.unbind()
-    return dgate, dup, None, None, None, None, None
+    _, dz, dup = _gated_activation_backward(z, up, g, ctx.activation, False, *draw)
+    return dz, None if up is None else dup, None, None, None, None, None
 
 
 _gated_activation.register_autograd(_differentiate, setup_context=_setup)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ from torch.library import wrap_triton
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Tuning results by GPU, kernel and shape class; see `tuned`.
 TUNED = Path(__file__).with_name("tuned.json")
+
+# The rows that a program sums at least, unless multiprocessors would idle: partial sums of fewer rows would
+# be a large part of the bytes.
+ROWS_PER_PARTIAL_SUM = 32
+# The multiprocessors of an H100, assumed where bytes are counted with meta tensors; and those of the
+# interpreter, where each operation of each program takes as long.
+DEFAULT_MULTIPROCESSORS, INTERPRETER_MULTIPROCESSORS = 132, 4
 
 
 @dataclass(frozen=True)
@@ -92,9 +100,33 @@ def launch(kernel: Any, grid: Sequence[int], config: Config, *arguments: Any, **
     """
     if 0 in grid:
         return
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder(kernel, tuple(grid), config, arguments, constants)
+        return
     wrapped: Callable[..., Any] = wrap_triton(kernel)[tuple(grid)]
     with _device_guard(arguments):
         wrapped(*arguments, **constants, **config.blocks, **({} if INTERPRETED else config.options()))
+
+
+# Receives launches in place of the GPU; see `recording_launches`.
+Recorder = Callable[[Any, tuple[int, ...], Config, tuple[Any, ...], dict[str, Any]], None]
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextlib.contextmanager
+def recording_launches(recorder: Recorder) -> Iterator[None]:
+    """Makes `launch` call ``recorder`` in place of launching, in this thread.
+
+    Args:
+        recorder: receives the kernel, the grid, the configuration, the arguments in order, and the constants
+            by name (without the configuration's block sizes). A launch with an empty grid is not recorded.
+    """
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
 
 
 def _device_guard(arguments: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -155,6 +187,30 @@ def save_tuned(device: str, kernel: str, shape_class: str, config: Config) -> No
     TUNED.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
     _read_tuned.cache_clear()
     _tuned_configs.cache_clear()
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Returns the number of multiprocessors of a GPU, and one that is assumed for another device."""
+    if device.type != "cuda":
+        return INTERPRETER_MULTIPROCESSORS if device.type == "cpu" else DEFAULT_MULTIPROCESSORS
+    found: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return found
+
+
+def num_partial_sums(num_rows: int, col_blocks: int, device: torch.device) -> int:
+    """Returns how many programs should share the rows of a block of columns, if each writes their sums.
+
+    Args:
+        num_rows: the number of rows.
+        col_blocks: the number of blocks of columns.
+        device: the device of the rows.
+    """
+    busy = cdiv(num_multiprocessors(device), max(1, col_blocks))
+    return max(busy, cdiv(num_rows, ROWS_PER_PARTIAL_SUM))
+
+
+# Triton's names of the dtypes that kernels read and write.
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def flatten_rows(tensor: Tensor) -> Tensor:

@@ -255,7 +255,7 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     draw = None if key is None else Draw(p, key, layer, ordinal)
     if _kernels_support(norms.max_columns(draw), h, residual, weight, bias, key):
-        y, x = norms.launch_forward(h, residual, weight, bias, eps, kind, draw)
+        y, x, _, _ = norms.launch_forward(h, residual, weight, bias, eps, kind, draw)
         assert x is not None, "the launcher returns the sum, because there is a residual"
     else:
         x = _residual_sum(h, residual, draw)
@@ -272,11 +272,11 @@ def _norm_backward(
     draw = None if key is None else Draw(p, key, layer, ordinal)
     others = (weight, bias, g, g_sum)
     if _kernels_support(norms.max_columns(draw), h, residual, key, *others):
-        found = norms.launch_backward(h, residual, *others, eps, kind, with_y, draw)
+        found = norms.launch_backward(h, residual, *others, eps, kind, with_y, draw)[:5]
     else:
         x = h if residual is None else _residual_sum(h, residual, draw)
         if _kernels_support(norms.MAX_COLUMNS, x, *others):
-            y, dsum, _, dweight, dbias = norms.launch_backward(x, None, *others, eps, kind, with_y, None)
+            y, dsum, _, dweight, dbias, _ = norms.launch_backward(x, None, *others, eps, kind, with_y, None)
         else:
             y, dsum, dweight, dbias = reference.norm_backward(x, *others, eps, kind, with_y)
         found = y, dsum, None if draw is None else dropout_add_forward(dsum, None, draw), dweight, dbias

@@ -11,8 +11,13 @@ columns), weight w and bias b::
     dx = r (g w - d sum(g w d) / (n v) - [layer] sum(g w) / n) + g_sum
     dw = sum over rows of g d r,  db = sum over rows of g
 
-Mean, v and r stay in registers. The sum is rounded to its dtype before it is normalized, so that a backward
-that receives the sum returns the same result as one that adds again.
+Mean, v and r stay in registers; the forward also writes mean and r if a backward saves them. The sum is
+rounded to its own dtype before it is normalized, so that a backward that receives the sum returns the same
+result as one that adds again.
+
+Each tensor may have its own dtype. Under autocast the residual stream is fp32, and h, y and g are bf16.
+
+If h comes from a linear layer, the sums of the gradient of h over rows are that layer's bias gradient.
 
 Dropout of h, ``x = residual + m h / (1 - p)``, is fused into the same passes; its mask m is generated from
 the key (kernels/philox.py). The backward then also writes ``dh = m dx / (1 - p)``; dx is the residual's
@@ -32,23 +37,24 @@ the forward and after the backward.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels import philox
+from gpipe_fast.kernels import norm_kernels, philox
 from gpipe_fast.kernels.launch import (
+    DTYPE_NAMES,
+    ROWS_PER_PARTIAL_SUM,
     Config,
     Variant,
     cdiv,
     flatten_rows,
     launch,
+    num_multiprocessors,
     tuned,
 )
-from gpipe_fast.kernels.philox import Draw
+from gpipe_fast.kernels.philox import Mask
 
 KINDS = ("layer", "rms")
 
@@ -65,235 +71,208 @@ MAX_COLUMNS = max(CONFIGS)
 # The limit with dropout, whose random words take registers. kernels/dropout.py adds the residual to wider
 # rows.
 MAX_COLUMNS_DROPOUT = 4096
-Gradients = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
+# With sums of h's gradient, which also take registers. PyTorch sums the gradient of wider rows.
+SUMS_CONFIGS = {width: config for width, config in CONFIGS.items() if width <= 4096}
+SUMS_CONFIGS[1024] = Config({"ROWS": 1, "COLS": 1024}, num_warps=2)
+MAX_COLUMNS_SUMS = max(SUMS_CONFIGS)
 # Warps of backward programs per multiprocessor: as many as fit with 128 registers per thread.
 WARPS_PER_MULTIPROCESSOR = 16
-# The multiprocessors of an H100, assumed when bytes are counted with meta tensors.
-DEFAULT_MULTIPROCESSORS = 132
+# With sums of h's gradient: as many as fit with 168 registers per thread.
+WARPS_PER_MULTIPROCESSOR_SUMS = 12
 
 
-def choose(num_cols: int) -> Config:
-    """Returns the configuration for rows of ``num_cols`` columns, at most `MAX_COLUMNS`."""
+class Forward(NamedTuple):
+    """Results of `launch_forward`; None for what was not requested.
+
+    Attributes:
+        y: the norm, in h's shape.
+        total: the sum, in h's shape.
+        mean: the mean of each row, fp32 of shape (rows,).
+        r: the reciprocal standard deviation of each row, fp32 of shape (rows,).
+    """
+
+    y: Tensor
+    total: Tensor | None
+    mean: Tensor | None
+    r: Tensor | None
+
+
+class Backward(NamedTuple):
+    """Results of `launch_backward`; None for what was not requested.
+
+    Attributes:
+        y: the recomputed norm, in h's shape.
+        dx: the gradient of the norm's input, in h's shape.
+        dh: the gradient of h: dx with dropout's mask and in its own dtype.
+        dweight: the gradient of the weight, in its dtype.
+        dbias: the gradient of the bias, in its dtype.
+        sums: the sums of h's gradient over rows, fp32 of shape (columns,).
+    """
+
+    y: Tensor | None
+    dx: Tensor
+    dh: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+    sums: Tensor | None
+
+
+def choose(num_cols: int, with_sums: bool = False) -> Config:
+    """Returns the configuration for rows of ``num_cols`` columns, at most `MAX_COLUMNS`.
+
+    With sums of h's gradient there are at most `MAX_COLUMNS_SUMS` columns.
+    """
     max_columns = next(width for width in CONFIGS if num_cols <= width)
+    if with_sums:
+        return tuned("norm_with_sums", f"cols<={max_columns}", SUMS_CONFIGS[max_columns])
     return tuned("norm", f"cols<={max_columns}", CONFIGS[max_columns])
 
 
-def max_columns(draw: Draw | None) -> int:
+def max_columns(draw: Mask | None) -> int:
     """Returns the maximum number of columns that the kernels support."""
     return MAX_COLUMNS if draw is None else MAX_COLUMNS_DROPOUT
 
 
-@triton.jit
-def _load(p_x, offsets, mask):
-    return tl.load(p_x + offsets, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _load_input(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL: tl.constexpr):
-    """Loads the norm's input: h, or the sum rounded to its dtype."""
-    x = _load(p_h, offsets, mask)
-    if HAS_RESIDUAL:
-        x = (_load(p_residual, offsets, mask) + x * factor).to(p_h.dtype.element_ty).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _mean(x, num_cols):
-    """Computes the mean of each row. The division is IEEE-exact; its cost is one division per row."""
-    return tl.div_rn(tl.sum(x, axis=1), num_cols + 0.0)[:, None]
-
-
-@triton.jit
-def _deviations(x, mask, num_cols, KIND: tl.constexpr):
-    """Computes x - mean (x itself for RMSNorm), with 0 outside of the tensor.
-
-    The variance is computed from deviations to avoid cancellation. The mean is subtracted twice: the mean of
-    the deviations is the rounding error of the first mean, which is large if x is far from zero.
-    """
-    if KIND == "layer":
-        x = tl.where(mask, x - _mean(x, num_cols), 0.0)
-        x = tl.where(mask, x - _mean(x, num_cols), 0.0)
-    return x
-
-
-@triton.jit
-def _variance_and_r(d, o_rows, num_rows, num_cols, eps):
-    """Computes variance + eps and r of each row. Rows outside of the tensor get 1: 0 / 0 would reach sums."""
-    variance = tl.where((o_rows < num_rows)[:, None], _mean(d * d, num_cols) + eps, 1.0)
-    return variance, tl.div_rn(1.0, tl.sqrt_rn(variance))
-
-
-@triton.jit
-def _scale(y, p_weight, p_bias, o_cols, m_cols, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Applies weight and bias to d r. Each use loads them: they stay in the cache, not in registers."""
-    if HAS_WEIGHT:
-        y *= _load(p_weight, o_cols, m_cols)[None, :]
-    if HAS_BIAS:
-        y += _load(p_bias, o_cols, m_cols)[None, :]
-    return y
-
-
-@triton.jit
-def _factor(o_rows, num_cols, p_key, layer, ordinal, last, scale, COLS: tl.constexpr, DROPOUT: tl.constexpr):
-    """Computes dropout's factor of h."""
-    factor = 1.0
-    if DROPOUT:
-        factor = philox.factor_rows(
-            o_rows, 0, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT == 4
-        )
-    return factor
-
-
-# Values that differ between dropout layers must not trigger a recompilation.
-@triton.jit(do_not_specialize=["layer", "ordinal", "last"])
-def _forward(
-    p_h, p_residual, p_weight, p_bias, p_key, p_y, p_sum, num_rows, num_cols, eps,
-    layer, ordinal, last, scale,
-    KIND: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    o_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    o_cols = tl.arange(0, COLS)
-    m_cols = o_cols < num_cols
-    mask = (o_rows < num_rows)[:, None] & m_cols[None, :]
-    offsets = o_rows.to(tl.int64)[:, None] * num_cols + o_cols[None, :]
-    factor = _factor(o_rows, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT)
-    x = _load_input(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL)
-    if HAS_RESIDUAL:
-        tl.store(p_sum + offsets, x.to(p_sum.dtype.element_ty), mask=mask)
-    d = _deviations(x, mask, num_cols, KIND)
-    _, r = _variance_and_r(d, o_rows, num_rows, num_cols, eps)
-    y = _scale(d * r, p_weight, p_bias, o_cols, m_cols, HAS_WEIGHT, HAS_BIAS)
-    tl.store(p_y + offsets, y.to(p_y.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["layer", "ordinal", "last"])
-def _backward(
-    p_h, p_residual, p_weight, p_bias, p_key, p_g, p_g_sum, p_y, p_dx, p_dh, p_dweight, p_dbias,
-    num_rows, num_cols, eps, layer, ordinal, last, scale,
-    KIND: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, HAS_G_SUM: tl.constexpr, WITH_Y: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    o_cols = tl.arange(0, COLS)
-    m_cols = o_cols < num_cols
-    b_dweight = tl.zeros([ROWS, COLS], tl.float32)
-    b_dbias = tl.zeros([ROWS, COLS], tl.float32)
-    for first_row in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        o_rows = first_row + tl.arange(0, ROWS)
-        mask = (o_rows < num_rows)[:, None] & m_cols[None, :]
-        offsets = o_rows.to(tl.int64)[:, None] * num_cols + o_cols[None, :]
-        factor = _factor(o_rows, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT)
-        x = _load_input(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL)
-        g = _load(p_g, offsets, mask)
-        d = _deviations(x, mask, num_cols, KIND)
-        variance, r = _variance_and_r(d, o_rows, num_rows, num_cols, eps)
-        if WITH_Y:
-            y = _scale(d * r, p_weight, p_bias, o_cols, m_cols, HAS_WEIGHT, HAS_BIAS)
-            tl.store(p_y + offsets, y.to(p_y.dtype.element_ty), mask=mask)
-        b_dweight += g * (d * r)
-        b_dbias += g
-        if HAS_WEIGHT:
-            g *= _load(p_weight, o_cols, m_cols)[None, :]
-        dx = g - d * tl.div_rn(_mean(g * d, num_cols), variance)
-        if KIND == "layer":
-            dx -= _mean(g, num_cols)
-        dx *= r
-        if HAS_G_SUM:
-            dx += _load(p_g_sum, offsets, mask)
-        tl.store(p_dx + offsets, dx.to(p_dx.dtype.element_ty), mask=mask)
-        if DROPOUT:
-            tl.store(p_dh + offsets, (dx * factor).to(p_dh.dtype.element_ty), mask=mask)
-    o_sums = tl.program_id(0).to(tl.int64) * num_cols + o_cols
-    if HAS_WEIGHT:
-        tl.store(p_dweight + o_sums, tl.sum(b_dweight, axis=0), mask=m_cols)
-    if HAS_BIAS:
-        tl.store(p_dbias + o_sums, tl.sum(b_dbias, axis=0), mask=m_cols)
-
-
 def launch_forward(
     h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    eps: float, kind: str, draw: Draw | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Returns y, and the sum if there is a residual (else None); both in h's shape and dtype."""
+    eps: float, kind: str, draw: Mask | None, *,
+    y_dtype: torch.dtype | None = None, sum_dtype: torch.dtype | None = None,
+    with_sum: bool = True, with_statistics: bool = False,
+) -> Forward:  # fmt: skip
+    """Computes the norm of h, or of the sum ``residual + dropout(h)``.
+
+    Args:
+        h: a tensor of shape (..., columns).
+        residual: a tensor of h's shape, or None.
+        weight: a tensor of shape (columns,), or None for ones.
+        bias: a tensor of shape (columns,), or None for zeros.
+        eps: a number added to the variance.
+        kind: one of `KINDS`.
+        draw: dropout of h, or None. Without a residual it is ignored.
+        y_dtype: dtype of the norm. Default: the dtype of the norm's input.
+        sum_dtype: dtype of the sum. Default: the dtype of ``residual + h``.
+        with_sum: whether to write the sum, if there is a residual.
+        with_statistics: whether to write ``r`` and, for LayerNorm, the mean.
+    """
     rows = flatten_rows(h)
     num_rows, num_cols = rows.shape
     config = choose(num_cols)
-    y = torch.empty_like(rows)
-    x = None if residual is None else torch.empty_like(rows)
-    constants = {"KIND": kind, "DROPOUT": philox.elements_per_block(draw, num_cols)}
-    constants |= _has_flags(residual=residual, weight=weight, bias=bias)
+    sum_dtype = _sum_dtype(h, residual, sum_dtype)
+    y = torch.empty_like(rows, dtype=y_dtype or sum_dtype)
+    x = torch.empty_like(rows, dtype=sum_dtype) if residual is not None and with_sum else None
+    mean = _empty_statistics(rows) if with_statistics and kind == "layer" else None
+    r = _empty_statistics(rows) if with_statistics else None
+    constants = {
+        "KIND": kind,
+        "DROPOUT": philox.elements_per_block(draw, num_cols),
+        "SUM_DTYPE": DTYPE_NAMES[sum_dtype],
+        "WITH_SUM": x is not None,
+        "WITH_STATISTICS": with_statistics,
+        **_flags("HAS", residual=residual, weight=weight, bias=bias),
+    }
     key, numbers = philox.arguments(draw, rows)
-    # The kernel does not read absent inputs; `rows` is passed in their place.
-    inputs = (
-        rows,
-        _rows_or(residual, rows),
-        _contiguous_or(weight, rows),
-        _contiguous_or(bias, rows),
-        key,
-        y,
-        _contiguous_or(x, rows),
-    )
+    # The kernel does not access absent tensors; `rows` is passed in their place.
+    inputs = (rows, _rows_or(residual, rows), _contiguous_or(weight, rows), _contiguous_or(bias, rows), key)
+    outputs = (y, *(rows if t is None else t for t in (x, mean, r)))
     grid = (cdiv(num_rows, config.blocks["ROWS"]) if num_cols else 0,)
-    launch(_forward, grid, config, *inputs, num_rows, num_cols, eps, *numbers, **constants)
-    return y.view(h.shape), None if x is None else x.view(h.shape)
+    sizes = (num_rows, num_cols, eps)
+    launch(norm_kernels.forward, grid, config, *inputs, *outputs, *sizes, *numbers, **constants)
+    return Forward(y.view(h.shape), None if x is None else x.view(h.shape), mean, r)
 
 
 def launch_backward(
     h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    g: Tensor, g_sum: Tensor | None, eps: float, kind: str, with_y: bool, draw: Draw | None,
-) -> Gradients:  # fmt: skip
-    """Returns y (if ``with_y``) and the gradients of the norm's input, h (if dropout), weight and bias.
+    g: Tensor, g_sum: Tensor | None, eps: float, kind: str, with_y: bool, draw: Mask | None, *,
+    y_dtype: torch.dtype | None = None, sum_dtype: torch.dtype | None = None,
+    dx_dtype: torch.dtype | None = None, dh_dtype: torch.dtype | None = None,
+    with_dweight: bool = True, with_dbias: bool = True, with_sums: bool = False,
+) -> Backward:  # fmt: skip
+    """Computes the gradients of a norm and, if requested, recomputes the norm.
 
-    With dropout and no residual, h is already the norm's input (the sum).
+    With dropout and no residual, h is already the norm's input (the sum); dh then still is the gradient of
+    the tensor to which dropout was applied.
+
+    Args:
+        h: as in `launch_forward`.
+        residual: as in `launch_forward`.
+        weight: as in `launch_forward`.
+        bias: as in `launch_forward`.
+        g: the gradient of the norm, in h's shape.
+        g_sum: a gradient that is added to dx, in h's shape; or None.
+        eps: as in `launch_forward`.
+        kind: as in `launch_forward`.
+        with_y: whether to write the norm.
+        draw: dropout of h, or None.
+        y_dtype: as in `launch_forward`.
+        sum_dtype: as in `launch_forward`.
+        dx_dtype: dtype of dx. Default: the dtype of the norm's input.
+        dh_dtype: dtype of dh, h's by default. With dropout there is a dh, without dropout only if this dtype
+            is given.
+        with_dweight: whether to compute the weight's gradient, if there is a weight.
+        with_dbias: whether to compute the bias's gradient, if there is a bias.
+        with_sums: whether to sum h's gradient over rows.
     """
     rows = flatten_rows(h)
     num_rows, num_cols = rows.shape
-    config = choose(num_cols)
-    y, dx = torch.empty_like(rows) if with_y else None, torch.empty_like(rows)
-    dh = None if draw is None else torch.empty_like(rows)
-    programs = (
-        min(_num_backward_programs(h.device, config), cdiv(num_rows, config.blocks["ROWS"]))
-        if num_cols
-        else 0
-    )
-    sums = [
-        None if p is None else torch.empty(programs, num_cols, dtype=torch.float32, device=h.device)
-        for p in (weight, bias)
-    ]
-    constants = {"KIND": kind, "WITH_Y": with_y, "DROPOUT": philox.elements_per_block(draw, num_cols)}
-    constants |= _has_flags(residual=residual, weight=weight, bias=bias, g_sum=g_sum)
+    fused_sums = with_sums and num_cols <= MAX_COLUMNS_SUMS
+    config = choose(num_cols, fused_sums)
+    sum_dtype = _sum_dtype(h, residual, sum_dtype)
+    with_dh = draw is not None or dh_dtype is not None
+    y = torch.empty_like(rows, dtype=y_dtype or sum_dtype) if with_y else None
+    dx = torch.empty_like(rows, dtype=dx_dtype or sum_dtype)
+    dh = torch.empty_like(rows, dtype=dh_dtype or h.dtype) if with_dh else None
+    programs = _num_backward_programs(rows, config, fused_sums)
+    wanted = (weight is not None and with_dweight, bias is not None and with_dbias, fused_sums)
+    partials = [rows.new_empty(programs, num_cols, dtype=torch.float32) if w else None for w in wanted]
+    constants = {
+        "KIND": kind,
+        "DROPOUT": philox.elements_per_block(draw, num_cols),
+        "SUM_DTYPE": DTYPE_NAMES[sum_dtype],
+        **_flags("HAS", residual=residual, weight=weight, bias=bias, g_sum=g_sum),
+        **_flags("WITH", y=y, dh=dh, dweight=partials[0], dbias=partials[1], sums=partials[2]),
+    }
     key, numbers = philox.arguments(draw, rows)
     inputs = (rows, _rows_or(residual, rows), _contiguous_or(weight, rows), _contiguous_or(bias, rows), key)
     gradients = (flatten_rows(g), _rows_or(g_sum, rows))
-    outputs = (
-        _contiguous_or(y, rows),
-        dx,
-        _contiguous_or(dh, rows),
-        *(_contiguous_or(partial, rows) for partial in sums),
-    )
+    outputs = (rows if t is None else t for t in (y, dx, dh, *partials))
     others = (num_rows, num_cols, eps, *numbers)
-    launch(_backward, (programs,), config, *inputs, *gradients, *outputs, *others, **constants)
-    dweight, dbias = (
-        None if p is None or partial is None else partial.sum(0).to(p.dtype)
-        for p, partial in zip((weight, bias), sums, strict=True)
-    )
+    launch(norm_kernels.backward, (programs,), config, *inputs, *gradients, *outputs, *others, **constants)
+    dweight, dbias, sums = (None if t is None else t.sum(0) for t in partials)
+    if with_sums and not fused_sums:
+        sums = (dx if dh is None else dh).sum(0, dtype=torch.float32)
+    dweight = dweight if dweight is None or weight is None else dweight.to(weight.dtype)
+    dbias = dbias if dbias is None or bias is None else dbias.to(bias.dtype)
     y, dh = (None if t is None else t.view(h.shape) for t in (y, dh))
-    return y, dx.view(h.shape), dh, dweight, dbias
+    return Backward(y, dx.view(h.shape), dh, dweight, dbias, sums)
 
 
-def _num_backward_programs(device: torch.device, config: Config) -> int:
+def _sum_dtype(h: Tensor, residual: Tensor | None, given: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of the norm's input."""
+    if residual is None:
+        return h.dtype
+    return given or torch.promote_types(h.dtype, residual.dtype)
+
+
+def _empty_statistics(rows: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], dtype=torch.float32)
+
+
+def _num_backward_programs(rows: Tensor, config: Config, with_sums: bool) -> int:
     """Returns the number of backward programs. Each writes a row of partial sums, which PyTorch adds."""
-    if device.type == "cpu":
-        return 4
-    multiprocessors: int = DEFAULT_MULTIPROCESSORS
-    if device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return multiprocessors * max(1, WARPS_PER_MULTIPROCESSOR // config.num_warps)
+    if not rows.shape[1]:
+        return 0
+    if rows.device.type == "cpu":
+        programs = 4
+    else:
+        multiprocessors = num_multiprocessors(rows.device)
+        warps = WARPS_PER_MULTIPROCESSOR_SUMS if with_sums else WARPS_PER_MULTIPROCESSOR
+        programs = multiprocessors * max(1, warps // config.num_warps)
+        programs = min(programs, max(multiprocessors, cdiv(rows.shape[0], ROWS_PER_PARTIAL_SUM)))
+    return min(programs, cdiv(rows.shape[0], config.blocks["ROWS"]))
 
 
-def _has_flags(**tensors: Tensor | None) -> dict[str, bool]:
-    return {f"HAS_{name.upper()}": tensor is not None for name, tensor in tensors.items()}
+def _flags(prefix: str, **tensors: Tensor | None) -> dict[str, bool]:
+    return {f"{prefix}_{name.upper()}": tensor is not None for name, tensor in tensors.items()}
 
 
 def _contiguous_or(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -308,30 +287,71 @@ def variants() -> dict[str, Variant]:
     """Returns the launchers' variants: with all optional inputs of a segment, and as autograd calls them."""
     found = {}
     for kind, dtype, (width, config) in itertools.product(KINDS, ("fp32", "bf16"), CONFIGS.items()):
-        own = {"KIND": kind, "HAS_WEIGHT": True, "HAS_BIAS": kind == "layer"}
         for dropout, elements_per_block in (("", 0), (" and dropout", 4), (" and odd dropout", 1)):
             if elements_per_block and width > MAX_COLUMNS_DROPOUT:
                 continue
-            forward = own | {"HAS_RESIDUAL": True, "DROPOUT": elements_per_block}
-            fused = forward | {"HAS_G_SUM": True, "WITH_Y": True}
-            plain = fused | {"HAS_RESIDUAL": False, "HAS_G_SUM": elements_per_block > 0, "WITH_Y": False}
-            name = f"{dtype}, {config}"
+            own = _constants(kind, dtype, elements_per_block)
+            forward = own | {"HAS_RESIDUAL": True, "WITH_SUM": True, "WITH_STATISTICS": False}
+            fused = own | {"HAS_RESIDUAL": True, "HAS_G_SUM": True, "WITH_Y": True}
+            plain = own | {"HAS_RESIDUAL": False, "HAS_G_SUM": elements_per_block > 0, "WITH_Y": False}
+            written = _written_gradients(kind) | {"WITH_DH": elements_per_block > 0}
+            name, types = f"{dtype}, {config}", {"p_": dtype}
             found[f"{kind}_norm forward with residual{dropout}, {name}"] = _variant(
-                _forward, dtype, forward, config
+                norm_kernels.forward, types, forward, config
             )
             found[f"{kind}_norm backward with y, g_sum, residual{dropout}, {name}"] = _variant(
-                _backward, dtype, fused, config
+                norm_kernels.backward, types, fused | written, config
             )
             alone = dropout.replace(" and", " with g_sum and")
-            found[f"{kind}_norm backward{alone}, {name}"] = _variant(_backward, dtype, plain, config)
+            found[f"{kind}_norm backward{alone}, {name}"] = _variant(
+                norm_kernels.backward, types, plain | written, config
+            )
+    return found | _stage_variants()
+
+
+def _stage_variants() -> dict[str, Variant]:
+    """Returns the variants of stages: dtypes of autocast, statistics, and sums of h's gradient."""
+    found = {}
+    mixes = (("bf16", "bf16", "bf16"), ("autocast", "bf16", "fp32"))
+    for kind, (mix, dtype, stream), width in itertools.product(KINDS, mixes, CONFIGS):
+        types = {"p_": dtype} | dict.fromkeys(STREAM, stream)
+        with_sums = width <= MAX_COLUMNS_SUMS
+        config = SUMS_CONFIGS[width] if with_sums else CONFIGS[width]
+        for dropout, elements_per_block in (("", 0), (" and dropout", 4)):
+            if elements_per_block and width > MAX_COLUMNS_DROPOUT:
+                continue
+            own = _constants(kind, stream, elements_per_block) | {"HAS_RESIDUAL": True}
+            forward = own | {"WITH_SUM": True, "WITH_STATISTICS": True}
+            found[f"{kind}_norm forward with statistics, residual{dropout}, {mix}, {CONFIGS[width]}"] = (
+                _variant(norm_kernels.forward, types, forward, CONFIGS[width])
+            )
+            backward = own | _written_gradients(kind) | {"WITH_SUMS": with_sums, "WITH_DH": True}
+            backward |= {"HAS_G_SUM": True, "WITH_Y": True}
+            written = "sums, y" if with_sums else "y, dh"
+            found[f"{kind}_norm backward with {written}, g_sum, residual{dropout}, {mix}, {config}"] = (
+                _variant(norm_kernels.backward, types, backward, config)
+            )
     return found
 
 
-def _variant(kernel: triton.JITFunction, dtype: str, constants: dict[str, Any], config: Config) -> Variant:
-    tensors = {name: f"*{dtype}" for name in kernel.arg_names if name.startswith("p_")}
-    tensors |= {name: "*fp32" for name in ("p_dweight", "p_dbias") if name in tensors}
-    if constants["DROPOUT"]:
-        tensors["p_key"] = "*i64"
+# The tensors that have the dtype of the residual stream. Under autocast so do the parameters.
+STREAM = ("p_residual", "p_sum", "p_g_sum", "p_dx", "p_weight", "p_bias")
+
+
+def _constants(kind: str, sum_dtype: str, elements_per_block: int) -> dict[str, Any]:
+    own = {"KIND": kind, "SUM_DTYPE": sum_dtype, "DROPOUT": elements_per_block}
+    return own | {"HAS_WEIGHT": True, "HAS_BIAS": kind == "layer"}
+
+
+def _written_gradients(kind: str) -> dict[str, bool]:
+    return {"WITH_DWEIGHT": True, "WITH_DBIAS": kind == "layer", "WITH_SUMS": False}
+
+
+def _variant(kernel: Any, types: dict[str, str], constants: dict[str, Any], config: Config) -> Variant:
+    """Returns a variant, with a dtype for each tensor: its own in ``types``, or the one named 'p_'."""
+    fp32 = dict.fromkeys(("p_dweight", "p_dbias", "p_sums", "p_mean", "p_r"), "fp32")
+    tensors = philox.tensor_types(kernel, types | fp32, constants)
     others = {"num_rows": "i32", "num_cols": "i32", "eps": "fp32", **philox.SIGNATURE}
-    aligned = () if constants["DROPOUT"] == 1 else ("num_cols",)
-    return Variant(kernel, tensors | others, constants, config, (*tensors, *aligned))
+    return Variant(
+        kernel, tensors | others, constants, config, philox.aligned(tensors, constants, "num_cols")
+    )

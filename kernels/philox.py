@@ -16,8 +16,8 @@ block is generated once for four elements of a thread; otherwise it is generated
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,11 +58,35 @@ class Draw(NamedTuple):
         check_draw(like, *self)
 
 
+class KeyedMask(NamedTuple):
+    """A mask as a graph spells it: a call of ``torch.ops.gpipe_fast.keyed_bernoulli`` and a factor.
+
+    Attributes:
+        key: the call's key.
+        layer: the call's layer.
+        ordinal: the call's ordinal.
+        keep: the call's probability of a one.
+        scale: the factor of the kept elements.
+    """
+
+    key: Tensor
+    layer: int
+    ordinal: int
+    keep: float
+    scale: float
+
+    def numbers(self) -> tuple[int, int, int, float]:
+        """Returns the kernel arguments except the key, like `Draw.numbers`."""
+        return (self.layer, self.ordinal, *kept_words(self.keep, self.scale))
+
+
+# What launchers accept as a dropout.
+Mask = Draw | KeyedMask
 # Kernel arguments without dropout.
 NO_DROPOUT_ARGUMENTS = (0, 0, 0, 1.0)
 
 
-def arguments(draw: Draw | None, placeholder: Tensor) -> tuple[Tensor, tuple[int, int, int, float]]:
+def arguments(draw: Mask | None, placeholder: Tensor) -> tuple[Tensor, tuple[int, int, int, float]]:
     """Returns the kernel arguments of a dropout: key and numbers, or placeholders if ``draw`` is None."""
     return (placeholder, NO_DROPOUT_ARGUMENTS) if draw is None else (draw.key, draw.numbers())
 
@@ -73,7 +97,24 @@ def dropout_variants(plain: Iterable[Config], drawing: Config) -> list[tuple[str
     return [*found, (" dropout", 4, drawing), (" dropout odd", 1, drawing)]
 
 
-def elements_per_block(draw: Draw | None, num_cols: int) -> int:
+def tensor_types(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the type of each tensor of a variant: its own in ``types``, or the one named 'p_'."""
+    names = [name for name in kernel.arg_names if name.startswith("p_")]
+    found = {name: f"*{types.get(name, types['p_'])}" for name in names}
+    return found | ({"p_key": "*i64"} if constants["DROPOUT"] else {})
+
+
+def aligned(tensors: Iterable[str], constants: Mapping[str, Any], *sizes: str) -> tuple[str, ...]:
+    """Returns the arguments of a variant that are divisible by 16: all tensors but a key, and the row length.
+
+    Keys lie 24 bytes apart. Dropout that generates a block of words for each element is for rows of odd
+    lengths.
+    """
+    odd = constants["DROPOUT"] == 1
+    return (*(t for t in tensors if t != "p_key"), *(() if odd else sizes))
+
+
+def elements_per_block(draw: Mask | None, num_cols: int) -> int:
     """Returns how many elements share one block of words: 4 or 1, by the row length; 0 without dropout."""
     return 0 if draw is None else 1 if num_cols % 4 else 4
 
@@ -89,10 +130,15 @@ def keep_threshold(p: float) -> tuple[int, float]:
         The 32 bits of the word as a signed integer, and the scale 1 / (1 - p). If nothing is kept the scale
         is 0, because the comparison with the word keeps at least one value.
     """
-    words = (1.0 - p) * 2.0**32
+    return kept_words(1.0 - p, 1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+
+def kept_words(keep: float, scale: float) -> tuple[int, float]:
+    """Returns a kernel's arguments like `keep_threshold`, for a probability of a one and a factor of ones."""
+    words = keep * 2.0**32
     kept = int(words) + (words - int(words) >= 0.5)
     last = max(kept, 1) - 1
-    return last - (1 << 32 if last >> 31 else 0), 1.0 / (1.0 - p) if kept else 0.0
+    return last - (1 << 32 if last >> 31 else 0), scale if kept else 0.0
 
 
 def check_draw(like: Tensor, p: float, key: Tensor, layer: int, ordinal: int) -> None:

@@ -25,6 +25,10 @@ def activate(x: Tensor, activation: str) -> Tensor:
         return F.relu(x)
     if activation == "silu":
         return F.silu(x)
+    if activation == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    if activation in ("sigmoid", "tanh"):
+        return torch.sigmoid(x) if activation == "sigmoid" else torch.tanh(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
@@ -35,6 +39,13 @@ def activate_backward(g: Tensor, x: Tensor, activation: str) -> Tensor:
         found = torch.ops.aten.threshold_backward(g, x, 0)
     elif activation == "silu":
         found = torch.ops.aten.silu_backward(g, x)
+    elif activation == "quick_gelu":
+        v = 1.702 * x
+        found = g * (torch.sigmoid(v) * (1 + v * torch.sigmoid(-v)))
+    elif activation == "sigmoid":
+        found = torch.ops.aten.sigmoid_backward(g, torch.sigmoid(x))
+    elif activation == "tanh":
+        found = torch.ops.aten.tanh_backward(g, torch.tanh(x))
     else:
         approximate = "tanh" if activation == "gelu_tanh" else "none"
         found = torch.ops.aten.gelu_backward(g, x, approximate=approximate)
@@ -109,8 +120,8 @@ def gated_activation(z: Tensor, up: Tensor | None, activation: str, draw: Draw |
 
 def gated_activation_backward(
     z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns the output (empty unless ``with_a``) and the gradients: packed like z, or stacked."""
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Returns the output (if ``with_a``) and the gradients of z and up (None if up is packed in z)."""
     gate, up_values = (
         to_fp32_or_wider(z).chunk(2, -1) if up is None else (to_fp32_or_wider(z), to_fp32_or_wider(up))
     )
@@ -118,9 +129,11 @@ def gated_activation_backward(
     a = b_act * up_values
     if draw is not None:
         a, g = apply_dropout(a, *draw), apply_dropout(g, *draw)
-    both = activate_backward(g * up_values, gate, activation), g * b_act
-    dz = torch.cat(both, -1) if up is None else torch.stack(both)
-    return a.to(z.dtype).contiguous() if with_a else z.new_empty(0), dz.to(z.dtype)
+    dgate, dup = activate_backward(g * up_values, gate, activation), g * b_act
+    output = a.to(z.dtype).contiguous() if with_a else None
+    if up is None:
+        return output, torch.cat([dgate, dup], -1).to(z.dtype), None
+    return output, dgate.to(z.dtype).contiguous(), dup.to(z.dtype).contiguous()
 
 
 # LayerNorm and RMSNorm.

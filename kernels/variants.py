@@ -9,8 +9,23 @@ from gpipe_fast.kernels.multi_tensor import variants as multi_tensor
 from gpipe_fast.kernels.norms import variants as norms
 from gpipe_fast.kernels.precomputed_gradient import variants as precomputed_gradient
 from gpipe_fast.kernels.rotary import variants as rotary
+from gpipe_fast.kernels.rotate_half import variants as rotate_half
+from gpipe_fast.kernels.stack import variants as stack
+from gpipe_fast.kernels.sums import variants as sums
 
-FAMILIES = (activations, cross_entropy, dropout, gated, precomputed_gradient, multi_tensor, norms, rotary)
+FAMILIES = (
+    activations,
+    cross_entropy,
+    dropout,
+    gated,
+    precomputed_gradient,
+    multi_tensor,
+    norms,
+    rotary,
+    rotate_half,
+    stack,
+    sums,
+)
 
 
 def all_variants() -> dict[str, Variant]:

@@ -36,8 +36,8 @@ def _ours(h: Tensor, residual: Tensor, key: Tensor, g: Tensor) -> tuple[Tensor, 
 
 
 def _launched(h: Tensor, residual: Tensor, key: Tensor, g: Tensor) -> None:
-    launch_dropout_add(h, residual, *keyed.draw(key))
-    launch_dropout_add(g, None, *keyed.draw(key))
+    launch_dropout_add(h, residual, keyed.draw(key))
+    launch_dropout_add(g, None, keyed.draw(key))
 
 
 CASE = KernelCase(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import triton
 
-from bench.compiled import CAPABILITIES, TABLE, compile_variant, rows
+from bench.compiled import CAPABILITIES, TRITON_VERSIONS, compile_variant, measure, read_table
 from gpipe_fast.kernels.variants import all_variants
 from tests.sampling import sample, seed
 
-# Other versions of Triton generate other code.
-TABLE_TRITON_VERSION = re.findall(r"By Triton (\S+),", TABLE.read_text())[0]
 NAMES = list(all_variants())
 SAMPLED = sample(NAMES, 16, salt="compiled kernels")
 REST = [name for name in NAMES if name not in SAMPLED]
@@ -23,12 +19,12 @@ WITH_DROPOUT = [name for name in NAMES if "dropout" in name]
 
 
 @pytest.mark.skipif(
-    triton.__version__ != TABLE_TRITON_VERSION, reason=f"Triton {TABLE_TRITON_VERSION} wrote the table"
+    triton.__version__ not in TRITON_VERSIONS, reason=f"the table has Triton {' and '.join(TRITON_VERSIONS)}"
 )
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(SAMPLED, id="sample"),
+        pytest.param(SAMPLED, id="sample", marks=pytest.mark.smoke),
         *(
             pytest.param(REST[start : start + CHUNK], id=f"rest from {start}", marks=pytest.mark.extended)
             for start in range(0, len(REST), CHUNK)
@@ -36,9 +32,8 @@ WITH_DROPOUT = [name for name in NAMES if "dropout" in name]
     ],
 )
 def test_compiled_kernels_match_their_rows_in_the_table(names: list[str]) -> None:
-    prefixes = tuple(f"| {name} | sm_" for name in names)
-    written = [line for line in TABLE.read_text().splitlines() if line.startswith(prefixes)]
-    assert rows(names) == written, f"python -m bench compiled writes the table; GPIPE_FAST_SEED={seed()}"
+    written = {row: found for row, found in read_table(triton.__version__).items() if row[0] in names}
+    assert measure(names) == written, f"python -m bench compiled writes the table; GPIPE_FAST_SEED={seed()}"
 
 
 @pytest.mark.smoke
@@ -47,7 +42,54 @@ def test_kernels_with_dropout_compile_with_every_supported_triton(name: str) -> 
     assert compile_variant(all_variants()[name], 90).asm["cubin"]
 
 
-def test_the_table_has_every_variant_and_no_register_spills() -> None:
-    lines = [line for line in TABLE.read_text().splitlines() if re.match(r"\| \w+ .* \| sm_\d+ ", line)]
-    assert len(lines) == len(all_variants()) * len(CAPABILITIES)
-    assert all(line.split("|")[5].strip() == "0" for line in lines)
+# Bytes by variant. Other block sizes make other variants spill with one of the versions.
+SPILLS = {
+    "3.8.0": {},
+    "3.6.0": {
+        ("cross_entropy forward, fp32, ROWS=4 COLS=512, 4 warps, 1 stages", 80): "16",
+        (
+            "layer_norm backward with y, g_sum, residual, fp32, ROWS=16 COLS=128, 4 warps, 1 stages",
+            90,
+        ): "8",
+        (
+            "rms_norm forward with residual and odd dropout, bf16, ROWS=1 COLS=2048, 4 warps, 1 stages",
+            80,
+        ): "8",
+        (
+            "layer_norm backward with sums, y, g_sum, residual, bf16, ROWS=1 COLS=2048, 4 warps, 1 stages",
+            80,
+        ): "8",
+        (
+            "layer_norm backward with sums, y, g_sum, residual, bf16, ROWS=1 COLS=4096, 8 warps, 1 stages",
+            80,
+        ): "8",
+        (
+            "layer_norm backward with y, dh, g_sum, residual, autocast, ROWS=1 COLS=8192, 16 warps, 1 stages",
+            80,
+        ): "16",
+        (
+            "layer_norm backward with y, dh, g_sum, residual, autocast, ROWS=1 COLS=8192, 16 warps, 1 stages",
+            90,
+        ): "24",
+        (
+            "rms_norm backward with sums, y, g_sum, residual, bf16, ROWS=1 COLS=1024, 2 warps, 1 stages",
+            80,
+        ): "8",
+        (
+            "rms_norm backward with sums, y, g_sum, residual, bf16, ROWS=1 COLS=2048, 4 warps, 1 stages",
+            80,
+        ): "8",
+        (
+            "rms_norm backward with sums, y, g_sum, residual, bf16, ROWS=1 COLS=4096, 8 warps, 1 stages",
+            80,
+        ): "8",
+    },
+}
+
+
+@pytest.mark.parametrize("version", TRITON_VERSIONS)
+def test_the_table_has_every_variant_and_all_register_spills_are_known(version: str) -> None:
+    found = read_table(version)
+    assert set(found) == {(name, capability) for name in NAMES for capability in CAPABILITIES}
+    spilling = {row: spilled for row, (_, _, spilled, _) in found.items() if spilled != "0"}
+    assert spilling == SPILLS[version]

@@ -59,8 +59,8 @@ def test_a_compiled_gated_activation_equals_the_eager_one(packed: bool) -> None:
 
 def test_gated_activation_rejects_invalid_arguments() -> None:
     z = torch.randn(4, 6)
-    with pytest.raises(ValueError, match="activation is not one of relu, silu, gelu, gelu_tanh, got 'tanh'"):
-        gated_activation(z, None, "tanh")
+    with pytest.raises(ValueError, match=r"activation is not one of relu, silu, .*, tanh, got 'selu'"):
+        gated_activation(z, None, "selu")
     with pytest.raises(ValueError, match=r"must be even to hold gate and up, got shape \[4, 5\]"):
         gated_activation(z[:, :5])
     with pytest.raises(ValueError, match="must be even"):

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.kernels import launch as launch_module
-from gpipe_fast.kernels.launch import Config, kernels_available, launch, uses_kernels
+from gpipe_fast.kernels.launch import (
+    Config,
+    kernels_available,
+    launch,
+    recording_launches,
+    uses_kernels,
+)
 
 
 def test_launch_makes_the_device_of_the_tensors_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +39,17 @@ def test_launch_makes_the_device_of_the_tensors_current(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_of", fake_device_guard)
     launch("kernel", (1,), Config({}), 3, torch.empty(2, device="meta"))
     assert events[1:] == [torch.device("meta"), "kernel", "left"]
+
+
+def test_a_recorder_receives_launches_and_nothing_runs() -> None:
+    recorded: list[tuple[object, ...]] = []
+    config, argument = Config({"COLS": 4}), torch.empty(2)
+    with recording_launches(lambda *launched: recorded.append(launched)):
+        launch("kernel", [2, 3], config, argument, 5, FLAG=True)
+        launch("kernel", (0,), config, argument)
+    assert recorded == [("kernel", (2, 3), config, (argument, 5), {"FLAG": True})]
+    with pytest.raises(RuntimeError):  # no recorder: it needs a real kernel
+        launch("kernel", (1,), config, argument)
 
 
 def test_kernels_run_on_the_cpu_only_in_the_interpreter_and_not_in_fp64(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.accuracy import Results, check, to_float64
@@ -20,6 +21,7 @@ from gpipe_fast.kernels.launch import INTERPRETED
 __all__ = [
     "DEVICE",
     "DTYPES",
+    "activated",
     "check",
     "every_dtype",
     "every_width",
@@ -53,6 +55,15 @@ def shape_beyond_one_block(block_rows: int, cols: int) -> tuple[int, int, int]:
     size.
     """
     return (3, 3 if INTERPRETED and block_rows < 9 else 19, cols)
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """Returns the activation, as models compute it with PyTorch's operators."""
+    if activation == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    if activation.startswith("gelu"):
+        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return {"relu": F.relu, "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh}[activation](x)
 
 
 def keyed_dropout(a: Tensor, draw: Draw | None) -> Tensor:

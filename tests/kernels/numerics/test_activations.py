@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpipe_fast.kernels import Draw, bias_activation, bias_activation_backward, reference
 from gpipe_fast.kernels.activations import ACTIVATIONS, choose
 from gpipe_fast.randomness.random import make_key
 from tests.kernels.numerics.comparison import (
+    activated,
     check,
     every_dtype,
     every_width,
@@ -29,9 +29,7 @@ every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 def eager(z: Tensor, bias: Tensor | None, activation: str, draw: Draw | None) -> Tensor:
     """Returns the result of PyTorch's operators."""
     x = z if bias is None else z + bias
-    if activation.startswith("gelu"):
-        return keyed_dropout(F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none"), draw)
-    return keyed_dropout(F.relu(x) if activation == "relu" else F.silu(x), draw)
+    return keyed_dropout(activated(x, activation), draw)
 
 
 def compare_with_pytorch(
