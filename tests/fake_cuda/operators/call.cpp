@@ -77,6 +77,7 @@ class Call {
     const Stack arguments = to_cpu(given);
     synchronize_if_named();
     log_name(*device_, op_.operator_name().name);
+    log_casts(given);
     const bool captured = is_capturing(*device_);
     Stack results = call_cpu(arguments);
     for (auto& [original, own] : resized_) {
@@ -145,6 +146,20 @@ class Call {
     if (synchronizes != nullptr && op_.operator_name().name == synchronizes) {
       const c10::cuda::CUDAGuard guard(*device_);
       c10::cuda::getCurrentCUDAStream().synchronize();
+    }
+  }
+
+  // Marks the casts of an operator that copies several tensors.
+  void log_casts(const Stack& given) const {
+    if (op_.operator_name().name != "aten::_foreach_copy_") {
+      return;
+    }
+    const auto targets = given[0].toTensorVector(), sources = given[1].toTensorVector();
+    for (size_t i = 0; i < targets.size(); ++i) {
+      if (targets[i].dtype() != sources[i].dtype()) {
+        log_mark(*device_, c10::str("cast\t", sources[i].scalar_type(), "\t", targets[i].scalar_type(), "\t",
+                                    sources[i].const_data_ptr()));
+      }
     }
   }
 

@@ -9,7 +9,7 @@
 // fake device as tensors on the CPU. Views are not replaced, and copies between contiguous tensors of one dtype go
 // through the runtime. The operator named by FAKE_CUDA_SYNCHRONIZES synchronizes its stream, so it cannot be
 // captured. With FAKE_CUDA_NAMES, every operator is marked in the log by name; a casting copy also by both dtypes and
-// the source address.
+// the source address, and each casting copy of an operator that copies several tensors by a mark of its own.
 
 #include "call.h"
 #include "work.h"

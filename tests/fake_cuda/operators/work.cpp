@@ -31,12 +31,13 @@ void log_access(const at::Tensor& tensor, bool writes) {
   }
 }
 
-void log_name(at::Device device, const std::string& name) {
+void log_name(at::Device device, const std::string& name) { log_mark(device, "operator\t" + name); }
+
+void log_mark(at::Device device, const std::string& text) {
   static const bool wanted = std::getenv("FAKE_CUDA_NAMES") != nullptr;
   if (!wanted) {
     return;
   }
-  const std::string text = "operator\t" + name;
   if (is_capturing(device)) {
     enqueue(device, [text] { fake_cuda_mark(text.c_str()); });
   } else {

@@ -28,6 +28,8 @@ void log_access(const at::Tensor& tensor, bool writes);
 
 // With FAKE_CUDA_NAMES, marks an operator in the log by name: now, or at every launch of the graph that captures it.
 void log_name(at::Device device, const std::string& name);
+// The same for any text.
+void log_mark(at::Device device, const std::string& text);
 
 // Returns whether the current stream of a device is being captured.
 bool is_capturing(at::Device device);

@@ -2,6 +2,8 @@
 
 #include "devices.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <cstdint>
@@ -38,6 +40,36 @@ const char* seed() {
   static const char* const given = std::getenv("FAKE_CUDA_DEFER");
   return given;
 }
+
+// Releases Python's global interpreter lock if the calling thread holds it: torch keeps it during some queries.
+class ReleasedGil {
+ public:
+  ReleasedGil() {
+    static const auto holds = find<int()>("PyGILState_Check");
+    static const auto initialized = find<int()>("Py_IsInitialized");
+    static const auto release = find<void*()>("PyEval_SaveThread");
+    if (holds != nullptr && initialized() != 0 && holds() != 0) {
+      state_ = release();
+    }
+  }
+  ~ReleasedGil() {
+    static const auto acquire = find<void(void*)>("PyEval_RestoreThread");
+    if (state_ != nullptr) {
+      acquire(state_);
+    }
+  }
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+ private:
+  // Returns a function of the process; null if it does not run Python.
+  template <class Function>
+  static Function* find(const char* name) {
+    return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+  }
+
+  void* state_ = nullptr;
+};
 
 // Holds all queues and the thread that runs their tasks.
 class Scheduler {
@@ -79,6 +111,7 @@ class Scheduler {
   }
 
   void complete(const std::vector<TaskPtr>& tasks) {
+    const ReleasedGil released;  // a task may run Python
     std::unique_lock<std::mutex> lock(mutex_);
     bool all_done = true;
     for (const TaskPtr& task : tasks) {

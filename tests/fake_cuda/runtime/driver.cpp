@@ -1,12 +1,8 @@
-// Stubs of the driver API, and kernel launches, which are logged and do not run. The library has the driver's soname,
-// so that the loader finds it in place of the driver.
-#include "devices.h"
+// Stubs of the driver API. The library has the driver's soname, so that the loader finds it in place of the driver.
 #include "log.h"
 #include "streams.h"
 
 #include <cuda_runtime_api.h>
-
-#include <cstring>
 
 namespace fake_cuda {
 
@@ -62,33 +58,6 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
   return cudaSuccess;
 }
 
-// Kernel launches, which are only logged.
-
-cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
-  RETURN_IF_STICKY_ERROR()
-  RETURN_IF_NOT_CURRENT(stream)
-
-  return enqueue(stream, "kernel", text("%p", kernel));
-}
-// The name that newer headers use.
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
-  RETURN_IF_STICKY_ERROR()
-  RETURN_IF_NOT_CURRENT(stream)
-
-  return enqueue(stream, "kernel", text("%p", static_cast<const void*>(kernel)));
-}
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
-  RETURN_IF_STICKY_ERROR()
-  RETURN_IF_NOT_CURRENT(config->stream)
-
-  return enqueue(config->stream, "kernel", text("%p", kernel));
-}
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
-  std::memset(found, 0, sizeof(*found));
-  found->maxThreadsPerBlock = 1024;
-  return cudaSuccess;
-}
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t,
                                                                    unsigned int) {
   *count = 2;

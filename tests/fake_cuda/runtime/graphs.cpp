@@ -192,6 +192,10 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
   *executable = new CUgraphExec_st{graph->capture};
   return cudaSuccess;
 }
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph,
+                                          unsigned long long flags) {
+  return cudaGraphInstantiate(executable, graph, flags);
+}
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   RETURN_IF_STICKY_ERROR()
 

@@ -45,6 +45,8 @@ void write(const char* format, ...) {
   std::fflush(file);
 }
 
+bool is_logging() { return log_file() != nullptr; }
+
 bool planted(const char* kind) {
   if (!faults.is_due(kind)) {
     return false;

@@ -13,6 +13,9 @@ extern std::mutex mutex;
 // Writes a line: the number of the thread, then tab-separated words.
 void write(const char* format, ...);
 
+// Returns whether there is a log.
+bool is_logging();
+
 std::string text(const char* format, ...);
 
 // Returns whether the current call must fail with this kind of fault; if so, logs it.

@@ -82,6 +82,9 @@ long number(cudaStream_t stream) { return static_cast<long>(stream_of(stream)->n
 cudaError_t enqueue(cudaStream_t given, const std::string& kind, const std::string& rest,
                     const std::function<void()>& run, CUevent_st* event) {
   CUstream_st* const stream = stream_of(given);
+  if (kind == "kernel") {
+    last_compute = stream;
+  }
   const std::shared_ptr<Capture> capture = stream->capture;
   if (capture && !capture->valid) {
     return fail(cudaErrorStreamCaptureInvalidated);

@@ -3,8 +3,9 @@
 // Copies and memsets run synchronously, in the order of the calls. The log records what a GPU could run concurrently:
 // which thread enqueued which operation on which stream, which stream waited for which event, and which bytes were
 // read and written; tests/fake_cuda/race_detector.py reads it. Alternatively, streams defer their work as long as possible
-// (deferred.h), so that a missing wait gives wrong bits. Kernels are logged and do not run; ATen operators that would
-// launch kernels are computed by the CPU's operators (operators/operators.cpp).
+// (deferred.h), so that a missing wait gives wrong bits. ATen operators that would launch kernels are computed by the
+// CPU's operators (operators/operators.cpp). Other kernels are logged; Triton's kernels run if a runner is registered
+// (kernels.cpp).
 //
 // Environment variables:
 //   FAKE_CUDA_DEVICES  number of devices (default: 4)
@@ -40,7 +41,7 @@ long number(cudaStream_t stream);
 cudaError_t enqueue(cudaStream_t given, const std::string& kind, const std::string& rest,
                     const std::function<void()>& run = {}, CUevent_st* event = nullptr);
 
-// Returns the stream on which an operator read or wrote memory most recently.
+// Returns the stream on which an operator read or wrote memory, or a kernel was launched, most recently.
 CUstream_st* last_compute_stream();
 
 }  // namespace fake_cuda
