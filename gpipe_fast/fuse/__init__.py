@@ -1,0 +1,1 @@
+"""Replaces nodes of a stage's graphs by launches of fused Triton kernels, and compiles the kernels."""
