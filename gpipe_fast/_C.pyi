@@ -24,6 +24,19 @@ class Value:
 class Layout:
     def __init__(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> None: ...
 
+class Kernel:
+    def __init__(
+        self,
+        image: bytes,
+        name: str,
+        num_threads: int,
+        num_ctas: int,
+        shared_bytes: int,
+        cooperative: bool,
+        launch_pdl: bool,
+        device: torch.device,
+    ) -> None: ...
+
 class Arena:
     def __init__(self) -> None: ...
     @property
@@ -35,6 +48,7 @@ class Program:
     def __init__(self, arena: Arena, device: torch.device) -> None: ...
     def add_input(self, layout: Layout, any_dtype: bool = False) -> int: ...
     def add_parameter(self, index: int, layout: Layout) -> int: ...
+    def add_parameter_cast(self, index: int, layout: Layout) -> int: ...
     def add_constant(self, value: Tensor) -> int: ...
     def add_accumulator(self, index: int, layout: Layout) -> int: ...
     def add_arena(self, offset_bytes: int, layout: Layout) -> int: ...
@@ -49,6 +63,21 @@ class Program:
         results: list[int | None] | None,
         direct: bool = True,
         when: ActiveRuns = ActiveRuns.ALWAYS,
+    ) -> None: ...
+    def add_launch(
+        self,
+        aligned: Kernel,
+        unaligned: Kernel,
+        grid: tuple[int, int, int],
+        arguments: Sequence[Value | bytes],
+        aligned_positions: Sequence[int],
+        when: ActiveRuns = ActiveRuns.ALWAYS,
+    ) -> None: ...
+    def add_check(
+        self,
+        check: Callable[[list[Tensor], list[Tensor]], bool],
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
     ) -> None: ...
     def add_allocate(self, value: int, when: ActiveRuns) -> None: ...
     def add_accumulate(self, accumulator: int, value: int, when: ActiveRuns) -> None: ...

@@ -28,6 +28,7 @@ Arena = _C.Arena
 Boundary = _C.Boundary
 BoundaryForm = _C.BoundaryForm
 PythonWorkers = _C.PythonWorkers
+Kernel = _C.Kernel
 Layout = _C.Layout
 LoweredSegment = _C.LoweredSegment
 Observer = _C.Observer

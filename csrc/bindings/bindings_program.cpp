@@ -1,7 +1,9 @@
 // Bindings that build and run a Program.
 #include "bindings/bindings.h"
+#include "bindings/python_workers.h"
 
 #include "check.h"
+#include "program/launch.h"
 #include "program/program.h"
 
 #include <ATen/ScalarOps.h>
@@ -71,8 +73,55 @@ void add_operator(Program& program, const std::string& name, const std::string& 
   }
 }
 
+std::shared_ptr<Kernel> make_kernel(const py::bytes& image, std::string name, int64_t num_threads,
+                                    int64_t num_ctas, int64_t shared_bytes, bool cooperative, bool launch_pdl,
+                                    at::Device device) {
+  const KernelImage made{image,        std::move(name), num_threads, num_ctas,
+                         shared_bytes, cooperative,     launch_pdl};
+  const py::gil_scoped_release no_gil;
+  return load_kernel(made, device);
+}
+
+void add_launch(Program& program, const std::shared_ptr<Kernel>& aligned,
+                const std::shared_ptr<Kernel>& unaligned, const Grid& grid, const py::sequence& arguments,
+                const std::vector<int64_t>& aligned_positions, ActiveRuns when) {
+  std::vector<LaunchArgument> converted;
+  for (const py::handle argument : arguments) {
+    if (py::isinstance<Value>(argument)) {
+      converted.emplace_back(program.tensor(argument.cast<Value>().slot));
+      continue;
+    }
+    GPIPE_CHECK_ARG(py::isinstance<py::bytes>(argument), "argument ", converted.size(), " of kernel ",
+                    aligned->name(), " must be a Value or bytes, got ",
+                    py::str(argument).cast<std::string>());
+    converted.emplace_back(argument.cast<std::string>());
+  }
+  program.add_call(make_launch(aligned, unaligned, grid, converted, aligned_positions), when);
+}
+
+// The check calls a Python function, and releases it under the GIL.
+void add_check(Program& program, py::function check, const std::vector<Value>& inputs,
+               const std::vector<Value>& outputs) {
+  const auto tensors = [&](const std::vector<Value>& values) {
+    std::vector<at::Tensor*> found;
+    for (const Value& value : values) found.push_back(program.tensor(value.slot));
+    return found;
+  };
+  const auto call = [function = wrap_object(std::move(check))](const std::vector<at::Tensor>& given,
+                                                               const std::vector<at::Tensor>& computed) {
+    const py::gil_scoped_acquire gil;
+    return unwrap_object(function)(given, computed).cast<bool>();
+  };
+  program.add_call(make_check(call, tensors(inputs), tensors(outputs)), ActiveRuns::always);
+}
+
 Layout layout(std::vector<int64_t> sizes, std::vector<int64_t> strides, at::ScalarType dtype) {
   return Layout{std::move(sizes), std::move(strides), dtype};
+}
+
+void bind(Program& program, const std::vector<at::Tensor>& parameters) {
+  ParameterCasts casts;
+  program.bind(parameters, casts);
 }
 
 using Accumulators = std::vector<std::optional<at::Tensor>>;
@@ -101,6 +150,10 @@ void bind_program(py::module_& m) {
   py::class_<Value>(m, "Value").def(py::init<Slot>()).def_readonly("slot", &Value::slot);
   py::class_<Layout>(m, "Layout")
       .def(py::init(&layout), py::arg("sizes"), py::arg("strides"), py::arg("dtype"));
+  py::class_<Kernel, std::shared_ptr<Kernel>>(m, "Kernel")
+      .def(py::init(&make_kernel), py::arg("image"), py::arg("name"), py::arg("num_threads"),
+           py::arg("num_ctas"), py::arg("shared_bytes"), py::arg("cooperative"), py::arg("launch_pdl"),
+           py::arg("device"));
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init<>())
       .def_property_readonly("bytes", &Arena::bytes)
@@ -109,6 +162,7 @@ void bind_program(py::module_& m) {
       .def(py::init<std::shared_ptr<Arena>, at::Device>(), py::arg("arena"), py::arg("device"))
       .def("add_input", &Program::add_input, py::arg("layout"), py::arg("any_dtype") = false)
       .def("add_parameter", &Program::add_parameter)
+      .def("add_parameter_cast", &Program::add_parameter_cast)
       .def("add_constant", &Program::add_constant)
       .def("add_accumulator", &Program::add_accumulator)
       .def("add_arena", &Program::add_arena)
@@ -118,6 +172,9 @@ void bind_program(py::module_& m) {
       .def("set_layer", &Program::set_layer)
       .def("add_operator", &add_operator, py::arg("name"), py::arg("overload"), py::arg("arguments"),
            py::arg("results"), py::arg("direct") = true, py::arg("when") = ActiveRuns::always)
+      .def("add_launch", &add_launch, py::arg("aligned"), py::arg("unaligned"), py::arg("grid"),
+           py::arg("arguments"), py::arg("aligned_positions"), py::arg("when") = ActiveRuns::always)
+      .def("add_check", &add_check, py::arg("check"), py::arg("inputs"), py::arg("outputs"))
       .def("add_allocate", &Program::add_allocate)
       .def("add_accumulate", &Program::add_accumulate)
       .def("add_accumulate_all", &Program::add_accumulate_all)
@@ -126,7 +183,7 @@ void bind_program(py::module_& m) {
       .def("set_outputs", &Program::set_outputs)
       .def("set_parts", &Program::set_parts)
       .def("set_arena_bytes", &Program::set_arena_bytes)
-      .def("bind", &Program::bind, py::call_guard<py::gil_scoped_release>())
+      .def("bind", &bind, py::call_guard<py::gil_scoped_release>())
       .def("run", &run, py::arg("inputs"), py::arg("accumulators"), py::arg("first"))
       .def_property_readonly("arena_bytes", &Program::arena_bytes);
 }

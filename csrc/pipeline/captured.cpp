@@ -35,6 +35,11 @@ struct DeviceCopies {
 CapturedMiniBatch::CapturedMiniBatch(std::shared_ptr<MiniBatch> minibatch)
     : minibatch_(std::move(minibatch)) {}
 
+// After a capture that failed, the programs still hold memory of the graph.
+CapturedMiniBatch::~CapturedMiniBatch() {
+  for (StageState& stage : minibatch_->stages_) stage.release_programs();
+}
+
 void CapturedMiniBatch::end_forward(const GraphMaker::Alias& alias) {
   minibatch_->phase_ = MiniBatch::Phase::idle;
   minibatch_->can_run_backward_ = true;

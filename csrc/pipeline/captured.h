@@ -15,6 +15,9 @@ namespace gpipe_fast {
 class CapturedMiniBatch {
  public:
   explicit CapturedMiniBatch(std::shared_ptr<MiniBatch> minibatch);
+  CapturedMiniBatch(const CapturedMiniBatch&) = delete;
+  CapturedMiniBatch& operator=(const CapturedMiniBatch&) = delete;
+  ~CapturedMiniBatch();
 
   MiniBatch& minibatch() { return *minibatch_; }
   // Call once the forward is captured: keeps aliases of the tensors that the graph writes, to give them to later

@@ -93,11 +93,13 @@ std::string MiniBatch::describe_memory(int32_t index) const {
   const size_t number = stage.microbatch_states.size();
   std::ostringstream out;
   out << "stage " << index << " on " << plan.device << " holds " << format_bytes(bytes_of(stage.parameters))
-      << " of parameters, " << format_bytes(bytes_of(stage.backward.gradients))
-      << " of their gradients so far, " << format_bytes(boundary) << " of boundary tensors for each of "
-      << number << " micro-batches (" << format_bytes(static_cast<int64_t>(number) * boundary)
-      << " in total), " << format_bytes(saved.sum()) << " of saved activations so far, and "
-      << format_bytes(arena_bytes(plan))
+      << " of parameters, ";
+  if (const int64_t bytes = stage.parameter_casts().bytes(); bytes > 0)
+    out << format_bytes(bytes) << " of parameters cast to other dtypes, ";
+  out << format_bytes(bytes_of(stage.backward.gradients)) << " of their gradients so far, "
+      << format_bytes(boundary) << " of boundary tensors for each of " << number << " micro-batches ("
+      << format_bytes(static_cast<int64_t>(number) * boundary) << " in total), " << format_bytes(saved.sum())
+      << " of saved activations so far, and " << format_bytes(arena_bytes(plan))
       << " of scratch memory; to reduce this, use more chunks, checkpoint='always', or a balance with fewer "
          "layers in this stage";
   return out.str();

@@ -75,13 +75,19 @@ struct StageState {
   BackwardState backward;
   std::vector<MicroBatchState> microbatch_states;  // by micro-batch
 
-  // Binds a program to the parameters, once per run. Holds the program, because a new one could be allocated at the
-  // address of a freed one.
+  // Binds a program to the parameters, once per run, on the stage's stream. Holds the program, because a new one could
+  // be allocated at the address of a freed one.
+  //
+  // A parameter is cast by the first program of a run that reads it in another dtype, and the run's other programs
+  // share the cast. A backward casts again, so that between forward and backward the casts need no memory.
   void bind(const std::shared_ptr<Program>& program);
-  void release_programs() { bound_.clear(); }
+  // Releases the programs and the casts. Call between runs.
+  void release_programs();
+  const ParameterCasts& parameter_casts() const { return parameter_casts_; }
 
  private:
   std::set<std::shared_ptr<Program>> bound_;
+  ParameterCasts parameter_casts_;  // of the current run
 };
 
 }  // namespace gpipe_fast

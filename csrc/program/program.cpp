@@ -73,6 +73,12 @@ Slot Program::add_parameter(int64_t index, Layout layout) {
   return slot;
 }
 
+Slot Program::add_parameter_cast(int64_t index, Layout layout) {
+  casts_.emplace_back(index, layout.dtype);
+  cast_slots_.push_back(add_value(std::move(layout), {}));
+  return cast_slots_.back();
+}
+
 Slot Program::add_constant(at::Tensor value) {
   Layout layout{value.sizes().vec(), value.strides().vec(), value.scalar_type()};
   return add_value(std::move(layout), std::move(value));
@@ -259,7 +265,7 @@ at::Tensor Program::export_tensor(Slot slot) const {
   return values_[slot].base ? tensor.detach() : tensor;
 }
 
-void Program::bind(const std::vector<at::Tensor>& parameters) {
+void Program::bind(const std::vector<at::Tensor>& parameters, ParameterCasts& casts) {
   for (const IndexedSlot& parameter : parameters_) {
     const at::Tensor& tensor = parameters.at(parameter.index);
     const Layout& layout = values_[parameter.slot].layout;
@@ -268,6 +274,20 @@ void Program::bind(const std::vector<at::Tensor>& parameters) {
                 " with strides ", tensor.strides());
     set(parameter.slot, tensor);
   }
+  if (casts_.empty()) return;
+  casts.compute(casts_, parameters);
+  for (size_t i = 0; i < casts_.size(); ++i) {
+    const at::Tensor& cast = casts.at(casts_[i]);
+    const Layout& layout = values_[cast_slots_[i]].layout;
+    GPIPE_CHECK(layout.matches(cast), "the cast of parameter ", casts_[i].first, " was lowered as ",
+                layout.dtype, at::IntArrayRef(layout.sizes), ", got ", cast.sizes(), " with strides ",
+                cast.strides());
+    set(cast_slots_[i], cast);
+  }
+}
+
+void Program::release_casts() {
+  for (Slot slot : cast_slots_) release(slot);
 }
 
 Program::Run::Run(Program& program, std::vector<at::Tensor>& accumulators, bool first)

@@ -4,6 +4,7 @@
 //
 //   inputs       [x] [key] ..       set by the caller for each run
 //   parameters   [w1] [w2] ..       bound once per mini-batch
+//   casts        [w1 bf16] ..       of parameters, computed when they are bound, shared by a stage's programs
 //   arena        [ h1 b=0 | g2 b=4096 | .. ]   one block per stage, laid out when lowering
 //   fresh        [y]                allocated in each run: values that outlive the run
 //   results      [mean] [rstd] ..   returned by operators without an out variant
@@ -15,6 +16,7 @@
 #include "engine/cancellation_token.h"
 #include "program/caching_allocator.h"
 #include "program/operator.h"
+#include "program/parameter_casts.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -73,6 +75,8 @@ class Program {
   // `any_dtype`: accepts the dtype that an operator of another program returned, even if tracing predicted another.
   Slot add_input(Layout layout, bool any_dtype = false);
   Slot add_parameter(int64_t index, Layout layout);
+  // Adds a parameter in another dtype, that of `layout`, with the parameter's sizes and strides.
+  Slot add_parameter_cast(int64_t index, Layout layout);
   Slot add_constant(at::Tensor value);
   Slot add_accumulator(int64_t index, Layout layout);
   Slot add_arena(int64_t offset_bytes, Layout layout);
@@ -107,8 +111,11 @@ class Program {
   // Returns the tensor of a slot, for building operators. Its address is fixed; its content changes with every run.
   at::Tensor* tensor(Slot slot) { return &slots_.at(slot); }
 
-  // Points parameter values at `parameters`, indexed as in add_parameter(). Call once per mini-batch.
-  void bind(const std::vector<at::Tensor>& parameters);
+  // Points parameter values at `parameters`, indexed as in add_parameter(), and parameter casts at `casts`. Casts that
+  // are missing there are computed, on the current stream, and added. Call once per run of the stage.
+  void bind(const std::vector<at::Tensor>& parameters, ParameterCasts& casts);
+  // Releases the parameter casts; bind() must be called before the program runs again.
+  void release_casts();
 
   // One run, whose parts may be executed at different times; needs no GIL. At most one program of an arena may run
   // at a time.
@@ -210,8 +217,11 @@ class Program {
   std::deque<at::Tensor> slots_;  // a deque, because operators keep the addresses
   std::vector<Value> values_;
   std::vector<Input> inputs_;
-  std::vector<IndexedSlot> parameters_, accumulators_, in_arena_;  // in_arena_'s index: offset in bytes
-  std::vector<Slot> run_values_;                                   // released at the end of the run
+  std::vector<IndexedSlot> parameters_, accumulators_;
+  std::vector<IndexedSlot> in_arena_;  // the index is an offset in bytes
+  std::vector<ParameterCasts::Key> casts_;
+  std::vector<Slot> cast_slots_;  // by cast
+  std::vector<Slot> run_values_;  // released at the end of the run
   std::vector<Slot> outputs_;
   std::vector<std::unique_ptr<Step>> steps_;
   std::vector<const Step*> first_run_steps_, later_run_steps_;

@@ -1,0 +1,186 @@
+"""Casts of parameters, which autocast makes anew at every use, moved out of a graph.
+
+All micro-batches read the same parameters, so a stage casts them once per forward and once per backward
+(csrc/program/parameter_casts.h), and the graph gets the casts as placeholders::
+
+    before                                 after
+    w_bf16 = _to_copy(w, bfloat16)         addmm = addmm(b, x, t(w_bf16))
+    addmm = addmm(b, x, t(w_bf16))
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from gpipe_fast.lower.alias import Source, is_view_op, source_of
+from gpipe_fast.lower.gradients import is_dense
+from gpipe_fast.lower.split import parameter_uses
+from gpipe_fast.trace import torch_private
+from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, PortNode
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """A cast of a parameter, or of a view of one; ``source`` says which part of the parameter it reads."""
+
+    node: fx.Node
+    source: Source
+    port: GraphPort
+
+    @property
+    def value(self) -> Tensor:
+        value: Tensor = self.node.meta["val"]
+        return value
+
+    @property
+    def parameter(self) -> Tensor:
+        value: Tensor = self.source.base.meta["val"]
+        return value
+
+    @property
+    def part(self) -> tuple[int, torch.Size]:
+        return self.source.offset, self.value.shape
+
+
+def hoist_parameter_casts(joint: JointGraph) -> JointGraph:
+    """Replaces casts of parameters by placeholders with the role ``PARAMETER_CAST``.
+
+    The placeholder is the whole parameter in the cast's dtype, with the parameter's sizes and strides, and a
+    cast of a view becomes a view of the placeholder. A cast of a part of a parameter stays in the graph
+    unless the graph casts as many elements of the parameter as it has.
+
+    Call it before the graph is split: a placeholder is not saved for the backward, a cast would be.
+
+    Args:
+        joint: the joint graph of a traced stage.
+
+    Returns:
+        The graph with placeholders; ``joint`` itself if there is nothing to replace.
+    """
+    casts = _worthwhile(_casts(joint))
+    if not casts:
+        return joint
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    placeholders: dict[GraphPort, fx.Node] = {}
+    for node in joint.module.graph.nodes:
+        if node.op != "placeholder" and not placeholders:
+            placeholders = _add_placeholders(graph, casts.values())
+        cast = casts.get(node)
+        if cast is None:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            _update_offset(node, copies)
+        else:
+            copies[node] = _view_of(placeholders[cast.port], cast)
+    return replace(
+        joint,
+        module=torch_private.graph_module(joint.module, graph),
+        inputs=(
+            *(PortNode(port, copies[node]) for port, node in joint.inputs),
+            *(PortNode(port, node) for port, node in placeholders.items()),
+        ),
+        outputs=tuple(PortNode(port, copies[node]) for port, node in joint.outputs),
+        parameter_uses=parameter_uses(joint),
+    )
+
+
+def _casts(joint: JointGraph) -> list[_Cast]:
+    """Returns the casts of parameters that a view of the whole parameter's cast can replace."""
+    parameters = {node: port.index for port, node in joint.inputs if port.role is GraphRole.PARAMETER}
+    casts = []
+    for node in joint.module.graph.nodes:
+        if node.target is aten._to_copy.default:
+            source = source_of(node.all_input_nodes[0])
+            if source.base in parameters and _keeps_layout(node, source):
+                dtype = node.meta["val"].dtype
+                port = GraphPort(GraphRole.PARAMETER_CAST, parameters[source.base], dtype)
+                casts.append(_Cast(node, source, port))
+    return casts
+
+
+def _keeps_layout(node: fx.Node, source: Source) -> bool:
+    """Returns whether a cast changes the dtype alone, from one floating-point type to another."""
+    value, viewed, whole = (n.meta["val"] for n in (node, node.all_input_nodes[0], source.base))
+    return (
+        value.dtype.is_floating_point
+        and whole.dtype.is_floating_point
+        and value.dtype != whole.dtype
+        and value.device == whole.device
+        and value.layout is torch.strided
+        and value.stride() == viewed.stride()
+        and is_dense(whole)
+    )
+
+
+def _worthwhile(casts: Iterable[_Cast]) -> dict[fx.Node, _Cast]:
+    """Returns, by node, the casts that read as many elements of their parameter as it has, or more."""
+    by_port: dict[GraphPort, list[_Cast]] = {}
+    for cast in casts:
+        by_port.setdefault(cast.port, []).append(cast)
+    found: dict[fx.Node, _Cast] = {}
+    for same in by_port.values():
+        parts = {cast.part: cast.value.numel() for cast in same}
+        if sum(parts.values()) >= same[0].parameter.numel():
+            found |= {cast.node: cast for cast in same}
+    return found
+
+
+def _add_placeholders(graph: fx.Graph, casts: Iterable[_Cast]) -> dict[GraphPort, fx.Node]:
+    """Adds a placeholder for each parameter and dtype."""
+    placeholders: dict[GraphPort, fx.Node] = {}
+    for cast in casts:
+        if cast.port not in placeholders:
+            whole = cast.parameter
+            # The partitioner takes placeholders for inputs of the forward unless they are called tangents.
+            dtype = cast.value.dtype
+            node = graph.placeholder(f"{cast.source.base.name}_{str(dtype).removeprefix('torch.')}")
+            node.meta["val"] = whole.new_empty_strided(whole.shape, whole.stride(), dtype=dtype)
+            placeholders[cast.port] = node
+    return placeholders
+
+
+def _view_of(placeholder: fx.Node, cast: _Cast) -> fx.Node:
+    """Returns the part of a placeholder that replaces a cast: the placeholder itself, or a view of it."""
+    whole, value = placeholder.meta["val"], cast.value
+    if (cast.source.offset, value.shape, value.stride()) == (0, whole.shape, whole.stride()):
+        return placeholder
+    arguments = (placeholder, list(value.shape), list(value.stride()), cast.source.offset)
+    node = placeholder.graph.call_function(aten.as_strided.default, arguments)
+    node.meta = {**cast.node.meta, "val": aten.as_strided.default(whole, *arguments[1:])}
+    return node
+
+
+def _update_offset(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> None:
+    """Computes a copied view's example value again if what it views now starts elsewhere in memory.
+
+    Offsets of views are found from the example values (``source_of``).
+    """
+    viewed = node.all_input_nodes[0] if node.all_input_nodes else None
+    target: Any = node.target
+    is_view = target is operator.getitem or (isinstance(target, OpOverload) and is_view_op(target))
+    if viewed is None or not is_view or not _is_moved(viewed, copies[viewed]):
+        return
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies[n].meta["val"])
+    copies[node].meta["val"] = target(*args, **kwargs)
+
+
+def _is_moved(node: fx.Node, copy: fx.Node) -> bool:
+    """Returns whether the copy's example values start elsewhere in memory than the node's."""
+    before, after = (pytree.tree_leaves(n.meta.get("val")) for n in (node, copy))
+    return any(
+        isinstance(a, Tensor) and a.storage_offset() != b.storage_offset()
+        for a, b in zip(before, after, strict=True)
+    )
+
+
+__all__ = ["hoist_parameter_casts"]

@@ -1,0 +1,295 @@
+"""Programs that launch kernels on fake devices; run by test_launch.py.
+
+`launch_cases.py OPERATORS KERNELS CASE...`: runs functions of this file by name, and prints the name of each.
+KERNELS is the folder that test_launch.py has filled with compiled kernels. The log says which were launched;
+only `results` runs them, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast._extension import ActiveRuns, Arena, Kernel, Layout, Program, Value
+from gpipe_fast.lower import program as program_module
+from tests.internals import pipeline_of
+from tests.unit.csrc.test_no_interpreter import C, native_calls, no_thread_switches
+
+DEVICE, OTHER_DEVICE = torch.device("cuda:1"), torch.device("cuda:2")
+KERNELS = Path(sys.argv[2]) if __name__ == "__main__" else Path()
+SIZE, CHUNKS, ATTEMPTS = 64, 4, 3
+MAX = 2**31 - 1
+GRID, BLOCK = (2, 1, 1), 32
+ALIGNED = [0, 1]  # the positions of tensors
+Arguments = Sequence[Value | bytes]
+
+
+def kernel(file: str, device: torch.device = DEVICE, **changes: Any) -> Kernel:
+    """Loads a compiled kernel; `changes` are arguments that differ from what the compiler returned."""
+    compiled = json.loads((KERNELS / f"{file}.json").read_text())
+    return Kernel(**{"image": image(file), "device": device} | compiled | changes)
+
+
+def image(file: str) -> bytes:
+    return (KERNELS / f"{file}.cubin").read_bytes()
+
+
+def launch_arguments(x: int, y: int) -> list[Value | bytes]:
+    return [Value(x), Value(y), struct.pack("i", SIZE), struct.pack("f", 2.0)]
+
+
+def launching_program(
+    grid: tuple[int, int, int] = GRID,
+    arguments: Callable[[int, int], Arguments] = launch_arguments,
+    device: torch.device = DEVICE,
+) -> Program:
+    """Returns a program that launches `scale`, or `scale_unaligned`, from its input to its result."""
+    program, layout = Program(Arena(), DEVICE), Layout([SIZE], [1], torch.float32)
+    x, y = program.add_input(layout), program.add_arena(0, layout)
+    program.add_launch(
+        kernel("scale", device), kernel("scale_unaligned", device), grid, arguments(x, y), ALIGNED
+    )
+    program.set_arena_bytes(4 * SIZE)
+    program.set_outputs([])
+    return program
+
+
+def mark(text: str) -> None:
+    """Writes a line into the log; keeps the GIL."""
+    C.fake_cuda_mark(text.encode())
+
+
+def run(program: Program, x: Tensor) -> None:
+    mark("begin")
+    program.run([x], [], True)
+    mark("end")
+
+
+def aligned_and_unaligned() -> None:
+    """Launches `scale`, then `scale_unaligned` three times."""
+    program, block = launching_program(), torch.ones(2 * SIZE, device=DEVICE)
+    for offset in (0, 1, 2, 3):
+        run(program, block[offset : offset + SIZE])
+
+
+def empty_grids() -> None:
+    for grid in ((0, 1, 1), (2, 0, 1), (2, 1, 0)):
+        run(launching_program(grid), torch.ones(SIZE, device=DEVICE))
+
+
+def other_current_device() -> None:
+    """The launch goes to the current stream of the kernel's device, which is not the current device."""
+    stream = torch.cuda.Stream(DEVICE)
+    with torch.cuda.stream(stream), torch.cuda.device(OTHER_DEVICE):
+        run(launching_program(), torch.ones(SIZE, device=DEVICE))
+
+
+def expect_errors(cases: Sequence[tuple[type[Exception], str, Callable[[], object]]]) -> None:
+    """Calls each function, and compares the error with its kind and pattern."""
+    for kind, pattern, call in cases:
+        with pytest.raises(kind, match=pattern):
+            call()
+
+
+def wrong_launches() -> None:
+    """Each error says what was received."""
+
+    def add(*arguments: object) -> Callable[[], object]:
+        """Each argument is "x" or "y" for a tensor, or itself."""
+
+        def convert(x: int, y: int) -> list[Any]:
+            return [Value({"x": x, "y": y}[a]) if isinstance(a, str) else a for a in arguments]
+
+        return lambda: launching_program(arguments=convert)
+
+    def run_on_other_device() -> None:
+        launching_program(device=OTHER_DEVICE).run([torch.ones(SIZE, device=DEVICE)], [], True)
+
+    def add_kernels_of_two_devices() -> None:
+        kernels = kernel("scale"), kernel("scale", OTHER_DEVICE)
+        Program(Arena(), DEVICE).add_launch(*kernels, GRID, [], ALIGNED)
+
+    of_grid = "of the grid of kernel scale must be between 0 and"
+    expect_errors(
+        [
+            (ValueError, f"dimension 1 {of_grid} 65535, got 65536", lambda: launching_program((1, 65536, 1))),
+            (ValueError, f"dimension 2 {of_grid} 65535, got -1", lambda: launching_program((1, 1, -1))),
+            (
+                ValueError,
+                f"dimension 0 {of_grid} {MAX}, got {MAX + 1}",
+                lambda: launching_program((MAX + 1, 1, 1)),
+            ),
+            (ValueError, "scale takes 6 parameters, got 3 and 2 scratch pointers", add("x", "y", bytes(4))),
+            (
+                ValueError,
+                "parameter 2 of kernel scale has 4 bytes, got a number of 8",
+                add("x", "y", bytes(8), "x"),
+            ),
+            (
+                ValueError,
+                "parameter 3 of kernel scale has 4 bytes, got a tensor of 8",
+                add("x", "y", bytes(4), "x"),
+            ),
+            (
+                ValueError,
+                "argument 2 of kernel scale must be a Value or bytes, got 64",
+                add("x", "y", 64, "x"),
+            ),
+            (
+                RuntimeError,
+                "argument 0 of kernel scale is on cuda:1, but the kernel on cuda:2",
+                run_on_other_device,
+            ),
+            (ValueError, "must be on one device, got cuda:1 and cuda:2", add_kernels_of_two_devices),
+        ]
+    )
+
+
+def wrong_kernels() -> None:
+    """Each error says what was received."""
+
+    def load(**changes: Any) -> Callable[[], object]:
+        return lambda: kernel("scale", **changes)
+
+    def launch_with_half_the_threads() -> None:
+        program, other = launching_program(), kernel("scale", num_threads=64)
+        program.add_launch(other, other, GRID, launch_arguments(0, 1), ALIGNED)
+        program.run([torch.ones(SIZE, device=DEVICE)], [], True)
+
+    complete = image("scale")
+    damaged = [b"", complete[:50], complete[:-1], b"\0" + complete[1:]]
+    unknown = r"loading kernel {} \(128 threads, 1 CTAs per cluster, 0 bytes of shared memory\) on cuda:1"
+    launch = r"launching kernel scale \(64 threads, 1 CTAs .*\) on cuda:1 with grid \(2, 1, 1\)"
+    expect_errors(
+        [
+            *((RuntimeError, f"its {len(d)} bytes are no complete cubin", load(image=d)) for d in damaged),
+            *((RuntimeError, unknown.format(n), load(name=n)) for n in ("scale_", "unknown")),
+            (RuntimeError, "its registers allow at most 1024 threads", load(num_threads=2048)),
+            (RuntimeError, r"loading kernel scale \(.* 1000000 bytes of shared", load(shared_bytes=1000000)),
+            (ValueError, "needs a thread, .* got 0 threads, 1 CTAs and 0 bytes", load(num_threads=0)),
+            (RuntimeError, launch, launch_with_half_the_threads),
+        ]
+    )
+    kernel("scale", shared_bytes=100000)
+    kernel("scale")
+
+
+def checks_wait_for_the_end_of_a_capture() -> None:
+    """A check is not called while its step is captured, nor by a replay, but by the next execution."""
+    found: list[float] = []
+    program, x = launching_program(), torch.ones(SIZE, device=DEVICE)
+    program.add_check(
+        lambda inputs, outputs: found.append(inputs[0].sum().item()) is None, [Value(0)], [Value(1)]
+    )
+    program.set_outputs([])
+    stream, graph, executable = torch.cuda.Stream(DEVICE), ctypes.c_void_p(), ctypes.c_void_p()
+    handle, relaxed = ctypes.c_void_p(stream.cuda_stream), 2
+    with torch.cuda.stream(stream):
+        assert C.cudaStreamBeginCapture(handle, relaxed) == 0
+        program.run([x], [], True)
+        assert C.cudaStreamEndCapture(handle, ctypes.byref(graph)) == 0
+        assert C.cudaGraphInstantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong()) == 0
+        mark("begin")
+        assert C.cudaGraphLaunch(executable, handle) == 0
+        mark("end")
+    assert found == []
+    for _ in range(2):
+        program.run([x], [], True)
+    assert found == [SIZE]
+
+
+def results() -> None:
+    """Runs the kernels on aligned and unaligned input."""
+    from tests.fake_cuda import interpreter, launched_kernels
+
+    signature = (("x", "*fp32"), ("y", "*fp32"), ("count", "i32"), ("factor", "fp32"))
+    for name in ("scale", "scale_unaligned"):
+        interpreter.register(image(name), getattr(launched_kernels, name), signature, {"SIZE": BLOCK})
+    program, layout = Program(Arena(), DEVICE), Layout([SIZE], [1], torch.float32)
+    x, y = program.add_input(layout), program.add_fresh(layout)
+    program.add_allocate(y, ActiveRuns.ALWAYS)
+    program.add_launch(kernel("scale"), kernel("scale_unaligned"), GRID, launch_arguments(x, y), ALIGNED)
+    program.set_outputs([y])
+    block = torch.arange(SIZE + 1.0)
+    for given in (block[:-1], block[1:]):
+        on_device = block.to(DEVICE)[given.storage_offset() :][:SIZE]
+        mark("begin")
+        (output,), _ = program.run([on_device], [], True)
+        mark("end")
+        assert torch.equal(output.cpu(), 2 * given)
+
+
+class LaunchingProgram(Program):
+    """A program whose last step launches a kernel that reads and writes its first output."""
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        super().__init__(arena, device)
+        self._kernels = kernel("scale", device), kernel("scale_unaligned", device)
+
+    def set_outputs(self, outputs: Sequence[int]) -> None:
+        if outputs:
+            self.add_launch(*self._kernels, GRID, launch_arguments(outputs[0], outputs[0]), ALIGNED)
+        super().set_outputs(list(outputs))
+
+
+def replays_launch_while_the_gil_is_held() -> None:
+    """Marks when another thread holds the GIL, around forwards and backwards in turn."""
+    program_module.NativeProgram = LaunchingProgram  # type: ignore[attr-defined]
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+    pipe = GPipe(model, [2, 2], devices=[DEVICE, OTHER_DEVICE], chunks=CHUNKS, checkpoint="never")
+    x = torch.randn(4 * CHUNKS, 8, device=DEVICE)
+    forward, backward = native_calls(pipe, x)
+    for _ in range(4):
+        backward(forward())()
+    for _ in range(ATTEMPTS):
+        output = call_while_gil_is_held(forward)
+        call_while_gil_is_held(backward(output))
+    (report,) = pipeline_of(pipe).graph_reports()
+    assert report.obstacle == ""
+    assert report.replays >= ATTEMPTS
+
+
+def call_while_gil_is_held(call: Callable[[], Any]) -> Any:
+    """Marks in the log when another thread has acquired the GIL, and when it is about to release it."""
+    go = threading.Lock()
+    go.acquire()
+
+    def hold() -> None:
+        go.acquire()
+        mark("begin")
+        C.usleep(200_000)
+        mark("end")
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    with no_thread_switches():
+        go.release()
+        C.usleep(5000)  # until the holder waits only for the GIL, which only `call` releases
+        result = call()
+    holder.join()
+    return result
+
+
+def main() -> None:
+    operators, _, *cases = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.set_num_threads(1)
+    for case in cases:
+        mark(case)
+        globals()[case]()
+        print(case)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Hoisted casts of parameters: the same bits, one cast per run of a stage, and no memory in between."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from bench.models.gpt import Block
+from gpipe_fast import GPipe
+from gpipe_fast._extension import Arena, Layout, Program
+from gpipe_fast.fuse.casts import hoist_parameter_casts
+from gpipe_fast.lower.alias import source_of
+from gpipe_fast.lower.split import split
+from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph
+from tests.internals import with_hoisted_casts
+from tests.stages import Runner, Values, input_values, saved, trace_joint, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+aten = torch.ops.aten
+BF16 = torch.bfloat16
+FRACTIONS = (0.0, 0.5, 1.0)
+
+
+class Tied(nn.Module):
+    """Reads a weight three times: twice cast, the second time transposed, and once as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.linear(x, self.weight)
+        h = nn.functional.linear(h.relu(), self.weight.t())
+        return h * self.weight.sum()
+
+
+class Chunked(nn.Module):
+    """Casts the thirds of a weight, as attention with one input projection does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (nn.functional.linear(x, part) for part in self.weight.chunk(3))
+        return q * k + v
+
+
+class Part(nn.Module):
+    """Casts a part of each of two weights: some rows, and some columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Parameter(torch.randn(12, 8)), nn.Parameter(torch.randn(8, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, self.rows[4:])
+        return nn.functional.linear(x, self.columns[:, :8])
+
+
+class Returned(nn.Module):
+    """Returns a cast parameter, and a parameter cast to two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.other.bfloat16() + self.other.double(), self.weight.bfloat16()
+
+
+def frozen() -> list[nn.Module]:
+    layers = [nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)]
+    layers[0].requires_grad_(False)
+    return layers
+
+
+STAGES: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Tensor]]] = {
+    "block": (lambda: [Block(8, 2)], lambda: torch.randn(2, 5, 8)),
+    "convolution": (lambda: [nn.Conv2d(3, 4, 3), nn.ReLU()], lambda: torch.randn(2, 3, 6, 6)),
+    "tied": (lambda: [Tied(), nn.Tanh()], lambda: torch.randn(4, 8)),
+    "chunked": (lambda: [Chunked()], lambda: torch.randn(4, 8)),
+    "part": (lambda: [Part()], lambda: torch.randn(4, 8)),
+    "returned": (lambda: [Returned()], lambda: torch.randn(4, 8)),
+    "frozen": (frozen, lambda: torch.randn(4, 8)),
+}
+
+
+def trace(name: str) -> tuple[list[nn.Module], JointGraph, Tensor]:
+    torch.manual_seed(0)
+    make_layers, make_input = STAGES[name]
+    layers, x = make_layers(), make_input().requires_grad_()
+    with torch.autocast("cpu", BF16, cache_enabled=False):
+        return layers, trace_joint(layers, x), x
+
+
+def casts_of_parameters(joint: JointGraph) -> int:
+    parameters = {node for port, node in joint.inputs if port.role is GraphRole.PARAMETER}
+    casts = [n for n in joint.module.graph.nodes if n.target is aten._to_copy.default]
+    return sum(source_of(n.all_input_nodes[0]).base in parameters for n in casts)
+
+
+def hoisted(joint: JointGraph) -> list[str]:
+    return [str(port) for port, _ in joint.inputs if port.role is GraphRole.PARAMETER_CAST]
+
+
+def microbatches(layers: Sequence[nn.Module], joint: JointGraph, x: Tensor, fraction: float) -> list[Values]:
+    """Returns the results of two micro-batches, with the gradients of parameters summed over both."""
+    parts = split(joint, fraction)
+    assert parts.backward is not None
+    arena = Arena()
+    forward, backward = (Runner(g, layers, arena=arena) for g in (parts.forward_saving, parts.backward))
+    results = []
+    for first, scale in ((True, 1.0), (False, -0.5)):
+        values = input_values(layers, joint, x * scale, seed=int(first))
+        outputs = forward(values)
+        gradients = backward(values | saved(outputs), first)
+        outputs = {port: value for port, value in outputs.items() if port.role is not GraphRole.SAVED}
+        results.append({port: value.clone() for port, value in (outputs | gradients).items()})
+    return results
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("name", STAGES)
+def test_hoisted_casts_keep_the_bits(name: str, fraction: float) -> None:
+    layers, joint, x = trace(name)
+    expected = microbatches(layers, joint, x, fraction)
+    found = microbatches(layers, hoist_parameter_casts(joint), x, fraction)
+    for ours, plain in zip(found, expected, strict=True):
+        assert unequal(ours, plain) == []
+
+
+RETURNED = ((1, "bfloat16"), (1, "float64"), (0, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("block", [f"parameter_cast[{i}] to bfloat16" for i in (5, 4, 7, 6, 9, 8, 11, 10)]),
+        ("tied", ["parameter_cast[0] to bfloat16"]),
+        ("chunked", ["parameter_cast[0] to bfloat16"]),
+        ("part", []),
+        (
+            "returned",
+            [f"parameter_cast[{i}] to {d}" for i, d in ((1, "bfloat16"), (1, "float64"), (0, "bfloat16"))],
+        ),
+        ("frozen", [f"parameter_cast[{i}] to bfloat16" for i in (1, 0, 3, 2)]),
+    ],
+)
+def test_the_casts_of_whole_parameters_are_hoisted(name: str, expected: list[str]) -> None:
+    _, joint, _ = trace(name)
+    found = hoist_parameter_casts(joint)
+    assert hoisted(found) == expected
+    assert casts_of_parameters(found) == (2 if name == "part" else 0)
+    assert (found is joint) == (not expected)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_cast_weights_are_not_saved(fraction: float) -> None:
+    _, joint, _ = trace("block")
+    before, after = (split(j, fraction).saved for j in (joint, hoist_parameter_casts(joint)))
+    weights = {(24, 8), (8, 8), (32, 8), (8, 32)}
+    assert weights <= {s.shape for s in before}
+    assert weights.isdisjoint(s.shape for s in after)
+
+
+def test_a_returned_cast_is_a_copy() -> None:
+    layers, joint, x = trace("returned")
+    runner = Runner(split(hoist_parameter_casts(joint), 0.0).forward, layers)
+    values = input_values(layers, joint, x)
+    port = GraphPort(GraphRole.OUTPUT, 1)
+    first = runner(values)[port]
+    expected = first.clone()
+    first.zero_()
+    assert torch.equal(runner(values)[port], expected)
+
+
+def test_a_program_refuses_a_parameter_of_another_shape() -> None:
+    program = Program(Arena(), torch.device("cpu"))
+    program.add_parameter_cast(0, Layout([2, 3], [3, 1], BF16))
+    program.bind([torch.ones(2, 3)])
+    with pytest.raises(
+        RuntimeError, match=r"the cast of parameter 0 was lowered as BFloat16\[2, 3\], got \[3, 2\]"
+    ):
+        program.bind([torch.ones(3, 2)])
+
+
+# Pipelines
+
+
+class Branching(nn.Module):
+    """Branches on values, so that its stage has three segments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if x.sum() > 0 else x.sigmoid()
+
+
+def gpt_like() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Block(8, 2), nn.Linear(8, 8))
+
+
+def tied_stages() -> nn.Sequential:
+    """Ties weights within a stage, and between the stages."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    layers[1].weight = layers[4].weight = layers[0].weight
+    return nn.Sequential(*layers)
+
+
+def in_segments() -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Linear(8, 8)
+    last = nn.Linear(8, 8)
+    last.weight = first.weight
+    return nn.Sequential(nn.Sequential(first, nn.GELU()), Branching(), last, nn.Linear(8, 8))
+
+
+class Trainer:
+    """A pipeline under autocast, with or without hoisted casts."""
+
+    def __init__(self, model: nn.Sequential, balance: Sequence[int], checkpoint: str) -> None:
+        self.model = model
+        devices = ["cpu"] * len(balance)
+        self.pipeline = GPipe(model, list(balance), devices=devices, chunks=4, checkpoint=checkpoint)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16, cache_enabled=False):
+            y: Tensor = self.pipeline(x)
+            return y
+
+    def step(self, x: Tensor, gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Trains one step, and returns the output and the gradients."""
+        y = self.forward(x)
+        y.backward(gradient(y))
+        found = [y.detach().clone()]
+        found += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found
+
+
+def plain_gradient(y: Tensor) -> Tensor:
+    return y.detach() / y.numel()
+
+
+def transposed(y: Tensor) -> Tensor:
+    """Returns a gradient in another layout, for which a fallback segment runs at first."""
+    return plain_gradient(y).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def batch(size: int) -> Tensor:
+    return torch.randn(size, 5, 8, generator=torch.Generator().manual_seed(size))
+
+
+# Samples, and the gradient of the output. With 7 samples the last of four micro-batches is smaller.
+STEPS = ((7, plain_gradient), (8, plain_gradient), (8, transposed))
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in Python")
+@pytest.mark.parametrize(
+    ("model", "balance", "checkpoint"),
+    [(gpt_like, (2, 1), "except_last"), (tied_stages, (3, 3), "never"), (in_segments, (4,), "always")],
+    ids=["gpt", "tied", "segments"],
+)
+def test_pipelines_keep_the_bits(
+    model: Callable[[], nn.Sequential], balance: tuple[int, ...], checkpoint: str
+) -> None:
+    def train() -> list[list[Tensor]]:
+        trainer = Trainer(model(), balance, checkpoint)
+        return [trainer.step(batch(size), gradient) for size, gradient in STEPS]
+
+    expected = train()
+    with with_hoisted_casts():
+        found = train()
+    for step, (ours, plain) in enumerate(zip(found, expected, strict=True)):
+        assert len(ours) == len(plain)
+        assert all(map(torch.equal, ours, plain)), step
+
+
+def count_casts(run: Callable[[], object]) -> tuple[int, int]:
+    """Returns how often parameters are cast together, and how often one weight is copied."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        run()
+    names = Counter(event.name for event in recorded.events())
+    shapes = Counter(str(e.input_shapes[0]) for e in recorded.events() if e.name == "aten::copy_")
+    return names["aten::_foreach_copy_"], shapes[str([24, 8])]
+
+
+@pytest.mark.parametrize("hoist", [True, False])
+def test_a_stage_casts_once_per_forward_and_once_per_backward(hoist: bool) -> None:
+    with with_hoisted_casts(hoist):
+        trainer = Trainer(gpt_like(), (2, 1), "always")
+        for _ in range(2):
+            outputs: list[Tensor] = []
+            x = batch(8)
+            forward = count_casts(lambda: outputs.append(trainer.forward(x)))  # noqa: B023
+            backward = count_casts(outputs[0].sum().backward)
+        # On the CPU, casts together are computed one by one. The last micro-batch accumulates four gradients.
+        assert forward == ((2, 1) if hoist else (0, 4))
+        assert backward == ((2, 1 + 4) if hoist else (0, 4 + 4))
