@@ -26,6 +26,8 @@ from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.call_settings import CallSettings
 from gpipe_fast.container import Container
 from gpipe_fast.devices import Device
+from gpipe_fast.fuse import left_out
+from gpipe_fast.fuse.availability import fuses_by_default
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
@@ -87,6 +89,11 @@ class GPipe(CallSettings, Container):
             ``'aten'`` raises an error for such layers. ``'eager'`` runs all layers in Python.
         capture: Replay mini-batches that run on GPUs only as CUDA graphs, from the third one of a shape on;
             ``doctor()`` reports what cannot be captured. It has no effect on CPU stages.
+        fuse: Let stages on GPUs of compute capability 8.0 or higher replace operators that are limited by
+            memory traffic by fused Triton kernels (norms, activations, dropout, losses), which are launched
+            without Python. Results then differ from the plain loop's by rounding. It has no effect on CPU
+            stages, and under ``torch.use_deterministic_algorithms(True)``. None: True, or False if the
+            environment variable ``GPIPE_FAST_FUSE`` is 0.
         transport: How boundary tensors move between stages on GPUs. ``'auto'`` passes them on by reference
             within a device, copies them between devices with peer access, and otherwise through pinned host
             memory. ``'peer'`` and ``'pinned'`` force one kind of copy, also within a device.
@@ -103,6 +110,7 @@ class GPipe(CallSettings, Container):
         backend: As passed.
         grad_dtype: As passed.
         transport: As passed.
+        fuse: Whether stages on GPUs use fused kernels.
     """
 
     def __init__(
@@ -119,6 +127,7 @@ class GPipe(CallSettings, Container):
         backend: str = "auto",
         capture: bool = True,
         transport: str = "auto",
+        fuse: bool | None = None,
     ) -> None:
         super().__init__()
         # Check in torchgpipe's order, then our own arguments; the module is unchanged until all checks pass.
@@ -136,6 +145,7 @@ class GPipe(CallSettings, Container):
         self.backend = checked_backend(backend)
         self.grad_dtype = checked_grad_dtype(grad_dtype)
         self.transport = checked_transport(transport)
+        self.fuse = fuses_by_default() if fuse is None else bool(fuse)
         self._connections = connections_of(self._balance, self._devices, skips_of(module), self.transport)
         self.threads_per_stage = None
         self._capture = bool(capture)
@@ -158,7 +168,12 @@ class GPipe(CallSettings, Container):
         verify_skippables(self)
         self._layers = list(self)
         self._stages = stages_of(
-            self._layers, self._balance, self._devices, self._deferred_batch_norm, self.grad_dtype
+            self._layers,
+            self._balance,
+            self._devices,
+            self._deferred_batch_norm,
+            self.grad_dtype,
+            self.fuse,
         )
         self._connections = connections_of(
             self._balance, self._devices, skips_of(self._layers), self.transport
@@ -245,20 +260,20 @@ class GPipe(CallSettings, Container):
             plan = without_observers(self._plan, inputs, global_hook()) if observed else self._plan(inputs)
             parameters, buffers, pipeline = self._state.parameters, self._state.buffers, self._pipeline
         module_warnings = self._planner.module_warnings.pending
-        if module_warnings:
+        if module_warnings or left_out.pending:
             self._emit_warnings()
         # A plan without random operators does not advance PyTorch's generator.
         key = MinibatchKey() if plan.draws is None else minibatch_key() if plan.draws else 0
         outputs, structure = pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
-        if module_warnings:
+        if module_warnings or left_out.pending:
             self._emit_warnings()
         return outputs[0] if structure is ONE_TENSOR else structure.build_unaliased(outputs)
 
     def _emit_warnings(self) -> None:
-        """Emits the planner's pending warnings, each once."""
-        pending = self._planner.module_warnings.pending
-        while pending:
-            warnings.warn(pending.pop(0), stacklevel=6)
+        """Emits the planner's pending warnings and those about fused kernels, each once."""
+        for pending in (self._planner.module_warnings.pending, left_out.pending):
+            while pending:
+                warnings.warn(pending.pop(0), stacklevel=6)
 
     def _plan(self, inputs: Inputs, hook: str | None = None) -> PlannedCall:
         """Returns the plan for these inputs and the present layers, under this global module hook if any."""

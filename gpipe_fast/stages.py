@@ -16,7 +16,7 @@ from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.balance.partition import balance_by_cost
 from gpipe_fast.devices import Device, checked_devices
 from gpipe_fast.layers.skip import skips_of
-from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.runtime.stage import Stage, StageOptions
 
 
 def resolve_devices(devices: Iterable[Device] | None) -> list[torch.device] | None:
@@ -76,6 +76,7 @@ def stages_of(
     devices: Sequence[torch.device],
     deferred: bool,
     grad_dtype: torch.dtype | None,
+    fuse: bool,
 ) -> list[Stage]:
     """Returns a stage for each partition.
 
@@ -85,11 +86,13 @@ def stages_of(
         devices: the device of each partition.
         deferred: whether running statistics of batch norm are updated once per mini-batch.
         grad_dtype: the dtype in which gradients are accumulated; None for the parameter's own.
+        fuse: whether stages on GPUs use fused kernels.
     """
     stages: list[Stage] = []
     skips = skips_of(layers)
     first = 0
     for own, device in zip(partitions_of(layers, balance), devices, strict=True):
-        stages.append(Stage(own, first, device, skips=skips, deferred=deferred, grad_dtype=grad_dtype))
+        options = StageOptions(deferred, grad_dtype, fuse)
+        stages.append(Stage(own, first, device, skips=skips, options=options))
         first += len(own)
     return stages

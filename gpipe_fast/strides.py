@@ -1,4 +1,4 @@
-"""Strides: how many elements of memory a strided tensor spans."""
+"""Strides: the memory of strided tensors, and whether two tensors in the same memory overlap."""
 
 from __future__ import annotations
 
@@ -15,3 +15,47 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Returns whether elements of a tensor may be the same memory."""
+    covered = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride < covered:
+                return 0 not in shape
+            covered += (size - 1) * stride
+    return False
+
+
+def may_overlap(
+    a: tuple[Sequence[int], Sequence[int], int], b: tuple[Sequence[int], Sequence[int], int]
+) -> bool:
+    """Returns whether two tensors in the same memory may have an element in common.
+
+    Exact for tensors with equal shapes and strides, such as two columns of a matrix::
+
+        shape (2, 2), strides (4, 1), offsets 0 and 2:  a a b b a a b b
+
+    Args:
+        a: a tensor's shape, strides and first element; the strides are not negative.
+        b: the other tensor's.
+    """
+    spans = [span(shape, strides) for shape, strides, _ in (a, b)]
+    if 0 in spans or a[2] + spans[0] <= b[2] or b[2] + spans[1] <= a[2]:
+        return False
+    dims = sorted(zip(a[1], a[0], strict=True), reverse=True)
+    return a[:2] != b[:2] or _is_combination(b[2] - a[2], [(st, si) for st, si in dims if si > 1])
+
+
+def _is_combination(distance: int, dims: Sequence[tuple[int, int]]) -> bool:
+    """Returns whether a distance is a sum of strides, each fewer times than its size, in either direction."""
+    if not dims:
+        return distance == 0
+    (stride, size), *rest = dims
+    reach = sum(st * (si - 1) for st, si in rest)
+    if stride == 0:
+        return abs(distance) <= reach
+    least, most = -((reach - distance) // stride), (distance + reach) // stride
+    steps = range(max(least, 1 - size), min(most, size - 1) + 1)
+    return any(_is_combination(distance - step * stride, rest) for step in steps)

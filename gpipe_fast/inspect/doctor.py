@@ -11,6 +11,7 @@ import torch
 from gpipe_fast._extension import GraphReport, build_info
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.inspect.architectures import describe_code
+from gpipe_fast.inspect.fused import fused_lines
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.runtime.connections import describe_connections
 
@@ -21,7 +22,8 @@ def doctor(model: GPipe | None = None) -> str:
     The machine's part lists the versions of torch, CUDA and the driver, the GPU architectures of the
     extension, the devices with their memory, and which GPUs have peer access. The model's part lists the
     devices of its stages, the layers that run in Python with the reason, and the transport between stages;
-    after the first call also the sizes of boundary tensors, captured CUDA graphs, and avoidable costs.
+    after the first call also the sizes of boundary tensors, captured CUDA graphs, fused kernels,
+    and avoidable costs.
 
     Args:
         model: by default, the report has only the machine's part.
@@ -42,7 +44,8 @@ def doctor(model: GPipe | None = None) -> str:
             ("transport", _transport(model)),
             ("CUDA graphs", graph_lines(model)),
         ]
-        costs = model._planner.module_warnings.costs
+        fused, costs = fused_lines(model), model._planner.module_warnings.costs
+        sections += [("fused kernels", fused)] if fused else []
         sections += [("avoidable costs", costs)] if costs else []
     return "\n\n".join(_section(*section) for section in sections)
 

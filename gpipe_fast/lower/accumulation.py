@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.bitwise_addmm import addmm_is_bitwise_equal
-from gpipe_fast.lower.program import Accumulate, AccumulateAll
+from gpipe_fast.lower.steps import Accumulate, AccumulateAll
 
 # Gradients of more bytes are added as soon as they are computed: their launch overhead is negligible.
 MAX_COALESCED_GRADIENT_BYTES = 1 << 20

@@ -87,3 +87,28 @@ def count_reads(user: fx.Node, node: fx.Node) -> int:
 
     fx.map_arg((user.args, user.kwargs), look)
     return found
+
+
+def is_read_once(base: fx.Node, reader: fx.Node) -> bool:
+    """Returns whether only one argument of one node reads a value, possibly through views."""
+    reads, pending, seen = 0, [base], {base}
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user is reader:
+                reads += count_reads(user, node)
+            elif source_of(user).base is not base:
+                return False
+            elif user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return reads == 1
+
+
+def getitem_nodes(node: fx.Node, count: int) -> list[fx.Node | None]:
+    """Returns the nodes that select each of a node's ``count`` results; None for an unused result."""
+    found: list[fx.Node | None] = [None] * count
+    for user in node.users:
+        if user.target is operator.getitem and isinstance(user.args[1], int):
+            found[user.args[1]] = user
+    return found

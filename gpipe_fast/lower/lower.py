@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,25 +24,21 @@ from torch import Tensor, fx
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import AccumulationPolicy, PendingAccumulations
-from gpipe_fast.lower.alias import Source, source_of
+from gpipe_fast.lower.alias import Source, getitem_nodes, is_read_once, source_of
 from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
+from gpipe_fast.lower.launch import KernelLaunch, changed_input, is_launch
 from gpipe_fast.lower.operators import OperatorCall, functional_call, out_call
 from gpipe_fast.lower.placement import parts, plan_memory
-from gpipe_fast.lower.program import (
-    Accumulate,
-    AdoptAsAccumulator,
-    Allocate,
-    Call,
-    ProgramIR,
-    Ref,
-    StorageKind,
-    Value,
-)
+from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
+from gpipe_fast.lower.steps import Accumulate, AdoptAsAccumulator, Allocate, Call, Check, Launch, Ref
 from gpipe_fast.trace.trace import GraphRole
 from gpipe_fast.trace.traceability import layer_of
 
 aten = torch.ops.aten
+
+# The memory of these values outlives a run.
+_LONG_LIVED = (StorageKind.PARAMETER, StorageKind.PARAMETER_CAST, StorageKind.CONSTANT)
 
 _DEFAULT_ACCUMULATION = AccumulationPolicy()
 
@@ -130,6 +126,10 @@ class _Lowering:
                 self.index[node] = self._add(
                     str(port), StorageKind.PARAMETER, node.meta["val"], index=port.index
                 )
+            elif port.role is GraphRole.PARAMETER_CAST:
+                self.index[node] = self._add(
+                    str(port), StorageKind.PARAMETER_CAST, node.meta["val"], index=port.index
+                )
             else:
                 saved = int(port.role is GraphRole.SAVED)
                 self.index[node] = self._add(str(port), StorageKind.INPUT, node.meta["val"], index=saved)
@@ -170,25 +170,65 @@ class _Lowering:
         if gradient is not None:
             self._add_direct_gradient(node, gradient)
             return
-        metas = node.meta["val"]
-        many = isinstance(metas, (list, tuple))
-        bases = self._getitem_nodes(node, len(metas)) if many else [node]
+        if is_launch(node):
+            self._add_launch(node)
+            return
+        values = node.meta["val"]
+        bases = getitem_nodes(node, len(values)) if isinstance(values, (list, tuple)) else [node]
         call = None if self.unoptimized else out_call(node)
         if call is None:
             call = functional_call(node)
             slots = [None if b is None else self._add_base(b, StorageKind.RESULT) for b in bases]
             self._append(call, tuple(slots), node)
             return
+        self._append(call, self._add_outputs(node, bases), node)
+
+    def _add_launch(self, node: fx.Node) -> None:
+        launch, arguments, check, checked, earlier = node.args
+        assert isinstance(launch, KernelLaunch)
+        assert isinstance(arguments, (list, tuple))
+        bases = getitem_nodes(node, len(launch.outputs))
+        given = [self._argument(a) for a in arguments]
+        results = self._add_outputs(node, bases)
+        for position, result in zip(launch.outputs, results, strict=True):
+            initial = given[position]
+            if isinstance(initial, Ref) and initial.value != result:
+                self.program.steps.append(_copy(result, initial.value, ActiveRuns.ALWAYS))
+            given[position] = Ref(result)
+        self.program.steps.append(Launch(launch, tuple(given), ActiveRuns.ALWAYS, layer_of(node)))
+        if check is not None:
+            inputs, before = ([r.value for r in self._argument(nodes)] for nodes in (checked, earlier))
+            self.program.steps.append(Check(check, tuple(inputs), (*before, *results)))
+
+    def _add_outputs(self, node: fx.Node, bases: Sequence[fx.Node | None]) -> list[int]:
+        """Returns the values of an operator's outputs; allocates those that the program returns."""
         outs = []
         for position, base in enumerate(bases):
             if base is None:  # an unused result, which the kernel writes nevertheless
-                outs.append(self._add(f"{node.name}_{position}", StorageKind.ARENA, metas[position]))
+                unused = node.meta["val"][position]
+                outs.append(self._add(f"{node.name}_{position}", StorageKind.ARENA, unused))
+                continue
+            is_returned = base in self.returned_bases
+            changed = None if is_returned else self._changed_in_place(node, position)
+            if changed is not None:
+                outs.append(changed)
+                self.index[base] = changed
             else:
-                is_returned = base in self.returned_bases
                 outs.append(self._add_base(base, StorageKind.FRESH if is_returned else StorageKind.ARENA))
                 if is_returned:
                     self.program.steps.append(Allocate(outs[-1], ActiveRuns.ALWAYS))
-        self._append(call, outs, node)
+        return outs
+
+    def _changed_in_place(self, node: fx.Node, position: int) -> int | None:
+        """Returns the value that a kernel changes itself, not a copy, because only this kernel reads it."""
+        initial = changed_input(node, position)
+        if initial is None or not is_read_once(self.sources[initial].base, node):
+            return None
+        (source, offset), like = self.sources[initial], initial.meta["val"]
+        value = self.program.values[self.index[source]]
+        whole = (offset, value.sizes, value.strides) == (0, tuple(like.shape), tuple(like.stride()))
+        owned = value.storage in (StorageKind.ARENA, StorageKind.RESULT)
+        return self.index[source] if whole and owned else None
 
     def _returns_only_views(self, node: fx.Node) -> bool:
         # For split and unbind each getitem is a view of the argument, so the call itself is not needed.
@@ -196,14 +236,6 @@ class _Lowering:
         return bool(users) and all(
             u.target is operator.getitem and self.sources[u].base is not u for u in users
         )
-
-    @staticmethod
-    def _getitem_nodes(node: fx.Node, count: int) -> list[fx.Node | None]:
-        found: list[fx.Node | None] = [None] * count
-        for user in node.users:
-            if user.target is operator.getitem and isinstance(user.args[1], int):
-                found[user.args[1]] = user
-        return found
 
     def _add_base(self, base: fx.Node, storage: StorageKind) -> int:
         value = base.meta.get("val")
@@ -240,9 +272,7 @@ class _Lowering:
         value = self._value(node)
         source = self.program.values[self.index[base]]
         # A result must not alias memory that a later step or the user changes in place.
-        changes = source.storage in (StorageKind.PARAMETER, StorageKind.CONSTANT) or _is_buffer(
-            base, self.graph
-        )
+        changes = source.storage in _LONG_LIVED or _is_buffer(base, self.graph)
         shared = source.storage is StorageKind.INPUT and role is GraphRole.BUFFER
         if (changes or shared) and not self.unoptimized:
             return self._add_copy(f"{node.name}_copy", value, node.meta["val"])

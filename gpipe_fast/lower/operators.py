@@ -48,14 +48,14 @@ def functional_call(node: fx.Node) -> OperatorCall:
     """Returns the call of the functional variant, as in the graph."""
     op = node.target
     assert isinstance(op, OpOverload)
-    return OperatorCall(op, _schema_order_arguments(op, node), None)
+    return OperatorCall(op, schema_order_arguments(op, node), None)
 
 
 def out_call(node: fx.Node) -> OperatorCall | None:
     """Returns a bitwise equal call of the out variant, or None if there is no faithful out variant."""
     op = node.target
     assert isinstance(op, OpOverload)
-    arguments = _schema_order_arguments(op, node)
+    arguments = schema_order_arguments(op, node)
     if op in (aten.clone.default, aten._to_copy.default):
         return OperatorCall(aten.copy_.default, (None, arguments[0], False), (0,))
     if op is aten.relu.default:  # relu's kernel is clamp_min at zero
@@ -68,7 +68,8 @@ def out_call(node: fx.Node) -> OperatorCall | None:
     return OperatorCall(out, (*arguments, *[None] * num_outs), out_positions)
 
 
-def _schema_order_arguments(op: OpOverload[Any, Any], node: fx.Node) -> tuple[Any, ...]:
+def schema_order_arguments(op: OpOverload[Any, Any], node: fx.Node) -> tuple[Any, ...]:
+    """Returns a node's arguments in the order of its operator's schema, with defaults filled in."""
     given = dict(zip((a.name for a in op._schema.arguments), node.args, strict=False)) | node.kwargs
     return tuple(given.get(a.name, a.default_value) for a in op._schema.arguments)
 

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, LiveRange, assign_offsets
 from gpipe_fast.lower.operators import is_pointwise
-from gpipe_fast.lower.program import (
-    Accumulate,
-    AccumulateAll,
-    AdoptAsAccumulator,
-    Allocate,
-    Call,
-    ProgramIR,
-    Ref,
-    Release,
-    Step,
-    StorageKind,
-    Value,
-    is_written,
-)
+from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
+from gpipe_fast.lower.steps import Call, Release, Step, values_in, values_used, values_written
 from gpipe_fast.strides import span
 from gpipe_fast.trace.trace import GraphRole
 
@@ -33,7 +20,7 @@ def plan_memory(program: ProgramIR, device_type: str) -> None:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, step in enumerate(steps):
-        for used in _values_used(step):
+        for used in values_used(step):
             first.setdefault(base_of[used], position)
             last[base_of[used]] = position
     kept = {base_of[r] for r in program.results}
@@ -67,9 +54,9 @@ def parts(program: ProgramIR) -> tuple[int, int]:
     results = {base_of[r] for r in program.results}
     early, computed = len(steps), 0
     for position, step in enumerate(steps):
-        if early == len(steps) and any(base_of[v] in tangents for v in _values_used(step)):
+        if early == len(steps) and any(base_of[v] in tangents for v in values_used(step)):
             early = position
-        if any(base_of[v] in results for v in _values_written(step)):
+        if any(base_of[v] in results for v in values_written(step)):
             computed = position + 1
     return early, max(early, computed)
 
@@ -79,44 +66,11 @@ def _base_of_each(values: Sequence[Value]) -> list[int]:
     return [v.index if v.storage is StorageKind.VIEW else i for i, v in enumerate(values)]
 
 
-def _values_written(step: Step) -> list[int]:
-    match step:
-        case Call(op, arguments, None):
-            schema = zip(arguments, op._schema.arguments, strict=True)
-            return [r for argument, s in schema if is_written(s) for r in _refs(argument)]
-        case Call(_, _, results):
-            return [r for r in results or () if r is not None]
-        case Allocate(value):
-            return [value]
-        case _:
-            return []
-
-
-def _values_used(step: Step) -> list[int]:
-    match step:
-        case Call(_, arguments, results):
-            return [*_refs(arguments), *(r for r in results or () if r is not None)]
-        case Allocate(value) | Release(value):
-            return [value]
-        case Accumulate(accumulator, value) | AdoptAsAccumulator(accumulator, value):
-            return [accumulator, value]
-        case AccumulateAll(accumulators, values):
-            return [*accumulators, *values]
-
-
-def _refs(argument: Any) -> list[int]:
-    if isinstance(argument, Ref):
-        return [argument.value]
-    if isinstance(argument, (list, tuple)):
-        return [r for a in argument for r in _refs(a)]
-    return []
-
-
 def _reusable_arguments(program: ProgramIR, step: Step, value: int, base_of: list[int]) -> tuple[int, ...]:
     """Returns the arguments of a pointwise call whose memory the call's result may reuse."""
     if not isinstance(step, Call) or step.results is not None or not is_pointwise(step.op):
         return ()
-    refs = [r for r in _refs(step.arguments) if r != value]
+    refs = [r for r in values_in(step.arguments) if r != value]
     own = program.values[value]
     found = []
     for ref in refs:

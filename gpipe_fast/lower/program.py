@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from gpipe_fast._extension import ActiveRuns, Arena, Layout
+from gpipe_fast._extension import ActiveRuns, Arena, Kernel, Layout
 from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast._extension import Value as NativeValue
+from gpipe_fast.lower.launch import KernelLaunch
+from gpipe_fast.lower.steps import (
+    Accumulate,
+    AccumulateAll,
+    AdoptAsAccumulator,
+    Allocate,
+    Call,
+    Check,
+    Launch,
+    Ref,
+    Release,
+    Step,
+    is_written,
+)
 from gpipe_fast.trace.trace import GraphPort
+
+# Loads a launch's kernel: for pointers that are divisible by 16, and for any pointers.
+LoadKernel = Callable[[KernelLaunch], tuple[Kernel, Kernel]]
 
 
 class StorageKind(str, Enum):
@@ -22,6 +38,7 @@ class StorageKind(str, Enum):
 
     INPUT = "input"
     PARAMETER = "parameter"
+    PARAMETER_CAST = "parameter_cast"
     CONSTANT = "constant"
     ACCUMULATOR = "accumulator"
     ARENA = "arena"
@@ -40,9 +57,9 @@ class Value:
         sizes: in elements.
         strides: in elements.
         dtype: the dtype of the elements.
-        index: the index of the parameter or of the accumulator's parameter; the offset in bytes of an arena
-            value; the base of a view; for an input, 1 if its dtype is checked at run time only, because an
-            operator of another program returned it, and else 0.
+        index: the index of the parameter, also of a parameter's cast or accumulator; the offset in bytes of
+            an arena value; the base of a view; for an input, 1 if its dtype is checked at run time only,
+            because an operator of another program returned it, and else 0.
         offset: the offset of a view from its base, in elements.
         constant: the tensor of a constant.
     """
@@ -55,68 +72,6 @@ class Value:
     index: int = 0
     offset: int = 0
     constant: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A value as an argument of a call."""
-
-    value: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """Calls an operator; ``results`` is None if the operator writes its results into arguments."""
-
-    op: OpOverload[Any, Any]
-    arguments: tuple[Any, ...]
-    results: tuple[int | None, ...] | None
-    when: ActiveRuns
-    layer: int | None
-
-
-@dataclass(frozen=True)
-class Allocate:
-    """Allocates a fresh value or an accumulator, uninitialised."""
-
-    value: int
-    when: ActiveRuns
-
-
-@dataclass(frozen=True)
-class Accumulate:
-    """accumulator += value."""
-
-    accumulator: int
-    value: int
-    when: ActiveRuns
-
-
-@dataclass(frozen=True)
-class AccumulateAll:
-    """accumulator += value for several pairs, in unspecified order."""
-
-    accumulators: tuple[int, ...]
-    values: tuple[int, ...]
-    when: ActiveRuns
-
-
-@dataclass(frozen=True)
-class AdoptAsAccumulator:
-    """Adopts a value's tensor as the accumulator, in the first run of a mini-batch."""
-
-    accumulator: int
-    value: int
-
-
-@dataclass(frozen=True)
-class Release:
-    """Releases the memory of a value and its views."""
-
-    value: int
-
-
-Step = Call | Allocate | Accumulate | AccumulateAll | AdoptAsAccumulator | Release
 
 
 @dataclass
@@ -154,6 +109,7 @@ class ProgramIR:
         parameters: Sequence[int] | None = None,
         titles: Sequence[str] = (),
         direct: bool = True,
+        load_kernel: LoadKernel | None = None,
     ) -> NativeProgram:
         """Builds the C++ program. Not thread-safe: programs that share an arena must run one at a time.
 
@@ -164,6 +120,7 @@ class ProgramIR:
                 run time; by default the two indices are equal.
             titles: the names of the layers in error messages; by default errors name no layer.
             direct: call operators by their C++ function where known, not through the boxed dispatcher.
+            load_kernel: loads the kernels on the device; None if the program launches none.
         """
         native = NativeProgram(arena, device)
         for value in self.values:
@@ -184,6 +141,17 @@ class ProgramIR:
                         direct,
                         when,
                     )
+                case Launch(launch, launch_arguments, when):
+                    assert load_kernel is not None
+                    packed = [
+                        NativeValue(a.value) if isinstance(a, Ref) else launch.pack(i, a)
+                        for i, a in enumerate(launch_arguments)
+                    ]
+                    native.add_launch(*load_kernel(launch), launch.grid, packed, launch.aligned, when)
+                case Check(function, checked, written):
+                    native.add_check(
+                        function, [NativeValue(v) for v in checked], [NativeValue(v) for v in written]
+                    )
                 case Allocate(value_index, when):
                     native.add_allocate(value_index, when)
                 case Accumulate(accumulator, value_index, when):
@@ -201,7 +169,7 @@ class ProgramIR:
 
     def describe(self) -> str:
         """Returns the program as text: one line per step, with shapes, arena offsets and layers."""
-        calls = [s for s in self.steps if isinstance(s, Call)]
+        calls = [s for s in self.steps if isinstance(s, (Call, Launch))]
         views = sum(v.storage is StorageKind.VIEW for v in self.values)
         lines = [
             f"{self.name}: {len(calls)} calls, {views} views, arena {self.arena_bytes} bytes",
@@ -230,6 +198,15 @@ class ProgramIR:
                 return (
                     f"{left} = {op._schema.name.removeprefix('aten::')}({right}){_describe_when(when)}{note}"
                 )
+            case Launch(launch, arguments, when, layer):
+                left = ", ".join(map(self._describe_value, step.written()))
+                given = (a for i, a in enumerate(arguments) if i not in launch.outputs)
+                right = ", ".join(map(self._describe_argument, given))
+                note = "" if layer is None else f"  # layer {layer}"
+                return f"{left} = kernel {launch.name}({right}){_describe_when(when)}{note}"
+            case Check(_, inputs, results):
+                checked, against = (", ".join(map(self._name, values)) for values in (results, inputs))
+                return f"check {checked} against {against}"
             case Allocate(value, when):
                 return f"allocate {self._describe_value(value)}{_describe_when(when)}"
             case Accumulate(accumulator, value, when):
@@ -273,18 +250,13 @@ def _layers_of(steps: Sequence[Step]) -> list[int | None]:
     layers: list[int | None] = []
     latest: int | None = None
     for index, step in enumerate(steps):
-        if isinstance(step, Call):
+        if isinstance(step, (Call, Launch)):
             latest = latest if step.layer is None else step.layer
         elif isinstance(step, Allocate):
-            following = next((s.layer for s in steps[index:] if isinstance(s, Call)), None)
+            following = next((s.layer for s in steps[index:] if isinstance(s, (Call, Launch))), None)
             latest = latest if following is None else following
         layers.append(latest)
     return layers
-
-
-def is_written(argument: torch._C.Argument) -> bool:
-    """Returns whether the operator's schema says that the operator writes this argument."""
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _describe_when(when: ActiveRuns) -> str:
@@ -301,7 +273,7 @@ def _native(argument: Any) -> Any:
     return argument
 
 
-_INDEXED_BY_PARAMETER = (StorageKind.PARAMETER, StorageKind.ACCUMULATOR)
+_INDEXED_BY_PARAMETER = (StorageKind.PARAMETER, StorageKind.PARAMETER_CAST, StorageKind.ACCUMULATOR)
 
 
 def _add_value(native: NativeProgram, value: Value, at: int) -> None:
@@ -311,6 +283,8 @@ def _add_value(native: NativeProgram, value: Value, at: int) -> None:
             native.add_input(layout, bool(value.index))
         case StorageKind.PARAMETER:
             native.add_parameter(at, layout)
+        case StorageKind.PARAMETER_CAST:
+            native.add_parameter_cast(at, layout)
         case StorageKind.CONSTANT:
             assert value.constant is not None
             native.add_constant(value.constant)

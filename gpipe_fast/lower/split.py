@@ -153,7 +153,7 @@ def _extract(
         torch_private.graph_module(joint.module, graph),
         tuple(PortNode(port, copies[node]) for node, port in given.items() if node in copies),
         tuple(PortNode(n.port, copies[n.node]) for n in outputs),
-        _parameter_uses(joint),
+        parameter_uses(joint),
     )
 
 
@@ -177,7 +177,10 @@ def _order_by_part(nodes: Iterable[fx.Node], joint: JointGraph) -> list[fx.Node]
     return [node for part in parts for node in part]
 
 
-def _parameter_uses(joint: JointGraph) -> dict[int, int]:
+def parameter_uses(joint: JointGraph) -> Mapping[int, int]:
+    """Returns the number of reads of each parameter in the stage's forward."""
+    if joint.parameter_uses is not None:
+        return joint.parameter_uses
     uses: Counter[int] = Counter()
     for port, node in joint.inputs:
         if port.role is GraphRole.PARAMETER:
@@ -197,4 +200,4 @@ def _needed_nodes(given: Mapping[fx.Node, GraphPort], results: Iterable[fx.Node]
     return needed
 
 
-__all__ = ["JOINT_POSITION", "SavedTensor", "SplitGraphs", "StageGraph", "split"]
+__all__ = ["JOINT_POSITION", "SavedTensor", "SplitGraphs", "StageGraph", "parameter_uses", "split"]

@@ -10,6 +10,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from gpipe_fast.fuse.availability import fusion_of, loader_of, with_user_launches
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.runtime.compiled import (
     Cache,
@@ -193,6 +194,11 @@ class Compiler:
             )
         return found
 
+    def lowered(self) -> list[CompiledStage]:
+        """Returns the cached compiled stages that are lowered, by their first layer."""
+        found = (compiled for compiled in self._compiled.values() if compiled.traced.lowered)
+        return sorted(found, key=lambda compiled: compiled.stage.first_layer)
+
     def find(self, segment_key: SegmentKey, gradients: GradientStrides) -> CompiledStage | None:
         """Returns the cached compiled stage, or None."""
         base = self._compiled.find((segment_key, ()))
@@ -227,7 +233,7 @@ class Compiler:
             enforce_limit: whether the limit on traces applies.
         """
         layers, modes = self._fingerprint(stage), TorchModes.now()
-        key = (layers, inputs, gradient_layouts, modes, stage.grad_dtype)
+        key = (layers, inputs, gradient_layouts, modes, stage.options.grad_dtype)
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]
@@ -254,8 +260,15 @@ class Compiler:
             joint = found
             self._trace_counts[layers, modes] += 1
             key = (self._updated_fingerprint(stage, layers), *key[1:])
+        launching = with_user_launches(joint, stage.device)
+        if isinstance(launching, Untraceable):
+            return launching
         traced = self._traces[key] = TracedStage(
-            joint, AccumulationPolicy(stage.grad_dtype, modes.deterministic)
+            launching,
+            AccumulationPolicy(stage.options.grad_dtype, modes.deterministic),
+            fusion_of(stage.device) if stage.options.fuse and not modes.deterministic else None,
+            loader_of(stage.device),
+            hoist_casts=stage.device.type == "cuda",
         )
         for cache in (self._traces, self._families, self._known_reads):
             while len(cache) > self._limit:

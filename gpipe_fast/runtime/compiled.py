@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, fx, nn
 
 from gpipe_fast import _extension
 from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWithPorts, Segment, Snapshot
+from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.checkpoint import SavedFraction
@@ -22,6 +23,11 @@ from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
 from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, buffers_of
+
+if TYPE_CHECKING:
+    from gpipe_fast.fuse.fuse import Replaced
+    from gpipe_fast.fuse.fusion import Fusion
+    from gpipe_fast.fuse.loader import KernelLoader
 
 GradientStrides = dict[int, tuple[int, ...]]  # by output, its gradient's strides; no entry if none arrives
 
@@ -118,27 +124,51 @@ class LoweredStage:
         split: the forward and backward graphs, and the tensors saved between them.
         forward: the forward program that saves what ``backward`` reads.
         backward: the backward program; None in inference, and if no tensor needs a gradient.
+        replaced: what fused kernels replaced in each graph, by its name.
     """
 
     split: SplitGraphs
     forward: ProgramIR
     backward: ProgramIR | None
+    replaced: Mapping[str, Sequence[Replaced]]
 
 
 @dataclass
 class TracedStage:
-    """A joint graph and its lowered stages, by the fraction of activations that a micro-batch saves."""
+    """A joint graph and its lowered stages.
+
+    Attributes:
+        joint: the graph.
+        accumulation: how gradients of parameters are accumulated.
+        fusion: fuses the graphs; None to leave them as they are.
+        loader: loads kernels on the stage's device; None if no kernel can run there.
+        hoist_casts: whether casts of parameters happen once per run of the stage, not in each micro-batch.
+        lowered: the lowered stages, by the fraction of activations that a micro-batch saves.
+    """
 
     joint: JointGraph
     accumulation: AccumulationPolicy = field(default_factory=AccumulationPolicy)
+    fusion: Fusion | None = None
+    loader: KernelLoader | None = None
+    hoist_casts: bool = False
     lowered: dict[SavedFraction, LoweredStage] = field(default_factory=dict)
 
     def lower(self, saved_fraction: SavedFraction) -> LoweredStage:
         """Splits and lowers the joint graph, once per fraction (see ``split``)."""
         if saved_fraction not in self.lowered:
-            parts = split(self.joint, saved_fraction)
-            backward = None if parts.backward is None else lower(parts.backward, self.accumulation)
-            self.lowered[saved_fraction] = LoweredStage(parts, lower(parts.forward_saving), backward)
+            joint = hoist_parameter_casts(self.joint) if self.hoist_casts else self.joint
+            parts = split(joint, saved_fraction)
+            forward, backward, replaced = parts.forward_saving, parts.backward, {}
+            if self.fusion is not None:
+                fused = self.fusion.fuse(forward, backward)
+                replaced = {each.graph.name: each.replaced for each in fused}
+                forward, backward = fused[0].graph, fused[-1].graph if backward else None
+            self.lowered[saved_fraction] = LoweredStage(
+                parts,
+                lower(forward),
+                None if backward is None else lower(backward, self.accumulation),
+                replaced,
+            )
         return self.lowered[saved_fraction]
 
 
@@ -229,12 +259,16 @@ class CompiledStage:
         )
 
     def _program_pair(self, lowered: LoweredStage) -> ProgramPair:
-        stage, segment_key = self.stage, self.segment_key
+        stage, segment_key, loader = self.stage, self.segment_key, self.traced.loader
         titles = [layer_title(stage.first_layer + index, layer) for index, layer in enumerate(stage.layers)]
 
         def with_ports(program: ProgramIR) -> ProgramWithPorts:
             native = program.build(
-                stage.arena, stage.device, parameters=segment_key.parameters, titles=titles
+                stage.arena,
+                stage.device,
+                parameters=segment_key.parameters,
+                titles=titles,
+                load_kernel=None if loader is None else loader.load,
             )
             inputs, outputs = (
                 _extension_ports(ports, segment_key.buffers) for ports in (program.inputs, program.outputs)

@@ -199,7 +199,7 @@ def _stage_arguments(stages: Sequence[Stage]) -> list[_StageArguments]:
             "replicated_parameters": _replicated_parameters(stage),
             "device": stage.device,
             "statistics": statistics_indices(stage.layers, buffers_of(stage.layers))
-            if stage.deferred
+            if stage.options.deferred
             else [],
         }
         for stage in stages

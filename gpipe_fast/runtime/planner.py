@@ -197,6 +197,10 @@ class Planner:
                     return self._make_dynamic_plan(call, failure=known), False
                 return self._make_plan(call, self._searches(call), known), True
 
+    def lowered(self) -> list[CompiledStage]:
+        """Returns the stages, and parts of stages, that are lowered for some call, by their first layer."""
+        return self._compiler.lowered()
+
     def _compile(self, call: _Call) -> list[list[CompiledStage]] | CompilationFailure:
         """Returns the compiled stages of each micro-batch, for the latest gradient layouts.
 

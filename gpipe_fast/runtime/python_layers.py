@@ -282,7 +282,7 @@ class PythonLayers:
                     dict(zip(self._part.keys(self._part.pops), popped, strict=True))
                 ) as stashed_so_far,
                 mode,
-                deferring(self._part.deferred),
+                deferring(self._part.options.deferred),
             ):
                 for index, layer in enumerate(self._layers):
                     mode.enter_layer(index)
@@ -312,7 +312,7 @@ class PythonLayers:
         retain: bool,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         accumulated = {id(p): g for p, g in zip(saved.all_parameters, gradients, strict=True)}
-        dtype = self._part.grad_dtype
+        dtype = self._part.options.grad_dtype
         sums = {
             id(p): accumulated.pop(id(p)) for p in saved.parameters if sum_dtype(p.dtype, dtype) != p.dtype
         }

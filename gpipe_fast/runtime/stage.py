@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restore_operator_settings
+from gpipe_fast.fuse.left_out import number_left_out
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
 from gpipe_fast.trace.trace import TraceContext, buffers_of, parameters_of
@@ -62,6 +63,7 @@ class TorchModes(NamedTuple):
         default_dtype: the default dtype of new tensors.
         operator_settings: selects the operators of attention and batch norm (csrc/pipeline/settings.h).
         fast_attention: whether multi-head attention may use its fused fast path in inference.
+        left_out: the number of fused kernels that are left out, because they failed.
     """
 
     grad: bool
@@ -71,6 +73,7 @@ class TorchModes(NamedTuple):
     default_dtype: torch.dtype
     operator_settings: bytes
     fast_attention: bool
+    left_out: int
 
     def process_wide(self) -> Hashable:
         """Returns the modes that are process-wide, not thread-local."""
@@ -93,6 +96,7 @@ class TorchModes(NamedTuple):
             torch.get_default_dtype(),
             operator_settings(),
             torch.backends.mha.get_fastpath_enabled(),
+            number_left_out(),
         )
 
 
@@ -185,6 +189,24 @@ def form_of(boundary: BoundarySpec) -> BoundaryForm:
     )
 
 
+class StageOptions(NamedTuple):
+    """What `GPipe` was told about all stages.
+
+    Attributes:
+        deferred: whether batch norm's running statistics are updated once per mini-batch.
+        grad_dtype: the dtype in which gradients of lower precision are accumulated over micro-batches; None
+            for the gradients' own dtype.
+        fuse: whether stages on GPUs use fused kernels.
+    """
+
+    deferred: bool = False
+    grad_dtype: torch.dtype | None = None
+    fuse: bool = False
+
+
+_DEFAULT_OPTIONS = StageOptions()
+
+
 class Stage:
     """A run of consecutive layers placed on a device, and the scratch memory that its programs share.
 
@@ -196,9 +218,7 @@ class Stage:
         skips: the skip connections of the whole model.
         pops: numbers of the skip connections from earlier layers that the stage pops, in numerical order.
         stashes: numbers of the skip connections to later layers that the stage stashes, in stash order.
-        deferred: whether batch norm's running statistics are updated once per mini-batch.
-        grad_dtype: the dtype in which gradients of lower precision are accumulated over micro-batches; None
-            for the gradients' own dtype.
+        options: what `GPipe` was told about all stages.
     """
 
     def __init__(
@@ -208,8 +228,7 @@ class Stage:
         device: torch.device,
         whole: Stage | None = None,
         skips: Sequence[Skip] = (),
-        deferred: bool = False,
-        grad_dtype: torch.dtype | None = None,
+        options: StageOptions = _DEFAULT_OPTIONS,
     ) -> None:
         self.layers = list(layers)
         self.first_layer = first_layer
@@ -218,8 +237,7 @@ class Stage:
         # None instead of self, because a reference cycle would keep the arena until garbage collection.
         self._whole = whole
         self.skips = skips
-        self.deferred = deferred
-        self.grad_dtype = grad_dtype
+        self.options = options
         own = range(first_layer, first_layer + len(self.layers))
         self.pops = [i for i, s in enumerate(skips) if s.target in own and s.source not in own]
         self.stashes = sorted(
@@ -236,7 +254,7 @@ class Stage:
         """Returns a part of the stage, layers `begin` to `end`, which shares the stage's arena."""
         first = self.first_layer + begin
         layers = self.layers[begin:end]
-        return Stage(layers, first, self.device, self.whole, self.skips, self.deferred, self.grad_dtype)
+        return Stage(layers, first, self.device, self.whole, self.skips, self.options)
 
     def part_inputs(self, input_specs: BoundarySpec, part: Stage) -> BoundarySpec:
         """Returns the specs of the inputs of a part with the same first layer, given the stage's inputs."""
@@ -250,7 +268,7 @@ class Stage:
     def trace_context(self, inputs: BoundarySpec) -> TraceContext:
         """Returns the context of the layers in a trace: their skip connections, batch norm and device."""
         pops, stashes = self.keys(self.pops), self.keys(self.stashes)
-        return TraceContext(pops, inputs.skips, stashes, self.deferred, self.device)
+        return TraceContext(pops, inputs.skips, stashes, self.options.deferred, self.device)
 
     def parameters(self) -> list[int]:
         """Returns the layers' parameters as indices into the whole stage's parameters, in port order."""

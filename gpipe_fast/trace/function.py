@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from gpipe_fast.randomness.random import KeyedRandomMode
 from gpipe_fast.trace import torch_private
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, clone_outputs
 from gpipe_fast.trace.trace_observer import TraceObserver
+from gpipe_fast.trace.triton_calls import pass_launches_through
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,20 @@ class _TracingMode(KeyedRandomMode):
         self._observer = observer
 
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.unobserved():
+            return super().__torch_dispatch__(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Pauses the observer."""
         self._observer.pause()
         try:
-            return super().__torch_dispatch__(*args, **kwargs)
+            yield
         finally:
             self._observer.resume()
+
+
+pass_launches_through(_TracingMode, _TracingMode.unobserved)
 
 
 class LayersFunction(nn.Module):

@@ -310,6 +310,10 @@ def min_cut_saved(joint: fx.GraphModule, num_forward_outputs: int, budget: float
         budget: ``activation_memory_budget``: 0 saves only inputs, 1 minimizes the time of recomputing.
     """
     clone = copy.deepcopy(joint)
+    for node in clone.graph.nodes:
+        # The partitioner generates code, which cannot contain the data of a kernel's launch.
+        if node.op == "call_function" and getattr(node.target, "__module__", "").startswith("gpipe_fast."):
+            node.args = tuple(node.all_input_nodes)
     with functorch_config.patch(activation_memory_budget=budget):
         forward, _ = min_cut_rematerialization_partition(clone, (), num_fwd_outputs=num_forward_outputs)
     (results,) = next(iter(reversed(forward.graph.nodes))).args

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -23,12 +23,14 @@ from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.restore_point import GENERATOR, Change
 from gpipe_fast.trace.trace_observer import TraceObserver, Unrepeatable, user_code_line
 from gpipe_fast.trace.traceability import Untraceable, check_graph, check_layers
+from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_calls
 
 
 class GraphRole(str, Enum):
     """The role of a tensor that enters or leaves a stage's graph."""
 
     PARAMETER = "parameter"
+    PARAMETER_CAST = "parameter_cast"
     BUFFER = "buffer"
     KEY = "key"
     INPUT = "input"
@@ -41,13 +43,21 @@ class GraphRole(str, Enum):
 
 @dataclass(frozen=True)
 class GraphPort:
-    """One placeholder or result of a graph: its role, and its index among the tensors with that role."""
+    """One placeholder or result of a graph.
+
+    Attributes:
+        role: what it is to the stage.
+        index: its index among the tensors with that role; for a cast of a parameter, the parameter's index.
+        cast_to: the dtype of a cast of a parameter; else None.
+    """
 
     role: GraphRole
     index: int
+    cast_to: torch.dtype | None = None
 
     def __str__(self) -> str:
-        return f"{self.role.value}[{self.index}]"
+        cast = "" if self.cast_to is None else f" to {str(self.cast_to).removeprefix('torch.')}"
+        return f"{self.role.value}[{self.index}]{cast}"
 
 
 class PortNode(NamedTuple):
@@ -71,6 +81,8 @@ class JointGraph:
             are graph outputs, after the last layer's outputs.
         writes_inputs: whether layers change their inputs in place; in the graph they change copies.
         unfused_layers: indices of layers whose attention with dropout runs without a fused kernel on a GPU.
+        parameter_uses: the number of reads of each parameter in the layers' forward, if the graph no longer
+            shows them because casts of parameters were hoisted; else None.
     """
 
     module: fx.GraphModule
@@ -81,6 +93,7 @@ class JointGraph:
     stashed: tuple[bool, ...] = ()
     writes_inputs: bool = False
     unfused_layers: tuple[int, ...] = ()
+    parameter_uses: Mapping[int, int] | None = None
 
     def of(self, role: GraphRole) -> dict[int, fx.Node]:
         """Returns the result nodes with this role by index, or the placeholders if no result has it."""
@@ -221,7 +234,7 @@ def _trace_once(
     traced = False
     try:
         _replace_parameters(layers, stage.trace_context.device)
-        with phase.phase_scope(tracing=True), _logging_disabled():
+        with phase.phase_scope(tracing=True), _logging_disabled(), default_arguments_known():
             if varying is None:
                 module = torch_private.export_joint(stage, (key, *example))
             else:
@@ -249,6 +262,7 @@ def _trace_once(
         return failure, None
     if changes:
         return _SideEffect.of(changes[0]), None
+    read_triton_calls(module.graph)
     try:
         return check_graph(module) or _read_joint(module, layers, stage), symbols
     except UntraceableError as error:

@@ -1,0 +1,71 @@
+"""Which devices launch kernels, and fuse. Imports Triton for them alone, as CPU builds of PyTorch lack it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpipe_fast._extension import build_info
+from gpipe_fast.trace.trace import JointGraph
+from gpipe_fast.trace.traceability import Untraceable
+from gpipe_fast.trace.triton_calls import is_triton_call
+
+if TYPE_CHECKING:
+    from gpipe_fast.fuse.fusion import Fusion
+    from gpipe_fast.fuse.loader import KernelLoader
+
+# The oldest GPUs that fused kernels are compiled for.
+MIN_CAPABILITY = (8, 0)
+# The oldest CUDA runtime that loads kernels from their images (csrc/cuda/kernel.cpp).
+_MIN_CUDA = (12, 8)
+
+
+def fuses_by_default() -> bool:
+    """Returns whether stages use fused kernels unless told otherwise: not if GPIPE_FAST_FUSE is 0."""
+    return os.environ.get("GPIPE_FAST_FUSE", "1") != "0"
+
+
+def loader_of(device: torch.device) -> KernelLoader | None:
+    """Returns the loader for a device, or None for a device on which programs cannot launch kernels."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None or not _loads_kernels():
+        return None
+    return _loader(device)
+
+
+def fusion_of(device: torch.device) -> Fusion | None:
+    """Returns the fusion for a device, or None for a device that has no fused kernels."""
+    loader = loader_of(device)
+    return None if loader is None or loader.capability < MIN_CAPABILITY else _fusion(loader)
+
+
+def with_user_launches(joint: JointGraph, device: torch.device) -> JointGraph | Untraceable:
+    """Returns a joint graph that launches users' own Triton kernels (fuse/user_kernels.py)."""
+    if not any(map(is_triton_call, joint.module.graph.nodes)):
+        return joint
+    from gpipe_fast.fuse.user_kernels import with_launches
+
+    return with_launches(joint, loader_of(device))
+
+
+@functools.cache
+def _loads_kernels() -> bool:
+    cuda = build_info()["cuda"]
+    return cuda != "none" and tuple(int(n) for n in cuda.split(".")[:2]) >= _MIN_CUDA
+
+
+@functools.cache
+def _loader(device: torch.device) -> KernelLoader:
+    from gpipe_fast.fuse.loader import KernelLoader
+
+    return KernelLoader(device)
+
+
+@functools.cache
+def _fusion(loader: KernelLoader) -> Fusion:
+    from gpipe_fast.fuse.fusion import Fusion
+
+    return Fusion(loader)

@@ -1,0 +1,240 @@
+"""Compares kernels with the nodes that they replace, the first time that they run on a device."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import threading
+from collections.abc import Container, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gpipe_fast.fuse.launchers import launches_in
+from gpipe_fast.fuse.left_out import leave_out
+from gpipe_fast.lower.launch import KernelLaunch, is_launch
+
+aten = torch.ops.aten
+
+_lock = threading.Lock()
+_passed: set[tuple[torch.device, Hashable]] = set()
+
+
+def has_passed(launch: KernelLaunch, device: torch.device) -> bool:
+    """Returns whether a kernel has been compared on a device in this process."""
+    return (device, launch.specialization) in _passed
+
+
+def forget() -> None:
+    """Forgets which kernels have been compared; for tests."""
+    with _lock:
+        _passed.clear()
+
+
+class ReplacementCheck:
+    """A check of one replacement, called by the program after its launches until it is done."""
+
+    def __init__(self, reference: fx.Graph, fragment: fx.Graph, device: torch.device) -> None:
+        """Makes a check.
+
+        Args:
+            reference: the replaced nodes, as a graph with the replacement's inputs and outputs.
+            fragment: the graph of the replacement.
+            device: the device that the kernels run on.
+        """
+        self._reference, self._fragment, self._device = reference, fragment, device
+        self._launches = launches_in(fragment)
+
+    def __call__(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+        """Compares the launches' results, and overwrites them by PyTorch's if they are wrong.
+
+        A wrong kernel's results are overwritten in all micro-batches until the next mini-batch, whose plan
+        leaves the kernel out.
+
+        Args:
+            inputs: the tensors that the replaced nodes read.
+            results: all outputs of the launches, in order.
+
+        Returns:
+            Whether the check is done: all kernels have passed, or memory ran out (a later plan checks again).
+        """
+        if not self._have_passed():
+            with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
+                self._check(inputs, results)
+                return self._have_passed()
+        return True
+
+    def _have_passed(self) -> bool:
+        return all(has_passed(launch, self._device) for launch in self._launches)
+
+    def _check(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        expected = _Reference(self._reference).run(*inputs)
+        exact = _InFloat64(self._reference).run(*inputs)
+        perturbed = _Perturbed(self._reference).run(*inputs)
+        found = _WithResults(self._fragment, self._launches, results).run(*inputs)
+        ratio = max(map(error_ratio, found, expected, exact, perturbed), default=0.0)
+        if ratio > 1:
+            for launch in self._launches:
+                leave_out(launch, f"on {self._device} its error was {ratio:.2g} times the error allowed")
+            self._repair(inputs, results, (expected, exact, perturbed))
+        elif all(bool(t.isfinite().any()) for t in expected):  # else nothing was compared
+            with _lock:
+                _passed.update((self._device, launch.specialization) for launch in self._launches)
+
+    def _repair(
+        self, inputs: Sequence[Tensor], results: Sequence[Tensor], computed: tuple[Sequence[Tensor], ...]
+    ) -> None:
+        """Overwrites wrong results.
+
+        Raises:
+            RuntimeError: an output is computed from them in a way that cannot be inverted.
+        """
+        outputs = _outputs_of(self._fragment)
+        _overwrite(self._fragment, outputs, computed[0], results)
+        found = _WithResults(self._fragment, self._launches, results).run(*inputs)
+        wrong = [n.name for n, *t in zip(outputs, found, *computed, strict=True) if error_ratio(*t) > 1]
+        if wrong:
+            raise RuntimeError(
+                f"a fused kernel gave wrong results ({', '.join(wrong)}), which PyTorch's operators cannot "
+                "replace; pass fuse=False to GPipe, and please report this with the output of "
+                "`python -m gpipe_fast.doctor`"
+            )
+
+
+def error_ratio(found: Tensor, expected: Tensor, exact: Tensor, perturbed: Tensor) -> float:
+    """Returns an error as a fraction of the allowed one.
+
+    Allowed is the largest of twice PyTorch's own error, two roundings of the largest element, and four times
+    the change that a rounding of the inputs makes, which is all that is left where a result cancels. Elements
+    that overflow in PyTorch's result are not compared.
+
+    Args:
+        found: the kernel's result.
+        expected: the result of PyTorch's operators in the same dtypes.
+        exact: the result of PyTorch's operators in float64.
+        perturbed: the same, of inputs that differ by one rounding.
+    """
+    if not found.is_floating_point():
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    compared = expected.isfinite() & exact.isfinite() & perturbed.isfinite()
+    if torch.equal(found[compared], expected[compared]):
+        return 0.0
+    ours, theirs, other = ((t.double() - exact)[compared].abs().max() for t in (found, expected, perturbed))
+    scale = exact[compared].abs().max() * torch.finfo(found.dtype).eps
+    allowed = float(torch.stack((2 * theirs, 2 * scale, 4 * other)).max())
+    if not bool(ours.isfinite()) or not allowed:
+        return float("inf")
+    return float(ours) / allowed
+
+
+class _Reference(fx.Interpreter):
+    """Runs a functional graph on real tensors."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        # Without a `GraphModule`, which generates code, also for launches.
+        super().__init__(torch.nn.Module(), graph=graph)
+
+
+class _InFloat64(_Reference):
+    """Runs a graph with all floating-point tensors in float64."""
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Returns an argument in float64."""
+        return _to_float64(super().placeholder(target, args, kwargs))
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator that returns float64 where its results are floating-point numbers."""
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _dtype_to_float64)
+        return super().call_function(target, args, kwargs)
+
+
+class _Perturbed(_InFloat64):
+    """Runs a graph in float64, with inputs that differ by one rounding to fp32, up or down."""
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Returns a perturbed argument."""
+        value = super().placeholder(target, args, kwargs)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        order = torch.arange(value.numel(), device=value.device).reshape(value.shape)
+        up = (order * 40503) % 65536 < 32768  # no period that a reduction could meet
+        return value * (1 + torch.finfo(torch.float32).eps * (2.0 * up - 1))
+
+
+def _to_float64(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _dtype_to_float64(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+class _WithResults(_Reference):
+    """Runs a fragment whose launches have run already."""
+
+    def __init__(self, graph: fx.Graph, launches: Sequence[KernelLaunch], results: Sequence[Tensor]) -> None:
+        super().__init__(graph)
+        remaining = iter(results)
+        self._results = iter([tuple(next(remaining) for _ in launch.outputs) for launch in launches])
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Returns a launch's results, or runs an operator."""
+        return next(self._results) if is_launch(n) else super().run_node(n)
+
+
+def results_of(fragment: fx.Graph) -> list[fx.Node]:
+    """Returns the nodes of all outputs of a fragment's launches, in order."""
+    found = []
+    for node in fragment.nodes:
+        if is_launch(node):
+            by_position = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+            found += [by_position[i] for i in range(len(by_position))]
+    return found
+
+
+def _overwrite(
+    fragment: fx.Graph, outputs: Sequence[fx.Node], expected: Sequence[Tensor], results: Sequence[Tensor]
+) -> None:
+    """Overwrites the launches' results so that the fragment's outputs become the expected values."""
+    stored = dict(zip(results_of(fragment), results, strict=True))
+    chains = [_chain(node, stored) for node in outputs]
+    done: set[fx.Node] = set()
+    # An output that is a result itself comes before others that are computed from the same result.
+    for chain, value in sorted(zip(chains, expected, strict=True), key=lambda pair: len(pair[0])):
+        if chain and chain[-1] not in done:
+            done.add(chain[-1])
+            stored[chain[-1]].copy_(_inverse(chain, value))
+
+
+def _outputs_of(fragment: fx.Graph) -> list[fx.Node]:
+    (outputs,) = fragment.output_node().args
+    assert isinstance(outputs, (list, tuple))
+    return [node for node in outputs if isinstance(node, fx.Node)]
+
+
+def _chain(node: fx.Node, stored: Container[fx.Node]) -> list[fx.Node]:
+    """Returns an output and the nodes before it, down to a launch's result; nothing if there is none."""
+    chain = [node]
+    while chain[-1] not in stored:
+        if chain[-1].target not in _INVERTIBLE:
+            return []
+        chain.append(chain[-1].all_input_nodes[0])
+    return chain
+
+
+_INVERTIBLE = (aten.view.default, aten._to_copy.default, aten.sum.dim_IntList)
+
+
+def _inverse(chain: Sequence[fx.Node], value: Tensor) -> Tensor:
+    """Returns a value of a chain's last node that gives its first node this value."""
+    for node, source in itertools.pairwise(chain):
+        like = source.meta["val"]
+        if node.target is aten.sum.dim_IntList:  # partial sums: the first is all, the others are zero
+            whole = value.new_zeros(like.shape, dtype=like.dtype)
+            whole[0] = value.reshape(like.shape[1:])
+            value = whole
+        else:
+            value = value.to(like.dtype).reshape(like.shape)
+    return value

@@ -1,0 +1,255 @@
+"""Replaces nodes of a stage's graph, and keeps it functional, free of cycles and in order."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from gpipe_fast.fuse.check import results_of
+from gpipe_fast.fuse.patterns import strip
+from gpipe_fast.lower.alias import is_view_op, source_of
+from gpipe_fast.lower.launch import CheckFunction, is_launch
+from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
+from gpipe_fast.trace import torch_private
+
+# The parts of a node's meta that describe its place in the model; a replacement takes them over.
+_PLACE = ("custom", "partitioner_tag", JOINT_POSITION)
+
+
+class Rewriter:
+    """A stage's graph in work.
+
+    Attributes:
+        graph: the graph; nodes are in order again after `finish`.
+    """
+
+    def __init__(self, stage_graph: StageGraph) -> None:
+        self._stage_graph = stage_graph
+        self.graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        for node in stage_graph.module.graph.nodes:
+            self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
+        self._position = {node: float(i) for i, node in enumerate(self.graph.nodes)}
+        self._replaced_by: dict[fx.Node, fx.Node] = {}
+
+    def merge_equal_casts(self) -> None:
+        """Casts each tensor once: autocast casts it anew for every use."""
+        first: dict[Any, fx.Node] = {}
+        for node in self.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
+            if any(user.op == "output" for user in node.users):
+                continue  # results do not share memory
+            value = node.meta["val"]
+            kept = first.setdefault((node.args[0], value.dtype, value.device, value.stride()), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                self._remove_unused([node])
+
+    def bytes_before_and_after(
+        self, outputs: Sequence[fx.Node], inner: Iterable[fx.Node], fragment: fx.Graph
+    ) -> tuple[int, int]:
+        """Returns the bytes moved by the nodes that a fragment makes superfluous, and by the fragment.
+
+        Args:
+            outputs: the nodes that the fragment computes.
+            inner: the other nodes of the match, which are superfluous if no other node uses them.
+            fragment: the graph of the replacement.
+        """
+        return sum(map(moved_bytes, self._dead(outputs, inner))), sum(map(moved_bytes, fragment.nodes))
+
+    def _dead(self, outputs: Sequence[fx.Node], inner: Iterable[fx.Node]) -> set[fx.Node]:
+        dead = set(outputs)
+        candidates = {*inner} - dead
+        changed = True
+        while changed:
+            found = {n for n in candidates if all(u in dead for u in n.users)}
+            changed = bool(found)
+            dead |= found
+            candidates -= found
+        return dead
+
+    def makes_cycle(
+        self, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], inner: Iterable[fx.Node]
+    ) -> bool:
+        """Returns whether one of the outputs is needed to compute one of the inputs."""
+        wanted, skipped = set(inputs), self._dead(outputs, inner) - set(outputs)
+        pending, seen = list(outputs), set(outputs)
+        while pending:
+            for user in pending.pop().users:
+                if user in wanted:
+                    return True
+                if user not in seen and user not in skipped:
+                    seen.add(user)
+                    pending.append(user)
+        return False
+
+    def replace(
+        self,
+        inputs: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        fragment: fx.Graph,
+        check: CheckFunction | None = None,
+    ) -> dict[fx.Node, fx.Node]:
+        """Computes the outputs by a fragment, and removes the nodes that are not used any more.
+
+        Args:
+            inputs: the nodes in place of the fragment's placeholders.
+            outputs: the nodes that are replaced, in the order of the fragment's results.
+            fragment: a graph whose output is a tuple of nodes.
+            check: a function to call once, after the fragment's launches; see `CheckFunction`.
+
+        Returns:
+            The new node of each of the fragment's nodes.
+        """
+        copies = dict(zip(fragment.find_nodes(op="placeholder"), inputs, strict=True))
+        first = min(outputs, key=self._position.__getitem__)
+        with self.graph.inserting_before(first):
+            for node in fragment.nodes:
+                if node.op in ("placeholder", "output"):
+                    continue
+                copy = copies[node] = self.graph.node_copy(node, copies.__getitem__)
+                copy.meta = {"val": node.meta.get("val"), **_place(first)}
+                self._position[copy] = self._position[first]
+        (results,) = fragment.output_node().args
+        assert isinstance(results, (list, tuple))
+        for old, result in zip(outputs, results, strict=True):
+            new = copies[result]
+            if new not in inputs:
+                new.meta |= _place(old)
+                self._position[new] = self._position[old]
+            old.replace_all_uses_with(new)
+            self._replaced_by[old] = new
+        if check is not None:  # before nodes are removed that the check alone reads
+            _add_check(fragment, copies, check, inputs)
+        self._remove_unused(outputs)
+        return copies
+
+    def _remove_unused(self, nodes: Iterable[fx.Node]) -> None:
+        pending = list(nodes)
+        while pending:
+            node = pending.pop()
+            if node.users or node.op != "call_function" or node not in self._position:
+                continue
+            pending += node.all_input_nodes
+            del self._position[node]
+            self.graph.erase_node(node)
+
+    def reference(self, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+        """Returns a graph of the nodes that compute the outputs from the inputs."""
+        graph = fx.Graph()
+        copies = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(inputs)}
+        inner = self.between(inputs, outputs)
+        for node in sorted(inner, key=self._position.__getitem__):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in outputs))
+        return graph
+
+    def between(self, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> set[fx.Node]:
+        """Returns the nodes that compute the outputs from the inputs, outputs included."""
+        found: set[fx.Node] = set()
+        pending = list(outputs)
+        while pending:
+            node = pending.pop()
+            if node not in found and node not in inputs:
+                found.add(node)
+                pending += node.all_input_nodes
+        return found
+
+    def current(self, node: fx.Node) -> fx.Node:
+        """Returns the node that now computes a node's value."""
+        while node in self._replaced_by:
+            node = self._replaced_by[node]
+        return node
+
+    def alive(self, node: fx.Node) -> bool:
+        """Returns whether a node is still in the graph."""
+        return node in self._position
+
+    def finish(self) -> StageGraph:
+        """Returns the stage's graph with all replacements, its nodes in order."""
+        old = self._stage_graph
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self._in_order():
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        (results,) = graph.output_node().args
+        assert isinstance(results, (list, tuple))
+        inputs = tuple(port._replace(node=copies[self._copies[port.node]]) for port in old.inputs)
+        outputs = tuple(port._replace(node=node) for port, node in zip(old.outputs, results, strict=True))
+        module = torch_private.graph_module(old.module, graph)
+        return replace(old, module=module, inputs=inputs, outputs=outputs)
+
+    def _in_order(self) -> list[fx.Node]:
+        """Returns all nodes, each after its inputs, else in their original order."""
+        number = {node: index for index, node in enumerate(self.graph.nodes)}
+        missing = {node: len(node.all_input_nodes) for node in self.graph.nodes}
+        after_checks = self._after_checks()
+        for node in itertools.chain(*after_checks.values()):
+            missing[node] += 1
+        ready = [(*self._key(n, number), n) for n, count in missing.items() if not count]
+        heapq.heapify(ready)
+        found: list[fx.Node] = []
+        output: list[fx.Node] = []
+        while ready:
+            *_, node = heapq.heappop(ready)
+            (output if node.op == "output" else found).append(node)
+            for user in (*node.users, *after_checks.get(node, ())):
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready, (*self._key(user, number), user))
+        return found + output
+
+    def _after_checks(self) -> dict[fx.Node, list[fx.Node]]:
+        """Returns, by launch, the nodes that read what the launch's check overwrites if it is wrong."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in filter(is_launch, self.graph.nodes):
+            *_, earlier = node.args
+            assert isinstance(earlier, (list, tuple))
+            before = self.between((), [node]) if earlier else set()
+            users = {user for n in earlier if isinstance(n, fx.Node) for user in n.users}
+            found[node] = [user for user in users if user not in before]
+        return found
+
+    def _key(self, node: fx.Node, number: Mapping[fx.Node, int]) -> tuple[float, int]:
+        return self._position[node], number[node]
+
+
+def _add_check(
+    fragment: fx.Graph, copies: Mapping[fx.Node, fx.Node], check: CheckFunction, inputs: Sequence[fx.Node]
+) -> None:
+    """Makes the last launch of a replacement check all of its launches."""
+    last = next(n for n in reversed(fragment.nodes) if is_launch(n))
+    earlier = [copies[n] for n in results_of(fragment) if n.args[0] is not last]
+    launch, arguments, *_ = copies[last].args
+    copies[last].args = (launch, arguments, check, tuple(inputs), tuple(earlier))  # type: ignore[assignment]
+
+
+def _place(node: fx.Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in _PLACE if key in node.meta}
+
+
+def moved_bytes(node: fx.Node) -> int:
+    """Returns the bytes that a node reads and writes; none for views, placeholders and selected results."""
+    if (
+        node.op != "call_function"
+        or node.target is operator.getitem
+        or source_of(strip(node)).base is not node
+    ):
+        return 0
+    if isinstance(node.target, OpOverload) and is_view_op(node.target):
+        return 0
+    value = node.meta.get("val")
+    results = value if isinstance(value, (list, tuple)) else (value,)
+    reads = {source_of(n): n.meta.get("val") for n in node.all_input_nodes}
+    return sum(_bytes(t) for t in (*results, *reads.values()))
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
