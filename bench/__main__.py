@@ -14,6 +14,7 @@ BENCHMARKS = {
     "draws": "keyed random draws compared with PyTorch's",
     "engine": "steps of empty programs compared with bare thread hand-offs",
     "execution": "one stage's programs compared with eager autograd and boxed dispatch",
+    "fusion": "bytes and launches of stages with and without fused kernels, counted without a GPU",
     "interpreted": "one layer run in Python among lowered layers, compared with all layers in Python",
     "kernels": "every kernel on a GPU compared with eager PyTorch, Inductor, Liger-Kernel and a copy",
     "lengths": "training steps on sequences of varying length",

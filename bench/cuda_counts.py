@@ -111,9 +111,9 @@ def _count_line(
         counter["operator"] += 1
         counts.operators[name] += 1
         if cast:
-            source, target, address = cast
-            counts.casts[f"{source} to {target}"] += 1
-            counts.parameter_casts += address in parameters
+            _count_cast(counts, cast, parameters)
+    elif kind == "mark" and words[0] == "cast":
+        _count_cast(counts, words[1:], parameters)
     elif kind == "read":
         counts.read += int(words[-1])
     elif kind == "write":
@@ -121,6 +121,12 @@ def _count_line(
     elif kind not in NON_CALLS:
         counter[kind] += 1
         counts.copied += int(words[-1]) if kind in ("copy", "memset") else 0
+
+
+def _count_cast(counts: Counts, cast: Sequence[str], parameters: Container[str]) -> None:
+    source, target, address = cast
+    counts.casts[f"{source} to {target}"] += 1
+    counts.parameter_casts += address in parameters
 
 
 def run(setup: Setup, libraries: tuple[Path, Path], package: Path = ROOT) -> Counts:
@@ -142,7 +148,7 @@ def run(setup: Setup, libraries: tuple[Path, Path], package: Path = ROOT) -> Cou
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         variables = {"LD_PRELOAD": str(runtime), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_NAMES": "1"}
-        variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GPIPE_FAST_FUSE": "0"}
         environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | variables
         done = subprocess.run(
             [*command, setup.text()],
