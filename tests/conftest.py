@@ -21,7 +21,7 @@ TIERS = {"test": {""}, "rest": {"extended"}, "all": {"", "extended"}, "soak": {"
 DESELECTED = pytest.StashKey[Counter[str]]()
 # CPU-only builds of torch come without Triton.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-collect_ignore = [] if HAS_TRITON else ["bench", "kernels"]
+collect_ignore = [] if HAS_TRITON else ["bench", "fuse", "kernels"]
 
 
 def pytest_configure() -> None:
@@ -97,7 +97,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     }
     lines = [f"{deselected[name]} {what}" for name, what in descriptions.items() if deselected[name]]
     lines += [f"{needs_gpu} tests that need a GPU ({missing_for_cuda()})"] if needs_gpu else []
-    lines += [] if HAS_TRITON else ["tests/kernels and tests/bench, which need Triton"]
+    lines += [] if HAS_TRITON else ["tests/bench, tests/fuse and tests/kernels, which need Triton"]
     if lines:
         terminalreporter.write_line(
             f"not run: {'; '.join(lines)}. Samples are drawn with GPIPE_FAST_SEED={seed()}"

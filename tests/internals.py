@@ -13,13 +13,18 @@ from torch import Tensor
 import gpipe_fast.runtime.plan
 from gpipe_fast import GPipe
 from gpipe_fast._extension import Pipeline
+from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
-from gpipe_fast.runtime import planner, segments
+from gpipe_fast.lower.checkpoint import SavedFraction
+from gpipe_fast.lower.program import ProgramIR
+from gpipe_fast.lower.split import SplitGraphs
+from gpipe_fast.runtime import compiled, planner, segments
 from gpipe_fast.runtime.compile import Compiler
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.schedule import Schedule
 from gpipe_fast.trace import function, torch_private
 from gpipe_fast.trace.symbolic import Template
+from gpipe_fast.trace.trace import JointGraph
 
 # Fault injection
 
@@ -55,6 +60,12 @@ def remove_faults(model: GPipe) -> None:
 
 
 # State of a pipeline
+
+
+def programs_of(model: GPipe) -> list[ProgramIR]:
+    """Returns the lowered programs of all stages, for all signatures so far."""
+    lowered = [found for stage in model._planner.lowered() for found in stage.traced.lowered.values()]
+    return [p for found in lowered for p in (found.forward, found.backward) if p is not None]
 
 
 def pipeline_of(model: GPipe) -> Pipeline:
@@ -153,6 +164,21 @@ def stage_locks_while_compiling(model: GPipe) -> Iterator[list[bool]]:
     original = segments.Segments._compile_now
     with mock.patch.object(segments.Segments, "_compile_now", compile_now):
         yield found
+
+
+@contextmanager
+def with_hoisted_casts(hoist: bool = True) -> Iterator[None]:
+    """Hoists casts of parameters in stages lowered inside the block, or does not, on any device."""
+
+    def split(joint: JointGraph, saved_fraction: SavedFraction) -> SplitGraphs:
+        return original(hoist_parameter_casts(joint) if hoist else joint, saved_fraction)
+
+    original = compiled.split
+    with (
+        mock.patch.object(compiled, "hoist_parameter_casts", lambda joint: joint),
+        mock.patch.object(compiled, "split", split),
+    ):
+        yield
 
 
 # Disabled safeguards

@@ -35,8 +35,9 @@ from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.arena import ALIGNMENTS
 from gpipe_fast.lower.checkpoint import NO_RECOMPUTE
 from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.program import ActiveRuns, Call, StorageKind
+from gpipe_fast.lower.program import ActiveRuns, StorageKind
 from gpipe_fast.lower.split import split
+from gpipe_fast.lower.steps import Call
 from gpipe_fast.trace import fake
 from gpipe_fast.trace.trace import JointGraph, TraceContext, trace
 from gpipe_fast.trace.traceability import Untraceable

@@ -16,8 +16,9 @@ from gpipe_fast import GPipe
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import MAX_COALESCED_GRADIENT_BYTES, MAX_PENDING_BYTES, AccumulationPolicy
 from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.program import Accumulate, AccumulateAll, Call, ProgramIR, Release
+from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import split
+from gpipe_fast.lower.steps import Accumulate, AccumulateAll, Call, Release
 from tests.stages import trace_joint
 
 WIDTH, CHUNKS, BATCH = 12, 4, 16

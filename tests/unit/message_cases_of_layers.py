@@ -292,7 +292,7 @@ def measure_in_vain() -> None:
     GPipe(nn.Sequential(NotCopied(6, 6), nn.Tanh()), devices=["cpu"] * 2, chunks=8)(features())
 
 
-WARNINGS = [
+WARNINGS_OF_LAYERS = [
     case("stage 0, layer 0 (FunctionLayer) runs in Python: ", "other layers are unaffected", of, branch),
     case("2 micro-batches on 2 stages", "pass chunks=8", call_few_microbatches),
     case("stage 0, layer 0 (GRU)", "pass batch_dim=1", call, torch.ones(8, 3, 6), layers=(nn.GRU(6, 6),)),

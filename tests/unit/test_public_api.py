@@ -22,7 +22,8 @@ gpipe_fast
       devices: Iterable[Device] | None = None, chunks: int | Literal['auto'] = 1,
       batch_dim: int | Iterable[int] = 0, checkpoint: str = 'except_last',
       deferred_batch_norm: bool = False, grad_dtype: torch.dtype | None = None,
-      backend: str = 'auto', capture: bool = True, transport: str = 'auto') -> None
+      backend: str = 'auto', capture: bool = True, transport: str = 'auto',
+      fuse: bool | None = None) -> None
     append(self, module: object) -> NoReturn
     balance: property, may be set
     batch_dim: property, may be set
@@ -250,7 +251,7 @@ def test_the_public_api_equals_the_table() -> None:
 def test_a_pipeline_has_only_the_listed_public_attributes() -> None:
     """Properties and methods are listed in the table above."""
     own = vars(GPipe(nn.Sequential(nn.ReLU()), [1])).keys() - vars(nn.Module()).keys()
-    names = {"backend", "grad_dtype", "transport"}
+    names = {"backend", "fuse", "grad_dtype", "transport"}
     assert {name for name in own if not name.startswith("_")} == names
 
 

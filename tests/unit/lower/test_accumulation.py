@@ -17,7 +17,7 @@ from gpipe_fast.lower.accumulation import (
     PendingAccumulations,
     sum_dtype,
 )
-from gpipe_fast.lower.program import Accumulate, AccumulateAll
+from gpipe_fast.lower.steps import Accumulate, AccumulateAll
 
 CPU = torch.device("cpu")
 LOW_PRECISION = (torch.bfloat16, torch.float16)

@@ -9,18 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.program import (
-    Accumulate,
-    AdoptAsAccumulator,
-    Allocate,
-    Call,
-    ProgramIR,
-    Ref,
-    Release,
-    Step,
-    StorageKind,
-)
+from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import split
+from gpipe_fast.lower.steps import Accumulate, AdoptAsAccumulator, Allocate, Call, Ref, Release, Step
 from gpipe_fast.trace.trace import GraphRole
 from tests.stages import Runner, input_values, run_graph, trace_joint, unequal
 

@@ -1,0 +1,34 @@
+"""Prints what is fused in the stages of bench/fusion_stages.py; run with the fake runtime preloaded.
+
+`fused_nodes.py OPERATORS`: prints, for each stage, precision and graph, the nodes whose values kernels
+compute.
+"""
+
+from __future__ import annotations
+
+from bench.fusion_stages import PRECISIONS, SMALL, STAGES, trace_stage
+from gpipe_fast.fuse.casts import hoist_parameter_casts
+from gpipe_fast.fuse.fuse import Replaced, fuse_alike
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
+from gpipe_fast.lower.split import split
+
+
+def line(replaced: Replaced) -> str:
+    """Describes one replacement."""
+    return f"  {replaced.name}: {', '.join(replaced.nodes)} <- {', '.join(replaced.kernels) or 'no kernel'}"
+
+
+def main() -> None:
+    for name, stage in STAGES.items():
+        for mode, precision in PRECISIONS.items():
+            joint = hoist_parameter_casts(trace_stage(stage, precision, SMALL))
+            parts = split(joint, FULL_RECOMPUTE)
+            assert parts.backward is not None
+            for fused in fuse_alike(parts.forward, parts.backward, lambda _: True, lambda _: False):
+                print(f"{name}, {mode}, {fused.graph.name}")
+                for replaced in fused.replaced:
+                    print(line(replaced))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Steps with fused kernels on a fake device; run by test_fused_steps.py with the fake runtime preloaded.
+
+`fused_step_cases.py OPERATORS CASE...`: runs functions of this file by name, and prints the name of each.
+Triton's interpreter runs the kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.fuse import check, left_out, loader
+from gpipe_fast.fuse.cubins import CompileFailure, Cubin, cubins
+from gpipe_fast.lower.launch import KernelLaunch
+from tests.fake_cuda import interpreter
+from tests.internals import pipeline_of
+from tests.unit.csrc.test_no_interpreter import C
+
+DEVICE = torch.device("cuda:0")
+WIDTH, ROWS, CHUNKS = 16, 12, 2
+FORWARD, BACKWARD = "norm_kernels.forward", "norm_kernels.backward"
+
+# The launches so far: the kernel, and whether its form was that for pointers that are divisible by 16.
+launched: Counter[tuple[str, bool]] = Counter()
+# Constants, by kernel, that a kernel is run with instead of its own.
+wrong_constants: dict[str, dict[str, Any]] = {}
+
+
+def register_kernels() -> None:
+    """Makes the interpreter know every kernel that a program loads, and note its launches."""
+    load, launch_of_runtime = loader.KernelLoader.load, interpreter._Interpreter._launch
+
+    def load_and_register(self: loader.KernelLoader, launch: KernelLaunch) -> Any:
+        found = cubins(loader.sources_of(launch), self.capability)
+        for cubin, aligned in zip(found, (True, False), strict=True):
+            assert isinstance(cubin, Cubin)
+            constants = {**dict(launch.constants), **wrong_constants.get(launch.name, {})}
+            constants["label"] = (launch.name, aligned)
+            interpreter.register(cubin.image, launch.kernel, launch.signature, constants)
+        return load(self, launch)
+
+    def note(self: Any, record: Any) -> None:
+        launched[self._kernels[record.image].constants["label"]] += 1
+        launch_of_runtime(self, record)
+
+    mock.patch.object(loader.KernelLoader, "load", load_and_register).start()
+    mock.patch.object(interpreter._Interpreter, "_launch", note).start()
+
+
+class Block(nn.Module):
+    """A residual branch with a norm before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = x + self.linear(self.norm(x)).tanh()
+        return total
+
+
+class Case:
+    """A pipeline and its layers in float64 on the CPU, with the same parameters."""
+
+    def __init__(self, balance: tuple[int, ...] = (2,), seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        layers = [Block() for _ in range(sum(balance))]
+        for parameter in nn.ModuleList(layers).parameters():
+            nn.init.normal_(parameter, std=0.5)
+        self.exact = nn.Sequential(*copy.deepcopy(layers)).double()
+        devices = [DEVICE] * len(balance)
+        settings = {"chunks": CHUNKS, "checkpoint": "always", "fuse": True, "capture": False, **options}
+        self.model = GPipe(nn.Sequential(*layers), balance, devices=devices, **settings)
+
+    def step(self, rows: int = ROWS, offset: int = 0) -> Counter[tuple[str, bool]]:
+        """Runs a step, and compares its output and all gradients. Returns the launches of the step.
+
+        Args:
+            rows: the size of the mini-batch.
+            offset: where it begins in its memory, in elements.
+        """
+        before = launched.copy()
+        block = torch.randn(rows * WIDTH + offset)
+        x = block.to(DEVICE)[offset:].view(rows, WIDTH).detach().requires_grad_()
+        exact_x = block[offset:].view(rows, WIDTH).double().requires_grad_()
+        weights = torch.randn(rows, WIDTH)
+        found = gradients(self.model, x, weights.to(DEVICE))
+        expected = gradients(self.exact, exact_x, weights.double())
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-4, atol=1e-5)
+        return launched - before
+
+
+def gradients(model: nn.Module, x: Tensor, weights: Tensor) -> list[Tensor]:
+    """Returns the output and all gradients."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    output = model(x)
+    output.backward(weights)
+    assert x.grad is not None
+    return [output.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def kernels(launches: Counter[tuple[str, bool]]) -> Counter[str]:
+    """Counts the launches of each kernel."""
+    found: Counter[str] = Counter()
+    for (name, _), count in launches.items():
+        found[name] += count
+    return found
+
+
+@contextlib.contextmanager
+def one_warning(text: str) -> Iterator[None]:
+    """Expects exactly one warning about fused kernels inside the block."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(each.message) for each in caught if "fused kernel" in str(each.message)]
+    assert len(found) == 1, found
+    assert text in found[0], found[0]
+
+
+# Kernels that are left out
+
+
+def a_kernel_that_does_not_compile_is_left_out() -> None:
+    def fail(sources: Any, capability: Any) -> list[Cubin | CompileFailure]:
+        made = cubins(sources, capability)
+        names = [each.kernel.fn.__name__ for each in sources]
+        return [
+            CompileFailure("no such instruction") if name == "forward" else each
+            for name, each in zip(names, made, strict=True)
+        ]
+
+    with mock.patch.object(loader, "cubins", fail), one_warning("no such instruction"):
+        case = Case()
+        steps = [kernels(case.step()) for _ in range(2)]
+        other = kernels(Case(seed=1).step())
+    assert [each[FORWARD] for each in (*steps, other)] == [0, 0, 0]
+    assert all(each[BACKWARD] >= CHUNKS for each in (*steps, other)), steps
+
+
+def wrong_results_of(name: str, other: str) -> None:
+    """The first step is right already; later plans leave the kernel out."""
+    wrong_constants[name] = {"KIND": "rms"}
+    with one_warning(f"{name} is left out"):
+        case = Case()
+        first, second, third = (kernels(case.step()) for _ in range(3))
+    assert first[name] > 0
+    assert second[name] == third[name] == 0
+    assert second[other] > 0
+
+
+def a_wrong_forward_is_left_out() -> None:
+    wrong_results_of(FORWARD, BACKWARD)
+
+
+def a_wrong_backward_is_left_out() -> None:
+    wrong_results_of(BACKWARD, FORWARD)
+
+
+def a_wrong_kernel_in_a_captured_step() -> None:
+    """The first steps of a signature are not captured; so a capture never launches a wrong kernel."""
+    wrong_constants[BACKWARD] = {"KIND": "rms"}
+    with one_warning(f"{BACKWARD} is left out"):
+        case = Case(capture=True)
+        counts = [kernels(case.step())[BACKWARD] for _ in range(5)]
+    assert counts[0] > 0
+    assert counts[1:] == [0] * 4
+    assert any(report.replays for report in pipeline_of(case.model).graph_reports())
+
+
+# Steps without fused kernels
+
+
+def deterministic_steps_launch_none() -> None:
+    torch.use_deterministic_algorithms(True)
+    case = Case()
+    assert not case.step()
+    torch.use_deterministic_algorithms(False)
+    assert kernels(case.step()).keys() == {FORWARD, BACKWARD}
+
+
+def without_fuse_steps_launch_none() -> None:
+    assert not Case(fuse=False).step()
+
+
+def the_variable_turns_fused_kernels_off() -> None:
+    for value, expected in (("0", False), ("1", True)):
+        with mock.patch.dict(os.environ, GPIPE_FAST_FUSE=value):
+            assert bool(Case(fuse=None).step()) == expected
+    with mock.patch.dict(os.environ, GPIPE_FAST_FUSE="0"):
+        assert Case(fuse=True).step()
+
+
+# Inputs
+
+
+def unaligned_inputs_take_the_other_form() -> None:
+    """The kernels of the first layer read the input; those of the second, only what the stage computes."""
+    case, aligned = Case(), {(FORWARD, True): 2 * CHUNKS, (BACKWARD, True): 2 * CHUNKS}
+    assert case.step() == aligned
+    assert case.step(offset=4) == aligned
+    # The forward adds the input; it runs twice. Of two backwards, one reads the input.
+    expected = {(FORWARD, False): 2 * CHUNKS, (BACKWARD, False): CHUNKS, (BACKWARD, True): CHUNKS}
+    assert case.step(offset=1) == expected
+    assert case.step(offset=3) == expected
+
+
+def batches_without_rows() -> None:
+    assert not Case().step(rows=0)
+    assert Case(seed=1).step(rows=1)
+
+
+# Steps
+
+
+def checkpoint_modes() -> None:
+    counts = {}
+    for mode in ("always", "except_last", "never"):
+        case = Case(checkpoint=mode)
+        case.step()
+        counts[mode] = kernels(case.step())
+    # The second layer's norm is fused with the addition before it, also when it is recomputed. A backward
+    # that finds the statistics saved takes PyTorch's operator.
+    assert counts == {
+        "always": {FORWARD: 2 * CHUNKS, BACKWARD: 2 * CHUNKS},
+        "except_last": {FORWARD: 2 * CHUNKS - 1, BACKWARD: 2 * CHUNKS - 2},
+        "never": {FORWARD: CHUNKS},
+    }
+
+
+def replays_launch_the_kernels() -> None:
+    plain, captured = Case(), Case(capture=True)
+    expected = [plain.step() for _ in range(2)][-1]
+    for _ in range(3):
+        captured.step()
+    before = [report.replays for report in pipeline_of(captured.model).graph_reports()]
+    found = [captured.step() for _ in range(3)]
+    after = [report.replays for report in pipeline_of(captured.model).graph_reports()]
+    assert max(b - a for a, b in zip(before, after, strict=True)) == 3
+    assert found == [expected] * 3, (found, expected)
+
+
+def replays_have_the_bits_of_other_steps() -> None:
+    torch.manual_seed(3)
+    x, weights = (torch.randn(ROWS, WIDTH).to(DEVICE) for _ in range(2))
+    cases = [Case(capture=capture) for capture in (False, True)]
+    for _ in range(4):
+        plain, captured = (gradients(c.model, x.detach().requires_grad_(), weights) for c in cases)
+        assert all(map(torch.equal, plain, captured))
+    assert any(report.replays for report in pipeline_of(cases[1].model).graph_reports())
+
+
+def equal_stages_share_kernels() -> None:
+    """Loads each form of two kernels once, for two models of two stages each."""
+    for seed in range(2):
+        case = Case((2, 2), seed=seed)
+        assert kernels(case.step()) == {FORWARD: 4 * CHUNKS, BACKWARD: 4 * CHUNKS}
+
+
+def run(name: str) -> None:
+    """Runs one case in a process that knows nothing of earlier ones, but has kept its kernels."""
+    left_out.forget()
+    check.forget()
+    wrong_constants.clear()
+    loader._load.cache_clear()
+    C.fake_cuda_mark(f"begin\t{name}".encode())
+    globals()[name]()
+    C.fake_cuda_mark(f"end\t{name}".encode())
+    assert interpreter.failures() == []
+    print(name, flush=True)
+
+
+if __name__ == "__main__":
+    torch.ops.load_library(sys.argv[1])
+    torch.set_num_threads(1)
+    register_kernels()
+    for each in sys.argv[2:]:
+        run(each)

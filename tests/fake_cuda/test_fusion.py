@@ -1,0 +1,96 @@
+"""Fused kernels in stages, run by Triton's interpreter on the fake runtime: what is fused, and its errors.
+
+`python -m tests.fake_cuda.test_fusion` writes the table of fused nodes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda import process
+from tests.fake_cuda.build import build, can_build
+
+pytestmark = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+TABLE = Path(__file__).with_name("fused_nodes.txt")
+# Stage, precision and checkpoint mode. With checkpoint='never' in bf16 the operators of the CPU, which
+# compute on fake devices, would need statistics in bf16; those of a GPU are in fp32.
+CASES = [
+    ("GPT", "fp32", "always"),
+    ("GPT", "autocast", "except_last"),
+    ("Llama", "bf16", "always"),
+    ("BERT", "autocast", "always"),
+    ("head", "autocast", "always"),
+    ("ViT", "autocast", "always"),
+]
+MORE_CASES = [
+    ("GPT", "bf16", "always"),
+    ("GPT", "fp32", "never"),
+    ("GPT-2", "autocast", "except_last"),
+    ("GPT-2", "bf16", "always"),
+    ("GPT-2, attention dropout", "fp32", "always"),
+    ("Llama", "fp32", "except_last"),
+    ("Llama", "autocast", "always"),
+    ("ViT", "bf16", "always"),
+    ("BERT", "fp32", "never"),
+    ("BERT", "bf16", "always"),
+    ("head", "fp32", "always"),
+    ("head", "bf16", "always"),
+    ("head, upcast", "bf16", "always"),
+    ("head, upcast", "autocast", "always"),
+]
+# Errors of gradients that are zero but for rounding differ more: the gradient of a key's bias, for example.
+MAX_RATIO, MAX_RATIO_OF_NOISE = 2, 8
+
+
+def fused_nodes(libraries: tuple[Path, Path]) -> str:
+    """Returns the table."""
+    return "\n".join(process.run("fused_nodes.py", libraries, limit=600)) + "\n"
+
+
+def test_the_fused_nodes_are_those_of_the_table(libraries: tuple[Path, Path]) -> None:
+    found = fused_nodes(libraries)
+    assert found == TABLE.read_text(), "python -m tests.fake_cuda.test_fusion writes the table"
+
+
+def check(stage: str, precision: str, checkpoint: str, libraries: tuple[Path, Path], *words: str) -> None:
+    (line,) = process.run(
+        "fusion_cases.py", libraries, stage, precision, checkpoint, *words, interpreted=True, fused=True
+    )
+    found = json.loads(line)
+    assert found["kernels"]
+    assert found["warnings"] == found["failures"] == []
+    for index, ((error, rounding), (expected, _)) in enumerate(found["errors"]):
+        # The largest element is rounding / eps, so it is noise if it is not above PyTorch's error.
+        noise = rounding < 1e-3 * expected
+        allowed = max((MAX_RATIO_OF_NOISE if noise else MAX_RATIO) * expected, rounding)
+        assert error <= allowed, f"result {index}: {error / allowed:.3f} of the error allowed"
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_errors_are_at_most_twice_those_of_pytorch(
+    case: tuple[str, str, str], libraries: tuple[Path, Path]
+) -> None:
+    check(*case, libraries)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("case", MORE_CASES, ids=" ".join)
+def test_errors_are_at_most_twice_those_of_pytorch_in_more_cases(
+    case: tuple[str, str, str], libraries: tuple[Path, Path]
+) -> None:
+    check(*case, libraries)
+
+
+@pytest.mark.extended
+def test_captured_steps_have_the_same_errors(libraries: tuple[Path, Path]) -> None:
+    check("GPT", "autocast", "always", libraries, "captured")
+
+
+if __name__ == "__main__":
+    TABLE.write_text(fused_nodes(build()))
