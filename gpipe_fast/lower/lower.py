@@ -186,9 +186,8 @@ class _Lowering:
     def _add_launch(self, node: fx.Node) -> None:
         launch, arguments, check, checked, earlier = node.args
         assert isinstance(launch, KernelLaunch)
-        assert isinstance(arguments, (list, tuple))
         bases = getitem_nodes(node, len(launch.outputs))
-        given = [self._argument(a) for a in arguments]
+        given = self._argument(arguments)
         results = self._add_outputs(node, bases)
         for position, result in zip(launch.outputs, results, strict=True):
             initial = given[position]
