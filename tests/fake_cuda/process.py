@@ -35,6 +35,7 @@ def run(
     runtime_variables |= {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(FOLDER.parents[1])}
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | runtime_variables
     environment["GPIPE_FAST_FUSE"] = str(int(fused))
+    environment["GPIPE_FAST_CACHE"] = str(FOLDER.parents[1] / "build" / "tests" / "cubins")
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-W", "ignore", str(FOLDER / program), str(operators), *words]
