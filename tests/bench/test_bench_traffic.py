@@ -54,9 +54,9 @@ def test_bytes_of_norms_and_gated_activations(name: str, unfused: int, fused: in
     case, matrix = all_cases()[name], ROWS * COLS * SIZES[dtype]
     found = traffic.unfused_bytes(case, ROWS * COLS, DTYPES[dtype])
     assert found / matrix == pytest.approx(unfused, rel=2e-3)
-    # Two programs per multiprocessor write partial sums for weight and bias, which are read again.
+    # One program per multiprocessor writes partial sums for weight and bias, which are read again.
     parameters = {"layer_norm": 2, "rms_norm": 1}.get(name.split()[0], 0)
-    partial_sums = parameters * 2 * 132 * COLS * 4
+    partial_sums = parameters * 132 * COLS * 4
     counted_bytes = traffic.fused_bytes(case, ROWS * COLS, DTYPES[dtype]) - 2 * partial_sums
     assert counted_bytes / matrix == pytest.approx(fused, rel=2e-3)
 
@@ -86,8 +86,8 @@ def test_bytes_of_kernels_with_dropout(
     masks = 2 * elements
     found = traffic.unfused_bytes(case, elements, DTYPES[dtype]) - masks
     assert found / (elements * SIZES[dtype]) == pytest.approx(unfused, rel=2e-3)
-    # Partial sums are written and read again: of 128 programs, or of two per multiprocessor.
-    partial_sums = (parameters * 2 * 132 or 128 * name.startswith("bias")) * COLS * 4
+    # Partial sums are written and read again: of 128 programs, or of one per multiprocessor.
+    partial_sums = (parameters * 132 or 128 * name.startswith("bias")) * COLS * 4
     counted_bytes = traffic.fused_bytes(case, elements, DTYPES[dtype]) - 2 * partial_sums
     assert counted_bytes / (elements * SIZES[dtype]) == pytest.approx(fused, rel=2e-3)
 

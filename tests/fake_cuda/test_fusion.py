@@ -33,7 +33,6 @@ MORE_CASES = [
     ("ViT", "autocast", "always"),
     ("GPT-2", "autocast", "except_last"),
     ("GPT-2", "bf16", "always"),
-    ("GPT-2, attention dropout", "fp32", "always"),
     ("Llama", "fp32", "except_last"),
     ("Llama", "autocast", "always"),
     ("ViT", "bf16", "always"),
@@ -68,7 +67,7 @@ def check(stage: str, precision: str, checkpoint: str, libraries: tuple[Path, Pa
     for index, ((error, rounding), (expected, _)) in enumerate(found["errors"]):
         # The largest element is rounding / eps, so it is noise if it is not above PyTorch's error.
         noise = rounding < 1e-3 * expected
-        allowed = max((MAX_RATIO_OF_NOISE if noise else MAX_RATIO) * expected, rounding)
+        allowed = max((MAX_RATIO_OF_NOISE if noise else MAX_RATIO) * expected, 2 * rounding)
         assert error <= allowed, f"result {index}: {error / allowed:.3f} of the error allowed"
 
 
