@@ -48,7 +48,7 @@ def names() -> list[str]:
 
 
 def forget() -> None:
-    """Leaves no kernel out any more; for tests."""
+    """Forgets which kernels are left out; for tests."""
     with _lock:
         _kernels.clear()
         _names.clear()

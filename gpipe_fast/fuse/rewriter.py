@@ -25,7 +25,7 @@ _PLACE = ("custom", "partitioner_tag", JOINT_POSITION)
 
 
 class Rewriter:
-    """A stage's graph in work.
+    """A stage's graph while its nodes are replaced.
 
     Attributes:
         graph: the graph; nodes are in order again after `finish`.

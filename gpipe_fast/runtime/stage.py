@@ -190,7 +190,7 @@ def form_of(boundary: BoundarySpec) -> BoundaryForm:
 
 
 class StageOptions(NamedTuple):
-    """What `GPipe` was told about all stages.
+    """The arguments of `GPipe` that hold for all stages.
 
     Attributes:
         deferred: whether batch norm's running statistics are updated once per mini-batch.
@@ -218,7 +218,7 @@ class Stage:
         skips: the skip connections of the whole model.
         pops: numbers of the skip connections from earlier layers that the stage pops, in numerical order.
         stashes: numbers of the skip connections to later layers that the stage stashes, in stash order.
-        options: what `GPipe` was told about all stages.
+        options: the arguments of `GPipe` that hold for all stages.
     """
 
     def __init__(
