@@ -43,7 +43,7 @@ DOCUMENTS = {"README.md", "LICENSE", "CHANGELOG.md"}
 
 def needed_to_build() -> set[str]:
     """Returns the paths of all files that a build from source reads, as git knows them or would."""
-    patterns = ("csrc/**/*", "kernels/**/*.py", "kernels/tuned.json", "gpipe_fast/*", "gpipe_fast/*/*.py")
+    patterns = ("csrc/**/*", "kernels/**/*.py", "kernels/tuned.json", "gpipe_fast/*", "gpipe_fast/**/*.py")
     found = {p for pattern in patterns for p in ROOT.glob(pattern) if p.is_file()}
     # gpipe_fast/kernels is a symbolic link to kernels/.
     names = {p.relative_to(ROOT).as_posix() for p in found if "kernels" not in p.relative_to(ROOT).parts[1:]}
@@ -82,9 +82,9 @@ def test_the_source_distribution_holds_all_that_a_build_needs_and_no_build_outpu
 
 
 def test_the_list_of_packages_is_complete() -> None:
-    found = {"gpipe_fast", "gpipe_fast.kernels"}
-    found |= {f"gpipe_fast.{path.parent.name}" for path in (ROOT / "gpipe_fast").glob("*/__init__.py")}
-    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found
+    folders = {path.parent for path in (ROOT / "gpipe_fast").rglob("*.py")} | {ROOT / "gpipe_fast/kernels"}
+    found = sorted(".".join(folder.relative_to(ROOT).parts) for folder in folders)
+    assert PYPROJECT["tool"]["setuptools"]["packages"] == found
 
 
 def pinned() -> dict[str, Version]:
