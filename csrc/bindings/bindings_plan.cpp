@@ -7,7 +7,7 @@
 #include "pipeline/python_segment.h"
 
 #include <pybind11/functional.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <map>
 #include <memory>

@@ -8,7 +8,6 @@
 
 #include <ATen/ScalarOps.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/extension.h>
 
 #include <memory>
 #include <optional>

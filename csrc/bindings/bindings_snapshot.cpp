@@ -2,7 +2,7 @@
 #include "bindings/bindings.h"
 
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
 #include <string>
