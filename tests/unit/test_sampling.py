@@ -44,3 +44,10 @@ def test_every_item_is_drawn_for_some_seed(use_seed) -> None:
 def test_few_items_are_all_drawn(use_seed) -> None:
     use_seed("a")
     assert sampling.sample([3, 1, 2], 10, salt="test") == [3, 1, 2]
+
+
+@pytest.mark.xdist_group("sampling")
+def test_a_worker_knows_the_group_of_a_test(request: pytest.FixtureRequest) -> None:
+    """Tests of a group run in one worker only if their ids end with the name of the group."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@sampling")
