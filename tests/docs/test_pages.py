@@ -17,11 +17,12 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 
-# Runs the blocks of each page in order, in a process that is forked after the import of torch, because the
-# import takes longer than most pages. Prints a line of JSON per page.
+# Runs the blocks of each page in order, in a process that is forked after the imports of torch and
+# gpipe_fast, because these imports take longer than most pages. Prints a line of JSON per page.
 RUN_PAGES = """
 import contextlib, io, json, os, re, sys, tempfile, traceback, warnings
 import numpy, torch
+import gpipe_fast
 from pathlib import Path
 
 warnings.simplefilter("ignore")
