@@ -70,7 +70,7 @@ _DIM_OF_INPUTS = frozenset(
     }
 )
 # Arguments that are sizes of the result, which is compared instead.
-_SIZES = frozenset({"size", "input_sizes", "normalized_shape"})
+_SIZES = frozenset({"size", "input_sizes"})
 
 
 def _target(node: fx.Node) -> Any:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_fast.fuse.family import Argument, Case, Numbers, Results
+from gpipe_fast.fuse.launchers import CannotLaunch
 from gpipe_fast.fuse.patterns import (
     BATCH,
     COLUMNS,
@@ -153,8 +154,10 @@ class Forward(_Norm):
     def launch(self, numbers: Numbers, h: Tensor, *rest: Tensor) -> Results:
         """Replaces `pattern`."""
         residual, key, weight, bias = self._split(rest)
+        mask = mask_of(numbers, key)
+        check_columns(h, mask)
         found = norms.launch_forward(
-            h, residual, weight, bias, numbers["eps"], "layer", mask_of(numbers, key),
+            h, residual, weight, bias, numbers["eps"], "layer", mask,
             y_dtype=self.own if self.cast else self.stream, sum_dtype=self.stream,
             with_sum=self.with_sum, with_statistics=self.statistics,
         )  # fmt: skip
@@ -219,10 +222,12 @@ class Backward(_Norm):
         """Replaces `pattern`."""
         h, x, g_sum, key, weight, bias = self._split(rest)
         assert x is not None
+        mask = mask_of(numbers, key)
+        check_columns(x, mask)
         dtype, wanted = self.own if self.low else self.stream, self.parameters.wanted
         found = norms.launch_backward(
             x if h is None else h, None if h is None else x, weight, bias, g, g_sum, numbers["eps"], "layer",
-            False, mask_of(numbers, key), sum_dtype=self.stream, dx_dtype=self.stream,
+            False, mask, sum_dtype=self.stream, dx_dtype=self.stream,
             dh_dtype=dtype if self.low or self.dropout else None, with_sums=self.sums,
             with_dweight=wanted[1], with_dbias=wanted[2],
         )  # fmt: skip
@@ -237,6 +242,13 @@ class Backward(_Norm):
         g_sum = next(remaining) if self.g_sum else None
         key = next(remaining) if self.dropout else None
         return h, x, g_sum, key, *self.parameters.split(remaining)
+
+
+def check_columns(x: Tensor, mask: KeyedMask | None = None) -> None:
+    """Raises CannotLaunch if the kernels do not support rows as long as those of ``x``."""
+    most = norms.max_columns(mask)
+    if x.shape[-1] > most:
+        raise CannotLaunch(f"rows have {x.shape[-1]} columns, the kernels support {most}")
 
 
 def keep_mask(key: Tensor, shape: tuple[int, ...]) -> Tensor:

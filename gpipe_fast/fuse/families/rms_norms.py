@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpipe_fast.fuse.families.norms import check_columns
 from gpipe_fast.fuse.family import Argument, Case, Numbers, Results
-from gpipe_fast.fuse.launchers import CannotLaunch
 from gpipe_fast.fuse.patterns import BATCH, COLUMNS, EPS, HEADS, LENGTH
 from gpipe_fast.kernels import norms
 
@@ -110,11 +110,6 @@ def _cases_of_products(spelling: Spelling) -> Iterator[Case]:
         yield Forward(spelling, spelling.x, shape).case()
 
 
-def _check_columns(x: Tensor) -> None:
-    if x.shape[-1] > norms.MAX_COLUMNS:
-        raise CannotLaunch(f"rows have {x.shape[-1]} columns, the kernels support {norms.MAX_COLUMNS}")
-
-
 def _eps(numbers: Numbers) -> float:
     """Returns the graph's eps; PyTorch's default is that of the arithmetic, in fp32."""
     eps: float | None = numbers["eps"]
@@ -153,7 +148,7 @@ class Forward:
 
     def launch(self, numbers: Numbers, h: Tensor, *rest: Tensor) -> Results:
         """Computes the results with kernels."""
-        _check_columns(h)
+        check_columns(h)
         *residual, weight = rest
         found = norms.launch_forward(
             h, residual[0] if residual else None, weight, None, _eps(numbers), "rms", None,
@@ -203,7 +198,7 @@ class Backward:
 
     def launch(self, numbers: Numbers, g: Tensor, x: Tensor, weight: Tensor, *g_sum: Tensor) -> Results:
         """Computes the results with kernels."""
-        _check_columns(x)
+        check_columns(x)
         found = norms.launch_backward(
             x, None, weight, None, g, g_sum[0] if g_sum else None, _eps(numbers), "rms", self.with_y, None,
             y_dtype=self.own if self.cast_g else self.spelling.y, dx_dtype=self.spelling.x,
