@@ -18,6 +18,9 @@ from gpipe_fast.lower.launch import KernelLaunch, is_launch
 
 aten = torch.ops.aten
 
+# The third argument of these operators makes their result fp32.
+_WITH_HALF_TO_FLOAT = (aten._softmax.default, aten._log_softmax.default)
+
 _lock = threading.Lock()
 _passed: set[tuple[torch.device, Hashable]] = set()
 
@@ -147,6 +150,8 @@ class _InFloat64(_Reference):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator that returns float64 where its results are floating-point numbers."""
         args, kwargs = fx.node.map_aggregate((args, kwargs), _dtype_to_float64)
+        if target in _WITH_HALF_TO_FLOAT:  # accepts only fp16 if it is set
+            args, kwargs = (*args[:2], False), {}
         return super().call_function(target, args, kwargs)
 
 

@@ -9,13 +9,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_fast.fuse import check, left_out
 from gpipe_fast.fuse.check import ReplacementCheck, error_ratio, has_passed, results_of
 from gpipe_fast.fuse.launchers import launches_in, trace_launcher
 from gpipe_fast.kernels.launch import Config, launch
 from gpipe_fast.lower.launch import is_launch
-from tests.fuse.triton_kernels import products
+from tests.fuse.triton_kernels import double, products
 
 CPU = torch.device("cpu")
 ROWS, COLS, PROGRAMS = 4, 8, 3
@@ -256,6 +257,33 @@ def test_gradients_of_zero_pass() -> None:
         tensor.zero_()
     case.check(case.inputs, case.right())
     assert has_passed(case.launch, CPU)
+
+
+class AsOnCuda(TorchDispatchMode):
+    """Computes the log-softmax of fp16 in fp32, as only CUDA does, which refuses other dtypes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._log_softmax.default and args[2]:
+            assert args[0].dtype is torch.float16
+            args = (args[0].float(), args[1], False)
+        return func(*args, **kwargs or {})
+
+
+def test_a_log_softmax_of_fp16_in_fp32_is_checked() -> None:
+    x = torch.randn(ROWS, COLS).half()
+
+    def launcher(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.empty_like(x, dtype=FP32)
+        launch(double, (1,), CONFIG, x, y, 32)
+        return (y,)
+
+    reference = fx.Graph()
+    operator = torch.ops.aten._log_softmax.default
+    reference.output((reference.call_function(operator, (reference.placeholder("x"), 1, True)),))
+    check_ = ReplacementCheck(reference, trace_launcher(launcher, [x]), CPU)
+    with AsOnCuda():
+        assert check_([x], [x.float().log_softmax(1)])
+    assert not left_out.pending
 
 
 def test_integers_and_flags_are_equal_or_wrong() -> None:
