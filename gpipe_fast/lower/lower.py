@@ -17,21 +17,21 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import AccumulationPolicy, PendingAccumulations
-from gpipe_fast.lower.alias import Source, getitem_nodes, is_read_once, source_of
+from gpipe_fast.lower.alias import getitem_nodes, is_read_once
 from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
 from gpipe_fast.lower.launch import KernelLaunch, changed_input, is_launch
 from gpipe_fast.lower.operators import OperatorCall, functional_call, out_call
 from gpipe_fast.lower.placement import parts, plan_memory
-from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
+from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.lower.steps import Accumulate, AdoptAsAccumulator, Allocate, Call, Check, Launch, Ref
+from gpipe_fast.lower.values import GraphValues
 from gpipe_fast.trace.trace import GraphRole
 from gpipe_fast.trace.traceability import layer_of
 
@@ -69,12 +69,8 @@ class _Lowering:
         self.accumulation = accumulation
         self.unoptimized = unoptimized
         self.nodes: list[fx.Node] = list(graph.module.graph.nodes)
-        self.sources: dict[fx.Node, Source] = {
-            n: Source(n, 0) if unoptimized else source_of(n) for n in self.nodes
-        }
         self.program = ProgramIR(graph.name)
-        self.index: dict[fx.Node, int] = {}  # base -> value
-        self.views: dict[tuple[Any, ...], int] = {}
+        self.values = GraphValues(self.program, graph, unoptimized)
         # Base whose operator writes directly into an accumulator -> the gradient in that accumulator.
         self.direct_gradient_of: dict[fx.Node, Gradient] = {}
         self.returned_bases: set[fx.Node] = set()  # bases that the program returns
@@ -84,12 +80,12 @@ class _Lowering:
 
     def run(self) -> ProgramIR:
         program = self.program
-        self._add_placeholders()
+        self.values.add_placeholders()
         results = [n for n in self.graph.outputs if n.port.role is not GraphRole.PARAMETER_GRADIENT]
         gradients = self._gradients()
-        self.returned_bases = {self.sources[n.node].base for n in results}
+        self.returned_bases = {self.values.sources[n.node].base for n in results}
         self.elided_sums -= self.returned_bases | {
-            self.sources[part].base for g in gradients for part in g.parts
+            self.values.sources[part].base for g in gradients for part in g.parts
         }
         for gradient in () if self.unoptimized else gradients:
             self._mark_direct_write(gradient)
@@ -112,59 +108,11 @@ class _Lowering:
         tensors = (node.meta.get("val") for node in self.nodes)
         return next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
 
-    # Values
-
-    def _add(self, name: str, storage: StorageKind, like: Tensor, **where: Any) -> int:
-        value = Value(name, storage, tuple(like.shape), tuple(like.stride()), like.dtype, **where)
-        self.program.values.append(value)
-        return len(self.program.values) - 1
-
-    def _add_placeholders(self) -> None:
-        inputs = []
-        for port, node in self.graph.inputs:
-            if port.role is GraphRole.PARAMETER:
-                self.index[node] = self._add(
-                    str(port), StorageKind.PARAMETER, node.meta["val"], index=port.index
-                )
-            elif port.role is GraphRole.PARAMETER_CAST:
-                self.index[node] = self._add(
-                    str(port), StorageKind.PARAMETER_CAST, node.meta["val"], index=port.index
-                )
-            else:
-                saved = int(port.role is GraphRole.SAVED)
-                self.index[node] = self._add(str(port), StorageKind.INPUT, node.meta["val"], index=saved)
-                inputs.append(port)
-        self.program.inputs = tuple(inputs)
-        for node in self.nodes:
-            if node.op == "get_attr":
-                constant = getattr(self.graph.module, str(node.target))
-                self.index[node] = self._add(node.name, StorageKind.CONSTANT, constant, constant=constant)
-
-    def _view(self, name: str, base: int, offset: int, like: Tensor) -> int:
-        """Returns a view of ``base`` with the sizes and strides of ``like``, or ``base`` if it has them."""
-        whole = self.program.values[base]
-        if offset == 0 and whole.sizes == tuple(like.shape) and whole.strides == tuple(like.stride()):
-            return base
-        key = (base, offset, tuple(like.shape), tuple(like.stride()))
-        if key not in self.views:
-            self.views[key] = self._add(name, StorageKind.VIEW, like, index=base, offset=offset)
-        return self.views[key]
-
-    def _value(self, node: fx.Node) -> int:
-        base, offset = self.sources[node]
-        return self._view(node.name, self.index[base], offset, node.meta["val"])
-
-    def _argument(self, argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return Ref(self._value(argument))
-        if isinstance(argument, (list, tuple)):
-            return [self._argument(a) for a in argument]
-        return argument
-
     # Calls
 
     def _add_call(self, node: fx.Node) -> None:
-        if self.sources[node].base is not node or self._returns_only_views(node) or node in self.elided_sums:
+        owns_memory = self.values.sources[node].base is node
+        if not owns_memory or self._returns_only_views(node) or node in self.elided_sums:
             return
         gradient = self.direct_gradient_of.get(node)
         if gradient is not None:
@@ -178,7 +126,7 @@ class _Lowering:
         call = None if self.unoptimized else out_call(node)
         if call is None:
             call = functional_call(node)
-            slots = [None if b is None else self._add_base(b, StorageKind.RESULT) for b in bases]
+            slots = [None if b is None else self.values.add_base(b, StorageKind.RESULT) for b in bases]
             self._append(call, tuple(slots), node)
             return
         self._append(call, self._add_outputs(node, bases), node)
@@ -187,16 +135,19 @@ class _Lowering:
         launch, arguments, check, checked, earlier = node.args
         assert isinstance(launch, KernelLaunch)
         bases = getitem_nodes(node, len(launch.outputs))
-        given = self._argument(arguments)
+        given = self.values.argument(arguments)
         results = self._add_outputs(node, bases)
         for position, result in zip(launch.outputs, results, strict=True):
             initial = given[position]
             if isinstance(initial, Ref) and initial.value != result:
                 self.program.steps.append(_copy(result, initial.value, ActiveRuns.ALWAYS))
             given[position] = Ref(result)
+        for argument in given:
+            if isinstance(argument, Ref):  # the kernel was given the strides of the trace
+                self.values.keep_traced_layout(argument.value)
         self.program.steps.append(Launch(launch, tuple(given), ActiveRuns.ALWAYS, layer_of(node)))
         if check is not None:
-            inputs, before = ([r.value for r in self._argument(nodes)] for nodes in (checked, earlier))
+            inputs, before = ([r.value for r in self.values.argument(nodes)] for nodes in (checked, earlier))
             self.program.steps.append(Check(check, tuple(inputs), (*before, *results)))
 
     def _add_outputs(self, node: fx.Node, bases: Sequence[fx.Node | None]) -> list[int]:
@@ -205,15 +156,16 @@ class _Lowering:
         for position, base in enumerate(bases):
             if base is None:  # an unused result, which the kernel writes nevertheless
                 unused = node.meta["val"][position]
-                outs.append(self._add(f"{node.name}_{position}", StorageKind.ARENA, unused))
+                outs.append(self.values.add(f"{node.name}_{position}", StorageKind.ARENA, unused))
                 continue
             is_returned = base in self.returned_bases
             changed = None if is_returned else self._changed_in_place(node, position)
             if changed is not None:
                 outs.append(changed)
-                self.index[base] = changed
+                self.values.index[base] = changed
             else:
-                outs.append(self._add_base(base, StorageKind.FRESH if is_returned else StorageKind.ARENA))
+                storage = StorageKind.FRESH if is_returned else StorageKind.ARENA
+                outs.append(self.values.add_base(base, storage))
                 if is_returned:
                     self.program.steps.append(Allocate(outs[-1], ActiveRuns.ALWAYS))
         return outs
@@ -221,26 +173,20 @@ class _Lowering:
     def _changed_in_place(self, node: fx.Node, position: int) -> int | None:
         """Returns the value that a kernel changes itself, not a copy, because only this kernel reads it."""
         initial = changed_input(node, position)
-        if initial is None or not is_read_once(self.sources[initial].base, node):
+        if initial is None or not is_read_once(self.values.sources[initial].base, node):
             return None
-        (source, offset), like = self.sources[initial], initial.meta["val"]
-        value = self.program.values[self.index[source]]
+        (source, offset), like = self.values.sources[initial], initial.meta["val"]
+        value = self.program.values[self.values.index[source]]
         whole = (offset, value.sizes, value.strides) == (0, tuple(like.shape), tuple(like.stride()))
         owned = value.storage in (StorageKind.ARENA, StorageKind.RESULT)
-        return self.index[source] if whole and owned else None
+        return self.values.index[source] if whole and owned else None
 
     def _returns_only_views(self, node: fx.Node) -> bool:
         # For split and unbind each getitem is a view of the argument, so the call itself is not needed.
         users = list(node.users)
         return bool(users) and all(
-            u.target is operator.getitem and self.sources[u].base is not u for u in users
+            u.target is operator.getitem and self.values.sources[u].base is not u for u in users
         )
-
-    def _add_base(self, base: fx.Node, storage: StorageKind) -> int:
-        value = base.meta.get("val")
-        like = value if isinstance(value, Tensor) else torch.empty(0, device="meta")
-        self.index[base] = self._add(base.name, storage, like)
-        return self.index[base]
 
     def _append(
         self,
@@ -249,7 +195,7 @@ class _Lowering:
         node: fx.Node,
         when: ActiveRuns = ActiveRuns.ALWAYS,
     ) -> None:
-        arguments = [self._argument(a) for a in call.arguments]
+        arguments = [self.values.argument(a) for a in call.arguments]
         results = None
         if call.out_positions is None:
             results = tuple(outs)
@@ -261,15 +207,15 @@ class _Lowering:
 
     def _add_copy(self, name: str, value: int, like: Tensor) -> int:
         """Adds steps that copy a value to a fresh tensor; returns the copy."""
-        copy = self._add(name, StorageKind.FRESH, like)
+        copy = self.values.add(name, StorageKind.FRESH, like)
         self.program.steps.append(Allocate(copy, ActiveRuns.ALWAYS))
         self.program.steps.append(_copy(copy, value, ActiveRuns.ALWAYS))
         return copy
 
     def _result(self, node: fx.Node, role: GraphRole) -> int:
-        base = self.sources[node].base
-        value = self._value(node)
-        source = self.program.values[self.index[base]]
+        base = self.values.sources[node].base
+        value = self.values.of(node)
+        source = self.program.values[self.values.index[base]]
         # A result must not alias memory that a later step or the user changes in place.
         changes = source.storage in _LONG_LIVED or _is_buffer(base, self.graph)
         shared = source.storage is StorageKind.INPUT and role is GraphRole.BUFFER
@@ -304,7 +250,7 @@ class _Lowering:
     def _mark_direct_write(self, gradient: Gradient) -> None:
         """Records whether an operator can write the first contribution directly into the accumulator."""
         part = gradient.parts[0]
-        base, offset = self.sources[part]
+        base, offset = self.values.sources[part]
         value, like = base.meta.get("val"), part.meta["val"]
         if base.op != "call_function" or base.target is operator.getitem or not isinstance(value, Tensor):
             return
@@ -323,7 +269,7 @@ class _Lowering:
         order = {node: position for position, node in enumerate(self.nodes)}
         complete_after: dict[fx.Node, list[Gradient]] = {}
         for gradient in gradients:
-            bases = [self.sources[part].base for part in gradient.parts]
+            bases = [self.values.sources[part].base for part in gradient.parts]
             producers = [b.args[0] if b.target is operator.getitem else b for b in bases]
             last = max((m for m in producers if isinstance(m, fx.Node)), key=order.__getitem__)
             complete_after.setdefault(last, []).append(gradient)
@@ -332,10 +278,10 @@ class _Lowering:
     def _add_direct_gradient(self, node: fx.Node, gradient: Gradient) -> None:
         steps = self.program.steps
         part, like = gradient.parts[0], node.meta["val"]
-        gradient.value = self._add(
+        gradient.value = self.values.add(
             f"grad_{gradient.index}", StorageKind.ACCUMULATOR, part.meta["val"], index=gradient.index
         )
-        target = self._view(f"grad_{gradient.index}", gradient.value, 0, like)
+        target = self.values.view(f"grad_{gradient.index}", gradient.value, 0, like)
         call = out_call(node)
         assert call is not None
         steps.append(Allocate(gradient.value, ActiveRuns.FIRST))
@@ -347,12 +293,12 @@ class _Lowering:
         elif self.accumulation.can_skip_cast(node):
             uncast = node.args[0]
             assert isinstance(uncast, fx.Node)
-            self._accumulate(gradient, target, self._value(uncast), uncast.meta["val"])
+            self._accumulate(gradient, target, self.values.of(uncast), uncast.meta["val"])
         else:
-            self.index[node] = self._add(node.name, StorageKind.ARENA, like)
-            self._append(call, [self.index[node]], node, ActiveRuns.LATER)
-            self._accumulate(gradient, target, self.index[node], like)
-        self.index.setdefault(node, target)
+            self.values.index[node] = self.values.add(node.name, StorageKind.ARENA, like)
+            self._append(call, [self.values.index[node]], node, ActiveRuns.LATER)
+            self._accumulate(gradient, target, self.values.index[node], like)
+        self.values.index.setdefault(node, target)
 
     def _finish_gradient(self, gradient: Gradient) -> None:
         """Adds the steps for contributions that no operator writes directly into the accumulator.
@@ -365,25 +311,25 @@ class _Lowering:
         if self.accumulation.has_wider_accumulator(like):
             self._sum_parts(gradient)
         if gradient.value is None:
-            value = self._value(part) if gradient.sum is None else gradient.sum
+            value = self.values.of(part) if gradient.sum is None else gradient.sum
             if self._can_adopt(part):
-                gradient.value = self._add(name, StorageKind.ACCUMULATOR, like, index=gradient.index)
+                gradient.value = self.values.add(name, StorageKind.ACCUMULATOR, like, index=gradient.index)
                 steps.append(AdoptAsAccumulator(gradient.value, value))
             else:
                 layout = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
                 dtype = self.accumulation.sum_dtype(like)
                 dense = torch.empty_strided(like.shape, layout, dtype=dtype, device="meta")
-                gradient.value = self._add(name, StorageKind.ACCUMULATOR, dense, index=gradient.index)
+                gradient.value = self.values.add(name, StorageKind.ACCUMULATOR, dense, index=gradient.index)
                 steps.append(Allocate(gradient.value, ActiveRuns.FIRST))
                 steps.append(_copy(gradient.value, value, ActiveRuns.FIRST))
             self._accumulate(gradient, gradient.value, value, like)
         for part in gradient.parts[1:] if gradient.sum is None else ():
-            steps.append(Accumulate(gradient.value, self._value(part), ActiveRuns.ALWAYS))
+            steps.append(Accumulate(gradient.value, self.values.of(part), ActiveRuns.ALWAYS))
 
     def _can_adopt(self, part: fx.Node) -> bool:
         """Returns whether a contribution can become the accumulator because nothing else reads its memory."""
-        base, like = self.sources[part].base, part.meta["val"]
-        whole = self.program.values[self.index[base]]
+        base, like = self.values.sources[part].base, part.meta["val"]
+        whole = self.program.values[self.values.index[base]]
         lone = is_read_only_through(base, part) and base not in self.returned_bases
         fits = is_dense(like) and math.prod(whole.sizes) == like.numel()
         return (
@@ -395,12 +341,12 @@ class _Lowering:
 
     def _sum_parts(self, gradient: Gradient) -> None:
         """Adds steps that sum the gradient's terms in the gradient's dtype, as autograd does."""
-        gradient.sum = self._value(gradient.parts[0])
+        gradient.sum = self.values.of(gradient.parts[0])
         for part in gradient.parts[1:]:
             like = part.meta["val"]
             total = torch.empty(like.shape, dtype=like.dtype, device="meta")
-            into = self._add(f"{part.name}_sum", StorageKind.ARENA, total)
-            arguments = (Ref(gradient.sum), Ref(self._value(part)), 1, Ref(into))
+            into = self.values.add(f"{part.name}_sum", StorageKind.ARENA, total)
+            arguments = (Ref(gradient.sum), Ref(self.values.of(part)), 1, Ref(into))
             self.program.steps.append(Call(aten.add.out, arguments, None, ActiveRuns.ALWAYS, None))
             gradient.sum = into
 

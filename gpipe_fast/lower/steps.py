@@ -113,6 +113,8 @@ def values_written(step: Step) -> list[int]:
             return [r for r in results or () if r is not None]
         case Launch():
             return list(step.written())
+        case Check(_, _, results):  # overwrites wrong ones
+            return list(results)
         case Allocate(value):
             return [value]
         case _:

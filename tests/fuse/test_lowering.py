@@ -279,6 +279,31 @@ def test_the_parts_of_a_backward_are_kept(target: Any, launcher: Launcher) -> No
     assert len(program.steps) - computed == len(plain.steps) - plain.parts[1]
 
 
+def test_results_are_sent_after_their_check() -> None:
+    """It replaces wrong ones."""
+    graph = stage_of([Function(torch.tanh)], torch.randn(ROWS, COLS))[2]
+    program = lower(fused(graph, aten.tanh_backward.default, lambda g, y: doubled(g), check=True))
+    (position,) = (i for i, step in enumerate(program.steps) if isinstance(step, Check))
+    assert position < program.parts[1]
+
+
+def test_kernels_read_what_they_were_traced_with() -> None:
+    """A program copies an input or an operator's result to the traced strides if it has a view."""
+    # It has no faithful out variant, so it returns its results.
+    norm = nn.LayerNorm(COLS, elementwise_affine=False)
+
+    def views_of_arguments(function: Callable[[Tensor], Tensor]) -> list[StorageKind]:
+        program = lower(fused(forward_of(function), aten.sin.default, doubled))
+        viewed = {v.index for v in program.values if v.storage is StorageKind.VIEW}
+        (read, _, _) = launches(program)[0].arguments
+        assert isinstance(read, Ref)
+        return [program.values[read.value].storage] * (read.value in viewed)
+
+    assert views_of_arguments(lambda x: x.sin()) == [StorageKind.INPUT]
+    assert views_of_arguments(lambda x: norm(x).sin()) == [StorageKind.RESULT]
+    assert views_of_arguments(lambda x: x.exp().sin()) == [], "the program writes this one itself"
+
+
 def test_gradients_that_kernels_compute_are_accumulated() -> None:
     """A kernel writes the gradient of a bias, which is then added; operators write theirs directly."""
 
