@@ -26,6 +26,8 @@ TUNED = Path(__file__).with_name("tuned.json")
 # The rows that a program sums at least, unless multiprocessors would idle: partial sums of fewer rows would
 # be a large part of the bytes.
 ROWS_PER_PARTIAL_SUM = 32
+# CUDA's limit for the second and the third dimension of a grid.
+MAX_GRID = 65535
 # The multiprocessors of an H100, assumed where bytes are counted with meta tensors; and those of the
 # interpreter, where each operation of each program takes as long.
 DEFAULT_MULTIPROCESSORS, INTERPRETER_MULTIPROCESSORS = 132, 4
@@ -206,7 +208,7 @@ def num_partial_sums(num_rows: int, col_blocks: int, device: torch.device) -> in
         device: the device of the rows.
     """
     busy = cdiv(num_multiprocessors(device), max(1, col_blocks))
-    return max(busy, cdiv(num_rows, ROWS_PER_PARTIAL_SUM))
+    return min(max(busy, cdiv(num_rows, ROWS_PER_PARTIAL_SUM)), MAX_GRID)
 
 
 # Triton's names of the dtypes that kernels read and write.

@@ -14,6 +14,7 @@ from gpipe_fast.kernels.launch import (
     Config,
     kernels_available,
     launch,
+    num_partial_sums,
     recording_launches,
     uses_kernels,
 )
@@ -61,3 +62,11 @@ def test_kernels_run_on_the_cpu_only_in_the_interpreter_and_not_in_fp64(
     assert kernels_available(single, None, double)
     assert uses_kernels(single, None)
     assert not uses_kernels(single, double)
+
+
+def test_partial_sums_fit_a_grid() -> None:
+    """They are the second dimension of a grid, which CUDA limits to 65535."""
+    meta = torch.device("meta")
+    assert num_partial_sums(1000, 1, meta) == 132
+    assert num_partial_sums(32_000, 3, meta) == 1000
+    assert num_partial_sums(10_000_000, 3, meta) == 65535
