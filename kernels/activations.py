@@ -5,7 +5,7 @@ g and writes what the adjacent layers need: a for the gradient of the next weigh
 product, and sums of dz over rows for the bias. Phi and phi are the cumulative distribution and the density of
 the standard normal distribution, s is the logistic function::
 
-    relu       max(0, x)   1 if x > 0, else 0
+    relu       max(0, x)   0 if x <= 0, else 1; NaN stays NaN
     silu       x s(x)      s(x) (1 + x (1 - s(x)))
     gelu       x Phi(x)    Phi(x) + x phi(x)                                     (arXiv 1606.08415)
     gelu_tanh  x s(2 u)    s(2 u) + 2 x s(2 u) (1 - s(2 u)) u',  u = sqrt(2 / pi) (x + 0.044715 x^3)
@@ -88,7 +88,7 @@ def _tanh(x):
 def activate(x, ACTIVATION: tl.constexpr):
     """Computes act(x) in fp32."""
     if ACTIVATION == "relu":
-        y = tl.maximum(x, 0.0)
+        y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "silu":
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":
@@ -108,7 +108,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 def activation_derivative(x, ACTIVATION: tl.constexpr):
     """Computes act'(x) in fp32. 1 - s(v) is computed as s(-v), which does not cancel where s(v) is near 1."""
     if ACTIVATION == "relu":
-        y = tl.where(x > 0.0, 1.0, 0.0)
+        y = tl.where(x <= 0.0, 0.0, 1.0)  # 1 for NaN, as in PyTorch: the gradient passes
     elif ACTIVATION == "silu":
         y = tl.sigmoid(x) * (1.0 + x * tl.sigmoid(-x))
     elif ACTIVATION == "gelu":

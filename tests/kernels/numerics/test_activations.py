@@ -10,6 +10,7 @@ from gpipe_fast.kernels import Draw, bias_activation, bias_activation_backward, 
 from gpipe_fast.kernels.activations import ACTIVATIONS, choose
 from gpipe_fast.randomness.random import make_key
 from tests.kernels.numerics.comparison import (
+    DEVICE,
     activated,
     check,
     every_dtype,
@@ -90,6 +91,14 @@ def test_activations_without_a_bias_match_pytorch(activation: str, dtype: torch.
 def test_activations_of_many_rows_with_dropout_match_pytorch(activation: str) -> None:
     z, g = torch.randn(2, 40, 64)
     compare_with_pytorch(z, None, g, activation, Draw(0.5, make_key(7, 2), *LAYER_AND_ORDINAL))
+
+
+def test_relu_keeps_nan_and_passes_its_gradient() -> None:
+    z, g = torch.tensor([[float("nan"), 1.0, 0.0, -1.0]]).to(DEVICE), torch.full((1, 4), 2.0).to(DEVICE)
+    a, dz, _ = bias_activation_backward(z, None, g, "relu")
+    torch.testing.assert_close(a, z.relu(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(dz, torch.ops.aten.threshold_backward(g, z, 0))
+    torch.testing.assert_close(bias_activation(z, None, "relu"), a, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("p", [None, 0.1])
