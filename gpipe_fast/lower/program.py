@@ -131,37 +131,7 @@ class ProgramIR:
             if titles and layer is not None and layer != current:
                 native.set_layer(titles[layer])
                 current = layer
-            match step:
-                case Call(op, arguments, results, when):
-                    native.add_operator(
-                        op._schema.name,
-                        op._schema.overload_name,
-                        [_native(a) for a in arguments],
-                        None if results is None else list(results),
-                        direct,
-                        when,
-                    )
-                case Launch(launch, launch_arguments, when):
-                    assert load_kernel is not None
-                    packed = [
-                        NativeValue(a.value) if isinstance(a, Ref) else launch.pack(i, a)
-                        for i, a in enumerate(launch_arguments)
-                    ]
-                    native.add_launch(*load_kernel(launch), launch.grid, packed, launch.aligned, when)
-                case Check(function, checked, written):
-                    native.add_check(
-                        function, [NativeValue(v) for v in checked], [NativeValue(v) for v in written]
-                    )
-                case Allocate(value_index, when):
-                    native.add_allocate(value_index, when)
-                case Accumulate(accumulator, value_index, when):
-                    native.add_accumulate(accumulator, value_index, when)
-                case AccumulateAll(accumulators, value_indices, when):
-                    native.add_accumulate_all(accumulators, value_indices, when)
-                case AdoptAsAccumulator(accumulator, value_index):
-                    native.add_adopt(accumulator, value_index)
-                case Release(value_index):
-                    native.add_release(value_index)
+            _add_step(native, step, direct, load_kernel)
         native.set_outputs(self.results)
         native.set_arena_bytes(self.arena_bytes)
         native.set_parts(*self.parts)
@@ -298,3 +268,35 @@ def _add_value(native: NativeProgram, value: Value, at: int) -> None:
             native.add_result(layout)
         case StorageKind.VIEW:
             native.add_view(value.index, value.offset, layout)
+
+
+def _add_step(native: NativeProgram, step: Step, direct: bool, load_kernel: LoadKernel | None) -> None:
+    match step:
+        case Call(op, arguments, results, when):
+            native.add_operator(
+                op._schema.name,
+                op._schema.overload_name,
+                [_native(a) for a in arguments],
+                None if results is None else list(results),
+                direct,
+                when,
+            )
+        case Launch(launch, launch_arguments, when):
+            assert load_kernel is not None
+            packed = [
+                NativeValue(a.value) if isinstance(a, Ref) else launch.pack(i, a)
+                for i, a in enumerate(launch_arguments)
+            ]
+            native.add_launch(*load_kernel(launch), launch.grid, packed, launch.aligned, when)
+        case Check(function, checked, written):
+            native.add_check(function, [NativeValue(v) for v in checked], [NativeValue(v) for v in written])
+        case Allocate(value_index, when):
+            native.add_allocate(value_index, when)
+        case Accumulate(accumulator, value_index, when):
+            native.add_accumulate(accumulator, value_index, when)
+        case AccumulateAll(accumulators, value_indices, when):
+            native.add_accumulate_all(accumulators, value_indices, when)
+        case AdoptAsAccumulator(accumulator, value_index):
+            native.add_adopt(accumulator, value_index)
+        case Release(value_index):
+            native.add_release(value_index)
