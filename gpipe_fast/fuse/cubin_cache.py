@@ -48,9 +48,9 @@ _unwritable: set[Path] = set()  # the folders that a warning has named
 
 
 def folder() -> Path:
-    """Returns the folder of the entries, which may not exist."""
+    """Returns the folder of the entries, which may not exist. It begins with ~ if there is no home folder."""
     if named := os.environ.get(FOLDER_VARIABLE):
-        return Path(named)
+        return Path(os.path.expanduser(named))
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.expanduser("~/.cache")
@@ -81,6 +81,8 @@ def store(key: str, cubin: Cubin) -> None:
     target = folder() / f"{key}{_ENTRY}"
     temporary = target.with_name(f"{key}-{uuid.uuid4().hex}{_TEMPORARY}")
     try:
+        if target.parts[0] == "~":
+            raise FileNotFoundError("the user has no home folder")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.write_bytes(_encode(key, cubin))
