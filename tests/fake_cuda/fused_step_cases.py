@@ -226,6 +226,26 @@ def batches_without_rows() -> None:
 # Steps
 
 
+def two_steps_may_be_in_flight() -> None:
+    """Both backwards follow both forwards: the programs of a stage serve one after another."""
+    case, inputs = Case(), [torch.randn(ROWS, WIDTH) for _ in range(2)]
+    for model, place, dtype in ((case.model, DEVICE, torch.float32), (case.exact, "cpu", torch.float64)):
+        outputs = [model(x.to(place, dtype)) for x in inputs]
+        (outputs[0].sum() + outputs[1].square().sum()).backward()
+    for ours, theirs in zip(case.model.parameters(), case.exact.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad.cpu().double(), theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def parameters_may_be_replaced() -> None:
+    case = Case()
+    case.step()
+    for ours, theirs in zip(case.model.parameters(), case.exact.parameters(), strict=True):
+        values = torch.randn(ours.shape)
+        ours.data, theirs.data = values.to(DEVICE), values.double()
+    assert case.step()
+
+
 def checkpoint_modes() -> None:
     counts = {}
     for mode in ("always", "except_last", "never"):

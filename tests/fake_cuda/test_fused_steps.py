@@ -25,6 +25,8 @@ CASES = [
     "without_fuse_steps_launch_none",
     "the_variable_turns_fused_kernels_off",
     "unaligned_inputs_take_the_other_form",
+    "two_steps_may_be_in_flight",
+    "parameters_may_be_replaced",
     "checkpoint_modes",
     "replays_launch_the_kernels",
     "replays_have_the_bits_of_other_steps",
