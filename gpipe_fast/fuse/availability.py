@@ -1,4 +1,7 @@
-"""Which devices launch kernels, and fuse. Imports Triton for them alone, as CPU builds of PyTorch lack it."""
+"""Which devices can launch kernels, and which use fused kernels.
+
+Triton is imported only for such devices, because CPU builds of PyTorch lack it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Patterns: functions of PyTorch operators, traced once and then searched for in stages' graphs.
 
-A pattern is traced with the sizes and numbers of this file, which occur in no model: where the pattern has
-one, a graph may have any other, the same everywhere in a match::
+A pattern is traced with the sizes and numbers that this file defines. In a match, each of them stands for
+one size or number of the graph, the same wherever the pattern has it::
 
     pattern                                 graph                                    match
     x: fp32[5, 7, 11]                       input_0: fp32[2, 16, 32]                 5 -> 2, 7 -> 16, 11 -> 32

@@ -103,7 +103,7 @@ class Rewriter:
             inputs: the nodes in place of the fragment's placeholders.
             outputs: the nodes that are replaced, in the order of the fragment's results.
             fragment: a graph whose output is a tuple of nodes.
-            check: a function to call once, after the fragment's launches; see `CheckFunction`.
+            check: a function to call after the fragment's launches until it is done; see `CheckFunction`.
 
         Returns:
             The new node of each of the fragment's nodes.

@@ -80,7 +80,7 @@ def launch_kernel(
         launch: the launch.
         arguments: the run-time arguments. In the place of an output stands None or, if the kernel also reads
             what it writes, the tensor whose copy it changes.
-        check: a function to call once, after the launch; see `CheckFunction`.
+        check: a function to call after the launch until it is done; see `CheckFunction`.
         checked: the tensors that the check reads.
         earlier: results of earlier launches that are checked together with this launch's.
     """
@@ -93,7 +93,10 @@ def is_launch(node: fx.Node) -> bool:
 
 
 def changed_input(node: fx.Node, output: int) -> fx.Node | None:
-    """Returns the tensor whose copy a kernel changes to an output; None if the kernel only writes it."""
+    """Returns the tensor whose copy the kernel changes in place to an output.
+
+    None if the kernel only writes the output.
+    """
     if not is_launch(node):
         return None
     launch, arguments, *_ = node.args

@@ -47,7 +47,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Check:
-    """Calls a function once, with tensors that kernels read and with all that they wrote."""
+    """Calls a function until it is done, with the tensors that kernels read and those that they wrote.
+
+    The function may overwrite the latter.
+    """
 
     function: CheckFunction
     inputs: tuple[int, ...]
