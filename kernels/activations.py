@@ -44,10 +44,11 @@ from gpipe_fast.kernels.launch import (
     tuned,
     uses_kernels,
 )
+from gpipe_fast.kernels.partial_sums import launch_partial_sums
 from gpipe_fast.kernels.philox import Draw, Mask
 
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "tanh")
-# Programs that share the rows of a block of columns, at most. Each writes partial sums; PyTorch adds them.
+# Programs that share the rows of a block of columns, at most. Each writes partial sums.
 ROW_PROGRAMS = 128
 
 # Configurations by the maximum number of columns; the first entry that is wide enough applies.
@@ -222,7 +223,7 @@ class Backward(NamedTuple):
     Attributes:
         a: the activation, in z's shape.
         dz: the gradient of z, in z's shape.
-        dbias: the sums of dz over rows, of shape (columns,): in the bias's dtype, or fp32 without a bias.
+        dbias: the sums of dz over rows, of shape (columns,).
     """
 
     a: Tensor | None
@@ -233,6 +234,7 @@ class Backward(NamedTuple):
 def launch_backward(
     z: Tensor, bias: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Mask | None = None, *,
     with_sums: bool | None = None, a_dtype: torch.dtype | None = None, dz_dtype: torch.dtype | None = None,
+    sums_dtype: torch.dtype = torch.float32,
 ) -> Backward:  # fmt: skip
     """Computes the gradients of ``dropout(act(z + bias))`` and, if requested, recomputes it.
 
@@ -246,6 +248,7 @@ def launch_backward(
         with_sums: whether to sum dz over rows. Default: if there is a bias.
         a_dtype: dtype of the activation. Default: z's.
         dz_dtype: dtype of z's gradient. Default: z's.
+        sums_dtype: dtype of the sums without a bias; with a bias they have the bias's.
     """
     rows, g_rows = flatten_rows(z), flatten_rows(g)
     num_rows, num_cols = rows.shape
@@ -265,7 +268,7 @@ def launch_backward(
     constants = _constants(num_cols, bias is not None, activation, draw)
     constants |= {"WITH_A": with_a, "WITH_SUMS": with_sums}
     launch(_backward, grid, config, *inputs, *outputs, num_rows, num_cols, *numbers, **constants)
-    dbias = None if sums is None else sums.sum(0).to(torch.float32 if bias is None else bias.dtype)
+    (dbias,) = launch_partial_sums([sums], [sums_dtype if bias is None else bias.dtype])
     return Backward(None if a is None else a.view(z.shape), dz.view(z.shape), dbias)
 
 
@@ -316,14 +319,9 @@ def _variant(kernel: Any, types: dict[str, str], constants: dict[str, Any], conf
 # Operator schemas have no `Draw` type: its fields are separate arguments, and key=None means no dropout.
 @torch.library.triton_op("gpipe_fast::bias_activation", mutates_args={})
 def _bias_activation(
-    z: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    p: float = 0.0,
-    key: Tensor | None = None,
-    layer: int = 0,
-    ordinal: int = 0,
-) -> Tensor:
+    z: Tensor, bias: Tensor | None, activation: str,
+    p: float = 0.0, key: Tensor | None = None, layer: int = 0, ordinal: int = 0,
+) -> Tensor:  # fmt: skip
     draw = None if key is None else Draw(p, key, layer, ordinal)
     forward = launch_forward if uses_kernels(z, bias, key) else reference.bias_activation
     return forward(z, bias, activation, draw)

@@ -27,7 +27,8 @@ Memory traffic per element of itemsize i: the forward reads i bytes and writes i
 residual. The backward reads 2 i, and i more for each of residual and g_sum; it writes 2 i (without y: i; with
 dropout i more). PyTorch takes three passes for the recomputed norm, the gradient of x and the gradients of w
 and b (5 i read and 2 i written), and one pass for each addition of the residual or of g_sum (2 i read, i
-written). Partial sums take one row per program.
+written). Partial sums take one row per program; another launch
+(kernels/partial_sums.py) adds them.
 
 Above 8192 columns, where a row does not fit into the registers of a program, and in fp64, the reference
 computes with PyTorch's operators. Above 4096 columns the kernel of kernels/dropout.py applies dropout, before
@@ -54,6 +55,7 @@ from gpipe_fast.kernels.launch import (
     num_multiprocessors,
     tuned,
 )
+from gpipe_fast.kernels.partial_sums import launch_partial_sums
 from gpipe_fast.kernels.philox import Mask
 
 KINDS = ("layer", "rms")
@@ -106,7 +108,7 @@ class Backward(NamedTuple):
         dh: the gradient of h: dx with dropout's mask and in its own dtype.
         dweight: the gradient of the weight, in its dtype.
         dbias: the gradient of the bias, in its dtype.
-        sums: the sums of h's gradient over rows, fp32 of shape (columns,).
+        sums: the sums of h's gradient over rows, of shape (columns,).
     """
 
     y: Tensor | None
@@ -186,6 +188,7 @@ def launch_backward(
     y_dtype: torch.dtype | None = None, sum_dtype: torch.dtype | None = None,
     dx_dtype: torch.dtype | None = None, dh_dtype: torch.dtype | None = None,
     with_dweight: bool = True, with_dbias: bool = True, with_sums: bool = False,
+    sums_dtype: torch.dtype = torch.float32,
 ) -> Backward:  # fmt: skip
     """Computes the gradients of a norm and, if requested, recomputes the norm.
 
@@ -211,6 +214,7 @@ def launch_backward(
         with_dweight: whether to compute the weight's gradient, if there is a weight.
         with_dbias: whether to compute the bias's gradient, if there is a bias.
         with_sums: whether to sum h's gradient over rows.
+        sums_dtype: dtype of these sums.
     """
     rows = flatten_rows(h)
     num_rows, num_cols = rows.shape
@@ -237,11 +241,10 @@ def launch_backward(
     outputs = (rows if t is None else t for t in (y, dx, dh, *partials))
     others = (num_rows, num_cols, eps, *numbers)
     launch(norm_kernels.backward, (programs,), config, *inputs, *gradients, *outputs, *others, **constants)
-    dweight, dbias, sums = (None if t is None else t.sum(0) for t in partials)
+    dtypes = (*(None if t is None else t.dtype for t in (weight, bias)), sums_dtype)
+    dweight, dbias, sums = launch_partial_sums(partials, dtypes)
     if with_sums and not fused_sums:
-        sums = (dx if dh is None else dh).sum(0, dtype=torch.float32)
-    dweight = dweight if dweight is None or weight is None else dweight.to(weight.dtype)
-    dbias = dbias if dbias is None or bias is None else dbias.to(bias.dtype)
+        sums = (dx if dh is None else dh).sum(0, dtype=torch.float32).to(sums_dtype)
     y, dh = (None if t is None else t.view(h.shape) for t in (y, dh))
     return Backward(y, dx.view(h.shape), dh, dweight, dbias, sums)
 
@@ -258,7 +261,7 @@ def _empty_statistics(rows: Tensor) -> Tensor:
 
 
 def _num_backward_programs(rows: Tensor, config: Config, with_sums: bool) -> int:
-    """Returns the number of backward programs. Each writes a row of partial sums, which PyTorch adds."""
+    """Returns the number of backward programs. Each writes a row of partial sums."""
     if not rows.shape[1]:
         return 0
     if rows.device.type == "cpu":

@@ -7,10 +7,10 @@ them to the matrix that is the gradient of the layer's output, and sums its colu
     parts    dq, dk, dv of shape (batch, length, heads, head_dim)
     matrix   row batch * length:  dq of all heads, dk of all heads, dv of all heads
              or, with heads first:  dq, dk, dv of head 0;  dq, dk, dv of head 1;  ...
-    sums     of the matrix over rows, in fp32
+    sums     of the matrix over rows
 
 Memory traffic per element of itemsize i: i bytes are read and i written. PyTorch reads the matrix again for
-the sums. Partial sums take one row per program.
+the sums. Partial sums take one row per program; another launch (kernels/partial_sums.py) adds them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, num_partial_sums, tuned
+from gpipe_fast.kernels.partial_sums import launch_partial_sums
 
 # Configurations by the maximum number of columns of a part; the first entry that is wide enough applies.
 CONFIGS = {64: Config({"ROWS": 32, "COLS": 64}), 1 << 62: Config({"ROWS": 16, "COLS": 128})}
@@ -96,7 +97,9 @@ def _stack(
         tl.store(p_sums + 2 * next_part + o_cols, tl.sum(sums_c, axis=0), mask=m_cols)
 
 
-def launch_stack(parts: Sequence[Tensor], heads_first: bool = False) -> tuple[Tensor, Tensor]:
+def launch_stack(
+    parts: Sequence[Tensor], heads_first: bool = False, sums_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Copies the parts to one matrix, and sums its columns.
 
     Args:
@@ -104,9 +107,10 @@ def launch_stack(parts: Sequence[Tensor], heads_first: bool = False) -> tuple[Te
             strides.
         heads_first: whether a row of the matrix has the parts of each head one after another, not the heads
             of each part.
+        sums_dtype: dtype of the sums. Default: the parts'.
 
     Returns:
-        The matrix, of shape (batch * length, parts * heads * head_dim), and the sums of its columns, fp32.
+        The matrix, of shape (batch * length, parts * heads * head_dim), and the sums of its columns.
     """
     batch, length, heads, head_dim = parts[0].shape
     num_rows, num_cols = batch * length, heads * head_dim
@@ -122,7 +126,9 @@ def launch_stack(parts: Sequence[Tensor], heads_first: bool = False) -> tuple[Te
     sizes = (num_rows, length, num_cols, head_dim)
     constants = {"PARTS": len(parts), "HEADS_FIRST": heads_first}
     launch(_stack, (col_blocks, programs), config, *dense, matrix, sums, *sizes, *strides, **constants)
-    return matrix, sums.sum(0)
+    (total,) = launch_partial_sums([sums], [sums_dtype or matrix.dtype])
+    assert total is not None
+    return matrix, total
 
 
 def variants() -> dict[str, Variant]:

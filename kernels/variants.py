@@ -7,6 +7,7 @@ from gpipe_fast.kernels.gated import variants as gated
 from gpipe_fast.kernels.launch import Variant
 from gpipe_fast.kernels.multi_tensor import variants as multi_tensor
 from gpipe_fast.kernels.norms import variants as norms
+from gpipe_fast.kernels.partial_sums import variants as partial_sums
 from gpipe_fast.kernels.precomputed_gradient import variants as precomputed_gradient
 from gpipe_fast.kernels.rotary import variants as rotary
 from gpipe_fast.kernels.rotate_half import variants as rotate_half
@@ -21,6 +22,7 @@ FAMILIES = (
     precomputed_gradient,
     multi_tensor,
     norms,
+    partial_sums,
     rotary,
     rotate_half,
     stack,

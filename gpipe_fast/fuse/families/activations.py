@@ -152,10 +152,10 @@ class Backward(_Activation):
         """The gradient by a kernel."""
         found = activations.launch_backward(
             z, None, g.view(z.shape) if self.cast_rows else g, self.spelling.activation, self.with_a,
-            mask_of(numbers, key[0] if key else None), with_sums=self.sums,
+            mask_of(numbers, key[0] if key else None), with_sums=self.sums, sums_dtype=self.own,
         )  # fmt: skip
         a = [] if found.a is None else [found.a.flatten(0, -2) if self.cast_rows else found.a]
-        sums = [] if found.dbias is None else [found.dbias.to(self.own).view(1, -1)]
+        sums = [] if found.dbias is None else [found.dbias.view(1, -1)]
         return (found.dz, *a, *sums)
 
     def _forward(self, z: Tensor) -> Tensor:

@@ -229,9 +229,9 @@ class Backward(_Norm):
             x if h is None else h, None if h is None else x, weight, bias, g, g_sum, numbers["eps"], "layer",
             False, mask, sum_dtype=self.stream, dx_dtype=self.stream,
             dh_dtype=dtype if self.low or self.dropout else None, with_sums=self.sums,
-            with_dweight=wanted[1], with_dbias=wanted[2],
+            with_dweight=wanted[1], with_dbias=wanted[2], sums_dtype=dtype,
         )  # fmt: skip
-        sums = None if found.sums is None else found.sums.to(dtype).view(1, -1)
+        sums = None if found.sums is None else found.sums.view(1, -1)
         results = (found.dx, found.dweight, found.dbias, found.dh, sums)
         return tuple(t for t in results if t is not None)
 

@@ -94,7 +94,7 @@ class Packing:
         matrix, sums = launch_stack(heads, heads_first=self.dim == 3)
         shape = (*parts[0].shape[: self.dim], 3, *parts[0].shape[self.dim :])
         stacked = matrix.view(shape).flatten(len(self.packed) - 1)
-        return stacked, sums.to(matrix.dtype).view(*[1] * len(self.summed), -1)
+        return stacked, sums.view(*[1] * len(self.summed), -1)
 
     def pattern(self, *gradients: Tensor) -> Results:
         """The gradient of the tensor in operators."""
