@@ -78,9 +78,9 @@ def launch_partial_sums(
     if given:
         config = choose()
         num_partials, num_cols = given[0][0].shape
-        # The kernel does not access absent matrices.
-        padded = [*given, *given[:1] * (MAX_MATRICES - len(given))]
-        matrices, results = zip(*padded, strict=True)
+        # The kernel does not access absent tensors; the first matrix is passed in their place.
+        absent = [given[0][0]] * (MAX_MATRICES - len(given))
+        matrices, results = ([*tensors, *absent] for tensors in zip(*given, strict=True))
         grid = (cdiv(num_cols, config.blocks["COLS"]) * len(given),)
         launch(_add_partials, grid, config, *matrices, *results, num_partials, num_cols, COUNT=len(given))
     remaining = iter(given)
@@ -93,7 +93,8 @@ def variants() -> dict[str, Variant]:
     matrices, results = ("p_a", "p_b", "p_c"), ("p_y_a", "p_y_b", "p_y_c")
     mixes = {dtype: dict.fromkeys(results, f"*{dtype}") for dtype in ("fp32", "bf16")}
     mixes["autocast"] = mixes["fp32"] | {"p_y_c": "*bf16"}
-    for (mix, types), count in itertools.product(mixes.items(), (1, MAX_MATRICES)):
+    for (mix, given), count in itertools.product(mixes.items(), (1, MAX_MATRICES)):
+        types = given | dict.fromkeys(results[count:], "*fp32")
         signature = dict.fromkeys(matrices, "*fp32") | types | {"num_partials": "i32", "num_cols": "i32"}
         aligned = (*matrices, *results, "num_cols")
         name = f"partial sums of {count}, {mix}, {CONFIG}"

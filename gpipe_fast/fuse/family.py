@@ -32,8 +32,11 @@ class Case:
         anchor: an operator of the pattern that few graphs have; without it the pattern is not even traced.
         possible: returns False for graphs that cannot have the pattern; for those it is not traced either.
         phase: cases of lower phases are searched for first. 0 for gradients; 1 for forwards, whose nodes
-            gradients may recompute themselves; 2 for parts of other cases' patterns.
+            gradients may recompute themselves; 2 for sums of what these compute; 3 for parts of other cases'
+            patterns.
         also: further operators of the pattern, without which it is not traced.
+        overwrites: the index of an argument in whose memory the replacement computes its result, or None. The
+            replaced nodes must be its only readers.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Case:
     phase: int
     possible: Callable[[Graph], bool] = lambda graph: True
     also: tuple[Any, ...] = ()
+    overwrites: int | None = None
 
     @functools.cached_property
     def traced(self) -> TracedPattern:

@@ -166,6 +166,9 @@ class _Pass:
             return False
         if self.rewriter.makes_cycle(inputs, outputs, inner):
             return False
+        overwritten = candidate.case.overwrites
+        if overwritten is not None and not self.rewriter.owns(outputs[0], inputs[overwritten]):
+            return False
         before, after = self.rewriter.bytes_before_and_after(outputs, inner, candidate.fragment)
         candidate.saved = before - after
         return candidate.saved >= MIN_SAVED * before

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from gpipe_fast.fuse.check import results_of
 from gpipe_fast.fuse.patterns import strip
-from gpipe_fast.lower.alias import is_view_op, source_of
+from gpipe_fast.lower.alias import is_read_once, is_view_op, source_of
 from gpipe_fast.lower.launch import CheckFunction, is_launch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.trace import torch_private
@@ -89,6 +89,12 @@ class Rewriter:
                     seen.add(user)
                     pending.append(user)
         return False
+
+    def owns(self, node: fx.Node, read: fx.Node) -> bool:
+        """Returns whether a node may overwrite a tensor that it reads, because no other node reads it."""
+        base, offset = source_of(read)
+        whole = offset == 0 and base.meta["val"].numel() == read.meta["val"].numel()
+        return base.op == "call_function" and whole and is_read_once(base, node)
 
     def replace(
         self,

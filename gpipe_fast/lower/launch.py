@@ -92,18 +92,4 @@ def is_launch(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is launch_kernel
 
 
-def changed_input(node: fx.Node, output: int) -> fx.Node | None:
-    """Returns the tensor whose copy the kernel changes in place to an output.
-
-    None if the kernel only writes the output.
-    """
-    if not is_launch(node):
-        return None
-    launch, arguments, *_ = node.args
-    assert isinstance(launch, KernelLaunch)
-    assert isinstance(arguments, (list, tuple))
-    initial = arguments[launch.outputs[output]]
-    return initial if isinstance(initial, fx.Node) else None
-
-
-__all__ = ["NUMBER_TYPES", "CheckFunction", "KernelLaunch", "changed_input", "is_launch", "launch_kernel"]
+__all__ = ["NUMBER_TYPES", "CheckFunction", "KernelLaunch", "is_launch", "launch_kernel"]

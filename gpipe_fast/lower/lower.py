@@ -25,7 +25,8 @@ from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import AccumulationPolicy, PendingAccumulations
 from gpipe_fast.lower.alias import getitem_nodes, is_read_once
 from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
-from gpipe_fast.lower.launch import KernelLaunch, changed_input, is_launch
+from gpipe_fast.lower.in_place import changed_input, memory_of
+from gpipe_fast.lower.launch import KernelLaunch, is_launch
 from gpipe_fast.lower.operators import OperatorCall, functional_call, out_call
 from gpipe_fast.lower.placement import parts, plan_memory
 from gpipe_fast.lower.program import ProgramIR, StorageKind
@@ -83,7 +84,9 @@ class _Lowering:
         self.values.add_placeholders()
         results = [n for n in self.graph.outputs if n.port.role is not GraphRole.PARAMETER_GRADIENT]
         gradients = self._gradients()
-        self.returned_bases = {self.values.sources[n.node].base for n in results}
+        self.returned_bases = memory_of(
+            (self.values.sources[n.node].base for n in results), self.values.sources
+        )
         self.elided_sums -= self.returned_bases | {
             self.values.sources[part].base for g in gradients for part in g.parts
         }
@@ -159,9 +162,9 @@ class _Lowering:
                 outs.append(self.values.add(f"{node.name}_{position}", StorageKind.ARENA, unused))
                 continue
             is_returned = base in self.returned_bases
-            changed = None if is_returned else self._changed_in_place(node, position)
+            changed = self._changed_in_place(node, position, is_returned)
             if changed is not None:
-                outs.append(changed)
+                outs.append(self.values.view(base.name, changed, 0, base.meta["val"]))
                 self.values.index[base] = changed
             else:
                 storage = StorageKind.FRESH if is_returned else StorageKind.ARENA
@@ -170,16 +173,16 @@ class _Lowering:
                     self.program.steps.append(Allocate(outs[-1], ActiveRuns.ALWAYS))
         return outs
 
-    def _changed_in_place(self, node: fx.Node, position: int) -> int | None:
-        """Returns the value that a kernel changes itself, not a copy, because only this kernel reads it."""
+    def _changed_in_place(self, node: fx.Node, position: int, is_returned: bool) -> int | None:
+        """Returns the value that a node changes itself, not a copy, because only this node reads it."""
         initial = changed_input(node, position)
         if initial is None or not is_read_once(self.values.sources[initial].base, node):
             return None
-        (source, offset), like = self.values.sources[initial], initial.meta["val"]
+        source, offset = self.values.sources[initial]
         value = self.program.values[self.values.index[source]]
-        whole = (offset, value.sizes, value.strides) == (0, tuple(like.shape), tuple(like.stride()))
-        owned = value.storage in (StorageKind.ARENA, StorageKind.RESULT)
-        return self.values.index[source] if whole and owned else None
+        whole = (offset, math.prod(value.sizes)) == (0, initial.meta["val"].numel())
+        owned = [StorageKind.RESULT, StorageKind.FRESH] + [StorageKind.ARENA] * (not is_returned)
+        return self.values.index[source] if whole and value.storage in owned else None
 
     def _returns_only_views(self, node: fx.Node) -> bool:
         # For split and unbind each getitem is a view of the argument, so the call itself is not needed.
@@ -305,8 +308,7 @@ class _Lowering:
 
         These are whole gradients, and the contributions of a tied parameter's further uses.
         """
-        steps, name = self.program.steps, f"grad_{gradient.index}"
-        part = gradient.parts[0]
+        steps, name, part = self.program.steps, f"grad_{gradient.index}", gradient.parts[0]
         like = part.meta["val"]
         if self.accumulation.has_wider_accumulator(like):
             self._sum_parts(gradient)

@@ -13,6 +13,7 @@ from gpipe_fast.fuse.families import (
     gated,
     losses,
     norms,
+    products,
     rms_norms,
     rotary,
     stacks,
@@ -33,6 +34,6 @@ def _cases(dtypes: frozenset[torch.dtype]) -> Iterator[Case]:
     low = [d for d in LOW if d in dtypes]
     mixes = [(d, d) for d in (torch.float32, *low) if d in dtypes]
     mixes += [(torch.float32, d) for d in low if torch.float32 in dtypes]
-    for family in (activations, gated, norms, rms_norms, rotary, losses, dropout, stacks, sums):
+    for family in (activations, gated, norms, rms_norms, rotary, losses, dropout, stacks, products, sums):
         for stream, own in mixes:
             yield from family.cases(stream, own)

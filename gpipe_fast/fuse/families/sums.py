@@ -54,7 +54,7 @@ class Sum:
             (self.shape, self.first),
             *[(self.shape, self.own)] * (self.count - 1),
         )
-        return Case(f"sum of {self.count}", self.pattern, arguments, self.launch, aten.add.Tensor, phase=2)
+        return Case(f"sum of {self.count}", self.pattern, arguments, self.launch, aten.add.Tensor, phase=3)
 
     def pattern(self, *tensors: Tensor) -> Tensor:
         """The sum."""
