@@ -5,6 +5,7 @@ from gpipe_fast.kernels.cross_entropy import variants as cross_entropy
 from gpipe_fast.kernels.dropout import variants as dropout
 from gpipe_fast.kernels.gated import variants as gated
 from gpipe_fast.kernels.launch import Variant
+from gpipe_fast.kernels.mean_loss import variants as mean_loss
 from gpipe_fast.kernels.multi_tensor import variants as multi_tensor
 from gpipe_fast.kernels.norms import variants as norms
 from gpipe_fast.kernels.partial_sums import variants as partial_sums
@@ -20,6 +21,7 @@ FAMILIES = (
     dropout,
     gated,
     precomputed_gradient,
+    mean_loss,
     multi_tensor,
     norms,
     partial_sums,

@@ -24,6 +24,7 @@ from gpipe_fast.fuse.family import Argument, Case, Numbers, Results
 from gpipe_fast.fuse.launchers import CannotLaunch
 from gpipe_fast.fuse.patterns import BATCH, CLASS_WEIGHT, CLASSES, IGNORE_INDEX, LENGTH, TARGET_WEIGHT
 from gpipe_fast.kernels.cross_entropy import launch_gradient, launch_losses
+from gpipe_fast.kernels.mean_loss import launch_loss, launch_scale
 
 aten = torch.ops.aten
 
@@ -186,16 +187,16 @@ class Loss:
         rows, target = x.reshape(-1, x.shape[-1]), target.contiguous()
         ignore_index = numbers["ignore_index"]
         losses = launch_losses(rows, target, ignore_index, self._label_smoothing(numbers, x))
-        if self.reduction != NONE:
-            losses = losses.sum()
-        if self.reduction == MEAN:
-            losses = losses / _count(target, ignore_index)
-        return (losses.to(self.form.stream),)
+        if self.reduction == NONE:
+            return (losses.to(self.form.stream),)
+        is_mean = self.reduction == MEAN
+        return (launch_loss(losses, target, ignore_index, is_mean, self.form.stream),)
 
     def launch_gradient(self, numbers: Numbers, g: Tensor, x: Tensor, target: Tensor) -> Results:
         """Replaces `gradient`."""
         target = target.contiguous()
-        scale = g.float() / _count(target, numbers["ignore_index"]) if self.reduction == MEAN else g.float()
+        is_mean = self.reduction == MEAN
+        scale = launch_scale(g, target, numbers["ignore_index"]) if is_mean else g.float()
         return _launch_gradient(numbers, scale, x, target, self._label_smoothing(numbers, x), x.dtype)
 
     def _label_smoothing(self, numbers: Numbers, x: Tensor) -> float:
@@ -242,8 +243,3 @@ def _launch_gradient(
 ) -> Results:
     rows, ignore_index = x.reshape(-1, x.shape[-1]), numbers["ignore_index"]
     return (launch_gradient(rows, target, scale, ignore_index, smoothing, dtype=dtype).view(x.shape),)
-
-
-def _count(target: Tensor, ignore_index: int) -> Tensor:
-    """Returns the number of targets that are not ignored."""
-    return (target != ignore_index).sum()
