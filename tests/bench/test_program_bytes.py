@@ -183,3 +183,15 @@ def test_the_table_shows_what_fusion_removes(row: Row) -> None:
 
 def test_remaining_operators_are_listed_by_bytes(row: Row) -> None:
     assert left(row.after) == [["add", "0.8", "75.0%", 2], ["mul", "0.2", "25.0%", 1]]
+
+
+def test_a_matrix_to_which_a_product_is_added_is_read() -> None:
+    build = Builder()
+    a, b, bias, total = build.add(4, 8), build.add(8, 2), build.add(2), build.add(4, 2)
+    assert build.count(call(aten.addmm.out, *refs(bias, a, b), 1, 1, Ref(total))).moved == 0
+    assert build.count(call(aten.mm.out, *refs(a, b, total))).moved == 0
+    work = build.count(call(aten.addmm.out, *refs(total, a, b), 1, 1, Ref(total)))
+    assert (work.read, work.written, work.launches) == (32, 0, 1)
+    accumulator = replace(build.program.values[total], storage=StorageKind.ACCUMULATOR)
+    build.program.values[total] = accumulator
+    assert build.count(call(aten.addmm.out, *refs(total, a, b), 1, 1, Ref(total))).moved == 0

@@ -17,15 +17,16 @@ pytestmark = pytest.mark.skipif(
 NORM, CAST, ADD, ADD_CAST = "RMS norm", "RMS norm, cast", "add, RMS norm", "add, RMS norm, cast"
 BACK, BACK_ADD, BACK_CAST = "RMS norm backward", "RMS norm backward, add", "RMS norm backward, add, cast"
 ROTARY, ROTATED, COPIED = "rotary", "rotary, cast", "rotary backward, copy"
+PRODUCT = "sum in a product"
 # By stage: what is replaced in the forward and in the backward. One layer of "torch" is left, and both
 # norms of "heads": for these PyTorch's fused operators move as many bytes.
 IN_ONE_DTYPE = {
     "torch": ([ADD, ADD], [BACK, BACK_ADD, BACK_ADD, ADD]),
     "heads": ([], []),
     "transformers": ([NORM, ADD, ADD], [NORM, BACK, BACK_ADD, BACK_ADD, ADD]),
-    "frozen": ([NORM, ADD], [NORM, BACK_ADD, BACK_ADD, ADD]),
+    "frozen": ([NORM, ADD, PRODUCT], [NORM, BACK_ADD, BACK_ADD, ADD]),
     "projection": ([NORM], [f"{NORM}, {BACK}"]),
-    "rotary": ([ROTARY, ROTARY], [ROTARY, ROTARY, COPIED, COPIED, "sum of 3", "sum of 3"]),
+    "rotary": ([ROTARY, ROTARY], [ROTARY, ROTARY, COPIED, COPIED, *[PRODUCT] * 4]),
 }
 UNDER_AUTOCAST = {
     "torch": ([CAST, ADD, ADD_CAST], [BACK, BACK_ADD, BACK_CAST, CAST, ADD_CAST]),
@@ -33,11 +34,10 @@ UNDER_AUTOCAST = {
     "transformers": ([CAST, ADD, ADD_CAST], [BACK, BACK_ADD, BACK_CAST, CAST, ADD_CAST]),
     "frozen": ([CAST, ADD_CAST], [BACK_ADD, BACK_CAST, CAST, ADD_CAST]),
     "projection": ([CAST], [f"{NORM}, {BACK}"]),
-    "rotary": ([ROTATED, ROTATED], [COPIED, COPIED, ROTATED, ROTATED, "sum of 3", "sum of 3"]),
+    "rotary": ([ROTATED, ROTATED], [COPIED, COPIED, ROTATED, ROTATED, PRODUCT, PRODUCT, "sum of 3"]),
 }
-# Products, attention, additions of gradients and of residuals, casts of parameters and of gradients, and sums
-# of partial sums.
-MAY_BE_LEFT = {"mm", "_unsafe_view", "add", "_to_copy", "sum"}
+# Products, attention, additions of gradients and of residuals, casts of parameters and of gradients.
+MAY_BE_LEFT = {"mm", "addmm", "_unsafe_view", "add", "_to_copy"}
 
 
 def check(
