@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import _normalize_ty
 
-from tests.fake_cuda import bfloat16
+from tests.fake_cuda import bfloat16, pairwise
 
 _NUMPY_TYPES = {
     "i1": np.bool_, "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
@@ -154,6 +154,7 @@ class _Interpreter:
         self._library.fake_cuda_make_runnable.restype = ctypes.c_int64
         self._runner = _RUNNER_TYPE(self._run)  # the runtime calls it as long as the process lives
         bfloat16.correct(interpreter, tl)
+        pairwise.correct(interpreter)
         self._patch()
         self._library.fake_cuda_set_runner(self._runner)
         atexit.register(self._close)

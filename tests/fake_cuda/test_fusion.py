@@ -33,6 +33,7 @@ MORE_CASES = [
     ("ViT", "autocast", "always"),
     ("GPT-2", "autocast", "except_last"),
     ("GPT-2", "bf16", "always"),
+    ("GPT-2, attention dropout", "fp32", "always"),
     ("Llama", "fp32", "except_last"),
     ("Llama", "autocast", "always"),
     ("ViT", "bf16", "always"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import HAS_TRITON
-from tests.fake_cuda import bfloat16
+from tests.fake_cuda import bfloat16, pairwise
 from tests.fake_cuda.build import can_build
 from tests.fake_cuda.process import run
 from tests.fake_cuda.race_detector import check, read
@@ -86,3 +86,16 @@ def test_truncation_to_bf16_drops_the_lower_bits() -> None:
         (bits,) = struct.unpack("<I", struct.pack("<f", wide))
         assert bfloat16.truncate_to_bf16(np.array([wide], np.float32))[0] == bits >> 16
     assert bfloat16.truncate_to_bf16(np.array([np.nan], np.float32))[0] == bfloat16.CANONICAL_NAN
+
+
+def test_sums_in_pairs_round_less_than_sums_in_order() -> None:
+    values = np.random.default_rng(0).standard_normal((1000, 64)).astype(np.float32)
+    for given in (values, values.T, values[:, None]):
+        axis = given.shape.index(1000)
+        exact = given.sum(axis, dtype=np.float64)
+        found = pairwise.sum_in_pairs(given, axis)
+        assert found.dtype == np.float32
+        assert found.shape == exact.shape
+        assert np.abs(found - exact).max() < 1e-5
+    in_order = np.abs(values.cumsum(0)[-1] - values.sum(0, dtype=np.float64)).max()
+    assert np.abs(pairwise.sum_in_pairs(values, 0) - values.sum(0, dtype=np.float64)).max() < in_order / 3
