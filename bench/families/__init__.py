@@ -14,7 +14,17 @@ from typing import Any
 
 from bench.case import KernelCase, Tuning
 
-FAMILIES = ("activations", "cross_entropy", "dropout", "gated", "multi_tensor", "norms", "rotary")
+FAMILIES = (
+    "activations",
+    "cross_entropy",
+    "dropout",
+    "gated",
+    "multi_tensor",
+    "norms",
+    "rotary",
+    "stacks",
+    "sums",
+)
 
 
 def all_cases() -> dict[str, KernelCase]:

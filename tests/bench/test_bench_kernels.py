@@ -45,13 +45,9 @@ def doubling_case(rows: int = 4) -> KernelCase:
 # Registrations
 
 
-# Additions and copies, which are counted in stages (bench/fusion.py).
-NOT_BENCHMARKED_ALONE = {"stack", "sum"}
-
-
 def test_every_kernel_family_has_benchmark_cases() -> None:
     families = {name.split()[0] for name in all_variants()}
-    assert {name.split()[0] for name in all_cases()} == families - NOT_BENCHMARKED_ALONE
+    assert {name.split()[0] for name in all_cases()} == families
     assert {tuning.case.name.split()[0] for tuning in all_tunings().values()} <= {
         name.split()[0] for name in all_variants()
     }
