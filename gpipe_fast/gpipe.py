@@ -37,7 +37,7 @@ from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Planner, Signature
-from gpipe_fast.runtime.recording import Recording, record
+from gpipe_fast.runtime.recording import Recording, kernel_names, record
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.stages import checked_placement, resolve_balance, resolve_devices, stages_of
@@ -110,7 +110,6 @@ class GPipe(CallSettings, Container):
         backend: As passed.
         grad_dtype: As passed.
         transport: As passed.
-        fuse: Whether stages on GPUs use fused kernels.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class GPipe(CallSettings, Container):
         self.backend = checked_backend(backend)
         self.grad_dtype = checked_grad_dtype(grad_dtype)
         self.transport = checked_transport(transport)
-        self.fuse = fuses_by_default() if fuse is None else bool(fuse)
+        self._fuse = fuses_by_default() if fuse is None else bool(fuse)
         self._connections = connections_of(self._balance, self._devices, skips_of(module), self.transport)
         self.threads_per_stage = None
         self._capture = bool(capture)
@@ -173,7 +172,7 @@ class GPipe(CallSettings, Container):
             self._devices,
             self._deferred_batch_norm,
             self.grad_dtype,
-            self.fuse,
+            self._fuse,
         )
         self._connections = connections_of(
             self._balance, self._devices, skips_of(self._layers), self.transport
@@ -221,6 +220,18 @@ class GPipe(CallSettings, Container):
     def capture(self, capture: bool) -> None:
         self._capture = bool(capture)
         self._pipeline.set_capture(self._capture)
+
+    @property
+    def fuse(self) -> bool:
+        """Whether stages on GPUs use fused kernels; may be set between calls; the next call compiles."""
+        return self._fuse
+
+    @fuse.setter
+    def fuse(self, fuse: bool) -> None:
+        with TRACING_LOCK:
+            if bool(fuse) != self._fuse:
+                self._fuse = bool(fuse)
+                self._rebuild_stages()
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -367,7 +378,7 @@ class GPipe(CallSettings, Container):
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Returns a context manager that records the begin and end of every action and every wait."""
-        return record(self._pipeline)
+        return record(self._pipeline, lambda: kernel_names(self._stages, self._planner.lowered()))
 
 
 def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs) -> Any:

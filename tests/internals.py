@@ -21,6 +21,7 @@ from gpipe_fast.lower.split import SplitGraphs
 from gpipe_fast.runtime import compiled, planner, segments
 from gpipe_fast.runtime.compile import Compiler
 from gpipe_fast.runtime.plan import PlannedCall
+from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import Schedule
 from gpipe_fast.trace import function, torch_private
 from gpipe_fast.trace.symbolic import Template
@@ -66,6 +67,11 @@ def programs_of(model: GPipe) -> list[ProgramIR]:
     """Returns the lowered programs of all stages, for all signatures so far."""
     lowered = [found for stage in model._planner.lowered() for found in stage.traced.lowered.values()]
     return [p for found in lowered for p in (found.forward, found.backward) if p is not None]
+
+
+def stages_of(model: GPipe) -> list[Stage]:
+    """Returns the stages."""
+    return model._stages
 
 
 def pipeline_of(model: GPipe) -> Pipeline:

@@ -4,6 +4,7 @@
 """
 
 from gpipe_fast.inspect.check import Case, Checkup, check
+from gpipe_fast.inspect.check_fused import FusedCheck
 from gpipe_fast.inspect.doctor import doctor
 
-__all__ = ["Case", "Checkup", "check", "doctor"]
+__all__ = ["Case", "Checkup", "FusedCheck", "check", "doctor"]

@@ -20,6 +20,7 @@ from gpipe_fast import devices as _devices
 from gpipe_fast.arguments import CHECKPOINT_MODES, TRANSPORTS
 from gpipe_fast.devices import Device
 from gpipe_fast.gpipe import GPipe
+from gpipe_fast.inspect.check_fused import FusedCheck, check_fused
 from gpipe_fast.inspect.doctor import doctor
 from gpipe_fast.inspect.verify import Report, verify
 from gpipe_fast.layers.skip import pop, skippable, stash
@@ -52,12 +53,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Checkup:
-    """The result of `check`: true if all cases are equal; its string is a report to paste.
+    """The result of `check`: true if nothing is wrong; its string is a report to paste.
 
     Attributes:
         machine: versions and devices, as `doctor` reports them.
         stages: the device of each stage.
         cases: the cases in the order in which they ran.
+        fused: the self-test of fused kernels.
         left_out: cases and transports that were skipped, each with the reason.
         seconds: the duration of the whole check.
     """
@@ -65,13 +67,14 @@ class Checkup:
     machine: str
     stages: tuple[str, ...]
     cases: tuple[Case, ...]
+    fused: FusedCheck
     left_out: tuple[str, ...]
     seconds: float
 
     @property
     def ok(self) -> bool:
-        """Whether every case that ran is equal to the plain loop."""
-        return all(case.ok for case in self.cases)
+        """Whether every case that ran is equal to the plain loop, and fused kernels are not wrong."""
+        return self.fused.ok and all(case.ok for case in self.cases)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -81,17 +84,19 @@ class Checkup:
         """The result in one line."""
         wrong = sum(not case.ok for case in self.cases)
         result = f"{wrong} of {len(self.cases)} cases differ from the plain loop or failed"
-        if self.ok:
+        if not wrong:
             result = f"all {len(self.cases)} cases equal the plain loop bit for bit"
         left_out = f", {len(self.left_out)} skipped" if self.left_out else ""
-        return f"{result}{left_out} ({self.seconds:.0f} s)"
+        fused = "" if self.fused.ok else "; the self-test of fused kernels failed"
+        return f"{result}{left_out}{fused} ({self.seconds:.0f} s)"
 
     def __str__(self) -> str:
         rows = [(case.model, case.transport, case.checkpoint, case.result) for case in self.cases]
         headers = ("model", "transport", "checkpoint", f"on {', '.join(self.stages)}")
         table = tabulate(rows, headers, tablefmt="simple")
         left_out = "".join(f"skipped: {each}\n" for each in self.left_out)
-        return f"{self.machine}\n\n{table}\n\n{left_out}{self.headline}"
+        fused = f"fused kernels: {self.fused.result}\n"
+        return f"{self.machine}\n\n{table}\n\n{left_out}{fused}{self.headline}"
 
 
 def check(devices: Iterable[Device] | None = None) -> Checkup:
@@ -99,7 +104,8 @@ def check(devices: Iterable[Device] | None = None) -> Checkup:
 
     It takes about a minute at most; the report lists the cases that this time limit skipped. On GPUs, it
     enables ``torch.use_deterministic_algorithms``, without which equal bits are not guaranteed. A case that
-    fails does not end the check. PyTorch's settings and random state are restored at the end::
+    fails does not end the check. Then one stage on the first GPU is trained with and without fused kernels,
+    and both are compared with float64. PyTorch's settings and random state are restored at the end::
 
         python -m gpipe_fast.doctor --check
 
@@ -123,8 +129,18 @@ def check(devices: Iterable[Device] | None = None) -> Checkup:
                 continue
             ok, result = _compare(MODELS[name], stage_devices, transport, checkpoint)
             cases.append(Case(name, transport if on_gpus else "hand-over", checkpoint, ok, result))
+    fused = _check_fused(stage_devices)
     seconds = time.monotonic() - begun
-    return Checkup(doctor(), tuple(map(str, stage_devices)), tuple(cases), tuple(left_out), seconds)
+    return Checkup(doctor(), tuple(map(str, stage_devices)), tuple(cases), fused, tuple(left_out), seconds)
+
+
+def _check_fused(stage_devices: list[torch.device]) -> FusedCheck:
+    """Checks fused kernels on the first GPU."""
+    device = next((device for device in stage_devices if device.type == "cuda"), stage_devices[0])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Sequential(_Block(64, 4), nn.Dropout(0.1), nn.LayerNorm(64))
+        return check_fused(layers, torch.randn(BATCH, 16, 64), device)
 
 
 def _stage_devices(devices: Iterable[Device] | None) -> list[torch.device]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,13 +27,17 @@ def fused_lines(model: GPipe) -> list[str]:
         return ["none, because they need Triton, CUDA 12.8 and GPUs of compute capability 8.0"]
     if torch.are_deterministic_algorithms_enabled():
         return ["none, because only deterministic algorithms are allowed"]
-    lines: list[str] = []
-    for compiled in model._planner.lowered():
-        for lowered in compiled.traced.lowered.values():
-            lines += [_line(compiled.stage, *each) for each in lowered.replaced.items()]
-    lines = list(dict.fromkeys(lines))
+    lines = list(dict.fromkeys(_line(*each) for each in replaced_by_graph(model)))
     lines += [f"left out: {kernel}" for kernel in left_out.names()]
     return lines or ["unknown until the first call"]
+
+
+def replaced_by_graph(model: GPipe) -> Iterator[tuple[Stage, str, Sequence[Replaced]]]:
+    """Yields each stage, each of its graphs, and what fused kernels replace in it."""
+    for compiled in model._planner.lowered():
+        for lowered in compiled.traced.lowered.values():
+            for graph, replaced in lowered.replaced.items():
+                yield compiled.stage, graph, replaced
 
 
 def _line(stage: Stage, graph: str, replaced: Sequence[Replaced]) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from gpipe_fast._extension import Pipeline
+from gpipe_fast.lower.steps import Launch
+from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import BACKWARD, Action, Schedule
 
 # The capacity for events per stage, at 48 bytes per event: enough for a step of 5,400 micro-batches.
@@ -45,10 +48,12 @@ class Recording:
 
     Attributes:
         stages: events by stage, in order of time.
+        kernels: for each stage, the sorted names of the Triton kernels that its programs launch.
     """
 
     def __init__(self) -> None:
         self.stages: tuple[tuple[Event, ...], ...] = ()
+        self.kernels: tuple[tuple[str, ...], ...] = ()
 
     @property
     def latest(self) -> dict[Action, Event]:
@@ -97,7 +102,7 @@ class Recording:
         return 1 - sum(self.seconds().values()) / (len(self.stages) * self.span())
 
     def __str__(self) -> str:
-        """Returns a line about the step, then a table with a row for each stage.
+        """Returns a line about the step, then a table with a row for each stage, then the stages' kernels.
 
         A stage is busy while it runs actions, and waiting while it waits at a slot. It is idle whenever it
         runs no action, so idle time includes waits, and the time before its first and after its last action.
@@ -118,7 +123,8 @@ class Recording:
         )
         headers = ("stage", "busy ms", "waiting ms", "idle")
         table = tabulate(rows, headers, tablefmt="simple", floatfmt=".3f", colalign=["right"] * 4)
-        return f"{headline}\n\n{table}"
+        kernels = [f"stage {i} launches {', '.join(names)}" for i, names in enumerate(self.kernels) if names]
+        return "\n\n".join([headline, table, *(["\n".join(kernels)] if kernels else [])])
 
     def _waiting_seconds(self, stage: int) -> float:
         """Returns the seconds that a stage waited at slots, between the first begin and last end of a run."""
@@ -144,9 +150,29 @@ def _is_backward(event: Event) -> bool:
     return event.action.kind in BACKWARD
 
 
+def kernel_names(stages: Sequence[Stage], compiled: Iterable[CompiledStage]) -> tuple[tuple[str, ...], ...]:
+    """Returns, for each stage, the sorted names of the kernels that its programs launch."""
+    names: list[set[str]] = [set() for _ in stages]
+    for each in compiled:
+        if each.stage.whole in stages:
+            found = names[stages.index(each.stage.whole)]
+            for lowered in each.traced.lowered.values():
+                for program in (lowered.forward, lowered.backward):
+                    steps = () if program is None else program.steps
+                    found.update(step.launch.name for step in steps if isinstance(step, Launch))
+    return tuple(tuple(sorted(each)) for each in names)
+
+
 @contextlib.contextmanager
-def record(pipeline: Pipeline) -> Iterator[Recording]:
-    """Records the actions that ``pipeline`` runs inside the block."""
+def record(
+    pipeline: Pipeline, kernels: Callable[[], tuple[tuple[str, ...], ...]] = tuple
+) -> Iterator[Recording]:
+    """Records the actions that ``pipeline`` runs inside the block.
+
+    Args:
+        pipeline: the pipeline.
+        kernels: returns the names of the kernels that each stage launches; called after the block.
+    """
     if pipeline.recorded():
         raise RuntimeError(
             "this module is being recorded already; recordings cannot be nested: leave the first "
@@ -159,6 +185,7 @@ def record(pipeline: Pipeline) -> Iterator[Recording]:
     finally:
         events = pipeline.events()
         pipeline.record(0)
+        recording.kernels = kernels()
         recording.stages = tuple(
             tuple(
                 Event(Action.parse(name), is_wait, begin * 1e-9, end * 1e-9, run)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import sys
 import warnings
 from collections import Counter
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast.fuse import check, left_out, loader
 from gpipe_fast.fuse.cubins import CompileFailure, Cubin, cubins
+from gpipe_fast.inspect.check_fused import FusedCheck, check_fused
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.fake_cuda import interpreter
 from tests.internals import pipeline_of
@@ -196,6 +198,14 @@ def without_fuse_steps_launch_none() -> None:
     assert not Case(fuse=False).step()
 
 
+def fuse_may_be_set_between_calls() -> None:
+    case = Case(fuse=False)
+    for fuse in (True, True, False, True):
+        case.model.fuse = fuse
+        assert case.model.fuse == fuse
+        assert bool(case.step()) == fuse
+
+
 def the_variable_turns_fused_kernels_off() -> None:
     for value, expected in (("0", False), ("1", True)):
         with mock.patch.dict(os.environ, GPIPE_FAST_FUSE=value):
@@ -288,6 +298,58 @@ def equal_stages_share_kernels() -> None:
     for seed in range(2):
         case = Case((2, 2), seed=seed)
         assert kernels(case.step()) == {FORWARD: 4 * CHUNKS, BACKWARD: 4 * CHUNKS}
+
+
+def recordings_name_the_kernels() -> None:
+    case = Case((1, 1))
+    with case.model.recording() as recording:
+        case.step()
+    assert recording.kernels == ((BACKWARD, FORWARD),) * 2
+    assert str(recording).endswith(
+        f"\n\nstage 0 launches {BACKWARD}, {FORWARD}\nstage 1 launches {BACKWARD}, {FORWARD}"
+    )
+    case.model.fuse = False
+    with case.model.recording() as recording:
+        case.step()
+    assert recording.kernels == ((), ())
+
+
+# The self-test of doctor
+
+
+def the_self_test_of_doctor() -> None:
+    before = launched.copy()
+    found = self_test()
+    assert found.ok, found
+    assert re.fullmatch(
+        r"the largest error is \S+ times the error allowed \([1-9]\d* replacements\)", found.result
+    )
+    assert launched - before
+    torch.use_deterministic_algorithms(True)
+    assert self_test() == FusedCheck(True, "skipped: only deterministic algorithms are allowed")
+    torch.use_deterministic_algorithms(False)
+    with mock.patch.dict(os.environ, GPIPE_FAST_FUSE="0"):
+        assert self_test() == FusedCheck(True, "skipped: GPIPE_FAST_FUSE is 0")
+
+
+def the_self_test_reports_a_wrong_kernel() -> None:
+    wrong_constants[FORWARD] = {"KIND": "rms"}
+    assert self_test() == FusedCheck(False, f"WRONG or not compiled: {FORWARD}")
+
+
+def the_self_test_reports_large_errors() -> None:
+    """A wrong kernel that the check on first use does not see."""
+    wrong_constants[BACKWARD] = {"KIND": "rms"}
+    with mock.patch.object(check, "error_ratio", return_value=0.0):
+        found = self_test()
+    assert not found.ok
+    assert found.result.startswith("WRONG: the largest error is "), found
+
+
+def self_test() -> FusedCheck:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Block() for _ in range(2)))
+    return check_fused(layers, torch.randn(ROWS, WIDTH), DEVICE)
 
 
 def run(name: str) -> None:

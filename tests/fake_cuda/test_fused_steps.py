@@ -23,6 +23,7 @@ CASES = [
     "a_wrong_kernel_in_a_captured_step",
     "deterministic_steps_launch_none",
     "without_fuse_steps_launch_none",
+    "fuse_may_be_set_between_calls",
     "the_variable_turns_fused_kernels_off",
     "unaligned_inputs_take_the_other_form",
     "two_steps_may_be_in_flight",
@@ -31,6 +32,10 @@ CASES = [
     "replays_launch_the_kernels",
     "replays_have_the_bits_of_other_steps",
     "batches_without_rows",
+    "recordings_name_the_kernels",
+    "the_self_test_of_doctor",
+    "the_self_test_reports_a_wrong_kernel",
+    "the_self_test_reports_large_errors",
 ]
 # The libraries of `equal_stages_share_kernels`: two forms of two kernels.
 SHARED_LIBRARIES = 4

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe, keyed_rng, replicate
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE
 from gpipe_fast.runtime.plan import make_plan
+from tests.internals import stages_of
 from tests.models import (
     Batch,
     Model,
@@ -388,3 +389,14 @@ def test_five_training_steps_equal_the_plain_loop(make: Model, batch: Batch) -> 
         moments = [v for state in optimizer.state.values() for v in state.values()]
         states.append([*model.state_dict().values(), *moments])
     assert all(map(torch.equal, *states))
+
+
+def test_fuse_may_be_set_between_calls() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), fuse=False)
+    x = torch.ones(2, 2)
+    expected = pipe(x)
+    for fuse in (True, True, False):
+        pipe.fuse = fuse
+        assert pipe.fuse == fuse
+        assert all(stage.options.fuse == fuse for stage in stages_of(pipe))
+        assert torch.equal(pipe(x), expected)

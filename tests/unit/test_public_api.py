@@ -36,6 +36,7 @@ gpipe_fast
     extend(self, sequential: object) -> NoReturn
     extra_repr(self) -> str
     forward(self, *args: Any, **kwargs: Any) -> Any
+    fuse: property, may be set
     insert(self, index: object, module: object) -> NoReturn
     partitions: property
     pop(self, key: object = -1) -> NoReturn
@@ -119,9 +120,10 @@ gpipe_fast.verify
 gpipe_fast.doctor
   class Case(model: str, transport: str, checkpoint: str, ok: bool, result: str) -> None
   class Checkup(machine: str, stages: tuple[str, ...], cases: tuple[Case, ...],
-      left_out: tuple[str, ...], seconds: float) -> None
+      fused: FusedCheck, left_out: tuple[str, ...], seconds: float) -> None
     headline: property
     ok: property
+  class FusedCheck(ok: bool, result: str) -> None
   check(devices: Iterable[Device] | None = None) -> Checkup
   doctor, as in gpipe_fast
 gpipe_fast.kernels
@@ -251,7 +253,7 @@ def test_the_public_api_equals_the_table() -> None:
 def test_a_pipeline_has_only_the_listed_public_attributes() -> None:
     """Properties and methods are listed in the table above."""
     own = vars(GPipe(nn.Sequential(nn.ReLU()), [1])).keys() - vars(nn.Module()).keys()
-    names = {"backend", "fuse", "grad_dtype", "transport"}
+    names = {"backend", "grad_dtype", "transport"}
     assert {name for name in own if not name.startswith("_")} == names
 
 

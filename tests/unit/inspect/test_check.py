@@ -16,6 +16,7 @@ from gpipe_fast import GPipe
 from gpipe_fast.doctor.__main__ import main
 from gpipe_fast.inspect import check as checks
 from gpipe_fast.inspect.check import Checkup, check
+from gpipe_fast.inspect.check_fused import FusedCheck
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,6 +52,7 @@ def test_a_passing_check_reports_every_case_and_restores_settings(capsys: pytest
     assert [line.split() for line in lines if line.startswith("small")] == [
         ["small", "hand-over", mode, "equal,", "4", "tensors"] for mode in MODES
     ]
+    assert lines[-2] == "fused kernels: skipped: stages on the CPU have none"
     assert lines[-1].startswith("all 3 cases equal the plain loop bit for bit (")
 
 
@@ -75,6 +77,17 @@ def test_differing_and_failing_cases_are_reported(capsys: pytest.CaptureFixture[
     assert report.splitlines()[-1].startswith("6 of 6 cases differ from the plain loop or failed (")
 
 
+def test_wrong_fused_kernels_fail_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = FusedCheck(False, "WRONG or not compiled: norm_kernels.forward")
+    with checked_models(small=small), mock.patch.object(checks, "check_fused", return_value=wrong):
+        assert main(["--check"]) == 1
+    *_, line, headline = capsys.readouterr().out.splitlines()
+    assert line == "fused kernels: WRONG or not compiled: norm_kernels.forward"
+    assert headline.startswith(
+        "all 3 cases equal the plain loop bit for bit; the self-test of fused kernels failed ("
+    )
+
+
 def test_cases_beyond_the_time_limit_are_left_out() -> None:
     with checked_models(small=small), mock.patch.object(checks, "TIME_LIMIT_SECONDS", -1.0):
         checkup = check()
@@ -96,6 +109,7 @@ def test_every_transport_between_gpus_is_checked(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(checks, "_compare", compare)
+    monkeypatch.setattr(checks, "check_fused", lambda layers, x, device: FusedCheck(True, f"on {device}"))
     monkeypatch.setattr(
         checks._devices, "default_devices", lambda: [torch.device("cuda", i) for i in range(2)]
     )
@@ -111,6 +125,7 @@ def test_every_transport_between_gpus_is_checked(monkeypatch: pytest.MonkeyPatch
         assert seen == [(transport, True, ":4096:8") for transport in transports]
         assert [case.transport for case in checkup.cases] == transports
         assert len(checkup.left_out) == (not peer_access)
+        assert checkup.fused.result == "on cuda:0"
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
