@@ -301,7 +301,7 @@ def equal_stages_share_kernels() -> None:
 
 
 def recordings_name_the_kernels() -> None:
-    case = Case((1, 1))
+    case = Case((2, 2))
     with case.model.recording() as recording:
         case.step()
     assert recording.kernels == ((BACKWARD, FORWARD),) * 2
