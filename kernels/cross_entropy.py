@@ -33,7 +33,7 @@ from gpipe_fast.kernels.precomputed_gradient import scale_gradient, view_rows, w
 # configuration with ROWS keeps whole rows in registers.
 CONFIGS = {
     64: Config({"ROWS": 16, "COLS": 64}),
-    512: Config({"ROWS": 4, "COLS": 512}),
+    512: Config({"ROWS": 2, "COLS": 512}),
     2048: Config({"ROWS": 1, "COLS": 2048}),
     8192: Config({"ROWS": 1, "COLS": 8192}, num_warps=8),
     32768: Config({"ROWS": 1, "COLS": 32768}, num_warps=16),

@@ -127,12 +127,14 @@ def backward(
         offsets = o_rows.to(tl.int64)[:, None] * num_cols + o_cols[None, :]
         factor = _factor(o_rows, num_cols, p_key, layer, ordinal, last, scale, COLS, DROPOUT)
         x = _load_input(p_h, p_residual, factor, offsets, mask, HAS_RESIDUAL, SUM_DTYPE)
-        g = _load(p_g, offsets, mask)
+        # Not converted before its first use: until then, 16 bits take half of the registers.
+        g = tl.load(p_g + offsets, mask=mask, other=0.0)
         d, _ = _deviations(x, mask, num_cols, KIND)
         variance, r = _variance_and_r(d, o_rows, num_rows, num_cols, eps)
         if WITH_Y:
             y = _scale(d * r, p_weight, p_bias, o_cols, m_cols, HAS_WEIGHT, HAS_BIAS)
             tl.store(p_y + offsets, y.to(p_y.dtype.element_ty), mask=mask)
+        g = g.to(tl.float32)
         if WITH_DWEIGHT:
             b_dweight += g * (d * r)
         if WITH_DBIAS:

@@ -63,24 +63,33 @@ KINDS = ("layer", "rms")
 # Configurations by the maximum number of columns; the first entry that is wide enough applies. A program
 # keeps whole rows in registers.
 CONFIGS = {
-    128: Config({"ROWS": 16, "COLS": 128}),
+    128: Config({"ROWS": 32, "COLS": 128}, num_warps=8),
     1024: Config({"ROWS": 2, "COLS": 1024}),
     2048: Config({"ROWS": 1, "COLS": 2048}),
     4096: Config({"ROWS": 1, "COLS": 4096}, num_warps=8),
     8192: Config({"ROWS": 1, "COLS": 8192}, num_warps=16),
 }
+# Forwards, which need fewer registers, except with dropout.
+FORWARD_CONFIGS = {
+    **CONFIGS,
+    128: Config({"ROWS": 16, "COLS": 128}),
+    2048: Config({"ROWS": 1, "COLS": 2048}, num_warps=8),
+}
 MAX_COLUMNS = max(CONFIGS)
 # The limit with dropout, whose random words take registers. kernels/dropout.py adds the residual to wider
 # rows.
 MAX_COLUMNS_DROPOUT = 4096
-# With sums of h's gradient, which also take registers. PyTorch sums the gradient of wider rows.
-SUMS_CONFIGS = {width: config for width, config in CONFIGS.items() if width <= 4096}
-SUMS_CONFIGS[1024] = Config({"ROWS": 1, "COLS": 1024}, num_warps=2)
+# With sums of h's gradient, which also take registers: a thread has 8 elements. PyTorch sums the gradient of
+# wider rows.
+SUMS_CONFIGS = {
+    128: Config({"ROWS": 16, "COLS": 128}, num_warps=8),
+    1024: Config({"ROWS": 1, "COLS": 1024}),
+    2048: Config({"ROWS": 1, "COLS": 2048}, num_warps=8),
+    4096: Config({"ROWS": 1, "COLS": 4096}, num_warps=16),
+}
 MAX_COLUMNS_SUMS = max(SUMS_CONFIGS)
 # Warps of backward programs per multiprocessor: as many as fit with 128 registers per thread.
 WARPS_PER_MULTIPROCESSOR = 16
-# With sums of h's gradient: as many as fit with 168 registers per thread.
-WARPS_PER_MULTIPROCESSOR_SUMS = 12
 
 
 class Forward(NamedTuple):
@@ -119,15 +128,20 @@ class Backward(NamedTuple):
     sums: Tensor | None
 
 
-def choose(num_cols: int, with_sums: bool = False) -> Config:
+def choose(num_cols: int, with_sums: bool = False, *, forward: bool = False) -> Config:
     """Returns the configuration for rows of ``num_cols`` columns, at most `MAX_COLUMNS`.
 
     With sums of h's gradient there are at most `MAX_COLUMNS_SUMS` columns.
+
+    Args:
+        num_cols: the number of columns.
+        with_sums: whether a backward sums h's gradient.
+        forward: whether the configuration is for a forward.
     """
     max_columns = next(width for width in CONFIGS if num_cols <= width)
     if with_sums:
         return tuned("norm_with_sums", f"cols<={max_columns}", SUMS_CONFIGS[max_columns])
-    return tuned("norm", f"cols<={max_columns}", CONFIGS[max_columns])
+    return tuned("norm", f"cols<={max_columns}", (FORWARD_CONFIGS if forward else CONFIGS)[max_columns])
 
 
 def max_columns(draw: Mask | None) -> int:
@@ -158,7 +172,7 @@ def launch_forward(
     """
     rows = flatten_rows(h)
     num_rows, num_cols = rows.shape
-    config = choose(num_cols)
+    config = choose(num_cols, forward=True)
     sum_dtype = _sum_dtype(h, residual, sum_dtype)
     y = torch.empty_like(rows, dtype=y_dtype or sum_dtype)
     x = torch.empty_like(rows, dtype=sum_dtype) if residual is not None and with_sum else None
@@ -225,7 +239,7 @@ def launch_backward(
     y = torch.empty_like(rows, dtype=y_dtype or sum_dtype) if with_y else None
     dx = torch.empty_like(rows, dtype=dx_dtype or sum_dtype)
     dh = torch.empty_like(rows, dtype=dh_dtype or h.dtype) if with_dh else None
-    programs = _num_backward_programs(rows, config, fused_sums)
+    programs = _num_backward_programs(rows, config)
     wanted = (weight is not None and with_dweight, bias is not None and with_dbias, fused_sums)
     partials = [rows.new_empty(programs, num_cols, dtype=torch.float32) if w else None for w in wanted]
     constants = {
@@ -260,7 +274,7 @@ def _empty_statistics(rows: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
-def _num_backward_programs(rows: Tensor, config: Config, with_sums: bool) -> int:
+def _num_backward_programs(rows: Tensor, config: Config) -> int:
     """Returns the number of backward programs. Each writes a row of partial sums."""
     if not rows.shape[1]:
         return 0
@@ -268,8 +282,7 @@ def _num_backward_programs(rows: Tensor, config: Config, with_sums: bool) -> int
         programs = 4
     else:
         multiprocessors = num_multiprocessors(rows.device)
-        warps = WARPS_PER_MULTIPROCESSOR_SUMS if with_sums else WARPS_PER_MULTIPROCESSOR
-        programs = multiprocessors * max(1, warps // config.num_warps)
+        programs = multiprocessors * max(1, WARPS_PER_MULTIPROCESSOR // config.num_warps)
         programs = min(programs, max(multiprocessors, cdiv(rows.shape[0], ROWS_PER_PARTIAL_SUM)))
     return min(programs, cdiv(rows.shape[0], config.blocks["ROWS"]))
 
@@ -298,9 +311,9 @@ def variants() -> dict[str, Variant]:
             fused = own | {"HAS_RESIDUAL": True, "HAS_G_SUM": True, "WITH_Y": True}
             plain = own | {"HAS_RESIDUAL": False, "HAS_G_SUM": elements_per_block > 0, "WITH_Y": False}
             written = _written_gradients(kind) | {"WITH_DH": elements_per_block > 0}
-            name, types = f"{dtype}, {config}", {"p_": dtype}
-            found[f"{kind}_norm forward with residual{dropout}, {name}"] = _variant(
-                norm_kernels.forward, types, forward, config
+            name, types, in_forward = f"{dtype}, {config}", {"p_": dtype}, FORWARD_CONFIGS[width]
+            found[f"{kind}_norm forward with residual{dropout}, {dtype}, {in_forward}"] = _variant(
+                norm_kernels.forward, types, forward, in_forward
             )
             found[f"{kind}_norm backward with y, g_sum, residual{dropout}, {name}"] = _variant(
                 norm_kernels.backward, types, fused | written, config
@@ -325,9 +338,8 @@ def _stage_variants() -> dict[str, Variant]:
                 continue
             own = _constants(kind, stream, elements_per_block) | {"HAS_RESIDUAL": True}
             forward = own | {"WITH_SUM": True, "WITH_STATISTICS": True}
-            found[f"{kind}_norm forward with statistics, residual{dropout}, {mix}, {CONFIGS[width]}"] = (
-                _variant(norm_kernels.forward, types, forward, CONFIGS[width])
-            )
+            name = f"{kind}_norm forward with statistics, residual{dropout}, {mix}, {FORWARD_CONFIGS[width]}"
+            found[name] = _variant(norm_kernels.forward, types, forward, FORWARD_CONFIGS[width])
             backward = own | _written_gradients(kind) | {"WITH_SUMS": with_sums, "WITH_DH": True}
             backward |= {"HAS_G_SUM": True, "WITH_Y": True}
             written = "sums, y" if with_sums else "y, dh"
