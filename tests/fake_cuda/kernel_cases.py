@@ -277,7 +277,7 @@ ALL_KERNELS = {
     "activations._forward", "activations._backward", "gated._forward", "gated._backward",
     "dropout._dropout_add", "norm_kernels.forward", "norm_kernels.backward", "rotary._rotary",
     "cross_entropy._whole_rows", "cross_entropy._long_rows", "precomputed_gradient._scale",
-    "multi_tensor._accumulate", "multi_tensor._unscale",
+    "multi_tensor._accumulate", "multi_tensor._unscale", "partial_sums._add_partials",
 }  # fmt: skip
 
 
