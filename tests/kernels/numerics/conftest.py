@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from gpipe_fast.kernels.launch import INTERPRETED
+from tests.fake_cuda import pairwise
 from tests.kernels.numerics.comparison import DEVICE
 from tests.sampling import sample
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    pairwise.correct(interpreter)
 
 # Parametrizations of each test function in a sample.
 SAMPLES_PER_FUNCTION = 1
