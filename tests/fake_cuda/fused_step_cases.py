@@ -297,7 +297,7 @@ def replays_have_the_bits_of_other_steps() -> None:
 
 
 def equal_stages_share_kernels() -> None:
-    """Loads each form of two kernels once, for two models of two stages each."""
+    """Loads each form of three kernels once, for two models of two stages each."""
     for seed in range(2):
         case = Case((2, 2), seed=seed)
         assert kernels(case.step()) == {FORWARD: 4 * CHUNKS, BACKWARD: 4 * CHUNKS}

@@ -37,8 +37,8 @@ CASES = [
     "the_self_test_reports_a_wrong_kernel",
     "the_self_test_reports_large_errors",
 ]
-# The libraries of `equal_stages_share_kernels`: two forms of two kernels.
-SHARED_LIBRARIES = 4
+# The libraries of `equal_stages_share_kernels`: two forms of three kernels.
+SHARED_LIBRARIES = 6
 
 
 def test_fused_steps(libraries: tuple[Path, Path], tmp_path: Path) -> None:
