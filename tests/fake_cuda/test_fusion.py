@@ -66,7 +66,7 @@ def check(stage: str, precision: str, checkpoint: str, libraries: tuple[Path, Pa
     assert found["kernels"]
     assert found["warnings"] == found["failures"] == []
     for index, ((error, rounding), (expected, _)) in enumerate(found["errors"]):
-        # The largest element is rounding / eps, so it is noise if it is not above PyTorch's error.
+        # The elements are of size rounding / eps: they are noise if that is not above PyTorch's error.
         noise = rounding < 1e-3 * expected
         allowed = max((MAX_RATIO_OF_NOISE if noise else MAX_RATIO) * expected, 2 * rounding)
         assert error <= allowed, f"result {index}: {error / allowed:.3f} of the error allowed"

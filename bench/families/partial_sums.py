@@ -1,0 +1,51 @@
+"""Benchmark case and tuning of the addition of partial sums."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from bench.case import KernelCase, ShapeClass, Tuning
+from gpipe_fast.kernels.launch import DEFAULT_MULTIPROCESSORS, Config, kernels_available
+from gpipe_fast.kernels.partial_sums import MAX_MATRICES, launch_partial_sums
+
+
+def inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Returns what one program per multiprocessor writes, which is fp32 for every dtype."""
+    columns = max(1, elements // (MAX_MATRICES * DEFAULT_MULTIPROCESSORS))
+    return [torch.randn(DEFAULT_MULTIPROCESSORS, columns, device=device) for _ in range(MAX_MATRICES)]
+
+
+def _plain(*matrices: Tensor) -> list[Tensor]:
+    return [matrix.sum(0) for matrix in matrices]
+
+
+def _ours(*matrices: Tensor) -> list[Tensor | None]:
+    return _launched(*matrices) if kernels_available(*matrices) else [*_plain(*matrices)]
+
+
+def _launched(*matrices: Tensor) -> list[Tensor | None]:
+    return launch_partial_sums(matrices, [None] * len(matrices))
+
+
+CASE = KernelCase("partial sums", inputs, differentiated=(), baseline=_plain, ours=_ours, launched=_launched)
+
+CASES = [CASE]
+TUNINGS = [
+    Tuning(
+        "partial_sums",
+        CASE,
+        {
+            "cols": ShapeClass(
+                partial(inputs, 1 << 20),
+                [
+                    Config({"ROWS": rows, "COLS": cols}, num_warps=warps)
+                    for rows, cols, warps in product((32, 64, 128), (16, 32, 64), (4, 8))
+                ],
+            )
+        },
+    )
+]
