@@ -14,7 +14,7 @@ from gpipe_fast.kernels.partial_sums import MAX_MATRICES, launch_partial_sums
 
 
 def inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Returns what one program per multiprocessor writes, which is fp32 for every dtype."""
+    """Returns the matrices that one program per multiprocessor writes; they are fp32 for every dtype."""
     columns = max(1, elements // (MAX_MATRICES * DEFAULT_MULTIPROCESSORS))
     return [torch.randn(DEFAULT_MULTIPROCESSORS, columns, device=device) for _ in range(MAX_MATRICES)]
 

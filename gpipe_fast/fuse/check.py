@@ -79,7 +79,7 @@ class ReplacementCheck:
         found = _WithResults(self._fragment, self._launches, results).run(*inputs)
         ratio = max(map(error_ratio, found, expected, exact, perturbed), default=0.0)
         if ratio > 1:
-            # If another launch is at fault, the check of what the next plan launches will tell.
+            # If another launch is at fault, the checks of the next plan find it.
             suspect = next(launch for launch in self._launches if not has_passed(launch, self._device))
             leave_out(suspect, f"on {self._device} its error was {ratio:.2g} times the error allowed")
             self._repair(inputs, results, (expected, exact, perturbed))
@@ -151,7 +151,7 @@ class _InFloat64(_Reference):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator that returns float64 where its results are floating-point numbers."""
         args, kwargs = fx.node.map_aggregate((args, kwargs), _dtype_to_float64)
-        if target in _WITH_HALF_TO_FLOAT:  # accepts only fp16 if it is set
+        if target in _WITH_HALF_TO_FLOAT:  # with half_to_float they accept only fp16
             args, kwargs = (*args[:2], False), {}
         return super().call_function(target, args, kwargs)
 

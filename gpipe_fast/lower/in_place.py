@@ -39,7 +39,7 @@ def _layout(node: fx.Node) -> tuple[object, ...]:
 
 
 def memory_of(bases: Iterable[fx.Node], sources: Mapping[fx.Node, Source]) -> set[fx.Node]:
-    """Returns values and those in whose memory products compute them.
+    """Returns the given values, and all values whose memory products overwrite to compute them.
 
     Args:
         bases: values that are no views.

@@ -37,7 +37,7 @@ def cases(stream: torch.dtype, own: torch.dtype) -> Iterator[Case]:
 class SumInProduct:
     """A sum of a tensor and a product: see the module's docstring.
 
-    Gradients of parameters have two dimensions and are not meant: they are accumulated term by term.
+    It does not match gradients of parameters, which have two dimensions and are accumulated term by term.
     """
 
     dtype: torch.dtype
