@@ -100,12 +100,20 @@ def num_plans(model: GPipe) -> int:
     return len(model._planner._plans)
 
 
-def use_schedule(model: GPipe, x: Tensor, schedule: Schedule) -> None:
-    """Makes the next call with an input like ``x`` use the given schedule."""
+@contextmanager
+def use_schedule(model: GPipe, x: Tensor, schedule: Schedule) -> Iterator[None]:
+    """Makes calls in the block, with inputs like ``x``, use the given schedule; traces the stages before.
+
+    The replacement lasts as long as the block, because a plan is made again in the call if it is not cached,
+    as when a layer turns out not to be traceable.
+    """
     model._planner._plans.clear()
     model._planner._latest_call = None
     with mock.patch.object(gpipe_fast.runtime.plan, "fill_drain", return_value=schedule):
-        assert plan_of(model, x).schedule is schedule
+        plan_of(model, x)
+        yield
+    used = latest_plan(model).schedule
+    assert used is schedule, f"the call used another schedule:\n{used}\ninstead of\n{schedule}"
 
 
 def owned_objects(model: GPipe) -> list[object]:

@@ -1,6 +1,6 @@
 """Random schedules on the fake CUDA runtime, and injected runtime faults, which the checker must detect.
 
-Failures name the case; fake_cuda/schedules.py documents how to run one case alone.
+Failures name the case; fake_cuda/train_random_schedules.py documents how to run one case alone.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from gpipe_fast.schedule import Kind
+from gpipe_fast import GPipe
+from gpipe_fast.schedule import Action, Kind, Schedule
 from tests.fake_cuda.build import SOURCES, can_build
 from tests.fake_cuda.happens_before import HappensBefore
 from tests.fake_cuda.race_detector import Checker, Line, check, parse
 from tests.fake_cuda.random_schedule import order_of, random_schedule
+from tests.internals import use_schedule
+from tests.untraceable import FunctionLayer
 
 ROOT = Path(__file__).parents[2]
 NUM_SOAK_CASES, CASES_PER_TEST = 10_000, 500
@@ -135,6 +140,23 @@ def test_random_schedules_contain_every_action_and_order() -> None:
         for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
     }
     assert slots == {1, 2, 3}
+
+
+@pytest.mark.filterwarnings("ignore:stage 0")
+def test_the_first_call_of_a_layer_in_python_uses_the_given_schedule() -> None:
+    """The plan of that call is not cached. The order of additions shows which schedule ran."""
+    linear = nn.Linear(1, 1, bias=False)
+    branching = FunctionLayer(lambda held, x: held(x) if x.sum() > 0 else -held(x), linear)
+    model = GPipe(nn.Sequential(branching), [1], devices=["cpu"], chunks=3)
+    x = torch.tensor([[1e8], [1.0], [1e8]])
+    forwards = [Action(0, Kind.F, m) for m in range(3)]
+    for order, total in (((0, 2, 1), 1.0), ((2, 1, 0), 0.0)):
+        backwards = [Action(0, Kind.B, m) for m in order]
+        model.zero_grad()
+        with use_schedule(model, x, Schedule(((*forwards, *backwards),), 3, 1)):
+            y = model(x)
+        y.backward(torch.tensor([[1.0], [1.0], [-1.0]]))
+        assert linear.weight.grad.tolist() == [[total]]
 
 
 def lines_in_second_step(lines: Sequence[Line], *kinds: str) -> list[int]:

@@ -252,19 +252,18 @@ def step(setup: Setup, number: int, generator: random.Random) -> StepResult:
     mark(f"case {number}: {setup}; {pipeline.checkpoint}; {schedule.slots} slots; delays {delays}")
     setup.overwrite(which)
     x = setup.x[: m * MICROBATCH_SIZE].detach().requires_grad_()
-    use_schedule(pipeline, x, schedule)
     if generator.random() < 0.1:
-        run_failing_step(setup, x, number, generator, schedule)
+        with use_schedule(pipeline, x, schedule):
+            run_failing_step(setup, x, number, generator, schedule)
         setup.overwrite(which)
-        use_schedule(
-            pipeline, x, schedule
-        )  # again, since the failed step's gradients arrived in another layout
     for parameter in pipeline.parameters():
         parameter.grad = None
-    inject_delays(pipeline, number, delays)
-    torch.manual_seed(values.seed)
-    mark("begin\tmay wait" if setup.may_wait else "begin")
-    y = pipeline(x)
+    # Plans again after a failed step, whose gradients may have arrived in another layout.
+    with use_schedule(pipeline, x, schedule):
+        inject_delays(pipeline, number, delays)
+        torch.manual_seed(values.seed)
+        mark("begin\tmay wait" if setup.may_wait else "begin")
+        y = pipeline(x)
     y.backward(setup.weights[which][: m * MICROBATCH_SIZE])
     mark("end")
     found = {"output": y.detach(), "gradient of the input": x.grad}
