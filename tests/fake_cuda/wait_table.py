@@ -63,8 +63,7 @@ def why_redundant(libraries: tuple[Path, Path], scenario: str, sites: set[int]) 
     return found
 
 
-def main() -> None:
-    seeds = int(sys.argv[1]) if len(sys.argv) > 1 else SEEDS
+def main(seeds: int = SEEDS) -> None:
     libraries = build()
     lines_of(())  # first, since the compilation is slow and may fail
     found = [outcome for scenario in SCENARIOS for outcome in outcomes(libraries, scenario, seeds)]
@@ -104,4 +103,4 @@ def describe(group: list[Outcome], reasons: set[str], seeds: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
