@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpipe_fast.kernels import philox, reference
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, tuned, uses_kernels
-from gpipe_fast.kernels.philox import Draw, Mask
+from gpipe_fast.kernels.philox import Draw
 
 # Configurations by the maximum number of elements; the first entry that is large enough applies.
 CONFIGS = {1 << 20: Config({"SIZE": 1024}), 1 << 62: Config({"SIZE": 2048})}
@@ -49,7 +49,7 @@ def _dropout_add(
 
 
 def launch_dropout_add(
-    h: Tensor, residual: Tensor | None, draw: Mask, *, y_dtype: torch.dtype | None = None
+    h: Tensor, residual: Tensor | None, draw: Draw, *, y_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Computes ``residual + dropout(h)``: a contiguous tensor of h's shape.
 

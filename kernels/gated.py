@@ -33,7 +33,7 @@ from torch import Tensor
 from gpipe_fast.kernels import philox, reference
 from gpipe_fast.kernels.activations import ACTIVATIONS, activate, activation_derivative
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, flatten_rows, launch, tuned, uses_kernels
-from gpipe_fast.kernels.philox import Draw, Mask
+from gpipe_fast.kernels.philox import Draw
 
 # Configurations by the maximum number of columns of a. There is only one: hidden layers are wide.
 CONFIGS = {1 << 62: Config({"ROWS": 2, "COLS": 512})}
@@ -126,7 +126,7 @@ def _num_columns(z: Tensor, up: Tensor | None) -> int:
 
 
 def launch_forward(
-    z: Tensor, up: Tensor | None, activation: str, draw: Mask | None = None, *,
+    z: Tensor, up: Tensor | None, activation: str, draw: Draw | None = None, *,
     gate_first: bool = True, a_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Computes ``dropout(act(gate) * up)``: a contiguous tensor.
@@ -168,7 +168,7 @@ class Backward(NamedTuple):
 
 
 def launch_backward(
-    z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Mask | None = None, *,
+    z: Tensor, up: Tensor | None, g: Tensor, activation: str, with_a: bool, draw: Draw | None = None, *,
     gate_first: bool = True, a_dtype: torch.dtype | None = None,
     dz_dtype: torch.dtype | None = None, dup_dtype: torch.dtype | None = None,
 ) -> Backward:  # fmt: skip

@@ -41,11 +41,13 @@ class Config:
         blocks: block sizes by the name of the kernel's constant.
         num_warps: warps of one program.
         num_stages: software-pipelining stages of its loads.
+        contracts: whether a product and a sum may become one operation, which rounds once.
     """
 
     blocks: Mapping[str, int]
     num_warps: int = 4
     num_stages: int = 1
+    contracts: bool = True
 
     def __str__(self) -> str:
         """Formats block sizes, warps and stages: ``ROWS=4 COLS=512, 4 warps, 1 stages``."""
@@ -54,7 +56,8 @@ class Config:
 
     def options(self) -> dict[str, int]:
         """Returns the options for `triton.compile`."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        found = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return found if self.contracts else {**found, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,10 @@ def save_tuned(device: str, kernel: str, shape_class: str, config: Config) -> No
 
 def num_multiprocessors(device: torch.device) -> int:
     """Returns the number of multiprocessors of a GPU, and one that is assumed for another device."""
-    if device.type != "cuda":
-        return INTERPRETER_MULTIPROCESSORS if device.type == "cpu" else DEFAULT_MULTIPROCESSORS
+    if device.type == "cpu":
+        return INTERPRETER_MULTIPROCESSORS
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return DEFAULT_MULTIPROCESSORS
     found: int = torch.cuda.get_device_properties(device).multi_processor_count
     return found
 

@@ -56,7 +56,7 @@ from gpipe_fast.kernels.launch import (
     tuned,
 )
 from gpipe_fast.kernels.partial_sums import launch_partial_sums
-from gpipe_fast.kernels.philox import Mask
+from gpipe_fast.kernels.philox import Draw
 
 KINDS = ("layer", "rms")
 
@@ -144,14 +144,14 @@ def choose(num_cols: int, with_sums: bool = False, *, forward: bool = False) -> 
     return tuned("norm", f"cols<={max_columns}", (FORWARD_CONFIGS if forward else CONFIGS)[max_columns])
 
 
-def max_columns(draw: Mask | None) -> int:
+def max_columns(draw: Draw | None) -> int:
     """Returns the maximum number of columns that the kernels support."""
     return MAX_COLUMNS if draw is None else MAX_COLUMNS_DROPOUT
 
 
 def launch_forward(
     h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    eps: float, kind: str, draw: Mask | None, *,
+    eps: float, kind: str, draw: Draw | None, *,
     y_dtype: torch.dtype | None = None, sum_dtype: torch.dtype | None = None,
     with_sum: bool = True, with_statistics: bool = False,
 ) -> Forward:  # fmt: skip
@@ -198,7 +198,7 @@ def launch_forward(
 
 def launch_backward(
     h: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    g: Tensor, g_sum: Tensor | None, eps: float, kind: str, with_y: bool, draw: Mask | None, *,
+    g: Tensor, g_sum: Tensor | None, eps: float, kind: str, with_y: bool, draw: Draw | None, *,
     y_dtype: torch.dtype | None = None, sum_dtype: torch.dtype | None = None,
     dx_dtype: torch.dtype | None = None, dh_dtype: torch.dtype | None = None,
     with_dweight: bool = True, with_dbias: bool = True, with_sums: bool = False,
@@ -322,35 +322,7 @@ def variants() -> dict[str, Variant]:
             found[f"{kind}_norm backward{alone}, {name}"] = _variant(
                 norm_kernels.backward, types, plain | written, config
             )
-    return found | _stage_variants()
-
-
-def _stage_variants() -> dict[str, Variant]:
-    """Returns the variants of stages: dtypes of autocast, statistics, and sums of h's gradient."""
-    found = {}
-    mixes = (("bf16", "bf16", "bf16"), ("autocast", "bf16", "fp32"))
-    for kind, (mix, dtype, stream), width in itertools.product(KINDS, mixes, CONFIGS):
-        types = {"p_": dtype} | dict.fromkeys(STREAM, stream)
-        with_sums = width <= MAX_COLUMNS_SUMS
-        config = SUMS_CONFIGS[width] if with_sums else CONFIGS[width]
-        for dropout, elements_per_block in (("", 0), (" and dropout", 4)):
-            if elements_per_block and width > MAX_COLUMNS_DROPOUT:
-                continue
-            own = _constants(kind, stream, elements_per_block) | {"HAS_RESIDUAL": True}
-            forward = own | {"WITH_SUM": True, "WITH_STATISTICS": True}
-            name = f"{kind}_norm forward with statistics, residual{dropout}, {mix}, {FORWARD_CONFIGS[width]}"
-            found[name] = _variant(norm_kernels.forward, types, forward, FORWARD_CONFIGS[width])
-            backward = own | _written_gradients(kind) | {"WITH_SUMS": with_sums, "WITH_DH": True}
-            backward |= {"HAS_G_SUM": True, "WITH_Y": True}
-            written = "sums, y" if with_sums else "y, dh"
-            found[f"{kind}_norm backward with {written}, g_sum, residual{dropout}, {mix}, {config}"] = (
-                _variant(norm_kernels.backward, types, backward, config)
-            )
     return found
-
-
-# The tensors that have the dtype of the residual stream. Under autocast so do the parameters.
-STREAM = ("p_residual", "p_sum", "p_g_sum", "p_dx", "p_weight", "p_bias")
 
 
 def _constants(kind: str, sum_dtype: str, elements_per_block: int) -> dict[str, Any]:

@@ -58,35 +58,11 @@ class Draw(NamedTuple):
         check_draw(like, *self)
 
 
-class KeyedMask(NamedTuple):
-    """A mask as a graph spells it: a call of ``torch.ops.gpipe_fast.keyed_bernoulli`` and a factor.
-
-    Attributes:
-        key: the call's key.
-        layer: the call's layer.
-        ordinal: the call's ordinal.
-        keep: the call's probability of a one.
-        scale: the factor of the kept elements.
-    """
-
-    key: Tensor
-    layer: int
-    ordinal: int
-    keep: float
-    scale: float
-
-    def numbers(self) -> tuple[int, int, int, float]:
-        """Returns the kernel arguments except the key, like `Draw.numbers`."""
-        return (self.layer, self.ordinal, *kept_words(self.keep, self.scale))
-
-
-# What launchers accept as a dropout.
-Mask = Draw | KeyedMask
 # Kernel arguments without dropout.
 NO_DROPOUT_ARGUMENTS = (0, 0, 0, 1.0)
 
 
-def arguments(draw: Mask | None, placeholder: Tensor) -> tuple[Tensor, tuple[int, int, int, float]]:
+def arguments(draw: Draw | None, placeholder: Tensor) -> tuple[Tensor, tuple[int, int, int, float]]:
     """Returns the kernel arguments of a dropout: key and numbers, or placeholders if ``draw`` is None."""
     return (placeholder, NO_DROPOUT_ARGUMENTS) if draw is None else (draw.key, draw.numbers())
 
@@ -114,7 +90,7 @@ def aligned(tensors: Iterable[str], constants: Mapping[str, Any], *sizes: str) -
     return (*(t for t in tensors if t != "p_key"), *(() if odd else sizes))
 
 
-def elements_per_block(draw: Mask | None, num_cols: int) -> int:
+def elements_per_block(draw: Draw | None, num_cols: int) -> int:
     """Returns how many elements share one block of words: 4 or 1, by the row length; 0 without dropout."""
     return 0 if draw is None else 1 if num_cols % 4 else 4
 

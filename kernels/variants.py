@@ -13,7 +13,6 @@ from gpipe_fast.kernels.precomputed_gradient import variants as precomputed_grad
 from gpipe_fast.kernels.rotary import variants as rotary
 from gpipe_fast.kernels.rotate_half import variants as rotate_half
 from gpipe_fast.kernels.stack import variants as stack
-from gpipe_fast.kernels.sums import variants as sums
 
 FAMILIES = (
     activations,
@@ -28,7 +27,6 @@ FAMILIES = (
     rotary,
     rotate_half,
     stack,
-    sums,
 )
 
 

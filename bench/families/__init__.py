@@ -25,7 +25,6 @@ FAMILIES = (
     "partial_sums",
     "rotary",
     "stacks",
-    "sums",
 )
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpipe_fast.kernels import norms, reference
-from gpipe_fast.kernels.philox import KeyedMask
+from gpipe_fast.kernels import norms
+from gpipe_fast.kernels.philox import Draw
 from gpipe_fast.randomness.random import make_key
 from tests.kernels.numerics.comparison import check, needs_kernels, to_float64
 from tests.kernels.numerics.test_norms import every_norm
@@ -56,14 +56,14 @@ def random_inputs(shape: tuple[int, ...], dtypes: Dtypes, kind: str) -> list[Ten
     ]
 
 
-def mask_of(shape: tuple[int, ...], draw: KeyedMask | None) -> Tensor:
+def mask_of(shape: tuple[int, ...], draw: Draw | None) -> Tensor:
     """Returns dropout's factor of each element, drawn by gpipe_fast's operator."""
     if draw is None:
         return torch.ones(shape)
     kept = torch.ops.gpipe_fast.keyed_bernoulli(
-        draw.key.cpu(), draw.layer, draw.ordinal, shape, draw.keep, dtype=torch.bool, device="cpu"
+        draw.key.cpu(), draw.layer, draw.ordinal, shape, 1 - draw.p, dtype=torch.bool, device="cpu"
     )
-    return kept.to(draw.key.device) * draw.scale
+    return kept.to(draw.key.device) / (1 - draw.p)
 
 
 def eager(inputs: list[Tensor | None], dtypes: Dtypes | None, kind: str, factor: Tensor) -> list[Tensor]:
@@ -93,9 +93,7 @@ def eager(inputs: list[Tensor | None], dtypes: Dtypes | None, kind: str, factor:
     return [y.detach(), total.detach(), *statistics, dx, dh, *dparameters, sums]
 
 
-def ours(
-    inputs: list[Tensor | None], dtypes: Dtypes, kind: str, draw: KeyedMask | None
-) -> list[Tensor | None]:
+def ours(inputs: list[Tensor | None], dtypes: Dtypes, kind: str, draw: Draw | None) -> list[Tensor | None]:
     forward = norms.launch_forward(*inputs[:4], EPS, kind, draw, y_dtype=dtypes.y, with_statistics=True)
     backward = norms.launch_backward(
         *inputs, EPS, kind, True, draw, y_dtype=dtypes.y, dh_dtype=dtypes.dh, with_sums=True
@@ -104,9 +102,7 @@ def ours(
     return [t for t in (*forward, *backward[1:]) if t is not None]
 
 
-def compare_with_pytorch(
-    shape: tuple[int, ...], dtypes: Dtypes, kind: str, draw: KeyedMask | None = None
-) -> None:
+def compare_with_pytorch(shape: tuple[int, ...], dtypes: Dtypes, kind: str, draw: Draw | None = None) -> None:
     inputs, factor = random_inputs(shape, dtypes, kind), mask_of(shape, draw)
     other, truth = eager(inputs, dtypes, kind, factor), eager(to_float64(inputs), None, kind, factor.double())
     check(ours(inputs, dtypes, kind, draw), other, truth)
@@ -122,8 +118,8 @@ def test_norms_of_mixed_dtypes_match_pytorch(kind: str, dtypes: Dtypes, cols: in
 @every_mix
 @every_norm
 @pytest.mark.parametrize("cols", [99, 100])
-def test_norms_of_mixed_dtypes_with_a_graphs_mask_match_pytorch(kind: str, dtypes: Dtypes, cols: int) -> None:
-    draw = KeyedMask(make_key(7, 2, 1), 5, 1, keep=0.75, scale=4 / 3)
+def test_norms_of_mixed_dtypes_with_dropout_match_pytorch(kind: str, dtypes: Dtypes, cols: int) -> None:
+    draw = Draw(0.25, make_key(7, 2, 1), 5, 1)
     compare_with_pytorch((3, 5, cols), dtypes, kind, draw)
 
 
@@ -168,11 +164,3 @@ def test_norm_results_that_are_not_requested_are_none(kind: str) -> None:
     statistics = norms.launch_forward(*inputs[:4], EPS, kind, None, with_statistics=True)
     assert (statistics.mean is None) == (kind == "rms")
     assert statistics.r.shape == (5,)
-
-
-def test_a_graphs_mask_without_ones_drops_everything() -> None:
-    h, residual = torch.randn(2, 5, 100)
-    draw = KeyedMask(make_key(7, 2, 1), 5, 1, keep=0.0, scale=3.0)
-    total = norms.launch_forward(h, residual, None, None, EPS, "rms", draw).total
-    assert torch.equal(total, residual)
-    assert reference.keep((5, 100), 0.25, *draw[:3]).any()

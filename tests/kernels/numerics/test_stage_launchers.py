@@ -10,7 +10,7 @@ from torch import Tensor
 from gpipe_fast.kernels import activations, gated, reference
 from gpipe_fast.kernels.cross_entropy import launch_gradient, launch_losses
 from gpipe_fast.kernels.dropout import launch_dropout_add
-from gpipe_fast.kernels.philox import KeyedMask
+from gpipe_fast.kernels.philox import Draw
 from gpipe_fast.kernels.rotate_half import launch_rotate_half
 from gpipe_fast.kernels.stack import launch_stack
 from gpipe_fast.randomness.random import make_key
@@ -82,11 +82,11 @@ def test_gated_activations_of_mixed_dtypes_match_pytorch(gate_first: bool) -> No
 
 def test_dropout_of_mixed_dtypes_matches_pytorch() -> None:
     h, residual = torch.randn(3, 7, 33).half(), torch.randn(3, 7, 33)
-    draw = KeyedMask(make_key(7, 2, 1), 5, 1, keep=0.3, scale=2.5)
+    draw = Draw(0.75, make_key(7, 2, 1), 5, 1)
     kept = torch.ops.gpipe_fast.keyed_bernoulli(
-        draw.key.cpu(), 5, 1, h.shape, 0.3, dtype=torch.bool, device="cpu"
+        draw.key.cpu(), 5, 1, h.shape, 0.25, dtype=torch.bool, device="cpu"
     )
-    factor = kept.to(h.device) * 2.5
+    factor = kept.to(h.device) * 4.0
     found = launch_dropout_add(h, residual, draw)
     assert torch.equal(found, residual + h.float() * factor)
     assert torch.equal(found != residual, kept.to(h.device))
