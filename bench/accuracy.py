@@ -10,19 +10,20 @@ from torch import Tensor
 Results = Sequence[Tensor | None]
 
 
-def check(ours: Results, eager: Results, exact_results: Results) -> None:
+def check(ours: Results, eager: Results, exact_results: Results, roundings: int = 1) -> None:
     """Asserts that the error of each result is at most twice PyTorch's error, or one rounding.
 
     Args:
         ours: results of the kernels.
         eager: results of PyTorch's operators from the same tensors in the same dtypes.
         exact_results: results of the same operators in float64.
+        roundings: the roundings that are allowed where PyTorch's error is smaller.
     """
-    found = error_ratio(ours, eager, exact_results)
+    found = error_ratio(ours, eager, exact_results, roundings)
     assert all(share <= 1 for share in found), f"errors as fractions of the allowed errors: {found}"
 
 
-def error_ratio(ours: Results, eager: Results, exact_results: Results) -> list[float]:
+def error_ratio(ours: Results, eager: Results, exact_results: Results, roundings: int = 1) -> list[float]:
     """Returns each result's error as a fraction of the allowed error: twice PyTorch's, or one rounding.
 
     Raises:
@@ -37,7 +38,7 @@ def error_ratio(ours: Results, eager: Results, exact_results: Results) -> list[f
         if not own.numel():
             continue
         rounding = torch.finfo(own.dtype).eps * float(exact.abs().max())
-        off, allowed = _error(own, exact), max(2 * _error(other, exact), rounding)
+        off, allowed = _error(own, exact), max(2 * _error(other, exact), roundings * rounding)
         shares.append(_ratio(off, allowed))
     return shares
 

@@ -32,23 +32,39 @@ def fuses_by_default() -> bool:
     return os.environ.get("GPIPE_FAST_FUSE", "1") != "0"
 
 
+def has_triton() -> bool:
+    """Returns whether the package ``triton`` is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def loader_of(device: torch.device) -> KernelLoader | None:
     """Returns the loader for a device, or None for a device on which programs cannot launch kernels."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None or not _loads_kernels():
+    if device.type != "cuda" or not has_triton() or not _loads_kernels():
         return None
     return _loader(device)
 
 
-def fusion_of(device: torch.device) -> Fusion | None:
-    """Returns the fusion for a device, or None for a device that has no fused kernels."""
+def fusion_of(device: torch.device, is_absent: bool = False) -> Fusion | None:
+    """Returns the fusion for a device, or None for a device that has no fused kernels.
+
+    Args:
+        device: the device.
+        is_absent: whether the machine need not have the device; kernels are then not compiled.
+    """
+    if is_absent:
+        return None if device.type != "cuda" or not has_triton() else _absent_fusion()
     loader = loader_of(device)
     return None if loader is None or loader.capability < MIN_CAPABILITY else _fusion(loader)
 
 
-def with_user_launches(joint: JointGraph, device: torch.device) -> JointGraph | Untraceable:
+def with_user_launches(
+    joint: JointGraph, device: torch.device, is_absent: bool = False
+) -> JointGraph | Untraceable:
     """Returns a joint graph that launches users' own Triton kernels (fuse/user_kernels.py)."""
     if not any(map(is_triton_call, joint.module.graph.nodes)):
         return joint
+    if is_absent:
+        return Untraceable(None, "its own Triton kernels are compiled only for a GPU that is present")
     from gpipe_fast.fuse.user_kernels import with_launches
 
     return with_launches(joint, loader_of(device))
@@ -65,6 +81,13 @@ def _loader(device: torch.device) -> KernelLoader:
     from gpipe_fast.fuse.loader import KernelLoader
 
     return KernelLoader(device)
+
+
+@functools.cache
+def _absent_fusion() -> Fusion:
+    from gpipe_fast.fuse.fusion import Fusion
+
+    return Fusion(None)
 
 
 @functools.cache

@@ -49,7 +49,11 @@ def compile_kernel(source: KernelSource, capability: int) -> Any:
         dict(source.constants),
         attributes,
     )
-    options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
+    options = {
+        "num_warps": source.num_warps,
+        "num_stages": source.num_stages,
+        "enable_fp_fusion": source.contracts,
+    }
     return compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -128,7 +132,14 @@ def serve(requests: Any, replies: Any) -> None:
 
 def request(name: KernelName, source: KernelSource, capability: int) -> str:
     """Returns the line that asks a worker for a cubin."""
-    values = [source.signature, source.constants, source.divisible, source.num_warps, source.num_stages]
+    values = [
+        source.signature,
+        source.constants,
+        source.divisible,
+        source.num_warps,
+        source.num_stages,
+        source.contracts,
+    ]
     return json.dumps({"name": vars(name), "source": values, "capability": capability}) + "\n"
 
 
@@ -141,7 +152,7 @@ def parse_reply(line: bytes) -> Cubin | CompileFailure | None:
 
 
 def _reply(asked: dict[str, Any]) -> dict[str, Any]:
-    signature, constants, divisible, num_warps, num_stages = asked["source"]
+    signature, constants, divisible, num_warps, num_stages, contracts = asked["source"]
     try:
         kernel = find(KernelName(**asked["name"]))
     except KernelNotFoundError as error:
@@ -154,6 +165,7 @@ def _reply(asked: dict[str, Any]) -> dict[str, Any]:
         tuple(divisible),
         num_warps,
         num_stages,
+        contracts,
     )
     made = compile_here(source, asked["capability"])
     if isinstance(made, CompileFailure):

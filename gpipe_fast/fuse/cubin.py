@@ -18,6 +18,7 @@ class KernelSource:
         divisible: the run-time arguments that are divisible by 16, including pointers.
         num_warps: warps of one program.
         num_stages: software-pipelining stages of its loads.
+        contracts: whether a product and a sum may become one operation, which rounds once.
     """
 
     kernel: Any
@@ -26,6 +27,7 @@ class KernelSource:
     divisible: tuple[str, ...]
     num_warps: int
     num_stages: int
+    contracts: bool = True
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ the cubin as JSON, and the rest is the image:
     \x7fELF...
 
 Several processes may use one folder at once: an entry appears complete or not at all. An entry with anything
-wrong counts as absent, and the next `store` replaces it.
+wrong counts as absent, and the next `store` replaces it. Beside the entry of a generated kernel lies its
+source, ``KEY.py``, for whoever debugs it; nothing reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FORMAT = 1
 MAX_FOLDER_BYTES = 512 * 2**20
 # An entry above this is not read: no cubin is near.
 _MAX_ENTRY_BYTES = 64 * 2**20
-_ENTRY, _TEMPORARY = ".cubin", ".partial"
+_ENTRY, _SOURCE, _TEMPORARY = ".cubin", ".py", ".partial"
 # A temporary file of this age in seconds is what an interrupted process left.
 _ABANDONED = 3600.0
 _FIELDS = {
@@ -76,21 +77,22 @@ def load(key: str) -> Cubin | None:
     return cubin
 
 
-def store(key: str, cubin: Cubin) -> None:
-    """Writes an entry. Warns once if the folder cannot be written."""
+def store(key: str, cubin: Cubin, source: str | None = None) -> None:
+    """Writes an entry. Warns once if the folder cannot be written.
+
+    Args:
+        key: identifies the cubin; a file name.
+        cubin: the cubin.
+        source: the source of a generated kernel.
+    """
     target = folder() / f"{key}{_ENTRY}"
-    temporary = target.with_name(f"{key}-{uuid.uuid4().hex}{_TEMPORARY}")
     try:
         if target.parts[0] == "~":
             raise FileNotFoundError("the user has no home folder")
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_bytes(_encode(key, cubin))
-            if target.is_dir() and not target.is_symlink():
-                target.rmdir()
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        if source is not None:
+            _write(target.with_suffix(_SOURCE), source.encode())
+        _write(target, _encode(key, cubin))
     except OSError as error:
         if target.parent not in _unwritable:
             _unwritable.add(target.parent)
@@ -122,9 +124,21 @@ def trim(max_bytes: int = MAX_FOLDER_BYTES) -> None:
     for _, size, path in sorted(entries):
         if total <= max_bytes:
             break
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        for each in (path, f"{path.removesuffix(_ENTRY)}{_SOURCE}"):
+            with contextlib.suppress(OSError):
+                os.unlink(each)
         total -= size
+
+
+def _write(target: Path, contents: bytes) -> None:
+    temporary = target.with_name(f"{target.stem}-{uuid.uuid4().hex}{_TEMPORARY}")
+    try:
+        temporary.write_bytes(contents)
+        if target.is_dir() and not target.is_symlink():
+            target.rmdir()
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> bytes:

@@ -16,6 +16,7 @@ from gpipe_fast.fuse import cubin_cache
 from gpipe_fast.fuse.compile_pool import CompilePool, num_workers
 from gpipe_fast.fuse.compile_worker import compile_here, request
 from gpipe_fast.fuse.cubin import CompileFailure, Cubin, KernelSource
+from gpipe_fast.fuse.generated import generated_from
 from gpipe_fast.fuse.kernel_name import name_of, source_of
 
 __all__ = ["CompileFailure", "Cubin", "KernelSource", "cubins"]
@@ -85,7 +86,8 @@ def _key(source: KernelSource, architecture: int) -> str:
     parts = [
         cubin_cache.FORMAT,
         [function.__module__, function.__qualname__, source_of(source.kernel)],
-        [source.signature, source.constants, source.divisible, source.num_warps, source.num_stages],
+        [source.signature, source.constants, source.divisible],
+        [source.num_warps, source.num_stages, source.contracts],
         architecture,
         _compiler(architecture),
     ]
@@ -114,7 +116,7 @@ def _compile(missing: dict[str, KernelSource], architecture: int) -> None:
         here = _compile_in_workers(missing, architecture, progress)
         for key in here:
             progress.show()
-            _keep(key, compile_here(missing[key], architecture))
+            _keep(key, missing[key], compile_here(missing[key], architecture))
             progress.done += 1
     finally:
         progress.close()
@@ -137,7 +139,7 @@ def _compile_in_workers(
         with CompilePool(workers) as pool:
             for reply in pool.run(list(lines.values())):
                 if reply is not None and reply[1] is not None:
-                    _keep(keys[reply[0]], reply[1])
+                    _keep(keys[reply[0]], missing[keys[reply[0]]], reply[1])
                     del left[keys[reply[0]]]
                     progress.done += 1
                 progress.show()
@@ -146,10 +148,11 @@ def _compile_in_workers(
     return list(left)
 
 
-def _keep(key: str, result: Cubin | CompileFailure) -> None:
+def _keep(key: str, source: KernelSource, result: Cubin | CompileFailure) -> None:
     _memory[key] = result
     if isinstance(result, Cubin):
-        cubin_cache.store(key, result)
+        function = getattr(source.kernel, "fn", source.kernel)
+        cubin_cache.store(key, result, generated_from(function))
 
 
 class _Progress:

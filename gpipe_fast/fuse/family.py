@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_fast.fuse.launchers import CannotLaunch, trace_launcher
-from gpipe_fast.fuse.patterns import Graph, TracedPattern, trace_pattern
+from gpipe_fast.fuse.patterns import TracedPattern, trace_pattern
 
 # The shape, in sizes of gpipe_fast/fuse/patterns.py, and the dtype of one argument of a pattern.
 Argument = tuple[tuple[int, ...], torch.dtype]
 Numbers = Mapping[str, Any]
+
+# Phases of the search. Forwards come after gradients, which may recompute their nodes themselves; sums come
+# after both, and once more after regions.
+GRADIENTS, FORWARDS, SUMS = range(3)
 Results = tuple[Tensor, ...]
 
 
@@ -24,16 +28,13 @@ class Case:
     """A pattern and its replacement.
 
     Attributes:
-        name: what is fused, as in ``add, layer norm``.
+        name: what is fused, as in ``rotary, cast``.
         pattern: a function of operators. Its results are replaced.
         arguments: the shapes and dtypes of the pattern's arguments.
         launcher: takes the graph's numbers, and the tensors in place of the pattern's arguments. Returns
             tensors of the shapes and dtypes of the pattern's results.
         anchor: an operator of the pattern that few graphs have; without it the pattern is not even traced.
-        possible: returns False for graphs that cannot have the pattern; for those it is not traced either.
-        phase: cases of lower phases are searched for first. 0 for gradients; 1 for forwards, whose nodes
-            gradients may recompute themselves; 2 for sums of what these compute; 3 for parts of other cases'
-            patterns.
+        phase: when it is searched for: `GRADIENTS`, `FORWARDS` or `SUMS`.
         also: further operators of the pattern, without which it is not traced.
         overwrites: the index of an argument in whose memory the replacement computes its result, or None. The
             replaced nodes must be its only readers.
@@ -45,7 +46,6 @@ class Case:
     launcher: Callable[..., Results]
     anchor: Any
     phase: int
-    possible: Callable[[Graph], bool] = lambda graph: True
     also: tuple[Any, ...] = ()
     overwrites: int | None = None
 

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from gpipe_fast.fuse.check import ReplacementCheck
+from gpipe_fast.fuse.decisions import decisive_positions
 from gpipe_fast.fuse.families import cases
-from gpipe_fast.fuse.family import Case
-from gpipe_fast.fuse.launchers import launches_in
+from gpipe_fast.fuse.family import SUMS, Case
+from gpipe_fast.fuse.launchers import CannotLaunch, launches_in
+from gpipe_fast.fuse.left import KERNEL_LEFT_OUT, OTHER_LAYOUT, Left, left_in
 from gpipe_fast.fuse.patterns import Graph, Match
+from gpipe_fast.fuse.regions.grouping import MIN_SAVED, reasons_alone, regions_of
+from gpipe_fast.fuse.regions.kernel import fragment_of
+from gpipe_fast.fuse.regions.region import Region
 from gpipe_fast.fuse.rewriter import Rewriter
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
@@ -23,7 +28,7 @@ class Replaced:
     """One replacement.
 
     Attributes:
-        name: the family's name, as in ``add, layer norm``.
+        name: the name of a family's case, as in ``rotary, cast``; of a region its operators.
         nodes: the names of the nodes whose values the kernels compute.
         positions: the positions of these nodes in the joint graph.
         kernels: the names of the kernels.
@@ -39,10 +44,11 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused graph, and what was replaced in it, in order."""
+    """A fused graph, what was replaced in it, in order, and what was left, if `fuse` explains it."""
 
     graph: StageGraph
     replaced: tuple[Replaced, ...]
+    left: tuple[Left, ...] = ()
 
     def launches(self) -> list[KernelLaunch]:
         """Returns the launches of the graph, in order."""
@@ -58,9 +64,6 @@ class Fused:
         return _positions(nodes) - self.fused_positions()
 
 
-# The share of its bytes that a replacement saves at least; for less, ATen's bits are kept.
-MIN_SAVED = 1 / 16
-
 # Decides about a launch.
 Predicate = Callable[[KernelLaunch], bool]
 
@@ -70,6 +73,7 @@ def fuse(
     usable: Predicate = lambda launch: True,
     unchecked: Predicate = lambda launch: False,
     kept: Container[int] = (),
+    explain: bool = False,
 ) -> Fused:
     """Fuses the nodes of one graph of a stage.
 
@@ -78,14 +82,21 @@ def fuse(
         usable: returns False for kernels that are left out: their nodes are not replaced.
         unchecked: returns True for kernels that are to be compared with the nodes that they replace, the
             first time that they run.
-        kept: positions, in the joint graph, of nodes that are replaced only together with gradients.
+        kept: positions, in the joint graph, of nodes that no region computes, and that are replaced only
+            together with gradients.
+        explain: whether to find out why nodes are left.
 
     Returns:
         A graph that computes the same values, not bit for bit.
     """
     pass_ = _Pass(graph, usable, unchecked, kept)
-    pass_.run(cases(_dtypes(graph)))
-    return Fused(pass_.rewriter.finish(), tuple(pass_.replaced))
+    families = cases(_dtypes(graph))
+    pass_.run(families)
+    pass_.replace_regions(explain)
+    # Regions may have taken over what else read a sum.
+    pass_.run(case for case in families if case.phase == SUMS)
+    fused = pass_.rewriter.finish()
+    return Fused(fused, tuple(pass_.replaced), left_in(fused, pass_.reasons) if explain else ())
 
 
 def _dtypes(graph: StageGraph) -> frozenset[object]:
@@ -95,11 +106,13 @@ def _dtypes(graph: StageGraph) -> frozenset[object]:
 
 @dataclass
 class _Candidate:
-    case: Case
+    name: str
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     inner: set[fx.Node]
     fragment: fx.Graph
+    overwrites: int | None = None
+    within: Container[fx.Node] | None = None
     saved: int = 0
 
 
@@ -109,6 +122,7 @@ class _Pass:
     ) -> None:
         self.rewriter = Rewriter(graph)
         self.replaced: list[Replaced] = []
+        self.reasons: dict[str, str] = {}  # by node, why it is left
         self._usable = usable
         self._unchecked = unchecked
         self._kept = kept
@@ -119,15 +133,49 @@ class _Pass:
         search = Graph(self.rewriter.graph)
         found: dict[int, list[_Candidate]] = {}
         for case in all_cases:
-            if not search.has(case.anchor, *case.also) or not case.possible(search):
-                continue
-            if not search.may_have_inputs(case.arguments):
+            if not search.has(case.anchor, *case.also) or not search.may_have_inputs(case.arguments):
                 continue
             if search.may_have(case.traced):
                 candidates = (self._candidate(case, match) for match in search.matches(case.traced))
                 found.setdefault(case.phase, []).extend(c for c in candidates if c is not None)
         for phase in sorted(found):
             self._replace_best(found[phase])
+
+    def replace_regions(self, explain: bool = False) -> None:
+        """Replaces regions, in the graph's order."""
+        late = self.rewriter.late_nodes()
+        nodes = self.rewriter.in_order()
+        if explain:
+            self.reasons = reasons_alone(nodes, late.__contains__, self._is_kept)
+        regions = regions_of(nodes, late.__contains__, self._is_kept)
+        # A region may compute again what an earlier one has computed, from values that nothing else reads.
+        self.rewriter.reserve(access.node for region in regions for access in region.inputs)
+        for region in regions:
+            reason = self._replace_region(region)
+            if reason is not None:
+                self.reasons |= {unit.node.name: reason for unit in region.units}
+        self.rewriter.release()
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        return any(position in self._kept for position in _positions([node]))
+
+    def _replace_region(self, region: Region) -> str | None:
+        """Replaces a region, or returns the reason why not."""
+        try:
+            fragment = fragment_of(region)
+        except CannotLaunch as reason:
+            return str(reason)
+        if not all(map(self._usable, launches_in(fragment))):
+            return KERNEL_LEFT_OUT
+        inputs = [self.rewriter.current(access.node) for access in region.inputs]
+        outputs = [access.node for access in region.outputs]
+        if not _has_layouts_of(fragment, outputs):
+            return OTHER_LAYOUT
+        name = ", ".join(region.operators)
+        nodes = [n for unit in region.units for n in (unit.node, *unit.results)]
+        candidate = _Candidate(name, inputs, outputs, set(), fragment, None, {*nodes}, region.saved)
+        self._replace(candidate, nodes)
+        return None
 
     def _replace_best(self, candidates: Sequence[_Candidate]) -> None:
         heap = [(-c.saved, i, c) for i, c in enumerate(candidates) if self._saves(c)]
@@ -139,7 +187,7 @@ class _Pass:
             if -candidate.saved > before:  # an earlier replacement has taken some of it
                 heapq.heappush(heap, (-candidate.saved, number, candidate))
             else:
-                self._replace(candidate)
+                self._replace(candidate, candidate.outputs)
 
     def _candidate(self, case: Case, match: Match) -> _Candidate | None:
         inputs = [match.nodes[n] for n in case.traced.inputs]
@@ -152,11 +200,9 @@ class _Pass:
         fragment = case.fragment(match.numbers, [n.meta["val"] for n in inputs])
         if fragment is None or not all(map(self._usable, launches_in(fragment))):
             return None
-        (results,) = fragment.output_node().args
-        assert isinstance(results, (list, tuple))
-        pairs = zip(results, outputs, strict=True)
-        same = all(_layout(new.meta["val"]) == _layout(old.meta["val"]) for new, old in pairs)
-        return _Candidate(case, inputs, outputs, inner, fragment) if same else None
+        if not _has_layouts_of(fragment, outputs):
+            return None
+        return _Candidate(case.name, inputs, outputs, inner, fragment, case.overwrites)
 
     def _saves(self, candidate: _Candidate) -> bool:
         """Returns whether a replacement is possible and worthwhile now; sets how much it saves."""
@@ -166,45 +212,54 @@ class _Pass:
             return False
         if self.rewriter.makes_cycle(inputs, outputs, inner):
             return False
-        overwritten = candidate.case.overwrites
+        overwritten = candidate.overwrites
         if overwritten is not None and not self.rewriter.owns(outputs[0], inputs[overwritten]):
             return False
         before, after = self.rewriter.bytes_before_and_after(outputs, inner, candidate.fragment)
         candidate.saved = before - after
         return candidate.saved >= MIN_SAVED * before
 
-    def _replace(self, candidate: _Candidate) -> None:
-        names, positions = tuple(n.name for n in candidate.outputs), _positions(candidate.outputs)
-        kernels = tuple(launch.name for launch in launches_in(candidate.fragment))
-        fragment, inputs = candidate.fragment, candidate.inputs
-        reference = None
-        if any(map(self._unchecked, launches_in(fragment))):
-            reference = self.rewriter.reference(inputs, candidate.outputs)
-        device = candidate.outputs[0].meta["val"].device
-        check = None if reference is None else ReplacementCheck(reference, fragment, device)
-        self.rewriter.replace(inputs, candidate.outputs, fragment, check)
-        self.replaced.append(Replaced(candidate.case.name, names, positions, kernels, candidate.saved))
+    def _replace(self, candidate: _Candidate, nodes: Sequence[fx.Node]) -> None:
+        """Makes a replacement. The kernels compute the values of ``nodes``, all or the results."""
+        names, positions = tuple(n.name for n in candidate.outputs), _positions(nodes)
+        inputs, outputs, fragment = candidate.inputs, candidate.outputs, candidate.fragment
+        launches = launches_in(fragment)
+        check, checked = None, list[fx.Node]()
+        if any(map(self._unchecked, launches)):
+            reference, checked = self.rewriter.reference(inputs, outputs, candidate.within)
+            check = ReplacementCheck(reference, fragment, outputs[0].meta["val"].device)
+        self.rewriter.replace(inputs, outputs, fragment, check, checked)
+        kernels = tuple(launch.name for launch in launches)
+        self.replaced.append(Replaced(candidate.name, names, positions, kernels, candidate.saved))
 
 
 def fuse_alike(
-    forward: StageGraph, backward: StageGraph, usable: Predicate, unchecked: Predicate
+    forward: StageGraph,
+    backward: StageGraph,
+    usable: Predicate,
+    unchecked: Predicate,
+    explain: bool = False,
 ) -> tuple[Fused, Fused]:
-    """Fuses a forward and its backward so that a recompute rounds as the forward did.
+    """Fuses a forward and its backward so that a recompute decides as the forward did.
 
-    Otherwise a comparison, as in ReLU or in routing, might decide differently in the recompute. A node that
-    kernels compute in one graph, and that is left in the other, is left in both.
+    A comparison, as in ReLU or in routing, might decide differently if the recompute rounds in another way.
+    So a node on which a decision depends, and that kernels compute in one graph but not in the other, is left
+    in both.
 
     Args:
         forward: the forward.
         backward: the backward, which may recompute nodes of the forward.
         usable: as in `fuse`.
         unchecked: as in `fuse`.
+        explain: as in `fuse`.
     """
+    decisive = decisive_positions(forward) | decisive_positions(backward)
     kept: set[int] = set()
     while True:
-        first, second = (fuse(graph, usable, unchecked, kept) for graph in (forward, backward))
+        first, second = (fuse(graph, usable, unchecked, kept, explain) for graph in (forward, backward))
         differ = first.fused_positions() & second.other_positions()
         differ |= second.fused_positions() & first.other_positions()
+        differ &= decisive
         if differ <= kept:
             return first, second
         kept |= differ
@@ -214,5 +269,13 @@ def _positions(nodes: Iterable[fx.Node]) -> frozenset[int]:
     return frozenset(n.meta[JOINT_POSITION] for n in nodes if JOINT_POSITION in n.meta)
 
 
+def _has_layouts_of(fragment: fx.Graph, outputs: Sequence[fx.Node]) -> bool:
+    """Returns whether a fragment's results lie in memory as the nodes that they replace."""
+    (results,) = fragment.output_node().args
+    assert isinstance(results, (list, tuple))
+    pairs = zip(results, outputs, strict=True)
+    return all(_layout(new.meta["val"]) == _layout(old.meta["val"]) for new, old in pairs)
+
+
 def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype

@@ -14,32 +14,39 @@ from gpipe_fast.lower.split import StageGraph
 class Fusion:
     """Fuses graphs for one device."""
 
-    def __init__(self, loader: KernelLoader) -> None:
-        """Makes a fusion for the loader's device."""
+    def __init__(self, loader: KernelLoader | None) -> None:
+        """Makes a fusion for the loader's device; None for a device that the machine need not have."""
         self._loader = loader
 
-    def fuse(self, forward: StageGraph, backward: StageGraph | None) -> list[Fused]:
+    def fuse(self, forward: StageGraph, backward: StageGraph | None, explain: bool = False) -> list[Fused]:
         """Fuses the graphs of a stage, and compiles their kernels.
 
         Kernels that do not compile are left out, after a warning: PyTorch's operators compute their nodes.
+
+        Args:
+            forward: the forward.
+            backward: the backward; None if there is none.
+            explain: whether to find out why nodes are left.
         """
         while True:
-            found = self._fuse(forward, backward)
+            found = self._fuse(forward, backward, explain)
+            if self._loader is None:
+                return found
             launches = {launch.specialization: launch for each in found for launch in each.launches()}
             compiled = self._loader.compile(list(launches.values()))
             if all([*map(_compiles, launches.values(), compiled)]):
                 return found
 
-    def _fuse(self, forward: StageGraph, backward: StageGraph | None) -> list[Fused]:
+    def _fuse(self, forward: StageGraph, backward: StageGraph | None, explain: bool) -> list[Fused]:
         if backward is None:
-            return [fuse(forward, self._is_usable, self._is_unchecked)]
-        return list(fuse_alike(forward, backward, self._is_usable, self._is_unchecked))
+            return [fuse(forward, self._is_usable, self._is_unchecked, explain=explain)]
+        return list(fuse_alike(forward, backward, self._is_usable, self._is_unchecked, explain))
 
     def _is_usable(self, launch: KernelLaunch) -> bool:
         return not is_left_out(launch)
 
     def _is_unchecked(self, launch: KernelLaunch) -> bool:
-        return not has_passed(launch, self._loader.device)
+        return self._loader is not None and not has_passed(launch, self._loader.device)
 
 
 def _compiles(launch: KernelLaunch, found: Cubin | CompileFailure) -> bool:

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gpipe_fast.fuse.generated import generated_from, kernel_of
+
 _OWN_KERNELS = "gpipe_fast.kernels"
 # The name under which another process runs the file of `__main__`, so that a script's guard is false.
 _MAIN = "__gpipe_fast_main__"
@@ -32,12 +34,14 @@ class KernelName:
         file: the module's file, from which it is loaded if it cannot be imported by name.
         qualname: the kernel's qualified name in the module.
         source: `source_of` the kernel.
+        text: the source of the module, if this process has generated it; then there is no file.
     """
 
     module: str
     file: str
     qualname: str
     source: str
+    text: str = ""
 
 
 def name_of(kernel: Any) -> KernelName | None:
@@ -51,6 +55,8 @@ def name_of(kernel: Any) -> KernelName | None:
         function defines, or one of a script that runs all its code when it is imported.
     """
     function = _function_of(kernel)
+    if text := generated_from(function):
+        return KernelName(function.__module__, "", function.__qualname__, source_of(kernel), text)
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if module is None or file is None or "<" in function.__qualname__:
@@ -84,7 +90,7 @@ def find(name: KernelName) -> Any:
         KernelNotFoundError: the module cannot be imported, has no such kernel, or has another version of it.
     """
     try:
-        kernel = _attribute(_load(name), name.qualname)
+        kernel = kernel_of(name.qualname, name.text) if name.text else _attribute(_load(name), name.qualname)
     except Exception as error:
         raise KernelNotFoundError(
             f"{name.qualname} of {name.module} cannot be imported ({type(error).__name__}: {error}); "
@@ -108,6 +114,7 @@ def source_of(kernel: Any, kind: str | None = None) -> str:
         kernel: a `triton.jit` function, compiled or interpreted.
         kind: which sources to hash. By default, the best that is known of the kernel:
             ``folder`` for gpipe_fast's own kernels: all files of their folder;
+            ``text`` for generated kernels: their source, and all files of that folder;
             ``function``: the kernel and the functions that it calls, as Triton hashes them;
             ``file`` for an interpreted kernel, which Triton does not hash: the file that defines it.
 
@@ -117,6 +124,8 @@ def source_of(kernel: Any, kind: str | None = None) -> str:
     function = _function_of(kernel)
     if kind is None and function.__module__.startswith(f"{_OWN_KERNELS}."):
         kind = "folder"
+    if text := generated_from(function):
+        return f"text {hashlib.sha256(f'{text} {_hash_of_own_kernels()}'.encode()).hexdigest()}"
     kind = kind or ("function" if hasattr(kernel, "cache_key") else "file")
     if kind == "folder":
         return f"folder {_hash_of_own_kernels()}"

@@ -82,6 +82,7 @@ class _Recorder:
             (),
             # The rows of a tensor of keys are 24 bytes.
             tuple(i for i, (_, a) in enumerate(named) if isinstance(a, Tensor) and a.shape != KEY_SHAPE),
+            config.contracts,
         )
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         self.launches.append((launch, [None if isinstance(a, Tensor) else a for a in arguments]))

@@ -51,7 +51,13 @@ def sources_of(launch: KernelLaunch) -> tuple[KernelSource, KernelSource]:
 
 def _source(launch: KernelLaunch, divisible: tuple[str, ...]) -> KernelSource:
     return KernelSource(
-        launch.kernel, launch.signature, launch.constants, divisible, launch.num_warps, launch.num_stages
+        launch.kernel,
+        launch.signature,
+        launch.constants,
+        divisible,
+        launch.num_warps,
+        launch.num_stages,
+        launch.contracts,
     )
 
 

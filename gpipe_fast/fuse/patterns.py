@@ -3,11 +3,10 @@
 A pattern is traced with the sizes and numbers that this file defines. In a match, each of them stands for
 one size or number of the graph, the same wherever the pattern has it::
 
-    pattern                                 graph                                    match
-    x: fp32[5, 7, 11]                       input_0: fp32[2, 16, 32]                 5 -> 2, 7 -> 16, 11 -> 32
-    pow = pow(x, 2)                         pow_1 = pow(input_0, 2)
-    mean = mean(pow, [-1], True)            mean_1 = mean(pow_1, [-1], True)
-    add = add(mean, 0.01234)                add_1 = add(mean_1, 1e-06)               eps -> 1e-06
+    pattern                               graph                               match
+    x: fp32[5, 19]                        view: fp32[32, 1000]                5 -> 32, 19 -> 1000
+    y = _log_softmax(x, 1, False)         y = _log_softmax(view, 1, False)
+    nll_loss_forward(y, t, 1, -10037)     nll_loss_forward(y, u, 1, -100)     ignore_index -> -100
 """
 
 from __future__ import annotations
@@ -30,23 +29,15 @@ aten = torch.ops.aten
 # columns, classes. All sizes that arise from them, such as batch times length, differ.
 BATCH, LENGTH, HEADS, KEY_HEADS, COLUMNS, HALF, HEAD, CLASSES = 5, 7, 13, 23, 11, 17, 34, 19
 _SMALLEST_SIZE = 5
-# Numbers in patterns, by the name under which a match returns the graph's number. EPS is exact in fp32, to
-# which some of PyTorch's decompositions round it.
-EPS, LAYER, ORDINAL, KEEP, SCALE = 0.012345679104328156, 10007, 10009, 0.8765432101, 1.1408450719
-IGNORE_INDEX = -10037
-# With label smoothing: the weight of the target, and of each class.
-TARGET_WEIGHT, CLASS_WEIGHT = 1 - 0.0987654321, 0.0987654321 / CLASSES
+# Numbers in patterns, by the name under which a match returns the graph's number. With label smoothing: the
+# weight of the target, and of each class.
+IGNORE_INDEX, TARGET_WEIGHT, CLASS_WEIGHT = -10037, 1 - 0.0987654321, 0.0987654321 / CLASSES
 NUMBERS: dict[float, str] = {
-    EPS: "eps", LAYER: "layer", ORDINAL: "ordinal", KEEP: "keep", SCALE: "scale",
     IGNORE_INDEX: "ignore_index", TARGET_WEIGHT: "target_weight", CLASS_WEIGHT: "class_weight",
 }  # fmt: skip
 
-# Operators by those that compute the same. Patterns are not made functional as stages' graphs are.
-_SAME = {
-    aten._unsafe_view.default: aten.view.default,
-    aten.reshape.default: aten.view.default,
-    aten.add_.Scalar: aten.add.Scalar,
-}
+# Operators by those that compute the same.
+_SAME = {aten._unsafe_view.default: aten.view.default, aten.reshape.default: aten.view.default}
 # What `Tensor.detach` is in a graph; it depends on PyTorch's version and tracer.
 _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 _COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
@@ -57,13 +48,9 @@ _DIM_OF_INPUTS = frozenset(
     {
         aten._log_softmax.default,
         aten._log_softmax_backward_data.default,
-        aten._softmax.default,
-        aten._softmax_backward_data.default,
         aten.cat.default,
-        aten.mean.dim,
         aten.select.int,
         aten.slice.Tensor,
-        aten.split.Tensor,
         aten.squeeze.dim,
         aten.sum.dim_IntList,
         aten.transpose.int,
@@ -137,12 +124,12 @@ class Match:
     Attributes:
         nodes: the graph's node of each of the pattern's nodes.
         sizes: the graph's size for each of the pattern's sizes.
-        numbers: the graph's numbers, by name. ``eps`` is None where the graph leaves it to the operator.
+        numbers: the graph's numbers, by name.
     """
 
     nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
-    numbers: dict[str, float | None] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
 
     def copy(self) -> Match:
         """Returns a copy, for an attempt."""
@@ -305,8 +292,6 @@ def _same_number(match: Match, ours: Any, theirs: Any) -> bool:
     if isinstance(ours, bool) or not isinstance(ours, (int, float)):
         return bool(ours == theirs)
     name = NUMBERS.get(ours)
-    if theirs is None and name == "eps":  # the operator's default
-        return match.numbers.setdefault(name, theirs) is None
     if isinstance(theirs, bool) or not isinstance(theirs, (int, float)):
         return False
     if name is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from gpipe_fast.lower.alias import is_read_once, is_view_op, source_of
 from gpipe_fast.lower.launch import CheckFunction, is_launch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.trace import torch_private
+from gpipe_fast.trace.trace import GraphRole
 
 # The parts of a node's meta that describe its place in the model; a replacement takes them over.
 _PLACE = ("custom", "partitioner_tag", JOINT_POSITION)
@@ -39,6 +40,7 @@ class Rewriter:
             self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
         self._position = {node: float(i) for i, node in enumerate(self.graph.nodes)}
         self._replaced_by: dict[fx.Node, fx.Node] = {}
+        self._reserved: set[fx.Node] = set()
 
     def merge_equal_casts(self) -> None:
         """Casts each tensor once: autocast casts it anew for every use."""
@@ -90,6 +92,15 @@ class Rewriter:
                     pending.append(user)
         return False
 
+    def late_nodes(self) -> set[fx.Node]:
+        """Returns the nodes whose values depend on a boundary gradient."""
+        inputs = self._stage_graph.inputs
+        found = {self._copies[node] for port, node in inputs if port.role is GraphRole.TANGENT}
+        for node in self.in_order():
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
     def owns(self, node: fx.Node, read: fx.Node) -> bool:
         """Returns whether a node may overwrite a tensor that it reads, because no other node reads it."""
         base, offset = source_of(read)
@@ -102,6 +113,7 @@ class Rewriter:
         outputs: Sequence[fx.Node],
         fragment: fx.Graph,
         check: CheckFunction | None = None,
+        checked: Sequence[fx.Node] = (),
     ) -> dict[fx.Node, fx.Node]:
         """Computes the outputs by a fragment, and removes the nodes that are not used any more.
 
@@ -110,6 +122,7 @@ class Rewriter:
             outputs: the nodes that are replaced, in the order of the fragment's results.
             fragment: a graph whose output is a tuple of nodes.
             check: a function to call after the fragment's launches until it is done; see `CheckFunction`.
+            checked: the nodes that it reads.
 
         Returns:
             The new node of each of the fragment's nodes.
@@ -132,8 +145,10 @@ class Rewriter:
                 self._position[new] = self._position[old]
             old.replace_all_uses_with(new)
             self._replaced_by[old] = new
+            if old in self._reserved:
+                self._reserved.add(new)
         if check is not None:  # before nodes are removed that the check alone reads
-            _add_check(fragment, copies, check, inputs)
+            _add_check(fragment, copies, check, checked)
         self._remove_unused(outputs)
         return copies
 
@@ -143,19 +158,57 @@ class Rewriter:
             node = pending.pop()
             if node.users or node.op != "call_function" or node not in self._position:
                 continue
+            if node in self._reserved and node not in self._replaced_by:
+                continue
             pending += node.all_input_nodes
             del self._position[node]
             self.graph.erase_node(node)
 
-    def reference(self, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
-        """Returns a graph of the nodes that compute the outputs from the inputs."""
-        graph = fx.Graph()
-        copies = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(inputs)}
-        inner = self.between(inputs, outputs)
-        for node in sorted(inner, key=self._position.__getitem__):
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+    def reserve(self, nodes: Iterable[fx.Node]) -> None:
+        """Keeps nodes, or what replaces them, although no node reads them yet, until `release`."""
+        self._reserved |= {*nodes}
+
+    def release(self) -> None:
+        """Removes the reserved nodes that no node reads."""
+        nodes, self._reserved = self._reserved, set()
+        self._remove_unused(nodes)
+
+    def reference(
+        self,
+        inputs: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        within: Container[fx.Node] | None = None,
+    ) -> tuple[fx.Graph, list[fx.Node]]:
+        """Copies the nodes that compute the outputs.
+
+        Args:
+            inputs: the nodes that become the first placeholders.
+            outputs: the nodes that become the results.
+            within: the only nodes to copy, besides views; by default all nodes behind the inputs.
+
+        Returns:
+            The graph, and the node of each of its placeholders: the inputs, and what else the copied nodes
+            read.
+        """
+        graph, given = fx.Graph(), list(inputs)
+        copies = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(given)}
+        last = graph.call_function(tuple)  # placeholders stand before it
+        pending = list(reversed(outputs))
+        while pending:
+            node = pending[-1]
+            if node in copies:
+                pending.pop()
+            elif node.op != "call_function" or not (within is None or node in within or _is_view(node)):
+                with graph.inserting_before(last):
+                    copies[node] = graph.placeholder(f"input_{len(given)}")
+                given.append(node)
+            elif missing := [n for n in node.all_input_nodes if n not in copies]:
+                pending += reversed(missing)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.erase_node(last)
         graph.output(tuple(copies[node] for node in outputs))
-        return graph
+        return graph, given
 
     def between(self, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> set[fx.Node]:
         """Returns the nodes that compute the outputs from the inputs, outputs included."""
@@ -183,7 +236,7 @@ class Rewriter:
         old = self._stage_graph
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        for node in self._in_order():
+        for node in self.in_order():
             copies[node] = graph.node_copy(node, copies.__getitem__)
         (results,) = graph.output_node().args
         assert isinstance(results, (list, tuple))
@@ -192,7 +245,7 @@ class Rewriter:
         module = torch_private.graph_module(old.module, graph)
         return replace(old, module=module, inputs=inputs, outputs=outputs)
 
-    def _in_order(self) -> list[fx.Node]:
+    def in_order(self) -> list[fx.Node]:
         """Returns all nodes, each after its inputs, else in their original order."""
         number = {node: index for index, node in enumerate(self.graph.nodes)}
         missing = {node: len(node.all_input_nodes) for node in self.graph.nodes}
@@ -235,6 +288,13 @@ def _add_check(
     earlier = [copies[n] for n in results_of(fragment) if n.args[0] is not last]
     launch, arguments, *_ = copies[last].args
     copies[last].args = (launch, arguments, check, tuple(inputs), tuple(earlier))  # type: ignore[assignment]
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, OpOverload) and (
+        is_view_op(target) or target is torch.ops.aten._unsafe_view.default
+    )
 
 
 def _place(node: fx.Node) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class KernelLaunch:
         num_stages: software-pipelining stages of its loads.
         outputs: the positions of the arguments that the kernel writes.
         aligned: the positions of the tensors that should be divisible by 16, for a faster form of the kernel.
+        contracts: whether a product and a sum may become one operation, which rounds once.
     """
 
     kernel: Any
@@ -49,10 +50,11 @@ class KernelLaunch:
     num_stages: int
     outputs: tuple[int, ...]
     aligned: tuple[int, ...]
+    contracts: bool = True
 
     @property
     def name(self) -> str:
-        """The module and the name of the kernel, as in ``norms._forward``."""
+        """The module and the name of the kernel, as in ``cross_entropy._whole_rows``."""
         module: str = self.kernel.fn.__module__
         return f"{module.rpartition('.')[2]}.{self.kernel.fn.__name__}"
 
@@ -60,7 +62,7 @@ class KernelLaunch:
     def specialization(self) -> Hashable:
         """Everything that a kernel is compiled for, but not its numbers and its grid."""
         types = self.signature, self.constants, self.divisible, self.aligned
-        return self.name, *types, self.num_warps, self.num_stages
+        return self.name, *types, self.num_warps, self.num_stages, self.contracts
 
     def pack(self, position: int, number: float) -> bytes:
         """Returns a number's bytes as the kernel's argument at this position."""

@@ -6,6 +6,8 @@ compute.
 
 from __future__ import annotations
 
+import re
+
 from bench.fusion_stages import PRECISIONS, SMALL, STAGES, trace_stage
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.fuse.fuse import Replaced, fuse_alike
@@ -15,7 +17,8 @@ from gpipe_fast.lower.split import split
 
 def line(replaced: Replaced) -> str:
     """Describes one replacement."""
-    return f"  {replaced.name}: {', '.join(replaced.nodes)} <- {', '.join(replaced.kernels) or 'no kernel'}"
+    kernels = [re.sub(r"_[0-9a-f]{8}$", "", name) for name in replaced.kernels]  # without the source's hash
+    return f"  {replaced.name}: {', '.join(replaced.nodes)} <- {', '.join(kernels) or 'no kernel'}"
 
 
 def main() -> None:

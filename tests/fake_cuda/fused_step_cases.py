@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast.fuse import check, left_out, loader
 from gpipe_fast.fuse.cubins import CompileFailure, Cubin, cubins
+from gpipe_fast.fuse.generated import generated_from, kernel_of
 from gpipe_fast.inspect.check_fused import FusedCheck, check_fused
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.fake_cuda import interpreter
@@ -31,13 +32,20 @@ from tests.unit.csrc.test_no_interpreter import C
 
 DEVICE = torch.device("cuda:0")
 WIDTH, ROWS, CHUNKS = 16, 12, 2
-FORWARD, BACKWARD = "norm_kernels.forward", "norm_kernels.backward"
-ADD_SUMS = "partial_sums._add_partials"  # follows each backward
+# Kernels of two blocks, without the hash that ends their names: the end of a block with the norm of the next,
+# the end of the last block, and gradients.
+FORWARD, LAST = "generated.tanh_layer_norm", "generated.tanh"
+BACKWARD = "generated.layer_norm_backward"
+BETWEEN, LAST_BACKWARD = "generated.tanh_layer_norm_backward_tanh_backward", "generated.tanh_tanh_backward"
+ALL = (FORWARD, LAST, BACKWARD, BETWEEN, LAST_BACKWARD)
+# For wrong kernels: a text of their source, and what stands there instead.
+WRONG_FORWARD = ("tl.rsqrt(", "1.5 * tl.rsqrt(")
+WRONG_BACKWARD = (f"* {1 / WIDTH}", f"* {2 / WIDTH}")
 
 # The launches so far: the kernel, and whether its form was that for pointers that are divisible by 16.
 launched: Counter[tuple[str, bool]] = Counter()
-# Constants, by kernel, that a kernel is run with instead of its own.
-wrong_constants: dict[str, dict[str, Any]] = {}
+# Changes of sources, by kernel: the interpreter runs the changed kernel.
+wrong_sources: dict[str, tuple[str, str]] = {}
 
 
 def register_kernels() -> None:
@@ -48,9 +56,8 @@ def register_kernels() -> None:
         found = cubins(loader.sources_of(launch), self.capability)
         for cubin, aligned in zip(found, (True, False), strict=True):
             assert isinstance(cubin, Cubin)
-            constants = {**dict(launch.constants), **wrong_constants.get(launch.name, {})}
-            constants["label"] = (launch.name, aligned)
-            interpreter.register(cubin.image, launch.kernel, launch.signature, constants)
+            constants = {**dict(launch.constants), "label": (launch.name, aligned)}
+            interpreter.register(cubin.image, changed(launch), launch.signature, constants)
         return load(self, launch)
 
     def note(self: Any, record: Any) -> None:
@@ -59,6 +66,21 @@ def register_kernels() -> None:
 
     mock.patch.object(loader.KernelLoader, "load", load_and_register).start()
     mock.patch.object(interpreter._Interpreter, "_launch", note).start()
+
+
+def without_hash(name: str) -> str:
+    return re.sub(r"_[0-9a-f]{8}$", "", name)
+
+
+def changed(launch: KernelLaunch) -> Any:
+    """Returns the kernel of a launch, or a wrong one in its place."""
+    if without_hash(launch.name) not in wrong_sources:
+        return launch.kernel
+    text = generated_from(launch.kernel.fn)
+    assert text is not None
+    right, wrong = wrong_sources[without_hash(launch.name)]
+    assert right in text
+    return kernel_of(launch.kernel.fn.__name__, text.replace(right, wrong))
 
 
 class Block(nn.Module):
@@ -116,11 +138,10 @@ def gradients(model: nn.Module, x: Tensor, weights: Tensor) -> list[Tensor]:
 
 
 def kernels(launches: Counter[tuple[str, bool]]) -> Counter[str]:
-    """Counts the launches of each kernel except `ADD_SUMS`, of which there is one for each backward."""
+    """Counts the launches of each kernel."""
     found: Counter[str] = Counter()
     for (name, _), count in launches.items():
-        found[name] += count
-    assert found.pop(ADD_SUMS, 0) == found.get(BACKWARD, 0)
+        found[without_hash(name)] += count
     return found
 
 
@@ -143,7 +164,7 @@ def a_kernel_that_does_not_compile_is_left_out() -> None:
         made = cubins(sources, capability)
         names = [each.kernel.fn.__name__ for each in sources]
         return [
-            CompileFailure("no such instruction") if name == "forward" else each
+            CompileFailure("no such instruction") if without_hash(f"generated.{name}") == FORWARD else each
             for name, each in zip(names, made, strict=True)
         ]
 
@@ -155,10 +176,10 @@ def a_kernel_that_does_not_compile_is_left_out() -> None:
     assert all(each[BACKWARD] >= CHUNKS for each in (*steps, other)), steps
 
 
-def wrong_results_of(name: str, other: str) -> None:
+def wrong_results_of(name: str, change: tuple[str, str], other: str) -> None:
     """The first step is right already; later plans leave the kernel out."""
-    wrong_constants[name] = {"KIND": "rms"}
-    with one_warning(f"{name} is left out"):
+    wrong_sources[name] = change
+    with one_warning(f"{name}_"):
         case = Case()
         first, second, third = (kernels(case.step()) for _ in range(3))
     assert first[name] > 0
@@ -167,17 +188,17 @@ def wrong_results_of(name: str, other: str) -> None:
 
 
 def a_wrong_forward_is_left_out() -> None:
-    wrong_results_of(FORWARD, BACKWARD)
+    wrong_results_of(FORWARD, WRONG_FORWARD, BACKWARD)
 
 
 def a_wrong_backward_is_left_out() -> None:
-    wrong_results_of(BACKWARD, FORWARD)
+    wrong_results_of(BACKWARD, WRONG_BACKWARD, FORWARD)
 
 
 def a_wrong_kernel_in_a_captured_step() -> None:
     """The first steps of a signature are not captured; so a capture never launches a wrong kernel."""
-    wrong_constants[BACKWARD] = {"KIND": "rms"}
-    with one_warning(f"{BACKWARD} is left out"):
+    wrong_sources[BACKWARD] = WRONG_BACKWARD
+    with one_warning(f"{BACKWARD}_"):
         case = Case(capture=True)
         counts = [kernels(case.step())[BACKWARD] for _ in range(5)]
     assert counts[0] > 0
@@ -193,7 +214,7 @@ def deterministic_steps_launch_none() -> None:
     case = Case()
     assert not case.step()
     torch.use_deterministic_algorithms(False)
-    assert kernels(case.step()).keys() == {FORWARD, BACKWARD}
+    assert kernels(case.step()).keys() == {*ALL}
 
 
 def without_fuse_steps_launch_none() -> None:
@@ -220,15 +241,14 @@ def the_variable_turns_fused_kernels_off() -> None:
 
 
 def unaligned_inputs_take_the_other_form() -> None:
-    """The kernels of the first layer read the input; those of the second, only what the stage computes."""
-    case, sums = Case(), {(ADD_SUMS, True): 2 * CHUNKS}
-    aligned = {(FORWARD, True): 2 * CHUNKS, (BACKWARD, True): 2 * CHUNKS, **sums}
-    assert case.step() == aligned
-    assert case.step(offset=4) == aligned
-    # The forward adds the input; it runs twice. Of two backwards, one reads the input.
-    expected = {(FORWARD, False): 2 * CHUNKS, (BACKWARD, False): CHUNKS, (BACKWARD, True): CHUNKS}
-    assert case.step(offset=1) == expected | sums
-    assert case.step(offset=3) == expected | sums
+    """Some kernels read the input; the others, only what the stage computes."""
+    case = Case()
+    for offset in (0, 4):
+        assert {aligned for _, aligned in case.step(offset=offset)} == {True}
+    for offset in (1, 3):
+        found = {(without_hash(name), aligned) for name, aligned in case.step(offset=offset)}
+        reading = {(name, False) for name in (FORWARD, BETWEEN, BACKWARD)}
+        assert found == reading | {(LAST, True), (LAST_BACKWARD, True)}
 
 
 def batches_without_rows() -> None:
@@ -265,12 +285,14 @@ def checkpoint_modes() -> None:
         case = Case(checkpoint=mode)
         case.step()
         counts[mode] = kernels(case.step())
-    # The second layer's norm is fused with the addition before it, also when it is recomputed. A backward
-    # that finds the statistics saved takes PyTorch's operator.
+    # A backward that finds activations saved computes less again.
+    from_saved = ("generated.layer_norm_backward_tanh_backward", "generated.tanh_backward")
+    both = Counter({FORWARD: CHUNKS, LAST: CHUNKS, BACKWARD: CHUNKS})
+    again, saved = (Counter(dict.fromkeys(names, 1)) for names in ((BETWEEN, LAST_BACKWARD), from_saved))
     assert counts == {
-        "always": {FORWARD: 2 * CHUNKS, BACKWARD: 2 * CHUNKS},
-        "except_last": {FORWARD: 2 * CHUNKS - 1, BACKWARD: 2 * CHUNKS - 2},
-        "never": {FORWARD: CHUNKS},
+        "always": both + again + again,
+        "except_last": both + again + saved,
+        "never": both + saved + saved,
     }
 
 
@@ -300,15 +322,16 @@ def equal_stages_share_kernels() -> None:
     """Loads each form of three kernels once, for two models of two stages each."""
     for seed in range(2):
         case = Case((2, 2), seed=seed)
-        assert kernels(case.step()) == {FORWARD: 4 * CHUNKS, BACKWARD: 4 * CHUNKS}
+        assert kernels(case.step()) == dict.fromkeys(ALL, 2 * CHUNKS)
 
 
 def recordings_name_the_kernels() -> None:
     case = Case((2, 2))
     with case.model.recording() as recording:
         case.step()
-    names = (BACKWARD, FORWARD, ADD_SUMS)
-    assert recording.kernels == (names, names)
+    names, again = recording.kernels
+    assert names == again
+    assert sorted(map(without_hash, names)) == sorted(ALL)
     assert str(recording).endswith(
         f"\n\nstage 0 launches {', '.join(names)}\nstage 1 launches {', '.join(names)}"
     )
@@ -337,13 +360,15 @@ def the_self_test_of_doctor() -> None:
 
 
 def the_self_test_reports_a_wrong_kernel() -> None:
-    wrong_constants[FORWARD] = {"KIND": "rms"}
-    assert self_test() == FusedCheck(False, f"WRONG or not compiled: {FORWARD}")
+    wrong_sources[FORWARD] = WRONG_FORWARD
+    found = self_test()
+    assert not found.ok
+    assert re.fullmatch(f"WRONG or not compiled: {FORWARD}_[0-9a-f]{{8}}", found.result), found
 
 
 def the_self_test_reports_large_errors() -> None:
     """A wrong kernel that the check on first use does not see."""
-    wrong_constants[BACKWARD] = {"KIND": "rms"}
+    wrong_sources[BACKWARD] = WRONG_BACKWARD
     with mock.patch.object(check, "error_ratio", return_value=0.0):
         found = self_test()
     assert not found.ok
@@ -360,7 +385,7 @@ def run(name: str) -> None:
     """Runs one case in a process that knows nothing of earlier ones, but has kept its kernels."""
     left_out.forget()
     check.forget()
-    wrong_constants.clear()
+    wrong_sources.clear()
     loader._load.cache_clear()
     C.fake_cuda_mark(f"begin\t{name}".encode())
     globals()[name]()

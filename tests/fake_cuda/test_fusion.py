@@ -18,8 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 TABLE = Path(__file__).with_name("fused_nodes.txt")
-# Stage, precision and checkpoint mode. With checkpoint='never' in bf16 the operators of the CPU, which
-# compute on fake devices, would need statistics in bf16; those of a GPU are in fp32.
+# Stage, precision and checkpoint mode.
 CASES = [
     ("GPT", "autocast", "except_last"),
     ("Llama", "bf16", "always"),
@@ -36,10 +35,15 @@ MORE_CASES = [
     ("Llama", "fp32", "except_last"),
     ("Llama", "autocast", "always"),
     ("BERT", "fp32", "never"),
+    ("GPT", "bf16", "never"),
+    ("ViT", "bf16", "always"),
+    ("ResNet", "autocast", "always"),
+    ("U-Net", "fp32", "always"),
     ("head", "fp32", "always"),
     ("head, upcast", "autocast", "always"),
 ]
-SOAK_CASES = [(stage, "bf16", "always") for stage in ("GPT-2", "ViT", "BERT", "head", "head, upcast")]
+SOAK_STAGES = ("GPT-2", "BERT", "head", "head, upcast", "ResNet", "U-Net")
+SOAK_CASES = [(stage, "bf16", "always") for stage in SOAK_STAGES]
 # Errors of gradients that are zero but for rounding differ more: the gradient of a key's bias, for example.
 MAX_RATIO, MAX_RATIO_OF_NOISE = 2, 8
 

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from gpipe_fast.fuse.regions.grouping import regions_of
+from gpipe_fast.fuse.regions.region import Region
+from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.trace.trace import JointGraph
 from tests.stages import trace_joint
@@ -18,13 +22,43 @@ FP32 = torch.float32
 
 
 def graph_of(
-    function: Callable[..., Any], *shapes: Sequence[int], dtypes: Sequence[torch.dtype] = ()
+    function: Callable[..., Any],
+    *shapes: Sequence[int],
+    dtypes: Sequence[torch.dtype] = (),
+    device: str = "cuda",
 ) -> fx.Graph:
-    """Traces a function of CUDA tensors, fp32 by default, as stages are traced."""
+    """Traces a function of tensors, fp32 by default, as stages are traced."""
     with FakeTensorMode():
         given = dtypes or [FP32] * len(shapes)
-        inputs = [torch.empty(tuple(s), dtype=d, device="cuda") for s, d in zip(shapes, given, strict=True)]
+        inputs = [torch.empty(tuple(s), dtype=d, device=device) for s, d in zip(shapes, given, strict=True)]
         return make_fx(lambda *tensors: function(*tensors))(*inputs).graph
+
+
+def regions_in(
+    function: Callable[..., Any],
+    *shapes: Sequence[int],
+    dtypes: Sequence[torch.dtype] = (),
+    device: str = "cuda",
+    gradients: Sequence[int] = (),
+    kept: Sequence[str] = (),
+) -> list[Region]:
+    """Returns the regions of a function's graph.
+
+    Args:
+        function: the function.
+        shapes: the shapes of its arguments.
+        dtypes: their dtypes.
+        device: their device. The number of partial sums depends on a real GPU.
+        gradients: the arguments that are boundary gradients.
+        kept: the names of nodes that regions must not compute.
+    """
+    graph = graph_of(function, *shapes, dtypes=dtypes, device=device)
+    arguments = graph.find_nodes(op="placeholder")
+    late = {arguments[i] for i in gradients}
+    for node in graph.nodes:
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return regions_of(list(graph.nodes), late.__contains__, lambda node: node.name in kept)
 
 
 class Function(nn.Module):
@@ -52,6 +86,13 @@ def calls(graph: fx.Graph, target: Any = None) -> list[fx.Node]:
     """Returns the calls of a graph, in order; those of one operator if it is given."""
     nodes = graph.nodes if target is None else graph.find_nodes(op="call_function", target=target)
     return [node for node in nodes if node.op == "call_function"]
+
+
+def operators_in(graph: fx.Graph) -> list[str]:
+    """Returns the operators that a graph calls, in order, without views and launches."""
+    called = [n.target for n in calls(graph) if isinstance(n.target, OpOverload)]
+    names = {target: target._schema.name.removeprefix("aten::") for target in called}
+    return [names[t] for t in called if not is_view_op(t) and t is not torch.ops.aten._unsafe_view.default]
 
 
 def fragment_of(function: Callable[..., Any], *inputs: fx.Node) -> fx.Graph:

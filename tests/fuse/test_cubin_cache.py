@@ -33,3 +33,16 @@ def test_without_a_home_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, 
         assert cubin_cache.load("key") is None
         cubin_cache.trim()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_source_of_a_generated_kernel_lies_beside_its_cubin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, str(tmp_path))
+    cubin_cache.store("a", CUBIN, "# native_layer_norm\n")
+    cubin_cache.store("b", CUBIN)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.cubin", "a.py", "b.cubin"]
+    assert (tmp_path / "a.py").read_text() == "# native_layer_norm\n"
+    assert cubin_cache.load("a") == CUBIN
+    cubin_cache.trim(max_bytes=0)
+    assert list(tmp_path.iterdir()) == []

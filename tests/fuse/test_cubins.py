@@ -135,6 +135,7 @@ def test_every_cubin_is_compiled_once(compiled: list[KernelSource], folder: Path
         pytest.param(dataclasses.replace(source(), divisible=("p_x",)), id="divisible"),
         pytest.param(dataclasses.replace(source(), num_warps=8), id="warps"),
         pytest.param(dataclasses.replace(source(), num_stages=2), id="stages"),
+        pytest.param(dataclasses.replace(source(), contracts=False), id="contraction"),
         pytest.param(
             dataclasses.replace(source(), signature=(*source().signature[:2], ("size", "i64"))), id="types"
         ),

@@ -57,7 +57,8 @@ def fused(
     (node,) = calls(rewriter.graph, target)
     given = [calls(rewriter.graph, each)[0] for each in inputs] or node.all_input_nodes
     fragment = trace_launcher(launcher, [n.meta["val"] for n in given])
-    rewriter.replace(given, [node], fragment, never if check else None)
+    checked = [*given, *(n for n in node.all_input_nodes if n not in given)]
+    rewriter.replace(given, [node], fragment, never if check else None, checked)
     return rewriter.finish()
 
 

@@ -1,7 +1,9 @@
-"""Layer norms that no kernel computes: over several dimensions, or over rows that are too long."""
+"""Norms that one kernel computes: over one or several dimensions, and over rows that fit in a program."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,40 +11,63 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpipe_fast.fuse.families import norms
-from gpipe_fast.fuse.launchers import CannotLaunch
-from gpipe_fast.fuse.patterns import NUMBERS, Graph
-from gpipe_fast.kernels.norms import MAX_COLUMNS, MAX_COLUMNS_DROPOUT
-from tests.fuse.graphs import FP32, graph_of
-
-EVERY: list[Any] = list(norms.cases(FP32, FP32))
-CASES = [case for case in EVERY if isinstance(case.pattern.__self__, norms.Forward)]
-WITHOUT_PARAMETERS = norms.Forward(
-    FP32, FP32, (5, 7, 11), norms.Parameters(False, False), False, True, False, False, False
-)
+from gpipe_fast.fuse.regions.loops import MAX_ROW
+from gpipe_fast.fuse.regions.region import Region
+from tests.fuse.graphs import regions_in
 
 
-@pytest.mark.parametrize("normalized", [(32,), (16, 32)])
-def test_only_norms_over_the_last_dimension_match(normalized: tuple[int, ...]) -> None:
-    def function(x: Tensor, h: Tensor) -> Tensor:
-        return F.layer_norm(x + h, normalized)
-
-    graph = Graph(graph_of(function, (4, 16, 32), (4, 16, 32)))
-    assert len(list(graph.matches(WITHOUT_PARAMETERS.case().traced))) == (len(normalized) == 1)
+def layer_norm(x: Tensor, h: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return F.layer_norm(x + h, shape)
 
 
-@pytest.mark.parametrize("case", CASES[::5], ids=lambda case: str(case.name))
-def test_rows_that_are_too_long_are_left(case: Any) -> None:
-    pattern = case.pattern.__self__
-    most = MAX_COLUMNS_DROPOUT if pattern.dropout else MAX_COLUMNS
-    numbers = {name: number for number, name in NUMBERS.items()}
-    for columns in (most, most + 1):
-        inputs = [
-            torch.empty((3,) if dtype == torch.int64 else (*shape[:-1], columns), dtype=dtype, device="meta")
-            for shape, dtype in case.arguments
-        ]
-        assert (case.fragment(numbers, inputs) is None) == (columns > most)
-        if columns > most:
-            message = f"rows have {columns} columns, the kernels support {most}"
-            with pytest.raises(CannotLaunch, match=message):
-                case.launcher(numbers, *inputs)
+def rms_norm(x: Tensor, h: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return F.rms_norm(x + h, shape)
+
+
+def softmax(x: Tensor, h: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.softmax((x + h).flatten(-len(shape)), -1)
+
+
+def with_dropout(x: Tensor, h: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return F.layer_norm(x + torch.ops.aten.native_dropout_backward(h, h > 0, 2.0), shape)
+
+
+NORMS = [layer_norm, rms_norm, softmax, with_dropout]
+
+
+def regions_of_norm(
+    function: Callable[..., Tensor], shape: tuple[int, ...], normalized: tuple[int, ...]
+) -> list[Region]:
+    return regions_in(lambda x, h: function(x, h, normalized), shape, shape)
+
+
+@pytest.mark.parametrize("normalized", [(32,), (16, 32), (4, 16, 32)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_over_the_last_dimensions_are_one_region(norm: Any, normalized: tuple[int, ...]) -> None:
+    (region,) = regions_of_norm(norm, (4, 16, 32), normalized)
+    assert region.loops.num_cols == math.prod(normalized)
+    assert region.loops.num_rows == 4 * 16 * 32 // math.prod(normalized)
+    assert region.loops.whole_rows
+    assert (len(region.inputs), len(region.outputs)) == (2, 1)
+
+
+@pytest.mark.parametrize(("dims", "fits"), [((2,), True), ((0, 2), True), ((0,), False), ((0, 1), False)])
+def test_norms_over_outer_dimensions_alone_are_left(dims: tuple[int, ...], fits: bool) -> None:
+    """A sum over rows of memory is complete after the last row, when the first one is needed again."""
+
+    def norm(x: Tensor, h: Tensor) -> Tensor:
+        x = x + h
+        return x * torch.rsqrt((x * x).mean(dims, keepdim=True) + 1e-6)
+
+    found = regions_in(norm, (4, 16, 32), (4, 16, 32))
+    whole = ["add", "mul", "mean", "add", "rsqrt", "mul"]
+    assert [whole == region.operators for region in found].count(True) == fits
+
+
+@pytest.mark.parametrize("columns", [MAX_ROW, MAX_ROW + 1])
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_that_are_too_long_are_left(norm: Any, columns: int) -> None:
+    found = regions_of_norm(norm, (3, columns), (columns,))
+    fits = columns == MAX_ROW
+    reducing = [r for r in found if any("norm" in o or "softmax" in o or o == "mean" for o in r.operators)]
+    assert len(reducing) == fits

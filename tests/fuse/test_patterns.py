@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe_fast.fuse.patterns import BATCH, COLUMNS, EPS, LENGTH, Graph, Match, trace_pattern
+from gpipe_fast.fuse.patterns import (
+    BATCH,
+    CLASS_WEIGHT,
+    COLUMNS,
+    LENGTH,
+    TARGET_WEIGHT,
+    Graph,
+    Match,
+    trace_pattern,
+)
 from tests.fuse.graphs import FP32, calls, graph_of
 
 aten = torch.ops.aten
@@ -35,7 +44,7 @@ ROWS = [((BATCH, COLUMNS), FP32)]
 TWO = [((BATCH, COLUMNS), FP32), ((BATCH, COLUMNS), FP32)]
 
 
-def norm(x: Tensor, eps: float = EPS) -> Tensor:
+def norm(x: Tensor, eps: float = TARGET_WEIGHT) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
@@ -50,14 +59,14 @@ def test_a_match_returns_sizes_numbers_and_nodes() -> None:
     traced = trace_pattern(norm, ROWS)
     (match,) = Graph(graph).matches(traced)
     assert match.sizes == {BATCH: 2, COLUMNS: 32}
-    assert match.numbers == {"eps": 1e-6}
+    assert match.numbers == {"target_weight": 1e-6}
     assert match.nodes[traced.inputs[0]] is calls(graph, aten.tanh.default)[0]
     assert match.nodes[traced.outputs[0]] is calls(graph, aten.exp.default)[0].args[0]
 
 
 def test_every_occurrence_matches() -> None:
     found = matches(norm, ROWS, lambda x, y: norm(norm(x, 1e-6), 1e-5) + norm(y, 1e-6), (2, 3), (2, 3))
-    assert Counter(m.numbers["eps"] for m in found) == {1e-6: 2, 1e-5: 1}
+    assert Counter(m.numbers["target_weight"] for m in found) == {1e-6: 2, 1e-5: 1}
 
 
 @pytest.mark.parametrize(
@@ -101,8 +110,11 @@ def test_one_named_number_has_one_value() -> None:
     def twice(a: float, b: float) -> Callable[[Tensor], Tensor]:
         return lambda x: (x + a).tanh() + b
 
-    assert matches(twice(EPS, EPS), ROWS, twice(0.5, 0.5), (2, 3))
-    assert matches(twice(EPS, EPS), ROWS, twice(0.5, 0.25), (2, 3)) == []
+    same = twice(TARGET_WEIGHT, TARGET_WEIGHT)
+    assert matches(same, ROWS, twice(0.5, 0.5), (2, 3))
+    assert matches(same, ROWS, twice(0.5, 0.25), (2, 3)) == []
+    (match,) = matches(twice(TARGET_WEIGHT, CLASS_WEIGHT), ROWS, twice(0.5, 0.25), (2, 3))
+    assert match.numbers == {"target_weight": 0.5, "class_weight": 0.25}
 
 
 def test_a_number_that_is_a_size_is_the_graphs_size() -> None:
@@ -205,8 +217,8 @@ def test_selected_results_are_those_of_the_same_position() -> None:
 
 
 def test_a_dimension_may_be_counted_from_the_back() -> None:
-    assert matches(lambda x: x.softmax(1), ROWS, lambda x: x.softmax(-1), (2, 3))
-    assert matches(lambda x: x.softmax(1), ROWS, lambda x: x.softmax(0), (3, 3)) == []
+    assert matches(lambda x: x.log_softmax(1), ROWS, lambda x: x.log_softmax(-1), (2, 3))
+    assert matches(lambda x: x.log_softmax(1), ROWS, lambda x: x.log_softmax(0), (3, 3)) == []
 
 
 def test_graphs_without_an_operator_are_told_apart_without_a_search() -> None:

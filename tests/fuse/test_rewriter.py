@@ -252,11 +252,49 @@ def test_the_reference_computes_the_replaced_nodes() -> None:
     (x,) = rewriter.graph.find_nodes(op="placeholder")
     sine = only(rewriter.graph, aten.sin.default)
     product = only(rewriter.graph, aten.mul.Tensor)
-    graph = rewriter.reference([x], [product, sine])
+    graph, given = rewriter.reference([x], [product, sine])
+    assert given == [x]
     module = fx.GraphModule(nn.Module(), graph)
     value = torch.randn(ROWS, COLS)
     assert [*map(torch.equal, module(value), [value.exp() * 2, (value.exp() * 2).sin()])] == [True] * 2
     assert len(calls(graph)) == 3
+
+
+def test_the_reference_has_placeholders_for_what_else_its_nodes_read() -> None:
+    rewriter = Rewriter(forward_of(lambda x: (x.exp().t() * x.cosh().t()).sin() + x.t()))
+    exp, cosh, sine = (only(rewriter.graph, getattr(aten, name).default) for name in ("exp", "cosh", "sin"))
+    product = only(rewriter.graph, aten.mul.Tensor)
+    graph, given = rewriter.reference([exp], [sine], within={product, sine})
+    assert given == [exp, cosh], "views are copied, other nodes outside are not"
+    assert [n.target for n in calls(graph)].count(aten.t.default) == 2
+    values = torch.rand(ROWS, COLS), torch.rand(ROWS, COLS)
+    (found,) = fx.GraphModule(nn.Module(), graph)(*values)
+    assert torch.equal(found, (values[0].t() * values[1].t()).sin())
+    every, _ = rewriter.reference([exp], [sine])
+    assert len(calls(every, aten.cosh.default)) == 1
+
+
+def test_the_inputs_of_a_reference_are_placeholders_even_if_no_node_reads_them() -> None:
+    rewriter = Rewriter(forward_of(lambda x: x.exp().sin() + x.cosh()))
+    (x,) = rewriter.graph.find_nodes(op="placeholder")
+    exp, cosh, sine = (only(rewriter.graph, getattr(aten, name).default) for name in ("exp", "cosh", "sin"))
+    graph, given = rewriter.reference([cosh, x], [sine], within={sine})
+    assert given == [cosh, x, exp]
+    assert len(graph.find_nodes(op="placeholder")) == 3
+    assert [n.target for n in calls(graph)] == [aten.sin.default]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_late_nodes_depend_on_a_boundary_gradient(fraction: float) -> None:
+    _, _, graph = stage_of([nn.Tanh(), nn.Sigmoid()], torch.randn(ROWS, COLS), fraction)
+    rewriter = Rewriter(graph)
+    late = {n.target for n in rewriter.late_nodes() if n.op == "call_function"}
+    late -= {aten.detach.default}
+    early = {n.target for n in calls(rewriter.graph)} - late - {aten.detach.default}
+    assert late == {aten.tanh_backward.default, aten.sigmoid_backward.default}
+    assert early == ({aten.tanh.default, aten.sigmoid.default} if fraction == 0.0 else set())
+    forward = Rewriter(stage_of([nn.Tanh()], torch.randn(ROWS, COLS))[1])
+    assert forward.late_nodes() == set()
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])

@@ -257,7 +257,6 @@ def test_one_template_covers_all_sizes() -> None:
 def test_a_pipeline_launches_a_users_kernels(libraries: tuple[Path, Path], case: str) -> None:
     found = json.loads(run("user_kernel_cases.py", libraries, case)[-1])
     assert found["error"] < 1e-6
-    assert {name.partition(".")[2] for name in found["launches"]} == {
-        "forward_kernel", "backward_kernel", "shift_kernel",
-    }  # fmt: skip
+    own = {name for name in found["launches"] if not name.startswith("generated.")}
+    assert {name.partition(".")[2] for name in own} == {"forward_kernel", "backward_kernel", "shift_kernel"}
     assert (found["failures"], found["warnings"]) == ([], [])

@@ -20,6 +20,7 @@ from gpipe_fast.inspect.picture import draw
 from gpipe_fast.lower.checkpoint import check_saved_fraction
 from gpipe_fast.runtime.plan import check_placed
 from gpipe_fast.runtime.recording import Recording
+from gpipe_fast.runtime.segments import Segments
 from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import bubble, fill_drain
 from gpipe_fast.schedule.actions import Action
@@ -55,6 +56,15 @@ def pipe(*layers: nn.Module, **options: Any) -> GPipe:
 
 def call(*args: Any, layers: tuple[nn.Module, ...] = (), **options: Any) -> object:
     return pipe(*layers, **options)(*args)
+
+
+def explain(device: str) -> object:
+    return pipe().explain(features(), device=device)
+
+
+def explain_while_layers_run() -> None:
+    with mock.patch.object(Segments, "try_lock", return_value=False):
+        explain("cuda")
 
 
 def assign(name: str, value: object) -> None:
@@ -177,6 +187,9 @@ DEVICES = [
     case("got 'cpux'", "such as 'cpu'", pipe, devices=["cpu", "cpux"]),
     case("devices: 1, partitions: 2", "fewer partitions", pipe, devices=["cpu"]),
     case("got mps", "pass devices such as", pipe, devices=["mps", "mps"]),
+    case("got 'meta'", "pass device='cuda'", explain, "meta"),
+    case("got 'cpu:7x'", "such as 'cpu'", explain, "cpu:7x"),
+    case("another thread runs layers", "wait until its call has ended", explain_while_layers_run),
     case("cuda:99", "CUDA_VISIBLE_DEVICES", pipe, devices=["cpu", "cuda:99"]),
     case("layer '0' (Linear)", "use a larger device", place, 4 * MIB, 7 * MIB, 7 * MIB),
     case("layer '0' (Linear)", "to_empty", pipe, nn.Linear(2, 2, device="meta")),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpipe_fast.fuse.family import Argument, Case, Numbers, Results
+from gpipe_fast.fuse.family import FORWARDS, GRADIENTS, Argument, Case, Numbers, Results
 from gpipe_fast.fuse.launchers import CannotLaunch
 from gpipe_fast.fuse.patterns import BATCH, CLASS_WEIGHT, CLASSES, IGNORE_INDEX, LENGTH, TARGET_WEIGHT
 from gpipe_fast.kernels.cross_entropy import launch_gradient, launch_losses
@@ -126,7 +126,12 @@ class Loss:
         """Returns the case of the loss."""
         anchor = aten.masked_fill.Scalar if self.smoothing else aten.nll_loss_forward.default
         return Case(
-            self._name("cross-entropy"), self.forward, self._arguments(), self.launch_forward, anchor, phase=1
+            self._name("cross-entropy"),
+            self.forward,
+            self._arguments(),
+            self.launch_forward,
+            anchor,
+            phase=FORWARDS,
         )
 
     def gradient_case(self) -> Case:
@@ -134,7 +139,7 @@ class Loss:
         g: Argument = ((self.form.num_rows,) if self.reduction == NONE else (), self.form.stream)
         anchor = aten.masked_fill.Scalar if self.smoothing else aten.nll_loss_backward.default
         arguments, name = (g, *self._arguments()), self._name("gradient of cross-entropy")
-        return Case(name, self.gradient, arguments, self.launch_gradient, anchor, phase=0)
+        return Case(name, self.gradient, arguments, self.launch_gradient, anchor, phase=GRADIENTS)
 
     def _name(self, name: str) -> str:
         return name + ", smoothed" * self.smoothing
@@ -221,7 +226,7 @@ class SavedLoss:
         arguments = (g, self.form.saved, ((self.form.num_rows,), torch.int64), ((), self.form.stream))
         return Case(
             "gradient of saved cross-entropy", self.gradient, arguments, self.launch,
-            aten.nll_loss_backward.default, phase=0,
+            aten.nll_loss_backward.default, phase=GRADIENTS,
         )  # fmt: skip
 
     def gradient(self, g: Tensor, log_softmax: Tensor, target: Tensor, total: Tensor) -> Tensor:

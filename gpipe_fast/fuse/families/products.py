@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpipe_fast.fuse.family import Argument, Case, Numbers, Results
+from gpipe_fast.fuse.family import SUMS, Argument, Case, Numbers, Results
 from gpipe_fast.fuse.launchers import CannotLaunch
 from gpipe_fast.fuse.patterns import BATCH, COLUMNS, HEAD, LENGTH
 
@@ -52,7 +52,7 @@ class SumInProduct:
             ((HEAD, COLUMNS), self.dtype),
         )
         return Case(
-            "sum in a product", self.pattern, arguments, self.launch, aten.mm.default, phase=2,
+            "sum in a product", self.pattern, arguments, self.launch, aten.mm.default, phase=SUMS,
             also=(aten.add.Tensor,), overwrites=0,
         )  # fmt: skip
 

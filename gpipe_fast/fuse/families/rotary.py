@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpipe_fast.fuse.family import Argument, Case, Numbers, Results
+from gpipe_fast.fuse.family import FORWARDS, GRADIENTS, Argument, Case, Numbers, Results
 from gpipe_fast.fuse.patterns import BATCH, HALF, HEAD, HEADS, KEY_HEADS, LENGTH
 from gpipe_fast.kernels.rotate_half import launch_rotate_half
 
@@ -59,7 +59,9 @@ class Rotary:
     def case(self) -> Case:
         """Returns the case."""
         words = ["rotary"] + ["cast"] * self.cast
-        return Case(", ".join(words), self.pattern, self._arguments(), self.launch, aten.neg.default, phase=1)
+        return Case(
+            ", ".join(words), self.pattern, self._arguments(), self.launch, aten.neg.default, phase=FORWARDS
+        )
 
     def _arguments(self) -> tuple[Argument, ...]:
         table = ((self.table_batch, 1, LENGTH, HEAD), self.stream)
@@ -95,7 +97,7 @@ class Gradient:
         words = ["rotary backward"] + ["copy"] * self.copy
         return Case(
             ", ".join(words), self.pattern, self._arguments(), self.launch,
-            aten.slice_backward.default, phase=0,
+            aten.slice_backward.default, phase=GRADIENTS,
         )  # fmt: skip
 
     def _arguments(self) -> tuple[Argument, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_fast.fuse.family import Case, Numbers, Results
+from gpipe_fast.fuse.family import GRADIENTS, Case, Numbers, Results
 from gpipe_fast.fuse.patterns import BATCH, COLUMNS, HEAD, HEADS, LENGTH
 from gpipe_fast.kernels.stack import launch_stack
 
@@ -69,13 +69,13 @@ class Packing:
     def case(self, dtype: torch.dtype) -> Case:
         """Returns the case of one dtype."""
         name, arguments = f"gradients of {self.name}", ((self.shape, dtype),) * 3
-        return Case(name, self.pattern, arguments, self.launch, self.anchor, phase=0)
+        return Case(name, self.pattern, arguments, self.launch, self.anchor, phase=GRADIENTS)
 
     def case_with_sums(self, dtype: torch.dtype) -> Case:
         """Returns the case of one dtype with the gradient of a bias."""
         name, arguments = f"gradients of {self.name}, column sums", ((self.shape, dtype),) * 3
         return Case(
-            name, self.pattern_with_sums, arguments, self.launch_with_sums, self.anchor, phase=0,
+            name, self.pattern_with_sums, arguments, self.launch_with_sums, self.anchor, phase=GRADIENTS,
             also=(aten.sum.dim_IntList,),
         )  # fmt: skip
 

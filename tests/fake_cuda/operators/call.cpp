@@ -57,6 +57,40 @@ bool needs_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> argum
   return false;
 }
 
+bool has_16_bits(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;
+}
+
+void redispatch(const c10::OperatorHandle& op, Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+}
+
+// Calls an operator on CPU tensors. A layer norm of 16-bit numbers has fp32 statistics, as on a GPU: the CPU's
+// operator computes them in the dtype of the weight.
+void call_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
+  const std::string& name = op.operator_name().name;
+  const bool backward = name == "aten::native_layer_norm_backward";
+  if ((!backward && name != "aten::native_layer_norm") || !stack->at(0).toTensor().defined() ||
+      !has_16_bits(stack->at(0).toTensor())) {
+    return redispatch(op, stack);
+  }
+  const size_t shape_index = backward ? 2 : 1;
+  const size_t weight_index = backward ? 5 : 2;
+  const auto shape = stack->at(shape_index).toIntVector();
+  const auto wide = at::TensorOptions().dtype(at::kFloat);
+  for (const size_t i : {weight_index, weight_index + 1}) {
+    const bool given = stack->at(i).isTensor() && stack->at(i).toTensor().defined();
+    const at::Tensor absent = i == weight_index ? at::ones(shape, wide) : at::zeros(shape, wide);
+    stack->at(i) = given ? stack->at(i).toTensor().to(at::kFloat) : absent;
+  }
+  const auto dtype = stack->at(0).toTensor().scalar_type();
+  redispatch(op, stack);
+  for (size_t i = 1; backward && i < 3; ++i) {
+    const bool computed = stack->at(i).isTensor() && stack->at(i).toTensor().defined();
+    stack->at(i) = computed ? stack->at(i).toTensor().to(dtype) : at::Tensor();
+  }
+}
+
 // A call, with the CPU tensors that alias or replace its arguments and results.
 class Call {
  public:
@@ -165,7 +199,7 @@ class Call {
 
   Stack call_cpu(Stack stack) const {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    call_on_cpu(op_, &stack);
     return stack;
   }
 
@@ -196,7 +230,7 @@ class Call {
     }
     enqueue(*device_, [op = op_, arguments, targets, resized] {
       Stack stack = arguments;
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+      call_on_cpu(op, &stack);
       const std::vector<at::Tensor> found = tensors_of(stack);
       for (size_t i = 0; i < targets.size(); ++i) {
         if (targets[i].defined()) {

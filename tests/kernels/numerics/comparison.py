@@ -38,7 +38,7 @@ __all__ = [
 DEVICE = os.environ.get("GPIPE_FAST_KERNELS_ON", "cpu")
 # Numbers of columns: 1, small and large numbers that are not powers of two, and one more than a power of two.
 COLUMNS = (1, 63, 100, 1000, 4097)
-# The interpreter's bf16 arithmetic is incorrect.
+# The interpreter has no bf16 of its own; tests/fake_cuda/bfloat16.py computes it in fp32.
 DTYPES = (torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16]))
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from gpipe_fast.kernels.launch import INTERPRETED
-from tests.fake_cuda import pairwise
+from tests.fake_cuda import bfloat16, pairwise
 from tests.kernels.numerics.comparison import DEVICE
 from tests.sampling import sample
 
 if INTERPRETED:
+    import triton.language as tl
     from triton.runtime import interpreter
 
     pairwise.correct(interpreter)
+    bfloat16.correct(interpreter, tl)
 
 # Parametrizations of each test function in a sample.
 SAMPLES_PER_FUNCTION = 1

@@ -1,0 +1,1 @@
+"""Regions: groups of element-wise and reducing operators that one generated kernel computes."""

@@ -1,0 +1,426 @@
+"""Which units become a region: those that together read and write fewer bytes.
+
+Greedy: of all pairs of groups that share a tensor, the pair that saves most is merged first, as long as one
+pass over rows and columns computes both, and no other node stands between them. Then groups compute again
+what other groups would store for them, if it is computed from tensors that they read anyway::
+
+    recompute   x -> y = rms_norm(x) -> product           stores y in bf16
+    gradient    g, x, rstd -> y again                     does not read y in fp32
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from torch import Tensor, fx
+
+from gpipe_fast.fuse.regions.axes import Conflict
+from gpipe_fast.fuse.regions.graph import Unit, UnitGraph
+from gpipe_fast.fuse.regions.kernel import partial_sum_bytes
+from gpipe_fast.fuse.regions.loops import loops_of
+from gpipe_fast.fuse.regions.order import Order
+from gpipe_fast.fuse.regions.region import Access, Region, operator_name
+from gpipe_fast.fuse.regions.values import Draw, Mapped, Reduced, Value, root_of
+from gpipe_fast.fuse.rewriter import moved_bytes
+from gpipe_fast.lower.alias import Source, source_of
+
+# The share of micro-batches whose recompute runs while the stage waits for a gradient. What moves behind the
+# gradient is then no longer hidden. A stage waits at the beginning of its backwards, for one micro-batch in
+# each mini-batch; of four, say.
+WAITING = 1 / 4
+# Bytes that a GPU moves in the time of one operation per element, of a function, of a random number. An H100
+# has 33 trillion fp32 instructions per second, half as many of integers, and 3.3 TB/s; a function takes about
+# 20 instructions, and a random number 25 of integers.
+BYTES_PER_OPERATION, BYTES_PER_FUNCTION, BYTES_PER_DRAW = 0.1, 2.0, 5.0
+# Limits of one kernel: its registers, and the time to compile it.
+MAX_UNITS, MAX_TENSORS, MAX_SUMS = 64, 24, 6
+
+KEPT = "left in the forward and in the recompute alike, because a comparison depends on its bits"
+SAVES_TOO_LITTLE = "a kernel would save less than 1/16 of the bytes"
+NOTHING_TO_SHARE = "it shares no tensor with another operator that kernels compute"
+# Reasons of `loops_of`, for readers who do not know it.
+PLAIN = {
+    "dimensions of different sizes are combined": "the sizes of their tensors do not match",
+    "a view divides dimensions of other sizes": "a view between them divides a dimension unevenly",
+    "a result has some of the rows or columns only": "their results have different dimensions",
+    "no value has all rows and columns": "their tensors have different dimensions",
+    "values are reduced over different dimensions": "they sum over different dimensions",
+    "a sum over rows is used again": "a sum over rows is complete only after the kernel",
+}
+
+# The share of its bytes that a region saves at least; for less, ATen's bits are kept.
+MIN_SAVED = 1 / 16
+
+Decides = Callable[[fx.Node], bool]
+
+
+def regions_of(nodes: Sequence[fx.Node], is_late: Decides, leave: Decides) -> list[Region]:
+    """Groups the nodes of a graph.
+
+    Args:
+        nodes: the nodes of a stage's graph, each after its inputs.
+        is_late: whether a node's value depends on a boundary gradient.
+        leave: whether regions must not compute a node.
+
+    Returns:
+        The regions of two units or more, in the graph's order.
+    """
+    return _Grouping(nodes, is_late, leave).regions()
+
+
+def reasons_alone(nodes: Sequence[fx.Node], is_late: Decides, leave: Decides) -> dict[str, str]:
+    """Returns, by the name of each node that no region computes, why; takes the arguments of `regions_of`."""
+    return _Grouping(nodes, is_late, leave).reasons_alone()
+
+
+class _Grouping:
+    def __init__(self, nodes: Sequence[fx.Node], is_late: Decides, leave: Decides) -> None:
+        self._graph = UnitGraph(nodes)
+        self._is_late = is_late
+        units = [u for u in self._graph.units if not leave(u.node)]
+        # The units that a group computes first, and those that it computes again.
+        self._own: dict[int, list[Unit]] = {i: [unit] for i, unit in enumerate(units)}
+        self._again: dict[int, list[Unit]] = {}
+        self._group = {unit: i for i, unit in enumerate(units)}
+        # Units whose values nobody reads any more, because their readers compute them again.
+        self._dead: set[Unit] = set()
+        # By value: the units that read it, and the other nodes.
+        self._readers: dict[Value, list[Unit]] = {}
+        self._others: dict[Value, list[fx.Node]] = {}
+        # By value: the groups that compute one of its readers again.
+        self._readers_again: dict[Value, set[int]] = {}
+        self._plans: dict[tuple[frozenset[Unit], tuple[fx.Node, ...]], Region | str] = {}
+        self._sources: dict[fx.Node, Source] = {}
+        self._find_readers(nodes)
+        self._order = self._make_order(nodes, units)
+
+    def regions(self) -> list[Region]:
+        self._merge()
+        for group in [*self._own]:
+            self._compute_again(group)
+        while useless := [g for g in self._again if self._again[g] and not self._region(g)]:
+            for group in useless:
+                del self._again[group]
+            self._find_readers_again()
+        regions = [r for r in map(self._region, self._own) if r is not None]
+        return sorted(regions, key=lambda r: r.units[0].position)
+
+    def _region(self, group: int) -> Region | None:
+        """Returns a group's region; None if it saves too little."""
+        found = self._plan(*self._parts(group))
+        if not isinstance(found, Region) or len(found.units) < 2 or not found.outputs:
+            return None
+        # What is computed again is saved elsewhere.
+        before = sum(moved_bytes(unit.node) for unit in self._own[group])
+        saved = before - self._moved(found)
+        return replace(found, saved=saved) if saved >= MIN_SAVED * before else None
+
+    def reasons_alone(self) -> dict[str, str]:
+        """Returns, by the name of each unit's node that is in no region, the reason in plain English."""
+        fused = {unit for region in self.regions() for unit in region.units}
+        alone = [unit for unit in self._graph.units if unit not in fused and unit not in self._dead]
+        return {u.node.name: self._why_alone(u) if u in self._group else KEPT for u in alone}
+
+    def _why_alone(self, unit: Unit) -> str:
+        group = self._group[unit]
+        if len(self._own[group]) > 1:
+            return SAVES_TOO_LITTLE
+        saves_nothing = ""
+        for other in self._adjacent(group):
+            units = _united(self._own[group], self._own[other])
+            merged = self._plan(units, self._stored(units))
+            neighbor = operator_name(self._own[other][0])
+            if isinstance(merged, str):
+                return f"not in one kernel with {neighbor}: {PLAIN.get(merged, merged)}"
+            if self._delays(merged):
+                return f"with {neighbor}, the recompute would wait for a gradient"
+            if self._saved(group, other) > 0:
+                return f"a product or another operator stands between it and {neighbor}"
+            saves_nothing = f"one kernel with {neighbor} would save no bytes"
+        return saves_nothing or NOTHING_TO_SHARE
+
+    def _find_readers(self, nodes: Iterable[fx.Node]) -> None:
+        for unit in self._graph.units:
+            for value in unit.reads:
+                if unit in self._group:
+                    self._readers.setdefault(value, []).append(unit)
+                else:
+                    self._others.setdefault(value, []).append(unit.node)
+        computed = {u.node for u in self._graph.units}
+        for node in nodes:
+            if node in self._graph.transparent or node in computed:
+                continue
+            for read in node.all_input_nodes:
+                if isinstance(read.meta.get("val"), Tensor):
+                    self._others.setdefault(root_of(self._graph.value_of(read)), []).append(node)
+
+    def _make_order(self, nodes: Iterable[fx.Node], units: Sequence[Unit]) -> Order:
+        """Returns the order of groups, and of all other nodes, whose numbers follow."""
+        groups = {u.node: i for i, u in enumerate(units)}
+        number: dict[fx.Node, int] = {}
+        readers: dict[int, set[int]] = {}
+        for i, node in enumerate(nodes):
+            if node in self._graph.transparent:
+                number[node] = number[node.all_input_nodes[0]]
+                continue
+            number[node] = groups.get(node, len(units) + i)
+            readers[number[node]] = set()
+            for read in node.all_input_nodes:
+                readers[number[read]].add(number[node])
+        return Order(readers, [*readers])
+
+    def _merge(self) -> None:
+        heap: list[tuple[int, int, int]] = []
+        for group in self._own:
+            for other in self._adjacent(group):
+                if group < other:
+                    self._push(heap, group, other)
+        while heap:
+            saved, a, b = heapq.heappop(heap)
+            if a not in self._own or b not in self._own:
+                continue
+            if self._saved(a, b) != -saved:  # one of them has been merged since
+                self._push(heap, a, b)
+                continue
+            if not self._order.merge(a, b):
+                continue
+            self._own[a] = _united(self._own[a], self._own.pop(b))
+            for unit in self._own[a]:
+                self._group[unit] = a
+            for other in self._adjacent(a):
+                self._push(heap, a, other)
+
+    def _push(self, heap: list[tuple[int, int, int]], a: int, b: int) -> None:
+        saved = self._saved(a, b)
+        if saved > 0:
+            heapq.heappush(heap, (-saved, a, b))
+
+    def _adjacent(self, group: int) -> list[int]:
+        """Returns the groups that read what a group reads or computes, or compute what it reads."""
+        found: set[int] = set()
+        for unit in self._own[group]:
+            for value in (*unit.reads, *map(root_of, unit.results.values())):
+                found |= {self._group[reader] for reader in self._readers.get(value, ())}
+                producer = self._graph.by_value.get(value)
+                if producer in self._group:
+                    found.add(self._group[producer])
+        return sorted(found - {group})
+
+    def _saved(self, a: int, b: int) -> int:
+        """Returns the bytes that merging two groups saves; 0 if one kernel cannot compute both."""
+        units = _united(self._own[a], self._own[b])
+        if len(units) > MAX_UNITS:
+            return 0
+        before = self._bytes(*self._parts(a)) + self._bytes(*self._parts(b))
+        outputs = self._stored(units)
+        if before <= self._bytes_of(self._inputs(units), outputs):
+            return 0
+        merged = self._plan(units, outputs)
+        if not isinstance(merged, Region) or self._delays(merged):
+            return 0
+        moved = self._moved_behind(units)
+        moved -= sum(self._moved_behind(self._own[group]) for group in (a, b))
+        return before - self._region_bytes(merged) - int(WAITING * max(moved, 0))
+
+    def _moved_behind(self, units: Sequence[Unit]) -> int:
+        """Returns the bytes of a recompute that a group moves behind a boundary gradient."""
+        early = [unit for unit in units if not self._is_late(unit.node)]
+        if len(early) in (0, len(units)):
+            return 0
+        return self._bytes(early, self._stored(early))
+
+    def _delays(self, region: Region) -> bool:
+        """Returns whether a recompute would wait for a boundary gradient because of a region."""
+        late = {unit for unit in region.units if self._is_late(unit.node)}
+        if not late or len(late) == len(region.units):
+            return False
+        members = set(region.units)
+        for unit in members - late:
+            for value in map(root_of, unit.results.values()):
+                readers = [r.node for r in self._readers.get(value, ()) if r not in members]
+                if not all(map(self._is_late, (*readers, *self._others.get(value, ())))):
+                    return True
+        return False
+
+    def _compute_again(self, group: int) -> None:
+        """Lets a group compute again what it reads, as long as that saves bytes."""
+        changed = True
+        while changed:
+            changed = False
+            units, outputs = self._parts(group)
+            region = self._plan(units, outputs)
+            if not isinstance(region, Region):
+                return
+            for access in region.inputs:
+                producer = self._graph.by_value.get(root_of(access.value))
+                if producer in self._group and self._try_again(group, producer, region):
+                    changed = True
+                    break
+
+    def _try_again(self, group: int, producer: Unit, region: Region) -> bool:
+        """Lets a group compute a unit again, perhaps with units before it, if that saves bytes."""
+        before, others = self._region_bytes(region), {*region.units}
+        known = {root_of(access.value) for access in region.inputs}
+        outputs = tuple(access.node for access in region.outputs)
+        added: list[Unit] = []
+        pending = [producer]
+        best: tuple[int, list[Unit]] = (0, [])
+        while pending and len(added) + len(others) < MAX_UNITS:
+            unit = pending.pop()
+            if not _is_cheap(unit):
+                continue
+            added.append(unit)
+            units, freed = _united(region.units, added), self._not_stored(group, added)
+            if before + freed > self._bytes_of(self._inputs(units), outputs):
+                tried = self._plan(units, outputs)
+                if isinstance(tried, Region):
+                    saved = before - self._region_bytes(tried) + freed
+                    best = max(best, (saved, [*added]), key=lambda pair: pair[0])
+            sources = map(self._graph.by_value.get, (v for v in unit.reads if v not in known))
+            pending += [s for s in sources if s in self._group and s not in others and s not in added]
+        if best[0] <= 0:
+            return False
+        self._again[group] = [*self._again.get(group, ()), *best[1]]
+        self._find_readers_again()
+        return True
+
+    def _find_readers_again(self) -> None:
+        """Finds what is read by units that are computed again, and what nobody reads any more."""
+        self._readers_again.clear()
+        for group, units in self._again.items():
+            for value in (v for unit in units for v in unit.reads):
+                self._readers_again.setdefault(value, set()).add(group)
+        self._dead = set()
+        for unit in sorted(self._group, key=lambda u: -u.position):  # readers first
+            values = [*map(root_of, unit.results.values())]
+            inside = any(
+                self._group[r] == self._group[unit] and r not in self._dead
+                for v in values
+                for r in self._readers.get(v, ())
+            )
+            if not inside and not any(self._is_stored(unit, v, set()) for v in values):
+                self._dead.add(unit)
+
+    def _not_stored(self, group: int, added: Iterable[Unit]) -> int:
+        """Returns the bytes that other groups need not store any more if a group computes units again."""
+        before = self._again.get(group, [])
+        values = [(u, node, root_of(v)) for u in added for node, v in u.results.items()]
+        stored = [
+            (u, node, v) for u, node, v in values if self._is_stored(u, v, set(self._own[self._group[u]]))
+        ]
+        self._again[group] = [*before, *added]
+        try:
+            left = [n for u, n, v in stored if not self._is_stored(u, v, set(self._own[self._group[u]]))]
+        finally:
+            self._again[group] = before
+        return sum(_tensor_bytes(n.meta["val"]) for n in left)
+
+    def _parts(self, group: int) -> tuple[list[Unit], tuple[fx.Node, ...]]:
+        """Returns the units that a group computes, and the nodes that it stores."""
+        own = [unit for unit in self._own[group] if unit not in self._dead]
+        return _united(own, self._again.get(group, ())), self._stored(own)
+
+    def _stored(self, units: Sequence[Unit]) -> tuple[fx.Node, ...]:
+        """Returns the nodes of results that a group of these units stores."""
+        members = set(units)
+        return tuple(
+            node
+            for unit in units
+            for node, value in unit.results.items()
+            if self._is_stored(unit, root_of(value), members)
+        )
+
+    def _is_stored(self, unit: Unit, value: Value, members: set[Unit]) -> bool:
+        """Returns whether a result is read by anything but ``members``, by default the unit's group."""
+        if self._others.get(value):
+            return True
+        for reader in self._readers.get(value, ()):
+            group = self._group[reader]
+            same = reader in members or (group == self._group[unit] and not members)
+            if not same and reader not in self._dead and unit not in self._again.get(group, ()):
+                return True
+        return any(
+            group != self._group[unit] and unit not in self._again[group]
+            for group in self._readers_again.get(value, ())
+        )
+
+    def _plan(self, units: Sequence[Unit], outputs: tuple[fx.Node, ...]) -> Region | str:
+        """Returns the region of units, or the reason why there is none."""
+        key = frozenset(units), outputs
+        if key not in self._plans:
+            self._plans[key] = self._make(units, outputs)
+        return self._plans[key]
+
+    def _make(self, units: Sequence[Unit], outputs: Iterable[fx.Node]) -> Region | str:
+        stored = [Access(node, self._graph.value_of(node)) for node in outputs]
+        read = [Access(node, self._graph.value_of(node)) for node in self._inputs(units)]
+        if len(units) > MAX_UNITS or len(read) + len(stored) > MAX_TENSORS:
+            return "the kernel would be too large"
+        tensors = {access.value: access.tensor for access in (*read, *stored)}
+        try:
+            loops = loops_of(units, [a.value for a in stored], tensors)
+        except Conflict as reason:
+            return str(reason)
+        if len(loops.column_sums) > MAX_SUMS:
+            return "the kernel would be too large"
+        return Region(tuple(units), loops, tuple(read), tuple(stored))
+
+    def _inputs(self, units: Sequence[Unit]) -> list[fx.Node]:
+        own = {v for u in units for v in u.values}
+        reads = dict.fromkeys(r for u in units for r in u.reads if r not in own)
+        return [self._graph.node_of[r] for r in reads]
+
+    def _bytes(self, units: Sequence[Unit], outputs: tuple[fx.Node, ...]) -> int:
+        region = self._plan(units, outputs)
+        if isinstance(region, Region):
+            return self._region_bytes(region)
+        return self._bytes_of(self._inputs(units), outputs)
+
+    def _region_bytes(self, region: Region) -> int:
+        """Returns the bytes that a kernel moves, or could move in the time that its arithmetic takes."""
+        return max(self._moved(region), sum(map(_work, region.units)))
+
+    def _moved(self, region: Region) -> int:
+        nodes = ([a.node for a in accesses] for accesses in (region.inputs, region.outputs))
+        return self._bytes_of(*nodes) + partial_sum_bytes(region)
+
+    def _bytes_of(self, inputs: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> int:
+        """Returns the bytes that are moved; a tensor that is read through several views counts once."""
+        read = {self._source_of(node): node.meta["val"] for node in inputs}
+        return sum(map(_tensor_bytes, (*read.values(), *(node.meta["val"] for node in outputs))))
+
+    def _source_of(self, node: fx.Node) -> Source:
+        if node not in self._sources:
+            self._sources[node] = source_of(node)
+        return self._sources[node]
+
+
+def _united(a: Iterable[Unit], b: Iterable[Unit]) -> list[Unit]:
+    return sorted({*a, *b}, key=lambda unit: unit.position)
+
+
+def _work(unit: Unit) -> int:
+    """Returns the bytes that a GPU moves while it computes a unit."""
+    return round(sum(math.prod(v.shape) * _bytes_per_element(v) for v in unit.values))
+
+
+def _bytes_per_element(value: Value) -> float:
+    if isinstance(value, Draw):
+        return BYTES_PER_DRAW
+    if not isinstance(value, Mapped):
+        return 0.0
+    calls = len(re.findall(r"[a-z]\(", value.template.replace("tl.where(", "")))
+    return BYTES_PER_OPERATION + calls * BYTES_PER_FUNCTION
+
+
+def _is_cheap(unit: Unit) -> bool:
+    """Returns whether a unit computes each element from few elements."""
+    return not any(isinstance(value, Reduced) for value in unit.values)
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

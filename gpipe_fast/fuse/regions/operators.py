@@ -1,0 +1,309 @@
+"""Operators that regions compute element by element, as expressions in Triton's language."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe_fast.fuse.regions.values import Constant, Mapped, Value
+
+aten = torch.ops.aten
+# The arguments of an operator by name, with values in place of nodes.
+Arguments = Mapping[str, Any]
+
+# Float dtypes that kernels compute in fp32.
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+DTYPES = FLOATS | INTEGERS | {torch.bool}
+
+
+class Unsupported(Exception):
+    """A region cannot compute an operator with these arguments."""
+
+
+def literal(number: float) -> str:
+    """Returns a number as an expression."""
+    if isinstance(number, bool) or not isinstance(number, float):
+        return repr(number)
+    return repr(number) if math.isfinite(number) else f'float("{number}")'
+
+
+def map_operator(target: Any, arguments: Arguments, result: Tensor) -> Value:
+    """Returns the value of an element-wise operator.
+
+    Args:
+        target: the operator.
+        arguments: its arguments.
+        result: its result, of which shape and dtype are read.
+
+    Raises:
+        Unsupported: a region cannot compute it.
+    """
+    shape, dtype = tuple(result.shape), result.dtype
+    if target in _FILLS:
+        return Constant(shape, dtype, _FILLS[target](arguments))
+    if target in _COPIES:
+        return Mapped(shape, dtype, "{0}", (arguments["self"],), None)
+    if target in _COMPARISONS:
+        return _comparison(_COMPARISONS[target], arguments, shape)
+    if target in _LOGICAL:
+        operands = _tensors(arguments, "self", "other")
+        if any(o.dtype != torch.bool for o in operands):
+            raise Unsupported
+        return Mapped(shape, torch.bool, _LOGICAL[target], operands, None)
+    if target in _SELECTS:
+        return _select(_SELECTS[target](arguments), shape, dtype)
+    if dtype not in FLOATS and not (target in _OF_INTEGERS and dtype != torch.bool):
+        raise Unsupported  # the others have numbers with a point in their expressions
+    template, operands = _EXPRESSIONS[target](arguments)
+    return Mapped(shape, dtype, template, operands, dtype)
+
+
+def is_element_wise(target: Any) -> bool:
+    """Returns whether an operator is computed element by element, perhaps with some arguments only."""
+    return target in _TARGETS
+
+
+def is_fill(target: Any) -> bool:
+    """Returns whether all elements of an operator's result are one number."""
+    return target in _FILLS
+
+
+def _tensors(arguments: Arguments, *names: str) -> tuple[Value, ...]:
+    """Returns the operands with these names; numbers become constants."""
+    found = []
+    for name in names:
+        given = arguments.get(name)
+        if given is None:
+            continue
+        found.append(given if isinstance(given, Value) else _constant(given))
+    return tuple(found)
+
+
+def _constant(number: float) -> Constant:
+    dtype = {bool: torch.bool, int: torch.int64}.get(type(number), torch.float32)
+    return Constant((), dtype, number)
+
+
+def _comparison(symbol: str, arguments: Arguments, shape: tuple[int, ...]) -> Mapped:
+    operands = _tensors(arguments, "self", "other")
+    dtypes = {o.dtype for o in operands}
+    if any(d.is_floating_point for d in dtypes):
+        common = torch.float32
+    elif dtypes == {torch.bool}:
+        common = torch.int32
+    else:
+        common = torch.int64
+    # A number is rounded to the tensor's dtype, as PyTorch does.
+    tensors = [o for o in operands if o.shape or not isinstance(o, Constant)]
+    if len(tensors) == 1 and tensors[0].dtype in FLOATS:
+        rounded = tensors[0].dtype
+        operands = tuple(
+            Mapped((), rounded, "{0}", (o,), torch.float32) if o is not tensors[0] else o for o in operands
+        )
+    return Mapped(shape, torch.bool, f"{{0}} {symbol} {{1}}", operands, common)
+
+
+def _select(operands: tuple[Value, Value, Value], shape: tuple[int, ...], dtype: torch.dtype) -> Mapped:
+    condition, *chosen = operands
+    if condition.dtype != torch.bool:
+        raise Unsupported
+    converted = tuple(c if c.dtype == dtype else Mapped(c.shape, dtype, "{0}", (c,), None) for c in chosen)
+    return Mapped(shape, dtype, "tl.where({0}, {1}, {2})", (condition, *converted), None)
+
+
+def _chosen(arguments: Arguments) -> tuple[Value, Value, Value]:
+    condition, *others = _tensors(arguments, "condition", "self", "other")
+    return condition, others[0], others[1]
+
+
+def _filled(arguments: Arguments) -> tuple[Value, Value, Value]:
+    mask, value, own = _tensors(arguments, "mask", "value", "self")
+    return mask, value, own
+
+
+Expression = tuple[str, tuple[Value, ...]]
+
+
+def _simple(template: str, *names: str) -> Callable[[Arguments], Expression]:
+    return lambda arguments: (template, _tensors(arguments, *(names or ("self",))))
+
+
+def _with_alpha(symbol: str) -> Callable[[Arguments], Expression]:
+    def build(arguments: Arguments) -> Expression:
+        alpha = arguments.get("alpha", 1)
+        scaled = "{1}" if alpha == 1 else f"{{1}} * {literal(alpha)}"
+        return f"{{0}} {symbol} {scaled}", _tensors(arguments, "self", "other")
+
+    return build
+
+
+def _rsub(arguments: Arguments) -> Expression:
+    alpha = arguments.get("alpha", 1)
+    scaled = "{0}" if alpha == 1 else f"{{0}} * {literal(alpha)}"
+    return f"{{1}} - {scaled}", _tensors(arguments, "self", "other")
+
+
+def _div(arguments: Arguments) -> Expression:
+    other = arguments["other"]
+    number = other.number if isinstance(other, Constant) and not other.shape else other
+    if not isinstance(number, Value):  # PyTorch multiplies by the reciprocal on a GPU
+        if not number:
+            raise Unsupported
+        reciprocal = float(torch.tensor(1.0) / torch.tensor(float(number)))
+        return f"{{0}} * {literal(reciprocal)}", _tensors(arguments, "self")
+    return "tl.div_rn({0}, {1})", _tensors(arguments, "self", "other")
+
+
+_POWERS = {
+    -2.0: "tl.div_rn(1.0, {0} * {0})", -1.0: "tl.div_rn(1.0, {0})", -0.5: "tl.rsqrt({0})",
+    0.5: "tl.sqrt_rn({0})", 1.0: "{0}", 2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}",
+}  # fmt: skip
+
+
+def _pow(arguments: Arguments) -> Expression:
+    exponent = float(arguments["exponent"])
+    if exponent not in _POWERS:
+        raise Unsupported
+    return _POWERS[exponent], _tensors(arguments, "self")
+
+
+def _clamp(arguments: Arguments) -> Expression:
+    low, high = arguments.get("min"), arguments.get("max")
+    template = "{0}"
+    if low is not None:
+        template = f"tl.maximum({template}, {literal(float(low))}, {_NAN})"
+    if high is not None:
+        template = f"tl.minimum({template}, {literal(float(high))}, {_NAN})"
+    return template, _tensors(arguments, "self")
+
+
+_NAN = "propagate_nan=tl.PropagateNan.ALL"
+
+
+def _gelu(template: str, *names: str) -> Callable[[Arguments], Expression]:
+    def build(arguments: Arguments) -> Expression:
+        kind = "gelu_tanh" if arguments.get("approximate", "none") == "tanh" else "gelu"
+        return template.replace("KIND", kind), _tensors(arguments, *names)
+
+    return build
+
+
+def _threshold_backward(arguments: Arguments) -> Expression:
+    threshold = literal(float(arguments["threshold"]))
+    return f"tl.where({{1}} <= {threshold}, 0.0, {{0}})", _tensors(arguments, "grad_output", "self")
+
+
+def _leaky_relu(arguments: Arguments) -> Expression:
+    slope = literal(float(arguments.get("negative_slope", 0.01)))
+    return f"tl.where({{0}} > 0.0, {{0}}, {{0}} * {slope})", _tensors(arguments, "self")
+
+
+def _leaky_relu_backward(arguments: Arguments) -> Expression:
+    slope = literal(float(arguments["negative_slope"]))
+    operands = _tensors(arguments, "grad_output", "self")
+    return f"tl.where({{1}} > 0.0, {{0}}, {{0}} * {slope})", operands
+
+
+def _hardtanh_backward(arguments: Arguments) -> Expression:
+    low, high = (literal(float(arguments[name])) for name in ("min_val", "max_val"))
+    operands = _tensors(arguments, "grad_output", "self")
+    return f"tl.where(({{1}} <= {low}) | ({{1}} >= {high}), 0.0, {{0}})", operands
+
+
+def _dropout_backward(arguments: Arguments) -> Expression:
+    scale = literal(float(arguments["scale"]))
+    operands = _tensors(arguments, "grad_output", "mask")
+    return f"tl.where({{1}} != 0.0, {{0}} * {scale}, 0.0)", operands
+
+
+_EXPRESSIONS: dict[Any, Callable[[Arguments], Expression]] = {
+    aten.add.Tensor: _with_alpha("+"),
+    aten.add.Scalar: _with_alpha("+"),
+    aten.sub.Tensor: _with_alpha("-"),
+    aten.sub.Scalar: _with_alpha("-"),
+    aten.rsub.Tensor: _rsub,
+    aten.rsub.Scalar: _rsub,
+    aten.mul.Tensor: _simple("{0} * {1}", "self", "other"),
+    aten.mul.Scalar: _simple("{0} * {1}", "self", "other"),
+    aten.div.Tensor: _div,
+    aten.div.Scalar: _div,
+    aten.pow.Tensor_Scalar: _pow,
+    aten.neg.default: _simple("-{0}"),
+    aten.abs.default: _simple("tl.abs({0})"),
+    aten.square.default: _simple("{0} * {0}"),
+    aten.reciprocal.default: _simple("tl.div_rn(1.0, {0})"),
+    aten.sqrt.default: _simple("tl.sqrt_rn({0})"),
+    aten.rsqrt.default: _simple("tl.rsqrt({0})"),
+    aten.exp.default: _simple("tl.exp({0})"),
+    aten.log.default: _simple("tl.log({0})"),
+    aten.sin.default: _simple("tl.sin({0})"),
+    aten.cos.default: _simple("tl.cos({0})"),
+    aten.erf.default: _simple("tl.erf({0})"),
+    aten.sigmoid.default: _simple("tl.sigmoid({0})"),
+    aten.tanh.default: _simple("hyperbolic_tangent({0})"),
+    aten.sgn.default: _simple("tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))"),
+    aten.sign.default: _simple("tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))"),
+    aten.relu.default: _simple(f"tl.maximum({{0}}, 0.0, {_NAN})"),
+    aten.silu.default: _simple('activate({0}, "silu")'),
+    aten.gelu.default: _gelu('activate({0}, "KIND")', "self"),
+    aten.maximum.default: _simple(f"tl.maximum({{0}}, {{1}}, {_NAN})", "self", "other"),
+    aten.minimum.default: _simple(f"tl.minimum({{0}}, {{1}}, {_NAN})", "self", "other"),
+    aten.clamp.default: _clamp,
+    aten.clamp_min.default: _clamp,
+    aten.clamp_max.default: _clamp,
+    aten.hardtanh.default: lambda a: _clamp({"self": a["self"], "min": a["min_val"], "max": a["max_val"]}),
+    aten.hardtanh_backward.default: _hardtanh_backward,
+    aten.leaky_relu.default: _leaky_relu,
+    aten.leaky_relu_backward.default: _leaky_relu_backward,
+    aten.sigmoid_backward.default: _simple("{0} * ((1.0 - {1}) * {1})", "grad_output", "output"),
+    aten.tanh_backward.default: _simple("{0} * (1.0 - {1} * {1})", "grad_output", "output"),
+    aten.threshold_backward.default: _threshold_backward,
+    aten.silu_backward.default: _simple('{0} * activation_derivative({1}, "silu")', "grad_output", "self"),
+    aten.gelu_backward.default: _gelu('{0} * activation_derivative({1}, "KIND")', "grad_output", "self"),
+    aten.native_dropout_backward.default: _dropout_backward,
+}
+_OF_INTEGERS = frozenset(
+    {
+        aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor,
+        aten.rsub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default, aten.abs.default,
+        aten.square.default, aten.maximum.default, aten.minimum.default,
+    }
+)  # fmt: skip
+_COMPARISONS = {
+    getattr(getattr(aten, name), overload): symbol
+    for name, symbol in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items()
+    for overload in ("Scalar", "Tensor")
+}
+_LOGICAL = {
+    aten.logical_not.default: "{0} == 0",
+    aten.bitwise_not.default: "{0} == 0",
+    aten.logical_and.default: "{0} & {1}",
+    aten.bitwise_and.Tensor: "{0} & {1}",
+    aten.logical_or.default: "{0} | {1}",
+    aten.bitwise_or.Tensor: "{0} | {1}",
+}
+_SELECTS: dict[Any, Callable[[Arguments], tuple[Value, Value, Value]]] = {
+    aten.where.self: _chosen,
+    aten.where.ScalarSelf: _chosen,
+    aten.where.ScalarOther: _chosen,
+    aten.masked_fill.Scalar: _filled,
+    aten.masked_fill.Tensor: _filled,
+}
+_COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
+_FILLS: dict[Any, Callable[[Arguments], float]] = {
+    aten.full.default: lambda a: a["fill_value"],
+    aten.full_like.default: lambda a: a["fill_value"],
+    aten.scalar_tensor.default: lambda a: a["s"],
+    aten.zeros.default: lambda a: 0,
+    aten.zeros_like.default: lambda a: 0,
+    aten.new_zeros.default: lambda a: 0,
+    aten.ones.default: lambda a: 1,
+    aten.ones_like.default: lambda a: 1,
+    aten.new_ones.default: lambda a: 1,
+}
+_TARGETS = frozenset().union(_EXPRESSIONS, _COMPARISONS, _LOGICAL, _SELECTS, _COPIES, _FILLS)
