@@ -111,23 +111,26 @@ def _measure(names: Sequence[str], capability: int) -> dict[str, Compiled]:
     for name, kernel, cubin, assembly in zip(
         names, made, cubins, _disassemble(cubins, capability), strict=True
     ):
-        usage = _resource_usage(cubin)
+        registers, spilled = resource_usage(cubin)
         accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.[\w.]*", assembly)
         found[name] = Compiled(
-            int(re.findall(r"REG:(\d+)", usage)[-1]),
+            registers,
             kernel.metadata.shared,
-            sum(int(spilled) for spilled in re.findall(r"(?:STACK|LOCAL):(\d+)", usage)),
+            spilled,
             len(accesses),
             sum(".128" in access for access in accesses),
         )
     return found
 
 
-def _resource_usage(cubin: bytes) -> str:
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Returns the registers of a thread, and the bytes of registers that it spills to memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return _output("cuobjdump", "-res-usage", file.name)
+        usage = _output("cuobjdump", "-res-usage", file.name)
+    spilled = re.findall(r"(?:STACK|LOCAL):(\d+)", usage)
+    return int(re.findall(r"REG:(\d+)", usage)[-1]), sum(map(int, spilled))
 
 
 def _disassemble(cubins: Sequence[bytes], capability: int) -> list[str]:

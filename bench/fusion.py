@@ -19,7 +19,7 @@ from typing import Any
 from bench.fusion_process import SIZES, Row
 from bench.fusion_stages import LARGE, PRECISIONS, STAGES
 from bench.measure import Table, report
-from bench.program_bytes import Work
+from gpipe_fast.lower.work import Work
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 600

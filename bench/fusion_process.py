@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from bench.fusion_stages import LARGE, PRECISIONS, SMALL, STAGES, Precision, Size, Stage, trace_stage
-from bench.program_bytes import Work, count
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.fuse.fuse import fuse
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import StageGraph, split
+from gpipe_fast.lower.work import Work, count
 
 SIZES = {"small": SMALL, "large": LARGE}
 

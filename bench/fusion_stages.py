@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
@@ -10,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from bench.models import bert, gpt, gpt2, head, llama, resnet, vit
+from bench.models import bert, gpt, gpt2, head, llama, resnet, unet, vit
 from gpipe_fast.trace import fake
 from gpipe_fast.trace.trace import JointGraph, TraceContext, trace
 from gpipe_fast.trace.traceability import Untraceable
@@ -89,8 +90,8 @@ def _hidden_and_targets(size: Size, dtype: torch.dtype) -> list[Tensor]:
     return [*_hidden(size, dtype), torch.empty(size.batch, size.length, dtype=torch.int64)]
 
 
-def _images(size: Size, dtype: torch.dtype) -> list[Tensor]:
-    shape = (size.batch, size.width // 4, size.length // 8, size.length // 8)
+def _images(size: Size, dtype: torch.dtype, scale: int = 1) -> list[Tensor]:
+    shape = (size.batch, size.width // 4, *(scale * size.length // 8,) * 2)
     images = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
     return [images.requires_grad_()]
 
@@ -102,6 +103,12 @@ def _llama(size: Size) -> list[nn.Module]:
 def _bottleneck(size: Size) -> list[nn.Module]:
     block = resnet.bottleneck(size.width // 4, size.width // 16, stride=1)
     return list(block.to(memory_format=torch.channels_last))
+
+
+def _unet(size: Size) -> list[nn.Module]:
+    channels = size.width // 4
+    model = unet.unet(1, channels, depth=1, in_channels=channels, out_channels=channels)
+    return list(model.to(memory_format=torch.channels_last))
 
 
 STAGES = {
@@ -117,6 +124,8 @@ STAGES = {
     "head": Stage(lambda s: [head.Head(s.width, s.vocab)], _hidden_and_targets),
     "head, upcast": Stage(lambda s: [head.Head(s.width, s.vocab, upcast=True)], _hidden_and_targets),
     "ResNet": Stage(_bottleneck, _images),
+    # Its inner images have half as many rows and columns, and need more than one.
+    "U-Net": Stage(_unet, functools.partial(_images, scale=2)),
 }
 
 

@@ -22,16 +22,13 @@ from bench.case import DTYPES, KernelCase
 from bench.families import all_cases
 from bench.measure import report
 from gpipe_fast.kernels import launch
+from gpipe_fast.lower.work import NOT_READ_ARGUMENT, OVERWRITES
 from gpipe_fast.strides import span
 
 ELEMENTS = 1 << 24
 
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-# In-place operators that do not read the tensor that they write.
-OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.bernoulli_, aten.normal_, aten.uniform_}
-# Operators that read at most one element per row of the argument at this index, which is not counted.
-NOT_READ_ARGUMENT = {aten.nll_loss_forward: 0, aten.nll_loss_backward: 1}
 
 
 class Traffic(TorchDispatchMode):

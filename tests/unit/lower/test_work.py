@@ -10,7 +10,6 @@ import torch
 
 from bench.fusion import cells, left, tables
 from bench.fusion_process import Row
-from bench.program_bytes import Work, count
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.kernels import norm_kernels
 from gpipe_fast.lower.launch import KernelLaunch
@@ -27,6 +26,7 @@ from gpipe_fast.lower.steps import (
     Release,
     Step,
 )
+from gpipe_fast.lower.work import Work, count
 
 aten = torch.ops.aten
 ALWAYS = ActiveRuns.ALWAYS
