@@ -49,6 +49,7 @@ ActiveRuns = _C.ActiveRuns
 build_info = _C.build_info
 """``build_info() -> dict[str, str]`` returns the torch, CUDA, GPU architectures and compiler of the build."""
 
+run_backward = _C.run_backward
 built_with_cuda = _C.built_with_cuda
 """``built_with_cuda() -> bool`` returns whether the extension contains its GPU code."""
 

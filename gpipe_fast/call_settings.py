@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from gpipe_fast._extension import Pipeline
 from gpipe_fast.arguments import (
     checked_batch_dim,
     checked_checkpoint,
@@ -12,10 +13,18 @@ from gpipe_fast.arguments import (
     checked_threads_per_stage,
 )
 from gpipe_fast.layers.structure import BatchDim
+from gpipe_fast.runtime.stage import TRACING_LOCK
 
 
 class CallSettings:
     """Settings that the next call reads. An invalid value is refused on assignment."""
+
+    _pipeline: Pipeline
+    _fuse: bool
+    _capture: bool
+
+    def _rebuild_stages(self) -> None:
+        """Makes the stages anew, because a setting has changed that they are compiled for."""
 
     @property
     def chunks(self) -> int | Literal["auto"]:
@@ -71,3 +80,25 @@ class CallSettings:
     @threads_per_stage.setter
     def threads_per_stage(self, threads: int | None) -> None:
         self._threads_per_stage = checked_threads_per_stage(threads)
+
+    @property
+    def capture(self) -> bool:
+        """Whether mini-batches on GPUs are captured and replayed as CUDA graphs; may be set between calls."""
+        return self._capture
+
+    @capture.setter
+    def capture(self, capture: bool) -> None:
+        self._capture = bool(capture)
+        self._pipeline.set_capture(self._capture)
+
+    @property
+    def fuse(self) -> bool:
+        """Whether stages on GPUs use fused kernels; may be set between calls; the next call compiles."""
+        return self._fuse
+
+    @fuse.setter
+    def fuse(self, fuse: bool) -> None:
+        with TRACING_LOCK:
+            if bool(fuse) != self._fuse:
+                self._fuse = bool(fuse)
+                self._rebuild_stages()

@@ -26,11 +26,13 @@ from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.call_settings import CallSettings
 from gpipe_fast.container import Container
 from gpipe_fast.devices import Device
+from gpipe_fast.explanation import Explanation
+from gpipe_fast.explanation.explain import explain_call, named_device
 from gpipe_fast.fuse import left_out
 from gpipe_fast.fuse.availability import fuses_by_default
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
-from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
+from gpipe_fast.layers.structure import ONE_TENSOR, BatchDim, Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.connections import connections_of, describe_connections
@@ -90,7 +92,7 @@ class GPipe(CallSettings, Container):
         capture: Replay mini-batches that run on GPUs only as CUDA graphs, from the third one of a shape on;
             ``doctor()`` reports what cannot be captured. It has no effect on CPU stages.
         fuse: Let stages on GPUs of compute capability 8.0 or higher replace operators that are limited by
-            memory traffic by fused Triton kernels (norms, activations, dropout, losses), which are launched
+            memory traffic by fused Triton kernels (element-wise operators, norms, losses), which are launched
             without Python. Results then differ from the plain loop's by rounding. It has no effect on CPU
             stages, and under ``torch.use_deterministic_algorithms(True)``. None: True, or False if the
             environment variable ``GPIPE_FAST_FUSE`` is 0.
@@ -211,28 +213,6 @@ class GPipe(CallSettings, Container):
                 self._pipeline = self._open_pipeline()
             self._rebuild_stages()
 
-    @property
-    def capture(self) -> bool:
-        """Whether mini-batches on GPUs are captured and replayed as CUDA graphs; may be set between calls."""
-        return self._capture
-
-    @capture.setter
-    def capture(self, capture: bool) -> None:
-        self._capture = bool(capture)
-        self._pipeline.set_capture(self._capture)
-
-    @property
-    def fuse(self) -> bool:
-        """Whether stages on GPUs use fused kernels; may be set between calls; the next call compiles."""
-        return self._fuse
-
-    @fuse.setter
-    def fuse(self, fuse: bool) -> None:
-        with TRACING_LOCK:
-            if bool(fuse) != self._fuse:
-                self._fuse = bool(fuse)
-                self._rebuild_stages()
-
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch. `torch.compile` does not trace into this method.
@@ -258,15 +238,10 @@ class GPipe(CallSettings, Container):
                 the message names the layer and the reason. Or the call is inside a ``torch.func``
                 transform, a tracer, or forward-mode AD.
         """
-        if not args and kwargs.keys() == {"input"}:
-            args, kwargs = (kwargs["input"],), {}
-        inputs = Inputs.of(args, kwargs, self._batch_dim)
         if not len(self):
-            return _pass_through(args, kwargs, inputs)
+            return _pass_through(args, kwargs, self._batch_dim)
+        inputs = self._checked_inputs(args, kwargs)
         observed = has_observers(inputs.tensors, self.modules)
-        check_inputs(inputs, self._devices)
-        if kwargs or len(args) != 1:
-            check_signature(next(iter(self)), args, kwargs)
         with TRACING_LOCK:
             plan = without_observers(self._plan, inputs, global_hook()) if observed else self._plan(inputs)
             parameters, buffers, pipeline = self._state.parameters, self._state.buffers, self._pipeline
@@ -279,6 +254,51 @@ class GPipe(CallSettings, Container):
         if module_warnings or left_out.pending:
             self._emit_warnings()
         return outputs[0] if structure is ONE_TENSOR else structure.build_unaliased(outputs)
+
+    def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """Returns the checked arguments of a call."""
+        if not args and kwargs.keys() == {"input"}:
+            args, kwargs = (kwargs["input"],), {}
+        inputs = Inputs.of(args, kwargs, self._batch_dim)
+        check_inputs(inputs, self._devices)
+        if kwargs or len(args) != 1:
+            check_signature(next(iter(self)), args, kwargs)
+        return inputs
+
+    def explain(self, *args: Any, device: Device | None = None, **kwargs: Any) -> Explanation:
+        """Explains what fused kernels compute in each stage, and what they save; runs no layer.
+
+        Args:
+            args: The arguments of a call, as for `forward`: a mini-batch. Only shapes, dtypes, strides and
+                ``requires_grad`` are read.
+            device: A CUDA device for which the stages are explained, as ``'cuda'``. The machine need not have
+                it. By default the model's own devices; on the CPU, nothing is fused.
+            kwargs: The keyword arguments of a call.
+
+        Returns:
+            The explanation, for the present grad mode, autocast mode and settings of the model.
+            Autocast for the CPU counts as autocast for a device that is named. ``print`` shows tables.
+
+        Raises:
+            TypeError: As for `forward`; or ``device`` is neither a name, a number nor a device.
+            ValueError: As for `forward`; or ``device`` is no CUDA device.
+            RuntimeError: A stage cannot be traced and ``backend='aten'``, or another thread runs layers.
+        """
+        place = None if device is None else named_device(device)
+        inputs = self._checked_inputs(args, kwargs)
+        with TRACING_LOCK:
+            self._detect_changes()
+            planner = self._planner if place is None else self._absent_planner(place)
+            training = self.training and torch.is_grad_enabled()
+            call = (inputs, self._chunks_of(inputs.batch_size), self._threads(), self._state)
+            return explain_call(planner, call, checkpoint_policy(self.checkpoint, training), place)
+
+    def _absent_planner(self, device: torch.device) -> Planner:
+        """Returns a planner for the stages on a device that the machine need not have."""
+        devices = [device] * len(self._balance)
+        options = self._deferred_batch_norm, self.grad_dtype, self._fuse
+        stages = stages_of(self._layers, self._balance, devices, *options, is_absent=True)
+        return Planner(stages, self.backend, self._python_workers)
 
     def _emit_warnings(self) -> None:
         """Emits the planner's pending warnings and those about fused kernels, each once."""
@@ -295,7 +315,7 @@ class GPipe(CallSettings, Container):
         if self._check_sequence_first:
             self._check_sequence_first = False
             warn_sequence_first([stage.layers for stage in self._stages], inputs.dims)
-        threads = self.threads_per_stage or max(1, torch.get_num_threads() // len(self._stages))
+        threads = self._threads()
         signature = Signature.of(inputs, chunks, threads, self._state)
         planner = self._planner if hook is None else self._planner_under_hook(hook)
         checkpoint = checkpoint_policy(self.checkpoint, self.training and torch.is_grad_enabled())
@@ -360,13 +380,17 @@ class GPipe(CallSettings, Container):
 
     def _num_chunks(self, batch: int) -> int:
         """Returns the number of micro-batches for this batch size; warns once if the user's number is low."""
-        num_stages = len(self._stages)
-        enough = 4 * num_stages
-        chunks = max(1, min(enough, batch)) if self.chunks == "auto" else self.chunks
+        num_stages, enough, chunks = len(self._stages), 4 * len(self._stages), self._chunks_of(batch)
         if num_stages > 1 and chunks < enough and self.training and not self._warned_of_idle_stages:
             self._warned_of_idle_stages = True
             warn_idle_stages(num_stages, chunks, enough)
         return chunks
+
+    def _chunks_of(self, batch: int) -> int:
+        return max(1, min(4 * len(self._stages), batch)) if self.chunks == "auto" else self.chunks
+
+    def _threads(self) -> int:
+        return self.threads_per_stage or max(1, torch.get_num_threads() // max(1, len(self._stages)))
 
     def extra_repr(self) -> str:
         """Returns the balance, devices and settings, and the connections of stages if one is on a GPU."""
@@ -381,8 +405,11 @@ class GPipe(CallSettings, Container):
         return record(self._pipeline, lambda: kernel_names(self._stages, self._planner.lowered()))
 
 
-def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs) -> Any:
+def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Any:
     """Returns the only argument unchanged. A batch dimension is not needed, since no tensor is split."""
+    if not args and kwargs.keys() == {"input"}:
+        args, kwargs = (kwargs["input"],), {}
+    inputs = Inputs.of(args, kwargs, batch_dim)
     if len(args) != 1 or kwargs:
         raise TypeError(
             "a GPipe without layers takes one positional argument and returns it, got "

@@ -77,6 +77,7 @@ def stages_of(
     deferred: bool,
     grad_dtype: torch.dtype | None,
     fuse: bool,
+    is_absent: bool = False,
 ) -> list[Stage]:
     """Returns a stage for each partition.
 
@@ -87,12 +88,13 @@ def stages_of(
         deferred: whether running statistics of batch norm are updated once per mini-batch.
         grad_dtype: the dtype in which gradients are accumulated; None for the parameter's own.
         fuse: whether stages on GPUs use fused kernels.
+        is_absent: whether the stages are only traced, for devices that the machine need not have.
     """
     stages: list[Stage] = []
     skips = skips_of(layers)
     first = 0
     for own, device in zip(partitions_of(layers, balance), devices, strict=True):
-        options = StageOptions(deferred, grad_dtype, fuse)
+        options = StageOptions(deferred, grad_dtype, fuse, is_absent)
         stages.append(Stage(own, first, device, skips=skips, options=options))
         first += len(own)
     return stages

@@ -51,6 +51,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_pipeline(m);
   bind_snapshot(m);
   bind_observer(m);
+  bind_backward(m);
 }
 
 }  // namespace gpipe_fast

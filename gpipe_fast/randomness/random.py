@@ -109,19 +109,23 @@ class KeyedRandomMode(TorchDispatchMode):
             function that returns the key.
         generators: only in eager mode; allows random ops without a keyed counterpart. Such an op draws from
             its own generator if it has one, or else from a new one, seeded by key, layer and ordinal.
+        on_gpu: whether tensors may be on a GPU although PyTorch sees none: those of a trace.
 
     Raises:
         UnkeyedRandomOp: on a random op that can be drawn neither by key nor with ``generators``.
     """
 
     def __init__(
-        self, key: Tensor | Callable[[], Tensor], generators: SavedGeneratorStates | None = None
+        self,
+        key: Tensor | Callable[[], Tensor],
+        generators: SavedGeneratorStates | None = None,
+        on_gpu: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generators = generators
         # Only CUDA has fused attention with dropout. Elsewhere no function mode is entered, because any such
         # mode disables the fast path of Transformer layers in eval mode.
-        self._attention = _UnfusedAttention() if torch.cuda.is_available() else None
+        self._attention = _UnfusedAttention() if on_gpu or torch.cuda.is_available() else None
         self.set_key(key)
 
     def set_key(self, key: Tensor | Callable[[], Tensor]) -> None:

@@ -241,7 +241,8 @@ class Compiler:
             (layers, family_key(inputs, gradient_layouts), modes), ShapeFamily()
         )
         num_attempts = family.num_attempts
-        joint = family.instantiate(stage, inputs, gradient_layouts)
+        absent = stage.options.is_absent  # then, no trace has symbols
+        joint = None if absent else family.instantiate(stage, inputs, gradient_layouts)
         self.num_traces += family.num_attempts - num_attempts
         if joint is not None:
             self.num_instantiated += 1
@@ -260,14 +261,14 @@ class Compiler:
             joint = found
             self._trace_counts[layers, modes] += 1
             key = (self._updated_fingerprint(stage, layers), *key[1:])
-        launching = with_user_launches(joint, stage.device)
+        launching = with_user_launches(joint, stage.device, absent)
         if isinstance(launching, Untraceable):
             return launching
         traced = self._traces[key] = TracedStage(
             launching,
             AccumulationPolicy(stage.options.grad_dtype, modes.deterministic),
-            fusion_of(stage.device) if stage.options.fuse and not modes.deterministic else None,
-            loader_of(stage.device),
+            fusion_of(stage.device, absent) if stage.options.fuse and not modes.deterministic else None,
+            None if absent else loader_of(stage.device),
             hoist_casts=stage.device.type == "cuda",
         )
         for cache in (self._traces, self._families, self._known_reads):
@@ -305,7 +306,7 @@ class Compiler:
         self.num_traces += 1
         joint = trace(
             stage.layers,
-            inputs.examples(),
+            inputs.examples(stage.options.is_absent),
             gradient_layouts,
             inputs.structure,
             stage.trace_context(inputs),

@@ -25,7 +25,7 @@ from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, buffers_of
 
 if TYPE_CHECKING:
-    from gpipe_fast.fuse.fuse import Replaced
+    from gpipe_fast.fuse.fuse import Fused, Replaced
     from gpipe_fast.fuse.fusion import Fusion
     from gpipe_fast.fuse.loader import KernelLoader
 
@@ -156,11 +156,9 @@ class TracedStage:
     def lower(self, saved_fraction: SavedFraction) -> LoweredStage:
         """Splits and lowers the joint graph, once per fraction (see ``split``)."""
         if saved_fraction not in self.lowered:
-            joint = hoist_parameter_casts(self.joint) if self.hoist_casts else self.joint
-            parts = split(joint, saved_fraction)
+            parts, fused = self.fuse(saved_fraction)
             forward, backward, replaced = parts.forward_saving, parts.backward, {}
-            if self.fusion is not None:
-                fused = self.fusion.fuse(forward, backward)
+            if fused is not None:
                 replaced = {each.graph.name: each.replaced for each in fused}
                 forward, backward = fused[0].graph, fused[-1].graph if backward else None
             self.lowered[saved_fraction] = LoweredStage(
@@ -170,6 +168,21 @@ class TracedStage:
                 replaced,
             )
         return self.lowered[saved_fraction]
+
+    def fuse(
+        self, saved_fraction: SavedFraction, explain: bool = False
+    ) -> tuple[SplitGraphs, Sequence[Fused] | None]:
+        """Splits the joint graph, and fuses its parts; None for parts that are left as they are.
+
+        Args:
+            saved_fraction: as for ``split``.
+            explain: whether to find out why nodes are left.
+        """
+        joint = hoist_parameter_casts(self.joint) if self.hoist_casts else self.joint
+        parts = split(joint, saved_fraction)
+        if self.fusion is None:
+            return parts, None
+        return parts, self.fusion.fuse(parts.forward_saving, parts.backward, explain)
 
 
 class CompiledStage:

@@ -8,6 +8,7 @@ import reprlib
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +85,13 @@ class _Call:
         return functools.partial(_check_boundaries, dim=dims.outputs, lengths=lengths)
 
 
+class Compiled(NamedTuple):
+    """The compiled stages of a call, by micro-batch, or the failure; and what each micro-batch saves."""
+
+    stages: list[list[CompiledStage]] | CompilationFailure
+    saved_fractions: Sequence[SavedFraction]
+
+
 # A plan's cache key: the call, and the latest gradient layouts at the compiled stages, if known.
 _Key = tuple[Signature, Checkpoint, tuple[Hashable, ...]]
 
@@ -94,6 +102,8 @@ class Planner:
     Attributes:
         module_warnings: warnings about layers that run in Python, and about avoidable costs.
         latest: the plan of the latest call; None before the first.
+        stages: the stages.
+        backend: as for `GPipe`.
     """
 
     def __init__(
@@ -101,8 +111,8 @@ class Planner:
     ) -> None:
         self.module_warnings = ModuleWarnings()
         self.latest: PlannedCall | None = None
-        self._stages = stages
-        self._backend = backend
+        self.stages = stages
+        self.backend = backend
         self._compiler = Compiler(max_traces=None if backend == "aten" else MAX_TRACES)
         self._layout_history = GradientLayoutHistory(CACHE_LIMIT * len(stages))
         self._lowering_pending = threading.Event()
@@ -183,9 +193,9 @@ class Planner:
         A plan is valid for one call only if another thread is running layers, because no layer is traced
         then, or if a trace failed: the reason may be the call's inputs, for which the layer then raises.
         """
-        check_placed(self._stages)
+        check_placed(self.stages)
         call = _Call.of(signature, inputs, checkpoint)
-        if self._backend == "eager":
+        if self.backend == "eager":
             return self._make_dynamic_plan(call, all_in_python=True), True
         with contextlib.ExitStack() as held:
             idle = all(segments.try_lock(held) for segments in self._segments)
@@ -196,6 +206,27 @@ class Planner:
                 if isinstance(known, CompilationFailure):
                     return self._make_dynamic_plan(call, failure=known), False
                 return self._make_plan(call, self._searches(call), known), True
+
+    def compile(self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> Compiled:
+        """Returns the compiled stages of a call without a plan; a plan for the call has the same stages.
+
+        Args:
+            signature: the call's signature.
+            inputs: the module's inputs; only their metadata is read.
+            checkpoint: the fraction of activations that micro-batches save.
+
+        Raises:
+            RuntimeError: another thread is running layers; or as for `plan`.
+        """
+        call = _Call.of(signature, inputs, checkpoint)
+        with contextlib.ExitStack() as held:
+            if not all(segments.try_lock(held) for segments in self._segments):
+                raise RuntimeError(
+                    "layers cannot be traced while another thread runs layers of the model; wait until its "
+                    "call has ended"
+                )
+            with intra_op_threads(signature.threads):
+                return Compiled(self._compile(call), call.saved_fractions)
 
     def lowered(self) -> list[CompiledStage]:
         """Returns the stages, and parts of stages, that are lowered for some call, by their first layer."""
@@ -211,7 +242,7 @@ class Planner:
         found: list[list[CompiledStage]] | CompilationFailure
         if compiled is None:
             distinct = list(dict.fromkeys((call.microbatches[0], call.microbatches[-1])))
-            found = self._compiler.compile(self._stages, distinct)
+            found = self._compiler.compile(self.stages, distinct)
             if isinstance(found, CompilationFailure):
                 return self._return_or_raise(found)
             _check_outputs(
@@ -231,7 +262,7 @@ class Planner:
         self, call: _Call, searches: Sequence[SegmentSearch], known: Sequence[Sequence[CompiledStage]] | None
     ) -> PlannedCall:
         return make_plan(
-            self._stages,
+            self.stages,
             searches,
             call.microbatches[0],
             call.saved_fractions,
@@ -245,10 +276,10 @@ class Planner:
         self, call: _Call, all_in_python: bool = False, failure: CompilationFailure | None = None
     ) -> PlannedCall:
         """Makes a plan whose chains are found at run time, because boundary tensors are unknown before."""
-        for index, stage in enumerate(self._stages):
+        for index, stage in enumerate(self.stages):
             untraceable = check_initialized(stage.layers)
             if untraceable is not None:
-                raise RuntimeError(_failure_message(CompilationFailure(index, untraceable), self._stages))
+                raise RuntimeError(_failure_message(CompilationFailure(index, untraceable), self.stages))
         searches = self._searches(call, all_in_python=all_in_python)
         if failure is not None:
             reason, index = failure.untraceable, failure.stage_index
@@ -270,8 +301,8 @@ class Planner:
     def _return_or_raise(self, failure: CompilationFailure) -> CompilationFailure:
         """Returns the failure, or raises it if no layer may run in Python instead."""
         reason = failure.untraceable
-        if self._backend == "aten" or reason.is_fatal:
-            text = _failure_message(failure, self._stages)
+        if self.backend == "aten" or reason.is_fatal:
+            text = _failure_message(failure, self.stages)
             if not reason.is_fatal and reason.error is RuntimeError:
                 text += "; pass backend='auto' to GPipe to run the layer in Python"
             raise reason.error(text)

@@ -174,8 +174,10 @@ class BoundarySpec:
         skips = [next(skip_specs) if is_tensor else None for is_tensor in self.skips]
         return BoundarySpec(self.tensors[: self.num_plain], self.structure), skips
 
-    def examples(self) -> list[Tensor]:
-        """Returns an uninitialized tensor for each spec."""
+    def examples(self, without_memory: bool = False) -> list[Tensor]:
+        """Returns an uninitialized tensor for each spec; meta tensors if they must not have memory."""
+        if without_memory:
+            return [spec.meta_tensor().requires_grad_(spec.requires_grad) for spec in self.tensors]
         return [spec.example() for spec in self.tensors]
 
 
@@ -197,11 +199,13 @@ class StageOptions(NamedTuple):
         grad_dtype: the dtype in which gradients of lower precision are accumulated over micro-batches; None
             for the gradients' own dtype.
         fuse: whether stages on GPUs use fused kernels.
+        is_absent: whether the stages are only traced, for devices that the machine need not have.
     """
 
     deferred: bool = False
     grad_dtype: torch.dtype | None = None
     fuse: bool = False
+    is_absent: bool = False
 
 
 _DEFAULT_OPTIONS = StageOptions()
@@ -268,7 +272,8 @@ class Stage:
     def trace_context(self, inputs: BoundarySpec) -> TraceContext:
         """Returns the context of the layers in a trace: their skip connections, batch norm and device."""
         pops, stashes = self.keys(self.pops), self.keys(self.stashes)
-        return TraceContext(pops, inputs.skips, stashes, self.options.deferred, self.device)
+        options = self.options
+        return TraceContext(pops, inputs.skips, stashes, options.deferred, self.device, options.is_absent)
 
     def parameters(self) -> list[int]:
         """Returns the layers' parameters as indices into the whole stage's parameters, in port order."""

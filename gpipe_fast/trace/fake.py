@@ -27,17 +27,20 @@ class RealLayouts(FakeTensorMode):
     accept. The real kernel runs once, on zeros, during the trace.
     """
 
-    def __init__(self, shape_env: ShapeEnv | None = None) -> None:
+    def __init__(self, shape_env: ShapeEnv | None = None, runs_kernels: bool = True) -> None:
         # Plain tensor attributes and list indexing bring real tensors into the trace. static_shapes: only the
         # inputs, which override it, have symbols for sizes.
         super().__init__(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
+        self._runs_kernels = runs_kernels
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the fake kernel, and replaces results whose strides or dtype differ from the real kernel's."""
         fake = super().__torch_dispatch__(func, types, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not _may_differ_from_real(func) or (
-            all(map(_is_strictly_contiguous, tensors)) and not _is_mixed_batch_norm(func, tensors)
+        if (
+            not self._runs_kernels
+            or not _may_differ_from_real(func)
+            or (all(map(_is_strictly_contiguous, tensors)) and not _is_mixed_batch_norm(func, tensors))
         ):
             return fake
         try:

@@ -33,6 +33,7 @@ class TraceContext:
         deferred: whether batch norm updates its running statistics once per mini-batch.
         device: the device on which the layers run, with copies of parameters that are on other devices; None
             for the parameters' own devices.
+        is_absent: whether to trace for the device without it: no operator runs, and inputs have no memory.
     """
 
     pops: Sequence[Key] = ()
@@ -40,6 +41,7 @@ class TraceContext:
     stashes: Sequence[Key] = ()
     deferred: bool = False
     device: torch.device | None = None
+    is_absent: bool = False
 
 
 class UntraceableError(Exception):
@@ -57,8 +59,8 @@ class InputMutated(Exception):
 class _TracingMode(KeyedRandomMode):
     """Draws by key, and pauses the observer inside operators, where a trace spends most of its time."""
 
-    def __init__(self, key: Tensor, observer: Observer) -> None:
-        super().__init__(key)
+    def __init__(self, key: Tensor, observer: Observer, on_gpu: bool) -> None:
+        super().__init__(key, on_gpu=on_gpu)
         self._observer = observer
 
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +140,7 @@ class LayersFunction(nn.Module):
     def _run(self, key: Tensor, observer: Observer, value: Any) -> Any:
         for index, layer in enumerate(self.layers):
             self.trace_observer.layer = index
-            mode = _TracingMode(key, observer)
+            mode = _TracingMode(key, observer, self.trace_context.is_absent)
             mode.enter_layer(index)
             tensors_before = _named_tensors(layer)
             with mode, torch_private.annotate({"layer": index}):

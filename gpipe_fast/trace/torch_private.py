@@ -131,6 +131,37 @@ def _patched_cudnn_batch_norm(kernel: Callable[..., Any] | None) -> Iterator[Non
 
 
 @contextlib.contextmanager
+def _replaced_attention(attention: Callable[..., Tensor | None]) -> Iterator[None]:
+    """Replaces ``scaled_dot_product_attention`` in a trace, except where the replacement returns None."""
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    key = torch._C.DispatchKey.AutogradCUDA
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        found = attention(*args, **kwargs)
+        if found is not None:
+            return found
+        del op.py_kernels[key]
+        op._dispatch_cache.clear()
+        try:
+            original: Tensor = op(*args, **kwargs)
+        finally:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+        return original
+
+    before = op.py_kernels.pop(key, None)
+    op.py_kernels[key] = kernel
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op.py_kernels.pop(key, None)
+        if before is not None:
+            op.py_kernels[key] = before
+        op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
 def _patched_reserve_size() -> Iterator[None]:
     # cuDNN reports the size of the reserve space that its batch norm saves for the backward only for integer
     # sizes, not for symbols, and only on a GPU. Programs accept a reserve space of any size.
@@ -262,7 +293,10 @@ def export_symbolic(
 
 
 def export_joint(
-    module: nn.Module, inputs: tuple[Tensor, ...], mode: FakeTensorMode | None = None
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    mode: FakeTensorMode | None = None,
+    attention: Callable[..., Tensor | None] | None = None,
 ) -> fx.GraphModule:
     """Traces ``module(*inputs)`` and, if gradients are enabled and required, the backward.
 
@@ -270,6 +304,7 @@ def export_joint(
         module: called once, on fake tensors with the shapes, dtypes and strides of ``inputs``.
         inputs: real tensors, whose contents are never read, or fake tensors of ``mode``.
         mode: the fake mode; a new `RealLayouts` by default.
+        attention: replaces ``scaled_dot_product_attention``, unless it returns None.
 
     Returns:
         A flat functional ATen graph whose placeholders and results carry ``meta['desc']``.
@@ -284,6 +319,7 @@ def export_joint(
         _patched_reserve_size(),
         _allow_fused_attention(),
         _autocast_cache_disabled(),
+        contextlib.nullcontext() if attention is None else _replaced_attention(attention),
         # loss.backward() runs outside the autocast region of the forward.
         functorch_config.patch(backward_pass_autocast="off"),
     ):

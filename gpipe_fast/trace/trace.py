@@ -16,6 +16,7 @@ from gpipe_fast.layers import phase
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, tuple_structure
 from gpipe_fast.randomness.random import UnkeyedRandomOp
 from gpipe_fast.trace import python_reads, torch_private
+from gpipe_fast.trace.absent_device import AbsentDevice, backward_without_gpu, choose_attention
 from gpipe_fast.trace.fingerprint import unguardable_reason
 from gpipe_fast.trace.function import InputMutated, InvalidStageOutput, LayersFunction, UntraceableError
 from gpipe_fast.trace.function import TraceContext as TraceContext
@@ -227,16 +228,30 @@ def _trace_once(
     varying: Sequence[Sequence[bool]] | None,
 ) -> _TraceResult:
     key = torch.zeros(3, dtype=torch.int64)
+    device = stage.trace_context.device
+    absent = AbsentDevice(device) if device is not None and stage.trace_context.is_absent else None
     example = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
+    if absent is not None:
+        example = tuple(map(absent.tensor, example))
     symbols: torch_private.Symbols | None = None
     trace_observer = stage.trace_observer
     failure: Untraceable | None = None
     traced = False
     try:
-        _replace_parameters(layers, stage.trace_context.device)
-        with phase.phase_scope(tracing=True), _logging_disabled(), default_arguments_known():
+        if absent is None:
+            _replace_parameters(layers, device)
+        else:
+            absent.replace_tensors(layers)
+        with (
+            phase.phase_scope(tracing=True),
+            _logging_disabled(),
+            default_arguments_known(),
+            contextlib.nullcontext() if absent is None else backward_without_gpu(),
+        ):
             if varying is None:
-                module = torch_private.export_joint(stage, (key, *example))
+                mode = None if absent is None else absent.mode
+                attention = None if absent is None or torch.cuda.is_available() else choose_attention
+                module = torch_private.export_joint(stage, (key, *example), mode, attention)
             else:
                 module, symbols = torch_private.export_symbolic(stage, (key, *example), varying)
         traced = True

@@ -33,6 +33,7 @@ gpipe_fast
     cpu(self) -> NoReturn
     cuda(self, device: int | torch.device | None = None) -> NoReturn
     devices: property, may be set
+    explain(self, *args: Any, device: Device | None = None, **kwargs: Any) -> Explanation
     extend(self, sequential: object) -> NoReturn
     extra_repr(self) -> str
     forward(self, *args: Any, **kwargs: Any) -> Any
@@ -89,6 +90,19 @@ gpipe_fast.recording
     phases(self) -> list[Schedule]
     seconds(self) -> dict[Action, float]
     span(self) -> float
+gpipe_fast.explanation
+  class Explanation(device: str, settings: str, notes: tuple[str, ...],
+      stages: tuple[StageExplanation, ...]) -> None
+    to_dict(self) -> dict[str, Any]
+  class FusedGroup(operators: tuple[str, ...], kernels: tuple[str, ...],
+      layers: tuple[tuple[int, ...], ...], saved_bytes: int) -> None
+  class LeftGroup(operator: str, count: int, layers: tuple[int, ...], bytes: int,
+      reason: str) -> None
+  class ProgramExplanation(direction: str, microbatches: int, bytes_before: int,
+      bytes_after: int, launches_before: int, launches_after: int, fused: tuple[FusedGroup, ...],
+      left: tuple[LeftGroup, ...]) -> None
+  class StageExplanation(index: int, layers: tuple[str, ...], first_layer: int, device: str,
+      note: str, programs: tuple[ProgramExplanation, ...]) -> None
 gpipe_fast.schedule
   class Action(stage: int, kind: Kind, microbatch: int) -> None
     parse(text: str) -> Action
@@ -178,6 +192,7 @@ MODULES = [
     "gpipe_fast.profile",
     "gpipe_fast.picture",
     "gpipe_fast.recording",
+    "gpipe_fast.explanation",
     "gpipe_fast.schedule",
     "gpipe_fast.verify",
     "gpipe_fast.doctor",

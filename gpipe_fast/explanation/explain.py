@@ -1,0 +1,179 @@
+"""Explains a call of a model: compiles its stages, perhaps for a device that the machine lacks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from gpipe_fast.devices import Device, parse_device
+from gpipe_fast.explanation.explanation import Explanation
+from gpipe_fast.explanation.programs import explain_programs
+from gpipe_fast.explanation.stages import ProgramExplanation, StageExplanation
+from gpipe_fast.fuse import availability
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import Inputs
+from gpipe_fast.lower.checkpoint import Checkpoint, has_recompute
+from gpipe_fast.runtime.compile import CompilationFailure
+from gpipe_fast.runtime.planner import Compiled, Planner, Signature
+from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.runtime.state import ModuleState
+from gpipe_fast.trace.absent_device import backward_without_gpu
+
+_ON_CPU = (
+    "Nothing is fused, because the stage is on the CPU, where PyTorch's operators run. To see what would be "
+    "fused on a GPU, which this machine need not have, call explain with device='cuda'."
+)
+_ASSUMED = (
+    "The machine has no GPU: a GPU of compute capability 9.0 with 132 multiprocessors (H100) is assumed. "
+    "Attention is by the operator that PyTorch prefers there: cuDNN's in 16 bits, else the memory-efficient "
+    "one. Results have the memory layouts of PyTorch's fake kernels. No operator has run."
+)
+
+
+def named_device(device: Device) -> torch.device:
+    """Returns the device to explain for.
+
+    Raises:
+        TypeError: `device` is neither a name, a number nor a device.
+        ValueError: it is no CUDA device.
+    """
+    found = parse_device(device, "device")
+    if found.type != "cuda":
+        raise ValueError(
+            f"explain names a CUDA device to explain for, got {str(found)!r}; pass device='cuda', or leave "
+            "the argument out for the model's own devices"
+        )
+    return torch.device("cuda", found.index or 0)
+
+
+def _inputs_on(device: torch.device, inputs: Inputs) -> Inputs:
+    """Returns inputs with fake tensors on another device."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    with FakeTensorMode():
+        return inputs._replace(tensors=[*map(moved, inputs.tensors)])
+
+
+@contextlib.contextmanager
+def _autocast_on_gpu() -> Iterator[None]:
+    """Takes the CPU's autocast mode for the GPU's, since PyTorch enables no autocast for an absent GPU."""
+    if torch.is_autocast_enabled("cuda") or not torch.is_autocast_enabled("cpu"):
+        yield
+        return
+    dtype = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", torch.get_autocast_dtype("cpu"))
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", dtype)
+
+
+def explain_call(
+    planner: Planner,
+    call: tuple[Inputs, int, int, ModuleState],
+    checkpoint: Checkpoint,
+    device: torch.device | None,
+) -> Explanation:
+    """Explains a call.
+
+    Args:
+        planner: the model's planner, or one of stages on the device that is named.
+        call: the arguments of `Signature.of`.
+        checkpoint: the fraction of activations that micro-batches save.
+        device: the device that is named; None for the devices of the stages.
+    """
+    stages = planner.stages
+    inputs, chunks, threads, state = call
+    with contextlib.ExitStack() as stack:
+        if device is not None:
+            stack.enter_context(_autocast_on_gpu())
+            stack.enter_context(backward_without_gpu())
+            inputs = _inputs_on(device, inputs)
+        settings = _settings(inputs, chunks, checkpoint)
+        if planner.backend == "eager" or all(stage.device.type == "cpu" for stage in stages):
+            compiled = None
+        else:
+            signature = Signature.of(inputs, chunks, threads, state)
+            compiled = planner.compile(signature, inputs.tensors, checkpoint)
+        found = tuple(_explained(index, stage, compiled) for index, stage in enumerate(stages))
+    devices = ", ".join(dict.fromkeys(str(stage.device) for stage in stages))
+    assumes = device is not None and not torch.cuda.is_available()
+    return Explanation(devices, settings, (_ASSUMED,) if assumes else (), found)
+
+
+def _settings(inputs: Inputs, chunks: int, checkpoint: Checkpoint) -> str:
+    """Returns the precision, the micro-batches and the mode of a call in words."""
+    kinds = ("cuda", "cpu")
+    autocast = [str(torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+    dtype = f", autocast to {autocast[0].removeprefix('torch.')}" if autocast else ""
+    number = len(inputs.dims.split([x.detach() for x in inputs.tensors], chunks))
+    fractions = checkpoint.saved_fractions(number)
+    recomputed = sum(map(has_recompute, fractions))
+    mode = "" if torch.is_grad_enabled() else ", without gradients"
+    if recomputed:
+        mode = f", {recomputed} of them recomputed"
+    return f"{number} micro-batch{'es' if number > 1 else ''}{mode}{dtype}"
+
+
+def _explained(index: int, stage: Stage, compiled: Compiled | None) -> StageExplanation:
+    if stage.device.type == "cpu":
+        return _described(index, stage, _ON_CPU)
+    if compiled is None:
+        return _described(
+            index, stage, "Nothing is fused, because all layers run in Python: backend='eager'."
+        )
+    pipelines = compiled.stages
+    if isinstance(pipelines, CompilationFailure):
+        return _described(index, stage, _failure_note(index, stage, pipelines))
+    fractions = Counter(compiled.saved_fractions)
+    programs = [
+        program
+        for fraction, number in fractions.items()
+        for program in explain_programs(pipelines[0][index], fraction, number)
+    ]
+    return _described(index, stage, _why_unfused(stage), programs)
+
+
+def _described(
+    index: int, stage: Stage, note: str, programs: Sequence[ProgramExplanation] = ()
+) -> StageExplanation:
+    names = tuple(type(layer).__name__ for layer in stage.layers)
+    return StageExplanation(index, names, stage.first_layer, str(stage.device), note, tuple(programs))
+
+
+def _failure_note(index: int, stage: Stage, failure: CompilationFailure) -> str:
+    reason = failure.untraceable
+    if failure.stage_index != index:
+        return (
+            f"Unknown until the first call, because a layer of stage {failure.stage_index} runs in Python, "
+            "and what it returns is known only then."
+        )
+    where = "a layer"
+    if reason.layer is not None:
+        where = layer_title(stage.first_layer + reason.layer, stage.layers[reason.layer])
+    return (
+        f"{where[0].upper()}{where[1:]} runs in Python, because {reason.reason}. Nothing is fused in it. The "
+        "layers around it are fused, but how is known only when the first call shows what it returns."
+    )
+
+
+def _why_unfused(stage: Stage) -> str:
+    if not stage.options.fuse:
+        return "Nothing is fused, because the model has fuse=False."
+    if torch.are_deterministic_algorithms_enabled():
+        return "Nothing is fused, because only deterministic algorithms are allowed."
+    if not availability.has_triton():
+        return "Nothing is fused, because the package triton is not installed; install it, and explain again."
+    if availability.fusion_of(stage.device, stage.options.is_absent) is None:
+        return "Nothing is fused: kernels need CUDA 12.8, and a GPU of compute capability 8.0 or higher."
+    return ""
