@@ -341,6 +341,22 @@ def recordings_name_the_kernels() -> None:
     assert recording.kernels == ((), ())
 
 
+def an_explanation_names_the_kernels_that_run() -> None:
+    """Before any step, for the model's own device; and for a device of this kind that is named."""
+    case = Case((2, 2))
+    x = torch.randn(ROWS, WIDTH, device=DEVICE, requires_grad=True)
+    explanations = [case.model.explain(x, device=device) for device in (None, "cuda:0")]
+    before = launched.copy()
+    with case.model.recording() as recording:
+        case.step()
+    for explanation in explanations:
+        for stage, names in zip(explanation.stages, recording.kernels, strict=True):
+            kernels_of_stage = {k for p in stage.programs for group in p.fused for k in group.kernels}
+            assert kernels_of_stage == {*names}, (kernels_of_stage, names)
+            assert all(p.bytes_after < p.bytes_before for p in stage.programs)
+    assert launched != before
+
+
 # The self-test of doctor
 
 

@@ -33,6 +33,7 @@ CASES = [
     "replays_have_the_bits_of_other_steps",
     "batches_without_rows",
     "recordings_name_the_kernels",
+    "an_explanation_names_the_kernels_that_run",
     "the_self_test_of_doctor",
     "the_self_test_reports_a_wrong_kernel",
     "the_self_test_reports_large_errors",
