@@ -38,8 +38,8 @@ CASES = [
     "the_self_test_reports_a_wrong_kernel",
     "the_self_test_reports_large_errors",
 ]
-# The libraries of `equal_stages_share_kernels`: two forms of five kernels.
-SHARED_LIBRARIES = 10
+# The libraries of `equal_stages_share_kernels`: two forms of six kernels.
+SHARED_LIBRARIES = 12
 
 
 def test_fused_steps(libraries: tuple[Path, Path], tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ UNDER_AUTOCAST = {
 # Products, attention, casts of parameters and of single tensors.
 MAY_BE_LEFT = {"mm", "addmm", "_unsafe_view", "_to_copy"}
 # Two tensors are added, and one operator normalizes a tensor: no kernel moves fewer bytes.
-ALSO_LEFT = {"heads": {"add"}, "torch": {"_fused_rms_norm"}}
+ALSO_LEFT = {"heads": {"add"}, "frozen": {"add"}, "torch": {"_fused_rms_norm"}}
 
 
 def kind(name: str) -> str:

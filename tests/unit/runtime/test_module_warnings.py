@@ -23,8 +23,8 @@ def keyed_as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes attention draw by key as on a GPU, although it runs on the CPU."""
     make = random.KeyedRandomMode.__init__
 
-    def make_unfused(mode: random.KeyedRandomMode, *args: Any) -> None:
-        make(mode, *args)
+    def make_unfused(mode: random.KeyedRandomMode, *args: Any, **named: Any) -> None:
+        make(mode, *args, **named)
         mode._attention = random._UnfusedAttention()
 
     monkeypatch.setattr(random.KeyedRandomMode, "__init__", make_unfused)

@@ -75,7 +75,7 @@ def test_without_keys_a_recomputed_dropout_draws_another_mask() -> None:
     class Unkeyed(contextlib.nullcontext):  # type: ignore[type-arg]
         unfused_attention = False
 
-        def __init__(self, key: Tensor, observer: object) -> None:
+        def __init__(self, key: Tensor, observer: object, on_gpu: bool) -> None:
             super().__init__()
 
         def enter_layer(self, layer: int) -> None:
