@@ -2,7 +2,8 @@
 
 Greedy: of all pairs of groups that share a tensor, the pair that saves most is merged first, as long as one
 pass over rows and columns computes both, and no other node stands between them. Then groups compute again
-what other groups would store for them, if it is computed from tensors that they read anyway::
+what other groups would store for them, if it is computed from tensors that they read anyway. A kernel takes
+the time to move its bytes, or that of its arithmetic if it is longer (work.py)::
 
     recompute   x -> y = rms_norm(x) -> product           stores y in bf16
     gradient    g, x, rstd -> y again                     does not read y in fp32
@@ -11,8 +12,6 @@ what other groups would store for them, if it is computed from tensors that they
 from __future__ import annotations
 
 import heapq
-import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -24,7 +23,8 @@ from gpipe_fast.fuse.regions.kernel import partial_sum_bytes
 from gpipe_fast.fuse.regions.loops import loops_of
 from gpipe_fast.fuse.regions.order import Order
 from gpipe_fast.fuse.regions.region import Access, Region, operator_name
-from gpipe_fast.fuse.regions.values import Draw, Mapped, Reduced, Value, root_of
+from gpipe_fast.fuse.regions.values import Value, root_of
+from gpipe_fast.fuse.regions.work import reduces, work_of
 from gpipe_fast.fuse.rewriter import moved_bytes
 from gpipe_fast.lower.alias import Source, source_of
 
@@ -32,10 +32,6 @@ from gpipe_fast.lower.alias import Source, source_of
 # gradient is then no longer hidden. A stage waits at the beginning of its backwards, for one micro-batch in
 # each mini-batch; of four, say.
 WAITING = 1 / 4
-# Bytes that a GPU moves in the time of one operation per element, of a function, of a random number. An H100
-# has 33 trillion fp32 instructions per second, half as many of integers, and 3.3 TB/s; a function takes about
-# 20 instructions, and a random number 25 of integers.
-BYTES_PER_OPERATION, BYTES_PER_FUNCTION, BYTES_PER_DRAW = 0.1, 2.0, 5.0
 # Limits of one kernel: its registers, and the time to compile it.
 MAX_UNITS, MAX_TENSORS, MAX_SUMS = 64, 24, 6
 
@@ -271,7 +267,7 @@ class _Grouping:
         best: tuple[int, list[Unit]] = (0, [])
         while pending and len(added) + len(others) < MAX_UNITS:
             unit = pending.pop()
-            if not _is_cheap(unit):
+            if reduces(unit):
                 continue
             added.append(unit)
             units, freed = _united(region.units, added), self._not_stored(group, added)
@@ -382,7 +378,7 @@ class _Grouping:
 
     def _region_bytes(self, region: Region) -> int:
         """Returns the bytes that a kernel moves, or could move in the time that its arithmetic takes."""
-        return max(self._moved(region), sum(map(_work, region.units)))
+        return max(self._moved(region), sum(map(work_of, region.units)))
 
     def _moved(self, region: Region) -> int:
         nodes = ([a.node for a in accesses] for accesses in (region.inputs, region.outputs))
@@ -401,25 +397,6 @@ class _Grouping:
 
 def _united(a: Iterable[Unit], b: Iterable[Unit]) -> list[Unit]:
     return sorted({*a, *b}, key=lambda unit: unit.position)
-
-
-def _work(unit: Unit) -> int:
-    """Returns the bytes that a GPU moves while it computes a unit."""
-    return round(sum(math.prod(v.shape) * _bytes_per_element(v) for v in unit.values))
-
-
-def _bytes_per_element(value: Value) -> float:
-    if isinstance(value, Draw):
-        return BYTES_PER_DRAW
-    if not isinstance(value, Mapped):
-        return 0.0
-    calls = len(re.findall(r"[a-z]\(", value.template.replace("tl.where(", "")))
-    return BYTES_PER_OPERATION + calls * BYTES_PER_FUNCTION
-
-
-def _is_cheap(unit: Unit) -> bool:
-    """Returns whether a unit computes each element from few elements."""
-    return not any(isinstance(value, Reduced) for value in unit.values)
 
 
 def _tensor_bytes(tensor: Tensor) -> int:
