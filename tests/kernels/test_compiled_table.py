@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import triton
 
+from bench import regions
 from bench.compiled import CAPABILITIES, TRITON_VERSIONS, compile_variant, measure, read_table
 from gpipe_fast.kernels.variants import all_variants
 from tests.sampling import sample, seed
@@ -48,3 +49,10 @@ def test_the_table_has_every_variant_and_none_spills_registers(version: str) -> 
     assert set(found) == {(name, capability) for name in NAMES for capability in CAPABILITIES}
     spilling = {row: spilled for row, (_, _, spilled, _) in found.items() if spilled != "0"}
     assert spilling == {}
+
+
+def test_no_generated_kernel_spills_registers() -> None:
+    newest, oldest = (regions.read_table(version) for version in TRITON_VERSIONS)
+    assert newest.keys() == oldest.keys()
+    assert len(newest) > 200
+    assert {spilled for found in (newest, oldest) for _, spilled in found.values()} == {0}
