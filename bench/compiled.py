@@ -9,11 +9,12 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import triton
 from triton.compiler import CompiledKernel
@@ -73,6 +74,9 @@ def kernel_source(variant: Variant) -> KernelSource:
     )
 
 
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 # The numbers of a table row, as texts.
 Numbers = tuple[str, ...]
 # By a kernel's name and a GPU's compute capability.
@@ -166,11 +170,16 @@ def _output(tool: str, *arguments: str) -> str:
     return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def _measure_all() -> Measured:
-    """Compiles every variant, in one process per processor."""
-    names = list(all_variants())
-    chunks = [names[start : start + _CHUNK] for start in range(0, len(names), _CHUNK)]
-    found: Measured = {}
+def in_processes(measure: Callable[[Sequence[T]], dict[K, V]], items: Sequence[T], chunk: int) -> dict[K, V]:
+    """Returns what a function measures of items, in one process per processor.
+
+    Args:
+        measure: takes some of the items; a function of a module.
+        items: the items.
+        chunk: how many items a process gets at once.
+    """
+    chunks = [items[start : start + chunk] for start in range(0, len(items), chunk)]
+    found: dict[K, V] = {}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for each in pool.map(measure, chunks):
             found |= each
@@ -204,6 +213,6 @@ def main() -> None:
     if triton.__version__ not in TRITON_VERSIONS:
         sys.exit(f"the table has Triton {' and '.join(TRITON_VERSIONS)}, this is {triton.__version__}")
     others = {version: read_table(version) for version in TRITON_VERSIONS}
-    text = table({**others, triton.__version__: _measure_all()})
+    text = table({**others, triton.__version__: in_processes(measure, list(all_variants()), _CHUNK)})
     TABLE.write_text(text)
     print(text)

@@ -16,13 +16,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import triton
 
-from bench.compiled import CAPABILITIES, TRITON_VERSIONS, resource_usage
+from bench.compiled import CAPABILITIES, TRITON_VERSIONS, in_processes, resource_usage
 from bench.regions_process import Generated
 from gpipe_fast.fuse.compile_worker import compile_kernel
 
@@ -71,16 +69,6 @@ def measure(chosen: Sequence[Generated]) -> Measured:
         (kernel.name, capability): resource_usage(compile_kernel(kernel.source(), capability).asm["cubin"])
         for kernel, capability in itertools.product(chosen, CAPABILITIES)
     }
-
-
-def measure_all(chosen: Sequence[Generated]) -> Measured:
-    """Compiles kernels in one process per processor."""
-    chunks = [chosen[start : start + _CHUNK] for start in range(0, len(chosen), _CHUNK)]
-    found: Measured = {}
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for each in pool.map(measure, chunks):
-            found |= each
-    return found
 
 
 def read_table(version: str) -> Measured:
@@ -144,7 +132,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     if options.write is not None:
         options.write.write_text("".join(json.dumps(vars(kernel)) + "\n" for kernel in chosen))
     others = {version: read_table(version) for version in TRITON_VERSIONS}
-    text = table(chosen, {**others, triton.__version__: measure_all(chosen)})
+    text = table(chosen, {**others, triton.__version__: in_processes(measure, chosen, _CHUNK)})
     TABLE.write_text(text)
     print(text)
 

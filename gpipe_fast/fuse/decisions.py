@@ -1,7 +1,7 @@
 """The nodes on which a decision depends: a comparison, a cast to integers, or the choice of an element.
 
-A rounding may turn a decision over: with ``relu``, the gradient of an element is kept or not; with routing, a
-token goes to another expert. Everything else changes by a rounding only.
+A rounding error may flip a decision: with ``relu``, the gradient of an element is kept or not; with routing,
+a token goes to another expert. All other values change by a rounding error only.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def fuse(
     families = cases(_dtypes(graph))
     pass_.run(families)
     pass_.replace_regions(explain)
-    # Regions may have taken over what else read a sum.
+    # A region may have removed the other readers of a sum.
     pass_.run(case for case in families if case.phase == SUMS)
     fused = pass_.rewriter.finish()
     return Fused(fused, tuple(pass_.replaced), left_in(fused, pass_.reasons) if explain else ())

@@ -114,9 +114,8 @@ def _cudnn_batch_norm(
 
 
 @contextlib.contextmanager
-def _patched_cudnn_batch_norm(kernel: Callable[..., Any] | None) -> Iterator[None]:
-    """Sets the Python kernel of cuDNN's batch norm for a trace; None removes the current kernel."""
-    op, key = torch.ops.aten.cudnn_batch_norm.default, torch._C.DispatchKey.Autograd
+def _patched_kernel(op: Any, key: Any, kernel: Callable[..., Any] | None) -> Iterator[None]:
+    """Sets an operator's Python kernel for a dispatch key; None removes the present kernel."""
     before = op.py_kernels.pop(key, None)
     if kernel is not None:
         op.py_kernels[key] = kernel
@@ -130,6 +129,12 @@ def _patched_cudnn_batch_norm(kernel: Callable[..., Any] | None) -> Iterator[Non
         op._dispatch_cache.clear()
 
 
+def _patched_cudnn_batch_norm(kernel: Callable[..., Any] | None) -> contextlib.AbstractContextManager[None]:
+    """Sets the Python kernel of cuDNN's batch norm for a trace; None removes the present kernel."""
+    op = torch.ops.aten.cudnn_batch_norm.default
+    return _patched_kernel(op, torch._C.DispatchKey.Autograd, kernel)
+
+
 @contextlib.contextmanager
 def _replaced_attention(attention: Callable[..., Tensor | None]) -> Iterator[None]:
     """Replaces ``scaled_dot_product_attention`` in a trace, except where the replacement returns None."""
@@ -138,27 +143,14 @@ def _replaced_attention(attention: Callable[..., Tensor | None]) -> Iterator[Non
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         found = attention(*args, **kwargs)
-        if found is not None:
-            return found
-        del op.py_kernels[key]
-        op._dispatch_cache.clear()
-        try:
-            original: Tensor = op(*args, **kwargs)
-        finally:
-            op.py_kernels[key] = kernel
-            op._dispatch_cache.clear()
-        return original
+        if found is None:
+            with _patched_kernel(op, key, None):
+                found = op(*args, **kwargs)
+        result: Tensor = found
+        return result
 
-    before = op.py_kernels.pop(key, None)
-    op.py_kernels[key] = kernel
-    op._dispatch_cache.clear()
-    try:
+    with _patched_kernel(op, key, kernel):
         yield
-    finally:
-        op.py_kernels.pop(key, None)
-        if before is not None:
-            op.py_kernels[key] = before
-        op._dispatch_cache.clear()
 
 
 @contextlib.contextmanager

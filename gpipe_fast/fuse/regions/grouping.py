@@ -110,7 +110,7 @@ class _Grouping:
         found = self._plan(*self._parts(group))
         if not isinstance(found, Region) or len(found.units) < 2 or not found.outputs:
             return None
-        # What is computed again is saved elsewhere.
+        # A unit that several groups compute counts for the group that computes it first.
         before = sum(moved_bytes(unit.node) for unit in self._own[group])
         saved = before - self._moved(found)
         return replace(found, saved=saved) if saved >= MIN_SAVED * before else None

@@ -81,7 +81,7 @@ class Loops:
 
     @property
     def is_flat(self) -> bool:
-        """Whether there are columns alone, any number of which one kernel computes."""
+        """Whether all axes are columns; then one kernel computes any number of columns."""
         return not self.rows and not self.whole_rows
 
     def strides_of(self, value: Value, tensor: Tensor) -> dict[int, int]:

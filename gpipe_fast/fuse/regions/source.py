@@ -272,12 +272,12 @@ class _Writer:
         index = self._draws.index(value)
         key = self._names[root_of(value.key)]
         numbers = f"{key}, layer_{index}, ordinal_{index}"
-        # The first row begins at 0, however long it is.
+        # If all axes are columns, there is one row, which begins at element 0.
         strides, cols = self._strides[value], 0 if self._loops.is_flat else self._loops.num_cols
         by_four = cols % 4 == 0 and self._block.cols % 4 == 0
         in_order = self._cols.is_contiguous(strides, 1) and self._rows.is_contiguous(strides, cols)
         if in_order and by_four:
-            # A draw for all rows stands before they are counted.
+            # A mask that all rows share is drawn before the loop over rows.
             rows = "rows" if self._varies(value)[0] else "tl.zeros([1], tl.int32)"
             found = f"keep_rows({rows}, first_col, {cols}, {numbers}, last_{index}, COLS, True)"
         else:
