@@ -21,7 +21,16 @@ TIERS = {"test": {""}, "rest": {"extended"}, "all": {"", "extended"}, "soak": {"
 DESELECTED = pytest.StashKey[Counter[str]]()
 # CPU-only builds of torch come without Triton.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-collect_ignore = [] if HAS_TRITON else ["bench", "fuse", "kernels"]
+NEED_TRITON = [
+    "bench",
+    "docs/test_kernel.py",
+    "fuse",
+    "kernels",
+    "unit/explanation",
+    "unit/lower/test_in_place.py",
+    "unit/lower/test_work.py",
+]
+collect_ignore = [] if HAS_TRITON else NEED_TRITON
 
 
 def pytest_configure() -> None:
@@ -97,7 +106,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     }
     lines = [f"{deselected[name]} {what}" for name, what in descriptions.items() if deselected[name]]
     lines += [f"{needs_gpu} tests that need a GPU ({missing_for_cuda()})"] if needs_gpu else []
-    lines += [] if HAS_TRITON else ["tests/bench, tests/fuse and tests/kernels, which need Triton"]
+    lines += [] if HAS_TRITON else [f"{', '.join(NEED_TRITON)} of tests, which need Triton"]
     if lines:
         terminalreporter.write_line(
             f"not run: {'; '.join(lines)}. Samples are drawn with GPIPE_FAST_SEED={seed()}"

@@ -134,6 +134,14 @@ def test_the_package_can_be_imported_from_any_folder(tmp_path):
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
 
 
+def test_every_smoke_test_is_collected_without_triton():
+    plugin = ["-p", "tests.unit.without_triton"]
+    command = [sys.executable, "-m", "pytest", *plugin, "-q", "-m", "smoke", "--collect-only", "tests"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "which need Triton" in result.stdout
+
+
 def imported_packages(path):
     """Returns the top-level names of third-party packages that a file imports at run time."""
     names, pending = set(), [ast.parse(path.read_text())]
