@@ -23,6 +23,10 @@ def addmm_is_bitwise_equal(a: Tensor, b: Tensor) -> bool:
 # The number of result elements that must be equal before the order of summation counts as equal.
 _MIN_COMPARED_ELEMENTS = 512
 
+# The number of random elements drawn for an operand; larger operands repeat them. A prime, so that the
+# repetitions do not coincide with rows.
+_MAX_DRAWN = 1_000_003
+
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -38,15 +42,20 @@ def _trials_are_equal(a: _Layout, b: _Layout, dtype: torch.dtype, threads: int) 
         sizes, strides = layout
         distinct = [size if stride else 1 for size, stride in zip(sizes, strides, strict=True)]
         tensor = torch.empty_strided(distinct, strides, dtype=dtype)
-        # Drawn as float64: random float32 values have so few bits that float64 products would not round.
-        return tensor.copy_(torch.randn(distinct, generator=generator, dtype=torch.float64)).expand(sizes)
+        return tensor.copy_(_random_elements(tensor.numel(), dtype, generator).view(distinct)).expand(sizes)
 
     # A small product is tried several times, since one trial could be equal by chance.
     for _ in range(-(-_MIN_COMPARED_ELEMENTS // (a[0][0] * b[0][1]))):
         left, right = random(a), random(b)
-        total = torch.randn(a[0][0], b[0][1], generator=generator, dtype=torch.float64).to(dtype)
+        total = random(((a[0][0], b[0][1]), (b[0][1], 1)))
         expected = total + left @ right
         torch.addmm(total, left, right, out=total)
         if not torch.equal(total, expected):
             return False
     return True
+
+
+def _random_elements(number: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    # Drawn as float64: random float32 values have so few bits that float64 products would not round.
+    drawn = torch.randn(min(number, _MAX_DRAWN), generator=generator, dtype=torch.float64).to(dtype)
+    return drawn.repeat(-(-number // len(drawn)))[:number]

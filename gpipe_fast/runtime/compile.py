@@ -12,21 +12,21 @@ from torch import Tensor
 
 from gpipe_fast.fuse.availability import fusion_of, loader_of, with_user_launches
 from gpipe_fast.lower.accumulation import AccumulationPolicy
+from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compiled import (
-    Cache,
     CompiledStage,
     GradientLayoutHistory,
     GradientStrides,
     SegmentKey,
     TracedStage,
 )
+from gpipe_fast.runtime.equal_layers import EqualLayers
+from gpipe_fast.runtime.known_reads import KnownReads
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
-from gpipe_fast.trace import python_reads
 from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
-from gpipe_fast.trace.python_reads import PythonReads
-from gpipe_fast.trace.trace import JointGraph, trace
+from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.traceability import Untraceable
 
 
@@ -66,8 +66,8 @@ class Compiler:
         self._limit = limit
         self._max_traces = max_traces
         self._trace_counts: Counter[tuple[Hashable, TorchModes]] = Counter()
-        # By fingerprint, the Python state that the layers read during their first trace.
-        self._known_reads: OrderedDict[Hashable, list[PythonReads]] = OrderedDict()
+        self._known_reads = KnownReads(fingerprint, limit)
+        self._equal_layers = EqualLayers(limit)
         self._traces: OrderedDict[Hashable, TracedStage] = OrderedDict()
         self._families: OrderedDict[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = OrderedDict()
         self._compiled: Cache[tuple[SegmentKey, GradientLayouts], CompiledStage] = Cache(4 * limit)
@@ -232,7 +232,7 @@ class Compiler:
                 at all.
             enforce_limit: whether the limit on traces applies.
         """
-        layers, modes = self._fingerprint(stage), TorchModes.now()
+        layers, modes = self._known_reads.fingerprint(stage.layers), TorchModes.now()
         key = (layers, inputs, gradient_layouts, modes, stage.options.grad_dtype)
         if key in self._traces:
             self._traces.move_to_end(key)
@@ -271,28 +271,15 @@ class Compiler:
             None if absent else loader_of(stage.device),
             hoist_casts=stage.device.type == "cuda",
         )
-        for cache in (self._traces, self._families, self._known_reads):
+        for cache in (self._traces, self._families):
             while len(cache) > self._limit:
                 cache.popitem(last=False)
         return traced
 
-    def _fingerprint(self, stage: Stage) -> Hashable:
-        """Returns the fingerprint of a stage's layers, including state that equal layers read when traced."""
-        layers = fingerprint(stage.layers)
-        known = self._known_reads.get(layers)
-        return (
-            fingerprint(stage.layers)
-            if known is not None and python_reads.record(stage.layers, known)
-            else layers
-        )
-
     def _updated_fingerprint(self, stage: Stage, before: Hashable) -> Hashable:
         """Returns the fingerprint after a trace, and moves cache entries to it if the trace changed it."""
-        layers = fingerprint(stage.layers)
+        layers = self._known_reads.updated(stage.layers, before)
         if layers != before:
-            self._known_reads[before] = [
-                r for layer in stage.layers if (r := python_reads.reads_of(layer)) is not None
-            ]
             for key in [key for key in self._families if key[0] == before]:
                 self._families[(layers, *key[1:])] = self._families.pop(key)
             for modes in [key[1] for key in self._trace_counts if key[0] == before]:
@@ -304,13 +291,7 @@ class Compiler:
     ) -> JointGraph | Untraceable:
         """Traces a stage for these sizes, without symbols, and keeps the trace as a sample."""
         self.num_traces += 1
-        joint = trace(
-            stage.layers,
-            inputs.examples(stage.options.is_absent),
-            gradient_layouts,
-            inputs.structure,
-            stage.trace_context(inputs),
-        )
+        joint = self._equal_layers.trace_stage(stage, inputs, gradient_layouts)
         if isinstance(joint, JointGraph):
             family.add_sample(inputs, gradient_layouts, joint)
         return joint

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
 
@@ -19,9 +17,11 @@ from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import SplitGraphs, split
-from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, form_of
+from gpipe_fast.runtime.cache import Cache
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, outputs_of
 from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
+from gpipe_fast.trace.gradient_layouts import GradientStrides as GradientStrides
 from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, buffers_of
 
 if TYPE_CHECKING:
@@ -29,34 +29,8 @@ if TYPE_CHECKING:
     from gpipe_fast.fuse.fusion import Fusion
     from gpipe_fast.fuse.loader import KernelLoader
 
-GradientStrides = dict[int, tuple[int, ...]]  # by output, its gradient's strides; no entry if none arrives
-
 # The maximum number of entries in each cache of segments or gradient layouts, per stage.
 CACHE_LIMIT = 64
-
-_Key = TypeVar("_Key", bound=Hashable)
-_Value = TypeVar("_Value")
-
-
-class Cache(OrderedDict[_Key, _Value]):
-    """A least-recently-used cache with a maximum number of entries."""
-
-    def __init__(self, limit: int) -> None:
-        """Makes an empty cache of at most `limit` entries."""
-        super().__init__()
-        self._limit = limit
-
-    def __setitem__(self, key: _Key, value: _Value) -> None:
-        super().__setitem__(key, value)
-        while len(self) > self._limit:
-            self.popitem(last=False)
-
-    def find(self, key: _Key) -> _Value | None:
-        """Returns the entry, or None, and marks the entry as the most recently used."""
-        found = self.get(key)
-        with contextlib.suppress(KeyError):  # another thread may have evicted the entry
-            self.move_to_end(key)
-        return found
 
 
 @dataclass(frozen=True)
@@ -208,7 +182,7 @@ class CompiledStage:
         """
         self.stage = stage
         self.segment_key = segment_key
-        self.outputs: BoundarySpec = _outputs(traced.joint) if base is None else base.outputs
+        self.outputs: BoundarySpec = outputs_of(traced.joint) if base is None else base.outputs
         self.traced = traced
         self._reached: list[int] = (
             list(traced.joint.of(GraphRole.PARAMETER_GRADIENT)) if base is None else base._reached
@@ -231,17 +205,11 @@ class CompiledStage:
 
     def input_gradients(self) -> GradientStrides:
         """Returns the strides of the gradients of the stage's inputs."""
-        given = self.traced.joint.of(GraphRole.INPUT_GRADIENT)
-        return {i: node.meta["val"].stride() for i, node in given.items()}
+        return self.traced.joint.input_gradient_strides()
 
     def gradient_layouts(self, gradients: GradientStrides) -> GradientLayouts:
         """Returns the outputs whose gradients differ in layout from the output, or do not arrive."""
-        # Strides of size-one dimensions are compared, too: they distinguish channels_last from contiguous.
-        return tuple(
-            (index, gradients.get(index))
-            for index, tangent in self.traced.joint.of(GraphRole.TANGENT).items()
-            if gradients.get(index) != tangent.meta["val"].stride()
-        )
+        return self.traced.joint.gradient_layouts(gradients)
 
     def segment(self, saved_fraction: SavedFraction) -> Segment:
         """Returns the segment with this stage's programs for one saved fraction; builds it on first use."""
@@ -308,9 +276,3 @@ def _extension_ports(ports: Sequence[GraphPort], buffers: Sequence[int]) -> list
         )
         for p in ports
     ]
-
-
-def _outputs(joint: JointGraph) -> BoundarySpec:
-    nodes, differentiable = joint.of(GraphRole.OUTPUT), joint.differentiable_outputs()
-    specs = tuple(TensorSpec.of(nodes[i].meta["val"], i in differentiable) for i in range(len(nodes)))
-    return BoundarySpec(specs, joint.structure, joint.stashed)

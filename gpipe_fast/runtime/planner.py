@@ -17,8 +17,9 @@ from gpipe_fast import _extension
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import BatchDims, Inputs, Structure
 from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
+from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
-from gpipe_fast.runtime.compiled import CACHE_LIMIT, Cache, CompiledStage, GradientLayoutHistory
+from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory
 from gpipe_fast.runtime.module_warnings import ModuleWarnings
 from gpipe_fast.runtime.plan import CheckOutputs, PlannedCall, check_placed, make_plan
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState

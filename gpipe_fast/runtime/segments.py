@@ -25,8 +25,9 @@ from gpipe_fast import _extension
 from gpipe_fast._extension import PythonSegment, PythonWorkers, Segment
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, SavedFraction
+from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import Compiler, TooManyTraces
-from gpipe_fast.runtime.compiled import CACHE_LIMIT, Cache, CompiledStage, GradientLayoutHistory, SegmentKey
+from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
 from gpipe_fast.runtime.plan import Stashed
 from gpipe_fast.runtime.python_layers import PythonLayers
 from gpipe_fast.runtime.stage import (

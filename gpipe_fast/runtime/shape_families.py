@@ -6,10 +6,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
+from gpipe_fast.runtime.equal_layers import trace_stage_symbolic
 from gpipe_fast.runtime.stage import BoundarySpec, Stage
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
+from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Template, TraceSample, equal
-from gpipe_fast.trace.trace import JointGraph, trace_symbolic
 
 # The number of traces that a template must reproduce.
 _NUM_SAMPLES = 2
@@ -60,14 +61,7 @@ class ShapeFamily:
         ):
             return None
         self.num_attempts += 1
-        found = trace_symbolic(
-            stage.layers,
-            inputs.examples(),
-            gradient_layouts,
-            inputs.structure,
-            stage.trace_context(inputs),
-            varying,
-        )
+        found = trace_stage_symbolic(stage, inputs, gradient_layouts, varying)
         if found is None:
             return None
         template = Template(*found)

@@ -16,7 +16,7 @@ from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restor
 from gpipe_fast.fuse.left_out import number_left_out
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
-from gpipe_fast.trace.trace import TraceContext, buffers_of, parameters_of
+from gpipe_fast.trace.trace import GraphRole, JointGraph, TraceContext, buffers_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,13 @@ def form_of(boundary: BoundarySpec) -> BoundaryForm:
         [spec.requires_grad for spec in plain.tensors],
         [None if spec is None else spec.requires_grad for spec in skips],
     )
+
+
+def outputs_of(joint: JointGraph) -> BoundarySpec:
+    """Returns the specs of a graph's outputs."""
+    nodes, differentiable = joint.of(GraphRole.OUTPUT), joint.differentiable_outputs()
+    specs = tuple(TensorSpec.of(nodes[i].meta["val"], i in differentiable) for i in range(len(nodes)))
+    return BoundarySpec(specs, joint.structure, joint.stashed)
 
 
 class StageOptions(NamedTuple):

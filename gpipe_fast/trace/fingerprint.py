@@ -8,9 +8,9 @@ before reading the object, so that C++ can check later, in microseconds, whether
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,14 @@ class _NullSnapshot:
     add_class = add_tensor = add_array = add_slot = ignore
 
 
+class ModuleInteger(NamedTuple):
+    """An integer attribute of a module."""
+
+    module: nn.Module
+    name: str
+    value: int
+
+
 class _FingerprintWalk:
     """The walk that computes one fingerprint.
 
@@ -77,6 +85,8 @@ class _FingerprintWalk:
         self.enclosing: set[int] = set()  # ids of the containers around the current value
         self.keep_alive: list[object] = []  # keeps numbered objects alive, so that their ids are not reused
         self.attributes = True  # whether attributes of modules are part of the fingerprint
+        # Collects the integer attributes of modules, if they are not part of the fingerprint; else None.
+        self.integers: list[ModuleInteger] | None = None
         self.num_items = 0
         self.problem: str | None = None
 
@@ -146,7 +156,7 @@ class _FingerprintWalk:
             tuple(
                 (k, v)
                 for k in state
-                if k not in MODULE_STATE and (v := self._module_attribute(k, state[k])) is not None
+                if k not in MODULE_STATE and (v := self._module_attribute(module, k, state[k])) is not None
             ),
             tuple((k, self.module(v)) for k, v in module._modules.items()),
         )
@@ -158,13 +168,16 @@ class _FingerprintWalk:
             return (str(entry.key), _Identity(value))
         return (str(entry.key), _MISSING if value is _MISSING else self.attribute(value, entry.label))
 
-    def _module_attribute(self, key: str, value: Any) -> Hashable:
+    def _module_attribute(self, module: nn.Module, key: str, value: Any) -> Hashable:
         # A plan depends on the momentum of deferred batch norms.
         if not self.attributes and not key.endswith("_hooks") and key != "momentum":
             return None
         if isinstance(value, (dict, set)) and not value:  # an empty hook table
             self.snapshot.add_container(value)
             return None
+        if type(value) is int and self.integers is not None:
+            self.integers.append(ModuleInteger(module, key, value))
+            return (int,)
         return self.attribute(value, key)
 
     def _number(self, value: object) -> tuple[int, bool]:
@@ -303,6 +316,18 @@ def fingerprint(
     _record_entries(walk)
     entries = tuple(walk.entry(entry) for entry in walk.entries.values())
     return (tuple(found), entries, tuple(walk.classes.items()))
+
+
+def fingerprint_without_integers(layers: Sequence[nn.Module]) -> tuple[Hashable, list[ModuleInteger]]:
+    """Returns a fingerprint without the integer attributes of modules, and these, in a fixed order.
+
+    Layers often hold their own number (``layer_idx``), which makes otherwise equal layers differ.
+    """
+    walk = _FingerprintWalk(map(reads_of, layers), None)
+    integers = walk.integers = []
+    found = tuple(map(walk.module, layers))
+    entries = tuple(walk.entry(entry) for entry in walk.entries.values())
+    return (found, entries, tuple(walk.classes.items())), integers
 
 
 def _record_entries(walk: _FingerprintWalk) -> None:

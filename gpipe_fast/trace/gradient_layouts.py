@@ -21,6 +21,8 @@ from torch import Tensor, fx
 
 from gpipe_fast.trace.fake import hint
 
+# By output or input, the strides of its gradient; no entry if none arrives.
+GradientStrides = dict[int, tuple[int, ...]]
 # (index, strides) of each output whose gradient has another layout than tracing assumes; strides are None if
 # no gradient arrives.
 GradientLayouts = tuple[tuple[int, tuple[int, ...] | None], ...]

@@ -41,11 +41,11 @@ __all__ = [
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "SymbolicInputs",
     "Symbols",
     "TangentAOTInput",
     "annotate",
     "export_joint",
-    "export_symbolic",
     "graph_module",
     "min_cut_saved",
 ]
@@ -230,8 +230,13 @@ class Symbols:
         return values if holds else None
 
 
-class _SymbolicInputs:
-    """Fake inputs with symbols for some sizes."""
+class SymbolicInputs:
+    """Fake inputs with symbols for some sizes.
+
+    Attributes:
+        mode: the fake mode.
+        inputs: the inputs.
+    """
 
     def __init__(self, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]) -> None:
         self._env = ShapeEnv()
@@ -264,24 +269,6 @@ def _symbol(size: int | torch.SymInt) -> sympy.Symbol | int | None:
     if isinstance(size, torch.SymInt):
         return size.node.expr if isinstance(size.node.expr, sympy.Symbol) else None
     return size
-
-
-def export_symbolic(
-    module: nn.Module, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]
-) -> tuple[fx.GraphModule, Symbols | None]:
-    """Traces like `export_joint`, with symbols for some sizes.
-
-    Args:
-        module: as for `export_joint`.
-        inputs: real tensors, as for `export_joint`.
-        varying: for each size of each input, whether it is a symbol.
-
-    Returns:
-        The graph, and its symbols; None instead of the symbols if a size depends on data.
-    """
-    dynamic = _SymbolicInputs(inputs, varying)
-    graph = export_joint(module, dynamic.inputs, dynamic.mode)
-    return graph, dynamic.symbols()
 
 
 def export_joint(

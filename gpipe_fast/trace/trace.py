@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,100 +19,16 @@ from gpipe_fast.trace.fingerprint import unguardable_reason
 from gpipe_fast.trace.function import InputMutated, InvalidStageOutput, LayersFunction, UntraceableError
 from gpipe_fast.trace.function import TraceContext as TraceContext
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
+from gpipe_fast.trace.joint_graph import GraphPort as GraphPort
+from gpipe_fast.trace.joint_graph import GraphRole as GraphRole
+from gpipe_fast.trace.joint_graph import JointGraph as JointGraph
+from gpipe_fast.trace.joint_graph import PortNode as PortNode
+from gpipe_fast.trace.joint_graph import buffers_of as buffers_of
+from gpipe_fast.trace.joint_graph import parameters_of as parameters_of
 from gpipe_fast.trace.restore_point import GENERATOR, Change
 from gpipe_fast.trace.trace_observer import TraceObserver, Unrepeatable, user_code_line
 from gpipe_fast.trace.traceability import Untraceable, check_graph, check_layers
 from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_calls
-
-
-class GraphRole(str, Enum):
-    """The role of a tensor that enters or leaves a stage's graph."""
-
-    PARAMETER = "parameter"
-    PARAMETER_CAST = "parameter_cast"
-    BUFFER = "buffer"
-    KEY = "key"
-    INPUT = "input"
-    OUTPUT = "output"
-    SAVED = "saved"
-    TANGENT = "tangent"
-    PARAMETER_GRADIENT = "parameter_gradient"
-    INPUT_GRADIENT = "input_gradient"
-
-
-@dataclass(frozen=True)
-class GraphPort:
-    """One placeholder or result of a graph.
-
-    Attributes:
-        role: what it is to the stage.
-        index: its index among the tensors with that role; for a cast of a parameter, the parameter's index.
-        cast_to: the dtype of a cast of a parameter; else None.
-    """
-
-    role: GraphRole
-    index: int
-    cast_to: torch.dtype | None = None
-
-    def __str__(self) -> str:
-        cast = "" if self.cast_to is None else f" to {str(self.cast_to).removeprefix('torch.')}"
-        return f"{self.role.value}[{self.index}]{cast}"
-
-
-class PortNode(NamedTuple):
-    """A port and its graph node."""
-
-    port: GraphPort
-    node: fx.Node
-
-
-@dataclass(frozen=True)
-class JointGraph:
-    """The traced forward and backward of one stage.
-
-    Attributes:
-        module: the functional graph, and the constants that it refers to.
-        inputs: every placeholder, in graph order. Tied parameters and buffers count once.
-        outputs: forward results, new values of written buffers, gradients. Absent gradients are left out.
-        num_layers: the number of traced layers; ``node.meta['custom']['layer']`` counts them from 0.
-        structure: the nesting of the last layer's outputs.
-        stashed: for each stashed skip connection, whether it carries a tensor (else None). Stashed tensors
-            are graph outputs, after the last layer's outputs.
-        writes_inputs: whether layers change their inputs in place; in the graph they change copies.
-        unfused_layers: indices of layers whose attention with dropout runs without a fused kernel on a GPU.
-        parameter_uses: the number of reads of each parameter in the layers' forward, if the graph no longer
-            shows them because casts of parameters were hoisted; else None.
-    """
-
-    module: fx.GraphModule
-    inputs: tuple[PortNode, ...]
-    outputs: tuple[PortNode, ...]
-    num_layers: int
-    structure: Structure = ONE_TENSOR
-    stashed: tuple[bool, ...] = ()
-    writes_inputs: bool = False
-    unfused_layers: tuple[int, ...] = ()
-    parameter_uses: Mapping[int, int] | None = None
-
-    def of(self, role: GraphRole) -> dict[int, fx.Node]:
-        """Returns the result nodes with this role by index, or the placeholders if no result has it."""
-        found = {n.port.index: n.node for n in self.outputs if n.port.role is role}
-        return found or {n.port.index: n.node for n in self.inputs if n.port.role is role}
-
-    def differentiable_outputs(self) -> frozenset[int]:
-        """Returns the indices of the outputs that take a gradient."""
-        return frozenset(n.port.index for n in self.inputs if n.port.role is GraphRole.TANGENT)
-
-
-def parameters_of(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Returns the parameters of a stage in the order of their ports, tied parameters once."""
-    return list({id(p): p for layer in layers for p in layer.parameters()}.values())
-
-
-def buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
-    """Returns the buffers of a stage in the order of their ports, tied buffers once."""
-    return list({id(b): b for layer in layers for b in layer.buffers()}.values())
-
 
 # No skip connections, no deferred batch norm.
 _NO_CONTEXT = TraceContext()
@@ -149,7 +63,7 @@ def trace(
     untraceable = check_layers(layers)
     if untraceable is not None:
         return untraceable
-    return _trace(layers, inputs, gradient_layouts, input_structure, trace_context, None)[0]
+    return trace_in_mode(layers, inputs, gradient_layouts, input_structure, trace_context, None)
 
 
 def trace_symbolic(
@@ -165,42 +79,79 @@ def trace_symbolic(
     Returns:
         The graph and its symbols; None if the stage cannot be traced, or if a size depends on data.
     """
-    joint, symbols = _trace(
-        layers, inputs, gradient_layouts, input_structure, trace_context, [(False,), *varying]
-    )
+    mode = SymbolicMode(inputs, varying)
+    joint = trace_in_mode(layers, mode.inputs, gradient_layouts, input_structure, trace_context, mode)
+    symbols = mode.symbols()
     return None if isinstance(joint, Untraceable) or symbols is None else (joint, symbols)
 
 
-_TraceResult = tuple[JointGraph | Untraceable, torch_private.Symbols | None]
+class SymbolicMode:
+    """The fake mode of traces with symbols for sizes.
+
+    Attributes:
+        inputs: fake tensors with symbols for some sizes.
+        key: a fake key.
+        mode: the fake mode.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]) -> None:
+        """Makes the inputs.
+
+        Args:
+            inputs: real tensors.
+            varying: for each size of each input, whether it is a symbol.
+        """
+        self._symbolic = torch_private.SymbolicInputs((_empty_key(), *inputs), [(False,), *varying])
+        self.key, *self.inputs = self._symbolic.inputs
+        self.mode = self._symbolic.mode
+
+    def symbols(self) -> torch_private.Symbols | None:
+        """Returns the symbols and their guards after the traces; None if a size depends on data."""
+        return self._symbolic.symbols()
 
 
-def _trace(
+def _empty_key() -> Tensor:
+    return torch.zeros(3, dtype=torch.int64)
+
+
+def trace_in_mode(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],
     gradient_layouts: GradientLayouts,
     input_structure: Structure,
     trace_context: TraceContext,
-    varying: Sequence[Sequence[bool]] | None,
-) -> _TraceResult:
-    def attempt(copy_inputs: bool, trace_observer: TraceObserver) -> _TraceResult:
+    mode: SymbolicMode | None,
+) -> JointGraph | Untraceable:
+    """Traces like `trace`, in a given mode.
+
+    Args:
+        layers: as for `trace`; they have passed its checks.
+        inputs: fake tensors of the mode, or real tensors without one.
+        gradient_layouts: as for `trace`.
+        input_structure: as for `trace`.
+        trace_context: as for `trace`.
+        mode: the mode; None for one of its own, without symbols.
+    """
+
+    def attempt(copy_inputs: bool, trace_observer: TraceObserver) -> JointGraph | Untraceable:
         stage = LayersFunction(
             layers, input_structure, gradient_layouts, trace_context, trace_observer, copy_inputs
         )
         try:
-            return _trace_once(layers, inputs, stage, varying)
+            return _trace_once(layers, inputs, stage, mode)
         finally:
             python_reads.record(layers, trace_observer.reads)
 
     copy_inputs, first = False, TraceObserver(layers)
     try:
-        found, symbols = attempt(copy_inputs, first)
+        found = attempt(copy_inputs, first)
     except InputMutated:
         # The first layer would change the caller's tensor. A pipeline's input stays unchanged: copy it.
         copy_inputs, first = True, TraceObserver(layers)
-        found, symbols = attempt(copy_inputs, first)
+        found = attempt(copy_inputs, first)
     if isinstance(found, _SideEffect) and first.keep_caches():
         # A change that only the first call makes fills a cache; one that the second repeats is a side effect.
-        found, symbols = attempt(copy_inputs, second := TraceObserver(layers))
+        found = attempt(copy_inputs, second := TraceObserver(layers))
         if isinstance(found, Untraceable):
             second.restore()
             first.restore()
@@ -210,30 +161,28 @@ def _trace(
         if not found.draws:
             first.mark_unrepeatable(found.layer)
             python_reads.record(layers, first.reads)
-        return Untraceable(found.layer, found.reason), None
+        return Untraceable(found.layer, found.reason)
     if isinstance(found, Untraceable):
-        return found, None
+        return found
     for index, layer in enumerate(layers):
         reason = unguardable_reason(layer)
         if reason is not None:
             python_reads.mark_unrepeatable(layer)
-            return Untraceable(index, reason), None
-    return found, symbols
+            return Untraceable(index, reason)
+    return found
 
 
 def _trace_once(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],
     stage: LayersFunction,
-    varying: Sequence[Sequence[bool]] | None,
-) -> _TraceResult:
-    key = torch.zeros(3, dtype=torch.int64)
+    mode: SymbolicMode | None,
+) -> JointGraph | Untraceable:
     device = stage.trace_context.device
     absent = AbsentDevice(device) if device is not None and stage.trace_context.is_absent else None
     example = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
     if absent is not None:
         example = tuple(map(absent.tensor, example))
-    symbols: torch_private.Symbols | None = None
     trace_observer = stage.trace_observer
     failure: Untraceable | None = None
     traced = False
@@ -248,12 +197,10 @@ def _trace_once(
             default_arguments_known(),
             contextlib.nullcontext() if absent is None else backward_without_gpu(),
         ):
-            if varying is None:
-                mode = None if absent is None else absent.mode
-                attention = None if absent is None or torch.cuda.is_available() else choose_attention
-                module = torch_private.export_joint(stage, (key, *example), mode, attention)
-            else:
-                module, symbols = torch_private.export_symbolic(stage, (key, *example), varying)
+            key = _empty_key() if mode is None else mode.key
+            fake_mode = mode.mode if mode is not None else None if absent is None else absent.mode
+            attention = None if absent is None or torch.cuda.is_available() else choose_attention
+            module = torch_private.export_joint(stage, (key, *example), fake_mode, attention)
         traced = True
     except (UntraceableError, UnkeyedRandomOp, Unrepeatable, phase.PhaseQueryWhileTracing) as error:
         kind = TypeError if isinstance(error, InvalidStageOutput) else RuntimeError
@@ -272,16 +219,16 @@ def _trace_once(
         if not changes:
             trace_observer.restore()
     if trace_observer.untraceable is not None:  # the layer may have caught the exception
-        return trace_observer.untraceable, None
+        return trace_observer.untraceable
     if failure is not None:
-        return failure, None
+        return failure
     if changes:
-        return _SideEffect.of(changes[0]), None
+        return _SideEffect.of(changes[0])
     read_triton_calls(module.graph)
     try:
-        return check_graph(module) or _read_joint(module, layers, stage), symbols
+        return check_graph(module) or _read_joint(module, layers, stage)
     except UntraceableError as error:
-        return Untraceable(None, str(error)), None
+        return Untraceable(None, str(error))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-import gpipe_fast.runtime.compile
+import gpipe_fast.runtime.equal_layers
 from gpipe_fast import GPipe
 from gpipe_fast.lower import operators
 from gpipe_fast.trace import function, torch_private, trace
@@ -44,7 +44,7 @@ def without_clones() -> Iterator[None]:
         with mock.patch.object(Tensor, "clone", lambda self, **kwargs: self):
             return trace.trace(*args, **kwargs)
 
-    with mock.patch.object(gpipe_fast.runtime.compile, "trace", trace_without_clones):
+    with mock.patch.object(gpipe_fast.runtime.equal_layers, "trace", trace_without_clones):
         yield
 
 
@@ -56,7 +56,7 @@ def test_outputs_that_alias_the_input_equal_the_plain_loop() -> None:
 def test_without_clones_an_aliased_output_gets_no_tangent() -> None:
     model = nn.Sequential(InputAndTanh(), MultipliesPair(), linear())
     with without_clones():
-        joint = gpipe_fast.runtime.compile.trace([model[0]], [batch().requires_grad_()])
+        joint = gpipe_fast.runtime.equal_layers.trace([model[0]], [batch().requires_grad_()])
         # The output that is the input itself gets no tangent, so its part of the gradient is lost.
         assert isinstance(joint, JointGraph)
         assert joint.differentiable_outputs() == {1}

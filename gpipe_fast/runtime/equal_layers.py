@@ -1,0 +1,288 @@
+"""Traces equal layers of a stage once: it traces parts of the stage, and joins their graphs.
+
+Each layer that occurs several times is a part; so is each run of other layers between them::
+
+    layers    embed   block 0   block 1   block 2   norm   head
+    parts     ──0──   ───1───   ───1───   ───1───   ─────2─────    three traces
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from gpipe_fast.layers.structure import Structure
+from gpipe_fast.runtime.cache import Cache
+from gpipe_fast.runtime.known_reads import KnownReads
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, outputs_of
+from gpipe_fast.trace.fingerprint import fingerprint_without_integers
+from gpipe_fast.trace.gradient_layouts import GradientLayouts
+from gpipe_fast.trace.join import join
+from gpipe_fast.trace.joint_graph import GraphRole, JointGraph
+from gpipe_fast.trace.torch_private import Symbols
+from gpipe_fast.trace.trace import SymbolicMode, trace, trace_in_mode, trace_symbolic
+from gpipe_fast.trace.traceability import Untraceable
+from gpipe_fast.trace.watched_integers import watch_integers
+
+# Each trace has a fixed cost: layers with fewer modules are traced together with their neighbours.
+_MIN_MODULES = 4
+
+# The maximum number of kinds of parts that one symbolic trace of a stage keeps.
+_MAX_SYMBOLIC_PARTS = 128
+
+_Boundary = TypeVar("_Boundary")
+Traced = JointGraph | Untraceable
+
+
+def parts_of(stage: Stage) -> list[Stage]:
+    """Returns the parts of a stage that are traced one by one; the stage itself if that does not pay.
+
+    It is traced as a whole, too, if parts share parameters, whose gradients would be added in another order,
+    or if a skip connection leads from one part to another.
+    """
+    if stage.options.is_absent:
+        return [stage]
+    keys = [_key_of(stage.part(i, i + 1)) for i in range(len(stage.layers))]
+    numbers = Counter(key for key in keys if key is not None)
+    cuts = {0, len(keys)}
+    for index, key in enumerate(keys):
+        if numbers[key] > 1:
+            cuts |= {index, index + 1}
+    parts = [stage.part(begin, end) for begin, end in itertools.pairwise(sorted(cuts))]
+    share_tensors = any(
+        sum(len(tensors(part)) for part in parts) != len(tensors(stage))
+        for tensors in (Stage.parameters, Stage.buffers)
+    )
+    if share_tensors or stage.skips:
+        return [stage]
+    return parts
+
+
+def _key_of(layer: Stage) -> Hashable:
+    """Returns a key that is equal for layers that may be equal; None for a layer that is cheap to trace."""
+    if sum(1 for _ in layer.layers[0].modules()) < _MIN_MODULES:
+        return None
+    return fingerprint_without_integers(layer.layers)[0]
+
+
+class _Tracer(Protocol[_Boundary]):
+    """Traces parts of a stage for boundary activations of some kind."""
+
+    def trace(self, part: Stage, inputs: _Boundary, gradient_layouts: GradientLayouts) -> Traced:
+        """Traces a part, or returns the graph of an equal part."""
+
+    def outputs(self, joint: JointGraph) -> _Boundary:
+        """Returns the outputs of a part, as inputs of the next."""
+
+
+def _trace_parts(
+    parts: Sequence[Stage], inputs: _Boundary, gradient_layouts: GradientLayouts, tracer: _Tracer[_Boundary]
+) -> Traced:
+    """Traces parts forwards for their inputs, then backwards for the layouts of their gradients."""
+    joints: list[JointGraph] = []
+    boundaries = [inputs]
+    for part in parts:
+        joint = tracer.trace(part, boundaries[-1], ())
+        if isinstance(joint, Untraceable):
+            return _shifted(joint, part.first_layer - parts[0].first_layer)
+        joints.append(joint)
+        boundaries.append(tracer.outputs(joint))
+    for index in reversed(range(len(parts))):
+        if gradient_layouts:
+            joint = tracer.trace(parts[index], boundaries[index], gradient_layouts)
+            if isinstance(joint, Untraceable):
+                return _shifted(joint, parts[index].first_layer - parts[0].first_layer)
+            joints[index] = joint
+        if index:
+            gradient_layouts = joints[index - 1].gradient_layouts(joints[index].input_gradient_strides())
+    if any(joint.writes_inputs for joint in joints[1:]):
+        return Untraceable(None, "a layer changes the output of another in place")
+    return join(joints, [(len(part.parameters()), len(part.buffers())) for part in parts])
+
+
+def _shifted(untraceable: Untraceable, num_layers: int) -> Untraceable:
+    if untraceable.layer is None:
+        return untraceable
+    return replace(untraceable, layer=untraceable.layer + num_layers)
+
+
+@dataclass(frozen=True)
+class _KnownPart:
+    """A traced part.
+
+    Attributes:
+        joint: its graph.
+        integers: the integers that the trace may have read, by position among its modules' integers.
+    """
+
+    joint: JointGraph
+    integers: dict[int, int]
+
+
+class _KnownParts:
+    """The graphs of traced parts.
+
+    A graph holds for every part that equals the traced one, except in integer attributes that the trace did
+    not read.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._reads = KnownReads(lambda layers: fingerprint_without_integers(layers)[0], limit)
+        self._known: Cache[Hashable, list[_KnownPart]] = Cache(limit)
+
+    def find(self, part: Stage, key: Hashable, trace_part: Callable[[], Traced]) -> Traced:
+        """Returns the graph of an equal part under the same key, or traces the part."""
+        layers = self._reads.fingerprint(part.layers)
+        _, integers = fingerprint_without_integers(part.layers)
+        for known in self._known.find((layers, key)) or ():
+            if all(integers[index].value == value for index, value in known.integers.items()):
+                return known.joint
+        with watch_integers(integers) as read:
+            joint = trace_part()
+        if isinstance(joint, JointGraph):
+            found = _KnownPart(joint, {index: integers[index].value for index in sorted(read)})
+            updated = self._reads.updated(part.layers, layers), key
+            self._known[updated] = [*(self._known.find(updated) or ()), found]
+        return joint
+
+
+class EqualLayers:
+    """Traces stages; keeps the graphs of their parts for other stages, and for other gradient layouts."""
+
+    def __init__(self, limit: int) -> None:
+        """Makes a tracer that keeps the graphs of at most `limit` kinds of parts."""
+        self._known = _KnownParts(limit)
+
+    def trace_stage(self, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Traced:
+        """Traces a stage under the calling thread's modes.
+
+        Args:
+            stage: the layers to trace.
+            inputs: the specs of the stage's inputs.
+            gradient_layouts: the outputs whose gradients arrive in another layout than the output's, or not
+                at all.
+        """
+        parts = parts_of(stage)
+        if len(parts) > 1:
+            found = _trace_parts(parts, inputs, gradient_layouts, self)
+            if not _may_be_joined_only(found):
+                return found
+        return _trace_part(stage, inputs, gradient_layouts)
+
+    def trace(self, part: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Traced:
+        """Traces a part of a stage, or returns the graph of an equal part."""
+        key = (inputs, gradient_layouts, TorchModes.now(), part.device, part.options.deferred)
+        return self._known.find(part, key, lambda: _trace_part(part, inputs, gradient_layouts))
+
+    def outputs(self, joint: JointGraph) -> BoundarySpec:
+        """Returns the specs of a part's outputs."""
+        return outputs_of(joint)
+
+
+def _trace_part(part: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Traced:
+    return trace(
+        part.layers,
+        inputs.examples(part.options.is_absent),
+        gradient_layouts,
+        inputs.structure,
+        part.trace_context(inputs),
+    )
+
+
+def _may_be_joined_only(found: Traced) -> bool:
+    """Returns whether the layers may be traceable as a whole, though not in parts.
+
+    Between layers of a whole, values may pass that no stage could pass on, and a layer may change another's
+    output in place.
+    """
+    return isinstance(found, Untraceable) and (found.error is TypeError or found.layer is None)
+
+
+@dataclass(frozen=True)
+class _SymbolicBoundary:
+    """Boundary activations with symbols for sizes."""
+
+    tensors: tuple[Tensor, ...]
+    structure: Structure
+
+    def key(self) -> Hashable:
+        """Returns a key that is equal for tensors that a trace cannot tell apart."""
+        return (self.structure, *map(_symbolic_key, self.tensors))
+
+
+def _symbolic_key(tensor: Tensor) -> Hashable:
+    def expressions(sizes: Sequence[int | torch.SymInt]) -> tuple[Hashable, ...]:
+        return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
+
+    sizes, strides = expressions(tensor.shape), expressions(tensor.stride())
+    return sizes, strides, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+class _SymbolicTracer:
+    """Traces the parts of one stage with the same symbols."""
+
+    def __init__(self, mode: SymbolicMode) -> None:
+        self._mode = mode
+        self._known = _KnownParts(_MAX_SYMBOLIC_PARTS)
+
+    def trace(self, part: Stage, inputs: _SymbolicBoundary, gradient_layouts: GradientLayouts) -> Traced:
+        """Traces a part of the stage, or returns the graph of an equal part."""
+        context = part.trace_context(BoundarySpec(()))
+
+        def trace_part() -> Traced:
+            return trace_in_mode(
+                part.layers, inputs.tensors, gradient_layouts, inputs.structure, context, self._mode
+            )
+
+        return self._known.find(part, (inputs.key(), gradient_layouts), trace_part)
+
+    def outputs(self, joint: JointGraph) -> _SymbolicBoundary:
+        """Returns fake tensors like a part's outputs."""
+        nodes, differentiable = joint.of(GraphRole.OUTPUT), joint.differentiable_outputs()
+        tensors: list[Tensor] = []
+        for index in range(len(nodes)):
+            value = nodes[index].meta["val"]
+            with self._mode.mode:
+                like = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+            tensors.append(like.requires_grad_(index in differentiable))
+        return _SymbolicBoundary(tuple(tensors), joint.structure)
+
+
+def trace_stage_symbolic(
+    stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts, varying: Sequence[Sequence[bool]]
+) -> tuple[JointGraph, Symbols] | None:
+    """Traces a stage with symbols for sizes; equal layers once.
+
+    Args:
+        stage: the layers to trace.
+        inputs: the specs of the stage's inputs.
+        gradient_layouts: as for `EqualLayers.trace_stage`.
+        varying: for each size of each input, whether it is a symbol.
+
+    Returns:
+        The graph and its symbols; None if the stage cannot be traced, or if a size depends on data.
+    """
+    parts = parts_of(stage)
+    if len(parts) > 1:
+        mode = SymbolicMode(inputs.examples(), varying)
+        boundary = _SymbolicBoundary(tuple(mode.inputs), inputs.structure)
+        joint = _trace_parts(parts, boundary, gradient_layouts, _SymbolicTracer(mode))
+        symbols = mode.symbols()
+        if symbols is not None and isinstance(joint, JointGraph):
+            return joint, symbols
+    return trace_symbolic(
+        stage.layers,
+        inputs.examples(),
+        gradient_layouts,
+        inputs.structure,
+        stage.trace_context(inputs),
+        varying,
+    )

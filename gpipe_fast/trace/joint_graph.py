@@ -1,0 +1,122 @@
+"""Joint graphs: the traced forward and backward of a stage as one graph, with ports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from gpipe_fast.layers.structure import ONE_TENSOR, Structure
+from gpipe_fast.trace.fake import hint
+from gpipe_fast.trace.gradient_layouts import GradientLayouts, GradientStrides
+
+
+class GraphRole(str, Enum):
+    """The role of a tensor that enters or leaves a stage's graph."""
+
+    PARAMETER = "parameter"
+    PARAMETER_CAST = "parameter_cast"
+    BUFFER = "buffer"
+    KEY = "key"
+    INPUT = "input"
+    OUTPUT = "output"
+    SAVED = "saved"
+    TANGENT = "tangent"
+    PARAMETER_GRADIENT = "parameter_gradient"
+    INPUT_GRADIENT = "input_gradient"
+
+
+@dataclass(frozen=True)
+class GraphPort:
+    """One placeholder or result of a graph.
+
+    Attributes:
+        role: what it is to the stage.
+        index: its index among the tensors with that role; for a cast of a parameter, the parameter's index.
+        cast_to: the dtype of a cast of a parameter; else None.
+    """
+
+    role: GraphRole
+    index: int
+    cast_to: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        cast = "" if self.cast_to is None else f" to {str(self.cast_to).removeprefix('torch.')}"
+        return f"{self.role.value}[{self.index}]{cast}"
+
+
+class PortNode(NamedTuple):
+    """A port and its graph node."""
+
+    port: GraphPort
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """The traced forward and backward of one stage.
+
+    Attributes:
+        module: the functional graph, and the constants that it refers to.
+        inputs: every placeholder, in graph order. Tied parameters and buffers count once.
+        outputs: forward results, new values of written buffers, gradients. Absent gradients are left out.
+        num_layers: the number of traced layers; ``node.meta['custom']['layer']`` counts them from 0.
+        structure: the nesting of the last layer's outputs.
+        stashed: for each stashed skip connection, whether it carries a tensor (else None). Stashed tensors
+            are graph outputs, after the last layer's outputs.
+        writes_inputs: whether layers change their inputs in place; in the graph they change copies.
+        unfused_layers: indices of layers whose attention with dropout runs without a fused kernel on a GPU.
+        parameter_uses: the number of reads of each parameter in the layers' forward, if the graph no longer
+            shows them because casts of parameters were hoisted; else None.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[PortNode, ...]
+    outputs: tuple[PortNode, ...]
+    num_layers: int
+    structure: Structure = ONE_TENSOR
+    stashed: tuple[bool, ...] = ()
+    writes_inputs: bool = False
+    unfused_layers: tuple[int, ...] = ()
+    parameter_uses: Mapping[int, int] | None = None
+
+    def of(self, role: GraphRole) -> dict[int, fx.Node]:
+        """Returns the result nodes with this role by index, or the placeholders if no result has it."""
+        found = {n.port.index: n.node for n in self.outputs if n.port.role is role}
+        return found or {n.port.index: n.node for n in self.inputs if n.port.role is role}
+
+    def differentiable_outputs(self) -> frozenset[int]:
+        """Returns the indices of the outputs that take a gradient."""
+        return frozenset(n.port.index for n in self.inputs if n.port.role is GraphRole.TANGENT)
+
+    def input_gradient_strides(self) -> GradientStrides:
+        """Returns the strides of the gradients of the inputs, by input."""
+        given = self.of(GraphRole.INPUT_GRADIENT)
+        return {i: tuple(map(hint, node.meta["val"].stride())) for i, node in given.items()}
+
+    def gradient_layouts(self, gradients: GradientStrides) -> GradientLayouts:
+        """Returns the outputs whose gradients differ in layout from the output, or do not arrive.
+
+        Args:
+            gradients: the strides of the gradients that arrive, by output.
+        """
+        # Strides of size-one dimensions are compared, too: they distinguish channels_last from contiguous.
+        return tuple(
+            (index, gradients.get(index))
+            for index, tangent in self.of(GraphRole.TANGENT).items()
+            if gradients.get(index) != tuple(map(hint, tangent.meta["val"].stride()))
+        )
+
+
+def parameters_of(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Returns the parameters of a stage in the order of their ports, tied parameters once."""
+    return list({id(p): p for layer in layers for p in layer.parameters()}.values())
+
+
+def buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
+    """Returns the buffers of a stage in the order of their ports, tied buffers once."""
+    return list({id(b): b for layer in layers for b in layer.buffers()}.values())
