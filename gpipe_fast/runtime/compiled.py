@@ -20,6 +20,7 @@ from gpipe_fast.lower.split import SplitGraphs, split
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, outputs_of
 from gpipe_fast.trace.fingerprint import fingerprint
+from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.gradient_layouts import GradientStrides as GradientStrides
 from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, buffers_of
@@ -127,6 +128,7 @@ class TracedStage:
     hoist_casts: bool = False
     lowered: dict[SavedFraction, LoweredStage] = field(default_factory=dict)
 
+    @collector_paused()
     def lower(self, saved_fraction: SavedFraction) -> LoweredStage:
         """Splits and lowers the joint graph, once per fraction (see ``split``)."""
         if saved_fraction not in self.lowered:

@@ -18,6 +18,7 @@ from gpipe_fast.trace.absent_device import AbsentDevice, backward_without_gpu, c
 from gpipe_fast.trace.fingerprint import unguardable_reason
 from gpipe_fast.trace.function import InputMutated, InvalidStageOutput, LayersFunction, UntraceableError
 from gpipe_fast.trace.function import TraceContext as TraceContext
+from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.joint_graph import GraphPort as GraphPort
 from gpipe_fast.trace.joint_graph import GraphRole as GraphRole
@@ -114,6 +115,7 @@ def _empty_key() -> Tensor:
     return torch.zeros(3, dtype=torch.int64)
 
 
+@collector_paused()
 def trace_in_mode(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],

@@ -1,0 +1,73 @@
+"""Python's garbage collector is paused while layers are traced."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.trace.garbage import collector_paused
+from gpipe_fast.trace.trace import JointGraph, trace
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class MakesGarbage(nn.Module):
+    """Makes so many objects that the collector, were it enabled, would run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(5000):
+            cycle: list[object] = []
+            cycle.append(cycle)
+        return x * 2
+
+
+class ReadsClock:
+    """Reads the clock when the collector frees it."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.times = times
+        self.cycle = self
+
+    def __del__(self) -> None:
+        self.times.append(time.time())
+
+
+def test_callbacks_of_the_collector_are_not_taken_for_the_layer() -> None:
+    times: list[float] = []
+
+    def read_clock(phase: str, info: dict[str, int]) -> None:
+        times.append(time.time())
+
+    gc.callbacks.append(read_clock)
+    try:
+        found = trace([MakesGarbage()], [torch.ones(2)])
+    finally:
+        gc.callbacks.remove(read_clock)
+    assert isinstance(found, JointGraph), found
+    assert len(times) == 2  # the collection after the trace, which begins and ends
+
+
+def test_garbage_of_the_block_is_collected_after_it() -> None:
+    times: list[float] = []
+    with collector_paused():
+        assert not gc.isenabled()
+        ReadsClock(times)
+        assert not times
+    assert gc.isenabled()
+    assert len(times) == 1
+
+
+def test_a_collector_that_was_disabled_stays_disabled() -> None:
+    times: list[float] = []
+    gc.disable()
+    try:
+        with collector_paused():
+            ReadsClock(times)
+        assert not gc.isenabled()
+        assert not times
+    finally:
+        gc.enable()
