@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gpipe_fast.strides import span
+from gpipe_fast.trace.fast_fakes import fast_fake
 
 # Operators whose fake kernels return the right layout, and whose real kernels are expensive.
 _EXACT_FAKE_KERNELS = frozenset({torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
@@ -35,6 +36,9 @@ class RealLayouts(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the fake kernel, and replaces results whose strides or dtype differ from the real kernel's."""
+        found = fast_fake(self, func, args, kwargs)
+        if found is not None:
+            return found
         fake = super().__torch_dispatch__(func, types, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if (

@@ -291,6 +291,7 @@ def export_joint(
     context = TracingContext(mode or RealLayouts())
     with (
         contextlib.ExitStack() as stack,
+        _use_lazy_graph_module(True),
         preserve_node_meta(),
         tracing(context),
         without_python_decompositions(),
