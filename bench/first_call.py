@@ -1,0 +1,85 @@
+"""The time of first calls: of three models, of further sequence lengths, and of starting a process.
+
+`python -m bench.first_call --before TREE` also runs an earlier version, by turns, from a tree in which it was
+built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.measure import ROOT, report
+
+MODELS = {
+    "densenet": "DenseNet-121, 8 images of 64 pixels",
+    "gpt2": "GPT-2 small, 4 x 64 tokens",
+    "lengths": "GPT of 12 blocks of width 64",
+}
+PROCESSES = 3
+Run = Mapping[str, Any]
+
+
+def run(tree: Path, model: str) -> Run:
+    """Runs one model's first calls in a new process, with the gpipe_fast of a tree."""
+    # Run as text, because the file's folder has modules with the names of libraries.
+    script = (ROOT / "bench" / "first_call_process.py").read_text()
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, model], env=environment, cwd=tree, stdout=subprocess.PIPE, check=True
+    )
+    found: Run = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _median(runs: Sequence[Run], step: int, key: str) -> float:
+    return float(median(run["steps"][step][key] for run in runs))
+
+
+def rows_of(model: str, version: str, runs: Sequence[Run]) -> list[list[object]]:
+    """Returns the rows of one model in one version."""
+    num_steps = len(runs[0]["steps"])
+
+    def row(what: str, steps: Sequence[int]) -> list[object]:
+        values = [median(_median(runs, i, key) for i in steps) for key in ("forward", "step", "processor")]
+        return [MODELS[model], what, version, *values]
+
+    if model != "lengths":
+        return [row("first call", [0]), row("third call", [num_steps - 1])]
+    names = ["first length", "second length", "third length"]
+    return [*(row(name, [i]) for i, name in enumerate(names)), row("further lengths", range(3, num_steps))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.first_call", description=__doc__)
+    parser.add_argument("--before", type=Path, help="a tree in which an earlier version was built")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="processes of each kind")
+    arguments = parser.parse_args(sys.argv[1:] if __name__ == "__main__" else [])
+    trees = {"now": ROOT} if arguments.before is None else {"before": arguments.before, "now": ROOT}
+    runs: dict[tuple[str, str], list[Run]] = {(m, v): [] for m in MODELS for v in trees}
+    for _ in range(arguments.processes):
+        for model, version in runs:
+            runs[model, version].append(run(trees[version].resolve(), model))
+    rows = [row for (model, version), found in runs.items() for row in rows_of(model, version, found)]
+    for version in trees:
+        imports = [r["import"] for (_, v), found in runs.items() if v == version for r in found]
+        rows.append(["", "import gpipe_fast, after torch", version, "", median(imports), ""])
+    report(
+        "first_call",
+        "First calls",
+        ["model", "call", "version", "forward, s", "forward and backward, s", "processor, s"],
+        rows,
+        f"Two stages on the CPU, one thread each; the medians of {arguments.processes} processes, which run "
+        "by turns. A call includes the step itself. Processor time is that of all threads.\n",
+    )
+
+
+if __name__ == "__main__":
+    main()
