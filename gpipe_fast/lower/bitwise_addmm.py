@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
+
+from gpipe_fast.strides import span
 
 
 def addmm_is_bitwise_equal(a: Tensor, b: Tensor) -> bool:
@@ -23,9 +26,10 @@ def addmm_is_bitwise_equal(a: Tensor, b: Tensor) -> bool:
 # The number of result elements that must be equal before the order of summation counts as equal.
 _MIN_COMPARED_ELEMENTS = 512
 
-# The number of random elements drawn for an operand; larger operands repeat them. A prime, so that the
-# repetitions do not coincide with rows.
-_MAX_DRAWN = 1_000_003
+# The number of random elements that all operands share; a prime, so that no row repeats another.
+_NUM_DRAWN = 1_000_003
+# The distance between the first elements of two operands.
+_START_STEP = 314_159
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -36,26 +40,38 @@ def _layout(tensor: Tensor) -> _Layout:
 
 @functools.cache
 def _trials_are_equal(a: _Layout, b: _Layout, dtype: torch.dtype, threads: int) -> bool:
-    generator = torch.Generator().manual_seed(0)
+    starts = itertools.count(step=_START_STEP)
 
     def random(layout: _Layout) -> Tensor:
         sizes, strides = layout
         distinct = [size if stride else 1 for size, stride in zip(sizes, strides, strict=True)]
         tensor = torch.empty_strided(distinct, strides, dtype=dtype)
-        return tensor.copy_(_random_elements(tensor.numel(), dtype, generator).view(distinct)).expand(sizes)
+        _fill(tensor.as_strided([span(distinct, strides)], [1]), next(starts) % _NUM_DRAWN)
+        return tensor.expand(sizes)
 
     # A small product is tried several times, since one trial could be equal by chance.
-    for _ in range(-(-_MIN_COMPARED_ELEMENTS // (a[0][0] * b[0][1]))):
+    rows, columns = a[0][0], b[0][1]
+    for _ in range(-(-_MIN_COMPARED_ELEMENTS // (rows * columns))):
         left, right = random(a), random(b)
-        total = random(((a[0][0], b[0][1]), (b[0][1], 1)))
-        expected = total + left @ right
+        total = random(((rows, columns), (columns, 1)))
+        expected = (left @ right).add_(total)
         torch.addmm(total, left, right, out=total)
         if not torch.equal(total, expected):
             return False
     return True
 
 
-def _random_elements(number: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def _fill(memory: Tensor, start: int) -> None:
+    """Fills memory with random numbers, from the start-th on; they repeat if there is much memory."""
+    drawn = _drawn(memory.dtype)
+    first, rest = memory[: len(drawn) - start], memory[len(drawn) - start :]
+    first.copy_(drawn[start : start + len(first)])
+    for part in rest.split(len(drawn)):
+        part.copy_(drawn[: len(part)])
+
+
+@functools.cache
+def _drawn(dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
     # Drawn as float64: random float32 values have so few bits that float64 products would not round.
-    drawn = torch.randn(min(number, _MAX_DRAWN), generator=generator, dtype=torch.float64).to(dtype)
-    return drawn.repeat(-(-number // len(drawn)))[:number]
+    return torch.randn(_NUM_DRAWN, generator=generator, dtype=torch.float64).to(dtype)
