@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -40,12 +41,10 @@ class RealLayouts(FakeTensorMode):
         if found is not None:
             return found
         fake = super().__torch_dispatch__(func, types, args, kwargs)
+        if not self._runs_kernels or not _may_differ_from_real(func):
+            return fake
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if (
-            not self._runs_kernels
-            or not _may_differ_from_real(func)
-            or (all(map(_is_strictly_contiguous, tensors)) and not _is_mixed_batch_norm(func, tensors))
-        ):
+        if all(map(_is_strictly_contiguous, tensors)) and not _is_mixed_batch_norm(func, tensors):
             return fake
         try:
             with _disable_current_modes(), torch.no_grad():
@@ -57,6 +56,7 @@ class RealLayouts(FakeTensorMode):
             return tree_unflatten(map(_with_real_layout, leaves, tree_leaves(real)), structure)
 
 
+@functools.cache
 def _may_differ_from_real(func: Any) -> bool:
     return (
         isinstance(func, OpOverload)
