@@ -5,6 +5,8 @@
 #include "log.h"
 #include "streams.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -34,13 +36,35 @@ size_t free_bytes(int device) {
   return memory_bytes() - used;
 }
 
+// Returns whether device memory is shared memory, which RLIMIT_DATA, the limit of the host's memory, does not count.
+bool shares_memory() {
+  static const bool shares = std::getenv("FAKE_CUDA_SHARED") != nullptr;
+  return shares;
+}
+
+void* host_address(size_t bytes, size_t alignment, int device) {
+  if (device < 0 || !shares_memory()) {
+    return std::aligned_alloc(alignment, bytes);
+  }
+  void* const found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  return found == MAP_FAILED ? nullptr : found;
+}
+
+void release(void* pointer, const Block& block) {
+  if (block.device < 0 || !shares_memory()) {
+    std::free(pointer);
+  } else {
+    munmap(pointer, block.bytes);
+  }
+}
+
 cudaError_t allocate(void** pointer, size_t bytes, int device) {
   constexpr size_t kAlignment = 512;
   const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
   if (device >= 0 && rounded > free_bytes(device)) {
     return fail(cudaErrorMemoryAllocation);
   }
-  *pointer = std::aligned_alloc(kAlignment, rounded == 0 ? kAlignment : rounded);
+  *pointer = host_address(rounded == 0 ? kAlignment : rounded, kAlignment, device);
   if (*pointer == nullptr) {
     return fail(cudaErrorMemoryAllocation);
   }
@@ -62,12 +86,15 @@ cudaError_t deallocate(void* pointer) {
   if (deferring()) {
     complete_everything();
   }
+  Block block;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    blocks().erase(reinterpret_cast<uintptr_t>(pointer));
+    const auto found = blocks().find(reinterpret_cast<uintptr_t>(pointer));
+    block = found->second;
+    blocks().erase(found);
   }
   write("free\t%p", pointer);
-  std::free(pointer);
+  release(pointer, block);
   return cudaSuccess;
 }
 
