@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,6 +15,8 @@ from gpipe_fast.compat import torchgpipe_state_dict
 from gpipe_fast.devices import Device, devices_differ
 from gpipe_fast.layers.structure import LayerSequence
 from gpipe_fast.unsupported import refuse_jit_script
+from gpipe_fast.weights.load import Initialize, Placement, has_meta_tensors, load_weights, make_lazy
+from gpipe_fast.weights.source import Source
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,10 +78,18 @@ class Container(LayerSequence):
         self.training = module.training
 
     def _move_to_devices(self) -> None:
-        """Moves the layers to the devices of their stages."""
-        for partition, device in zip(self.partitions, self._devices, strict=True):
+        """Moves the layers to the devices of their stages, except for tensors on the meta device."""
+        for partition, device in self._placement():
             if any(devices_differ(t.device, device) for t in (*partition.parameters(), *partition.buffers())):
-                partition.to(device)
+                # A meta tensor has no data to move.
+                partition._apply(lambda t, to=device: t if t.is_meta else t.to(to))
+
+    def _has_data(self) -> bool:
+        """Returns whether no parameter and no buffer is on the meta device."""
+        return not has_meta_tensors(self)
+
+    def _placement(self) -> Placement:
+        return zip(self.partitions, self._devices, strict=True)
 
     def __getitem__(self, index: int) -> nn.Module:
         """Returns a layer by position. Negative positions count from the end."""
@@ -161,12 +171,75 @@ class Container(LayerSequence):
         """Raises RuntimeError. ``torch.jit.script`` calls this method."""
         refuse_jit_script()
 
+    def load_weights(self, source: Source, *, strict: bool = True, init: Initialize | None = None) -> Any:
+        """Loads a state dict or a file, stage by stage. Layers on the meta device get memory first.
+
+        Layers that are built under ``torch.device('meta')`` take no memory. Each of their tensors gets memory
+        on the device of its stage, and is read and copied before the next one. So the host's memory contains
+        one tensor of the file at a time, besides the stages on the CPU::
+
+            with torch.device("meta"):
+                layers = nn.Sequential(a(), b(), c(), d())
+            model = GPipe(layers, balance=[2, 2], chunks=8)
+            model.load_weights("model.safetensors")
+
+        Names, shapes, dtypes and the hooks of modules are treated as by ``load_state_dict``, but no tensor is
+        loaded if names or shapes differ. Of tied parameters, the source may name only one. Parameters stay
+        the same objects, so that an optimizer may be created before; but meta parameters with tensor hooks
+        are refused. If a tensor cannot be read, it stays as it was, and the method can be called again.
+        Layers that have data already can be loaded, too.
+
+        Args:
+            source: A mapping of names to tensors, such as ``torch.load(path, mmap=True)``; or the path of a
+                file. Each tensor of a mapping is taken twice, to check and to load it. A file of the format
+                ``.safetensors`` is read without the package of that name; ``.index.json`` is the index of a
+                sharded checkpoint, as Hugging Face writes it; any other file is one that ``torch.save`` has
+                written: it is mapped into memory, and loaded with ``weights_only=True``.
+            strict: Whether the names in the source must be exactly those of ``state_dict()``.
+            init: A function that initialises a module. It is called with each module that has meta tensors
+                which the source lacks: non-persistent buffers and, if ``strict`` is False, parameters. They
+                have memory by then. Other tensors of the module are loaded afterwards. It is also called with
+                modules that have meta tensors as plain attributes, which it may set.
+                ``load_weights({}, strict=False, init=function)`` initialises a whole model.
+
+        Returns:
+            A named tuple of ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does.
+
+        Raises:
+            TypeError: ``source`` is neither a mapping nor a path, or its file contains no mapping.
+            ValueError: A file is incomplete or has another format.
+            RuntimeError: Names or shapes differ; the source lacks meta tensors, and there is no ``init``, or
+                it leaves NaN in them; a meta tensor has hooks; or a tensor cannot be read. The message names
+                the tensors.
+        """
+        found = load_weights(self, source, self._placement, strict, init)
+        self._move_to_devices()
+        return found
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state dict as PyTorch does, and gives memory to tensors on the meta device.
+
+        With ``assign=True``, the assigned tensors are moved to the devices of their stages.
+        """
+        found = super().load_state_dict(state_dict, strict, assign)
+        self._move_to_devices()
+        return found
+
     def _load_from_state_dict(
-        self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: MutableMapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Converts torchgpipe's keys, in a copy of the user's dict; PyTorch visits the layers afterwards."""
         torchgpipe_state_dict.rename_keys(state_dict, prefix, self)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if not self._has_data() and not local_metadata.get("assign_to_params_buffers"):
+            make_lazy(state_dict, prefix, self._placement())
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 
 def _deny_moving() -> NoReturn:

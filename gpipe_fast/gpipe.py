@@ -234,9 +234,9 @@ class GPipe(CallSettings, Container):
                 input, or the return value of the last layer, contains no tensor.
             ValueError: The tensors lack the batch dimension, differ in batch size, or are not on the device
                 of the first stage.
-            RuntimeError: A stage cannot be traced and ``backend='aten'``, or a lazy module is uninitialized;
-                the message names the layer and the reason. Or the call is inside a ``torch.func``
-                transform, a tracer, or forward-mode AD.
+            RuntimeError: A stage cannot be traced and ``backend='aten'``, a lazy module is uninitialized, or
+                a tensor is on the meta device; the message names the layer and the reason. Or the call is
+                inside a ``torch.func`` transform, a tracer, or forward-mode AD.
         """
         if not len(self):
             return _pass_through(args, kwargs, self._batch_dim)
@@ -310,7 +310,7 @@ class GPipe(CallSettings, Container):
         """Returns the plan for these inputs and the present layers, under this global module hook if any."""
         self._detect_changes()
         chunks = self._num_chunks(inputs.batch_size)
-        if self._balance_pending and inputs.batch_size:
+        if self._balance_pending and inputs.batch_size and self._has_data():
             self._balance_by_time(inputs, chunks)
         if self._check_sequence_first:
             self._check_sequence_first = False

@@ -29,10 +29,10 @@ def _initialized(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
 
 
 def check_layers_fit(layers: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
-    """Checks that each layer fits on the device, and that none is on the meta device.
+    """Checks that each layer fits on the device.
 
     Raises:
-        ValueError: a layer is larger than the device or on the meta device; the message names the layer.
+        ValueError: a layer is larger than the device; the message names the layer.
     """
     for name, layer in layers:
         needed, available = min_training_bytes(layer), device_memory_bytes(device)
@@ -42,9 +42,19 @@ def check_layers_fit(layers: Iterable[tuple[str, nn.Module]], device: torch.devi
                 f"buffers alone, and {device} has {_gib(available)}; split the layer into several, or use a "
                 "larger device"
             )
+
+
+def check_layers_have_data(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Checks that no layer is on the meta device.
+
+    Raises:
+        ValueError: a layer is on the meta device; the message names the layer.
+    """
+    for name, layer in layers:
         if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
             raise ValueError(
-                f"{layer_title(name, layer)} is on the meta device; give it memory with to_empty(device=...)"
+                f"{layer_title(name, layer)} is on the meta device; give it data with GPipe's load_weights, "
+                "or memory with to_empty(device=...)"
             )
 
 
@@ -53,8 +63,9 @@ def check_partitions_fit(
 ) -> None:
     """Checks that partitions fit on their devices, before any layer is moved.
 
-    Each layer must fit on its device and must not be on the meta device. On a GPU, all its stages together
-    must fit into the total memory, and the tensors to be moved there into the free memory.
+    Each layer must fit on its device. On a GPU, all its stages together must fit into the total memory, and
+    the tensors to be moved there into the free memory. Tensors on the meta device count, since they get
+    memory when they are loaded.
 
     Args:
         partitions: the named layers of each partition.

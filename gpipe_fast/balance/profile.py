@@ -16,7 +16,7 @@ from tabulate import tabulate
 from torch import nn
 
 from gpipe_fast import devices as _devices
-from gpipe_fast.balance.device_memory import check_layers_fit
+from gpipe_fast.balance.device_memory import check_layers_fit, check_layers_have_data
 from gpipe_fast.balance.layer_measurement import LayerMeasurement, LayerOutput, RunTimes, first_microbatch
 from gpipe_fast.devices import Device
 from gpipe_fast.layers.layer_title import layer_title
@@ -141,6 +141,7 @@ def profile(
     target = default_device() if device is None else _devices.parse_device(device, "device")
     if target.type not in ("cpu", "cuda"):
         raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {target}")
+    check_layers_have_data(layers)
     check_layers_fit(layers, target)
     num_measurements = len(layers) * (1 if timeout is None else 1 + MIN_ROUNDS)
     # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.

@@ -301,7 +301,7 @@ def _indexed_name(name: str, index: int, has_index: bool) -> str:
 @contextlib.contextmanager
 def _restoring_state(model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
     """Restores parameters, buffers and inputs after the block; writes only tensors that have changed."""
-    tensors = [t.detach() for t in (*inputs, *model.parameters(), *model.buffers())]
+    tensors = [t.detach() for t in (*inputs, *model.parameters(), *model.buffers()) if not t.is_meta]
     copies = [t.clone() for t in tensors]
     try:
         yield

@@ -212,9 +212,10 @@ def _replicated_parameters(stage: Stage) -> list[int]:
 
 
 def check_placed(stages: Sequence[Stage]) -> None:
-    """Checks that every parameter and buffer is on the device of a stage that holds it.
+    """Checks that every parameter and buffer has data, on the device of a stage that holds it.
 
     Raises:
+        RuntimeError: a tensor is on the meta device; the message names the tensor.
         ValueError: a tensor is on another device; the message names the tensor.
     """
     placed = {
@@ -227,7 +228,12 @@ def check_placed(stages: Sequence[Stage]) -> None:
     for index, stage in enumerate(stages):
         for number, layer in enumerate(stage.layers, stage.first_layer):
             for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-                if id(tensor) not in placed and not tensor.is_meta:
+                if tensor.is_meta:
+                    raise RuntimeError(
+                        f"{layer_title(number, layer)} has {name!r} on the meta device, without data; "
+                        "call model.load_weights(source) before the model"
+                    )
+                if id(tensor) not in placed:
                     raise ValueError(
                         f"{layer_title(number, layer)} has {name!r} on {tensor.device}, but runs "
                         f"in stage {index} on {stage.device}; move the whole layer to that device"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, _extension, doctor, replicate, verify
-from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, table
+from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, profile_layers, table
 from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.inspect.picture import draw
 from gpipe_fast.lower.checkpoint import check_saved_fraction
@@ -167,10 +167,8 @@ def connect_without_peer_access() -> None:
 
 
 def move_a_shared_parameter() -> None:
-    model = pipe(backend="eager")
-    # It stands for a parameter on another GPU.
-    model[2].weight = nn.Parameter(torch.empty(8, 8, device="meta"))
-    model(features())
+    with mock.patch("gpipe_fast.runtime.plan._replicated_parameters", return_value=[0]):
+        call(features(), backend="eager")
 
 
 def share_a_buffer() -> None:
@@ -192,11 +190,14 @@ DEVICES = [
     case("another thread runs layers", "wait until its call has ended", explain_while_layers_run),
     case("cuda:99", "CUDA_VISIBLE_DEVICES", pipe, devices=["cpu", "cuda:99"]),
     case("layer '0' (Linear)", "use a larger device", place, 4 * MIB, 7 * MIB, 7 * MIB),
-    case("layer '0' (Linear)", "to_empty", pipe, nn.Linear(2, 2, device="meta")),
+    case("layer '0' (Linear)", "to_empty", profile_layers, mlp().to("meta"), features()),
+    case(
+        "'weight' on the meta device", "load_weights", call, features(), layers=(nn.Linear(6, 2).to("meta"),)
+    ),
     case("stages 0, 1", "another balance", place, 4 * MIB, 9 * MIB, 9 * MIB),
     case("stages 0, 1", "free memory there", place, 4 * MIB, 16 * MIB, 7 * MIB),
     case("stages 0 and 1", "use 'auto'", connect_without_peer_access),
-    case("layers 2 to 4", "in one stage", move_a_shared_parameter),
+    case("layers 0 to 1", "in one stage", move_a_shared_parameter),
     case("'weight' on cpu", "move the whole layer", check_placed, [Stage([nn.Linear(2, 2)], 0, GPU)]),
     case("of shape [6]", "in one stage", share_a_buffer),
 ]

@@ -39,6 +39,10 @@ gpipe_fast
     forward(self, *args: Any, **kwargs: Any) -> Any
     fuse: property, may be set
     insert(self, index: object, module: object) -> NoReturn
+    load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
+        assign: bool = False) -> Any
+    load_weights(self, source: Source, *, strict: bool = True,
+        init: Initialize | None = None) -> Any
     partitions: property
     pop(self, key: object = -1) -> NoReturn
     recording(self) -> AbstractContextManager[Recording]

@@ -155,7 +155,7 @@ def test_profiling_leaves_gradients_unchanged() -> None:
 
 
 def test_meta_and_lazy_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^layer '1' \(Linear\) is on the meta device; give it memory"):
+    with pytest.raises(ValueError, match=r"^layer '1' \(Linear\) is on the meta device; give it data"):
         profile_layers(nn.Sequential(nn.ReLU(), nn.Linear(1, 1, device="meta")), torch.randn(1))
     with pytest.raises(ValueError, match=r"^layer '0' \(LazyLinear\) has lazy parameters; run the module"):
         profile_layers(nn.Sequential(nn.LazyLinear(1)), torch.randn(1))

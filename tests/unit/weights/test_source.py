@@ -1,0 +1,114 @@
+"""The sources of weights: mappings, files of `torch.save`, safetensors files, and sharded checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.weights.source import Entries, entries_of
+
+STATE = OrderedDict(a=torch.ones(2, 3), b=torch.arange(4))
+
+
+def save_shards(folder: Path, suffix: str = ".safetensors") -> Path:
+    """Saves each tensor in a file of its own, and returns the index."""
+    for name, tensor in STATE.items():
+        save = save_file if suffix == ".safetensors" else torch.save
+        save({name: tensor}, folder / (name + suffix))
+    index = folder / f"model{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {name: name + suffix for name in STATE}}))
+    return index
+
+
+def source_of(kind: str, folder: Path) -> Any:
+    if kind == "mapping":
+        return STATE
+    if kind.startswith("shards"):
+        return save_shards(folder, kind.removeprefix("shards"))
+    path = folder / ("state" + kind)
+    (save_file if kind == ".safetensors" else torch.save)(STATE, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", ["mapping", ".pt", ".bin", ".safetensors", "shards.safetensors", "shards.bin"]
+)
+def test_tensors_have_names_shapes_and_values(kind: str, tmp_path: Path) -> None:
+    entries = entries_of(source_of(kind, tmp_path))
+    assert entries.keys() == STATE.keys()
+    for name, tensor in STATE.items():
+        assert entries[name].like.is_meta
+        assert entries[name].like.shape == tensor.shape
+        assert entries[name].like.dtype == tensor.dtype
+        assert torch.equal(entries[name].read(), tensor)
+
+
+def test_a_path_may_be_a_string(tmp_path: Path) -> None:
+    assert entries_of(str(source_of(".safetensors", tmp_path))).keys() == STATE.keys()
+
+
+def test_versions_of_modules_are_kept(tmp_path: Path) -> None:
+    """State dicts have them as an attribute; a batch norm of version 1 has no num_batches_tracked."""
+    state = nn.BatchNorm1d(2).state_dict()
+    torch.save(state, tmp_path / "norm.pt")
+    assert entries_of(state).metadata == entries_of(tmp_path / "norm.pt").metadata == {"": {"version": 2}}
+    assert Entries().metadata is None
+    old = OrderedDict((f"0.{name}", tensor) for name, tensor in state.items() if "num" not in name)
+    new = OrderedDict(old)
+    new._metadata = {"0": {"version": 2}}  # type: ignore[attr-defined]
+    GPipe(nn.Sequential(nn.BatchNorm1d(2)), [1]).load_weights(old)
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        GPipe(nn.Sequential(nn.BatchNorm1d(2)), [1]).load_weights(new)
+
+
+def test_other_values_are_passed_on() -> None:
+    assert entries_of({"x._extra_state": {"steps": 3}}) == {"x._extra_state": {"steps": 3}}
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("executed",)
+
+
+def test_files_cannot_execute_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": Malicious()}, "model.pt")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        entries_of("model.pt")
+    assert not Path("executed").exists()
+
+
+def test_sources_of_other_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="must be a state dict or the path of a file, got list"):
+        entries_of([("a", STATE["a"])])  # type: ignore[arg-type]
+    torch.save(STATE["a"], tmp_path / "tensor.pt")
+    with pytest.raises(TypeError, match=r"tensor\.pt contains a Tensor, not a state dict"):
+        entries_of(tmp_path / "tensor.pt")
+    with pytest.raises(FileNotFoundError):
+        entries_of(tmp_path / "nowhere.safetensors")
+
+
+@pytest.mark.parametrize("content", [{}, [], {"weight_map": ["a"]}])
+def test_an_index_without_a_map_is_refused(content: object, tmp_path: Path) -> None:
+    (tmp_path / "x.index.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="has no 'weight_map' from the names of tensors to files"):
+        entries_of(tmp_path / "x.index.json")
+
+
+def test_an_index_with_a_name_that_its_file_lacks_is_refused(tmp_path: Path) -> None:
+    index = save_shards(tmp_path)
+    content = json.loads(index.read_text())
+    content["weight_map"]["c"] = "a.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="names tensors that its files lack: c; "):
+        entries_of(index)
