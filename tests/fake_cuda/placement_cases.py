@@ -73,6 +73,35 @@ def layers_move_when_the_balance_changes() -> None:
         assert all(p.grad is not None and p.grad.device == device for p in partition.parameters())
 
 
+def meta_layers_are_loaded_on_their_devices() -> None:
+    """A tied weight is on the device of the last stage that has it, as if the layers had been on the CPU."""
+
+    def tied() -> nn.Sequential:
+        module = layers()
+        module[3].weight = module[0].weight
+        return module
+
+    plain, x = tied(), torch.randn(8, 8)
+    with torch.device("meta"):
+        module = tied()
+    pipe = GPipe(module, [1, 1, 2], chunks=CHUNKS)
+    with pytest.raises(RuntimeError, match="has 'weight' on the meta device"):
+        pipe(x.cuda())
+    pipe.explain(x.cuda())
+    pipe.load_weights(plain.state_dict())
+    assert pipe[0].weight is pipe[3].weight
+    assert devices_of(pipe) == devices_of(GPipe(copy.deepcopy(plain), [1, 1, 2], chunks=CHUNKS))
+    expected = gradients(plain, torch.cat([plain(part) for part in x.chunk(CHUNKS)]))
+    for found, wanted in zip(gradients(pipe, pipe(x.cuda())), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+    with torch.device("meta"):
+        pipe = GPipe(layers(), [2, 2], chunks=CHUNKS)
+    pipe.load_state_dict(layers().state_dict(), assign=True)
+    assert devices_of(pipe) == ["cuda:0"] * 4 + ["cuda:1"] * 4
+    pipe(x.cuda())
+
+
 def wrong_devices_raise() -> None:
     pipe = GPipe(layers(), [2, 2], chunks=CHUNKS)
     with pytest.raises(ValueError, match="input must be on the first stage's device cuda:0, got cpu"):
@@ -220,6 +249,7 @@ PLACEMENT = (
     first_gpus_by_default,
     cpu_on_request,
     layers_move_when_the_balance_changes,
+    meta_layers_are_loaded_on_their_devices,
     wrong_devices_raise,
     verify_moves_boundary_tensors,
 )
