@@ -24,7 +24,7 @@ class _Watch:
 
     def __get__(self, owner: Any, cls: type) -> Any:
         if owner is None or self._name not in vars(owner):
-            raise AttributeError(f"{cls.__name__} has no attribute {self._name!r}")
+            raise AttributeError(f"no attribute {self._name!r} in {cls.__name__}")
         self._read.add((id(owner), self._name))
         return vars(owner)[self._name]
 

@@ -34,6 +34,7 @@ EXEMPT = {
     "raise Unrepeatable": "its text becomes the reason in another message, which cases trigger",
     "the trace has ": "a kind of result that PyTorch's tracer makes of no known layer",
     "raise CannotLaunch": "the pass catches it, and leaves the nodes",
+    "no attribute ": "Python's own error, which a watched attribute raises like others",
     "raise Conflict": "the grouping catches it, and computes the values in two kernels",
     "the user has no home folder": "the reason in a warning, which tests/fuse/test_cubin_cache.py triggers",
     "a fused kernel gave wrong results": "tests/fuse/test_check.py makes such a kernel",
