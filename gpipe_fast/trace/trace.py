@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,8 +134,10 @@ def trace_in_mode(
         trace_context: as for `trace`.
         mode: the mode; None for one of its own, without symbols.
     """
+    observers: list[TraceObserver] = []
 
     def attempt(copy_inputs: bool, trace_observer: TraceObserver) -> JointGraph | Untraceable:
+        observers.append(trace_observer)
         stage = LayersFunction(
             layers, input_structure, gradient_layouts, trace_context, trace_observer, copy_inputs
         )
@@ -144,6 +146,18 @@ def trace_in_mode(
         finally:
             python_reads.record(layers, trace_observer.reads)
 
+    try:
+        return _trace_repeatedly(layers, attempt)
+    except BaseException:  # Ctrl-C
+        for trace_observer in reversed(observers):
+            trace_observer.restore()
+        raise
+
+
+def _trace_repeatedly(
+    layers: Sequence[nn.Module], attempt: Callable[[bool, TraceObserver], JointGraph | Untraceable]
+) -> JointGraph | Untraceable:
+    """Traces by one attempt, or by several if the first one has changed an input or other Python state."""
     copy_inputs, first = False, TraceObserver(layers)
     try:
         found = attempt(copy_inputs, first)
