@@ -9,7 +9,6 @@ with the layers. The check runs in every call, so it reads PyTorch's cheap count
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -21,6 +20,8 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _modules
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
+
+from gpipe_fast.user_warning import warn_user
 
 _ADVICE = "apply it to the plain Sequential of its layers, nn.Sequential(*model)"
 
@@ -72,17 +73,15 @@ def has_observers(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Mo
         _refuse_tangents(inputs, modules())
     if any(type(tensor) is not Tensor and isinstance(tensor, FakeTensor) for tensor in inputs):
         _refuse_tracer("FakeTensorMode")
-    hooked = bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
-    observed = hooked
+    observed = bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
     if _num_dispatch_modes() or _num_function_modes() or _saved_tensors_hooks(True) is not None:
         for kind, verb in _blind_observers():
             observed = True
             if kind not in _warned and not kind.startswith("gpipe_fast."):
                 _warned.add(kind)
                 name = kind.rsplit(".", 1)[-1].lstrip("_")
-                warnings.warn(
-                    f"{name} {verb} nothing of a GPipe, whose layers run in C++ on other threads; {_ADVICE}",
-                    stacklevel=6 + hooked,  # with hooks, nn.Module has one more frame
+                warn_user(
+                    f"{name} {verb} nothing of a GPipe, whose layers run in C++ on other threads; {_ADVICE}"
                 )
     return observed
 

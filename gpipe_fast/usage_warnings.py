@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import BatchDims
 from gpipe_fast.schedule import bubble
+from gpipe_fast.user_warning import warn_user
 
 
 @functools.cache
@@ -22,10 +22,9 @@ def warn_idle_stages(num_stages: int, chunks: int, enough: int) -> None:
     stages = f"{num_stages} stages"
     few = f"1 micro-batch on {stages} leaves" if chunks == 1 else f"{chunks} micro-batches on {stages} leave"
     idle, less = bubble(num_stages, chunks), bubble(num_stages, enough)
-    warnings.warn(
+    warn_user(
         f"{few} the stages idle for up to {idle:.0%} of a step; pass chunks={enough} or chunks='auto' to "
-        f"reduce it to {less:.0%}",
-        stacklevel=8,
+        f"reduce it to {less:.0%}"
     )
 
 
@@ -48,11 +47,10 @@ def warn_sequence_first(stages: Iterable[Sequence[nn.Module]], dims: BatchDims) 
                 (type(m).__name__ for m in _flatten_sequentials(layer) if _takes_sequence_first(m)), None
             )
             if kind is not None:
-                warnings.warn(
+                warn_user(
                     f"stage {index}, {layer_title(number, layer)}: {kind} has batch_first=False, but "
                     "micro-batches are split along dimension 0, its time dimension unless an earlier "
-                    "layer transposes the input; pass batch_dim=1 to GPipe, or batch_first=True to the layer",
-                    stacklevel=7,
+                    "layer transposes the input; pass batch_dim=1 to GPipe, or batch_first=True to the layer"
                 )
             number += 1
 

@@ -45,7 +45,7 @@ EXEMPT = {
 
 @dataclass(frozen=True)
 class Statement:
-    """A `raise` or a call of `warnings.warn` in the sources of gpipe_fast.
+    """A `raise`, or a call of `warnings.warn` or `warn_user`, in the sources of gpipe_fast.
 
     Attributes:
         path: the file.
@@ -102,7 +102,7 @@ def raised_in(path: str, tree: ast.Module) -> Iterator[Statement]:
 
 def warned_in(path: str, tree: ast.Module) -> Iterator[Statement]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn_user"):
             yield statement(path, node, node)
 
 
@@ -154,10 +154,10 @@ def warnings_of(case: Case) -> dict[Statement, warnings.WarningMessage]:
 
     def noting(message: Any, *args: Any, stacklevel: int = 1, **kwargs: Any) -> None:
         warn(message, *args, stacklevel=stacklevel + 1, **kwargs)
-        caller = traceback.extract_stack(limit=2)[0]
-        for each in warns():
-            if each.contains(caller.filename, caller.lineno or 0):
-                found[each] = caught[-1]
+        for caller in traceback.extract_stack(limit=3)[:-1]:  # `warn_user`, and its caller
+            for each in warns():
+                if each.contains(caller.filename, caller.lineno or 0):
+                    found[each] = caught[-1]
 
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
