@@ -272,3 +272,21 @@ def _refuse_dimension(tensor: Tensor, dim: int) -> NoReturn:
         f"the input has no dimension{which} to split into micro-batches, got {what}; wrap it in "
         "gpipe_fast.replicate(...) to pass it whole to every micro-batch"
     )
+
+
+def pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Any:
+    """Returns the only argument of a `GPipe` without layers, which splits nothing, so any shape will do.
+
+    Raises:
+        TypeError: there is not exactly one argument, or it contains no tensor.
+    """
+    if not args and kwargs.keys() == {"input"}:
+        args, kwargs = (kwargs["input"],), {}
+    inputs = Inputs.of(args, kwargs, batch_dim)
+    if len(args) != 1 or kwargs:
+        raise TypeError(
+            "a GPipe without layers takes one positional argument and returns it, got "
+            f"{len(args) + len(kwargs)} arguments ({len(kwargs)} by keyword)"
+        )
+    check_holds_tensor(inputs)
+    return inputs.structure.build(inputs.tensors) if None in inputs.dims.inputs else args[0]

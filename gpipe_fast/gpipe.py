@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
@@ -14,15 +13,16 @@ from torch import nn
 from gpipe_fast._extension import Pipeline, PythonWorkers
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
-    check_holds_tensor,
     check_inputs,
     check_module,
     check_signature,
     checked_backend,
     checked_grad_dtype,
     checked_transport,
+    pass_through,
 )
 from gpipe_fast.balance.automatic import default_balance
+from gpipe_fast.call_preparation import CallPreparation, with_memory
 from gpipe_fast.call_settings import CallSettings
 from gpipe_fast.container import Container
 from gpipe_fast.devices import Device
@@ -32,7 +32,7 @@ from gpipe_fast.fuse import left_out
 from gpipe_fast.fuse.availability import fuses_by_default
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
-from gpipe_fast.layers.structure import ONE_TENSOR, BatchDim, Inputs
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.connections import connections_of, describe_connections
@@ -46,6 +46,7 @@ from gpipe_fast.stages import checked_placement, resolve_balance, resolve_device
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.unsupported import global_hook, has_observers, without_observers
 from gpipe_fast.usage_warnings import warn_idle_stages, warn_sequence_first
+from gpipe_fast.user_warning import warn_user
 
 # Attributes that a copy creates anew.
 _NOT_COPIED = frozenset(
@@ -55,7 +56,7 @@ _NOT_COPIED = frozenset(
 _NOT_COPIED |= {"_hook_planner", "_compiled_call_impl"}
 
 
-class GPipe(CallSettings, Container):
+class GPipe(CallSettings, CallPreparation, Container):
     """Trains a sequence of layers as a pipeline of stages over micro-batches.
 
     Outputs, gradients and buffers equal those of ``torch.cat([module(c) for c in x.chunk(chunks)])``, bit for
@@ -239,7 +240,7 @@ class GPipe(CallSettings, Container):
                 inside a ``torch.func`` transform, a tracer, or forward-mode AD.
         """
         if not len(self):
-            return _pass_through(args, kwargs, self._batch_dim)
+            return pass_through(args, kwargs, self._batch_dim)
         inputs = self._checked_inputs(args, kwargs)
         observed = has_observers(inputs.tensors, self.modules)
         with TRACING_LOCK:
@@ -255,11 +256,15 @@ class GPipe(CallSettings, Container):
             self._emit_warnings()
         return outputs[0] if structure is ONE_TENSOR else structure.build_unaliased(outputs)
 
-    def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """Returns the checked arguments of a call."""
+    def _checked_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], allow_meta: bool = False
+    ) -> Inputs:
+        """Returns the checked arguments of a call, with zeros for meta tensors if those are allowed."""
         if not args and kwargs.keys() == {"input"}:
             args, kwargs = (kwargs["input"],), {}
         inputs = Inputs.of(args, kwargs, self._batch_dim)
+        if allow_meta:
+            inputs = with_memory(inputs, self._devices[0])
         check_inputs(inputs, self._devices)
         if kwargs or len(args) != 1:
             check_signature(next(iter(self)), args, kwargs)
@@ -304,7 +309,7 @@ class GPipe(CallSettings, Container):
         """Emits the planner's pending warnings and those about fused kernels, each once."""
         for pending in (self._planner.module_warnings.pending, left_out.pending):
             while pending:
-                warnings.warn(pending.pop(0), stacklevel=6)
+                warn_user(pending.pop(0))
 
     def _plan(self, inputs: Inputs, hook: str | None = None) -> PlannedCall:
         """Returns the plan for these inputs and the present layers, under this global module hook if any."""
@@ -355,7 +360,6 @@ class GPipe(CallSettings, Container):
 
     def _balance_by_time(self, inputs: Inputs, chunks: int) -> None:
         """Repartitions the layers by their measured time on the first micro-batch of this mini-batch."""
-        self._balance_pending = False
         first = inputs.dims.split(inputs.tensors, chunks)[0]
         try:
             found = default_balance(
@@ -366,12 +370,13 @@ class GPipe(CallSettings, Container):
                 device=self._devices[0],
             )
         except Exception as error:
-            warnings.warn(
+            self._balance_pending = False
+            warn_user(
                 "layers are balanced by parameter count, unless you pass balance=[...], because measuring "
-                f"their time failed: {error}",
-                stacklevel=7,
+                f"their time failed: {error}"
             )
             return
+        self._balance_pending = False
         if found != self._balance:
             self._balance = found
             self._move_to_devices()
@@ -403,17 +408,3 @@ class GPipe(CallSettings, Container):
     def recording(self) -> AbstractContextManager[Recording]:
         """Returns a context manager that records the begin and end of every action and every wait."""
         return record(self._pipeline, lambda: kernel_names(self._stages, self._planner.lowered()))
-
-
-def _pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> Any:
-    """Returns the only argument unchanged. A batch dimension is not needed, since no tensor is split."""
-    if not args and kwargs.keys() == {"input"}:
-        args, kwargs = (kwargs["input"],), {}
-    inputs = Inputs.of(args, kwargs, batch_dim)
-    if len(args) != 1 or kwargs:
-        raise TypeError(
-            "a GPipe without layers takes one positional argument and returns it, got "
-            f"{len(args) + len(kwargs)} arguments ({len(kwargs)} by keyword)"
-        )
-    check_holds_tensor(inputs)
-    return inputs.structure.build(inputs.tensors) if None in inputs.dims.inputs else args[0]

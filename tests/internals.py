@@ -95,6 +95,17 @@ def latest_plan(model: GPipe) -> PlannedCall:
     return model._planner.latest
 
 
+def stages_are_idle(model: GPipe) -> bool:
+    """Returns whether no thread holds the lock of any stage."""
+    with ExitStack() as held:
+        return all(own.try_lock(held) for own in model._planner._segments)
+
+
+def balance_is_pending(model: GPipe) -> bool:
+    """Returns whether the next call will measure the layers."""
+    return model._balance_pending
+
+
 def num_plans(model: GPipe) -> int:
     """Returns the number of signatures with a plan."""
     return len(model._planner._plans)

@@ -21,12 +21,11 @@ from gpipe_fast.balance.layer_measurement import LayerMeasurement, LayerOutput, 
 from gpipe_fast.devices import Device
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import LayerSequence
+from gpipe_fast.progress import working
 
 # The minimum number of timed rounds over all layers, and the number that fits into the timeout if no layer is
 # slow.
 MIN_ROUNDS, TARGET_ROUNDS = 3, 10
-# The delay after which the progress bar appears by default.
-BAR_DELAY_SECONDS = 2.0
 
 _T = TypeVar("_T")
 
@@ -86,8 +85,8 @@ def profile_layers(
         device: the device to measure on; by default CUDA if available, else the CPU.
         timeout: the time to measure for, in seconds, and for at least three rounds; None skips timing.
         chunks: the number of micro-batches in the sample; layers run on the first one, the largest.
-        progress: whether to show a progress bar, which needs tqdm; by default only on a terminal, after two
-            seconds.
+        progress: whether to show a progress bar, which needs tqdm; by default only after two seconds and on
+            a terminal, and elsewhere one line says that layers are measured.
 
     Raises:
         TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or ``sample`` contains no tensor.
@@ -143,12 +142,11 @@ def profile(
         raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {target}")
     check_layers_have_data(layers)
     check_layers_fit(layers, target)
-    num_measurements = len(layers) * (1 if timeout is None else 1 + MIN_ROUNDS)
     # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.
     batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
-    with _isolated_random_state(target), _progress_bar(progress, num_measurements) as advance:
+    with _isolated_random_state(target), working("measuring layers", show=progress) as work:
         first = first_microbatch(sample, chunks, target, batch_dim)
-        rounds = _Rounds(layers, first, target, timeout, advance)
+        rounds = _Rounds(layers, first, target, timeout, work.count)
         sizes, times = rounds.run_round(LayerMeasurement.sizes), rounds.times()
     return [
         LayerProfile(
@@ -205,27 +203,6 @@ def _isolated_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _progress_bar(show: bool | None, expected: int) -> Iterator[Callable[[int], object]]:
-    """Shows a progress bar; yields a function that counts one measurement and sets the expected total."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        show = False
-    if show is False:
-        yield lambda expected: None
-        return
-    hidden, delay = (False, 0.0) if show else (None, BAR_DELAY_SECONDS)  # None hides the bar off a terminal
-    bar_options = {"desc": "profiling", "unit": " layers"}
-    with tqdm(total=expected, leave=False, disable=hidden, delay=delay, **bar_options) as bar:
-
-        def advance(expected: int) -> None:
-            bar.total = expected
-            bar.update()
-
-        yield advance
-
-
 class _Rounds:
     """Rounds over all layers in order; each layer runs on the output of the previous one.
 
@@ -234,7 +211,7 @@ class _Rounds:
         sample: the input of the first layer.
         device: the device on which copies of the layers run.
         timeout: the time to measure for, in seconds, or None.
-        advance: called after each measurement with the expected total.
+        count: called after each measurement, with the number of measurements so far and the expected total.
     """
 
     def __init__(
@@ -243,10 +220,10 @@ class _Rounds:
         sample: LayerOutput,
         device: torch.device,
         timeout: float | None,
-        advance: Callable[[int], object],
+        count: Callable[[int, int], object],
     ) -> None:
         self._layers, self._sample, self._device = layers, sample, device
-        self._timeout, self._advance = timeout, advance
+        self._timeout, self._count, self._measured = timeout, count, 0
         self._expected = 1 if timeout is None else 1 + MIN_ROUNDS
 
     def run_round(self, measure: Callable[[LayerMeasurement], _T]) -> list[_T]:
@@ -264,7 +241,8 @@ class _Rounds:
             except Exception as error:
                 raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
             layer_input = measurement.output_of_run
-            self._advance(self._expected * len(self._layers))
+            self._measured += 1
+            self._count(self._measured, self._expected * len(self._layers))
         return found
 
     def times(self) -> list[list[RunTimes]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from gpipe_fast import progress
 from gpipe_fast.devices import Device, parse_device
 from gpipe_fast.explanation.explanation import Explanation
 from gpipe_fast.explanation.programs import explain_programs
@@ -95,6 +96,7 @@ def explain_call(
     stages = planner.stages
     inputs, chunks, threads, state = call
     with contextlib.ExitStack() as stack:
+        stack.enter_context(progress.first_call([len(s.layers) for s in stages], what="an explanation"))
         if device is not None:
             stack.enter_context(_autocast_on_gpu())
             stack.enter_context(backward_without_gpu())
@@ -136,6 +138,7 @@ def _explained(index: int, stage: Stage, compiled: Compiled | None) -> StageExpl
     if isinstance(pipelines, CompilationFailure):
         return _described(index, stage, _failure_note(index, stage, pipelines))
     fractions = Counter(compiled.saved_fractions)
+    progress.step("splitting", stage.first_layer, len(stage.layers))
     programs = [
         program
         for fraction, number in fractions.items()

@@ -8,10 +8,10 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from gpipe_fast import progress
 from gpipe_fast.fuse import cubin_cache
 from gpipe_fast.fuse.compile_pool import CompilePool, num_workers
 from gpipe_fast.fuse.compile_worker import compile_here, request
@@ -21,8 +21,6 @@ from gpipe_fast.fuse.kernel_name import name_of, source_of
 
 __all__ = ["CompileFailure", "Cubin", "KernelSource", "cubins"]
 
-# Seconds after which a user wants to know what takes so long.
-_PATIENCE = 2.0
 _CONSTANT_TYPES = (bool, int, float, str, type(None))
 
 _log = logging.getLogger("gpipe_fast")
@@ -111,20 +109,20 @@ def _compiler(architecture: int) -> list[Any]:
 
 def _compile(missing: dict[str, KernelSource], architecture: int) -> None:
     """Compiles sources by key, and keeps each result as soon as it is there."""
-    progress = _Progress(len(missing))
+    total = len(missing)
     try:
-        here = _compile_in_workers(missing, architecture, progress)
-        for key in here:
-            progress.show()
-            _keep(key, missing[key], compile_here(missing[key], architecture))
-            progress.done += 1
+        with progress.working("compiling Triton kernels", ", once for this machine") as work:
+            work.count(0, total)
+            here = _compile_in_workers(missing, architecture, work)
+            for done, key in enumerate(here, total - len(here)):
+                work.count(done, total)
+                _keep(key, missing[key], compile_here(missing[key], architecture))
     finally:
-        progress.close()
         cubin_cache.trim()
 
 
 def _compile_in_workers(
-    missing: dict[str, KernelSource], architecture: int, progress: _Progress
+    missing: dict[str, KernelSource], architecture: int, work: progress.Work
 ) -> list[str]:
     """Compiles what worker processes can; returns the keys that this process must compile."""
     names = {key: name_of(source.kernel) for key, source in missing.items()}
@@ -141,8 +139,7 @@ def _compile_in_workers(
                 if reply is not None and reply[1] is not None:
                     _keep(keys[reply[0]], missing[keys[reply[0]]], reply[1])
                     del left[keys[reply[0]]]
-                    progress.done += 1
-                progress.show()
+                    work.count(len(missing) - len(left), len(missing))
     except OSError as error:  # the system has no room for processes or their files
         _log.info("kernels are compiled in this process: %s", error)
     return list(left)
@@ -153,30 +150,3 @@ def _keep(key: str, source: KernelSource, result: Cubin | CompileFailure) -> Non
     if isinstance(result, Cubin):
         function = getattr(source.kernel, "fn", source.kernel)
         cubin_cache.store(key, result, generated_from(function))
-
-
-class _Progress:
-    """Says what is being compiled if it takes long: on a terminal by a line that counts, else in the log."""
-
-    def __init__(self, total: int) -> None:
-        self.done = 0
-        self._total = total
-        self._start = time.monotonic()
-        self._shown = ""
-
-    def show(self) -> None:
-        if time.monotonic() - self._start < _PATIENCE:
-            return
-        if not sys.stderr.isatty():
-            if not self._shown:
-                self._shown = "log"
-                _log.info("compiling %d Triton kernels, once for this machine", self._total)
-            return
-        line = f"gpipe_fast: compiled {self.done} of {self._total} Triton kernels"
-        if line != self._shown:
-            print(f"\r{line}", end="", file=sys.stderr, flush=True)
-            self._shown = line
-
-    def close(self) -> None:
-        if self._shown and self._shown != "log":
-            print(f"\r{' ' * len(self._shown)}\r", end="", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
 
-from gpipe_fast import _extension
+from gpipe_fast import _extension, progress
 from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWithPorts, Segment, Snapshot
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.layers.layer_title import layer_title
@@ -133,6 +133,7 @@ class TracedStage:
         """Splits and lowers the joint graph, once per fraction (see ``split``)."""
         if saved_fraction not in self.lowered:
             parts, fused = self.fuse(saved_fraction)
+            progress.step("lowering")
             forward, backward, replaced = parts.forward_saving, parts.backward, {}
             if fused is not None:
                 replaced = {each.graph.name: each.replaced for each in fused}
@@ -216,6 +217,7 @@ class CompiledStage:
     def segment(self, saved_fraction: SavedFraction) -> Segment:
         """Returns the segment with this stage's programs for one saved fraction; builds it on first use."""
         if saved_fraction not in self._segments:
+            progress.step("splitting", self.stage.first_layer, len(self.stage.layers))
             self._segments[saved_fraction] = self._build(self.traced.lower(saved_fraction))
         return self._segments[saved_fraction]
 

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from gpipe_fast import progress
 from gpipe_fast.layers.structure import Structure
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.known_reads import KnownReads
@@ -186,6 +187,7 @@ class EqualLayers:
 
 
 def _trace_part(part: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Traced:
+    progress.step("tracing", part.first_layer, len(part.layers))
     return trace(
         part.layers,
         inputs.examples(part.options.is_absent),
@@ -236,6 +238,7 @@ class _SymbolicTracer:
         context = part.trace_context(BoundarySpec(()))
 
         def trace_part() -> Traced:
+            progress.step("tracing", part.first_layer, len(part.layers))
             return trace_in_mode(
                 part.layers, inputs.tensors, gradient_layouts, inputs.structure, context, self._mode
             )

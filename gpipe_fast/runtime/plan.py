@@ -47,12 +47,14 @@ class PlannedCall:
         draws: whether any operator draws random numbers; None if known only at run time.
         stage_outputs: the stages' outputs for the first micro-batch, and for the last, which alone may
             differ; None if known only at run time.
+        obstacle: why the plan is valid for one call only; empty if it is not.
     """
 
     native: _extension.Plan
     schedule: Schedule
     draws: bool | None
     stage_outputs: Sequence[Sequence[StageOutputs]] | None
+    obstacle: str = ""
 
 
 # By skip connection, the stashed tensor or None, and whether the tensor needs a gradient.

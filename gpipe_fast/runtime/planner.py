@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_fast import _extension
+from gpipe_fast import _extension, progress
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import BatchDims, Inputs, Structure
 from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
@@ -201,11 +201,15 @@ class Planner:
         with contextlib.ExitStack() as held:
             idle = all(segments.try_lock(held) for segments in self._segments)
             if self.module_warnings.in_python or not idle:
-                return self._make_dynamic_plan(call), idle
-            with intra_op_threads(signature.threads):
+                busy = (
+                    "" if idle else "another thread runs layers of the model; wait until its call has ended"
+                )
+                return replace(self._make_dynamic_plan(call), obstacle=busy), idle
+            with intra_op_threads(signature.threads), self._progress():
                 known = self._compile(call)
                 if isinstance(known, CompilationFailure):
-                    return self._make_dynamic_plan(call, failure=known), False
+                    reason = _failure_message(known, self.stages)
+                    return replace(self._make_dynamic_plan(call, failure=known), obstacle=reason), False
                 return self._make_plan(call, self._searches(call), known), True
 
     def compile(self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> Compiled:
@@ -226,12 +230,16 @@ class Planner:
                     "layers cannot be traced while another thread runs layers of the model; wait until its "
                     "call has ended"
                 )
-            with intra_op_threads(signature.threads):
+            with intra_op_threads(signature.threads), self._progress():
                 return Compiled(self._compile(call), call.saved_fractions)
 
     def lowered(self) -> list[CompiledStage]:
         """Returns the stages, and parts of stages, that are lowered for some call, by their first layer."""
         return self._compiler.lowered()
+
+    def _progress(self) -> contextlib.AbstractContextManager[None]:
+        """Shows the work of a first call, if it takes long."""
+        return progress.first_call([len(stage.layers) for stage in self.stages])
 
     def _compile(self, call: _Call) -> list[list[CompiledStage]] | CompilationFailure:
         """Returns the compiled stages of each micro-batch, for the latest gradient layouts.

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpipe_fast import _extension
+from gpipe_fast import _extension, progress
 from gpipe_fast._extension import PythonSegment, PythonWorkers, Segment
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, SavedFraction
@@ -177,7 +177,7 @@ class Segments:
 
     def _lower(self, part: Stage, segment_key: SegmentKey, saved_fraction: SavedFraction) -> None:
         """Lowers a run of layers, or reports its untraceable layer, where the next search splits the run."""
-        with _with_modes(segment_key.modes):
+        with _with_modes(segment_key.modes), progress.first_call([len(part.layers)], part.first_layer):
             compiler = self._shared.compiler
             found = compiler.compiled(part, segment_key, self._shared.layout_history.find(segment_key))
             if isinstance(found, CompiledStage):
@@ -219,7 +219,8 @@ class Segments:
                 f"the module was changed between forward and backward, and {self.name} received gradients "
                 "in a new layout; call the module again"
             )
-        with _with_modes(segment_key.modes):
+        new = "gradients in a new layout"
+        with _with_modes(segment_key.modes), progress.first_call([len(part.layers)], part.first_layer, new):
             found = self._shared.compiler.compiled(
                 part, segment_key, self._shared.layout_history[segment_key], enforce_limit=False
             )

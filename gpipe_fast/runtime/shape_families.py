@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
+from gpipe_fast import progress
 from gpipe_fast.runtime.equal_layers import trace_stage_symbolic
 from gpipe_fast.runtime.stage import BoundarySpec, Stage
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
@@ -61,7 +62,12 @@ class ShapeFamily:
         ):
             return None
         self.num_attempts += 1
-        found = trace_stage_symbolic(stage, inputs, gradient_layouts, varying)
+        progress.step("tracing", stage.first_layer, len(stage.layers))
+        try:
+            found = trace_stage_symbolic(stage, inputs, gradient_layouts, varying)
+        except BaseException:  # Ctrl-C is no failed attempt
+            self.num_attempts -= 1
+            raise
         if found is None:
             return None
         template = Template(*found)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast import progress
 from gpipe_fast._extension import Observer
 from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.skip import Key, skip_scope, take_stashed
@@ -140,6 +141,7 @@ class LayersFunction(nn.Module):
     def _run(self, key: Tensor, observer: Observer, value: Any) -> Any:
         for index, layer in enumerate(self.layers):
             self.trace_observer.layer = index
+            progress.layer()
             mode = _TracingMode(key, observer, self.trace_context.is_absent)
             mode.enter_layer(index)
             tensors_before = _named_tensors(layer)

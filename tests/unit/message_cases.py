@@ -67,6 +67,10 @@ def explain_while_layers_run() -> None:
         explain("cuda")
 
 
+def prepare_also(value: Any) -> None:
+    pipe().prepare(features(), also=value)
+
+
 def assign(name: str, value: object) -> None:
     setattr(pipe(), name, value)
 
@@ -187,6 +191,7 @@ DEVICES = [
     case("got mps", "pass devices such as", pipe, devices=["mps", "mps"]),
     case("got 'meta'", "pass device='cuda'", explain, "meta"),
     case("got 'cpu:7x'", "such as 'cpu'", explain, "cpu:7x"),
+    case("got Tensor", "also=[x]", prepare_also, features()),
     case("another thread runs layers", "wait until its call has ended", explain_while_layers_run),
     case("cuda:99", "CUDA_VISIBLE_DEVICES", pipe, devices=["cpu", "cuda:99"]),
     case("layer '0' (Linear)", "use a larger device", place, 4 * MIB, 7 * MIB, 7 * MIB),

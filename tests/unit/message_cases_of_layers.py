@@ -292,11 +292,16 @@ def measure_in_vain() -> None:
     GPipe(nn.Sequential(NotCopied(6, 6), nn.Tanh()), devices=["cpu"] * 2, chunks=8)(features())
 
 
+def prepare_in_vain() -> None:
+    pipe(FunctionLayer(branch)).prepare(features())
+
+
 WARNINGS_OF_LAYERS = [
     case("stage 0, layer 0 (FunctionLayer) runs in Python: ", "other layers are unaffected", of, branch),
     case("2 micro-batches on 2 stages", "pass chunks=8", call_few_microbatches),
     case("stage 0, layer 0 (GRU)", "pass batch_dim=1", call, torch.ones(8, 3, 6), layers=(nn.GRU(6, 6),)),
     case("layer '0' (NotCopied)", "pass balance=", measure_in_vain),
+    case("stage 0, layer 0 (FunctionLayer) cannot be", "takes longer the first time", prepare_in_vain),
     case("hook call_with_a_global_hook", "remove it", call_with_a_global_hook, "auto"),
     case("Spy sees nothing", "plain Sequential", call_under_a_mode),
 ]

@@ -45,6 +45,7 @@ gpipe_fast
         init: Initialize | None = None) -> Any
     partitions: property
     pop(self, key: object = -1) -> NoReturn
+    prepare(self, *args: Any, also: Sequence[Any] = (), **kwargs: Any) -> None
     recording(self) -> AbstractContextManager[Recording]
     threads_per_stage: property, may be set
     to(self, *args: Any, **kwargs: Any) -> Self

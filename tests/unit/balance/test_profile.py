@@ -178,7 +178,7 @@ def test_a_progress_bar_is_shown_on_request(capsys: pytest.CaptureFixture[str]) 
     pytest.importorskip("tqdm")
     model = models.mlp()
     profile_layers(model, models.features(), device="cpu", timeout=0.0, progress=True)
-    assert "/20 " in capsys.readouterr().err  # five layers, four rounds
+    assert "gpipe_fast: measuring layers" in capsys.readouterr().err
     for progress in (None, False):  # standard error is no terminal here
         profile_layers(model, models.features(), device="cpu", timeout=0.0, progress=progress)
         assert not capsys.readouterr().err

@@ -1,0 +1,254 @@
+"""Ctrl-C during a first call, at any step of it, leaves a model that works, and nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from gpipe_fast import GPipe, progress
+from gpipe_fast.balance import automatic
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.program import ProgramIR
+from gpipe_fast.lower.split import split
+from gpipe_fast.runtime.compile import Compiler
+from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.stage import TRACING_LOCK
+from gpipe_fast.trace.join import join
+from gpipe_fast.trace.restore_point import RestorePoint
+from tests.internals import balance_is_pending, compiler_of, stages_are_idle, template_of
+from tests.reference import loop_step, pipeline_step, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+M = 2
+
+
+class Block(nn.Module):
+    """A layer with a parameter, buffers and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dropout(self.norm(self.linear(x)).tanh())
+        return y
+
+
+class FillsCache(nn.Module):
+    """Fills a cache in its first call, so that it is traced twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.factor: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.factor is None:
+            self.factor = 0.5
+        y: Tensor = self.linear(x) * self.factor
+        return y
+
+
+def pipe() -> GPipe:
+    torch.manual_seed(0)
+    layers = nn.Sequential(Block(), FillsCache(), Block(), Block())
+    return GPipe(layers, [2, 2], chunks=M, checkpoint="always")
+
+
+def features(batch: int = 12) -> Tensor:
+    return torch.randn(batch, 6, generator=torch.Generator().manual_seed(batch))
+
+
+@contextlib.contextmanager
+def interrupt_at(code: CodeType, number: int) -> Iterator[None]:
+    """Raises KeyboardInterrupt in the block at the given call of a function of this code, as Ctrl-C may."""
+    calls = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        if frame.f_code is code:
+            calls += 1
+            if calls == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sys.settrace(before)
+    assert calls >= number
+
+
+def tensors_of(model: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: (id(tensor), tensor.detach().clone()) for name, tensor in named}
+
+
+def assert_works(model: GPipe, before: dict[str, tuple[int, Tensor]]) -> None:
+    """Asserts that nothing is left of an interrupted call, and that the next step is the plain loop's."""
+    after = tensors_of(model)
+    assert {name: number for name, (number, _) in after.items()} == {
+        name: number for name, (number, _) in before.items()
+    }
+    assert all(torch.equal(value, before[name][1]) for name, (_, value) in after.items())
+    held = [value for module in model.modules() for value in vars(module).values()]
+    assert not any(isinstance(value, FakeTensor) for value in held)
+    assert locks_are_free(model)
+    assert not [thread for thread in threading.enumerate() if thread.name == "gpipe_fast progress"]
+    assert getattr(progress._active, "work", None) is None
+    assert sys.getprofile() is None
+    assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+    x = features()
+    ours = pipeline_step(model, x, input_gradient=False)
+    assert unequal(ours, loop_step(nn.Sequential(*model), x, M, input_gradient=False)) == []
+
+
+def locks_are_free(model: GPipe) -> bool:
+    """Returns whether another thread can acquire the lock of tracing and those of the stages."""
+    found: list[bool] = []
+
+    def acquire() -> None:
+        found.append(TRACING_LOCK.acquire(blocking=False))
+        if found[0]:
+            TRACING_LOCK.release()
+        found.append(stages_are_idle(model))
+
+    thread = threading.Thread(target=acquire)
+    thread.start()
+    thread.join()
+    return found == [True, True]
+
+
+# A function, and the number of its call at which the signal arrives.
+PLACES: dict[str, tuple[Callable[..., Any], int]] = {
+    "the first run of a layer": (Block.forward, 1),
+    "the second run of a layer in a trace": (Block.forward, 2),
+    "the trace of a backward": (torch.autograd.grad, 1),
+    "the end of a trace, which is undone": (RestorePoint.changes, 1),
+    "the second trace of a layer that fills a cache": (FillsCache.forward, 4),
+    "joining the graphs of equal layers": (join, 1),
+    "splitting": (split, 1),
+    "splitting the second stage": (split, 2),
+    "lowering a forward": (lower, 1),
+    "lowering a backward": (lower, 2),
+    "building a program": (ProgramIR.build, 2),
+    "making a segment": (CompiledStage.segment, 3),
+    "the likely layouts of gradients": (Compiler.compile_for_gradients, 1),
+}
+
+
+@pytest.mark.parametrize(("function", "number"), PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("call", [GPipe.prepare, GPipe.__call__], ids=["prepare", "call"])
+def test_an_interrupted_call_leaves_a_model_that_works(
+    function: Callable[..., Any], number: int, call: Callable[[GPipe, Tensor], object]
+) -> None:
+    model = pipe()
+    before = tensors_of(model)
+    with interrupt_at(function.__code__, number):
+        call(model, features())
+    assert_works(model, before)
+
+
+def test_a_trace_that_is_repeated_is_undone_as_a_whole() -> None:
+    """The first trace has filled the cache. The second, which shows that it is a cache, is interrupted."""
+    model = pipe()
+    with interrupt_at(FillsCache.forward.__code__, 4):
+        model.prepare(features())
+    assert model[1].factor is None
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_an_interrupted_template_is_made_by_the_next_call(number: int) -> None:
+    """However often it is interrupted: these are no failed attempts, after which no template is made."""
+    torch.manual_seed(0)
+    model = GPipe(nn.Sequential(Block(), Block()), [2], chunks=M)
+    model.prepare(features(8), also=[features(10)])
+    before = tensors_of(model)
+    for _ in range(4):
+        with interrupt_at(Block.forward.__code__, number):
+            model.prepare(features(12))
+    assert template_of(compiler_of(model)) is None
+    assert_works(model, before)
+    assert template_of(compiler_of(model)) is not None
+
+
+def test_an_interrupted_measurement_is_repeated_by_the_next_call() -> None:
+    torch.manual_seed(0)
+    model = GPipe(nn.Sequential(*(Block() for _ in range(3))), devices=["cpu", "cpu"], chunks=8)
+    with interrupt_at(automatic.profile.__code__, 1):
+        model(features(16))
+    assert balance_is_pending(model)
+    before = tensors_of(model)
+    with interrupt_at(Block.forward.__code__, 3):
+        model(features(16))
+    assert {name: value for name, (value, _) in tensors_of(model).items()} == {
+        name: value for name, (value, _) in before.items()
+    }
+    model(features(16))
+    assert not balance_is_pending(model)
+
+
+PROGRAM = """
+    import os, signal, sys, threading, time
+    import torch
+    from torch import nn
+    from gpipe_fast import GPipe, progress
+    from tests.reference import loop_step, pipeline_step, unequal
+
+    progress.DELAY_SECONDS, SLOW = 0.1, True
+
+    class Slow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            while SLOW:
+                pass
+            return self.linear(x)
+
+    def interrupt():
+        while not any(f.f_code is Slow.forward.__code__ for f in sys._current_frames().values()):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    torch.set_num_threads(1)
+    model, x = GPipe(nn.Sequential(nn.Linear(4, 4), Slow()), [1, 1], chunks=8), torch.randn(8, 4)
+    threading.Thread(target=interrupt).start()
+    try:
+        model(x)
+    except KeyboardInterrupt:
+        SLOW = False
+        print(unequal(pipeline_step(model, x), loop_step(nn.Sequential(*model), x, 8)), flush=True)
+        print([thread.name for thread in threading.enumerate() if thread.name.startswith("gpipe_fast")])
+"""
+
+
+def test_sigint_ends_a_trace_that_takes_long(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), progress.VARIABLE: "1"}
+    environment.pop("LOCAL_RANK", None)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.stdout.splitlines() == ["[]", "[]"], done.stderr
+    assert done.stderr.startswith("gpipe_fast: tracing stage ")
