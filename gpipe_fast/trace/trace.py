@@ -20,6 +20,7 @@ from gpipe_fast.trace.function import InputMutated, InvalidStageOutput, LayersFu
 from gpipe_fast.trace.function import TraceContext as TraceContext
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
+from gpipe_fast.trace.interrupts import interrupts_between_contexts
 from gpipe_fast.trace.joint_graph import GraphPort as GraphPort
 from gpipe_fast.trace.joint_graph import GraphRole as GraphRole
 from gpipe_fast.trace.joint_graph import JointGraph as JointGraph
@@ -208,6 +209,7 @@ def _trace_once(
         else:
             absent.replace_tensors(layers)
         with (
+            interrupts_between_contexts(),
             phase.phase_scope(tracing=True),
             _logging_disabled(),
             default_arguments_known(),

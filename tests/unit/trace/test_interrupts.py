@@ -1,0 +1,145 @@
+"""Ctrl-C waits while a context manager is entered or left, and no longer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpipe_fast.trace import interrupts
+from gpipe_fast.trace.interrupts import interrupts_between_contexts
+
+
+class Interrupted:
+    """A context manager that receives SIGINT while it is left, and notes whether it was left."""
+
+    is_left = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        self.note()
+
+    def note(self) -> None:
+        self.is_left = True
+
+
+def wait() -> None:
+    """Waits for a signal, which ends the wait."""
+    for _ in range(1000):
+        threading.Event().wait(0.02)
+    pytest.fail("no signal has arrived")
+
+
+def test_a_signal_is_handled_after_a_context_manager_is_left() -> None:
+    interrupted = Interrupted()
+    with pytest.raises(KeyboardInterrupt), interrupts_between_contexts():
+        with interrupted:
+            pass
+        wait()
+    assert interrupted.is_left
+
+
+def test_a_generator_is_a_context_manager_as_well() -> None:
+    left = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        yield
+        signal.raise_signal(signal.SIGINT)
+        left.append(True)
+
+    with pytest.raises(KeyboardInterrupt), interrupts_between_contexts():
+        with context():
+            pass
+        wait()
+    assert left
+
+
+def test_a_signal_is_handled_at_once_elsewhere() -> None:
+    with pytest.raises(KeyboardInterrupt), interrupts_between_contexts():
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the signal waits")
+
+
+def test_a_context_manager_that_is_never_left_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_MAX_PAUSES", 3)
+
+    class Endless(Interrupted):
+        def note(self) -> None:
+            wait()
+
+    with pytest.raises(KeyboardInterrupt), interrupts_between_contexts(), Endless():
+        pass
+
+
+def test_the_handler_is_restored() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts_between_contexts():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts_between_contexts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_handle_no_signals() -> None:
+    found = []
+
+    def trace() -> None:
+        with interrupts_between_contexts():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]
+
+
+PROGRAM = """
+    import signal, sys, torch
+    from torch import nn
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from gpipe_fast import GPipe
+
+    def in_backward(frame):
+        while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    def trace(frame, event, argument):
+        if frame.f_code is FunctionalTensorMode.__exit__.__code__ and in_backward(frame):
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), [2, 1], chunks=8)
+    sys.settrace(trace)
+    try:
+        model.prepare(torch.empty(8, 4, device="meta"))
+    except KeyboardInterrupt:
+        print("interrupted")
+    model(torch.ones(8, 4)).square().mean().backward()
+"""
+
+
+def test_ctrl_c_between_the_modes_of_a_traced_backward_does_not_end_the_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
