@@ -293,8 +293,12 @@ def _draws(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: dict[str, An
     if func is torch.ops.aten._fused_sdp_choice.default:
         return False
     arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    names = [a.name for a in func._schema.arguments if a.name in ("dropout_p", "dropout")]
-    return not names or bool(arguments.get(names[0], 0.0) and arguments.get("train", True))
+    known = {argument.name for argument in func._schema.arguments}
+    # Only operators like dropout, which inference mode does not decompose, have both p and train.
+    rates = [
+        name for name in ("dropout_p", "dropout", "p") if name in known and (name != "p" or "train" in known)
+    ]
+    return not rates or bool(arguments.get(rates[0], 0.0) and arguments.get("train", True))
 
 
 @contextlib.contextmanager

@@ -63,6 +63,15 @@ def test_inference_equals_the_plain_loop(make: Model, batch: Batch) -> None:
     assert pipe(x).requires_grad
 
 
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout, nn.Dropout2d, nn.FeatureAlphaDropout])
+def test_dropout_in_eval_mode_runs_natively_in_inference_mode(kind: type[nn.Module]) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), kind())
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, backend="aten").eval()
+    x = torch.randn(4, 2, 4, 4)
+    with torch.inference_mode():
+        assert torch.equal(model(x), torch.cat([layers(part) for part in x.chunk(2)]))
+
+
 def test_autocast_equals_the_plain_loop() -> None:
     """The loop runs without autocast's weight cache. Layer norm's statistics stay in float32."""
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4))
