@@ -17,6 +17,17 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a new tensor in PyTorch's default layout."""
+    strides: list[int] = []
+    expected = 1
+    for size in reversed(shape):
+        strides.append(expected)
+        if size > 1:  # a size of 0 counts as 1
+            expected = expected * size
+    return tuple(reversed(strides))
+
+
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Returns whether elements of a tensor may be the same memory."""
     covered = 1

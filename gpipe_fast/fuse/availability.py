@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpipe_fast._extension import build_info
+from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.trace import JointGraph
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.trace.triton_calls import is_triton_call
@@ -58,9 +59,15 @@ def fusion_of(device: torch.device, is_absent: bool = False) -> Fusion | None:
 
 
 def with_user_launches(
-    joint: JointGraph, device: torch.device, is_absent: bool = False
-) -> JointGraph | Untraceable:
+    graph: JointGraph | Instance, device: torch.device, is_absent: bool = False
+) -> JointGraph | Instance | Untraceable:
     """Returns a joint graph that launches users' own Triton kernels (fuse/user_kernels.py)."""
+    if isinstance(graph, Instance):
+        if not graph.template.calls_triton:
+            return graph
+        joint = graph.joint
+    else:
+        joint = graph
     if not any(map(is_triton_call, joint.module.graph.nodes)):
         return joint
     if is_absent:

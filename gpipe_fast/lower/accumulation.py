@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.bitwise_addmm import addmm_is_bitwise_equal
 from gpipe_fast.lower.steps import Accumulate, AccumulateAll
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 # Gradients of more bytes are added as soon as they are computed: their launch overhead is negligible.
 MAX_COALESCED_GRADIENT_BYTES = 1 << 20
@@ -40,11 +41,11 @@ class AccumulationPolicy:
     dtype: torch.dtype | None = None
     deterministic: bool = False
 
-    def sum_dtype(self, gradient: Tensor) -> torch.dtype:
+    def sum_dtype(self, gradient: AnyTensor) -> torch.dtype:
         """Returns the dtype of the accumulator for a gradient like `gradient`."""
         return sum_dtype(gradient.dtype, self.dtype)
 
-    def has_wider_accumulator(self, gradient: Tensor) -> bool:
+    def has_wider_accumulator(self, gradient: AnyTensor) -> bool:
         """Returns whether the accumulator's dtype differs from the gradient's, and so has more precision.
 
         In that case the contributions of one micro-batch are first summed in the gradient's dtype, as
@@ -53,7 +54,7 @@ class AccumulationPolicy:
         """
         return self.sum_dtype(gradient) != gradient.dtype
 
-    def can_use_addmm(self, a: Tensor, b: Tensor) -> bool:
+    def can_use_addmm(self, a: AnyTensor, b: AnyTensor) -> bool:
         """Returns whether a matrix product may add its result to the accumulator (`addmm`).
 
         On a GPU this saves one kernel and a temporary, but rounds once where a product and a sum round twice.
@@ -83,7 +84,7 @@ class PendingAccumulations:
         self._values: list[int] = []
         self._bytes = 0
 
-    def add(self, accumulator: int, value: int, like: Tensor) -> list[Accumulate | AccumulateAll]:
+    def add(self, accumulator: int, value: int, like: AnyTensor) -> list[Accumulate | AccumulateAll]:
         """Adds a gradient for later runs of the program; returns the steps to append now."""
         size = like.numel() * like.element_size()
         if like.device.type != "cuda" or size > MAX_COALESCED_GRADIENT_BYTES:

@@ -6,8 +6,10 @@ import operator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
+
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 aten = torch.ops.aten
 
@@ -45,17 +47,17 @@ def _viewed_by(node: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     original = producer.args[0] if producer.args else None
     value = node.meta.get("val")
-    if not isinstance(original, fx.Node) or not isinstance(value, Tensor):
+    if not isinstance(original, fx.Node) or not isinstance(value, AnyTensor):
         return None
     seen = original.meta.get("val")
-    if not isinstance(seen, Tensor) or not _same_dtype_and_device(value, seen):
+    if not isinstance(seen, AnyTensor) or not _same_dtype_and_device(value, seen):
         return None
     if producer.target in _ELIDABLE_COPIES:
         if producer.target is aten._unsafe_view.default:
             return original, 0
         return (original, 0) if value.stride() == seen.stride() and value.shape == seen.shape else None
     if is_view_op(producer.target):
-        return original, int(value.storage_offset() - seen.storage_offset())
+        return original, value.storage_offset() - seen.storage_offset()
     return None
 
 
@@ -65,7 +67,7 @@ def is_view_op(op: OpOverload[Any, Any]) -> bool:
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
-def _same_dtype_and_device(a: Tensor, b: Tensor) -> bool:
+def _same_dtype_and_device(a: AnyTensor, b: AnyTensor) -> bool:
     return (
         a.dtype == b.dtype
         and a.device == b.device

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.strides import span
+from gpipe_fast.trace.formulas import decide
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 
-def addmm_is_bitwise_equal(a: Tensor, b: Tensor) -> bool:
+def addmm_is_bitwise_equal(a: AnyTensor, b: AnyTensor) -> bool:
     """Returns whether ``addmm(c, a, b)`` equals ``c + mm(a, b)`` bit for bit for operands of these layouts.
 
     A product kernel that splits a long inner dimension into blocks adds each block to the result: it computes
@@ -20,7 +22,7 @@ def addmm_is_bitwise_equal(a: Tensor, b: Tensor) -> bool:
     """
     if a.device.type != "cpu" or not a.is_floating_point() or 0 in (*a.shape, *b.shape):
         return False
-    return _trials_are_equal(_layout(a), _layout(b), a.dtype, torch.get_num_threads())
+    return decide(_are_equal, _layout(a), _layout(b), a.dtype)
 
 
 # The number of result elements that must be equal before the order of summation counts as equal.
@@ -34,8 +36,12 @@ _START_STEP = 314_159
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _layout(tensor: Tensor) -> _Layout:
+def _layout(tensor: AnyTensor) -> _Layout:
     return tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _are_equal(a: _Layout, b: _Layout, dtype: torch.dtype) -> bool:
+    return _trials_are_equal(a, b, dtype, torch.get_num_threads())
 
 
 @functools.cache

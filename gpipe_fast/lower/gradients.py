@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from gpipe_fast.lower.alias import count_reads, source_of
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 aten = torch.ops.aten
 
@@ -66,7 +67,7 @@ def is_read_only_through(base: fx.Node, part: fx.Node) -> bool:
     return part in seen
 
 
-def is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: AnyTensor) -> bool:
     """Returns whether the elements fill a block of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from gpipe_fast.lower.alias import Source, is_read_once
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
 from gpipe_fast.lower.operators import schema_order_arguments
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ def changed_input(node: fx.Node, output: int) -> fx.Node | None:
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:
-    value: Tensor = node.meta["val"]
+    value: AnyTensor = node.meta["val"]
     return value.shape, value.stride(), value.dtype
 
 

@@ -19,7 +19,7 @@ import operator
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import AccumulationPolicy, PendingAccumulations
@@ -28,11 +28,13 @@ from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_re
 from gpipe_fast.lower.in_place import changed_input, memory_of
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
 from gpipe_fast.lower.operators import OperatorCall, functional_call, out_call
-from gpipe_fast.lower.placement import parts, plan_memory
+from gpipe_fast.lower.placement import MemoryPlan, parts, plan_memory
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.lower.steps import Accumulate, AdoptAsAccumulator, Allocate, Call, Check, Launch, Ref
 from gpipe_fast.lower.values import GraphValues
+from gpipe_fast.strides import contiguous
+from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
 from gpipe_fast.trace.trace import GraphRole
 from gpipe_fast.trace.traceability import layer_of
 
@@ -54,12 +56,24 @@ def lower(graph: StageGraph, accumulation: AccumulationPolicy = _DEFAULT_ACCUMUL
     Returns:
         A program that computes the graph's results with the graph's bits.
     """
+    program, memory = lower_unplaced(graph, accumulation)
+    memory.place(program)
+    return program
+
+
+def lower_unplaced(graph: StageGraph, accumulation: AccumulationPolicy) -> tuple[ProgramIR, MemoryPlan]:
+    """Lowers one graph of a stage, but leaves it to the memory plan to assign offsets.
+
+    Sizes may be formulas (gpipe_fast/trace/formulas.py).
+    """
     return _Lowering(graph, accumulation).run()
 
 
 def lower_unoptimized(graph: StageGraph) -> ProgramIR:
     """Lowers every operator of the graph, also views, to a separate call: the baseline for ``lower``."""
-    return _Lowering(graph, _DEFAULT_ACCUMULATION, unoptimized=True).run()
+    program, memory = _Lowering(graph, _DEFAULT_ACCUMULATION, unoptimized=True).run()
+    memory.place(program)
+    return program
 
 
 class _Lowering:
@@ -79,7 +93,7 @@ class _Lowering:
         self.elided_sums: set[fx.Node] = set()
         self.pending = PendingAccumulations()
 
-    def run(self) -> ProgramIR:
+    def run(self) -> tuple[ProgramIR, MemoryPlan]:
         program = self.program
         self.values.add_placeholders()
         results = [n for n in self.graph.outputs if n.port.role is not GraphRole.PARAMETER_GRADIENT]
@@ -102,14 +116,14 @@ class _Lowering:
         program.gradients = tuple(g.index for g in gradients)
         program.outputs = tuple(n.port for n in results)
         program.results = [self._result(n.node, n.port.role) for n in results]
-        plan_memory(program, self._device_type())
+        memory = plan_memory(program, self._device_type())
         program.parts = parts(program)
-        return program
+        return program, memory
 
     def _device_type(self) -> str:
         """Returns the type of the one device that holds all values."""
         tensors = (node.meta.get("val") for node in self.nodes)
-        return next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
+        return next((t.device.type for t in tensors if isinstance(t, AnyTensor)), "cpu")
 
     # Calls
 
@@ -208,7 +222,7 @@ class _Lowering:
                 arguments[position] = Ref(out)
         self.program.steps.append(Call(call.op, tuple(arguments), results, when, layer_of(node)))
 
-    def _add_copy(self, name: str, value: int, like: Tensor) -> int:
+    def _add_copy(self, name: str, value: int, like: AnyTensor) -> int:
         """Adds steps that copy a value to a fresh tensor; returns the copy."""
         copy = self.values.add(name, StorageKind.FRESH, like)
         self.program.steps.append(Allocate(copy, ActiveRuns.ALWAYS))
@@ -255,7 +269,7 @@ class _Lowering:
         part = gradient.parts[0]
         base, offset = self.values.sources[part]
         value, like = base.meta.get("val"), part.meta["val"]
-        if base.op != "call_function" or base.target is operator.getitem or not isinstance(value, Tensor):
+        if base.op != "call_function" or base.target is operator.getitem or not isinstance(value, AnyTensor):
             return
         whole = offset == 0 and value.numel() == like.numel() and value.dtype == like.dtype
         whole = whole and not self.accumulation.has_wider_accumulator(like)
@@ -318,9 +332,10 @@ class _Lowering:
                 gradient.value = self.values.add(name, StorageKind.ACCUMULATOR, like, index=gradient.index)
                 steps.append(AdoptAsAccumulator(gradient.value, value))
             else:
-                layout = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
-                dtype = self.accumulation.sum_dtype(like)
-                dense = torch.empty_strided(like.shape, layout, dtype=dtype, device="meta")
+                layout = like.stride() if is_dense(like) else contiguous(like.shape)
+                dense = TensorMetadata(
+                    tuple(like.shape), layout, 0, self.accumulation.sum_dtype(like), like.device
+                )
                 gradient.value = self.values.add(name, StorageKind.ACCUMULATOR, dense, index=gradient.index)
                 steps.append(Allocate(gradient.value, ActiveRuns.FIRST))
                 steps.append(_copy(gradient.value, value, ActiveRuns.FIRST))
@@ -346,13 +361,13 @@ class _Lowering:
         gradient.sum = self.values.of(gradient.parts[0])
         for part in gradient.parts[1:]:
             like = part.meta["val"]
-            total = torch.empty(like.shape, dtype=like.dtype, device="meta")
+            total = TensorMetadata(tuple(like.shape), contiguous(like.shape), 0, like.dtype, like.device)
             into = self.values.add(f"{part.name}_sum", StorageKind.ARENA, total)
             arguments = (Ref(gradient.sum), Ref(self.values.of(part)), 1, Ref(into))
             self.program.steps.append(Call(aten.add.out, arguments, None, ActiveRuns.ALWAYS, None))
             gradient.sum = into
 
-    def _accumulate(self, gradient: Gradient, accumulator: int, value: int, like: Tensor) -> None:
+    def _accumulate(self, gradient: Gradient, accumulator: int, value: int, like: AnyTensor) -> None:
         """Adds a value to an accumulator in later runs, together with other pending gradients if possible."""
         if len(gradient.parts) > 1 and gradient.sum is None:  # autograd's order of summation
             self.program.steps.append(Accumulate(accumulator, value, ActiveRuns.LATER))

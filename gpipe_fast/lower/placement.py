@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, LiveRange, assign_offsets
 from gpipe_fast.lower.operators import is_pointwise
@@ -13,8 +13,27 @@ from gpipe_fast.strides import span
 from gpipe_fast.trace.trace import GraphRole
 
 
-def plan_memory(program: ProgramIR, device_type: str) -> None:
-    """Assigns offsets to arena values, and releases the other values after their last use."""
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The live ranges of a program's arena values.
+
+    Attributes:
+        live_ranges: by value.
+        alignment: of offsets, in bytes.
+    """
+
+    live_ranges: Mapping[int, LiveRange]
+    alignment: int
+
+    def place(self, program: ProgramIR) -> None:
+        """Assigns offsets to the program's arena values."""
+        offsets, program.arena_bytes = assign_offsets(self.live_ranges, self.alignment)
+        for i, offset in offsets.items():
+            program.values[i] = replace(program.values[i], index=offset)
+
+
+def plan_memory(program: ProgramIR, device_type: str) -> MemoryPlan:
+    """Finds the live ranges of arena values, and releases the other values after their last use."""
     values, steps = program.values, program.steps
     base_of = _base_of_each(values)
     first: dict[int, int] = {}
@@ -30,10 +49,6 @@ def plan_memory(program: ProgramIR, device_type: str) -> None:
         for i, v in enumerate(values)
         if v.storage is StorageKind.ARENA and i in first
     }
-    offsets, program.arena_bytes = assign_offsets(live_ranges, ALIGNMENTS.get(device_type, ALIGNMENT))
-    for i, offset in offsets.items():
-        values[i] = replace(values[i], index=offset)
-
     ends: dict[int, list[int]] = {}
     for i, v in enumerate(values):
         if v.storage in (StorageKind.FRESH, StorageKind.RESULT) and i in last and i not in kept:
@@ -43,6 +58,7 @@ def plan_memory(program: ProgramIR, device_type: str) -> None:
         for position, step in enumerate(steps)
         for s in (step, *(Release(v) for v in ends.get(position, ())))
     ]
+    return MemoryPlan(live_ranges, ALIGNMENTS.get(device_type, ALIGNMENT))
 
 
 def parts(program: ProgramIR) -> tuple[int, int]:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from gpipe_fast.lower.alias import count_reads, source_of
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction, check_saved_fraction
 from gpipe_fast.trace import torch_private
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, PortNode
 
 # The key in a node's meta for its position in the joint graph, which is autograd's order.
@@ -115,7 +116,7 @@ def _values_to_save(joint: JointGraph, num_results: int, saved_fraction: SavedFr
         read = {n for n in nodes if n.name in names}
     # Recomputing a view is free, so only the view's base is saved.
     bases = {source_of(n).base for n in read}
-    return [n for n in nodes if n in bases and isinstance(n.meta.get("val"), Tensor)]
+    return [n for n in nodes if n in bases and isinstance(n.meta.get("val"), AnyTensor)]
 
 
 def _is_backward(node: fx.Node) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from gpipe_fast.lower.alias import Source, source_of
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.split import StageGraph
 from gpipe_fast.lower.steps import Ref
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 from gpipe_fast.trace.trace import GraphRole
 
 # At run time, values of these kinds may have other strides than in the trace.
@@ -44,10 +45,10 @@ class GraphValues:
             n: Source(n, 0) if unoptimized else source_of(n) for n in nodes
         }
         self.index: dict[fx.Node, int] = {}
-        self._views: dict[tuple[Any, ...], int] = {}
+        self._views: dict[int, list[tuple[Any, int]]] = {}
         self._kept_layouts: set[int] = set()
 
-    def add(self, name: str, storage: StorageKind, like: Tensor, **where: Any) -> int:
+    def add(self, name: str, storage: StorageKind, like: AnyTensor, **where: Any) -> int:
         """Adds a value with the sizes, strides and dtype of ``like``; returns its index."""
         value = Value(name, storage, tuple(like.shape), tuple(like.stride()), like.dtype, **where)
         self._program.values.append(value)
@@ -73,19 +74,22 @@ class GraphValues:
     def add_base(self, base: fx.Node, storage: StorageKind) -> int:
         """Adds the value of a node that owns memory."""
         value = base.meta.get("val")
-        like = value if isinstance(value, Tensor) else torch.empty(0, device="meta")
+        like: AnyTensor = value if isinstance(value, AnyTensor) else torch.empty(0, device="meta")
         self.index[base] = self.add(base.name, storage, like)
         return self.index[base]
 
-    def view(self, name: str, base: int, offset: int, like: Tensor) -> int:
+    def view(self, name: str, base: int, offset: int, like: AnyTensor) -> int:
         """Returns a view of ``base`` with the sizes and strides of ``like``, or ``base`` if it has them."""
         whole = self._program.values[base]
         if offset == 0 and whole.sizes == tuple(like.shape) and whole.strides == tuple(like.stride()):
             return base
-        key = (base, offset, tuple(like.shape), tuple(like.stride()))
-        if key not in self._views:
-            self._views[key] = self.add(name, StorageKind.VIEW, like, index=base, offset=offset)
-        return self._views[key]
+        layout = (offset, tuple(like.shape), tuple(like.stride()))
+        views = self._views.setdefault(base, [])
+        for known, view in views:  # no dictionary, because formulas can only be compared
+            if known == layout:
+                return view
+        views.append((layout, self.add(name, StorageKind.VIEW, like, index=base, offset=offset)))
+        return views[-1][1]
 
     def keep_traced_layout(self, value: int) -> None:
         """Makes the program copy a value to the strides of the trace if it has others at run time.

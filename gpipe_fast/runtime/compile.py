@@ -27,6 +27,7 @@ from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
 from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.joint_graph import JointGraph
+from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.traceability import Untraceable
 
 
@@ -242,9 +243,10 @@ class Compiler:
         )
         num_attempts = family.num_attempts
         absent = stage.options.is_absent  # then, no trace has symbols
-        joint = None if absent else family.instantiate(stage, inputs, gradient_layouts)
+        graph: JointGraph | Instance | None
+        graph = None if absent else family.instantiate(stage, inputs, gradient_layouts)
         self.num_traces += family.num_attempts - num_attempts
-        if joint is not None:
+        if graph is not None:
             self.num_instantiated += 1
         else:
             if (
@@ -258,10 +260,10 @@ class Compiler:
                 # The reason may be these inputs, so the attempt does not count for other calls.
                 family.num_attempts = num_attempts
                 return found
-            joint = found
+            graph = found
             self._trace_counts[layers, modes] += 1
             key = (self._updated_fingerprint(stage, layers), *key[1:])
-        launching = with_user_launches(joint, stage.device, absent)
+        launching = with_user_launches(graph, stage.device, absent)
         if isinstance(launching, Untraceable):
             return launching
         traced = self._traces[key] = TracedStage(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from gpipe_fast import _extension, progress
 from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWithPorts, Segment, Snapshot
@@ -14,8 +15,8 @@ from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.checkpoint import SavedFraction
-from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR
+from gpipe_fast.lower.program_template import ProgramTemplates, lower_graphs
 from gpipe_fast.lower.split import SplitGraphs, split
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, outputs_of
@@ -23,6 +24,9 @@ from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.gradient_layouts import GradientStrides as GradientStrides
+from gpipe_fast.trace.ports import TracedPorts
+from gpipe_fast.trace.symbolic import Instance
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, buffers_of
 
 if TYPE_CHECKING:
@@ -96,13 +100,11 @@ class LoweredStage:
     """A traced stage under one checkpoint policy, lowered to programs as data.
 
     Attributes:
-        split: the forward and backward graphs, and the tensors saved between them.
         forward: the forward program that saves what ``backward`` reads.
         backward: the backward program; None in inference, and if no tensor needs a gradient.
         replaced: what fused kernels replaced in each graph, by its name.
     """
 
-    split: SplitGraphs
     forward: ProgramIR
     backward: ProgramIR | None
     replaced: Mapping[str, Sequence[Replaced]]
@@ -113,7 +115,7 @@ class TracedStage:
     """A joint graph and its lowered stages.
 
     Attributes:
-        joint: the graph.
+        graph: the graph, or the instance of a template.
         accumulation: how gradients of parameters are accumulated.
         fusion: fuses the graphs; None to leave them as they are.
         loader: loads kernels on the stage's device; None if no kernel can run there.
@@ -121,30 +123,43 @@ class TracedStage:
         lowered: the lowered stages, by the fraction of activations that a micro-batch saves.
     """
 
-    joint: JointGraph
+    graph: JointGraph | Instance
     accumulation: AccumulationPolicy = field(default_factory=AccumulationPolicy)
     fusion: Fusion | None = None
     loader: KernelLoader | None = None
     hoist_casts: bool = False
     lowered: dict[SavedFraction, LoweredStage] = field(default_factory=dict)
 
+    @property
+    def joint(self) -> JointGraph:
+        """The graph; an instance of a template is written out on first use."""
+        return self.graph.joint if isinstance(self.graph, Instance) else self.graph
+
+    @functools.cached_property
+    def ports(self) -> TracedPorts:
+        """The ports of the graph."""
+        return self.graph.ports if isinstance(self.graph, Instance) else TracedPorts.of_graph(self.graph)
+
     @collector_paused()
     def lower(self, saved_fraction: SavedFraction) -> LoweredStage:
         """Splits and lowers the joint graph, once per fraction (see ``split``)."""
         if saved_fraction not in self.lowered:
-            parts, fused = self.fuse(saved_fraction)
-            progress.step("lowering")
-            forward, backward, replaced = parts.forward_saving, parts.backward, {}
-            if fused is not None:
-                replaced = {each.graph.name: each.replaced for each in fused}
-                forward, backward = fused[0].graph, fused[-1].graph if backward else None
-            self.lowered[saved_fraction] = LoweredStage(
-                parts,
-                lower(forward),
-                None if backward is None else lower(backward, self.accumulation),
-                replaced,
-            )
+            self.lowered[saved_fraction] = self._lower(saved_fraction)
         return self.lowered[saved_fraction]
+
+    def _lower(self, saved_fraction: SavedFraction) -> LoweredStage:
+        graph = self.graph
+        if isinstance(graph, Instance) and self.fusion is None and not self.hoist_casts:
+            progress.step("lowering")
+            templates = ProgramTemplates.of(graph.template)
+            return LoweredStage(*templates.at(graph, saved_fraction, self.accumulation), {})
+        parts, fused = self.fuse(saved_fraction)
+        progress.step("lowering")
+        forward, backward, replaced = parts.forward_saving, parts.backward, {}
+        if fused is not None:
+            replaced = {each.graph.name: each.replaced for each in fused}
+            forward, backward = fused[0].graph, fused[-1].graph if backward else None
+        return LoweredStage(*lower_graphs(forward, backward, self.accumulation), replaced)
 
     def fuse(
         self, saved_fraction: SavedFraction, explain: bool = False
@@ -185,10 +200,10 @@ class CompiledStage:
         """
         self.stage = stage
         self.segment_key = segment_key
-        self.outputs: BoundarySpec = outputs_of(traced.joint) if base is None else base.outputs
+        self.outputs: BoundarySpec = outputs_of(traced.ports) if base is None else base.outputs
         self.traced = traced
         self._reached: list[int] = (
-            list(traced.joint.of(GraphRole.PARAMETER_GRADIENT)) if base is None else base._reached
+            list(traced.ports.of(GraphRole.PARAMETER_GRADIENT)) if base is None else base._reached
         )
         self._segments: dict[SavedFraction, Segment] = {}
 
@@ -200,19 +215,19 @@ class CompiledStage:
     def written_buffers(self) -> list[Tensor]:
         """Returns the buffers that the stage's forward writes."""
         buffers = buffers_of(self.stage.layers)
-        return [buffers[n.port.index] for n in self.traced.joint.outputs if n.port.role is GraphRole.BUFFER]
+        return [buffers[p.index] for p, _ in self.traced.ports.outputs if p.role is GraphRole.BUFFER]
 
     def draws(self) -> bool:
         """Returns whether any operator of the stage draws random numbers."""
-        return any(n.port.role is GraphRole.KEY and bool(n.node.users) for n in self.traced.joint.inputs)
+        return self.traced.ports.draws
 
     def input_gradients(self) -> GradientStrides:
         """Returns the strides of the gradients of the stage's inputs."""
-        return self.traced.joint.input_gradient_strides()
+        return self.traced.ports.input_gradient_strides()
 
     def gradient_layouts(self, gradients: GradientStrides) -> GradientLayouts:
         """Returns the outputs whose gradients differ in layout from the output, or do not arrive."""
-        return self.traced.joint.gradient_layouts(gradients)
+        return self.traced.ports.gradient_layouts(gradients)
 
     def segment(self, saved_fraction: SavedFraction) -> Segment:
         """Returns the segment with this stage's programs for one saved fraction; builds it on first use."""
@@ -224,7 +239,7 @@ class CompiledStage:
     def _build(self, lowered: LoweredStage) -> Segment:
         stage = self.stage
         begin = stage.first_layer - stage.whole.first_layer
-        tangents = self.traced.joint.of(GraphRole.TANGENT)
+        tangents = self.traced.ports.of(GraphRole.TANGENT)
         return LoweredSegment(
             begin=begin,
             end=begin + len(stage.layers),
@@ -235,7 +250,7 @@ class CompiledStage:
             input_form=form_of(self.inputs),
             output_form=form_of(self.outputs),
             first_random_layer=stage.first_layer if self.draws() else None,
-            writes_inputs=self.traced.joint.writes_inputs,
+            writes_inputs=self.traced.ports.writes_inputs,
             tangent_layouts=[
                 _layout(tangents[i]) if i in tangents else None for i in range(len(self.outputs.tensors))
             ],
@@ -268,9 +283,8 @@ class CompiledStage:
         )
 
 
-def _layout(node: fx.Node) -> Layout:
-    value = node.meta["val"]
-    return Layout(tuple(value.shape), value.stride(), value.dtype)
+def _layout(tensor: AnyTensor) -> Layout:
+    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _extension_ports(ports: Sequence[GraphPort], buffers: Sequence[int]) -> list[_extension.Port]:

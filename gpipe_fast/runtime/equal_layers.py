@@ -26,6 +26,7 @@ from gpipe_fast.trace.fingerprint import fingerprint_without_integers
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.join import join
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph
+from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.torch_private import Symbols
 from gpipe_fast.trace.trace import SymbolicMode, trace, trace_in_mode, trace_symbolic
 from gpipe_fast.trace.traceability import Untraceable
@@ -101,7 +102,8 @@ def _trace_parts(
                 return _shifted(joint, parts[index].first_layer - parts[0].first_layer)
             joints[index] = joint
         if index:
-            gradient_layouts = joints[index - 1].gradient_layouts(joints[index].input_gradient_strides())
+            before, after = (TracedPorts.of_graph(joints[i]) for i in (index - 1, index))
+            gradient_layouts = before.gradient_layouts(after.input_gradient_strides())
     if any(joint.writes_inputs for joint in joints[1:]):
         return Untraceable(None, "a layer changes the output of another in place")
     return join(joints, [(len(part.parameters()), len(part.buffers())) for part in parts])
@@ -183,7 +185,7 @@ class EqualLayers:
 
     def outputs(self, joint: JointGraph) -> BoundarySpec:
         """Returns the specs of a part's outputs."""
-        return outputs_of(joint)
+        return outputs_of(TracedPorts.of_graph(joint))
 
 
 def _trace_part(part: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Traced:

@@ -330,7 +330,7 @@ def _unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
     return [
         f"stage {index}, {layer_title(each.stage.first_layer + layer, each.stage.layers[layer])}"
         for index, each in enumerate(compiled)
-        for layer in each.traced.joint.unfused_layers
+        for layer in each.traced.ports.unfused_layers
     ]
 
 

@@ -11,7 +11,7 @@ from gpipe_fast.runtime.equal_layers import trace_stage_symbolic
 from gpipe_fast.runtime.stage import BoundarySpec, Stage
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
 from gpipe_fast.trace.joint_graph import JointGraph
-from gpipe_fast.trace.symbolic import Template, TraceSample, equal
+from gpipe_fast.trace.symbolic import Instance, Template, TraceSample, equal
 
 # The number of traces that a template must reproduce.
 _NUM_SAMPLES = 2
@@ -42,16 +42,16 @@ class ShapeFamily:
 
     def instantiate(
         self, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts
-    ) -> JointGraph | None:
-        """Returns the graph that the template gives for these sizes, or None.
+    ) -> Instance | None:
+        """Returns the template at these sizes, or None.
 
         The template is made here, by a symbolic trace, once two sizes have been traced.
         """
         shapes, strides = [s.shape for s in inputs.tensors], [s.strides for s in inputs.tensors]
         if self.template is not None:
-            joint = self.template.instantiate(shapes, strides, gradient_layouts)
-            if joint is not None:
-                return joint
+            instance = self.template.at(shapes, strides, gradient_layouts)
+            if instance is not None:
+                return instance
         varying = _varying_dims([*(sample.shapes for sample in self.samples), tuple(shapes)])
         sizes = [size for shape, dims in zip(shapes, varying, strict=True) for size in compress(shape, dims)]
         # PyTorch specializes symbolic traces on sizes of 0 and 1.
@@ -71,11 +71,11 @@ class ShapeFamily:
         if found is None:
             return None
         template = Template(*found)
-        joint = template.instantiate(shapes, strides, gradient_layouts)
-        if joint is None or not _reproduces(template, self.samples):
+        instance = template.at(shapes, strides, gradient_layouts)
+        if instance is None or not _reproduces(template, self.samples):
             return None
         self.template = template
-        return joint
+        return instance
 
 
 def family_key(inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Hashable:

@@ -16,7 +16,9 @@ from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restor
 from gpipe_fast.fuse.left_out import number_left_out
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
-from gpipe_fast.trace.trace import GraphRole, JointGraph, TraceContext, buffers_of, parameters_of
+from gpipe_fast.trace.ports import TracedPorts
+from gpipe_fast.trace.tensor_metadata import AnyTensor
+from gpipe_fast.trace.trace import GraphRole, TraceContext, buffers_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class TensorSpec:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, requires_grad: bool) -> TensorSpec:
-        """Describes a tensor, real or fake."""
+    def of(cls, tensor: AnyTensor, requires_grad: bool) -> TensorSpec:
+        """Describes a tensor: real, fake or metadata."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, requires_grad)
 
     def meta_tensor(self) -> Tensor:
@@ -191,11 +193,11 @@ def form_of(boundary: BoundarySpec) -> BoundaryForm:
     )
 
 
-def outputs_of(joint: JointGraph) -> BoundarySpec:
+def outputs_of(ports: TracedPorts) -> BoundarySpec:
     """Returns the specs of a graph's outputs."""
-    nodes, differentiable = joint.of(GraphRole.OUTPUT), joint.differentiable_outputs()
-    specs = tuple(TensorSpec.of(nodes[i].meta["val"], i in differentiable) for i in range(len(nodes)))
-    return BoundarySpec(specs, joint.structure, joint.stashed)
+    tensors, differentiable = ports.of(GraphRole.OUTPUT), ports.differentiable_outputs()
+    specs = tuple(TensorSpec.of(tensors[i], i in differentiable) for i in range(len(tensors)))
+    return BoundarySpec(specs, ports.structure, ports.stashed)
 
 
 class StageOptions(NamedTuple):

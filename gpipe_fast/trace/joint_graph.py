@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure
-from gpipe_fast.trace.fake import hint
-from gpipe_fast.trace.gradient_layouts import GradientLayouts, GradientStrides
 
 
 class GraphRole(str, Enum):
@@ -92,24 +90,6 @@ class JointGraph:
     def differentiable_outputs(self) -> frozenset[int]:
         """Returns the indices of the outputs that take a gradient."""
         return frozenset(n.port.index for n in self.inputs if n.port.role is GraphRole.TANGENT)
-
-    def input_gradient_strides(self) -> GradientStrides:
-        """Returns the strides of the gradients of the inputs, by input."""
-        given = self.of(GraphRole.INPUT_GRADIENT)
-        return {i: tuple(map(hint, node.meta["val"].stride())) for i, node in given.items()}
-
-    def gradient_layouts(self, gradients: GradientStrides) -> GradientLayouts:
-        """Returns the outputs whose gradients differ in layout from the output, or do not arrive.
-
-        Args:
-            gradients: the strides of the gradients that arrive, by output.
-        """
-        # Strides of size-one dimensions are compared, too: they distinguish channels_last from contiguous.
-        return tuple(
-            (index, gradients.get(index))
-            for index, tangent in self.of(GraphRole.TANGENT).items()
-            if gradients.get(index) != tuple(map(hint, tangent.meta["val"].stride()))
-        )
 
 
 def parameters_of(layers: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -12,8 +12,9 @@ recorded during the trace::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
@@ -22,9 +23,13 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from gpipe_fast.strides import span
+from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, Formulas
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
+from gpipe_fast.trace.ports import PortTensor, TracedPorts
+from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
 from gpipe_fast.trace.torch_private import Symbols, graph_module
 from gpipe_fast.trace.trace import GraphRole, JointGraph, PortNode
+from gpipe_fast.trace.triton_calls import is_triton_call
 
 _Symbolic = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
@@ -50,25 +55,27 @@ class TraceSample:
     joint: JointGraph
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Template:
     """A graph with symbolic sizes, to be instantiated.
 
     Attributes:
         joint: the graph.
         symbols: the symbols of the inputs' sizes, and the guards on them.
+        derived: what other packages derive from the template, by its type.
     """
 
     joint: JointGraph
     symbols: Symbols
+    derived: dict[type, Any] = field(default_factory=dict, repr=False)
 
-    def instantiate(
+    def at(
         self,
         shapes: Sequence[Sequence[int]],
         strides: Sequence[Sequence[int]],
         gradient_layouts: GradientLayouts,
-    ) -> JointGraph | None:
-        """Instantiates the template for inputs of given shapes and strides.
+    ) -> Instance | None:
+        """Returns the template's instance for inputs of given shapes and strides.
 
         Args:
             shapes: the shape of each input.
@@ -76,33 +83,157 @@ class Template:
             gradient_layouts: the layouts of the gradients; as in the template's trace, at these sizes.
 
         Returns:
-            The graph; None if the template does not hold for these inputs.
+            The instance; None if the template does not hold for these inputs.
         """
         values = self.symbols.solve([(3,), *shapes], [(1,), *strides])  # the key is the first input
         if values is None:
             return None
         try:
-            joint = _Instantiation(values).write(self.joint)
+            instance = Instance(self, values)
+            inputs, tangents = instance.ports.of(GraphRole.INPUT), instance.ports.of(GraphRole.TANGENT)
         except _CannotInstantiate:
             return None
-        inputs, tangents = joint.of(GraphRole.INPUT), joint.of(GraphRole.TANGENT)
-        if any(node.meta["val"].stride() != tuple(strides[i]) for i, node in inputs.items()):
+        if any(tensor.stride() != tuple(strides[i]) for i, tensor in inputs.items()):
             return None
         for index, wanted in gradient_layouts:
-            if wanted is not None and tangents[index].meta["val"].stride() != tuple(wanted):
+            if wanted is not None and tangents[index].stride() != tuple(wanted):
                 return None
-        return joint
+        return instance
+
+    def instantiate(
+        self,
+        shapes: Sequence[Sequence[int]],
+        strides: Sequence[Sequence[int]],
+        gradient_layouts: GradientLayouts,
+    ) -> JointGraph | None:
+        """Returns the graph for inputs of given shapes and strides; arguments and None as for `at`."""
+        instance = self.at(shapes, strides, gradient_layouts)
+        try:
+            return None if instance is None else instance.joint
+        except _CannotInstantiate:
+            return None
+
+    def with_formulas(self, values: Mapping[sympy.Symbol, int]) -> tuple[JointGraph, Formulas]:
+        """Returns the graph with formulas for sizes, which take decisions as at the given values.
+
+        Raises:
+            CannotExpressError: a size or a tensor has no formula.
+        """
+        formulas = Formulas(values)
+        return _Writer(_number_with(formulas), TensorMetadata.of).write(self.joint), formulas
+
+    @functools.cached_property
+    def calls_triton(self) -> bool:
+        """Whether the layers call kernels of their own."""
+        return any(map(is_triton_call, self.joint.module.graph.nodes))
+
+    def ports(self, values: Mapping[sympy.Symbol, int]) -> TracedPorts | None:
+        """Returns the ports at these sizes; None if some size has no formula."""
+        if TracedPorts not in self.derived:
+            self.derived[TracedPorts] = self._ports_with_formulas(values)
+        known: tuple[TracedPorts, Evaluator] | None = self.derived[TracedPorts]
+        numbers = None if known is None else known[1](values)
+        return None if known is None or numbers is None else known[0].at(numbers)
+
+    def _ports_with_formulas(
+        self, values: Mapping[sympy.Symbol, int]
+    ) -> tuple[TracedPorts, Evaluator] | None:
+        formulas = Formulas(values)
+        writer = _Writer(_number_with(formulas), TensorMetadata.of)
+        ports = TracedPorts.of_graph(self.joint)
+        try:
+            inputs, outputs = (
+                tuple(PortTensor(port, writer.value(tensor)) for port, tensor in each)
+                for each in (ports.inputs, ports.outputs)
+            )
+        except CannotExpressError:
+            return None
+        return replace(ports, inputs=inputs, outputs=outputs), formulas.evaluator()
 
 
-class _Instantiation:
-    """Copies a graph with numbers in place of its symbols."""
+@dataclass(eq=False)
+class Instance:
+    """A template at given sizes.
 
-    def __init__(self, values: dict[sympy.Symbol, int]) -> None:
+    Attributes:
+        template: the template.
+        values: the values of its symbols.
+    """
+
+    template: Template
+    values: Mapping[sympy.Symbol, int]
+
+    @functools.cached_property
+    def joint(self) -> JointGraph:
+        """The graph at these sizes, written out on first use."""
+        return _Writer(_NumberAt(self.values), _FakeTensors()).write(self.template.joint)
+
+    @functools.cached_property
+    def ports(self) -> TracedPorts:
+        """The ports of the graph."""
+        return self.template.ports(self.values) or TracedPorts.of_graph(self.joint)
+
+
+class _NumberAt:
+    """Evaluates numbers with symbols."""
+
+    def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
         self._values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
         self._known: dict[Any, int] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.SymFloat):
+            raise _CannotInstantiate  # SymPy's exact arithmetic rounds differently from Python's
+        expression = value.node.expr
+        if expression not in self._known:
+            number = expression.xreplace(self._values)
+            if number.free_symbols:
+                raise _CannotInstantiate
+            self._known[expression] = bool(number) if isinstance(value, torch.SymBool) else int(number)
+        return self._known[expression]
+
+
+def _number_with(formulas: Formulas) -> Callable[[Any], Any]:
+    """Returns a function from numbers with symbols to formulas."""
+
+    def number(value: Any) -> Any:
+        if not isinstance(value, torch.SymInt):
+            raise CannotExpressError
+        return formulas.number(value.node.expr)
+
+    return number
+
+
+class _FakeTensors:
+    """Makes fake tensors."""
+
+    def __init__(self) -> None:
         self._mode = FakeTensorMode()
 
+    def __call__(self, value: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+        meta = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+        if offset:
+            memory = torch.empty(offset + span(sizes, strides), dtype=value.dtype, device="meta")
+            meta = memory.as_strided(sizes, strides, offset)
+        return self._mode.fake_tensor_converter.from_meta_and_device(self._mode, meta, value.device)
+
+
+class _Writer:
+    """Copies a graph with other numbers in place of those with symbols."""
+
+    def __init__(self, number: Callable[[Any], Any], tensor: Callable[..., AnyTensor]) -> None:
+        """Makes a writer.
+
+        Args:
+            number: replaces a number with symbols.
+            tensor: makes the metadata of a tensor from the metadata with symbols, a shape, strides and an
+                offset.
+        """
+        self._number_of = number
+        self._tensor = tensor
+
     def write(self, joint: JointGraph) -> JointGraph:
+        """Returns the copy."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         numbers: dict[fx.Node, Any] = {}
@@ -119,7 +250,7 @@ class _Instantiation:
             copy = graph.create_node(
                 node.op, node.target, self._substitute(args), self._substitute(kwargs), node.name
             )
-            copy.meta = {**node.meta, "val": self._concrete(value)} if "val" in node.meta else dict(node.meta)
+            copy.meta = {**node.meta, "val": self.value(value)} if "val" in node.meta else dict(node.meta)
             copies[node] = copy
         module = graph_module(joint.module, graph)
         return replace(
@@ -129,8 +260,17 @@ class _Instantiation:
             outputs=tuple(PortNode(port, copies[node]) for port, node in joint.outputs),
         )
 
+    def value(self, value: Any) -> Any:
+        """Returns a node's value: a tensor's metadata, a number, or a list of these."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.value, value))
+        if not isinstance(value, Tensor):
+            return self._number(value)
+        sizes, strides = [self._number(s) for s in value.shape], [self._number(s) for s in value.stride()]
+        return self._tensor(value, sizes, strides, self._number(value.storage_offset()))
+
     def _substitute(self, argument: Any) -> Any:
-        """Returns an argument with numbers in place of its symbols."""
+        """Returns an argument with other numbers in place of those with symbols."""
         if isinstance(argument, _Symbolic):
             return self._number(argument)
         if isinstance(argument, (list, tuple)):
@@ -140,30 +280,7 @@ class _Instantiation:
         return argument
 
     def _number(self, value: Any) -> Any:
-        if not isinstance(value, _Symbolic):
-            return value
-        if isinstance(value, torch.SymFloat):
-            raise _CannotInstantiate  # SymPy's exact arithmetic rounds differently from Python's
-        expression = value.node.expr
-        if expression not in self._known:
-            number = expression.xreplace(self._values)
-            if number.free_symbols:
-                raise _CannotInstantiate
-            self._known[expression] = bool(number) if isinstance(value, torch.SymBool) else int(number)
-        return self._known[expression]
-
-    def _concrete(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self._concrete, value))
-        if not isinstance(value, Tensor):
-            return self._number(value)
-        sizes, strides = [self._number(s) for s in value.shape], [self._number(s) for s in value.stride()]
-        offset = self._number(value.storage_offset())
-        meta = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
-        if offset:
-            memory = torch.empty(offset + span(sizes, strides), dtype=value.dtype, device="meta")
-            meta = memory.as_strided(sizes, strides, offset)
-        return self._mode.fake_tensor_converter.from_meta_and_device(self._mode, meta, value.device)
+        return self._number_of(value) if isinstance(value, _Symbolic) else value
 
 
 def equal(a: JointGraph, b: JointGraph) -> bool:

@@ -1,0 +1,176 @@
+"""Program templates: a template lowered once, with formulas for sizes; a new length only evaluates them.
+
+The graph of a template is split and lowered with formulas in place of sizes. Every decision that depends on
+sizes is recorded as a condition (gpipe_fast/trace/formulas.py), so that for another length there is nothing
+left to decide::
+
+    template     (4, s0, 64)   lowered at s0 = 31: program with formulas, conditions
+    s0 = 31                    lowered concretely, too: the two programs must be equal
+    s0 = 45                    conditions hold: formulas evaluated, arena offsets assigned
+    s0 = 64                    a condition fails, such as s0 != 64: lowered once more, at s0 = 64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from gpipe_fast.lower.accumulation import AccumulationPolicy
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction
+from gpipe_fast.lower.lower import lower, lower_unplaced
+from gpipe_fast.lower.placement import MemoryPlan
+from gpipe_fast.lower.program import ProgramIR, Value
+from gpipe_fast.lower.split import StageGraph, split
+from gpipe_fast.lower.steps import Call
+from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, has_formula, substitute
+from gpipe_fast.trace.symbolic import Instance, Template
+from gpipe_fast.trace.trace import JointGraph
+
+# The maximum number of sets of decisions for which one template is lowered, per saved fraction.
+_MAX_VARIANTS = 8
+
+# Programs that save nothing or everything. Between them, PyTorch's min-cut reads sizes, not formulas.
+_FRACTIONS = (FULL_RECOMPUTE, NO_RECOMPUTE)
+
+ProgramsOfStage = tuple[ProgramIR, ProgramIR | None]
+
+
+def lower_graphs(
+    forward: StageGraph, backward: StageGraph | None, accumulation: AccumulationPolicy
+) -> ProgramsOfStage:
+    """Lowers the forward and the backward of a stage; only the backward accumulates gradients."""
+    return lower(forward), None if backward is None else lower(backward, accumulation)
+
+
+class ProgramTemplate:
+    """A program with formulas."""
+
+    def __init__(self, program: ProgramIR, memory: MemoryPlan) -> None:
+        """Makes a template from a program without offsets in the arena, and its memory plan."""
+        self._program = program
+        self._memory = memory
+        self._values = [
+            (i, value)
+            for i, value in enumerate(program.values)
+            if has_formula((value.sizes, value.strides, value.offset))
+        ]
+        self._calls = [
+            (i, step)
+            for i, step in enumerate(program.steps)
+            if isinstance(step, Call) and has_formula(step.arguments)
+        ]
+
+    def at(self, numbers: Sequence[int]) -> ProgramIR:
+        """Returns the program with numbers in place of formulas, and with offsets in the arena."""
+        values, steps = list(self._program.values), list(self._program.steps)
+        for i, value in self._values:
+            sizes, strides, offset = substitute((value.sizes, value.strides, value.offset), numbers)
+            values[i] = replace(value, sizes=sizes, strides=strides, offset=offset)
+        for i, call in self._calls:
+            steps[i] = replace(call, arguments=substitute(call.arguments, numbers))
+        program = replace(self._program, values=values, steps=steps)
+        live_ranges = {
+            i: replace(live_range, size=substitute(live_range.size, numbers))
+            for i, live_range in self._memory.live_ranges.items()
+        }
+        replace(self._memory, live_ranges=live_ranges).place(program)
+        return program
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """The programs of a stage with formulas, for the lengths at which the conditions hold."""
+
+    evaluate: Evaluator
+    forward: ProgramTemplate
+    backward: ProgramTemplate | None
+
+    def at(self, instance: Instance) -> ProgramsOfStage | None:
+        numbers = self.evaluate(instance.values)
+        if numbers is None:
+            return None
+        return self.forward.at(numbers), None if self.backward is None else self.backward.at(numbers)
+
+
+class ProgramTemplates:
+    """The programs of one template."""
+
+    def __init__(self, template: Template) -> None:
+        """Makes an empty set of programs."""
+        self._template = template
+        # None for programs that cannot be lowered with formulas.
+        self._variants: dict[tuple[SavedFraction, AccumulationPolicy], list[_Variant] | None] = {}
+
+    @classmethod
+    def of(cls, template: Template) -> ProgramTemplates:
+        """Returns the programs of a template, which the template keeps."""
+        found = template.derived.get(cls)
+        if found is None:
+            found = template.derived[cls] = cls(template)
+        assert isinstance(found, ProgramTemplates)
+        return found
+
+    def at(
+        self, instance: Instance, saved_fraction: SavedFraction, accumulation: AccumulationPolicy
+    ) -> ProgramsOfStage:
+        """Returns the forward and the backward program of an instance, as if it had been lowered.
+
+        Args:
+            instance: an instance of the template.
+            saved_fraction: as for `split`.
+            accumulation: how gradients of parameters are accumulated.
+        """
+        key = (saved_fraction, accumulation)
+        variants = self._variants.setdefault(key, [] if saved_fraction in _FRACTIONS else None)
+        for variant in variants or ():
+            programs = variant.at(instance)
+            if programs is not None:
+                return programs
+        expected = _lower(instance.joint, saved_fraction, accumulation)
+        if variants is not None and len(variants) < _MAX_VARIANTS:
+            found = self._lower_with_formulas(instance, *key)
+            if found is None or not are_equal(found.at(instance), expected):
+                self._variants[key] = None
+            else:
+                variants.append(found)
+        return expected
+
+    def _lower_with_formulas(
+        self, instance: Instance, saved_fraction: SavedFraction, accumulation: AccumulationPolicy
+    ) -> _Variant | None:
+        try:
+            joint, formulas = self._template.with_formulas(instance.values)
+            parts = split(joint, saved_fraction)
+            forward = ProgramTemplate(*lower_unplaced(parts.forward_saving, AccumulationPolicy()))
+            backward = None
+            if parts.backward is not None:
+                backward = ProgramTemplate(*lower_unplaced(parts.backward, accumulation))
+        except (CannotExpressError, TypeError):  # an operation that formulas lack
+            return None
+        return _Variant(formulas.evaluator(), forward, backward)
+
+
+def _lower(
+    joint: JointGraph, saved_fraction: SavedFraction, accumulation: AccumulationPolicy
+) -> ProgramsOfStage:
+    parts = split(joint, saved_fraction)
+    return lower_graphs(parts.forward_saving, parts.backward, accumulation)
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Returns whether programs, or parts of programs, are equal, also in the types of numbers."""
+    if isinstance(a, Tensor):
+        return a is b
+    if isinstance(a, ProgramIR):
+        return isinstance(b, ProgramIR) and are_equal(list(vars(a).items()), list(vars(b).items()))
+    if isinstance(a, (Value, Call)):
+        return type(a) is type(b) and are_equal(list(vars(a).values()), list(vars(b).values()))
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(are_equal, a, b))
+    return type(a) is type(b) and bool(a is b or a == b)
+
+
+__all__ = ["ProgramTemplate", "ProgramTemplates", "ProgramsOfStage", "are_equal", "lower_graphs"]

@@ -1,0 +1,293 @@
+"""Formulas: integers that depend on the symbols of a template, with the conditions under which they were used.
+
+Code that computes with formulas as it would with integers takes its decisions at one length. Each comparison
+of formulas records its outcome as a condition; where all conditions hold, the code would take the same
+decisions, so that its results need only be evaluated::
+
+    at s0 = 17      a = 64 * s0, b = 1088      a == b  is True, and is recorded
+    at s0 = 23                                 a == b  does not hold: the code must run again
+
+All conditions and numbers are evaluated together by one generated function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import sympy  # type: ignore[import-untyped, unused-ignore]
+
+_Result = TypeVar("_Result")
+
+
+class CannotExpressError(Exception):
+    """A number or a tensor has no formula."""
+
+
+class Formula:
+    """An integer that depends on symbols. It has no hash, and does not convert to a number.
+
+    Attributes:
+        position: its position among the numbers that `Formulas.evaluator` returns.
+        value: its value at the length at which decisions are taken.
+    """
+
+    __slots__ = ("_formulas", "position", "value")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, formulas: Formulas, position: int, value: int) -> None:
+        self._formulas = formulas
+        self.position = position
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"n{self.position}"
+
+    def __add__(self, other: int | Formula) -> int | Formula:
+        return self._formulas.combine(self, "+", other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: int | Formula) -> int | Formula:
+        if other is self:
+            return 0
+        return self._formulas.combine(self, "-", other)
+
+    def __rsub__(self, other: int) -> int | Formula:
+        return self._formulas.combine(other, "-", self)
+
+    def __mul__(self, other: int | Formula) -> int | Formula:
+        return self._formulas.combine(self, "*", other)
+
+    __rmul__ = __mul__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self._formulas.compare(self, "==", other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: int | Formula) -> bool:
+        return self._formulas.compare(self, "<", other)
+
+    def __le__(self, other: int | Formula) -> bool:
+        return self._formulas.compare(self, "<=", other)
+
+    def __gt__(self, other: int | Formula) -> bool:
+        return self._formulas.compare(self, ">", other)
+
+    def __ge__(self, other: int | Formula) -> bool:
+        return self._formulas.compare(self, ">=", other)
+
+    def __bool__(self) -> bool:
+        return not self == 0
+
+    def __index__(self) -> int:
+        raise CannotExpressError
+
+    __int__ = __float__ = __index__
+
+
+# Evaluates a template's numbers for the values of its symbols; None if a condition does not hold.
+Evaluator = Callable[[Mapping[sympy.Symbol, int]], Sequence[int] | None]
+
+
+class Formulas:
+    """The formulas of one template, and the conditions that decisions recorded."""
+
+    def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
+        """Makes formulas that take decisions as at the given values of the symbols."""
+        self._values = dict(values)
+        self._names = {symbol: f"s{i}" for i, symbol in enumerate(self._values)}
+        self._lines: list[str] = []
+        self._known: dict[str, Formula] = {}
+        self._of_expression: dict[sympy.Expr, int | Formula] = {}
+        self._conditions: dict[str, bool] = {}
+        self._outcomes: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {}
+
+    def number(self, expression: sympy.Expr) -> int | Formula:
+        """Returns the formula of an expression of symbols, or its value if it is constant.
+
+        Raises:
+            CannotExpressError: the expression has a function without a counterpart in Python.
+        """
+        found = self._of_expression.get(expression)
+        if found is None:
+            value = expression.xreplace({s: sympy.Integer(v) for s, v in self._values.items()})
+            if not isinstance(value, sympy.Integer):
+                raise CannotExpressError
+            if not expression.free_symbols:
+                found = int(value)
+            else:
+                found = self._formula(self._python(expression), int(value))
+            self._of_expression[expression] = found
+        return found
+
+    def combine(self, left: int | Formula, operator: str, right: int | Formula) -> int | Formula:
+        """Returns the sum, the difference or the product of two numbers."""
+        if operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, int) and one in (0, 1):
+                    return other if one else 0
+        if isinstance(right, int) and right == 0:  # of a sum or a difference
+            return left
+        a, b = _value(left), _value(right)
+        value = a + b if operator == "+" else a - b if operator == "-" else a * b
+        return self._formula(f"{left!r} {operator} {right!r}", value)
+
+    def compare(self, left: Formula, operator: str, right: object) -> bool:
+        """Compares two numbers, and records the outcome as a condition."""
+        if not isinstance(right, (int, Formula)):
+            if operator == "==":
+                return False
+            raise CannotExpressError
+        outcome = _COMPARISONS[operator](left.value, _value(right))
+        self._conditions[f"{left!r} {operator} {right!r}"] = outcome
+        return outcome
+
+    def decide(self, function: Callable[..., _Result], arguments: tuple[Any, ...]) -> _Result:
+        """Calls a function of numbers, and records its result as a condition."""
+        found = function(*_evaluated(arguments, _value))
+        self._outcomes[function, repr(arguments)] = arguments, found
+        return found
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Forgets earlier conditions for a block: an evaluator made inside checks those of the block alone."""
+        before = self._conditions, self._outcomes
+        self._conditions, self._outcomes = {}, {}
+        try:
+            yield
+        finally:
+            self._conditions, self._outcomes = before
+
+    def evaluator(self) -> Evaluator:
+        """Returns a function that checks the conditions and evaluates all formulas, by position."""
+        conditions = [c if holds else f"not {c}" for c, holds in self._conditions.items()]
+        lines = [
+            f"def evaluate({', '.join(self._names.values())}):",
+            *(f"    n{i} = {line}" for i, line in enumerate(self._lines)),
+            *(f"    if not ({condition}): return None" for condition in conditions),
+            f"    return [{', '.join(f'n{i}' for i in range(len(self._lines)))}]",
+        ]
+        made: dict[str, Any] = {}
+        exec("\n".join(lines), made)  # the code consists of names, integers and operators
+        evaluate, symbols = made["evaluate"], tuple(self._names)
+        outcomes = [(f, arguments, found) for (f, _), (arguments, found) in self._outcomes.items()]
+
+        def evaluator(values: Mapping[sympy.Symbol, int]) -> Sequence[int] | None:
+            numbers: Sequence[int] | None = evaluate(*(values[symbol] for symbol in symbols))
+            if numbers is None:
+                return None
+            for function, arguments, found in outcomes:
+                if function(*substitute(arguments, numbers)) != found:
+                    return None
+            return numbers
+
+        return evaluator
+
+    def _formula(self, line: str, value: int) -> Formula:
+        found = self._known.get(line)
+        if found is None:
+            found = self._known[line] = Formula(self, len(self._lines), value)
+            self._lines.append(line)
+        return found
+
+    def _python(self, expression: sympy.Basic) -> str:
+        """Returns an expression as Python code."""
+        if isinstance(expression, sympy.Symbol):
+            return self._names[expression]
+        if isinstance(expression, sympy.Integer):
+            return f"({int(expression)})"
+        name = type(expression).__name__
+        form = _FORMS.get(name)
+        is_power = name in ("Pow", "PowByNatural")
+        if form is None or (is_power and not expression.args[1].is_nonnegative):
+            raise CannotExpressError
+        return form([self._python(argument) for argument in expression.args])
+
+
+def _joined(operator: str) -> Callable[[Sequence[str]], str]:
+    return lambda arguments: f"({f' {operator} '.join(arguments)})"
+
+
+def _called(function: str) -> Callable[[Sequence[str]], str]:
+    return lambda arguments: f"{function}({', '.join(arguments)})"
+
+
+# SymPy's and PyTorch's classes of integer expressions.
+_FORMS: dict[str, Callable[[Sequence[str]], str]] = {
+    "Add": _joined("+"),
+    "Mul": _joined("*"),
+    "FloorDiv": _joined("//"),
+    "CleanDiv": _joined("//"),
+    "Mod": _joined("%"),
+    "PythonMod": _joined("%"),
+    "Pow": _joined("**"),
+    "PowByNatural": _joined("**"),
+    "Max": _called("max"),
+    "Min": _called("min"),
+}
+
+_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "==": lambda a, b: a == b,
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+}
+
+
+def decide(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Calls a function of numbers; if any of them is a formula, records the result as a condition.
+
+    Args:
+        function: a deterministic function.
+        arguments: numbers, nested in tuples, and other values.
+    """
+    formula = next(_formulas_in(arguments), None)
+    if formula is None:
+        return function(*arguments)
+    return formula._formulas.decide(function, arguments)
+
+
+def substitute(argument: Any, numbers: Sequence[int]) -> Any:
+    """Returns an argument, which may be nested in tuples and lists, with numbers in place of formulas."""
+    return _evaluated(argument, lambda formula: numbers[formula.position])
+
+
+def has_formula(argument: Any) -> bool:
+    """Returns whether an argument, which may be nested, contains a formula."""
+    return any(True for _ in _formulas_in(argument))
+
+
+def _formulas_in(argument: Any) -> Iterator[Formula]:
+    if isinstance(argument, Formula):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for each in argument:
+            yield from _formulas_in(each)
+
+
+def _evaluated(argument: Any, value_of: Callable[[Formula], int]) -> Any:
+    if isinstance(argument, Formula):
+        return value_of(argument)
+    if isinstance(argument, (list, tuple)):
+        return type(argument)([_evaluated(each, value_of) for each in argument])
+    return argument
+
+
+def _value(number: int | Formula) -> int:
+    return number.value if isinstance(number, Formula) else number
+
+
+__all__ = [
+    "CannotExpressError",
+    "Evaluator",
+    "Formula",
+    "Formulas",
+    "decide",
+    "has_formula",
+    "substitute",
+]

@@ -1,0 +1,106 @@
+"""The ports of a traced stage with the metadata of their tensors: what others need to know of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from gpipe_fast.layers.structure import Structure
+from gpipe_fast.trace.fake import hint
+from gpipe_fast.trace.gradient_layouts import GradientLayouts, GradientStrides
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph
+from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
+
+
+class PortTensor(NamedTuple):
+    """A port and its tensor's metadata; None for a port of which only the role and the index are needed."""
+
+    port: GraphPort
+    tensor: AnyTensor | None
+
+
+@dataclass(frozen=True)
+class TracedPorts:
+    """The ports of a joint graph.
+
+    Attributes:
+        inputs: every placeholder, in graph order.
+        outputs: forward results, new values of written buffers, gradients.
+        structure: as for `JointGraph`.
+        stashed: as for `JointGraph`.
+        writes_inputs: as for `JointGraph`.
+        unfused_layers: as for `JointGraph`.
+        draws: whether any operator draws random numbers.
+    """
+
+    inputs: tuple[PortTensor, ...]
+    outputs: tuple[PortTensor, ...]
+    structure: Structure
+    stashed: tuple[bool, ...]
+    writes_inputs: bool
+    unfused_layers: tuple[int, ...]
+    draws: bool
+
+    @classmethod
+    def of_graph(cls, joint: JointGraph) -> TracedPorts:
+        """Returns the ports of a joint graph."""
+        inputs, outputs = (
+            tuple(PortTensor(n.port, n.node.meta.get("val")) for n in nodes)
+            for nodes in (joint.inputs, joint.outputs)
+        )
+        return cls(
+            inputs,
+            outputs,
+            joint.structure,
+            joint.stashed,
+            joint.writes_inputs,
+            joint.unfused_layers,
+            any(n.port.role is GraphRole.KEY and bool(n.node.users) for n in joint.inputs),
+        )
+
+    def at(self, numbers: Sequence[int]) -> TracedPorts:
+        """Returns the ports with numbers in place of formulas."""
+
+        def concrete(ports: Sequence[PortTensor]) -> tuple[PortTensor, ...]:
+            return tuple(
+                PortTensor(port, tensor.at(numbers))
+                if isinstance(tensor, TensorMetadata) and tensor.has_formula
+                else PortTensor(port, tensor)
+                for port, tensor in ports
+            )
+
+        return replace(self, inputs=concrete(self.inputs), outputs=concrete(self.outputs))
+
+    def of(self, role: GraphRole) -> dict[int, AnyTensor]:
+        """Returns the results with this role by index, or the placeholders if no result has it."""
+        for ports in (self.outputs, self.inputs):
+            found = {port.index: tensor for port, tensor in ports if port.role is role}
+            if found:
+                return {index: tensor for index, tensor in found.items() if tensor is not None}
+        return {}
+
+    def input_gradient_strides(self) -> GradientStrides:
+        """Returns the strides of the gradients of the inputs, by input."""
+        given = self.of(GraphRole.INPUT_GRADIENT)
+        return {i: tuple(map(hint, tensor.stride())) for i, tensor in given.items()}
+
+    def gradient_layouts(self, gradients: GradientStrides) -> GradientLayouts:
+        """Returns the outputs whose gradients differ in layout from the output, or do not arrive.
+
+        Args:
+            gradients: the strides of the gradients that arrive, by output.
+        """
+        # Strides of size-one dimensions are compared, too: they distinguish channels_last from contiguous.
+        return tuple(
+            (index, gradients.get(index))
+            for index, tangent in self.of(GraphRole.TANGENT).items()
+            if gradients.get(index) != tuple(map(hint, tangent.stride()))
+        )
+
+    def differentiable_outputs(self) -> frozenset[int]:
+        """Returns the indices of the outputs that take a gradient."""
+        return frozenset(port.index for port, _ in self.inputs if port.role is GraphRole.TANGENT)
+
+
+__all__ = ["PortTensor", "TracedPorts"]

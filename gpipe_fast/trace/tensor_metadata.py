@@ -1,0 +1,89 @@
+"""The metadata of a tensor whose sizes may be formulas: a light stand-in for a fake tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe_fast.trace.formulas import CannotExpressError, has_formula, substitute
+
+
+@dataclass(frozen=True, eq=False)
+class TensorMetadata:
+    """A tensor's metadata, under the names that `Tensor` has for it.
+
+    Attributes:
+        shape: in elements; the type says integers, but the sizes may be formulas.
+        strides: in elements.
+        offset: of the first element, in elements.
+        dtype: the dtype of the elements.
+        device: the device.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    layout = torch.strided
+
+    @classmethod
+    def of(cls, tensor: Tensor, shape: Any, strides: Any, offset: Any) -> TensorMetadata:
+        """Returns a tensor's metadata with other sizes.
+
+        Raises:
+            CannotExpressError: the tensor is sparse, or its elements are conjugated or negated when read.
+        """
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise CannotExpressError
+        return cls(tuple(shape), tuple(strides), offset, tensor.dtype, tensor.device)
+
+    @property
+    def has_formula(self) -> bool:
+        """Whether any size is a formula."""
+        return has_formula((self.shape, self.strides, self.offset))
+
+    def at(self, numbers: Sequence[int]) -> TensorMetadata:
+        """Returns the metadata with numbers in place of formulas."""
+        sizes = substitute((self.shape, self.strides, self.offset), numbers)
+        return TensorMetadata(*sizes, self.dtype, self.device)
+
+    def stride(self) -> tuple[int, ...]:
+        """As for a tensor."""
+        return self.strides
+
+    def storage_offset(self) -> int:
+        """As for a tensor."""
+        return self.offset
+
+    def numel(self) -> int:
+        """As for a tensor."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """As for a tensor."""
+        return self.dtype.itemsize
+
+    def is_floating_point(self) -> bool:
+        """As for a tensor."""
+        return self.dtype.is_floating_point
+
+    def is_conj(self) -> bool:
+        """Returns False: no such tensor has metadata."""
+        return False
+
+    def is_neg(self) -> bool:
+        """Returns False: no such tensor has metadata."""
+        return False
+
+
+# A tensor or its metadata; ``isinstance`` accepts it.
+AnyTensor = Tensor | TensorMetadata
+
+__all__ = ["AnyTensor", "TensorMetadata"]
