@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -57,7 +57,7 @@ def _viewed_by(node: fx.Node) -> tuple[fx.Node, int] | None:
             return original, 0
         return (original, 0) if value.stride() == seen.stride() and value.shape == seen.shape else None
     if is_view_op(producer.target):
-        return original, value.storage_offset() - seen.storage_offset()
+        return original, cast(int, value.storage_offset() - seen.storage_offset())
     return None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # The alignment of PyTorch's allocations, in bytes, by device type; types not listed use the CPU's alignment.
 # Libraries such as cuBLASLt choose algorithms by alignment, so a different alignment changes bits.
@@ -28,13 +29,26 @@ class LiveRange:
     reuses: tuple[int, ...] = ()
 
 
+class Chain(NamedTuple):
+    """Values that reuse one another's memory in place, one after another.
+
+    Attributes:
+        values: the values, in order of their live ranges.
+        size: in bytes, of each.
+        begin: the step that first writes the first value.
+        end: the last step that reads the last value.
+    """
+
+    values: tuple[int, ...]
+    size: int
+    begin: int
+    end: int
+
+
 def assign_offsets(
     live_ranges: Mapping[int, LiveRange], alignment: int = ALIGNMENT
 ) -> tuple[dict[int, int], int]:
     """Assigns offsets such that no two values that are live at the same step overlap.
-
-    A value that reuses memory in place takes the offset of the value before it. All others take the lowest
-    free offset, in order of decreasing size (first fit decreasing).
 
     Args:
         live_ranges: live ranges by value.
@@ -43,17 +57,20 @@ def assign_offsets(
     Returns:
         Each value's offset in bytes, a multiple of ``alignment``, and the total number of bytes.
     """
-    chains = _reuse_chains(live_ranges)
+    return place(reuse_chains(live_ranges), alignment)
+
+
+def place(chains: Iterable[Chain], alignment: int) -> tuple[dict[int, int], int]:
+    """Assigns offsets to chains; returns the offset of each value, and the total number of bytes.
+
+    All values of a chain have one offset. Each chain takes the lowest free offset, in order of decreasing
+    size (first fit decreasing).
+    """
     placed: list[tuple[int, int, int, int]] = []  # begin, end, low, high
     offsets: dict[int, int] = {}
     total = 0
-
-    def size_of(chain: Sequence[int]) -> int:
-        return -(-max(live_ranges[chain[0]].size, 1) // alignment) * alignment
-
-    for chain in sorted(chains, key=lambda c: (-size_of(c), live_ranges[c[0]].begin)):
-        size = size_of(chain)
-        begin, end = live_ranges[chain[0]].begin, live_ranges[chain[-1]].end
+    sized = [(-(-max(chain.size, 1) // alignment) * alignment, chain) for chain in chains]
+    for size, (values, _, begin, end) in sorted(sized, key=lambda each: (-each[0], each[1].begin)):
         taken = sorted((low, high) for b, e, low, high in placed if b <= end and begin <= e)
         offset = 0
         for low, high in taken:
@@ -62,11 +79,11 @@ def assign_offsets(
             offset = max(offset, high)
         placed.append((begin, end, offset, offset + size))
         total = max(total, offset + size)
-        offsets.update(dict.fromkeys(chain, offset))
+        offsets.update(dict.fromkeys(values, offset))
     return offsets, total
 
 
-def _reuse_chains(live_ranges: Mapping[int, LiveRange]) -> list[Sequence[int]]:
+def reuse_chains(live_ranges: Mapping[int, LiveRange]) -> list[Chain]:
     """Groups values that reuse one another's memory in place, in order of their live ranges."""
     chain_of: dict[int, list[int]] = {}
     for value in sorted(live_ranges, key=lambda v: live_ranges[v].begin):
@@ -86,4 +103,8 @@ def _reuse_chains(live_ranges: Mapping[int, LiveRange]) -> list[Sequence[int]]:
                 break
         else:
             chain_of[value] = [value]
-    return list({id(c): c for c in chain_of.values()}.values())
+    chains = {id(chain): chain for chain in chain_of.values()}.values()
+    return [
+        Chain(tuple(c), live_ranges[c[0]].size, live_ranges[c[0]].begin, live_ranges[c[-1]].end)
+        for c in chains
+    ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, LiveRange, assign_offsets
+from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, Chain, LiveRange, place, reuse_chains
 from gpipe_fast.lower.operators import is_pointwise
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.steps import Call, Release, Step, values_in, values_used, values_written
@@ -15,19 +15,19 @@ from gpipe_fast.trace.trace import GraphRole
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The live ranges of a program's arena values.
+    """The arena values of a program.
 
     Attributes:
-        live_ranges: by value.
+        chains: the values that need memory of their own, with those that reuse it.
         alignment: of offsets, in bytes.
     """
 
-    live_ranges: Mapping[int, LiveRange]
+    chains: Sequence[Chain]
     alignment: int
 
     def place(self, program: ProgramIR) -> None:
         """Assigns offsets to the program's arena values."""
-        offsets, program.arena_bytes = assign_offsets(self.live_ranges, self.alignment)
+        offsets, program.arena_bytes = place(self.chains, self.alignment)
         for i, offset in offsets.items():
             program.values[i] = replace(program.values[i], index=offset)
 
@@ -58,7 +58,7 @@ def plan_memory(program: ProgramIR, device_type: str) -> MemoryPlan:
         for position, step in enumerate(steps)
         for s in (step, *(Release(v) for v in ends.get(position, ())))
     ]
-    return MemoryPlan(live_ranges, ALIGNMENTS.get(device_type, ALIGNMENT))
+    return MemoryPlan(reuse_chains(live_ranges), ALIGNMENTS.get(device_type, ALIGNMENT))
 
 
 def parts(program: ProgramIR) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from gpipe_fast._extension import ActiveRuns, Arena, Kernel, Layout
 from gpipe_fast._extension import Program as NativeProgram
@@ -123,9 +125,13 @@ class ProgramIR:
             load_kernel: loads the kernels on the device; None if the program launches none.
         """
         native = NativeProgram(arena, device)
+        layouts: dict[Any, Layout] = {}
         for value in self.values:
             indices = parameters if value.storage in _INDEXED_BY_PARAMETER else None
-            _add_value(native, value, value.index if indices is None else indices[value.index])
+            sizes = (value.sizes, value.strides, value.dtype)
+            layout = layouts.get(sizes) or layouts.setdefault(sizes, Layout(*sizes))
+            at = value.index if indices is None else indices[value.index]
+            _ADD_VALUE[value.storage](native, value, layout, at)
         current: int | None = None
         for step, layer in zip(self.steps, _layers_of(self.steps), strict=True):
             if titles and layer is not None and layer != current:
@@ -243,39 +249,39 @@ def _native(argument: Any) -> Any:
     return argument
 
 
-_INDEXED_BY_PARAMETER = (StorageKind.PARAMETER, StorageKind.PARAMETER_CAST, StorageKind.ACCUMULATOR)
+_INDEXED_BY_PARAMETER = frozenset(
+    {StorageKind.PARAMETER, StorageKind.PARAMETER_CAST, StorageKind.ACCUMULATOR}
+)
+
+# By the kind of memory, adds a value to a C++ program, given its index in the program's parameters.
+_ADD_VALUE: dict[StorageKind, Callable[[NativeProgram, Value, Layout, int], object]] = {
+    StorageKind.INPUT: lambda native, value, layout, at: native.add_input(layout, bool(value.index)),
+    StorageKind.PARAMETER: lambda native, value, layout, at: native.add_parameter(at, layout),
+    StorageKind.PARAMETER_CAST: lambda native, value, layout, at: native.add_parameter_cast(at, layout),
+    StorageKind.CONSTANT: lambda native, value, layout, at: native.add_constant(_constant(value)),
+    StorageKind.ACCUMULATOR: lambda native, value, layout, at: native.add_accumulator(at, layout),
+    StorageKind.ARENA: lambda native, value, layout, at: native.add_arena(value.index, layout),
+    StorageKind.FRESH: lambda native, value, layout, at: native.add_fresh(layout),
+    StorageKind.RESULT: lambda native, value, layout, at: native.add_result(layout),
+    StorageKind.VIEW: lambda native, value, layout, at: native.add_view(value.index, value.offset, layout),
+}
 
 
-def _add_value(native: NativeProgram, value: Value, at: int) -> None:
-    layout = Layout(value.sizes, value.strides, value.dtype)
-    match value.storage:
-        case StorageKind.INPUT:
-            native.add_input(layout, bool(value.index))
-        case StorageKind.PARAMETER:
-            native.add_parameter(at, layout)
-        case StorageKind.PARAMETER_CAST:
-            native.add_parameter_cast(at, layout)
-        case StorageKind.CONSTANT:
-            assert value.constant is not None
-            native.add_constant(value.constant)
-        case StorageKind.ACCUMULATOR:
-            native.add_accumulator(at, layout)
-        case StorageKind.ARENA:
-            native.add_arena(value.index, layout)
-        case StorageKind.FRESH:
-            native.add_fresh(layout)
-        case StorageKind.RESULT:
-            native.add_result(layout)
-        case StorageKind.VIEW:
-            native.add_view(value.index, value.offset, layout)
+def _constant(value: Value) -> Tensor:
+    assert value.constant is not None
+    return value.constant
+
+
+@functools.cache
+def _name_of(op: OpOverload[Any, Any]) -> tuple[str, str]:
+    return op._schema.name, op._schema.overload_name
 
 
 def _add_step(native: NativeProgram, step: Step, direct: bool, load_kernel: LoadKernel | None) -> None:
     match step:
         case Call(op, arguments, results, when):
             native.add_operator(
-                op._schema.name,
-                op._schema.overload_name,
+                *_name_of(op),
                 [_native(a) for a in arguments],
                 None if results is None else list(results),
                 direct,

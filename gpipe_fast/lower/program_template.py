@@ -12,25 +12,30 @@ left to decide::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
 
 from gpipe_fast.lower.accumulation import AccumulationPolicy
+from gpipe_fast.lower.arena import place
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction
 from gpipe_fast.lower.lower import lower, lower_unplaced
 from gpipe_fast.lower.placement import MemoryPlan
-from gpipe_fast.lower.program import ProgramIR, Value
+from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.lower.steps import Call
 from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, has_formula, substitute
 from gpipe_fast.trace.symbolic import Instance, Template
 from gpipe_fast.trace.trace import JointGraph
 
-# The maximum number of sets of decisions for which one template is lowered, per saved fraction.
+# The maximum number of sets of decisions for which programs are kept, per template and saved fraction; the
+# least recently used are dropped.
 _MAX_VARIANTS = 8
+# After so many lengths in a row for which none of them held, no more are made.
+_MAX_MISSES = 8
 
 # Programs that save nothing or everything. Between them, PyTorch's min-cut reads sizes, not formulas.
 _FRACTIONS = (FULL_RECOMPUTE, NO_RECOMPUTE)
@@ -52,32 +57,50 @@ class ProgramTemplate:
         """Makes a template from a program without offsets in the arena, and its memory plan."""
         self._program = program
         self._memory = memory
+        # What depends on formulas, each once, and its position.
+        self._known: list[Any] = []
+        self._positions: dict[str, int] = {}
         self._values = [
-            (i, value)
+            (i, value, [self._position(part) for part in (value.sizes, value.strides, value.offset)])
             for i, value in enumerate(program.values)
-            if has_formula((value.sizes, value.strides, value.offset))
+            if value.storage is StorageKind.ARENA or has_formula((value.sizes, value.strides, value.offset))
         ]
         self._calls = [
-            (i, step)
+            (i, step, self._position(step.arguments))
             for i, step in enumerate(program.steps)
             if isinstance(step, Call) and has_formula(step.arguments)
         ]
+        self._sizes = [self._position(chain.size) for chain in memory.chains]
+
+    def _position(self, argument: Any) -> int:
+        position = self._positions.setdefault(repr(argument), len(self._known))
+        if position == len(self._known):
+            self._known.append(argument)
+        return position
 
     def at(self, numbers: Sequence[int]) -> ProgramIR:
         """Returns the program with numbers in place of formulas, and with offsets in the arena."""
+        known = [substitute(argument, numbers) for argument in self._known]
         values, steps = list(self._program.values), list(self._program.steps)
-        for i, value in self._values:
-            sizes, strides, offset = substitute((value.sizes, value.strides, value.offset), numbers)
-            values[i] = replace(value, sizes=sizes, strides=strides, offset=offset)
-        for i, call in self._calls:
-            steps[i] = replace(call, arguments=substitute(call.arguments, numbers))
-        program = replace(self._program, values=values, steps=steps)
-        live_ranges = {
-            i: replace(live_range, size=substitute(live_range.size, numbers))
-            for i, live_range in self._memory.live_ranges.items()
-        }
-        replace(self._memory, live_ranges=live_ranges).place(program)
-        return program
+        chains = [
+            chain._replace(size=known[size])
+            for chain, size in zip(self._memory.chains, self._sizes, strict=True)
+        ]
+        offsets, arena_bytes = place(chains, self._memory.alignment)
+        for i, value, (sizes, strides, offset) in self._values:
+            values[i] = Value(
+                value.name,
+                value.storage,
+                known[sizes],
+                known[strides],
+                value.dtype,
+                offsets.get(i, value.index),
+                known[offset],
+                value.constant,
+            )
+        for i, call, arguments in self._calls:
+            steps[i] = Call(call.op, known[arguments], call.results, call.when, call.layer)
+        return replace(self._program, values=values, steps=steps, arena_bytes=arena_bytes)
 
 
 @dataclass(frozen=True)
@@ -102,7 +125,8 @@ class ProgramTemplates:
         """Makes an empty set of programs."""
         self._template = template
         # None for programs that cannot be lowered with formulas.
-        self._variants: dict[tuple[SavedFraction, AccumulationPolicy], list[_Variant] | None] = {}
+        self._variants: dict[tuple[SavedFraction, AccumulationPolicy], tuple[_Variant, ...] | None] = {}
+        self._num_misses: Counter[tuple[SavedFraction, AccumulationPolicy]] = Counter()
 
     @classmethod
     def of(cls, template: Template) -> ProgramTemplates:
@@ -124,19 +148,27 @@ class ProgramTemplates:
             accumulation: how gradients of parameters are accumulated.
         """
         key = (saved_fraction, accumulation)
-        variants = self._variants.setdefault(key, [] if saved_fraction in _FRACTIONS else None)
+        variants = self._variants.setdefault(key, () if saved_fraction in _FRACTIONS else None)
         for variant in variants or ():
             programs = variant.at(instance)
             if programs is not None:
+                self._add(key, variant)
+                self._num_misses[key] = 0
                 return programs
         expected = _lower(instance.joint, saved_fraction, accumulation)
-        if variants is not None and len(variants) < _MAX_VARIANTS:
+        if variants is not None and self._num_misses[key] < _MAX_MISSES:
+            self._num_misses[key] += 1
             found = self._lower_with_formulas(instance, *key)
             if found is None or not are_equal(found.at(instance), expected):
                 self._variants[key] = None
             else:
-                variants.append(found)
+                self._add(key, found)
         return expected
+
+    def _add(self, key: tuple[SavedFraction, AccumulationPolicy], latest: _Variant) -> None:
+        """Makes a variant the first; another thread may do the same, so that no tuple is changed."""
+        others = (variant for variant in self._variants[key] or () if variant is not latest)
+        self._variants[key] = (latest, *others)[:_MAX_VARIANTS]
 
     def _lower_with_formulas(
         self, instance: Instance, saved_fraction: SavedFraction, accumulation: AccumulationPolicy
@@ -162,15 +194,15 @@ def _lower(
 
 def are_equal(a: Any, b: Any) -> bool:
     """Returns whether programs, or parts of programs, are equal, also in the types of numbers."""
-    if isinstance(a, Tensor):
-        return a is b
-    if isinstance(a, ProgramIR):
-        return isinstance(b, ProgramIR) and are_equal(list(vars(a).items()), list(vars(b).items()))
-    if isinstance(a, (Value, Call)):
-        return type(a) is type(b) and are_equal(list(vars(a).values()), list(vars(b).values()))
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, Tensor):
+        return False
+    if isinstance(a, (ProgramIR, Value, Call)):
+        return all(are_equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
     if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(are_equal, a, b))
-    return type(a) is type(b) and bool(a is b or a == b)
+        return len(a) == len(b) and all(map(are_equal, a, b))
+    return bool(a == b)
 
 
 __all__ = ["ProgramTemplate", "ProgramTemplates", "ProgramsOfStage", "are_equal", "lower_graphs"]

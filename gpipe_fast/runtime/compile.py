@@ -177,11 +177,13 @@ class Compiler:
         """
         base = self._compiled.find((segment_key, ()))
         if base is None:
+            num_traces = self.num_traces
             traced = self.trace(part, segment_key.input_specs, (), enforce_limit)
             if isinstance(traced, Untraceable):
                 return traced
-            # The trace may have revealed more Python state that the layers read.
-            segment_key = SegmentKey.of(part, segment_key.input_specs, segment_key.modes)
+            if self.num_traces > num_traces:
+                # The trace may have revealed more Python state that the layers read.
+                segment_key = SegmentKey.of(part, segment_key.input_specs, segment_key.modes)
             base = self._compiled.find((segment_key, ())) or CompiledStage(part, segment_key, traced)
             self._compiled[segment_key, ()] = base
         gradient_layouts = () if gradients is None else base.gradient_layouts(gradients)

@@ -1,4 +1,4 @@
-"""Formulas: integers that depend on the symbols of a template, with the conditions under which they were used.
+"""Formulas: integers that depend on the symbols of a template, with conditions under which they hold.
 
 Code that computes with formulas as it would with integers takes its decisions at one length. Each comparison
 of formulas records its outcome as a condition; where all conditions hold, the code would take the same
@@ -12,7 +12,6 @@ All conditions and numbers are evaluated together by one generated function.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -81,7 +80,7 @@ class Formula:
         return self._formulas.compare(self, ">=", other)
 
     def __bool__(self) -> bool:
-        return not self == 0
+        return self != 0
 
     def __index__(self) -> int:
         raise CannotExpressError
@@ -151,16 +150,6 @@ class Formulas:
         found = function(*_evaluated(arguments, _value))
         self._outcomes[function, repr(arguments)] = arguments, found
         return found
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Forgets earlier conditions for a block: an evaluator made inside checks those of the block alone."""
-        before = self._conditions, self._outcomes
-        self._conditions, self._outcomes = {}, {}
-        try:
-            yield
-        finally:
-            self._conditions, self._outcomes = before
 
     def evaluator(self) -> Evaluator:
         """Returns a function that checks the conditions and evaluates all formulas, by position."""

@@ -51,8 +51,8 @@ class TensorMetadata:
 
     def at(self, numbers: Sequence[int]) -> TensorMetadata:
         """Returns the metadata with numbers in place of formulas."""
-        sizes = substitute((self.shape, self.strides, self.offset), numbers)
-        return TensorMetadata(*sizes, self.dtype, self.device)
+        shape, strides, offset = substitute((self.shape, self.strides, self.offset), numbers)
+        return TensorMetadata(shape, strides, offset, self.dtype, self.device)
 
     def stride(self) -> tuple[int, ...]:
         """As for a tensor."""
