@@ -1,0 +1,296 @@
+"""Program templates: the program of each length equals, as data, the one that lowering its graph gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.layers.structure import tuple_structure
+from gpipe_fast.lower import bitwise_addmm, program_template
+from gpipe_fast.lower.accumulation import AccumulationPolicy
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE
+from gpipe_fast.lower.program_template import ProgramsOfStage, ProgramTemplates, are_equal, lower_graphs
+from gpipe_fast.lower.split import split
+from gpipe_fast.runtime.compile import Compiler, TracedStage
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
+from gpipe_fast.trace.formulas import Formulas
+from gpipe_fast.trace.symbolic import Instance
+from tests.internals import compiler_of
+from tests.reference import loop_step, pipeline_step, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, HEADS, VOCABULARY = 16, 2, 11
+ACCUMULATION = AccumulationPolicy()
+
+
+class Block(nn.Module):
+    """Causal attention with a mask made from the length, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.down, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)
+        scores = query @ key.transpose(-2, -1)
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+        y = scores.masked_fill(mask, float("-inf")).softmax(-1) @ value
+        result: Tensor = x + self.drop(F.gelu(self.down(y.transpose(1, 2).reshape(batch, length, -1))))
+        return result
+
+
+class MaskedEncoder(nn.Module):
+    """An encoder layer with a padding mask among its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.1, batch_first=True)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, mask = inputs
+        y: Tensor = self.layer(self.tokens(tokens), src_key_padding_mask=mask)
+        return y
+
+
+def gpt() -> list[nn.Module]:
+    return [nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), nn.Linear(WIDTH, VOCABULARY)]
+
+
+def conv() -> list[nn.Module]:
+    return [
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 3, 2).to(memory_format=torch.channels_last),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    ]
+
+
+def mlp() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, 32), nn.ReLU(), nn.BatchNorm1d(32), nn.Linear(32, 4)]
+
+
+def tokens(batch: int, length: int) -> list[Tensor]:
+    return [torch.randint(VOCABULARY, (batch, length + 1))[:, :-1]]
+
+
+def masked_tokens(batch: int, length: int) -> list[Tensor]:
+    return [torch.randint(VOCABULARY, (batch, length)), torch.zeros(batch, length, dtype=torch.bool)]
+
+
+def images(height: int, width: int) -> list[Tensor]:
+    return [torch.randn(2, 1, height, width)]
+
+
+def features(batch: int, _: int) -> list[Tensor]:
+    return [torch.randn(batch, WIDTH, requires_grad=True)]
+
+
+def pairs(seed: int, low: int, high: int, same_first: int | None = None) -> list[tuple[int, int]]:
+    draw = random.Random(seed)
+    return [(same_first or draw.randint(low, high), draw.randint(low, high)) for _ in range(14)]
+
+
+# Some lengths equal the width or another size of the model.
+LENGTHS = [*pairs(0, 2, 70, 4), (4, WIDTH), (4, 2 * WIDTH), (4, 3 * WIDTH), (4, 4), (4, WIDTH // 2)]
+CASES: dict[
+    str, tuple[Callable[[], list[nn.Module]], Callable[[int, int], list[Tensor]], list[tuple[int, int]]]
+]
+CASES = {
+    "gpt": (gpt, tokens, LENGTHS),
+    "half-precision gpt": (lambda: [layer.bfloat16() for layer in gpt()], tokens, LENGTHS),
+    "gpt, batch and length": (gpt, tokens, pairs(1, 2, 40)),
+    "masked encoder": (lambda: [MaskedEncoder(), nn.Linear(WIDTH, 4)], masked_tokens, LENGTHS),
+    "conv": (conv, images, pairs(2, 8, 40)),
+    "mlp": (mlp, features, pairs(3, 4, 90)),
+}
+
+
+class Lengths:
+    """A stage that is traced for one shape after another."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.compiler, self.stage = Compiler(), Stage(list(layers), 0, torch.device("cpu"))
+
+    def traced(self, tensors: Sequence[Tensor]) -> TracedStage:
+        specs = tuple(TensorSpec.of(t, t.requires_grad) for t in tensors)
+        structure = BoundarySpec(specs).structure
+        if len(tensors) > 1:
+            structure = tuple_structure(len(tensors))
+        traced = self.compiler.trace(self.stage, BoundarySpec(specs, structure), ())
+        assert isinstance(traced, TracedStage)
+        return traced
+
+    def instances(self, inputs: Iterable[Sequence[Tensor]]) -> list[Instance]:
+        """Returns the instances of templates among the traces for these inputs."""
+        graphs = [self.traced(tensors).graph for tensors in inputs]
+        return [graph for graph in graphs if isinstance(graph, Instance)]
+
+
+def lowered(instance: Instance, fraction: float) -> ProgramsOfStage:
+    parts = split(instance.joint, fraction)
+    return lower_graphs(parts.forward_saving, parts.backward, ACCUMULATION)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("case", CASES)
+def test_programs_of_all_lengths_equal_those_lowered_concretely(case: str) -> None:
+    torch.manual_seed(0)
+    make, inputs, shapes = CASES[case]
+    instances = Lengths(make()).instances(inputs(*shape) for shape in shapes)
+    assert len(instances) >= len(shapes) - 5
+    for fraction in (FULL_RECOMPUTE, NO_RECOMPUTE):
+        with mock.patch.object(program_template, "_lower", wraps=program_template._lower) as concretely:
+            for instance in instances:
+                found = ProgramTemplates.of(instance.template).at(instance, fraction, ACCUMULATION)
+                assert are_equal(found, lowered(instance, fraction)), instance.values
+        # The others were derived: the first of each template, and coincidences, are lowered concretely.
+        assert concretely.call_count <= len(instances) / 2
+
+
+def gpt_instances(*lengths: int) -> list[Instance]:
+    torch.manual_seed(0)
+    return Lengths(gpt()).instances(tokens(4, length) for length in (5, 9, *lengths))
+
+
+@pytest.mark.usefixtures("short_sums")
+def test_a_further_length_writes_no_graph() -> None:
+    first, *others = gpt_instances(7, 10, 20)
+    templates = ProgramTemplates.of(first.template)
+    for instance in (first, *others):
+        templates.at(instance, FULL_RECOMPUTE, ACCUMULATION)
+    assert "joint" in vars(first)
+    assert all("joint" not in vars(instance) for instance in others)
+    assert len(list(others[-1].joint.module.graph.nodes)) > 100, "but the graph can be written later"
+
+
+@pytest.fixture
+def short_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products may add to an accumulator only if they sum fewer than 100 products."""
+    monkeypatch.setattr(bitwise_addmm, "_trials_are_equal", lambda a, b, dtype, threads: a[0][1] < 100)
+
+
+@pytest.mark.usefixtures("short_sums")
+def test_a_length_at_which_decisions_differ_is_lowered_again() -> None:
+    instances = gpt_instances(7, 30, 10, 45)  # four sequences each
+    templates = ProgramTemplates.of(instances[0].template)
+    for instance in instances:
+        found = templates.at(instance, NO_RECOMPUTE, ACCUMULATION)
+        assert are_equal(found, lowered(instance, NO_RECOMPUTE))
+    instances = gpt_instances(7, 30, 10, 45)
+    for instance in instances:
+        ProgramTemplates.of(instances[0].template).at(instance, NO_RECOMPUTE, ACCUMULATION)
+    assert ["joint" in vars(instance) for instance in instances] == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("short_sums")
+def test_without_conditions_a_length_gets_a_wrong_program() -> None:
+    evaluator = Formulas.evaluator
+
+    def unconditional(self: Formulas) -> object:
+        self._conditions, self._outcomes = {}, {}
+        return evaluator(self)
+
+    instances = gpt_instances(7, 12, 30)
+    with mock.patch.object(Formulas, "evaluator", unconditional):
+        templates = ProgramTemplates.of(instances[0].template)
+        found = [templates.at(instance, NO_RECOMPUTE, ACCUMULATION) for instance in instances]
+    same = [are_equal(f, lowered(i, NO_RECOMPUTE)) for f, i in zip(found, instances, strict=True)]
+    assert same == [True, True, False]
+
+
+def test_a_template_that_derives_another_program_is_not_used() -> None:
+    first, *others = gpt_instances(7, 12, 30)
+    templates = ProgramTemplates.of(first.template)
+    at = program_template.ProgramTemplate.at
+
+    def wrong(self: program_template.ProgramTemplate, numbers: Sequence[int]) -> object:
+        program = at(self, numbers)
+        program.arena_bytes += 64
+        return program
+
+    with mock.patch.object(program_template.ProgramTemplate, "at", wrong):
+        for instance in (first, *others):
+            found = templates.at(instance, FULL_RECOMPUTE, ACCUMULATION)
+            assert are_equal(found, lowered(instance, FULL_RECOMPUTE))
+
+
+@pytest.mark.parametrize("error", [program_template.CannotExpressError, TypeError])
+def test_a_graph_without_formulas_is_lowered_concretely(error: type[Exception]) -> None:
+    first, *others = gpt_instances(7, 12)
+    templates = ProgramTemplates.of(first.template)
+    with mock.patch.object(program_template, "lower_unplaced", side_effect=error):
+        for instance in (first, *others):
+            found = templates.at(instance, FULL_RECOMPUTE, ACCUMULATION)
+            assert are_equal(found, lowered(instance, FULL_RECOMPUTE))
+
+
+def test_a_partial_fraction_is_lowered_concretely() -> None:
+    first, *others = gpt_instances(7, 12)
+    templates = ProgramTemplates.of(first.template)
+    with mock.patch.object(templates, "_lower_with_formulas") as with_formulas:
+        for instance in (first, *others):
+            assert are_equal(templates.at(instance, 0.5, ACCUMULATION), lowered(instance, 0.5))
+    with_formulas.assert_not_called()
+
+
+@pytest.mark.usefixtures("short_sums")
+def test_the_number_of_kept_programs_and_of_attempts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_template, "_MAX_VARIANTS", 1)
+    monkeypatch.setattr(program_template, "_MAX_MISSES", 3)
+    key = (NO_RECOMPUTE, ACCUMULATION)
+    instances = gpt_instances(7, 30, 10, 40, 9)  # every other decision differs
+    templates = ProgramTemplates.of(instances[0].template)
+    for instance in instances:
+        assert are_equal(templates.at(instance, *key), lowered(instance, NO_RECOMPUTE))
+        assert len(templates._variants[key] or ()) == 1
+    assert templates._num_misses[key] == 3
+    templates.at(instances[2], *key)
+    assert templates._num_misses[key] == 0, "the latest three attempts were for other lengths"
+
+
+def test_training_on_many_lengths_lowers_concretely_only_at_first() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*gpt())
+    pipe = GPipe(layers, [2, 2], chunks=2)
+    for length in (5, 9, 7, 50):
+        (x,) = tokens(4, length)
+        assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+    with mock.patch.object(program_template, "_lower", side_effect=AssertionError):
+        for length in (12, 30, 22, 45, 13):
+            (x,) = tokens(4, length)
+            assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+    assert compiler_of(pipe).num_instantiated == 2 * 7
+    assert pipe.explain(x).stages, "explains an instantiated length"
+
+
+def test_programs_differ_if_any_part_differs() -> None:
+    (instance,) = gpt_instances(7)
+    for change in (
+        lambda program: program.values.pop(),
+        lambda program: program.steps.reverse(),
+        lambda program: program.results.append(0),
+        lambda program: setattr(program, "arena_bytes", float(program.arena_bytes)),
+        lambda program: setattr(program, "name", "other"),
+    ):
+        one, other = lowered(instance, FULL_RECOMPUTE)[0], lowered(instance, FULL_RECOMPUTE)[0]
+        assert are_equal(one, other)
+        change(other)
+        assert not are_equal(one, other)
+    assert not are_equal(1, True)
+    assert not are_equal(torch.ones(1), torch.ones(1)), "constants must be the same tensor"
