@@ -241,14 +241,6 @@ def _describe_when(when: ActiveRuns) -> str:
     ]
 
 
-def _native(argument: Any) -> Any:
-    if isinstance(argument, Ref):
-        return NativeValue(argument.value)
-    if isinstance(argument, (list, tuple)):
-        return [_native(a) for a in argument]
-    return argument
-
-
 _INDEXED_BY_PARAMETER = frozenset(
     {StorageKind.PARAMETER, StorageKind.PARAMETER_CAST, StorageKind.ACCUMULATOR}
 )
@@ -279,10 +271,10 @@ def _name_of(op: OpOverload[Any, Any]) -> tuple[str, str]:
 
 def _add_step(native: NativeProgram, step: Step, direct: bool, load_kernel: LoadKernel | None) -> None:
     match step:
-        case Call(op, arguments, results, when):
+        case Call(op, _, results, when):
             native.add_operator(
                 *_name_of(op),
-                [_native(a) for a in arguments],
+                step.native_arguments,
                 None if results is None else list(results),
                 direct,
                 when,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from gpipe_fast._extension import ActiveRuns
+from gpipe_fast._extension import Value as NativeValue
 from gpipe_fast.lower.launch import CheckFunction, KernelLaunch
 
 
@@ -28,6 +30,11 @@ class Call:
     results: tuple[int | None, ...] | None
     when: ActiveRuns
     layer: int | None
+
+    @functools.cached_property
+    def native_arguments(self) -> list[Any]:
+        """The arguments for C++. They are kept, because the programs of all sizes share most calls."""
+        return [native(argument) for argument in self.arguments]
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,15 @@ class Release:
 
 
 Step = Call | Launch | Check | Allocate | Accumulate | AccumulateAll | AdoptAsAccumulator | Release
+
+
+def native(argument: Any) -> Any:
+    """Returns an argument with C++ values in place of references; it may be a nested list."""
+    if isinstance(argument, Ref):
+        return NativeValue(argument.value)
+    if isinstance(argument, (list, tuple)):
+        return [native(a) for a in argument]
+    return argument
 
 
 def is_written(argument: torch._C.Argument) -> bool:
