@@ -64,10 +64,10 @@ class TracedPorts:
 
         def concrete(ports: Sequence[PortTensor]) -> tuple[PortTensor, ...]:
             return tuple(
-                PortTensor(port, tensor.at(numbers))
-                if isinstance(tensor, TensorMetadata) and tensor.has_formula
-                else PortTensor(port, tensor)
-                for port, tensor in ports
+                PortTensor(known.port, known.tensor.at(numbers))
+                if isinstance(known.tensor, TensorMetadata) and known.tensor.has_formula
+                else known
+                for known in ports
             )
 
         return replace(self, inputs=concrete(self.inputs), outputs=concrete(self.outputs))
