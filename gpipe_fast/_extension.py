@@ -56,5 +56,6 @@ built_with_cuda = _C.built_with_cuda
 operator_settings = _C.operator_settings
 restore_operator_settings = _C.restore_operator_settings
 kept_bytes = _C.kept_bytes
+trim_heaps = _C.trim_heaps
 route = _C.route
 all_settings = _C.all_settings

@@ -156,6 +156,7 @@ void bind_program(py::module_& m) {
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init<>())
       .def_property_readonly("bytes", &Arena::bytes)
+      .def("release_cached", [](Arena& arena) { arena.allocator().release_cached(); })
       .def_property_readonly("cached_bytes", [](Arena& arena) { return arena.allocator().cached_bytes(); });
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<std::shared_ptr<Arena>, at::Device>(), py::arg("arena"), py::arg("device"))
@@ -185,6 +186,7 @@ void bind_program(py::module_& m) {
       .def("bind", &bind, py::call_guard<py::gil_scoped_release>())
       .def("run", &run, py::arg("inputs"), py::arg("accumulators"), py::arg("first"))
       .def_property_readonly("arena_bytes", &Program::arena_bytes);
+  m.def("trim_heaps", &trim_heaps, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace gpipe_fast

@@ -5,6 +5,9 @@
 #include <c10/core/impl/alloc_cpu.h>
 
 #include <pthread.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include <algorithm>
 #include <unordered_map>
@@ -123,9 +126,28 @@ bool CachingAllocator::cache_block(void* block, size_t size) {
   return true;
 }
 
+void CachingAllocator::release_cached() {
+  std::unordered_map<size_t, std::vector<void*>> released;
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    released.swap(free_);
+    cached_ = 0;
+    peak_in_use_ = in_use_;
+  }
+  for (auto& [size, blocks] : released) {
+    for (void* block : blocks) c10::free_cpu(block);
+  }
+}
+
 size_t CachingAllocator::cached_bytes() const {
   std::lock_guard<std::mutex> lock(registry().mutex);
   return cached_;
+}
+
+void trim_heaps() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
 }
 
 }  // namespace gpipe_fast

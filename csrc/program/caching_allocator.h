@@ -35,6 +35,8 @@ class CachingAllocator : public std::enable_shared_from_this<CachingAllocator> {
 
   // Returns the cached free bytes, which never exceed the peak of bytes in use.
   size_t cached_bytes() const;
+  // Returns the cached blocks to the system. Call when other sizes will be needed from now on.
+  void release_cached();
 
  private:
   // Caches a freed block. Returns false if the cache is full. Requires the shared mutex to be locked.
@@ -45,5 +47,8 @@ class CachingAllocator : public std::enable_shared_from_this<CachingAllocator> {
   size_t in_use_ = 0;
   size_t peak_in_use_ = 0;
 };
+
+// Returns free memory of the C library's heaps to the system, of all threads; does nothing with other C libraries.
+void trim_heaps();
 
 }  // namespace gpipe_fast

@@ -7,6 +7,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
 #include <set>
@@ -46,6 +47,15 @@ bool Layout::matches(const at::Tensor& tensor) const {
 
 void Arena::reserve(int64_t bytes, at::Device device) {
   if (block_.defined() && bytes <= bytes_) return;
+  if (block_.defined() && device.is_cpu()) {
+    c10::StorageImpl* storage = block_.storage().unsafeGetStorageImpl();
+    bytes_ = 0;  // if memory runs out below, the next call allocates
+    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
+    storage->set_nbytes(bytes);
+    storage->set_data_ptr_noswap(c10::GetCPUAllocator()->allocate(bytes));
+    bytes_ = bytes;
+    return;
+  }
   block_ = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
   bytes_ = bytes;
   ++generation_;

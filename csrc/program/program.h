@@ -50,7 +50,9 @@ enum class ActiveRuns : uint8_t { always, first, later };
 // A block of memory that the programs of one stage use in turn. Not thread-safe: a stage has one worker.
 class Arena {
  public:
-  // Grows the block to at least `bytes`. A new block increments generation(), by which programs detect it.
+  // Grows the block to at least `bytes`. On the CPU, the new memory takes the place of the old in the same storage:
+  // programs of other sizes refer to the storage until they run again, and would keep an old block alive. On a GPU,
+  // captured graphs need the old block; a new one increments generation(), by which programs detect it.
   void reserve(int64_t bytes, at::Device device);
   const c10::Storage& storage() const { return block_.storage(); }
   int64_t bytes() const { return bytes_; }
