@@ -20,6 +20,8 @@ from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import SplitGraphs
 from gpipe_fast.runtime import compiled, planner, segments
 from gpipe_fast.runtime.compile import Compiler
+from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.eviction import Eviction
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import Schedule
@@ -82,6 +84,16 @@ def pipeline_of(model: GPipe) -> Pipeline:
 def compiler_of(model: GPipe) -> Compiler:
     """Returns the compiler, which traces the stages and counts the traces."""
     return model._planner._compiler
+
+
+def eviction_of(model: GPipe) -> Eviction:
+    """Returns the limit on the bytes of the model's plans, which counts them."""
+    return model._planner.eviction
+
+
+def compiled_stages(model: GPipe) -> list[CompiledStage]:
+    """Returns the cached compiled stages, the least recently used first."""
+    return model._planner._compiler.cached()
 
 
 def plan_of(model: GPipe, x: Tensor) -> PlannedCall:

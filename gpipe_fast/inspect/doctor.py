@@ -23,7 +23,7 @@ def doctor(model: GPipe | None = None) -> str:
     extension, the devices with their memory, and which GPUs have peer access. The model's part lists the
     devices of its stages, the layers that run in Python with the reason, and the transport between stages;
     after the first call also the sizes of boundary tensors, captured CUDA graphs, fused kernels,
-    and avoidable costs.
+    and avoidable costs. The line on plans says how much memory they keep, and how many were evicted.
 
     Args:
         model: by default, the report has only the machine's part.
@@ -42,6 +42,7 @@ def doctor(model: GPipe | None = None) -> str:
             ("stages", _stages(model)),
             ("Python layers", _in_python(model)),
             ("transport", _transport(model)),
+            ("plans", _plans(model)),
             ("CUDA graphs", graph_lines(model)),
         ]
         fused, costs = fused_lines(model), model._planner.module_warnings.costs
@@ -139,6 +140,17 @@ def _in_python(model: GPipe) -> list[str]:
         return ["all, because backend='eager'"]
     found = model._planner.module_warnings.python_layers
     return found or (["none"] if model._planner.latest else ["unknown until the first call"])
+
+
+def _plans(model: GPipe) -> list[str]:
+    eviction = model._planner.eviction
+    plans, templates = (
+        f"{number / 2**20:.1f} MiB" for number in (eviction.num_bytes(), eviction.template_bytes())
+    )
+    limit = f"of at most {eviction.limit / 2**20:.1f} MiB"
+    lines = [f"{eviction.num_kept()} kept, with programs and graphs of about {plans} {limit}"]
+    lines += [f"{eviction.num_evicted} evicted since the model was made"] if eviction.num_evicted else []
+    return [*lines, f"templates for further sizes: about {templates} {limit}"]
 
 
 def _transport(model: GPipe) -> list[str]:

@@ -24,6 +24,12 @@ class Cache(OrderedDict[_Key, _Value]):
         while len(self) > self._limit:
             self.popitem(last=False)
 
+    def entries(self) -> list[tuple[_Key, _Value]]:
+        """Returns the entries, the least recently used first; other threads may change the cache."""
+        while True:
+            with contextlib.suppress(RuntimeError):  # changed during the iteration
+                return list(self.items())
+
     def find(self, key: _Key) -> _Value | None:
         """Returns the entry, or None, and marks the entry as the most recently used."""
         found = self.get(key)

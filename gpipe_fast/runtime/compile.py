@@ -7,9 +7,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
-import torch
-from torch import Tensor
-
 from gpipe_fast.fuse.availability import fusion_of, loader_of, with_user_launches
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.runtime.cache import Cache
@@ -21,6 +18,8 @@ from gpipe_fast.runtime.compiled import (
     TracedStage,
 )
 from gpipe_fast.runtime.equal_layers import EqualLayers
+from gpipe_fast.runtime.footprint import graph_bytes
+from gpipe_fast.runtime.joined_strides import joined_strides
 from gpipe_fast.runtime.known_reads import KnownReads
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
@@ -120,7 +119,7 @@ class Compiler:
             num_microbatches: M; only the last micro-batch may differ in shape from the first.
         """
         outputs = [compiled[-1].outputs.tensors for compiled in pipelines]
-        joined = _joined_strides(outputs, cat_dim, num_microbatches)
+        joined = joined_strides(outputs, cat_dim, num_microbatches)
         found: list[list[CompiledStage]] = []
         for compiled, gradients in zip(pipelines, joined, strict=True):
             pipeline = self._compile_for_gradients(compiled, gradients, layout_history)
@@ -197,6 +196,54 @@ class Compiler:
             )
         return found
 
+    def num_bytes(self) -> int:
+        """Returns an estimate of the bytes of the compiled stages, without `template_bytes`."""
+        stages = [stage for _, stage in self._compiled.entries()]
+        traces = {id(traced): traced for traced in (*self._traces.values(), *(s.traced for s in stages))}
+        shared = self._reusable_graphs()
+        written = {id(graph): graph for traced in traces.values() if (graph := traced.written_graph())}
+        graphs = [graph for key, graph in written.items() if key not in shared]
+        programs = sum(stage.num_bytes() for stage in stages) + sum(t.num_bytes() for t in traces.values())
+        return programs + sum(map(graph_bytes, graphs))
+
+    def template_bytes(self) -> int:
+        """Returns an estimate of the bytes of the templates, and of the traces kept for other stages."""
+        return sum(map(graph_bytes, self._reusable_graphs().values()))
+
+    def _reusable_graphs(self) -> dict[int, JointGraph]:
+        families = (graph for family in list(self._families.values()) for graph in family.graphs())
+        return {id(graph): graph for graph in (*families, *self._equal_layers.graphs())}
+
+    def cached(self) -> list[CompiledStage]:
+        """Returns the cached compiled stages, the least recently used first."""
+        return [stage for _, stage in self._compiled.entries()]
+
+    def forget(self, stages: Sequence[CompiledStage]) -> None:
+        """Removes compiled stages from the cache, and traces that no other stage uses."""
+        gone = set(map(id, stages))
+        for key, stage in self._compiled.entries():
+            if id(stage) in gone:
+                self._compiled.pop(key, None)
+        used = {id(stage.traced) for stage in self.cached()}
+        for unused in [key for key, traced in self._traces.items() if id(traced) not in used]:
+            del self._traces[unused]
+
+    def forget_oldest_template(self) -> bool:
+        """Removes the graphs of equal layers, or the oldest template of layers without a cached stage.
+
+        Returns:
+            Whether there was one.
+        """
+        if self._equal_layers.forget_oldest():
+            return True
+        used = {stage.segment_key.layers for stage in self.cached()}
+        for key in self._families:
+            if key[0] not in used:
+                del self._families[key]
+                self._trace_counts.pop((key[0], key[2]), None)
+                return True
+        return False
+
     def lowered(self) -> list[CompiledStage]:
         """Returns the cached compiled stages that are lowered, by their first layer."""
         found = (compiled for compiled in self._compiled.values() if compiled.traced.lowered)
@@ -235,7 +282,8 @@ class Compiler:
                 at all.
             enforce_limit: whether the limit on traces applies.
         """
-        layers, modes = self._known_reads.fingerprint(stage.layers), TorchModes.now()
+        layers = stage.shared_fingerprint(self._known_reads.fingerprint(stage.layers))
+        modes = TorchModes.now()
         key = (layers, inputs, gradient_layouts, modes, stage.options.grad_dtype)
         if key in self._traces:
             self._traces.move_to_end(key)
@@ -243,6 +291,7 @@ class Compiler:
         family = self._families.setdefault(
             (layers, family_key(inputs, gradient_layouts), modes), ShapeFamily()
         )
+        self._families.move_to_end((layers, family_key(inputs, gradient_layouts), modes))
         num_attempts = family.num_attempts
         absent = stage.options.is_absent  # then, no trace has symbols
         graph: JointGraph | Instance | None
@@ -320,29 +369,3 @@ def _skip_tensors(skips: Sequence[int], boundary: BoundarySpec) -> Iterator[tupl
     """Yields, for each skip tensor that is not None, its index in the boundary and its skip's number."""
     tensors = (number for number, is_tensor in zip(skips, boundary.skips, strict=True) if is_tensor)
     return enumerate(tensors, boundary.num_plain)
-
-
-def _joined_strides(outputs: Sequence[tuple[TensorSpec, ...]], dim: int, count: int) -> list[GradientStrides]:
-    """Returns, for each distinct micro-batch, the strides of its slices of the module's joined outputs.
-
-    A loss usually produces gradients in this layout.
-    """
-    found: list[GradientStrides] = [{} for _ in outputs]
-    for index in range(min(len(specs) for specs in outputs)):
-        parts = [specs[index].meta_tensor() for specs in outputs]
-        # A later check raises for outputs that cannot be joined, with their shapes.
-        strides: tuple[int, ...] = ()
-        if all(part.dim() for part in parts) and (dim == 0 or _can_concatenate(parts, dim)):
-            # Unless outputs are joined along dimension 0, the strides depend on the total length.
-            whole = [parts[0]] * ((2 if dim == 0 else count) - len(parts)) + parts
-            strides = torch.cat(whole, dim).stride()
-        for gradients in found:
-            gradients[index] = strides
-    return found
-
-
-def _can_concatenate(parts: Sequence[Tensor], dim: int) -> bool:
-    """Returns whether tensors can be concatenated along a dimension."""
-    if any(not -part.dim() <= dim < part.dim() for part in parts):
-        return False
-    return len({part.narrow(dim, 0, 0).shape for part in parts}) == 1

@@ -19,6 +19,7 @@ from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.program_template import ProgramTemplates, lower_graphs
 from gpipe_fast.lower.split import SplitGraphs, split
 from gpipe_fast.runtime.cache import Cache
+from gpipe_fast.runtime.footprint import native_bytes, program_bytes
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, outputs_of
 from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.garbage import collector_paused
@@ -66,7 +67,7 @@ class SegmentKey:
     def of(cls, part: Stage, input_specs: BoundarySpec, modes: TorchModes) -> SegmentKey:
         """Returns the key of a stage or part of a stage, for the current state of its layers."""
         snapshot = Snapshot()
-        layers = fingerprint(part.layers, snapshot=snapshot)
+        layers = part.shared_fingerprint(fingerprint(part.layers, snapshot=snapshot))
         parameters, buffers = tuple(part.parameters()), tuple(part.buffers())
         return cls(
             part.first_layer, len(part.layers), input_specs, modes, layers, parameters, buffers, snapshot
@@ -135,6 +136,24 @@ class TracedStage:
         """The graph; an instance of a template is written out on first use."""
         return self.graph.joint if isinstance(self.graph, Instance) else self.graph
 
+    def drop_graph(self) -> None:
+        """Drops a graph that a template can write again, and the programs as data that were lowered from it.
+
+        C++ programs stay as they are. Stages with fused kernels keep theirs, for reports on them.
+        """
+        if isinstance(self.graph, Instance) and self.fusion is None:
+            self.graph.drop_joint()
+            self.lowered.clear()
+
+    def num_bytes(self) -> int:
+        """Returns an estimate of the bytes of the lowered stages, without the graph."""
+        lowered = list(self.lowered.values())
+        return sum(program_bytes(p) for each in lowered for p in (each.forward, each.backward))
+
+    def written_graph(self) -> JointGraph | None:
+        """Returns the graph if it is in memory."""
+        return self.graph.written() if isinstance(self.graph, Instance) else self.graph
+
     @functools.cached_property
     def ports(self) -> TracedPorts:
         """The ports of the graph."""
@@ -143,9 +162,10 @@ class TracedStage:
     @collector_paused()
     def lower(self, saved_fraction: SavedFraction) -> LoweredStage:
         """Splits and lowers the joint graph, once per fraction (see ``split``)."""
-        if saved_fraction not in self.lowered:
-            self.lowered[saved_fraction] = self._lower(saved_fraction)
-        return self.lowered[saved_fraction]
+        found = self.lowered.get(saved_fraction)  # another thread may drop it
+        if found is None:
+            found = self.lowered[saved_fraction] = self._lower(saved_fraction)
+        return found
 
     def _lower(self, saved_fraction: SavedFraction) -> LoweredStage:
         graph = self.graph
@@ -206,6 +226,7 @@ class CompiledStage:
             list(traced.ports.of(GraphRole.PARAMETER_GRADIENT)) if base is None else base._reached
         )
         self._segments: dict[SavedFraction, Segment] = {}
+        self._native_bytes = 0
 
     @property
     def inputs(self) -> BoundarySpec:
@@ -233,8 +254,14 @@ class CompiledStage:
         """Returns the segment with this stage's programs for one saved fraction; builds it on first use."""
         if saved_fraction not in self._segments:
             progress.step("splitting", self.stage.first_layer, len(self.stage.layers))
-            self._segments[saved_fraction] = self._build(self.traced.lower(saved_fraction))
+            lowered = self.traced.lower(saved_fraction)
+            self._segments[saved_fraction] = self._build(lowered)
+            self._native_bytes += native_bytes(lowered.forward) + native_bytes(lowered.backward)
         return self._segments[saved_fraction]
+
+    def num_bytes(self) -> int:
+        """Returns an estimate of the bytes of the C++ programs, without those of the trace."""
+        return self._native_bytes
 
     def _build(self, lowered: LoweredStage) -> Segment:
         stage = self.stage

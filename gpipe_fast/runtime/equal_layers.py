@@ -154,6 +154,17 @@ class _KnownParts:
             self._known[updated] = [*(self._known.find(updated) or ()), found]
         return joint
 
+    def graphs(self) -> list[JointGraph]:
+        """Returns the graphs."""
+        return [known.joint for _, parts in self._known.entries() for known in parts]
+
+    def forget_oldest(self) -> bool:
+        """Removes the least recently used kind of parts; returns whether there was one."""
+        if not self._known:
+            return False
+        self._known.popitem(last=False)
+        return True
+
 
 class EqualLayers:
     """Traces stages; keeps the graphs of their parts for other stages, and for other gradient layouts."""
@@ -161,6 +172,8 @@ class EqualLayers:
     def __init__(self, limit: int) -> None:
         """Makes a tracer that keeps the graphs of at most `limit` kinds of parts."""
         self._known = _KnownParts(limit)
+        self.graphs = self._known.graphs
+        self.forget_oldest = self._known.forget_oldest
 
     def trace_stage(self, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Traced:
         """Traces a stage under the calling thread's modes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import reprlib
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,11 @@ from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory
+from gpipe_fast.runtime.eviction import Eviction
+from gpipe_fast.runtime.footprint import limit_bytes
+from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.module_warnings import ModuleWarnings
+from gpipe_fast.runtime.output_checks import check_boundaries, check_outputs
 from gpipe_fast.runtime.plan import CheckOutputs, PlannedCall, check_placed, make_plan
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, intra_op_threads
@@ -83,7 +86,7 @@ class _Call:
         """Returns a function that raises unless the micro-batches' outputs can be concatenated."""
         dims = self.signature.dims
         lengths = [_num_samples(dims, boundary) for boundary in self.microbatches]
-        return functools.partial(_check_boundaries, dim=dims.outputs, lengths=lengths)
+        return functools.partial(check_boundaries, dim=dims.outputs, lengths=lengths)
 
 
 class Compiled(NamedTuple):
@@ -105,6 +108,7 @@ class Planner:
         latest: the plan of the latest call; None before the first.
         stages: the stages.
         backend: as for `GPipe`.
+        eviction: the limit on the bytes that the cache keeps.
     """
 
     def __init__(
@@ -132,6 +136,13 @@ class Planner:
         # By signature, the compiled stages of the first micro-batch, and of the last if its shape differs.
         self._compiled: Cache[Signature, list[list[CompiledStage]]] = Cache(_MAX_SIGNATURES)
         self._plans: Cache[_Key, PlannedCall] = Cache(_MAX_SIGNATURES)
+        self.eviction = Eviction(
+            limit_bytes(p for stage in stages for p in parameters_of(stage.layers)),
+            self._plans,
+            self._compiled,
+            self._compiler,
+            self._segments,
+        )
         # The latest call and its plan, because comparing one key is cheaper than hashing it.
         self._latest_call: tuple[Signature, Checkpoint, int, PlannedCall] | None = None
 
@@ -151,19 +162,26 @@ class Planner:
         """
         if self._lowering_pending.is_set():
             self._lowering_pending.clear()
-            for segments in self._segments:
-                segments.lower_requested()
+            with collected():
+                for segments in self._segments:
+                    segments.lower_requested()
+                self.eviction.run(signature)
         num_changes = self._layout_history.num_changes
         if self._latest_call is not None and self._latest_call[:3] == (signature, checkpoint, num_changes):
             self.latest = self._latest_call[3]
             return self.latest
         plan = self._plans.find(self._key(signature, checkpoint))
         if plan is None:
-            plan, is_cacheable = self._make(signature, inputs, checkpoint)
+            with collected():
+                plan, is_cacheable = self._make(signature, inputs, checkpoint)
+                if is_cacheable:
+                    self._plans[self._key(signature, checkpoint)] = plan
+                self.eviction.run(signature)
+                for stage in self.stages:
+                    stage.arena.release_cached()  # the cached blocks have the sizes of other plans
             self.latest = plan
             if not is_cacheable:
                 return plan
-            self._plans[self._key(signature, checkpoint)] = plan
         self.latest = plan
         self._latest_call = (signature, checkpoint, num_changes, plan)
         return plan
@@ -173,6 +191,7 @@ class Planner:
         compiled = self._compiled.pop(before, None)
         if compiled is not None:
             self._compiled[now] = compiled
+            self.eviction.move(before, now)
         for key in [key for key in self._plans if key[0] == before]:
             self._plans[(now, *key[1:])] = self._plans.pop(key)
         self._latest_call = None
@@ -210,7 +229,12 @@ class Planner:
                 if isinstance(known, CompilationFailure):
                     reason = _failure_message(known, self.stages)
                     return replace(self._make_dynamic_plan(call, failure=known), obstacle=reason), False
-                return self._make_plan(call, self._searches(call), known), True
+                plan = self._make_plan(call, self._searches(call), known)
+                stages = [stage for pipeline in known for stage in pipeline]
+                for stage in stages:
+                    stage.traced.drop_graph()
+                self.eviction.record(signature, stages)
+                return plan, True
 
     def compile(self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> Compiled:
         """Returns the compiled stages of a call without a plan; a plan for the call has the same stages.
@@ -254,7 +278,7 @@ class Planner:
             found = self._compiler.compile(self.stages, distinct)
             if isinstance(found, CompilationFailure):
                 return self._return_or_raise(found)
-            _check_outputs(
+            check_outputs(
                 [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in found],
                 call.signature.dims.outputs,
                 [_num_samples(call.signature.dims, boundary) for boundary in distinct],
@@ -338,50 +362,6 @@ def _num_samples(dims: BatchDims, microbatch: BoundarySpec) -> int:
     """Returns the number of samples of a micro-batch."""
     specs = zip(microbatch.tensors, dims.inputs, strict=True)
     return next(spec.shape[dim] for spec, dim in specs if dim is not None)
-
-
-def _check_boundaries(microbatches: Sequence[_extension.Boundary], dim: int, lengths: Sequence[int]) -> None:
-    _check_outputs([(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches], dim, lengths)
-
-
-def _check_outputs(
-    microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]], dim: int, lengths: Sequence[int]
-) -> None:
-    """Checks that outputs can be concatenated along ``dim``; ``lengths`` are the micro-batches' samples."""
-    structure, shapes = microbatches[0]
-    for other, _ in microbatches:
-        if other != structure:
-            raise RuntimeError(
-                "the last layer's return value differs between micro-batches in more than its tensors: "
-                f"{structure} and {other}; return equal constants and the same nesting for every micro-batch"
-            )
-    if not shapes:
-        value = structure.build([])
-        raise TypeError(
-            f"expected Tensor, but the last layer returned {reprlib.repr(value)} of type "
-            f"{type(value).__name__}, which contains no tensor to concatenate; return a tensor, or tuples, "
-            "lists and dicts of tensors, which may also contain None, bools, numbers and strings"
-        )
-    for index, shape in enumerate(shapes):
-        if not len(shape):
-            raise RuntimeError(
-                f"output {index} of the last layer is 0-dimensional, so the micro-batches' outputs cannot be "
-                f"concatenated; return a tensor whose {'first ' if dim == 0 else ''}dimension "
-                f"{'' if dim == 0 else f'{dim} '}is the batch"
-            )
-    if dim != 0:  # along dimension 0, an output's length may differ from its input's, as in a loop
-        for (_, each), length in zip(microbatches, lengths, strict=True):
-            for index, shape in enumerate(each):
-                _check_batched(index, shape, dim, length)
-
-
-def _check_batched(index: int, shape: Sequence[int], dim: int, length: int) -> None:
-    if not -len(shape) <= dim < len(shape) or shape[dim] != length:
-        raise RuntimeError(
-            f"output {index} of the last layer has shape {list(shape)} for a micro-batch of {length}, so its "
-            f"batch is not in dimension {dim}, along which outputs are concatenated (batch_dim); return "
-            "a tensor whose batch is in that dimension"
-        )
 
 
 def _failure_message(failure: CompilationFailure, stages: Sequence[Stage]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -171,6 +171,12 @@ class Segments:
                     self._lower(part, segment_key, saved_fraction)
                 held.close()
 
+    def forget(self, segment_keys: Container[SegmentKey]) -> None:
+        """Removes the lowered segments with these keys; chains that contain one keep it."""
+        for key, _ in self._lowered.entries():
+            if key[0] in segment_keys:
+                self._lowered.pop(key, None)
+
     def _part(self, segment_key: SegmentKey) -> Stage:
         begin = segment_key.first_layer - self.stage.first_layer
         return self.stage.part(begin, begin + segment_key.num_layers)
@@ -182,6 +188,7 @@ class Segments:
             found = compiler.compiled(part, segment_key, self._shared.layout_history.find(segment_key))
             if isinstance(found, CompiledStage):
                 self._lowered[found.segment_key, saved_fraction] = found.segment(saved_fraction)
+                found.traced.drop_graph()
             elif isinstance(found, TooManyTraces):
                 self._report(None, f"{self._name_of(part)}: {found.reason}")
             else:

@@ -40,6 +40,10 @@ class ShapeFamily:
             strides = tuple(spec.strides for spec in inputs.tensors)
             self.samples.append(TraceSample(shapes, strides, gradient_layouts, joint))
 
+    def graphs(self) -> list[JointGraph]:
+        """Returns the graphs that the family keeps."""
+        return [sample.joint for sample in self.samples] + ([self.template.joint] if self.template else [])
+
     def instantiate(
         self, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts
     ) -> Instance | None:

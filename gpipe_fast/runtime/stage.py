@@ -249,6 +249,7 @@ class Stage:
         self.arena: Arena = Arena() if whole is None else whole.arena
         # None instead of self, because a reference cycle would keep the arena until garbage collection.
         self._whole = whole
+        self._fingerprint: Hashable = None
         self.skips = skips
         self.options = options
         own = range(first_layer, first_layer + len(self.layers))
@@ -262,6 +263,12 @@ class Stage:
     def whole(self) -> Stage:
         """The stage that this is a part of, or this stage itself."""
         return self._whole or self
+
+    def shared_fingerprint(self, layers: Hashable) -> Hashable:
+        """Returns the latest fingerprint of the layers if it is equal; cache keys then share one object."""
+        if self._fingerprint != layers:
+            self._fingerprint = layers
+        return self._fingerprint
 
     def part(self, begin: int, end: int) -> Stage:
         """Returns a part of the stage, layers `begin` to `end`, which shares the stage's arena."""

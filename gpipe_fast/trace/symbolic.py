@@ -168,6 +168,14 @@ class Instance:
         """The graph at these sizes, written out on first use."""
         return _Writer(_NumberAt(self.values), _FakeTensors()).write(self.template.joint)
 
+    def written(self) -> JointGraph | None:
+        """Returns the graph if it is written out."""
+        return vars(self).get("joint")
+
+    def drop_joint(self) -> None:
+        """Forgets the graph; it can be written out again."""
+        vars(self).pop("joint", None)
+
     @functools.cached_property
     def ports(self) -> TracedPorts:
         """The ports of the graph."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import runpy
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time
 from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.inspect.picture import draw
 from gpipe_fast.lower.checkpoint import check_saved_fraction
+from gpipe_fast.runtime.footprint import LIMIT_VARIABLE
 from gpipe_fast.runtime.plan import check_placed
 from gpipe_fast.runtime.recording import Recording
 from gpipe_fast.runtime.segments import Segments
@@ -86,6 +88,11 @@ def load_extension(**changes: Any) -> None:
 _C_IS_MISSING = {"gpipe_fast._C": None}
 
 
+def with_plans_limited_to(value: str) -> None:
+    with mock.patch.dict(os.environ, {LIMIT_VARIABLE: value}):
+        pipe()
+
+
 def model_with_a_layer_named(name: str) -> GPipe:
     return GPipe(nn.Sequential(OrderedDict({name: nn.Linear(2, 2)})), [1])
 
@@ -115,6 +122,8 @@ REPEATED = nn.Linear(6, 6)
 ARGUMENTS = [
     case(torch.__version__, "outside the source tree", load_extension),
     case("torch 1.0.0", "run `make`", load_extension, __version__="1.0.0"),
+    case("got 'much'", "number of MiB of at least 0", with_plans_limited_to, "much"),
+    case("got '-1'", "number of MiB of at least 0", with_plans_limited_to, "-1"),
     case("got 0.5", "'auto'", pipe, chunks=0.5),
     case("got 'sometimes'", "'except_last'", pipe, checkpoint="sometimes"),
     case("got torch.float16", "torch.float32", pipe, grad_dtype=torch.float16),

@@ -72,6 +72,20 @@ def test_the_command_line_prints_the_report() -> None:
     assert "Warning" not in done.stderr
 
 
+def test_the_report_says_what_plans_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", "0")
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], chunks=2)
+    assert section(doctor(model), "plans") == [
+        "0 kept, with programs and graphs of about 0.0 MiB of at most 0.0 MiB",
+        "templates for further sizes: about 0.0 MiB of at most 0.0 MiB",
+    ]
+    for rows in (8, 6):
+        model(torch.ones(rows, 4))
+    kept, evicted, _ = section(doctor(model), "plans")
+    assert kept.startswith("1 kept, ")
+    assert evicted == "1 evicted since the model was made"
+
+
 def test_transport_sizes_are_reported_after_the_first_call() -> None:
     model = GPipe(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), [2, 1], chunks=4)
     before = doctor(model)

@@ -1,0 +1,164 @@
+"""Eviction: plans stay within their limit of bytes, and evicted signatures work again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from gpipe_fast import GPipe
+from tests.internals import compiled_stages, compiler_of, eviction_of, num_plans, plan_of, stages_of
+from tests.models import gpt
+from tests.reference import collect, loop_step, pipeline, pipeline_step, restored, unequal
+from tests.untraceable import FunctionLayer, branch_on_data
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(11, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+LENGTHS = (5, 9, 7, 12, 30, 22, 3, 17, 11, 26)
+
+
+@pytest.mark.parametrize(("mib", "most"), [("0", 1), ("1.2", 3), ("100", len(LENGTHS))])
+def test_many_lengths_stay_within_the_limit(mib: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", mib)
+    layers = gpt()
+    pipe = GPipe(layers, [2, 3], chunks=2)
+    kept = []
+    for length in LENGTHS:
+        x = tokens(4, length)
+        assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+        kept.append(num_plans(pipe))
+        assert kept[-1] == 1 or eviction_of(pipe).num_bytes() <= float(mib) * 2**20
+    assert 1 <= max(kept) <= most
+    assert (max(kept) == 1) == (mib == "0")
+    assert eviction_of(pipe).num_evicted == len(LENGTHS) - kept[-1]
+
+
+def test_an_evicted_length_works_again_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = gpt()
+    pipe = GPipe(layers, [2, 3], chunks=2)
+    for length in (5, 9, 7, 12):
+        pipeline_step(pipe, tokens(4, length))
+    traces, eviction = compiler_of(pipe).num_traces, eviction_of(pipe)
+    monkeypatch.setattr(eviction, "limit", 0)
+    for length in (26, 7, 12, 7):
+        x = tokens(4, length)
+        assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+        assert num_plans(pipe) == 1
+    assert compiler_of(pipe).num_traces == traces
+
+
+def test_the_least_recently_used_length_is_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = GPipe(gpt(), [5], chunks=2)
+    for length in (5, 9, 7, 5, 5):
+        pipe(tokens(4, length))
+    eviction = eviction_of(pipe)
+    monkeypatch.setattr(eviction, "limit", eviction.num_bytes())
+    pipe(tokens(4, 12))
+    lengths = [stage.inputs.tensors[0].shape[1] for stage in compiled_stages(pipe)]
+    assert 9 not in lengths
+    assert {5, 12} <= set(lengths)
+
+
+def test_eviction_before_the_backward_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mini-batch keeps its own programs; those of its signature are evicted meanwhile."""
+    monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", "0")
+    layers, x = gpt(), tokens(4, 9)
+    pipe = GPipe(layers, [2, 3], chunks=2)
+    with restored(pipe):
+        output = pipeline(pipe, x)
+        programs = [weakref.ref(stage) for stage in compiled_stages(pipe)]
+        for length in (5, 7, 12):
+            pipe(tokens(4, length))
+        gc.collect()
+        assert [ref() for ref in programs if ref() is not None] == []
+        ours = collect(pipe, x, output)
+    assert unequal(ours, loop_step(layers, x, 2)) == []
+
+
+def test_what_is_evicted_can_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = GPipe(gpt(), [2, 3], chunks=2)
+    for length in (5, 9, 7, 12):
+        pipeline_step(pipe, tokens(4, length))
+    evicted = [weakref.ref(stage) for stage in compiled_stages(pipe)]
+    traces = [weakref.ref(stage.traced) for stage in compiled_stages(pipe)]
+    monkeypatch.setattr(eviction_of(pipe), "limit", 0)
+    pipeline_step(pipe, tokens(4, 26))
+    gc.collect()
+    assert len(compiled_stages(pipe)) <= 4  # for gradients in the outputs' layouts, and in those received
+    assert [ref() for ref in (*evicted, *traces) if ref() is not None] == []
+
+
+def test_graphs_made_from_a_template_are_dropped() -> None:
+    def num_graphs() -> int:
+        return sum(isinstance(each, fx.GraphModule) for each in gc.get_objects())
+
+    pipe = GPipe(gpt(), [2, 3], chunks=2)
+    for length in (5, 9, 7):
+        pipe(tokens(4, length))
+    before = num_graphs()
+    pipe(tokens(4, 12))
+    assert num_graphs() == before
+    latest = compiled_stages(pipe)[-1].traced
+    assert latest.graph is None
+    assert latest.joint.of  # made again on demand
+
+
+def test_another_checkpoint_mode_after_the_graph_was_dropped() -> None:
+    layers = gpt()
+    pipe = GPipe(layers, [2, 3], chunks=2, checkpoint="always")
+    for length in (5, 9, 7, 12):
+        pipeline_step(pipe, tokens(4, length))
+    traces = compiler_of(pipe).num_traces
+    pipe.checkpoint = "never"
+    x = tokens(4, 12)
+    assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == []
+    assert compiler_of(pipe).num_traces == traces
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in Python")
+def test_stages_between_python_layers_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", "0.1")
+    layers = nn.Sequential(nn.Linear(8, 8), FunctionLayer(branch_on_data), nn.Linear(8, 4))
+    pipe = GPipe(layers, [2, 1], chunks=2)
+    kept = []
+    for length in (4, 8, 6, 10, 12, 4, 14):
+        x = torch.randn(4, length, 8)
+        for _ in range(3):
+            assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+        kept.append(len(compiled_stages(pipe)))
+        assert eviction_of(pipe).num_bytes() <= 0.1 * 2**20 or num_plans(pipe) == 1
+    assert max(kept) > 0
+
+
+def test_templates_of_layers_without_a_plan_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In eval mode, layers have other templates; those for training go with the last plan for training."""
+    layers = gpt()
+    pipe = GPipe(layers, [5], chunks=2)
+    for length in (5, 9, 7):
+        pipe(tokens(4, length))
+    training = compiler_of(pipe).template_bytes()
+    monkeypatch.setattr(eviction_of(pipe), "limit", 0)
+    pipe(tokens(4, 12))
+    assert compiler_of(pipe).template_bytes() == training
+    layers.eval()
+    x = tokens(4, 12)
+    assert torch.equal(pipe.eval()(x), layers(x))
+    assert 0 < compiler_of(pipe).template_bytes() < training
+    assert unequal(pipeline_step(pipe.train(), x), loop_step(layers.train(), x, 2)) == []
+
+
+def test_a_new_plan_releases_the_cached_blocks_of_other_sizes() -> None:
+    pipe = GPipe(nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256)), [2], chunks=1, checkpoint="always")
+    (stage,) = stages_of(pipe)
+    pipeline_step(pipe, torch.randn(512, 256))
+    assert stage.arena.cached_bytes > 0
+    plan_of(pipe, torch.randn(256, 256))
+    assert stage.arena.cached_bytes == 0

@@ -1,0 +1,49 @@
+"""Garbage of a block is collected when it ends; objects from before are not visited."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from gpipe_fast.runtime.garbage import collected
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture(autouse=True)
+def no_automatic_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_cycles_made_inside_the_block_are_collected() -> None:
+    before = weakref.ref(Cycle())
+    with collected():
+        inside = weakref.ref(Cycle())
+    assert inside() is None
+    assert before() is not None
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_the_user_has_frozen_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with collected():
+            pass
+        assert gc.get_freeze_count() == count > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_an_error_in_the_block_leaves_nothing_frozen() -> None:
+    with pytest.raises(ValueError, match="inside"), collected():
+        raise ValueError("inside")
+    assert gc.get_freeze_count() == 0
