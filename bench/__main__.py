@@ -20,6 +20,7 @@ BENCHMARKS = {
     "interpreted": "one layer run in Python among lowered layers, compared with all layers in Python",
     "kernels": "every kernel on a GPU compared with eager PyTorch, Inductor, Liger-Kernel and a copy",
     "lengths": "training steps on sequences of varying length",
+    "memory": "peak memory of training steps compared with a checkpointed plain loop",
     "overhead": "steps of tiny stages compared with torchgpipe and plain PyTorch",
     "pipeline": "steps of two concurrent stages of GPT blocks compared with their critical path",
     "recompute": "GPT blocks compared with eager checkpointing, each in its own process",

@@ -19,6 +19,7 @@ from bench import (
     interpreted,
     lengths,
     measure,
+    memory,
     overhead,
     peers,
     signature,
@@ -27,8 +28,20 @@ from bench import (
 )
 from bench.models.gpt import blocks
 from bench.models.mlp import mlp
+from examples.gpt.__main__ import gpt
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("one_thread")]
+
+
+@pytest.mark.parametrize("kind", memory.KINDS)
+def test_memory_is_measured_in_steps_on_several_lengths(kind: str) -> None:
+    def small() -> nn.Sequential:
+        return gpt(8, layers=1, heads=2, length=16)
+
+    case = memory.Case("tiny", small, (2, 1), 256, batch=4, lengths=[3, 5], adamw=True)
+    found = memory.measure(case, kind)
+    assert all(value > 0 for value in found.values())
+    assert found["first step, peak"] >= found["first step, after"]
 
 
 def test_alternate_interleaves_the_candidates() -> None:
