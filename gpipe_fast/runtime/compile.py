@@ -38,6 +38,8 @@ class CompilationFailure:
     untraceable: Untraceable
 
 
+# The maximum number of kinds of equal layers whose graphs are kept for other stages.
+_MAX_PARTS = 32
 # The maximum number of traces of a stage, for shapes or constants that no template covers.
 MAX_TRACES = 64
 
@@ -67,7 +69,7 @@ class Compiler:
         self._max_traces = max_traces
         self._trace_counts: Counter[tuple[Hashable, TorchModes]] = Counter()
         self._known_reads = KnownReads(fingerprint, limit)
-        self._equal_layers = EqualLayers(limit)
+        self._equal_layers = EqualLayers(_MAX_PARTS)
         self._traces: OrderedDict[Hashable, TracedStage] = OrderedDict()
         self._families: OrderedDict[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = OrderedDict()
         self._compiled: Cache[tuple[SegmentKey, GradientLayouts], CompiledStage] = Cache(4 * limit)
