@@ -16,7 +16,8 @@ from gpipe_fast._extension import Arena
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
 from gpipe_fast.lower.lower import lower, lower_unoptimized
 from gpipe_fast.lower.split import StageGraph, split
-from gpipe_fast.trace.trace import GraphPort, GraphRole, parameters_of, trace
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, parameters_of
+from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable
 
 CPU = torch.device("cpu")

@@ -26,8 +26,8 @@ from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import Schedule
 from gpipe_fast.trace import function, torch_private
+from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Template
-from gpipe_fast.trace.trace import JointGraph
 
 # Fault injection
 

@@ -12,7 +12,8 @@ from gpipe_fast.lower.lower import lower, lower_unoptimized
 from gpipe_fast.lower.split import SplitGraphs, StageGraph
 from gpipe_fast.randomness.random import make_key
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
-from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, buffers_of, parameters_of, trace
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, buffers_of, parameters_of
+from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable
 
 CPU = torch.device("cpu")

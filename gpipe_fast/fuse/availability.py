@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpipe_fast._extension import build_info
+from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Instance
-from gpipe_fast.trace.trace import JointGraph
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.trace.triton_calls import is_triton_call
 

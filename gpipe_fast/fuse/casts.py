@@ -24,7 +24,7 @@ from gpipe_fast.lower.alias import Source, is_view_op, source_of
 from gpipe_fast.lower.gradients import is_dense
 from gpipe_fast.lower.split import parameter_uses
 from gpipe_fast.trace import torch_private
-from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, PortNode
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from gpipe_fast.lower.alias import is_read_once, is_view_op, source_of
 from gpipe_fast.lower.launch import CheckFunction, is_launch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.trace import torch_private
-from gpipe_fast.trace.trace import GraphRole
+from gpipe_fast.trace.joint_graph import GraphRole
 
 # The parts of a node's meta that describe its place in the model; a replacement takes them over.
 _PLACE = ("custom", "partitioner_tag", JOINT_POSITION)

@@ -25,7 +25,7 @@ from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.launch import NUMBER_TYPES, KernelLaunch, launch_kernel
 from gpipe_fast.strides import may_overlap, overlaps_itself, span
 from gpipe_fast.trace import torch_private
-from gpipe_fast.trace.trace import JointGraph, PortNode
+from gpipe_fast.trace.joint_graph import JointGraph, PortNode
 from gpipe_fast.trace.traceability import Untraceable, layer_of
 from gpipe_fast.trace.triton_calls import TritonCall, is_triton_call
 

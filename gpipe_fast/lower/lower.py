@@ -34,8 +34,8 @@ from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.lower.steps import Accumulate, AdoptAsAccumulator, Allocate, Call, Check, Launch, Ref
 from gpipe_fast.lower.values import GraphValues
 from gpipe_fast.strides import contiguous
+from gpipe_fast.trace.joint_graph import GraphRole
 from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
-from gpipe_fast.trace.trace import GraphRole
 from gpipe_fast.trace.traceability import layer_of
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ from gpipe_fast.lower.operators import is_pointwise
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.steps import Call, Release, Step, values_in, values_used, values_written
 from gpipe_fast.strides import span
-from gpipe_fast.trace.trace import GraphRole
+from gpipe_fast.trace.joint_graph import GraphRole
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from gpipe_fast.lower.steps import (
     Step,
     is_written,
 )
-from gpipe_fast.trace.trace import GraphPort
+from gpipe_fast.trace.joint_graph import GraphPort
 
 # Loads a launch's kernel: for pointers that are divisible by 16, and for any pointers.
 LoadKernel = Callable[[KernelLaunch], tuple[Kernel, Kernel]]

@@ -12,8 +12,8 @@ from torch import fx
 from gpipe_fast.lower.alias import count_reads, source_of
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction, check_saved_fraction
 from gpipe_fast.trace import torch_private
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
 from gpipe_fast.trace.tensor_metadata import AnyTensor
-from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, PortNode
 
 # The key in a node's meta for its position in the joint graph, which is autograd's order.
 JOINT_POSITION = "gpipe_fast_position"

@@ -11,8 +11,8 @@ from gpipe_fast.lower.alias import Source, source_of
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.split import StageGraph
 from gpipe_fast.lower.steps import Ref
+from gpipe_fast.trace.joint_graph import GraphRole
 from gpipe_fast.trace.tensor_metadata import AnyTensor
-from gpipe_fast.trace.trace import GraphRole
 
 # At run time, values of these kinds may have other strides than in the trace.
 _ANY_LAYOUT = (StorageKind.INPUT, StorageKind.RESULT)

@@ -25,10 +25,10 @@ from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.gradient_layouts import GradientStrides as GradientStrides
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, buffers_of
 from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.tensor_metadata import AnyTensor
-from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph, buffers_of
 
 if TYPE_CHECKING:
     from gpipe_fast.fuse.fuse import Fused, Replaced

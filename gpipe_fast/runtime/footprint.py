@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from gpipe_fast.lower.program import ProgramIR
-from gpipe_fast.trace.trace import JointGraph
+from gpipe_fast.trace.joint_graph import JointGraph
 
 _NODE_BYTES = 3_000  # a node, its arguments, and the fake tensor that it computes
 _VALUE_BYTES = 550  # a value of a program, with its share of the steps, as data

@@ -18,7 +18,7 @@ from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of
 from gpipe_fast.schedule import Schedule, fill_drain
-from gpipe_fast.trace.trace import buffers_of, parameters_of
+from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 
 # Slots of a connection in inference, where no backward keeps boundary activations of all micro-batches alive.
 _SLOTS_IN_INFERENCE = 4

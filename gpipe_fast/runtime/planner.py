@@ -28,7 +28,7 @@ from gpipe_fast.runtime.plan import CheckOutputs, PlannedCall, check_placed, mak
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, intra_op_threads
 from gpipe_fast.runtime.state import ModuleState
-from gpipe_fast.trace.trace import parameters_of
+from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.traceability import check_initialized
 
 # The maximum number of signatures whose programs a module caches.

@@ -16,9 +16,10 @@ from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restor
 from gpipe_fast.fuse.left_out import number_left_out
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
+from gpipe_fast.trace.joint_graph import GraphRole, buffers_of, parameters_of
 from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.tensor_metadata import AnyTensor
-from gpipe_fast.trace.trace import GraphRole, TraceContext, buffers_of, parameters_of
+from gpipe_fast.trace.trace import TraceContext
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.trace import python_reads
 from gpipe_fast.trace.fingerprint import fingerprint
-from gpipe_fast.trace.trace import buffers_of, parameters_of
+from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 
 
 class _Hashed:

@@ -25,10 +25,10 @@ from torch._subclasses import FakeTensorMode
 from gpipe_fast.strides import span
 from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, Formulas
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
+from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, PortNode
 from gpipe_fast.trace.ports import PortTensor, TracedPorts
 from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
 from gpipe_fast.trace.torch_private import Symbols, graph_module
-from gpipe_fast.trace.trace import GraphRole, JointGraph, PortNode
 from gpipe_fast.trace.triton_calls import is_triton_call
 
 _Symbolic = (torch.SymInt, torch.SymBool, torch.SymFloat)

@@ -21,12 +21,7 @@ from gpipe_fast.trace.function import TraceContext as TraceContext
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.interrupts import interrupts_between_contexts
-from gpipe_fast.trace.joint_graph import GraphPort as GraphPort
-from gpipe_fast.trace.joint_graph import GraphRole as GraphRole
-from gpipe_fast.trace.joint_graph import JointGraph as JointGraph
-from gpipe_fast.trace.joint_graph import PortNode as PortNode
-from gpipe_fast.trace.joint_graph import buffers_of as buffers_of
-from gpipe_fast.trace.joint_graph import parameters_of as parameters_of
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, buffers_of, parameters_of
 from gpipe_fast.trace.restore_point import GENERATOR, Change
 from gpipe_fast.trace.trace_observer import TraceObserver, Unrepeatable, user_code_line
 from gpipe_fast.trace.traceability import Untraceable, check_graph, check_layers

@@ -39,7 +39,8 @@ from gpipe_fast.lower.program import ActiveRuns, StorageKind
 from gpipe_fast.lower.split import split
 from gpipe_fast.lower.steps import Call
 from gpipe_fast.trace import fake
-from gpipe_fast.trace.trace import JointGraph, TraceContext, trace
+from gpipe_fast.trace.joint_graph import JointGraph
+from gpipe_fast.trace.trace import TraceContext, trace
 from gpipe_fast.trace.traceability import Untraceable
 from tests.equivalence import census, test_census, test_paper_models
 from tests.equivalence.census_layers import RECIPES, RUN_IN_PYTHON

@@ -15,7 +15,7 @@ from gpipe_fast.fuse.regions.grouping import regions_of
 from gpipe_fast.fuse.regions.region import Region
 from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.split import StageGraph, split
-from gpipe_fast.trace.trace import JointGraph
+from gpipe_fast.trace.joint_graph import JointGraph
 from tests.stages import trace_joint
 
 FP32 = torch.float32

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from gpipe_fast.fuse.rewriter import Rewriter, moved_bytes
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph, split
-from gpipe_fast.trace.trace import GraphRole
+from gpipe_fast.trace.joint_graph import GraphRole
 from tests.fuse.graphs import Function, calls, fragment_of, graph_of, stage_of
 from tests.stages import input_values, run_graph, saved, trace_joint, unequal
 

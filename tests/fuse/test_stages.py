@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from bench import fusion
 from bench.fusion_stages import PRECISIONS, SMALL, STAGES, Precision, Stage
-from gpipe_fast.trace.trace import JointGraph, trace
+from gpipe_fast.trace.joint_graph import JointGraph
+from gpipe_fast.trace.trace import trace
 from tests.fake_cuda.build import can_build
 
 

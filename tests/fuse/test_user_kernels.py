@@ -20,8 +20,9 @@ from gpipe_fast.layers.structure import ONE_TENSOR
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
+from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Template, equal
-from gpipe_fast.trace.trace import JointGraph, TraceContext, trace, trace_symbolic
+from gpipe_fast.trace.trace import TraceContext, trace, trace_symbolic
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.trace.triton_calls import TritonCall
 from tests.conftest import HAS_TRITON

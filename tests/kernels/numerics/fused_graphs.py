@@ -20,7 +20,7 @@ from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph, split
 from gpipe_fast.randomness.random import make_key
-from gpipe_fast.trace.trace import GraphRole
+from gpipe_fast.trace.joint_graph import GraphRole
 from tests.kernels.numerics.comparison import check
 from tests.stages import trace_joint
 

@@ -12,7 +12,7 @@ from torch import nn
 from gpipe_fast import GPipe
 from gpipe_fast._extension import Arena
 from gpipe_fast.lower.split import split
-from gpipe_fast.trace.trace import GraphPort, GraphRole
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
 from tests.stages import Runner, input_values, trace_joint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ from gpipe_fast.runtime.compile import CompilationFailure, Compiler
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.plan import PlannedCall, SegmentFinder, make_plan
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
-from gpipe_fast.trace.trace import buffers_of, parameters_of
+from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

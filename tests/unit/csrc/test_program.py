@@ -13,7 +13,7 @@ from gpipe_fast._extension import Arena
 from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import StageGraph, split
-from gpipe_fast.trace.trace import GraphPort, GraphRole
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
 from tests.heap import mapped_bytes
 from tests.stages import CPU, Runner, input_values, run_graph, run_graphs, saved, trace_joint, unequal
 

@@ -20,7 +20,8 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
 from gpipe_fast.lower.work import count
 from gpipe_fast.trace.absent_device import backward_without_gpu
-from gpipe_fast.trace.trace import JointGraph, TraceContext, trace
+from gpipe_fast.trace.joint_graph import JointGraph
+from gpipe_fast.trace.trace import TraceContext, trace
 
 pytest.importorskip("triton")
 

@@ -16,7 +16,7 @@ from gpipe_fast._extension import Arena, Layout, Program
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.split import split
-from gpipe_fast.trace.trace import GraphPort, GraphRole, JointGraph
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph
 from tests.internals import with_hoisted_casts
 from tests.stages import Runner, Values, input_values, saved, trace_joint, unequal
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
-from gpipe_fast.trace.trace import GraphPort, GraphRole
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
 from tests.reference import check_step
 from tests.stages import Runner, input_values, trace_joint
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bench.models.gpt import Block
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
-from gpipe_fast.trace.trace import GraphPort, GraphRole
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
 from tests.stages import Runner, Values, input_values, run_graphs, saved, trace_joint, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")

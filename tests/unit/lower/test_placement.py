@@ -12,7 +12,7 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import split
 from gpipe_fast.lower.steps import Accumulate, AdoptAsAccumulator, Allocate, Call, Ref, Release, Step
-from gpipe_fast.trace.trace import GraphRole
+from gpipe_fast.trace.joint_graph import GraphRole
 from tests.stages import Runner, input_values, run_graph, trace_joint, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")

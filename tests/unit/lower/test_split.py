@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpipe_fast.lower.split import SavedTensor, StageGraph, split
-from gpipe_fast.trace.trace import GraphPort, GraphRole
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
 from tests.stages import input_values, run_graph, run_graphs, saved, trace_joint, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,7 @@ from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE
 from gpipe_fast.runtime.compile import CompilationFailure, Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import CompiledStage, GradientLayoutHistory
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
-from gpipe_fast.trace.trace import GraphRole
+from gpipe_fast.trace.joint_graph import GraphRole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from gpipe_fast import GPipe
 from gpipe_fast.trace import trace
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
-from gpipe_fast.trace.trace import GraphRole, JointGraph, buffers_of, parameters_of
+from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of, parameters_of
 from gpipe_fast.trace.traceability import Untraceable
 from tests.reference import loop_step, pipeline_step, unequal
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.trace.garbage import collector_paused
-from gpipe_fast.trace.trace import JointGraph, trace
+from gpipe_fast.trace.joint_graph import JointGraph
+from gpipe_fast.trace.trace import trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,8 +15,8 @@ import gpipe_fast.runtime.compile
 import gpipe_fast.runtime.state
 from gpipe_fast import GPipe
 from gpipe_fast.trace import torch_private, trace
+from gpipe_fast.trace.joint_graph import GraphRole, buffers_of
 from gpipe_fast.trace.restore_point import RestorePoint
-from gpipe_fast.trace.trace import GraphRole, buffers_of
 from tests.internals import without_buffer_detection
 from tests.reference import check_step, leaf, loop_step, pipeline_step, unequal
 from tests.unit.trace.pitfalls import batch, linear, refusal_reason, run_joint, traced, wrong_results

@@ -15,9 +15,10 @@ from torch import Tensor, fx, nn
 from gpipe_fast import GPipe
 from gpipe_fast.runtime.compile import Compiler, TracedStage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
+from gpipe_fast.trace.joint_graph import GraphRole, JointGraph
 from gpipe_fast.trace.symbolic import Template, equal
 from gpipe_fast.trace.torch_private import Symbols
-from gpipe_fast.trace.trace import GraphRole, JointGraph, trace
+from gpipe_fast.trace.trace import trace
 from tests.internals import compiler_of, template_of
 from tests.reference import loop_step, pipeline_step, unequal
 

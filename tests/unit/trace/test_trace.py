@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast.trace.fingerprint import fingerprint
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
 from gpipe_fast.trace.restore_point import RestorePoint
-from gpipe_fast.trace.trace import GraphPort, GraphRole, trace
+from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable, layer_of
 from tests.stages import trace_joint
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Observer
+from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.python_reads import readable_names, reads_of
-from gpipe_fast.trace.trace import JointGraph, trace
+from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.trace_observer import untraceable_reason, user_code_line
 from gpipe_fast.trace.traceability import Untraceable
 

@@ -16,7 +16,7 @@ import gpipe_fast.runtime.equal_layers
 from gpipe_fast import GPipe
 from gpipe_fast.lower import operators
 from gpipe_fast.trace import function, torch_private, trace
-from gpipe_fast.trace.trace import GraphRole, JointGraph
+from gpipe_fast.trace.joint_graph import GraphRole, JointGraph
 from gpipe_fast.trace.traceability import Untraceable
 from tests.internals import with_autocast_cache
 from tests.reference import check_step, loop_step, pipeline_step, unequal
