@@ -51,10 +51,15 @@ def lower_graphs(
 
 
 class ProgramTemplate:
-    """A program with formulas."""
+    """A program with formulas.
+
+    Attributes:
+        num_values: the number of the program's values.
+    """
 
     def __init__(self, program: ProgramIR, memory: MemoryPlan) -> None:
         """Makes a template from a program without offsets in the arena, and its memory plan."""
+        self.num_values = len(program.values)
         self._program = program
         self._memory = memory
         # What depends on formulas, each once, and its position.
@@ -127,6 +132,12 @@ class ProgramTemplates:
         # None for programs that cannot be lowered with formulas.
         self._variants: dict[tuple[SavedFraction, AccumulationPolicy], tuple[_Variant, ...] | None] = {}
         self._num_misses: Counter[tuple[SavedFraction, AccumulationPolicy]] = Counter()
+
+    def num_values(self) -> int:
+        """Returns the number of values of the programs with formulas."""
+        variants = [variant for kept in list(self._variants.values()) for variant in kept or ()]
+        programs = [p for variant in variants for p in (variant.forward, variant.backward)]
+        return sum(program.num_values for program in programs if program is not None)
 
     @classmethod
     def of(cls, template: Template) -> ProgramTemplates:

@@ -9,6 +9,7 @@ from typing import overload
 
 from gpipe_fast.fuse.availability import fusion_of, loader_of, with_user_launches
 from gpipe_fast.lower.accumulation import AccumulationPolicy
+from gpipe_fast.lower.program_template import ProgramTemplates
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compiled import (
     CompiledStage,
@@ -18,7 +19,7 @@ from gpipe_fast.runtime.compiled import (
     TracedStage,
 )
 from gpipe_fast.runtime.equal_layers import EqualLayers
-from gpipe_fast.runtime.footprint import graph_bytes
+from gpipe_fast.runtime.footprint import graph_bytes, template_program_bytes
 from gpipe_fast.runtime.joined_strides import joined_strides
 from gpipe_fast.runtime.known_reads import KnownReads
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
@@ -210,7 +211,10 @@ class Compiler:
 
     def template_bytes(self) -> int:
         """Returns an estimate of the bytes of the templates, and of the traces kept for other stages."""
-        return sum(map(graph_bytes, self._reusable_graphs().values()))
+        templates = [family.template for family in list(self._families.values()) if family.template]
+        num_values = sum(ProgramTemplates.of(template).num_values() for template in templates)
+        graphs = sum(map(graph_bytes, self._reusable_graphs().values()))
+        return graphs + template_program_bytes(num_values)
 
     def _reusable_graphs(self) -> dict[int, JointGraph]:
         families = (graph for family in list(self._families.values()) for graph in family.graphs())

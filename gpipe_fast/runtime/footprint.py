@@ -36,6 +36,11 @@ def graph_bytes(joint: JointGraph) -> int:
     return _NODE_BYTES * len(joint.module.graph.nodes)
 
 
+def template_program_bytes(num_values: int) -> int:
+    """Returns the bytes of programs with formulas, by the number of their values."""
+    return _VALUE_BYTES * num_values
+
+
 def program_bytes(program: ProgramIR | None) -> int:
     """Returns the bytes of a program as data, without its constants, which belong to the graph."""
     return 0 if program is None else _VALUE_BYTES * len(program.values)
