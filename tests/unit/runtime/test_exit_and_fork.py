@@ -199,7 +199,7 @@ def run_program(*arguments: object, timeout: float = 300) -> subprocess.Complete
         "exit_and_fork_programs.py",
         *map(str, arguments),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GPIPE_FAST_PROGRESS": "0"}
     return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
