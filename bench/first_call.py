@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.measure import ROOT, report
+from bench.measure import ROOT, Table, report
 
 MODELS = {
     "densenet": "DenseNet-121, 8 images of 64 pixels",
@@ -49,12 +49,29 @@ def rows_of(model: str, version: str, runs: Sequence[Run]) -> list[list[object]]
 
     def row(what: str, steps: Sequence[int]) -> list[object]:
         values = [median(_median(runs, i, key) for i in steps) for key in ("forward", "step", "processor")]
-        return [MODELS[model], what, version, *values]
+        return [MODELS[model], what, version, *(f"{value:.2f}" for value in values)]
 
     if model != "lengths":
         return [row("first call", [0]), row("third call", [num_steps - 1])]
     names = ["first length", "second length", "third length"]
     return [*(row(name, [i]) for i, name in enumerate(names)), row("further lengths", range(3, num_steps))]
+
+
+def parts_of(model: str) -> list[list[object]]:
+    """Returns rows with the processor time of the parts of a model's first calls, in a process of its own."""
+    command = [sys.executable, "-m", "bench.first_call_parts", model]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GPIPE_FAST_PROGRESS": "0"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    steps: list[dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    calls = {"first call": 0}
+    if model == "lengths":
+        calls = {"first length": 0, "third length": 2, "further length": len(steps) - 1}
+    return [
+        [MODELS[model], call, part, f"{seconds:.3f}"]
+        for call, index in calls.items()
+        for part, seconds in sorted(steps[index].items(), key=lambda item: -item[1])
+        if seconds >= 0.0005
+    ]
 
 
 def main() -> None:
@@ -70,7 +87,7 @@ def main() -> None:
     rows = [row for (model, version), found in runs.items() for row in rows_of(model, version, found)]
     for version in trees:
         imports = [r["import"] for (_, v), found in runs.items() if v == version for r in found]
-        rows.append(["", "import gpipe_fast, after torch", version, "", median(imports), ""])
+        rows.append(["", "import gpipe_fast, after torch", version, "", f"{median(imports):.2f}", ""])
     report(
         "first_call",
         "First calls",
@@ -78,6 +95,14 @@ def main() -> None:
         rows,
         f"Two stages on the CPU, one thread each; the medians of {arguments.processes} processes, which run "
         "by turns. A call includes the step itself. Processor time is that of all threads.\n",
+        [
+            Table(
+                "What is left",
+                ["model", "call", "part", "processor, s"],
+                [row for model in MODELS for row in parts_of(model)],
+                "Parts of the first calls now, each without the parts inside of it.",
+            )
+        ],
     )
 
 
