@@ -28,6 +28,7 @@ from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, SavedFraction
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
+from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.plan import Stashed
 from gpipe_fast.runtime.python_layers import PythonLayers
 from gpipe_fast.runtime.stage import (
@@ -217,7 +218,9 @@ class Segments:
             with contextlib.ExitStack() as held:
                 for lock in (*self._shared.locks, TRACING_LOCK):
                     held.enter_context(lock)
+                held.enter_context(collected())
                 compiled = self._compile_now(part, segment_key)
+                return compiled.segment(FULL_RECOMPUTE)
         return compiled.segment(FULL_RECOMPUTE)
 
     def _compile_now(self, part: Stage, segment_key: SegmentKey) -> CompiledStage:

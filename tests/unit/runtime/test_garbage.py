@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpipe_fast.runtime import garbage
 from gpipe_fast.runtime.garbage import collected
 
 
@@ -46,4 +47,26 @@ def test_objects_that_the_user_has_frozen_stay_frozen() -> None:
 def test_an_error_in_the_block_leaves_nothing_frozen() -> None:
     with pytest.raises(ValueError, match="inside"), collected():
         raise ValueError("inside")
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_from_before_is_collected_once_it_is_a_fourth_of_all_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Collections of new objects alone would forever delay Python's collection of old ones."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    with collected():
+        pass
+    old = weakref.ref(Cycle())
+    with collected():
+        pass
+    assert old() is not None
+    monkeypatch.setattr(garbage._LongLived, "number", garbage._LongLived.number // 2)
+    with collected():
+        pass
+    assert old() is None
     assert gc.get_freeze_count() == 0

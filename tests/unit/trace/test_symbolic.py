@@ -14,11 +14,11 @@ from torch import Tensor, fx, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.runtime.compile import Compiler, TracedStage
+from gpipe_fast.runtime.equal_layers import EqualLayers
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph
 from gpipe_fast.trace.symbolic import Template, equal
 from gpipe_fast.trace.torch_private import Symbols
-from gpipe_fast.trace.trace import trace
 from tests.internals import compiler_of, template_of
 from tests.reference import loop_step, pipeline_step, unequal
 
@@ -226,7 +226,8 @@ def test_backend_aten_traces_every_shape(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def trace_joint(layers: nn.Sequential, x: Tensor) -> JointGraph:
-    joint = trace(list(layers), [x.requires_grad_(x.is_floating_point())])
+    boundary = BoundarySpec((TensorSpec.of(x, x.is_floating_point()),))
+    joint = EqualLayers(8).trace_stage(Stage(list(layers), 0, CPU), boundary, ())
     assert isinstance(joint, JointGraph)
     return joint
 
