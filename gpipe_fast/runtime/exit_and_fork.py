@@ -30,7 +30,7 @@ def open_pipeline(
     return pipeline
 
 
-# Seconds for daemon threads to return to Python from a finished run; a closed pipeline blocks their next run.
+# Seconds for other threads to finish with Python after a run; a closed pipeline blocks their next run.
 _GRACE_SECONDS = 0.05
 
 
@@ -41,7 +41,8 @@ def _close_all() -> None:
         pipeline.close()
     # A thread whose run has ended may still wait for the GIL to return to Python. At finalization the
     # interpreter terminates such a thread inside C++ frames that cannot be unwound: the process aborts.
-    if pipelines and threading.active_count() > 1:
+    # Autograd's threads, one for each GPU, also release Python objects after the backward has returned.
+    if pipelines and (threading.active_count() > 1 or torch.cuda.is_initialized()):
         time.sleep(_GRACE_SECONDS)
 
 

@@ -283,7 +283,9 @@ def eager_operators(model: nn.Sequential, x: Tensor, mode: Mode) -> Operators:
     gradients: Sequence[Tensor | None] = ()
     with fake_mode:
         tangents = [torch.empty_like(t) for t in differentiable]
-        with recorder:
+        # On this thread: autograd's thread of the GPU would still release Python objects after `grad` has
+        # returned, and abort the process if that ended before.
+        with recorder, torch.autograd.set_multithreading_enabled(False):
             if differentiable:
                 gradients = torch.autograd.grad(differentiable, leaves, tangents, allow_unused=True)
     return recorder.operators((*outputs, *gradients, *model.buffers()))
