@@ -172,16 +172,12 @@ class Planner:
             return self.latest
         plan = self._plans.find(self._key(signature, checkpoint))
         if plan is None:
-            with collected():
-                plan, is_cacheable = self._make(signature, inputs, checkpoint)
-                if is_cacheable:
-                    self._plans[self._key(signature, checkpoint)] = plan
-                self.eviction.run(signature)
-                for stage in self.stages:
-                    stage.arena.release_cached()  # the cached blocks have the sizes of other plans
+            plan, is_cacheable = self._make(signature, inputs, checkpoint)
             self.latest = plan
             if not is_cacheable:
                 return plan
+            self._plans[self._key(signature, checkpoint)] = plan
+            self.eviction.run(signature)
         self.latest = plan
         self._latest_call = (signature, checkpoint, num_changes, plan)
         return plan
@@ -224,7 +220,8 @@ class Planner:
                     "" if idle else "another thread runs layers of the model; wait until its call has ended"
                 )
                 return replace(self._make_dynamic_plan(call), obstacle=busy), idle
-            with intra_op_threads(signature.threads), self._progress():
+            # Only here are graphs made: a plan for one call, while other threads run layers, stays cheap.
+            with collected(), intra_op_threads(signature.threads), self._progress():
                 known = self._compile(call)
                 if isinstance(known, CompilationFailure):
                     reason = _failure_message(known, self.stages)
@@ -234,6 +231,8 @@ class Planner:
                 for stage in stages:
                     stage.traced.drop_graph()
                 self.eviction.record(signature, stages)
+                for own in self.stages:
+                    own.arena.release_cached()  # the cached blocks have the sizes of other plans
                 return plan, True
 
     def compile(self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> Compiled:
