@@ -23,17 +23,23 @@ MODELS = {
     "gpt2": "GPT-2 small, 4 x 64 tokens",
     "lengths": "GPT of 12 blocks of width 64",
 }
+# What a process has done before it imports gpipe_fast, and the options for it.
+IMPORTS = {"torch": (), "torch and an optimizer's first step": ("--after-optimizer",)}
 PROCESSES = 3
 Run = Mapping[str, Any]
 
 
-def run(tree: Path, model: str) -> Run:
-    """Runs one model's first calls in a new process, with the gpipe_fast of a tree."""
+def run(tree: Path, model: str, *options: str) -> Run:
+    """Runs one model's first calls, or "import", in a new process, with the gpipe_fast of a tree."""
     # Run as text, because the file's folder has modules with the names of libraries.
     script = (ROOT / "bench" / "first_call_process.py").read_text()
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script, model], env=environment, cwd=tree, stdout=subprocess.PIPE, check=True
+        [sys.executable, "-c", script, model, *options],
+        env=environment,
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        check=True,
     )
     found: Run = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -81,13 +87,16 @@ def main() -> None:
     arguments = parser.parse_args(sys.argv[1:] if __name__ == "__main__" else [])
     trees = {"now": ROOT} if arguments.before is None else {"before": arguments.before, "now": ROOT}
     runs: dict[tuple[str, str], list[Run]] = {(m, v): [] for m in MODELS for v in trees}
+    imports: dict[tuple[str, str], list[float]] = {(after, v): [] for after in IMPORTS for v in trees}
     for _ in range(arguments.processes):
         for model, version in runs:
             runs[model, version].append(run(trees[version].resolve(), model))
-    rows = [row for (model, version), found in runs.items() for row in rows_of(model, version, found)]
-    for version in trees:
-        imports = [r["import"] for (_, v), found in runs.items() if v == version for r in found]
-        rows.append(["", "import gpipe_fast, after torch", version, "", f"{median(imports):.2f}", ""])
+        for after, version in imports:
+            found = run(trees[version].resolve(), "import", *IMPORTS[after])
+            imports[after, version].append(found["import"])
+    rows = [row for (model, version), done in runs.items() for row in rows_of(model, version, done)]
+    for (after, version), seconds in imports.items():
+        rows.append(["", f"import gpipe_fast, after {after}", version, "", f"{median(seconds):.2f}", ""])
     report(
         "first_call",
         "First calls",

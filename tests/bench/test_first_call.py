@@ -83,3 +83,8 @@ def test_the_models_are_sequences_with_a_balance() -> None:
     assert isinstance(case.layers, nn.Sequential)
     assert sum(case.balance) == len(case.layers)
     assert set(first_call.MODELS) == set(first_call_process.MODELS)
+
+
+@pytest.mark.parametrize("options", first_call.IMPORTS.values())
+def test_the_import_is_timed_in_a_process_of_its_own(options: tuple[str, ...]) -> None:
+    assert first_call.run(first_call.ROOT, "import", *options).keys() == {"import"}
