@@ -167,7 +167,9 @@ def uses_two_streams(launch: Launcher, seed: int, waits: bool) -> bool:
 
 def two_threads(launch: Launcher) -> None:
     """Two threads launch at once, on devices of their own."""
-    launch_once = [scale(launch, numbers(0).cuda(device), 2.0) for device in range(2)]
+    for device in range(2):
+        with torch.cuda.device(device):
+            scale(launch, numbers(0).cuda(), 2.0)  # loads the kernel
     results: dict[int, bool] = {}
 
     def run(device: int) -> None:
@@ -178,7 +180,7 @@ def two_threads(launch: Launcher) -> None:
                 y = scale(launch, y, 2.0)
             results[device] = torch.equal(y.cpu(), 16 * x)
 
-    threads = [threading.Thread(target=run, args=(device,)) for device in range(len(launch_once))]
+    threads = [threading.Thread(target=run, args=(device,)) for device in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
