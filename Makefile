@@ -69,8 +69,8 @@ check: lint build  ## before every commit: lint, types, unit tests (under 3 minu
 test: lint build import  ## install, lint, build, import, test (16 minutes on two cores); lists omitted tests
 	$(PYTEST) $(ARGS)
 
-test-all: test smoke-reference smoke-between  ## `make test`, the remaining tests, and other torch versions
-	$(PYTEST) --tier=rest $(ARGS)
+test-all: test smoke-reference smoke-between  ## `make test`, half of the longer tests, and other torch versions
+	$(PYTEST) --tier=rest --share=0.5 $(ARGS)
 
 lint: $(INSTALLED_STAMP)  ## check ruff, mypy --strict, import and include directions, clang-format; change no file
 	$(VENV)/bin/ruff check
@@ -103,7 +103,7 @@ soak: build  ## run every test, including the long ones
 	$(PYTEST) --tier=soak $(ARGS)
 
 smoke: build
-	$(PY) -m pytest -q -m smoke
+	$(PYTEST) -m smoke
 
 smoke-reference:  ## build and smoke test with Python 3.12 and torch 2.11.0 in .venv-reference
 	@for python in python$(REFERENCE_PYTHON) ~/.pyenv/versions/$(REFERENCE_PYTHON)*/bin/python$(REFERENCE_PYTHON); do \

@@ -53,8 +53,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=TIERS,
         default="test",
-        help="test (default): the tests of `make test`; rest: the tests that only `make test-all` runs; "
-        "all: both; soak: both and the long runs of `make soak`",
+        help="test (default): the tests of `make test`; rest: the longer tests, of which `make test-all` "
+        "runs half; all: both; soak: both and the long runs of `make soak`",
+    )
+    parser.addoption(
+        "--share",
+        type=float,
+        default=1.0,
+        help="run this share of the longer tests, others for each commit (default: 1)",
     )
 
 
@@ -81,8 +87,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = TIERS[config.getoption("--tier")]
     if config.args_source is pytest.Config.ArgsSource.ARGS and any("::" in arg for arg in config.args):
         return  # tests named on the command line always run
-    deselected = [item for item in items if _marker(item) not in wanted]
-    items[:] = [item for item in items if _marker(item) in wanted]
+    longer = [item for item in items if _marker(item) == "extended"]
+    share = sample(longer, round(config.getoption("--share") * len(longer)), salt="share")
+    left_out = {item.nodeid for item in longer} - {item.nodeid for item in share}
+    deselected = [item for item in items if _marker(item) not in wanted or item.nodeid in left_out]
+    items[:] = [item for item in items if _marker(item) in wanted and item.nodeid not in left_out]
     config.hook.pytest_deselected(items=deselected)
     config.stash[DESELECTED] = Counter(map(_marker, deselected))
     if hasattr(config, "workeroutput"):
@@ -100,7 +109,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
     needs_gpu = sum("cuda: " in reason for reason in skipped)
     descriptions = {
-        "extended": "tests of `make test-all`",
+        "extended": "longer tests (--tier=all)",
         "": "tests of `make test`",
         "soak": "long runs of `make soak`",
     }

@@ -1,4 +1,4 @@
-"""Random samples of large sets of tests, different for each commit; `make test-all` runs the whole sets."""
+"""Random samples of large sets of tests, different for each commit; `make soak` runs the whole sets."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests import sampling
 
+pytest_plugins = ["pytester"]
 ITEMS = list(range(100))
 
 
@@ -51,3 +52,35 @@ def test_a_worker_knows_the_group_of_a_test(request: pytest.FixtureRequest) -> N
     """Tests of a group run in one worker only if their ids end with the name of the group."""
     if getattr(request.config.option, "loadgroup", False):
         assert request.node.nodeid.endswith("@sampling")
+
+
+SUITE = """
+import pytest
+
+def test_quick():
+    pass
+
+@pytest.mark.extended
+@pytest.mark.parametrize("number", range(10))
+def test_longer(number):
+    pass
+
+@pytest.mark.soak
+def test_long():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "num_run"),
+    [(["--tier=rest", "--share=0.5"], 5), (["--tier=all", "--share=0.5"], 6), (["--tier=rest"], 10), ([], 1)],
+)
+def test_a_share_of_the_longer_tests_runs(
+    options: list[str], num_run: int, pytester: pytest.Pytester, use_seed
+) -> None:
+    pytester.makeconftest("from tests.conftest import *")
+    pytester.makepyfile(SUITE)
+    use_seed("a")
+    pytester.runpytest_inprocess("-p", "no:xdist", *options).assert_outcomes(
+        passed=num_run, deselected=12 - num_run
+    )
