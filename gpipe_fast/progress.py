@@ -260,7 +260,10 @@ def _is_wanted() -> bool:
 
 
 def _is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    try:
+        return bool(sys.stderr.isatty())
+    except (AttributeError, ValueError):  # None, closed, or another object that can be written to
+        return False
 
 
 def _num_columns() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pty
@@ -199,6 +200,37 @@ def test_a_standard_error_that_fails_does_not_disturb_the_work(
         stream.close()
         prepare()
     assert not errors
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_the_line_is_written_to_any_object(
+    in_first_step: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream:
+        written = ""
+
+        def write(self, text: str) -> None:
+            self.written += text
+
+    stream = Stream()
+    in_first_step("_run")
+    monkeypatch.setattr(sys, "stderr", stream)
+    prepare()
+    assert stream.written == f"gpipe_fast: {LINE}\n"
+
+
+def test_the_line_is_logged_if_standard_error_is_closed(
+    in_first_step: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = io.StringIO()
+    stream.close()
+    in_first_step("_run")
+    monkeypatch.setattr(sys, "stderr", stream)
+    with caplog.at_level(logging.INFO, "gpipe_fast"):
+        prepare()
+    assert [record.message for record in caplog.records] == [LINE]
 
 
 def test_an_error_ends_the_display() -> None:
