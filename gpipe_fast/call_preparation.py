@@ -88,7 +88,7 @@ def with_memory(inputs: Inputs, device: torch.device) -> Inputs:
     """Returns inputs with zeros on a device in place of meta tensors."""
 
     def zeros(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
+        if not tensor.is_meta or tensor.layout is not torch.strided:
             return tensor
         memory = torch.zeros(span(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=device)
         return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)

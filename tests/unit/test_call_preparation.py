@@ -211,6 +211,8 @@ def test_invalid_arguments_raise_as_in_a_call() -> None:
         GPipe(nn.Sequential(Scaled()), [1]).prepare(features(8), torch.ones(4, 4))
     with pytest.raises(TypeError, match="got no argument"):
         model.prepare()
+    with pytest.raises(TypeError, match=r"dense, strided tensors, got a tensor of layout torch\.sparse_coo"):
+        model.prepare(torch.empty(8, 6, device="meta", layout=torch.sparse_coo))
     with pytest.raises(RuntimeError, match=r"torch\.func\.vmap cannot look into a GPipe"):
         torch.func.vmap(model.prepare)(torch.ones(2, 8, 6))
     assert work_done(model) == (0, 0, 0)
