@@ -14,7 +14,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,26 +55,43 @@ def safetensors_entries(path: Path) -> dict[str, Entry]:
     """
     header, begin = _header(path)
     data_bytes = os.path.getsize(path) - begin
-    found = {}
+    found, spans = {}, []
     for name, fields in header.items():
         if name != "__metadata__":
-            try:
-                dtype, shape, (first, last) = (
-                    _DTYPES[fields["dtype"]],
-                    fields["shape"],
-                    fields["data_offsets"],
-                )
-                like = torch.empty(shape, dtype=dtype, device="meta")
-            except (KeyError, TypeError, ValueError, RuntimeError):
-                _refuse(path, f"its header describes {name!r} as {fields!r}")
+            like, first, last = _parsed(path, name, fields)
             if not 0 <= first <= last <= data_bytes or last - first != like.nbytes:
                 _refuse(
                     path,
                     f"{name!r} takes {like.nbytes} bytes, at the offsets {first} to {last} of {data_bytes} "
                     "bytes of data",
                 )
-            found[name] = Entry(like, functools.partial(_read, path, begin + first, dtype, tuple(shape)))
+            found[name] = Entry(
+                like, functools.partial(_read, path, begin + first, like.dtype, tuple(like.shape))
+            )
+            spans.append((first, last))
+    _check_spans(path, spans, data_bytes)
     return found
+
+
+def _parsed(path: Path, name: str, fields: Any) -> tuple[Tensor, int, int]:
+    """Returns a meta tensor of a tensor's shape and dtype, and the offsets of its data."""
+    try:
+        dtype, shape, (first, last) = _DTYPES[fields["dtype"]], fields["shape"], fields["data_offsets"]
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return like, operator.index(first), operator.index(last)
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        _refuse(path, f"its header describes {name!r} as {fields!r}")
+
+
+def _check_spans(path: Path, spans: Iterable[tuple[int, int]], data_bytes: int) -> None:
+    """Checks that tensors neither overlap nor leave a gap, as the format demands."""
+    end = 0
+    for first, last in sorted(spans):
+        if first != end:
+            _refuse(path, f"a tensor begins at the offset {first}, and the one before it ends at {end}")
+        end = last
+    if end != data_bytes:
+        _refuse(path, f"its tensors end at the offset {end} of {data_bytes} bytes of data")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -84,7 +103,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             _refuse(path, f"its header would have {length} of {file_bytes} bytes")
         try:
             header = json.loads(file.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             _refuse(path, "its header is not JSON")
     if not isinstance(header, dict):
         _refuse(path, f"its header is a {type(header).__name__}")

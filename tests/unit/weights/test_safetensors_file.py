@@ -57,12 +57,17 @@ def described(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> d
     [
         (b"{", "its header would have 1 of 17 bytes"),
         (b"no JSON", "its header is not JSON"),
+        (b"[" * 10**5, "its header is not JSON"),
         ([1], "its header is a list"),
         ({"x": 1}, "its header describes 'x' as 1"),
         (described(dtype="F7"), "describes 'x' as .*F7"),
         (described(shape=["a"]), "describes 'x' as"),
         (described(shape=[-2]), "describes 'x' as"),
+        (described(shape=2), "describes 'x' as"),
         (described(offsets=[0]), "describes 'x' as"),
+        (described(offsets=["0", "8"]), "describes 'x' as"),
+        (described(offsets=[None, 8]), "describes 'x' as"),
+        (described(offsets=[0.0, 8.0]), "describes 'x' as"),
         (described(offsets=[0, 4]), "'x' takes 8 bytes, at the offsets 0 to 4 of 8 bytes of data"),
         (described(offsets=[4, 12]), "'x' takes 8 bytes, at the offsets 4 to 12 of 8 bytes of data"),
         (described(offsets=[-8, 0]), "'x' takes 8 bytes, at the offsets -8 to 0 of 8 bytes of data"),
@@ -72,6 +77,26 @@ def test_broken_files_are_refused(header: Any, reason: str, tmp_path: Path) -> N
     path = tmp_path / "x.safetensors"
     write(path, header, bytes(8))
     with pytest.raises(ValueError, match=rf"x.safetensors is no complete safetensors file: .*{reason}"):
+        safetensors_entries(path)
+
+
+@pytest.mark.parametrize(
+    ("spans", "reason"),
+    [
+        (([0, 8], [4, 12]), "a tensor begins at the offset 4, and the one before it ends at 8"),
+        (([0, 8], [0, 8]), "a tensor begins at the offset 0, and the one before it ends at 8"),
+        (([4, 12], [12, 20]), "a tensor begins at the offset 4, and the one before it ends at 0"),
+        (([0, 8], [12, 20]), "a tensor begins at the offset 12, and the one before it ends at 8"),
+        (([8, 16], [0, 8]), "its tensors end at the offset 16 of 20 bytes of data"),
+    ],
+)
+def test_tensors_that_overlap_or_leave_a_gap_are_refused(
+    spans: tuple[list[int], list[int]], reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    header = {name: described(offsets=span)["x"] for name, span in zip("ab", spans, strict=True)}
+    write(path, header, bytes(20))
+    with pytest.raises(ValueError, match=f"is no complete safetensors file: {reason}; "):
         safetensors_entries(path)
 
 
