@@ -8,7 +8,8 @@ the hooks of modules, and copies one tensor after the other::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +39,21 @@ class Targets:
             check_has_no_hooks(target)
         if not self.is_trial:
             device = self.devices.get(id(target)) if target.is_meta else None
-            data = target if device is None else torch.empty_like(target, device=device)
-            data.copy_(read())
-            if data is not target:
-                replace(target, data)
+            if device is None:
+                target.copy_(read())
+            else:
+                with making_data():
+                    data = torch.empty_like(target, device=device)
+                    data.copy_(read())
+                    replace(target, data)
         self.copied.add(id(target))
+
+
+@contextlib.contextmanager
+def making_data() -> Iterator[None]:
+    """Makes data in the block that can be trained later, even under ``torch.inference_mode()``."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def check_has_no_hooks(target: Tensor) -> None:

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.weights.entry import Entry
-from gpipe_fast.weights.lazy_tensor import LazyTensor, Targets, check_has_no_hooks, entry_of, replace
+from gpipe_fast.weights.lazy_tensor import (
+    LazyTensor,
+    Targets,
+    check_has_no_hooks,
+    entry_of,
+    making_data,
+    replace,
+)
 from gpipe_fast.weights.source import Source, entries_of
 
 Placement = Iterable[tuple[nn.Module, torch.device]]
@@ -43,8 +50,14 @@ def load_weights(
         init: initialises a module that has meta tensors which the source lacks.
 
     Raises:
+        TypeError: `init` is not a function.
         RuntimeError: the source does not fit the module, `init` is needed, or a tensor cannot be loaded.
     """
+    if init is not None and not callable(init):
+        raise TypeError(
+            f"init must be a function of a module, got {type(init).__name__}; pass a function such as "
+            "init=lambda module: module.reset_parameters()"
+        )
     entries = entries_of(source)
     _add_tied_names(module, entries)
     trial = Targets(_devices(placement()), is_trial=True)
@@ -60,9 +73,7 @@ def load_weights(
             "init=lambda module: module.reset_parameters()"
         )
     if init is not None:
-        for path, owner in module.named_modules():
-            if _absent(owner, trial.copied) or _has_other_meta_tensors(owner):
-                _initialize(path, owner, trial, init)
+        _initialize(module, trial, init)
     return _load(module, entries, Targets(_devices(placement())), strict)
 
 
@@ -108,8 +119,11 @@ def _add_tied_names(module: nn.Module, entries: MutableMapping[str, Any]) -> Non
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    """Yields the tensors that a state dict has, with their names; tied ones once for each name."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for name, tensor in chain(owner._parameters.items(), owner._buffers.items()):
+            if tensor is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{path}.{name}", tensor
 
 
 def _devices(placement: Placement) -> dict[int, torch.device]:
@@ -141,38 +155,66 @@ def _has_other_meta_tensors(owner: nn.Module) -> bool:
     return any(isinstance(value, Tensor) and value.is_meta for value in vars(owner).values())
 
 
-def _initialize(path: str, owner: nn.Module, trial: Targets, init: Initialize) -> None:
-    """Gives memory to the tensors of a module that the source lacks, and initialises them.
+def _initialize(module: nn.Module, trial: Targets, init: Initialize) -> None:
+    """Gives memory to the tensors that the source lacks, and initialises them, module by module.
 
-    If that fails, they are on the meta device again.
+    If that fails, all of them are on the meta device again, so that another `init` sets all of them.
     """
-    absent = _absent(owner, trial.copied)
+    given: list[Tensor] = []
     try:
-        with torch.no_grad():
-            for tensor in absent.values():
-                _fill_with_nan(tensor, trial.devices[id(tensor)])
-            init(owner)
-        left = [f"{path}.{name}" for name in absent if _is_unset(getattr(owner, name))]
-        if left:
-            raise RuntimeError(
-                f"init left {', '.join(left)} on the meta device or with NaN; let it set every element of "
-                "tensors that the source lacks"
-            )
+        with making_data():
+            for path, owner in module.named_modules():
+                absent = _absent(owner, trial.copied)
+                if absent or _has_other_meta_tensors(owner):
+                    given += absent.values()
+                    _initialize_module(path, owner, absent, trial.devices, init)
     except BaseException:
-        for tensor in absent.values():
+        for tensor in given:
             if not tensor.is_meta:
                 replace(tensor, torch.empty_like(tensor, device="meta"))
         raise
 
 
-def _is_unset(tensor: Tensor) -> bool:
-    return tensor.is_meta or (tensor.is_floating_point() and bool(tensor.isnan().any()))
+def _initialize_module(
+    path: str,
+    owner: nn.Module,
+    absent: Mapping[str, Tensor],
+    devices: Mapping[int, torch.device],
+    init: Initialize,
+) -> None:
+    for tensor in absent.values():
+        _give_memory(tensor, devices[id(tensor)])
+    versions = {name: tensor._version for name, tensor in absent.items()}
+    init(owner)
+    left = []
+    for name, tensor in absent.items():
+        now = getattr(owner, name, None)
+        is_untouched = now is tensor and tensor._version == versions[name]
+        if isinstance(now, Tensor) and _is_unset(now, is_untouched):
+            left.append(f"{path}.{name}")
+    if left:
+        raise RuntimeError(
+            f"init left {', '.join(left)} on the meta device or with NaN, or did not write to it; let it set "
+            "every element of tensors that the source lacks"
+        )
 
 
-def _fill_with_nan(tensor: Tensor, device: torch.device) -> None:
+def _give_memory(tensor: Tensor, device: torch.device) -> None:
     """Gives memory to a meta tensor; NaN shows which elements are not initialised."""
     check_has_no_hooks(tensor)
     data = torch.empty_like(tensor, device=device)
-    if data.is_floating_point():
-        data.fill_(float("nan"))
-    replace(tensor, data)
+    replace(tensor, data.fill_(float("nan") if _may_be_nan(tensor) else 0))
+
+
+def _may_be_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_unset(tensor: Tensor, is_untouched: bool) -> bool:
+    """Returns whether elements are not initialised. Integers have no NaN: they are set if one was written."""
+    if tensor.is_meta:
+        return True
+    if _may_be_nan(tensor):
+        return bool(tensor.isnan().any())
+    # A write through `tensor.data` is not counted as one.
+    return is_untouched and tensor.numel() > 0 and not tensor.bool().any()

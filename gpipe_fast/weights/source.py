@@ -32,8 +32,10 @@ def entries_of(source: Source) -> Entries:
     """Returns the entries of a source. See `GPipe.load_weights` for the kinds of sources.
 
     Raises:
-        TypeError: the source is neither a mapping nor a path, or the file contains no mapping.
-        ValueError: a file is incomplete, or an index names a tensor that its file lacks.
+        TypeError: the source is neither a mapping nor a path, the file contains no mapping, or a name is no
+            string.
+        ValueError: a file is incomplete or has another format, the path is that of a folder, an index names a
+            tensor that its file lacks, or a tensor is on the meta device.
     """
     if isinstance(source, Mapping):
         return _of_mapping(source)
@@ -43,14 +45,26 @@ def entries_of(source: Source) -> Entries:
             "mapping of names to tensors, or the path of a .safetensors, .index.json or .pt file"
         )
     path = Path(source)
+    if path.is_dir():
+        raise ValueError(
+            f"{path} is a folder; pass a file in it, such as model.safetensors, or the index of a sharded "
+            "checkpoint, model.safetensors.index.json"
+        )
     return _of_index(path) if path.name.endswith(".index.json") else _of_file(path)
 
 
 def _of_mapping(source: Mapping[str, Any]) -> Entries:
     found = Entries()
     for name in source:
+        if not isinstance(name, str):
+            raise TypeError(f"the names in a state dict must be strings, got {name!r}; pass names of tensors")
         value = source[name]
         if isinstance(value, Tensor):
+            if value.is_meta:
+                raise ValueError(
+                    f"the source has {name!r} on the meta device, without data; pass the tensors of a file, "
+                    "or of a model that is loaded"
+                )
             like = torch.empty(value.shape, dtype=value.dtype, device="meta")
             value = Entry(like, functools.partial(source.__getitem__, name))
         found[name] = value
@@ -62,7 +76,13 @@ def _of_file(path: Path) -> Entries:
     if path.suffix == ".safetensors":
         return Entries(safetensors_entries(path))
     # With weights_only=True, the file cannot execute code.
-    loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} cannot be mapped into memory as a file of torch.save: {error}; download or save it "
+            "again, or pass torch.load(path) if the file is older than PyTorch 1.6"
+        ) from error
     if not isinstance(loaded, Mapping):
         raise TypeError(
             f"{path} contains a {type(loaded).__name__}, not a state dict; save model.state_dict()"
@@ -72,9 +92,12 @@ def _of_file(path: Path) -> Entries:
 
 def _of_index(path: Path) -> Entries:
     """Returns the entries of the files that an index names, as Hugging Face writes it."""
-    index = json.loads(path.read_text())
+    try:
+        index = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        index = None
     files = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files, dict):
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(
             f"{path} has no 'weight_map' from the names of tensors to files; pass the index of a sharded "
             "checkpoint, such as model.safetensors.index.json"

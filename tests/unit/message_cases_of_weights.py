@@ -21,6 +21,10 @@ def load(source: object, *, strict: bool = True, fill: bool = False) -> None:
     model.load_weights(source, strict=strict, init=init)  # type: ignore[arg-type]
 
 
+def load_with_a_number_as_init() -> None:
+    GPipe(nn.Sequential(nn.Linear(2, 2)), [1]).load_weights({}, strict=False, init=3)  # type: ignore[arg-type]
+
+
 def load_with_a_hook() -> None:
     model = GPipe(nn.Sequential(nn.Linear(2, 2, device="meta")), [1])
     model[0].weight.register_hook(print)
@@ -46,6 +50,11 @@ def load_index_with_a_lacking_name() -> None:
 
 
 OF_WEIGHTS = [
+    case("is a folder", "model.safetensors", load, "."),
+    case("got 3", "names of tensors", load, {3: torch.ones(2)}),
+    case("'0.weight' on the meta device", "of a file", load, {"0.weight": torch.ones(2, device="meta")}),
+    case("x.bin cannot be mapped", "again", load_file, "x.bin", {}),
+    case("init must be a function of a module, got int", "reset_parameters", load_with_a_number_as_init),
     case("got int", "pass a mapping", load, 3),
     case("contains a int", "save model.state_dict()", load_file, "model.pt", 3),
     case("has no 'weight_map'", "model.safetensors.index.json", load_file, "x.index.json", {}),

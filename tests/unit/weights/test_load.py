@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, verify
-from tests.unit.weights.layers import assert_loaded, build, inputs, on_meta
+from tests.unit.weights.layers import Rotation, assert_loaded, build, inputs, on_meta
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -164,6 +164,36 @@ def test_layers_with_data_are_loaded_too() -> None:
     model.load_weights(plain.state_dict())
     assert model[0].weight is weight
     assert_loaded(model, plain)
+
+
+@pytest.mark.parametrize("load", [GPipe.load_weights, GPipe.load_state_dict])
+def test_layers_that_are_loaded_under_inference_mode_can_be_trained(load: Callable[..., object]) -> None:
+    plain, model = build(rotation=True), on_meta(rotation=True)
+    if load is GPipe.load_state_dict:
+        model[2].angles, model[2].offset = plain[2].angles.clone(), plain[2].offset
+    options = {"init": Rotation.reset_tables} if load is GPipe.load_weights else {}
+    with torch.inference_mode():
+        load(model, plain.state_dict(), **options)
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+    assert_loaded(model, plain)
+
+
+def test_a_buffer_may_be_tied_to_one_that_is_not_in_the_state_dict() -> None:
+    def layers() -> nn.Sequential:
+        table = torch.arange(8.0)
+        tied = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        for layer, persistent in zip(tied, (True, False), strict=True):
+            layer.register_buffer("table", table, persistent=persistent)
+        return nn.Sequential(*tied)
+
+    plain = layers()
+    with torch.device("meta"):
+        on_meta = layers().to("meta")
+    on_meta[1].table = on_meta[0].table
+    for model in (GPipe(layers(), [1, 1]), GPipe(on_meta, [1, 1])):
+        model.load_weights(plain.state_dict())
+        assert model[1].table is model[0].table
+        assert torch.equal(model[1].table, plain[1].table)
 
 
 def test_state_dicts_of_torchgpipe_are_converted() -> None:

@@ -118,6 +118,58 @@ def test_an_init_that_fails_or_leaves_tensors_unset_is_refused(init: Callable[[A
     assert_loaded(model, plain)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.uint16, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+@pytest.mark.parametrize("value", [0, 1])
+def test_tensors_of_every_dtype_must_be_set(dtype: torch.dtype, value: int) -> None:
+    layer = nn.Linear(8, 8)
+    layer.register_buffer("table", torch.empty(4, dtype=dtype), persistent=False)
+    layer.register_buffer("empty", torch.empty(0, dtype=dtype), persistent=False)
+    model = GPipe(nn.Sequential(layer.to("meta")), [1])
+    state = nn.Sequential(nn.Linear(8, 8)).state_dict()
+    with pytest.raises(RuntimeError, match=r"^init left 0\.table on .* or did not write to it"):
+        model.load_weights(state, init=lambda module: None)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    model.load_weights(state, init=lambda module: module.table.copy_(torch.tensor(value)))
+    assert model[0].table.dtype == dtype
+    assert model[0].table.to(torch.complex64).tolist() == [value] * 4
+
+
+def test_init_may_replace_or_remove_tensors() -> None:
+    def init(module: Any) -> None:
+        module.angles, module.offset = torch.zeros(8, dtype=torch.int64), None
+
+    model = on_meta(rotation=True)
+    model.load_weights(build(rotation=True).state_dict(), init=init)
+    assert model[2].angles.tolist() == [0] * 8
+    model[2].angles = torch.empty(8, device="meta")
+    model.load_weights(build(rotation=True).state_dict(), init=lambda module: setattr(module, "angles", None))
+    assert model[2].angles is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_init_that_fails_leaves_all_modules_on_the_meta_device(error: type[BaseException]) -> None:
+    """Otherwise, modules that it had initialised before would keep these values with a mended `init`."""
+    model, called = on_meta(), []
+
+    def init(module: Any) -> None:
+        called.append(module)
+        if len(called) == 2:
+            raise error
+        nn.init.zeros_(module.weight)
+        nn.init.zeros_(module.bias)
+
+    with pytest.raises(error):
+        model.load_weights({}, strict=False, init=init)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_init_must_be_a_function() -> None:
+    with pytest.raises(TypeError, match="init must be a function of a module, got int; "):
+        GPipe(build(), [2, 3]).load_weights(build().state_dict(), init=3)  # type: ignore[arg-type]
+
+
 def test_init_is_called_for_plain_attributes() -> None:
     class Offset(nn.Linear):
         offset = torch.empty(0)

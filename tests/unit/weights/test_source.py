@@ -98,10 +98,49 @@ def test_sources_of_other_types_are_refused(tmp_path: Path) -> None:
         entries_of(tmp_path / "nowhere.safetensors")
 
 
-@pytest.mark.parametrize("content", [{}, [], {"weight_map": ["a"]}])
-def test_an_index_without_a_map_is_refused(content: object, tmp_path: Path) -> None:
-    (tmp_path / "x.index.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="has no 'weight_map' from the names of tensors to files"):
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a folder; pass a file in it, such as model\.safetensors"):
+        entries_of(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut off", "another format", "before PyTorch 1.6"])
+def test_files_of_torch_save_that_cannot_be_mapped_are_named(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(STATE, path, _use_new_zipfile_serialization=kind != "before PyTorch 1.6")
+    if kind != "before PyTorch 1.6":
+        contents = {"empty": b"", "cut off": path.read_bytes()[:-100], "another format": b"abc" * 40}
+        path.write_bytes(contents[kind])
+    with pytest.raises(ValueError, match=r"model\.pt cannot be mapped into memory as a file of torch\.save"):
+        entries_of(path)
+
+
+def test_a_name_that_is_no_string_is_refused() -> None:
+    with pytest.raises(TypeError, match="the names in a state dict must be strings, got 3; "):
+        entries_of({**STATE, 3: torch.ones(1)})  # type: ignore[dict-item]
+
+
+def test_a_source_without_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="the source has 'b' on the meta device, without data; "):
+        entries_of({**STATE, "b": STATE["b"].to("meta")})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{}",
+        b"[]",
+        b'{"weight_map": ["a"]}',
+        b'{"weight_map": {"a": 3}}',
+        b'{"weight_map": {"a": ["b"]}}',
+        b"",
+        b"{",
+        b"\xff\xfe\x00\x81",
+        b"[" * 10**5,
+    ],
+)
+def test_an_index_without_a_map_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.index.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.index\.json has no 'weight_map' from the names of tensors to"):
         entries_of(tmp_path / "x.index.json")
 
 
