@@ -209,6 +209,14 @@ def test_failed_allocations_name_action_and_layer(layer: type[nn.Module], action
     assert (pipe[2].num_batches_tracked == 0) == (layer is Huge)
 
 
+def test_a_failure_with_buffers_that_are_inference_tensors_is_an_error() -> None:
+    """Buffers are restored after a failure, and an error in this would end the process."""
+    with torch.inference_mode():
+        model = GPipe(nn.Sequential(nn.BatchNorm1d(4)), [1], backend="eager")
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+        model(torch.randn(8, 4))
+
+
 def test_outputs_that_cannot_be_concatenated_are_refused() -> None:
     """The last layer is a loss, whose 0-dimensional outputs have no batch dimension."""
 
