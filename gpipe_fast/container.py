@@ -194,22 +194,26 @@ class Container(LayerSequence):
                 file. Each tensor of a mapping is taken twice, to check and to load it. A file of the format
                 ``.safetensors`` is read without the package of that name; ``.index.json`` is the index of a
                 sharded checkpoint, as Hugging Face writes it; any other file is one that ``torch.save`` has
-                written: it is mapped into memory, and loaded with ``weights_only=True``.
+                written, since PyTorch 1.6: it is mapped into memory, and loaded with ``weights_only=True``.
             strict: Whether the names in the source must be exactly those of ``state_dict()``.
             init: A function that initialises a module. It is called with each module that has meta tensors
                 which the source lacks: non-persistent buffers and, if ``strict`` is False, parameters. They
-                have memory by then. Other tensors of the module are loaded afterwards. It is also called with
-                modules that have meta tensors as plain attributes, which it may set.
+                have memory by then. Other tensors of the module are loaded afterwards. A floating-point or
+                complex tensor that contains NaN afterwards counts as unset, and so does another one to which
+                nothing was written. If ``init`` fails, these tensors are on the meta device again. It is also
+                called with modules that have meta tensors as plain attributes, which it may set.
                 ``load_weights({}, strict=False, init=function)`` initialises a whole model.
 
         Returns:
             A named tuple of ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does.
 
         Raises:
-            TypeError: ``source`` is neither a mapping nor a path, or its file contains no mapping.
-            ValueError: A file is incomplete or has another format.
+            TypeError: ``source`` is neither a mapping nor a path, its file contains no mapping, a name is no
+                string, or ``init`` is no function.
+            ValueError: A file is incomplete or has another format, the path is that of a folder, or a tensor
+                of the source is on the meta device.
             RuntimeError: Names or shapes differ; the source lacks meta tensors, and there is no ``init``, or
-                it leaves NaN in them; a meta tensor has hooks; or a tensor cannot be read. The message names
+                it leaves them unset; a meta tensor has hooks; or a tensor cannot be read. The message names
                 the tensors.
         """
         found = load_weights(self, source, self._placement, strict, init)
