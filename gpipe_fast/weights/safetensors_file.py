@@ -55,7 +55,8 @@ def safetensors_entries(path: Path) -> dict[str, Entry]:
     """
     header, begin = _header(path)
     data_bytes = os.path.getsize(path) - begin
-    found, spans = {}, []
+    found: dict[str, Entry] = {}
+    spans: list[tuple[int, int]] = []
     for name, fields in header.items():
         if name != "__metadata__":
             like, first, last = _parsed(path, name, fields)
