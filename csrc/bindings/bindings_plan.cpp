@@ -65,7 +65,18 @@ class LayersAdapter final : public PythonLayers {
 
   void restore(const PythonObject& snapshot) override {
     const py::gil_scoped_acquire gil;
-    unwrap_object(layers_).attr("restore")(unwrap_object(snapshot));
+    // A failed run is being undone, so nothing may be thrown: after another Ctrl-C the buffers are restored again, and
+    // other errors are printed.
+    for (int attempts = 3; attempts > 0; --attempts) {
+      try {
+        unwrap_object(layers_).attr("restore")(unwrap_object(snapshot));
+        return;
+      } catch (py::error_already_set& error) {
+        if (error.matches(PyExc_KeyboardInterrupt) && attempts > 1) continue;
+        error.discard_as_unraisable("the restoration of buffers after a failure");
+        return;
+      }
+    }
   }
 
   Result forward(const Boundary& inputs, const std::function<int64_t()>& key, int32_t microbatch,

@@ -29,7 +29,7 @@ class BufferSnapshot(NamedTuple):
         """Restores the tensor and its elements in the module."""
         if getattr(self.module, self.name, None) is not self.buffer:
             setattr(self.module, self.name, self.buffer)
-        # Inference tensors may be written in inference mode only; C++ ends the process if this raises.
+        # Inference tensors may be written in inference mode only.
         with torch.inference_mode(self.buffer.is_inference()), torch.no_grad():
             self.buffer.copy_(self.copy)
 

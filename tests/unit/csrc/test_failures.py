@@ -217,6 +217,43 @@ def test_a_failure_with_buffers_that_are_inference_tensors_is_an_error() -> None
         model(torch.randn(8, 4))
 
 
+class ReplacesBuffer(nn.Module):
+    """Replaces a buffer and fails; replacing it once more raises the error that is given."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.errors: list[BaseException] = []
+        self.error = error
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "count" and self.errors:
+            raise self.errors.pop()
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.errors = [self.error]
+        raise ValueError("the layer fails")
+
+
+def test_a_second_interrupt_does_not_keep_buffers_from_being_restored() -> None:
+    model = GPipe(nn.Sequential(ReplacesBuffer(KeyboardInterrupt())), [1], backend="eager")
+    with pytest.raises(ValueError, match="the layer fails"):
+        model(torch.randn(8, 4))
+    assert model[0].count == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_error_while_buffers_are_restored_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: printed.append(str(args.exc_value)))
+    model = GPipe(nn.Sequential(ReplacesBuffer(RuntimeError("frozen"))), [1], backend="eager")
+    with pytest.raises(ValueError, match="the layer fails"):
+        model(torch.randn(8, 4))
+    assert printed == ["frozen"]
+
+
 def test_outputs_that_cannot_be_concatenated_are_refused() -> None:
     """The last layer is a loss, whose 0-dimensional outputs have no batch dimension."""
 
