@@ -169,6 +169,13 @@ def test_an_output_that_is_not_a_tensor_is_refused() -> None:
     )
 
 
+def test_no_kernel_runs_for_empty_tensors() -> None:
+    # The backward of pooling has no check of its own, and reads out of bounds.
+    signals = torch.empty(2, 0, 8).transpose(1, 2).requires_grad_()
+    joint = trace_joint([nn.AdaptiveAvgPool1d(4)], signals)
+    assert joint.differentiable_outputs() == {0}
+
+
 def test_a_refused_trace_leaves_no_tracing_tensor_in_a_nested_container() -> None:
 
     def keep_nested(self: Any, x: Tensor) -> Tensor:
