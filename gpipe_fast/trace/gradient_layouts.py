@@ -71,14 +71,21 @@ def clone_outputs(outputs: Sequence[Tensor], gradient_layouts: GradientLayouts) 
 
 
 def _symbolic_strides(strides: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides as products of sizes if any size is a symbol, else unchanged."""
+    """Returns the strides as products of sizes if any size is a symbol, else unchanged.
+
+    A gradient may be a slice of a larger one, along a dimension inside of the symbol's::
+
+        shape (s0, 2, 8), slice of (s0, 4, 8): strides (32, 8, 1); 32 stays a number
+    """
     if not any(isinstance(size, torch.SymInt) for size in shape):
         return strides
     found: list[int] = [0] * len(strides)
     expected: int = 1
     for dim in reversed(dim_order(strides)):
         if hint(expected) != strides[dim]:
-            raise RuntimeError(f"strides {strides} do not describe a dense tensor, permuted or expanded")
+            if isinstance(expected, torch.SymInt):
+                raise RuntimeError(f"strides {strides} have gaps that may depend on sizes {tuple(shape)}")
+            expected = strides[dim]
         found[dim] = expected
         expected = expected * shape[dim]
     return tuple(found)

@@ -13,6 +13,7 @@ from gpipe_fast import GPipe, keyed_rng, replicate, verify
 from gpipe_fast.balance import profile_layers
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.structure import BatchDim
+from tests.internals import compiler_of
 from tests.reference import gradient_like
 from tests.untraceable import WIDTH, Recurrent, without_warnings
 
@@ -77,6 +78,19 @@ def test_a_step_equals_the_plain_loop(make: Callable[[], nn.Sequential], dim: in
         for pipe.checkpoint in CHECKPOINT_MODES:
             for _ in range(2):
                 assert all(map(equal_or_both_none, step(pipe, model, x), expected))
+
+
+def test_sequences_of_many_lengths_share_a_trace() -> None:
+    """The gradient of a micro-batch is a slice of the mini-batch's: its strides have gaps."""
+    model = encoder()
+    pipe = GPipe(model, [2, 2], chunks=2, batch_dim=1)
+    num_traces = []
+    for length in (5, 6, 7, 9, 11):
+        x = torch.randn(length, 4, WIDTH, generator=torch.Generator().manual_seed(length))
+        expected = step(loop(model, 2, 1), model, x)
+        assert all(map(equal_or_both_none, step(pipe, model, x), expected)), length
+        num_traces.append(compiler_of(pipe).num_traces)
+    assert num_traces[1] < num_traces[2] == num_traces[-1]
 
 
 def equal_or_both_none(a: Tensor | None, b: Tensor | None) -> bool:
