@@ -208,7 +208,7 @@ class Segments:
         """
         part, segment_key = origin
         gradients = self._shared.layout_history.record(segment_key, tangents)
-        for other, saved_fraction in list(self._lowered):
+        for other, saved_fraction in [key for key, _ in self._lowered.entries()]:
             if other == segment_key:  # lowered for other gradient layouts
                 _request_lowering(self._requests, self._shared.lowering_pending, segment_key, saved_fraction)
         compiled = self._shared.compiler.find(segment_key, gradients)
