@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -22,14 +22,16 @@ from gpipe_fast.layers.structure import Structure
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.known_reads import KnownReads
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, outputs_of
+from gpipe_fast.trace import python_reads
 from gpipe_fast.trace.fingerprint import fingerprint_without_integers
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.join import join
-from gpipe_fast.trace.joint_graph import GraphRole, JointGraph
+from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of
 from gpipe_fast.trace.ports import TracedPorts
+from gpipe_fast.trace.python_reads import PythonReads
 from gpipe_fast.trace.torch_private import Symbols
 from gpipe_fast.trace.trace import SymbolicMode, trace, trace_in_mode, trace_symbolic
-from gpipe_fast.trace.traceability import Untraceable
+from gpipe_fast.trace.traceability import Untraceable, UsesForeignTensor
 from gpipe_fast.trace.watched_integers import watch_integers
 
 # Each trace has a fixed cost: layers with fewer modules are traced together with their neighbours.
@@ -37,6 +39,9 @@ _MIN_MODULES = 4
 
 # The maximum number of kinds of parts that one symbolic trace of a stage keeps.
 _MAX_SYMBOLIC_PARTS = 128
+
+# The maximum number of graphs of otherwise equal parts that differ in integers.
+_MAX_VALUES = 64
 
 _Boundary = TypeVar("_Boundary")
 Traced = JointGraph | Untraceable
@@ -95,6 +100,8 @@ def _trace_parts(
             return _shifted(joint, part.first_layer - parts[0].first_layer)
         joints.append(joint)
         boundaries.append(tracer.outputs(joint))
+    if _refer_to_each_other(parts, joints):
+        return Untraceable(None, "a layer uses a buffer of another")
     for index in reversed(range(len(parts))):
         if gradient_layouts:
             joint = tracer.trace(parts[index], boundaries[index], gradient_layouts)
@@ -107,6 +114,20 @@ def _trace_parts(
     if any(joint.writes_inputs for joint in joints[1:]):
         return Untraceable(None, "a layer changes the output of another in place")
     return join(joints, [(len(part.parameters()), len(part.buffers())) for part in parts])
+
+
+def _refer_to_each_other(parts: Sequence[Stage], joints: Iterable[JointGraph]) -> bool:
+    """Returns whether a buffer of one part is a constant in the graph of another, which misses its writes."""
+    used = [
+        getattr(joint.module, str(node.target))
+        for joint in joints
+        for node in joint.module.graph.find_nodes(op="get_attr")
+    ]
+    constants = [value for value in used if value.layout is torch.strided]
+    if not constants:
+        return False
+    memory = {b.untyped_storage().data_ptr() for part in parts for b in buffers_of(part.layers) if b.numel()}
+    return any(c.untyped_storage().data_ptr() in memory for c in constants)
 
 
 def _shifted(untraceable: Untraceable, num_layers: int) -> Untraceable:
@@ -122,10 +143,12 @@ class _KnownPart:
     Attributes:
         joint: its graph.
         integers: the integers that the trace may have read, by position among its modules' integers.
+        reads: the Python state that its layers read.
     """
 
     joint: JointGraph
     integers: dict[int, int]
+    reads: list[PythonReads]
 
 
 class _KnownParts:
@@ -145,13 +168,18 @@ class _KnownParts:
         _, integers = fingerprint_without_integers(part.layers)
         for known in self._known.find((layers, key)) or ():
             if all(integers[index].value == value for index, value in known.integers.items()):
+                python_reads.record(part.layers, known.reads)
                 return known.joint
         with watch_integers(integers) as read:
             joint = trace_part()
         if isinstance(joint, JointGraph):
-            found = _KnownPart(joint, {index: integers[index].value for index in sorted(read)})
+            unread = {(id(module), name) for i, (module, name, _) in enumerate(integers) if i not in read}
             updated = self._reads.updated(part.layers, layers), key
-            self._known[updated] = [*(self._known.find(updated) or ()), found]
+            # The trace may have revealed more modules, so that positions differ from those before it.
+            _, integers = fingerprint_without_integers(part.layers)
+            values = {i: n.value for i, n in enumerate(integers) if (id(n.module), n.name) not in unread}
+            found = _KnownPart(joint, values, python_reads.reads_of_all(part.layers))
+            self._known[updated] = [*(self._known.find(updated) or ()), found][-_MAX_VALUES:]
         return joint
 
     def graphs(self) -> list[JointGraph]:
@@ -216,8 +244,10 @@ def _may_be_joined_only(found: Traced) -> bool:
     """Returns whether the layers may be traceable as a whole, though not in parts.
 
     Between layers of a whole, values may pass that no stage could pass on, and a layer may change another's
-    output in place.
+    output in place, or refer to another's parameters and buffers.
     """
+    if isinstance(found, UsesForeignTensor):
+        return True
     return isinstance(found, Untraceable) and (found.error is TypeError or found.layer is None)
 
 

@@ -33,7 +33,5 @@ class KnownReads:
         """Returns the fingerprint after a trace; keeps what layers with the fingerprint before it read."""
         found = self._fingerprint(layers)
         if found != before:
-            self._reads[before] = [
-                reads for layer in layers if (reads := python_reads.reads_of(layer)) is not None
-            ]
+            self._reads[before] = python_reads.reads_of_all(layers)
         return found

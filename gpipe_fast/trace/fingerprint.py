@@ -8,6 +8,7 @@ before reading the object, so that C++ can check later, in microseconds, whether
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Container, Hashable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.layers.skip import Namespace
 from gpipe_fast.trace import python_values
-from gpipe_fast.trace.python_reads import NamespaceEntry, PythonReads, reads_of
+from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
+from gpipe_fast.trace.python_reads import NamespaceEntry, reads_of
 from gpipe_fast.trace.python_values import ValueKind, value_kind
 
 MODULE_STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
@@ -65,12 +67,15 @@ class ModuleInteger(NamedTuple):
 class _FingerprintWalk:
     """The walk that computes one fingerprint.
 
-    Tensors, and namespaces of skip connections, are numbered by first appearance: a fingerprint says which
-    tensors are tied and which layers share a namespace, not which objects they are.
+    Namespaces of skip connections, and the layers' parameters and buffers, are numbered by first appearance:
+    a fingerprint says which tensors are tied and which layers share a namespace, not which objects they are.
+    Tensors of other modules, to which attributes refer, are constants of a trace: they are compared by
+    identity.
     """
 
-    def __init__(self, reads: Iterable[PythonReads | None], snapshot: Snapshot | None) -> None:
-        known = [r for r in reads if r is not None]
+    def __init__(self, layers: Sequence[nn.Module], traced: Iterable[nn.Module], snapshot: Snapshot | None):
+        self.layers = layers
+        known = [r for r in map(reads_of, traced) if r is not None]
         self.snapshot: Any = _NullSnapshot() if snapshot is None else snapshot
         self.entries: dict[tuple[int, Any], NamespaceEntry] = {}
         for read in known:
@@ -78,6 +83,9 @@ class _FingerprintWalk:
         # None: no layer was traced yet, so the attributes that forward reads are unknown.
         self.names = frozenset[str]().union(*(r.attributes for r in known)) if known else None
         self.any_attribute = any(r.any_attribute for r in known)
+        self.instance_dict = any(r.instance_dict for r in known)
+        self.identity = any(r.identity for r in known)
+        self.in_attribute = False  # whether the current module may belong to no layer
         self.object_numbers: dict[int, int] = {}  # of modules, objects and functions, by id
         self.tensors: dict[int, int] = {}
         self.namespaces: dict[Namespace, int] = {}
@@ -98,8 +106,9 @@ class _FingerprintWalk:
         if nn.parameter.is_lazy(tensor):
             return (number, type(tensor))
         strides = tensor.stride() if tensor.layout is torch.strided else None
+        is_constant = self.in_attribute and id(tensor) not in self._own_tensors
         return (
-            number,
+            _Identity(tensor) if is_constant else number,
             type(tensor),
             tuple(tensor.shape),
             strides,
@@ -114,7 +123,7 @@ class _FingerprintWalk:
             # 1, 1.0 and True are equal but trace differently.
             return (type(value), value)
         if kind is ValueKind.MODULE:
-            return self.module(value)
+            return self._module_in_attribute(value)
         if kind is ValueKind.TUPLE or kind is ValueKind.CONTAINER:
             return self._container(value, kind, label)
         if kind is ValueKind.OBJECT:
@@ -149,6 +158,7 @@ class _FingerprintWalk:
         if not self.attributes:
             self.snapshot.add_dict_items(state, ["training", "momentum"], False)
         return (
+            _Identity(module) if self.identity else None,
             type(module),
             module.training,
             tuple((k, self.tensor(v)) for k, v in module._parameters.items()),
@@ -160,6 +170,17 @@ class _FingerprintWalk:
             ),
             tuple((k, self.module(v)) for k, v in module._modules.items()),
         )
+
+    def _module_in_attribute(self, module: nn.Module) -> Hashable:
+        before, self.in_attribute = self.in_attribute, True
+        found = self.module(module)
+        self.in_attribute = before
+        return found
+
+    @functools.cached_property
+    def _own_tensors(self) -> set[int]:
+        """The ids of the layers' parameters and buffers."""
+        return {id(tensor) for tensor in (*parameters_of(self.layers), *buffers_of(self.layers))}
 
     def entry(self, entry: NamespaceEntry) -> Hashable:
         """Returns the key and the value of a namespace item, such as a global variable."""
@@ -175,7 +196,7 @@ class _FingerprintWalk:
         if isinstance(value, (dict, set)) and not value:  # an empty hook table
             self.snapshot.add_container(value)
             return None
-        if type(value) is int and self.integers is not None:
+        if type(value) is int and self.integers is not None and not self.instance_dict:
             self.integers.append(ModuleInteger(module, key, value))
             return (int,)
         return self.attribute(value, key)
@@ -308,7 +329,7 @@ def fingerprint(
     if snapshot is not None:
         snapshot.set_roots(layers)
     traced = [layer for index, layer in enumerate(layers) if index not in in_python]
-    walk = _FingerprintWalk(map(reads_of, traced), snapshot)
+    walk = _FingerprintWalk(layers, traced, snapshot)
     found: list[Hashable] = []
     for index, layer in enumerate(layers):
         walk.attributes = index not in in_python
@@ -323,7 +344,7 @@ def fingerprint_without_integers(layers: Sequence[nn.Module]) -> tuple[Hashable,
 
     Layers often hold their own number (``layer_idx``), which makes otherwise equal layers differ.
     """
-    walk = _FingerprintWalk(map(reads_of, layers), None)
+    walk = _FingerprintWalk(layers, layers, None)
     integers = walk.integers = []
     found = tuple(map(walk.module, layers))
     entries = tuple(walk.entry(entry) for entry in walk.entries.values())
@@ -346,7 +367,7 @@ def hidden_state_message(label: str, value: object) -> str:
 
 def unguardable_reason(layer: nn.Module) -> str | None:
     """Returns why the state that a layer reads cannot be guarded; None if it can."""
-    walk = _FingerprintWalk([reads_of(layer)], None)
+    walk = _FingerprintWalk([layer], [layer], None)
     walk.module(layer)
     for entry in walk.entries.values():
         walk.entry(entry)

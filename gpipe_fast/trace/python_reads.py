@@ -23,6 +23,10 @@ from torch import nn
 _DYNAMIC_ACCESS = frozenset(
     {"getattr", "hasattr", "vars", "__dict__", "attrgetter", "__getstate__", "dir", "asdict"}
 )
+# Names whose use reads attributes of modules past their lookup, which `watch_integers` observes.
+_DICT_ACCESS = frozenset({"vars", "__dict__", "__getstate__", "__reduce_ex__"})
+# Builtin functions whose results differ between equal objects.
+_IDENTITY_FUNCTIONS = frozenset({"id", "hash"})
 # Maximum nesting of modules within modules that is followed, as in a.b.c.
 _MAX_MODULE_DEPTH = 4
 
@@ -36,12 +40,16 @@ class ReadableNames:
         attributes: names of attributes, and string constants, which may be attribute names or keys.
         imports: names of modules that the function imports.
         any_attribute: whether the function also reads attributes by names computed at run time.
+        instance_dict: whether the function may read attributes from the dictionary of an instance.
+        identity: whether the function may read the identity of an object.
     """
 
     globals: tuple[str, ...]
     attributes: frozenset[str]
     imports: tuple[str, ...]
     any_attribute: bool
+    instance_dict: bool
+    identity: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -60,8 +68,15 @@ def readable_names(code: CodeType) -> ReadableNames:
             attributes.add(name)
         elif instruction.opname == "IMPORT_NAME":
             imports[name] = None
-    by_name = not _DYNAMIC_ACCESS.isdisjoint((*globals_, *attributes))
-    return ReadableNames(tuple(globals_), frozenset(attributes), tuple(imports), by_name)
+    names = {*globals_, *attributes}
+    return ReadableNames(
+        tuple(globals_),
+        frozenset(attributes),
+        tuple(imports),
+        any_attribute=not _DYNAMIC_ACCESS.isdisjoint(names),
+        instance_dict=not _DICT_ACCESS.isdisjoint(names),
+        identity=not _IDENTITY_FUNCTIONS.isdisjoint(globals_),
+    )
 
 
 @dataclass(eq=False)
@@ -92,6 +107,8 @@ class PythonReads:
         entries: global variables, attributes of modules, environment variables.
         attributes: names of attributes.
         any_attribute: whether forward may read every attribute of the objects that it can reach.
+        instance_dict: whether forward may read attributes from the dictionary of an instance.
+        identity: whether forward may read the identity of an object.
         repeatable: whether, as far as is known, a second run computes the same as the first apart from random
             numbers: forward has no side effect that every call repeats, and reads no clock or file.
     """
@@ -99,15 +116,19 @@ class PythonReads:
     entries: dict[tuple[int, Any], NamespaceEntry] = field(default_factory=dict)
     attributes: set[str] = field(default_factory=set)
     any_attribute: bool = False
+    instance_dict: bool = False
+    identity: bool = False
     repeatable: bool = True
 
     def add(self, other: PythonReads) -> bool:
         """Adds everything that ``other`` contains; returns whether anything was new."""
         grows = not (other.entries.keys() <= self.entries.keys() and other.attributes <= self.attributes)
-        grows = grows or other.any_attribute > self.any_attribute
+        flags = ("any_attribute", "instance_dict", "identity")
+        grows = grows or any(getattr(other, flag) > getattr(self, flag) for flag in flags)
         self.entries |= other.entries
         self.attributes |= other.attributes
-        self.any_attribute = self.any_attribute or other.any_attribute
+        for flag in flags:
+            setattr(self, flag, getattr(self, flag) or getattr(other, flag))
         self.repeatable = self.repeatable and other.repeatable
         return grows
 
@@ -116,6 +137,8 @@ class PythonReads:
         names = readable_names(code)
         self.attributes |= names.attributes
         self.any_attribute = self.any_attribute or names.any_attribute
+        self.instance_dict = self.instance_dict or names.instance_dict
+        self.identity = self.identity or names.identity
         found: list[NamespaceEntry] = []
         for name in names.globals:
             if name in namespace:
@@ -185,6 +208,11 @@ def version() -> int:
 def reads_of(layer: nn.Module) -> PythonReads | None:
     """Returns the state that a layer's forward reads; None before the layer's first trace."""
     return _reads_by_layer.get(layer)
+
+
+def reads_of_all(layers: Iterable[nn.Module]) -> list[PythonReads]:
+    """Returns the state that each layer's forward reads; empty before the layer's first trace."""
+    return [reads_of(layer) or PythonReads() for layer in layers]
 
 
 def record(layers: Iterable[nn.Module], found: Iterable[PythonReads]) -> bool:

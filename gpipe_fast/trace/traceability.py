@@ -28,6 +28,10 @@ class Untraceable:
     error: type[Exception] = RuntimeError
 
 
+class UsesForeignTensor(Untraceable):
+    """The reason not to trace layers that use a parameter of another layer or of none."""
+
+
 def check_initialized(layers: Sequence[nn.Module]) -> Untraceable | None:
     """Checks that no layer has lazy parameters or buffers, which its first call initialises.
 
@@ -114,7 +118,7 @@ def check_graph(module: fx.GraphModule) -> Untraceable | None:
         if node.op == "get_attr":
             value = getattr(module, str(node.target))
             if isinstance(value, Tensor) and (value.requires_grad or isinstance(value, nn.Parameter)):
-                return Untraceable(
+                return UsesForeignTensor(
                     layer, "it uses a tensor that requires a gradient but is not one of its parameters"
                 )
             if not isinstance(value, Tensor):
