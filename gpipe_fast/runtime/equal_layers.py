@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_fast import progress
 from gpipe_fast.layers.structure import Structure
@@ -26,7 +26,7 @@ from gpipe_fast.trace import python_reads
 from gpipe_fast.trace.fingerprint import fingerprint_without_integers
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.join import join
-from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of
+from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of, parameters_of
 from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.python_reads import PythonReads
 from gpipe_fast.trace.torch_private import Symbols
@@ -51,7 +51,7 @@ def parts_of(stage: Stage) -> list[Stage]:
     """Returns the parts of a stage that are traced one by one; the stage itself if that does not pay.
 
     It is traced as a whole, too, if parts share parameters, whose gradients would be added in another order,
-    or if a skip connection leads from one part to another.
+    if they share the memory of buffers, or if a skip connection leads from one part to another.
     """
     if stage.options.is_absent:
         return [stage]
@@ -66,9 +66,28 @@ def parts_of(stage: Stage) -> list[Stage]:
         sum(len(tensors(part)) for part in parts) != len(tensors(stage))
         for tensors in (Stage.parameters, Stage.buffers)
     )
-    if share_tensors or stage.skips:
+    if share_tensors or stage.skips or _share_memory_of_buffers(parts):
         return [stage]
     return parts
+
+
+def _share_memory_of_buffers(parts: Sequence[Stage]) -> bool:
+    """Returns whether a buffer of one part is in the same memory as a buffer or parameter of another."""
+    owners: dict[int, int] = {}
+    for index, part in enumerate(parts):
+        if any(owners.setdefault(memory, index) != index for memory in _memory_of(buffers_of(part.layers))):
+            return True
+    return any(
+        owners.get(memory, index) != index
+        for index, part in enumerate(parts)
+        for memory in _memory_of(parameters_of(part.layers))
+    )
+
+
+def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Returns the addresses of the storages of tensors, except subclasses, which are not traceable."""
+    strided = (t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided)
+    return {t.untyped_storage().data_ptr() for t in strided} - {0}
 
 
 def _key_of(layer: Stage) -> Hashable:
@@ -118,16 +137,14 @@ def _trace_parts(
 
 def _refer_to_each_other(parts: Sequence[Stage], joints: Iterable[JointGraph]) -> bool:
     """Returns whether a buffer of one part is a constant in the graph of another, which misses its writes."""
-    used = [
+    constants = [
         getattr(joint.module, str(node.target))
         for joint in joints
         for node in joint.module.graph.find_nodes(op="get_attr")
     ]
-    constants = [value for value in used if value.layout is torch.strided]
-    if not constants:
-        return False
-    memory = {b.untyped_storage().data_ptr() for part in parts for b in buffers_of(part.layers) if b.numel()}
-    return any(c.untyped_storage().data_ptr() in memory for c in constants)
+    return bool(constants) and not _memory_of(constants).isdisjoint(
+        memory for part in parts for memory in _memory_of(buffers_of(part.layers))
+    )
 
 
 def _shifted(untraceable: Untraceable, num_layers: int) -> Untraceable:

@@ -225,6 +225,8 @@ class _FingerprintWalk:
             found = (type(value), frozenset(map(self.attribute, items)))
         else:
             found = (type(value), *(self.attribute(item, label) for item in items))
+        if type(value).__module__ not in ("builtins", "collections") and self.names is not None:
+            found = (*found, *self._instance_state(value))
         self.enclosing.discard(id(value))
         return found
 
@@ -238,10 +240,15 @@ class _FingerprintWalk:
         if self.names is None and not dataclasses.is_dataclass(value):
             return (cls, number)  # its reads are unknown before the first trace
         self._class(cls)
+        return (cls, number, *self._instance_state(value))
+
+    def _instance_state(self, value: Any) -> list[Hashable]:
+        """Returns the attributes of an object that forward may read."""
+        cls: Any = type(value)
         read_all = self.names is None or self.any_attribute or python_values.has_dynamic_attributes(cls)
         state = python_values.attributes_of(value)
         found: list[Hashable] = []
-        if state is not None:
+        if state is not None and state is not value:  # a dict may be its own dictionary
             self.snapshot.add_attributes(value, read_all)
             keys = [k for k in state if read_all or k in self.names]  # type: ignore[operator]
             if not read_all:
@@ -253,7 +260,7 @@ class _FingerprintWalk:
             if read_all or slot.name in self.names:  # type: ignore[operator]
                 self.snapshot.add_slot(value, slot.name)
                 found.append((slot.name, self.attribute(slot.value, slot.name)))
-        return (cls, number, *found)
+        return found
 
     def _function(self, function: Any) -> Hashable:
         if python_values.is_assumed_constant(function.__module__):

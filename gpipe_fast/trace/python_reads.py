@@ -156,6 +156,8 @@ class PythonReads:
         names = readable_names(code)
         self.attributes |= names.attributes
         self.any_attribute = self.any_attribute or names.any_attribute
+        # A copy of a module, by the standard library, holds attributes that were never looked up.
+        self.instance_dict = self.instance_dict or "__reduce_ex__" in names.attributes
 
     def add_environment(self, key: str | None) -> list[NamespaceEntry]:
         """Adds one environment variable, or all of them if ``key`` is None; returns the new entries."""

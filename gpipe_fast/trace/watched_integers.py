@@ -40,8 +40,7 @@ def watch_integers(integers: Sequence[ModuleInteger]) -> Iterator[set[int]]:
     """Yields the indices of the integers that may have been read; it is complete after the block.
 
     An integer that cannot be watched counts as read: if the class has an attribute of its name, or a way to
-    read attributes past their lookup. An integer read from another object, such as a copy of the module,
-    counts as read from every module.
+    read attributes past their lookup.
     """
     read: set[tuple[int, str]] = set()
     found: set[int] = set()
@@ -60,8 +59,4 @@ def watch_integers(integers: Sequence[ModuleInteger]) -> Iterator[set[int]]:
     finally:
         for cls, name in watched:
             delattr(cls, name)
-        known = {id(module) for module, _, _ in integers}
-        names = {name for owner, name in read if owner not in known}
-        found |= {
-            i for i, (module, name, _) in enumerate(integers) if (id(module), name) in read or name in names
-        }
+        found |= {i for i, (module, name, _) in enumerate(integers) if (id(module), name) in read}

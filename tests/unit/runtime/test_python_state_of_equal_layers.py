@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpipe_fast import GPipe
 from gpipe_fast.runtime import equal_layers
 from gpipe_fast.runtime.equal_layers import EqualLayers
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.joint_graph import JointGraph
-from tests.reference import check_step
+from tests.reference import check_step, loop_step, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,7 +152,47 @@ class ReadsStatistics(Unregistered):
 def test_a_layer_that_reads_a_buffer_of_another() -> None:
     torch.manual_seed(0)
     statistics = Statistics()
-    model = nn.Sequential(Branch(), Branch(), statistics, ReadsStatistics(statistics))
+    model = nn.Sequential(statistics, Branch(), Branch(), ReadsStatistics(statistics))
+    check_step(model, torch.randn(4, 8), 2, budgets=(0.0,))
+
+
+class Config(dict[str, float]):
+    """A dictionary with attributes."""
+
+    scale: float
+
+
+class ReadsConfig(Branch):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.config = Config(unused=1.0)
+        self.config.scale = scale
+
+    def forward(self, x: Tensor) -> Any:
+        return self.branch(x) * self.config.scale
+
+
+def test_attributes_of_a_dictionary() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ReadsConfig(n) for n in (2.0, 2.0, 3.0)))
+    x, pipe = torch.randn(4, 8), GPipe(model, [3], chunks=2)
+    assert unequal(pipeline_step(pipe, x), loop_step(model, x, 2)) == []
+    model[0].config.scale = 5.0  # type: ignore[union-attr]
+    assert unequal(pipeline_step(pipe, x), loop_step(model, x, 2)) == []
+
+
+class Normalized(Branch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in Python")
+def test_buffers_in_the_same_memory() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Normalized() for _ in range(3)))
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+    norms[1].running_mean = norms[0].running_mean.detach()  # type: ignore[union-attr]
     check_step(model, torch.randn(4, 8), 2, budgets=(0.0,))
 
 
