@@ -73,7 +73,9 @@ class _FingerprintWalk:
     identity.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], traced: Iterable[nn.Module], snapshot: Snapshot | None):
+    def __init__(
+        self, layers: Sequence[nn.Module], traced: Iterable[nn.Module], snapshot: Snapshot | None
+    ) -> None:
         self.layers = layers
         known = [r for r in map(reads_of, traced) if r is not None]
         self.snapshot: Any = _NullSnapshot() if snapshot is None else snapshot
