@@ -228,7 +228,7 @@ class _FingerprintWalk:
         else:
             found = (type(value), *(self.attribute(item, label) for item in items))
         if type(value).__module__ not in ("builtins", "collections") and self.names is not None:
-            found = (*found, *self._instance_state(value))
+            found = (found, *self._instance_state(value))
         self.enclosing.discard(id(value))
         return found
 
