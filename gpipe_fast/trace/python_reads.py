@@ -69,12 +69,14 @@ def readable_names(code: CodeType) -> ReadableNames:
         elif instruction.opname == "IMPORT_NAME":
             imports[name] = None
     names = {*globals_, *attributes}
+    # This method reads the dictionary of its own object; modules that have one are not watched.
+    of_own_object = code.co_name == "__getattribute__"
     return ReadableNames(
         tuple(globals_),
         frozenset(attributes),
         tuple(imports),
         any_attribute=not _DYNAMIC_ACCESS.isdisjoint(names),
-        instance_dict=not _DICT_ACCESS.isdisjoint(names),
+        instance_dict=not (of_own_object or _DICT_ACCESS.isdisjoint(names)),
         identity=not _IDENTITY_FUNCTIONS.isdisjoint(globals_),
     )
 

@@ -88,6 +88,33 @@ def test_layers_that_differ_in_what_they_read(kind: Callable[[int], nn.Module]) 
     check_step(nn.Sequential(*(kind(n) for n in (2, 3, 4))), torch.randn(4, 8), 2, budgets=(0.0,))
 
 
+class _LookedUp:
+    """Looks its attributes up in its own dictionary, as the configurations of transformers do."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        assert super().__getattribute__("__dict__").get("per_layer") is None
+        return super().__getattribute__(name)
+
+
+class ReadsConfiguration(Branch):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.configuration = _LookedUp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.branch(x) * self.configuration.scale
+
+
+def test_equal_layers_whose_configuration_reads_its_own_dictionary_are_traced_once() -> None:
+    model = GPipe(nn.Sequential(*map(ReadsConfiguration, (2, 3, 4))), [3])
+    with patch.object(equal_layers, "trace", wraps=equal_layers.trace) as traced:
+        model(torch.randn(4, 8, requires_grad=True))
+    assert traced.call_count == 1
+
+
 def test_equal_stages_whose_equal_layers_read_identities() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(ReadsIdentity(2), ReadsIdentity(3))
