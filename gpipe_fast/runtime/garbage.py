@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 
 from gpipe_fast._extension import trim_heaps
+from gpipe_fast.trace.garbage import OlderObjects
 
 
 class _LongLived:
-    """The number of objects in the process after its latest full collection; 0 before the first plan."""
+    """The number of memory blocks of Python after its latest full collection; 0 before the first plan."""
 
-    number = 0
+    num_blocks = 0
 
 
 # Python, too, waits with a full collection until a fourth has been added since the last one.
@@ -24,25 +26,27 @@ def collected() -> Iterator[None]:
     """Collects the cyclic garbage that a block leaves, and returns free memory to the system.
 
     A full collection takes half a second, because PyTorch alone has a million objects. So objects that
-    existed before the block are visited only if their number has grown by a fourth: each collection here
-    delays those of Python, which would visit them. If the user has frozen objects (`gc.freeze`), the garbage
-    is left to Python's own collections: `gc.unfreeze` would unfreeze the user's objects as well.
+    existed before the block are visited only if Python's memory blocks have grown by a fourth: each
+    collection here delays those of Python, which would visit them. If the user has frozen objects
+    (`gc.freeze`), the garbage is left to Python's own collections: `gc.unfreeze` would unfreeze the user's
+    objects as well.
     """
-    if gc.get_freeze_count():
+    if OlderObjects.are_frozen or gc.get_freeze_count():
         yield
         return
+    num_blocks = sys.getallocatedblocks()
+    _LongLived.num_blocks = _LongLived.num_blocks or num_blocks
     gc.freeze()
-    older = gc.get_freeze_count()
+    OlderObjects.are_frozen = True
     try:
         yield
     finally:
-        _LongLived.number = _LongLived.number or older
-        is_full = older > _GROWTH * _LongLived.number
-        if is_full:
+        OlderObjects.are_frozen = False
+        if num_blocks <= _GROWTH * _LongLived.num_blocks:
+            gc.collect()
             gc.unfreeze()
-        gc.collect()
-        if is_full:
-            gc.freeze()
-            _LongLived.number = gc.get_freeze_count()
-        gc.unfreeze()
+        else:
+            gc.unfreeze()
+            gc.collect()
+            _LongLived.num_blocks = sys.getallocatedblocks()
         trim_heaps()

@@ -7,6 +7,16 @@ import gc
 from collections.abc import Iterator
 
 
+class OlderObjects:
+    """The objects that existed before a plan is made.
+
+    Attributes:
+        are_frozen: whether collections leave them out. `gc.get_freeze_count` would visit each of them.
+    """
+
+    are_frozen = False
+
+
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
     """Pauses the collector in a block, and collects the objects that became garbage in it.
@@ -24,4 +34,4 @@ def collector_paused() -> Iterator[None]:
     finally:
         gc.enable()
         # If older objects are frozen, a full collection is cheap, and leaves less memory in fragments.
-        gc.collect(2 if gc.get_freeze_count() else 0)
+        gc.collect(2 if OlderObjects.are_frozen else 0)
