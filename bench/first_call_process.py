@@ -108,7 +108,7 @@ def main() -> None:
                 "processor": time.process_time() - processor,
             }
         )
-    print(json.dumps({"import": imported, "steps": steps}))
+    print(json.dumps({"steps": steps}))
 
 
 if __name__ == "__main__":

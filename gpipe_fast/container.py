@@ -198,9 +198,9 @@ class Container(LayerSequence):
             strict: Whether the names in the source must be exactly those of ``state_dict()``.
             init: A function that initialises a module. It is called with each module that has meta tensors
                 which the source lacks: non-persistent buffers and, if ``strict`` is False, parameters. They
-                have memory by then. Other tensors of the module are loaded afterwards. A floating-point or
-                complex tensor that contains NaN afterwards counts as unset, and so does another one to which
-                nothing was written. If ``init`` fails, these tensors are on the meta device again. It is also
+                have memory by then. Other tensors of the module are loaded afterwards. A tensor
+                counts as unset if it contains NaN after the call, or, if its dtype has no NaN, if nothing was
+                written to it. If ``init`` fails, these tensors are on the meta device again. It is also
                 called with modules that have meta tensors as plain attributes, which it may set.
                 ``load_weights({}, strict=False, init=function)`` initialises a whole model.
 

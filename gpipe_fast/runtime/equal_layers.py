@@ -85,7 +85,7 @@ def _share_memory_of_buffers(parts: Sequence[Stage]) -> bool:
 
 
 def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Returns the addresses of the storages of tensors, except subclasses, which are not traceable."""
+    """Returns the addresses of storages. Tensor subclasses are left out, because they are not traced."""
     strided = (t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided)
     return {t.untyped_storage().data_ptr() for t in strided} - {0}
 

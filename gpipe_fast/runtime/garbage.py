@@ -12,7 +12,7 @@ from gpipe_fast.trace.garbage import OlderObjects
 
 
 class _LongLived:
-    """The number of memory blocks of Python after its latest full collection; 0 before the first plan."""
+    """The number of memory blocks of Python after the latest full collection; 0 before the first plan."""
 
     num_blocks = 0
 
@@ -26,10 +26,10 @@ def collected() -> Iterator[None]:
     """Collects the cyclic garbage that a block leaves, and returns free memory to the system.
 
     A full collection takes half a second, because PyTorch alone has a million objects. So objects that
-    existed before the block are visited only if Python's memory blocks have grown by a fourth: each
-    collection here delays those of Python, which would visit them. If the user has frozen objects
-    (`gc.freeze`), the garbage is left to Python's own collections: `gc.unfreeze` would unfreeze the user's
-    objects as well.
+    existed before the block are visited only if there are a fourth more memory blocks than after the latest
+    full collection: each collection here delays those of Python, which would visit them. If the user has
+    frozen objects (`gc.freeze`), the garbage is left to Python's own collections: `gc.unfreeze` would
+    unfreeze the user's objects as well.
     """
     if OlderObjects.are_frozen or gc.get_freeze_count():
         yield

@@ -212,16 +212,15 @@ class Segments:
             if other == segment_key:  # lowered for other gradient layouts
                 _request_lowering(self._requests, self._shared.lowering_pending, segment_key, saved_fraction)
         compiled = self._shared.compiler.find(segment_key, gradients)
-        if compiled is None:
-            # No layer of any stage may run during a trace. A running layer may itself wait for the tracing
-            # lock inside its forward, so the tracing lock is acquired last.
-            with contextlib.ExitStack() as held:
-                for lock in (*self._shared.locks, TRACING_LOCK):
-                    held.enter_context(lock)
-                held.enter_context(collected())
-                compiled = self._compile_now(part, segment_key)
-                return compiled.segment(FULL_RECOMPUTE)
-        return compiled.segment(FULL_RECOMPUTE)
+        if compiled is not None:
+            return compiled.segment(FULL_RECOMPUTE)
+        # No layer of any stage may run during a trace. A running layer may itself wait for the tracing lock
+        # inside its forward, so the tracing lock is acquired last.
+        with contextlib.ExitStack() as held:
+            for lock in (*self._shared.locks, TRACING_LOCK):
+                held.enter_context(lock)
+            held.enter_context(collected())
+            return self._compile_now(part, segment_key).segment(FULL_RECOMPUTE)
 
     def _compile_now(self, part: Stage, segment_key: SegmentKey) -> CompiledStage:
         if not segment_key.is_current(part.layers):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class OlderObjects:
-    """The objects that existed before a plan is made.
+    """The objects that existed before the plan that is being made.
 
     Attributes:
         are_frozen: whether collections leave them out. `gc.get_freeze_count` would visit each of them.

@@ -23,9 +23,9 @@ from torch import nn
 _DYNAMIC_ACCESS = frozenset(
     {"getattr", "hasattr", "vars", "__dict__", "attrgetter", "__getstate__", "dir", "asdict"}
 )
-# Names whose use reads attributes of modules past their lookup, which `watch_integers` observes.
+# Names whose use may read attributes of modules without the lookup that `watch_integers` observes.
 _DICT_ACCESS = frozenset({"vars", "__dict__", "__getstate__", "__reduce_ex__"})
-# Builtin functions whose results differ between equal objects.
+# Built-in functions whose results may differ between equal objects.
 _IDENTITY_FUNCTIONS = frozenset({"id", "hash"})
 # Maximum nesting of modules within modules that is followed, as in a.b.c.
 _MAX_MODULE_DEPTH = 4
@@ -69,7 +69,7 @@ def readable_names(code: CodeType) -> ReadableNames:
         elif instruction.opname == "IMPORT_NAME":
             imports[name] = None
     names = {*globals_, *attributes}
-    # This method reads the dictionary of its own object; modules that have one are not watched.
+    # The method reads the dictionary of its own object. Modules with such a method are never watched.
     of_own_object = code.co_name == "__getattribute__"
     return ReadableNames(
         tuple(globals_),
