@@ -14,6 +14,8 @@ from setuptools import setup
 
 # The GPU architectures to compile for if torch does not report those that it was built for.
 DEFAULT_ARCHS = "8.0;9.0+PTX"
+# The oldest architecture for which nvcc accepts the kernels: their arguments are __grid_constant__.
+MIN_ARCH = (7, 0)
 
 
 def find_toolkit():
@@ -48,20 +50,39 @@ def choose_cuda(request, torch_cuda, toolkit):
 
 
 def choose_archs(requested, visible, torch_flags):
-    """Returns the GPU architectures to compile for, and the reason.
+    """Returns the GPU architectures to compile for, and the reason; those below MIN_ARCH are left out.
 
     `visible` lists the compute capabilities of the visible GPUs; `torch_flags` lists the architectures that
     torch was built for, such as "sm_80 sm_90 compute_90". An extension built without a visible GPU supports
     all of torch's architectures, and later ones through PTX.
     """
-    if requested:
-        return requested, "TORCH_CUDA_ARCH_LIST"
-    if visible:
-        return ";".join(sorted({f"{major}.{minor}" for major, minor in visible})), "the visible GPUs"
     numbers = sorted({int(number) for number in re.findall(r"\bsm_([0-9]+)\b", torch_flags or "")})
-    if not numbers:
-        return DEFAULT_ARCHS, "the default, since no GPU is visible"
-    return ";".join(f"{n // 10}.{n % 10}" for n in numbers) + "+PTX", "as torch, since no GPU is visible"
+    ptx, reason = "", "TORCH_CUDA_ARCH_LIST"
+    if requested:
+        archs = re.split(r"[;\s]+", requested.strip())
+    elif visible:
+        archs, reason = sorted({f"{major}.{minor}" for major, minor in visible}), "the visible GPUs"
+    elif numbers:
+        archs, ptx = [f"{n // 10}.{n % 10}" for n in numbers], "+PTX"
+        reason = "as torch, since no GPU is visible"
+    else:
+        archs, reason = DEFAULT_ARCHS.split(";"), "the default, since no GPU is visible"
+    too_old = [arch for arch in archs if is_too_old(arch)]
+    if too_old:
+        least = f"the kernels need compute capability {MIN_ARCH[0]}.{MIN_ARCH[1]}"
+        if len(too_old) == len(archs):
+            raise SystemExit(
+                f"{least}, but found only {' '.join(archs)} ({reason}): set TORCH_CUDA_ARCH_LIST, or "
+                "GPIPE_FAST_CUDA=0 to build for the CPU"
+            )
+        reason += f"; left out: {' '.join(too_old)}, because {least}"
+    return ";".join(arch for arch in archs if arch not in too_old) + ptx, reason
+
+
+def is_too_old(arch):
+    """Returns whether an architecture, such as "6.0+PTX", is below MIN_ARCH; not known for names."""
+    version = re.match(r"(\d+)\.(\d+)", arch)
+    return bool(version) and (int(version[1]), int(version[2])) < MIN_ARCH
 
 
 @contextlib.contextmanager

@@ -152,9 +152,9 @@ class Results:
 
 def bench(
     names: Sequence[str], seconds: float, results: Results, launch: Launch, log: Callable[[str], None] = print
-) -> None:
-    """Measures the rows in the given order until time runs out."""
-    deadline = time.monotonic() + seconds
+) -> bool:
+    """Measures the rows in the given order until time runs out; returns whether nothing failed or is left."""
+    deadline, complete = time.monotonic() + seconds, 0
     for name in names:
         left, min_seconds = deadline - time.monotonic(), row_min_seconds(name)
         if left < min_seconds:
@@ -163,9 +163,14 @@ def bench(
             row = measure_with_retries(name, launch, deadline, min_seconds)
         results.keep(name, row)
         log(cuda_report.line(name, row))
+        candidates = row.get("candidates", {}).values()
+        complete += not ({"skipped", "failed"} & row.keys() or any("failed" in each for each in candidates))
+    log(f"{complete} of {len(names)} rows are complete")
+    return complete == len(names)
 
 
-def main(arguments: Sequence[str] = ()) -> None:
+def main(arguments: Sequence[str] = ()) -> bool:
+    """Measures and returns whether every candidate of every row was measured."""
     parser = argparse.ArgumentParser(prog="python -m bench.cuda", description=__doc__)
     parser.add_argument("name", nargs="*", help=f"rows to measure, from {', '.join(ORDER)} (default: all)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of the run")
@@ -177,13 +182,13 @@ def main(arguments: Sequence[str] = ()) -> None:
         parser.error(f"unknown row: {', '.join(unknown)}; choose from {', '.join(ORDER)}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         print("cuda: skipped, needs a GPU and none is visible", flush=True)
-        return
+        return False
     results = Results(options.device, options.seconds, options.small)
-    bench(
+    return bench(
         options.name or ORDER, options.seconds, results, subprocess_launcher(options.device, options.small),
         lambda text: print(text, flush=True),
     )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(0 if main(sys.argv[1:]) else 1)

@@ -148,7 +148,7 @@ def run(setup: Setup, libraries: tuple[Path, Path], package: Path = ROOT) -> Cou
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         variables = {"LD_PRELOAD": str(runtime), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_NAMES": "1"}
-        variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GPIPE_FAST_FUSE": "0"}
+        variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GPIPE_FAST_DISABLE": "fuse"}
         environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | variables
         done = subprocess.run(
             [*command, setup.text()],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench import cuda_copies
-from bench.cuda_subjects import COMPILED, LOOP, OURS, ROWS, STAGES, TORCHGPIPE, UNCAPTURED
+from bench.cuda_subjects import COMPILED, LOOP, OURS, PIPELINES, ROWS, STAGES, TORCHGPIPE
 from bench.measure import Ratio, Table, report, timing
 
 HEADERS = (
@@ -58,7 +58,7 @@ def is_right(name: str, candidates: Mapping[str, Any]) -> bool:
     if "error" not in found:
         return False
     loop = candidates.get(LOOP, {}).get("error", 0.0)
-    return name not in (OURS, UNCAPTURED) or found["equal"] or found["error"] <= MAX_ERROR_RATIO * loop
+    return name not in PIPELINES or found["equal"] or found["error"] <= MAX_ERROR_RATIO * loop
 
 
 def ratio(name: str, candidates: Mapping[str, Any], of: str = OURS) -> Ratio | None:

@@ -20,9 +20,11 @@ from gpipe_fast import GPipe
 
 STAGES = 4
 OURS, UNCAPTURED = "gpipe_fast, captured", "gpipe_fast, not captured"
+UNFUSED = "gpipe_fast, no fused kernels"
+PIPELINES = (OURS, UNFUSED, UNCAPTURED)
 LOOP, COMPILED, TORCHGPIPE = "plain loop", "plain loop, torch.compile", "torchgpipe"
 # The plain loop comes first: the errors of the others are judged by its error.
-EAGER_CANDIDATES = (LOOP, OURS, UNCAPTURED, TORCHGPIPE)
+EAGER_CANDIDATES = (LOOP, *PIPELINES, TORCHGPIPE)
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ class Subject:
         balance, devices = self.balance(len(model)), [device] * STAGES
         pipeline: dict[str, Any] = {"devices": devices, "chunks": self.chunks, "checkpoint": self.checkpoint}
         forward: Callable[[Tensor], Tensor]
-        if name in (OURS, UNCAPTURED):
-            forward = GPipe(model, balance, **pipeline, capture=name == OURS)
+        if name in PIPELINES:
+            fuse = False if name == UNFUSED else None
+            forward = GPipe(model, balance, **pipeline, capture=name != UNCAPTURED, fuse=fuse)
         elif name == TORCHGPIPE:
             import torchgpipe
 

@@ -1,7 +1,8 @@
 """Small correctness cases for pipelines on a GPU: every model, plans in flight, memory limits, and autocast.
 
 Each case compares a pipeline with the plain loop, bit for bit, under deterministic algorithms, and reports
-which plans were replayed. `gpu_checks` runs the cases.
+which plans were replayed. Cases with fused kernels, which those algorithms turn off, compare errors against
+float64. `gpu_checks` runs the cases.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,12 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.cuda_report import MAX_ERROR_RATIO
 from bench.models.amoebanet import amoebanet_d
 from bench.models.gpt import gpt
 from bench.models.mlp import mlp
 from bench.models.resnet import resnet
 from bench.models.unet import unet
+from bench.peers import relative_difference
 from gpipe_fast import GPipe, doctor, verify
+from gpipe_fast.fuse import left_out
+from gpipe_fast.inspect.check_fused import reason_to_skip
+from gpipe_fast.inspect.fused import replaced_by_graph
 
 STAGES, CHUNKS, BATCH, WIDTH = 4, 4, 16, 64
 # The first two steps make plans; the third captures graphs.
@@ -63,11 +69,13 @@ def graph_report_lines(pipe: GPipe) -> list[str]:
     return [line.strip() for line in lines[begin:] if line.startswith("  ")]
 
 
-def make_verdict(pipe: GPipe, found: Sequence[str], replays: int = STEPS - 2) -> Verdict:
+def make_verdict(
+    pipe: GPipe, found: Sequence[str], replays: int = STEPS - 2, otherwise: str = "equal"
+) -> Verdict:
     """Returns the verdict: the differences, and whether some plan was replayed at least `replays` times."""
     lines = graph_report_lines(pipe)
     replayed = any(f"{count} mini-batches replayed" in line for line in lines for count in range(replays, 99))
-    text = "; ".join(dict.fromkeys(found)) or "equal"
+    text = "; ".join(dict.fromkeys(found)) or otherwise
     return Verdict(not found and replayed, text if replayed else f"{text}; NOT REPLAYED", " / ".join(lines))
 
 
@@ -83,6 +91,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], int]] = {
     "unet": (lambda: unet(1, 8, depth=2), (3, 16, 16), 0),
     "amoebanet": (lambda: amoebanet_d(3, 16, 5), (3, 64, 64), 0),
 }
+# The first one needs only a few kernels.
+FUSED_MODELS = ("mlp", "gpt")
 
 
 def subject(name: str) -> tuple[nn.Sequential, Tensor]:
@@ -183,6 +193,41 @@ class PipelineAndLoop:
             self.compare(f"inference of {size} samples", step)
 
 
+def fused_case(name: str, autocast: torch.dtype | None = None) -> Verdict:
+    """Compares several steps with fused kernels with float64: the error may be twice the plain loop's."""
+    torch.use_deterministic_algorithms(False)  # they turn fused kernels off
+    if reason := reason_to_skip(torch.device(DEVICE)):
+        return Verdict(True, f"skipped: {reason}")
+    pair = PipelineAndLoop(name, autocast)
+    exact, found, errors = copy.deepcopy(pair.plain).double(), list[str](), ""
+    for step in range(STEPS):
+        x = pair.input(BATCH, step)
+        wanted = _gradients(exact, x.double() if x.is_floating_point() else x, exact.parameters())
+        ours = relative_difference(_gradients(pair.ours, x, pair.pipe.parameters()), wanted)
+        loop = relative_difference(_gradients(pair.loop, x, pair.plain.parameters()), wanted)
+        errors = f"error {ours:.1e} against float64, the plain loop's is {loop:.1e}"
+        if not ours <= MAX_ERROR_RATIO * loop:
+            found.append(f"step {step}: {errors}")
+    found += [f"left out: {kernel}" for kernel in left_out.names()]
+    replaced = sum(len(each) for _, _, each in replaced_by_graph(pair.pipe))
+    if not replaced:
+        found.append("no operators were replaced by fused kernels")
+    return make_verdict(pair.pipe, found, otherwise=f"{errors}; {replaced} replacements")
+
+
+def _gradients(
+    model: Callable[[Tensor], Tensor], x: Tensor, parameters: Iterable[nn.Parameter]
+) -> list[Tensor]:
+    """Returns the output and the parameters' gradients of a step, in float64."""
+    wanted = list(parameters)
+    for parameter in wanted:
+        parameter.grad = None
+    output = model(x)
+    output.double().square().mean().backward()
+    gradients = [parameter.grad for parameter in wanted]
+    return [t.detach().double() for t in (output, *gradients) if t is not None]
+
+
 def autocast_case(name: str, dtype: torch.dtype) -> Verdict:
     pair = PipelineAndLoop(name, dtype)
     pair.train(BATCH)
@@ -263,8 +308,12 @@ def memory_case() -> Verdict:
 
 
 def model_cases() -> dict[str, Callable[[], Verdict]]:
-    """Returns a case for each model, and another one across GPUs if there are several."""
-    found: dict[str, Callable[[], Verdict]] = {name: partial(model_case, name) for name in MODELS}
+    """Returns a case for each model, some with fused kernels, and one across GPUs if there are several."""
+    found: dict[str, Callable[[], Verdict]] = {}
+    for name in MODELS:
+        found[name] = partial(model_case, name)
+        if name in FUSED_MODELS:
+            found[f"{name}, fused kernels"] = partial(fused_case, name)
     if torch.cuda.device_count() > 1:
         found |= {f"{name}, all GPUs": partial(model_case, name, "all") for name in MODELS}
     return found
@@ -282,6 +331,7 @@ def plan_cases() -> dict[str, Callable[[], Verdict]]:
                 title = f"inference of {what} before a backward, {name} captured first, {mode}"
                 found[title] = partial(inference_between_case, trained, size, checkpoint=mode)
     found["memory"] = memory_case
+    found["gpt, fused kernels, autocast to bfloat16"] = partial(fused_case, "gpt", torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float16):
         word = str(dtype).removeprefix("torch.")
         found[f"gpt, autocast to {word}"] = partial(autocast_case, "gpt", dtype)

@@ -5,6 +5,7 @@ The script imports neither the extension nor a package other than torch, so it w
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.metadata
 import os
 import platform
@@ -16,6 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 PACKAGES = ("torch", "triton", "pytest", "tabulate", "torchgpipe", "liger-kernel", "ninja", "numpy")
+
+# Time limit in seconds.
+SECONDS = 45
 
 
 def command_output(*command: str) -> str:
@@ -89,4 +93,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # If the driver hangs, says where, and does not use up the time of the build.
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     main()

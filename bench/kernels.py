@@ -1,14 +1,18 @@
 """Benchmarks kernels on a GPU against eager PyTorch, Inductor, Liger-Kernel and a copy of the same size.
 
 `python -m bench.kernels [family ...]` measures only some families, selected by the first word of case names.
+The measurements run in a child process; if one crashes it or hangs, a new process continues with the next.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +25,10 @@ from bench.families import all_cases
 from bench.gpu import Candidate, Sample, candidate_on_copies, ours, samples
 from bench.measure import Ratio, report, timing
 from bench.traffic import fused_bytes
+from gpipe_fast.inspect.case_processes import ChildProcess, Process, connect_to_parent, run_cases
 
+# Time limit in seconds.
+SECONDS = float(os.environ.get("GPIPE_FAST_SECONDS", "inf"))
 # Sizes in millions of elements. The largest come first, because the time on a GPU may run out.
 MILLIONS = (256, 16, 1)
 ROUNDS = 50
@@ -157,14 +164,32 @@ def measure(
     return result
 
 
-def measure_or_report_oom(case: KernelCase, dtype: str, millions: int) -> Measurement:
-    """Calls `measure` and reports an out-of-memory error as a fault."""
-    try:
-        return measure(case, dtype, millions)
-    except torch.OutOfMemoryError:
-        return Measurement(case, dtype, millions, fault="out of memory")
-    finally:
+def run_here(names: Sequence[str]) -> Iterator[list[Any]]:
+    """Measures in this process and yields messages for `run_cases`.
+
+    Raises:
+        RuntimeError: the device has become unusable.
+    """
+    keys = keys_of(all_cases().values())
+    for name in names:
+        yield ["begin", name]
+        try:
+            row = measure(*keys[name]).row()
+        except torch.OutOfMemoryError:
+            row = Measurement(*keys[name], fault="out of memory").row()
+        except Exception as error:
+            traceback.print_exc()
+            words = " ".join(str(error).split())[:200]
+            row = Measurement(*keys[name], fault=f"FAILED: {type(error).__name__}: {words}").row()
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        yield ["end", name, row]
+
+
+def keys_of(cases: Iterable[KernelCase]) -> dict[str, tuple[KernelCase, str, int]]:
+    """Returns function, dtype and size of each measurement by its name; the largest sizes come first."""
+    every = product(MILLIONS, cases, DTYPES)
+    return {f"{case.name}, {dtype}, {m} M": (case, dtype, m) for m, case, dtype in every}
 
 
 def select_cases(names: Sequence[str]) -> list[KernelCase]:
@@ -177,22 +202,35 @@ def select_cases(names: Sequence[str]) -> list[KernelCase]:
     return [case for case in cases if not names or case.name.split()[0] in names]
 
 
-def main(names: Sequence[str] = ()) -> None:
+def main(names: Sequence[str] = ()) -> bool:
+    """Measures and returns whether every function was right and timed."""
     cases = select_cases(names)
     if not torch.cuda.is_available():
         print("kernels: needs a GPU, but no GPU is visible; nothing is written", flush=True)
-        return
-    rows: dict[tuple[int, int, int], list[object]] = {}
-    each = product(MILLIONS, enumerate(cases), enumerate(DTYPES))
-    for millions, (case_index, case), (dtype_index, dtype) in each:
-        row = rows[case_index, dtype_index, millions] = measure_or_report_oom(case, dtype, millions).row()
+        return False
+    keys = keys_of(cases)
+    places = {name: (cases.index(c), list(DTYPES).index(d), m) for name, (c, d, m) in keys.items()}
+    rows: dict[str, list[object]] = {}
+
+    def keep(name: str, found: Sequence[Any] | str, seconds: float) -> None:
+        ended = isinstance(found, str)
+        row = rows[name] = Measurement(*keys[name], fault=str(found)).row() if ended else list(found[0])
         print(*row, sep=" | ", flush=True)
         # The report is written after every row, so that results survive if the time on the GPU runs out.
-        _report(names, [rows[key] for key in sorted(rows)], printed=False)
-    _report(names, [rows[key] for key in sorted(rows)], printed=True)
+        _report(names, [rows[each] for each in sorted(rows, key=lambda each: places[each])])
+
+    not_run = run_cases(list(keys), SECONDS, _start, keep)
+    rest = "; no time left for the others" if not_run else ""
+    timed = sum(row[3] != "-" for row in rows.values())
+    print(f"{timed} of {len(keys)} measurements are right and timed{rest}", flush=True)
+    return timed == len(keys)
 
 
-def _report(names: Sequence[str], rows: Sequence[Sequence[object]], printed: bool) -> None:
+def _start(names: Sequence[str]) -> Process:
+    return ChildProcess([sys.executable, "-X", "faulthandler", "-m", "bench.kernels", "--here", *names])
+
+
+def _report(names: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     found = f"Triton {_version('triton')}, Liger-Kernel {_version('liger-kernel')}"
     report(
         "_".join(["kernels", *names]),
@@ -205,7 +243,7 @@ def _report(names: Sequence[str], rows: Sequence[Sequence[object]], printed: boo
         "are medians of paired samples of one round, with 95% confidence intervals; above 1 ours is faster. "
         "Inductor compiles forward and gradients as one graph. The error is a fraction of the allowed error: "
         "twice PyTorch's own error against float64, or one rounding; above 1 no times are given.\n",
-        printed=printed,
+        printed=False,
     )
 
 
@@ -219,4 +257,9 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] == ["--here"]:
+        send = connect_to_parent()
+        for message in run_here(sys.argv[2:]):
+            send(message)
+    else:
+        sys.exit(0 if main(sys.argv[1:]) else 1)

@@ -4,13 +4,15 @@
     machine      hardware and versions, while the extension is built;      gpu-machine.txt
                  checks that it imports and sees the device
     models       several steps of each model, compared with the plain      gpu-models.md
-                 loop: what is replayed, and what prevents a replay
+                 loop: what is replayed, and what prevents a replay;
+                 fused kernels, compared with float64
     plans        plans in flight, memory, autocast, transports             gpu-plans.md
     steps        compared with checkpointed loops, torchgpipe and          the GPU's name and date, .md, .json
                  torch.compile
     tests        the tests marked `cuda`                                   gpu-pipelines.txt, gpu-others.txt
     kernels      compared with eager PyTorch, Inductor and Liger-Kernel    kernels.md
     sanitizer    steps under compute-sanitizer                             sanitizer.txt
+    (all)        how each phase ended, and the files that it wrote         gpu-summary.txt
 
 `python -m bench.on_gpu [phase ...]` runs the named phases only. A failed phase does not stop the later ones.
 Each phase has a share of the time; unused time goes to the next phase. The output of COMMAND is written to
@@ -20,10 +22,13 @@ Each phase has a share of the time; unused time goes to the next phase. The outp
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,12 +44,15 @@ KILL_DELAY = 8.0
 # Time limit in seconds for the import and one step.
 CHECK_SECONDS = 60.0
 
-# Tests whether an existing extension works with this Python and torch; otherwise it is rebuilt.
+# Checks the extension of the package in the current folder; prints a line for each thing that works.
 EXTENSION_CHECK = """
 import torch, gpipe_fast
+print("imports", flush=True)
 assert gpipe_fast.built_with_cuda(), "built without CUDA"
+print("has CUDA code", flush=True)
 pipe = gpipe_fast.GPipe(torch.nn.Sequential(torch.nn.Linear(4, 4)), [1], devices=["cuda:0"])
 assert pipe(torch.ones(2, 4, device="cuda:0")).shape == (2, 4)
+print("runs on the device")
 """
 
 
@@ -58,6 +66,7 @@ class Phase:
         share: minimum time in seconds; time that earlier phases left unused is added.
         seconds_variable: environment variable that passes the time limit to the commands.
         environment: further environment variables.
+        files: patterns of the files in `RESULTS` that it writes, beside the output of its commands.
     """
 
     name: str
@@ -65,13 +74,11 @@ class Phase:
     share: float
     seconds_variable: str = "GPIPE_FAST_SECONDS"
     environment: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[str] = ()
 
-
-def pytest(*arguments: str) -> list[str]:
-    """Returns a pytest command that prints each test's name before it runs, and tracebacks of hangs."""
-    options = ["-v", "-ra", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
-    options.append("--continue-on-collection-errors")  # one broken file must not stop the others
-    return [sys.executable, "-m", "pytest", *options, "-m", "cuda or smoke", *arguments]
+    def patterns(self) -> list[str]:
+        """Returns patterns of all files that the phase should write."""
+        return [*(f"gpu-{name}.txt" for name in self.commands), *self.files]
 
 
 def cuda_test_files() -> list[str]:
@@ -90,64 +97,101 @@ def phases() -> list[Phase]:
     others = [path for path in cuda_test_files() if path not in pipelines]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     module = [sys.executable, "-m"]
+    tests = [*module, "bench.gpu_tests"]
     return [
-        Phase("models", {"models": [*module, "bench.gpu_checks", "models"]}, 50),
-        Phase("plans", {"plans": [*module, "bench.gpu_checks", "plans"]}, 60),
-        Phase("steps", {"cuda": [*module, "bench.cuda"]}, 205, "GPIPE_FAST_BENCH_SECONDS"),
-        # Pipeline tests have their own process: after a CUDA error, the GPU is unusable for the whole
-        # process.
+        Phase("models", {"models": [*module, "bench.gpu_checks", "models"]}, 50, files=["gpu-models.md"]),
+        Phase("plans", {"plans": [*module, "bench.gpu_checks", "plans"]}, 60, files=["gpu-plans.md"]),
+        Phase(
+            "steps",
+            {"cuda": [*module, "bench.cuda"]},
+            205,
+            "GPIPE_FAST_BENCH_SECONDS",
+            files=["*-20??-??-??.md", "*-20??-??-??.json"],
+        ),
         Phase(
             "tests",
-            {"pipelines": pytest(*pipelines), "others": pytest(*others)},
+            {"pipelines": [*tests, *pipelines], "others": [*tests, *others]},
             70,
             environment=deterministic,
         ),
-        Phase("kernels", {"kernels": [*module, "bench.kernels"]}, 50),
-        Phase("sanitizer", {"sanitizer": [*module, "bench.sanitized"]}, 80, "GPIPE_FAST_SANITIZER_SECONDS"),
+        Phase("kernels", {"kernels": [*module, "bench.kernels"]}, 50, files=["kernels.md"]),
+        Phase(
+            "sanitizer",
+            {"sanitizer": [*module, "bench.sanitized"]},
+            80,
+            "GPIPE_FAST_SANITIZER_SECONDS",
+            files=["sanitizer.txt"],
+        ),
     ]
 
 
-def prepare_extension(seconds: float) -> bool:
-    """Returns whether an extension exists, building it if the present one does not work; records the machine.
+@dataclass(frozen=True)
+class Extension:
+    """The result of checking an extension.
 
-    If the build fails, nothing can run. A new build is tested; if the test fails, the reason is recorded and
-    the phases still run.
+    Attributes:
+        score: how many lines the check printed; 0 if the extension does not even import.
+        problem: why it does not work, or an empty string.
     """
-    begin, reason = time.monotonic(), extension_problem()
+
+    score: int
+    problem: str
+
+
+def prepare_extension(seconds: float, summary: Summary) -> bool:
+    """Returns whether an extension can be imported; records the machine.
+
+    If the existing extension does not work, another one is built beside it, with CUDA or not at all, and
+    replaces it if it is better.
+    """
+    begin, extension = time.monotonic(), check_extension(ROOT)
+    took, reason = "existing build used", extension.problem
     commands = {"machine": [sys.executable, "-m", "bench.gpu_machine"]}
+    package = ROOT / "build" / "gpu" / "package"
     if reason:
         print(f"build: {reason}", flush=True)
-        setup = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-        commands["build"] = [*setup, "--build-temp", "build/gpu"]
-    environment = {"MAX_JOBS": str(os.cpu_count() or 1)}
-    codes = run_commands(Phase("machine", commands, seconds, environment=environment), seconds)
-    built = codes.get("build", 0) == 0
-    if reason and built:
-        took = f"rebuilt in {time.monotonic() - begin:.0f} s, because: {reason}"
-        reason = extension_problem()
-    else:
-        took = "existing build used" if built else f"BUILD FAILED ({codes['build']})"
-    result = f"check failed: {reason}" if reason else "imports and runs on the device"
-    summary = f"extension: {took}; {result}"
-    print(summary, flush=True)
+        setup = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(package)]
+        commands["build"] = [*setup, "--build-temp", str(package.with_name("objects"))]
+    environment = {"MAX_JOBS": str(os.cpu_count() or 1), "GPIPE_FAST_CUDA": "1"}
+    phase = Phase("machine", commands, seconds, environment=environment)
+    codes = run_commands(phase, seconds)
+    if reason and codes["build"]:
+        took = f"BUILD FAILED ({codes['build']}), {took}"
+    elif reason:
+        new = check_extension(package)
+        if new.score > extension.score:
+            extension = new
+            replace_extension(package)
+            took = f"rebuilt in {time.monotonic() - begin:.0f} s, because: {reason}"
+        else:
+            took = f"the new build is no better ({new.problem}), {took}"
+    problem = extension.problem
+    line = f"extension: {took}; {f'check failed: {problem}' if problem else 'it runs on the device'}"
+    print(line, flush=True)
     with (RESULTS / "gpu-machine.txt").open("a") as file:
-        file.write(f"{summary}\n")
-    return built
+        file.write(f"{line}\n")
+    summary.keep(phase, codes)
+    return extension.score > 0
 
 
-def extension_problem() -> str:
-    """Returns why the extension does not work here, or an empty string."""
+def check_extension(folder: Path) -> Extension:
+    """Checks the extension of the package in a folder."""
     command = [sys.executable, "-c", EXTENSION_CHECK]
     try:
-        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHECK_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"the first step took longer than {CHECK_SECONDS:g} s"
-    return "" if process.returncode == 0 else (process.stderr.strip().splitlines() or ["?"])[-1]
+        process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=CHECK_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        lines = (error.stdout or b"").splitlines()  # bytes, in spite of text=True
+        return Extension(len(lines), f"the first step took longer than {CHECK_SECONDS:g} s")
+    problem = "" if process.returncode == 0 else (process.stderr.strip().splitlines() or ["?"])[-1]
+    return Extension(len(process.stdout.splitlines()), problem)
 
 
-def run(phase: Phase, seconds: float) -> bool:
-    """Runs a phase and returns whether all its commands succeeded in time."""
-    return not any(run_commands(phase, seconds).values())
+def replace_extension(package: Path) -> None:
+    """Replaces the extension of the tree by that of another folder, at once, so that there is always one."""
+    name = f"gpipe_fast/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    copied = (ROOT / name).with_suffix(".new")
+    shutil.copyfile(package / name, copied)
+    os.replace(copied, ROOT / name)
 
 
 def run_commands(phase: Phase, seconds: float) -> dict[str, int | str]:
@@ -188,19 +232,20 @@ def _start(
         try:
             yield process
         finally:
-            # Kills grandchildren, too: they may hold the pipe open.
+            _wait(process, 0.0)  # an interrupted process ends its children, which may be in other groups
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            copying.join()
+            copying.join(KILL_DELAY)
 
 
 def _copy(source: BinaryIO, file: BinaryIO) -> None:
     for line in source:
         file.write(line)
         file.flush()
-        sys.stdout.write(line.decode(errors="replace"))
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # whoever reads stdout may have ended
+            sys.stdout.write(line.decode(errors="replace"))
+            sys.stdout.flush()
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | str:
@@ -216,16 +261,50 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | str:
         return "killed at the time limit after ignoring the interrupt"
 
 
-def run_all(wanted: Sequence[Phase], seconds: float) -> bool:
-    """Runs the phases and returns whether all succeeded; each phase preserves the shares of later ones."""
-    deadline, good = time.monotonic() + seconds, True
+class Summary:
+    """How each phase ended, and the files that it wrote; a file that is rewritten after every phase."""
+
+    def __init__(self, wanted: Sequence[Phase]) -> None:
+        self._lines = {name: f"{name}: NOT RUN" for name in ("machine", *(phase.name for phase in wanted))}
+        RESULTS.mkdir(exist_ok=True)
+        self._before = _modification_times()
+        self.good = True
+
+    def keep(self, phase: Phase, codes: Mapping[str, int | str]) -> None:
+        now = _modification_times()
+        written = {name for name, time in now.items() if self._before.get(name) != time}
+        lines = []
+        for name, code in codes.items():
+            output = (RESULTS / f"gpu-{name}.txt").read_text(errors="replace").strip().splitlines()
+            ended = "succeeded" if code == 0 else f"FAILED ({code})"
+            lines.append(f"{phase.name}, {name}: {ended}; {output[-1][:160] if output else 'no output'}")
+        found = {pattern: fnmatch.filter(written, pattern) for pattern in phase.patterns()}
+        lines.append(f"    files: {' '.join(sorted(name for names in found.values() for name in names))}")
+        if missing := [pattern for pattern, names in found.items() if not names]:
+            lines.append(f"    MISSING: {' '.join(missing)}")
+        self._lines[phase.name] = "\n".join(lines)
+        self.good = self.good and not missing and not any(codes.values())
+        self.write()
+
+    def write(self) -> str:
+        text = "\n".join(self._lines.values())
+        (RESULTS / "gpu-summary.txt").write_text(f"{text}\n")
+        return text
+
+
+def _modification_times() -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in RESULTS.glob("*") if path.is_file()}
+
+
+def run_all(wanted: Sequence[Phase], seconds: float, summary: Summary) -> None:
+    """Runs the phases; each phase preserves the shares of later ones."""
+    deadline = time.monotonic() + seconds
     for index, phase in enumerate(wanted):
         later = sum(each.share for each in wanted[index + 1 :])
         left = deadline - time.monotonic()
         # If the build took too long, all phases get proportionally less.
         share = max(left - later, left * phase.share / (phase.share + later)) - KILL_DELAY
-        good = run(phase, max(1.0, share)) and good
-    return good
+        summary.keep(phase, run_commands(phase, max(1.0, share)))
 
 
 def main(names: Sequence[str] = ()) -> None:
@@ -233,13 +312,14 @@ def main(names: Sequence[str] = ()) -> None:
     unknown = set(names) - {phase.name for phase in every}
     if unknown:
         sys.exit(f"unknown phase: {', '.join(unknown)}; choose from {', '.join(p.name for p in every)}")
-    if not prepare_extension(SECONDS / 2):
-        sys.exit("build: the build failed and no extension exists, so nothing can run")
     wanted = [phase for phase in every if not names or phase.name in names]
-    good = run_all(wanted, SECONDS - (time.monotonic() - begin))
-    verdict = "all succeeded" if good else "some failed, see above"
-    print(f"finished in {time.monotonic() - begin:.0f} s: {verdict}", flush=True)
-    sys.exit(0 if good else 1)
+    summary = Summary(wanted)
+    if not prepare_extension(SECONDS / 2, summary):
+        sys.exit("build: no extension can be imported, so nothing can run")
+    run_all(wanted, SECONDS - (time.monotonic() - begin), summary)
+    verdict = "all succeeded" if summary.good else "some failed"
+    print(f"\n{summary.write()}\nfinished in {time.monotonic() - begin:.0f} s: {verdict}", flush=True)
+    sys.exit(0 if summary.good else 1)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast import switches
 from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import verify_skippables
@@ -72,6 +73,22 @@ def checked_backend(backend: str) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     return backend
+
+
+def switched_backend(backend: str) -> str:
+    """Returns the backend, or 'eager' if capture is switched off.
+
+    Raises:
+        RuntimeError: the backend is 'aten', which allows no layer in Python.
+    """
+    if not switches.is_disabled("capture"):
+        return backend
+    if backend == "aten":
+        raise RuntimeError(
+            f"{switches.VARIABLE}=capture runs all layers in Python, and backend='aten' allows none; pass "
+            "backend='auto' to GPipe, or unset the variable"
+        )
+    return "eager"
 
 
 def checked_transport(transport: str) -> str:

@@ -92,3 +92,16 @@ def _with_index(device: torch.device) -> torch.device:
 def devices_differ(device: torch.device, wanted: torch.device) -> bool:
     """Returns whether two devices differ. A device without an index is the first of its type."""
     return (device.type, device.index or 0) != (wanted.type, wanted.index or 0)
+
+
+def silence_stream_warning(devices: Iterable[torch.device]) -> None:
+    """Turns off PyTorch's warning about the streams of gradients if these devices are several GPUs.
+
+    It warns if a gradient was computed on another stream than its parameter's. That is intended: the
+    gradients of all devices come from one autograd node, whose stream is that of the last stage's device.
+    """
+    graph = torch.autograd.graph
+    if len({device for device in devices if device.type == "cuda"}) > 1 and hasattr(
+        graph, "set_warn_on_accumulate_grad_stream_mismatch"
+    ):  # earlier versions do not warn
+        graph.set_warn_on_accumulate_grad_stream_mismatch(False)

@@ -20,16 +20,16 @@ from gpipe_fast.arguments import (
     checked_grad_dtype,
     checked_transport,
     pass_through,
+    switched_backend,
 )
 from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.call_preparation import CallPreparation, with_memory
 from gpipe_fast.call_settings import CallSettings
 from gpipe_fast.container import Container
-from gpipe_fast.devices import Device
+from gpipe_fast.devices import Device, silence_stream_warning
 from gpipe_fast.explanation import Explanation
 from gpipe_fast.explanation.explain import explain_call, named_device
 from gpipe_fast.fuse import left_out
-from gpipe_fast.fuse.availability import fuses_by_default
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
@@ -95,8 +95,8 @@ class GPipe(CallSettings, CallPreparation, Container):
         fuse: Let stages on GPUs of compute capability 8.0 or higher replace operators that are limited by
             memory traffic by fused Triton kernels (element-wise operators, norms, losses), which are launched
             without Python. Results then differ from the plain loop's by rounding. It has no effect on CPU
-            stages, and under ``torch.use_deterministic_algorithms(True)``. None: True, or False if the
-            environment variable ``GPIPE_FAST_FUSE`` is 0.
+            stages, under ``torch.use_deterministic_algorithms(True)``, and if the environment variable
+            ``GPIPE_FAST_DISABLE`` contains ``fuse``. None: True.
         transport: How boundary tensors move between stages on GPUs. ``'auto'`` passes them on by reference
             within a device, copies them between devices with peer access, and otherwise through pinned host
             memory. ``'peer'`` and ``'pinned'`` force one kind of copy, also within a device.
@@ -147,7 +147,7 @@ class GPipe(CallSettings, CallPreparation, Container):
         self.backend = checked_backend(backend)
         self.grad_dtype = checked_grad_dtype(grad_dtype)
         self.transport = checked_transport(transport)
-        self._fuse = fuses_by_default() if fuse is None else bool(fuse)
+        self._fuse = fuse is None or bool(fuse)
         self._connections = connections_of(self._balance, self._devices, skips_of(module), self.transport)
         self.threads_per_stage = None
         self._capture = bool(capture)
@@ -164,6 +164,7 @@ class GPipe(CallSettings, CallPreparation, Container):
     def _open_pipeline(self) -> Pipeline:
         pipeline = open_pipeline(max(1, len(self._balance)), self._python_workers, self.transport)
         pipeline.set_capture(self._capture)
+        silence_stream_warning(self._devices)
         return pipeline
 
     def _rebuild_stages(self) -> None:
@@ -180,7 +181,7 @@ class GPipe(CallSettings, CallPreparation, Container):
         self._connections = connections_of(
             self._balance, self._devices, skips_of(self._layers), self.transport
         )
-        self._planner = Planner(self._stages, self.backend, self._python_workers)
+        self._planner = Planner(self._stages, switched_backend(self.backend), self._python_workers)
         self._hook_planner: Planner | None = None
         self._pipeline.forget_graphs()
         self._state = ModuleState(self._planner.module_warnings.in_python)

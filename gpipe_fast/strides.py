@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Returns the number of elements in memory from the first to the last of a tensor; 0 if it is empty.
@@ -57,6 +60,16 @@ def may_overlap(
         return False
     dims = sorted(zip(a[1], a[0], strict=True), reverse=True)
     return a[:2] != b[:2] or _is_combination(b[2] - a[2], [(st, si) for st, si in dims if si > 1])
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Returns whether the memory of two tensors may overlap; False for other than plain tensors."""
+    if any(type(t) is not Tensor or t.layout is not torch.strided for t in (a, b)) or a.device != b.device:
+        return False
+    (begin, end), (other_begin, other_end) = (
+        (t.data_ptr(), t.data_ptr() + span(t.shape, t.stride()) * t.element_size()) for t in (a, b)
+    )
+    return begin < other_end and other_begin < end
 
 
 def _is_combination(distance: int, dims: Sequence[tuple[int, int]]) -> bool:

@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=TIERS,
         default="test",
         help="test (default): the tests of `make test`; rest: the longer tests, of which `make test-all` "
-        "runs half; all: both; soak: both and the long runs of `make soak`",
+        "runs a quarter; all: both; soak: both and the long runs of `make soak`",
     )
     parser.addoption(
         "--share",
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if missing_for_cuda() and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=f"cuda: {missing_for_cuda()}"))
-        elif item.get_closest_marker("sampled"):
+        elif item.get_closest_marker("sampled") and not _marker(item):
             groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, group in groups.items():
         mark = group[0].get_closest_marker("sampled")

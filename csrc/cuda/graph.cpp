@@ -6,6 +6,9 @@
 //
 // The allocator frees no cached blocks during a capture, so the cache is emptied beforehand, as in
 // torch.cuda.graph. It must not be emptied while another thread captures.
+//
+// cuBLAS workspaces (32 MiB for each thread and stream on Hopper) are freed before the cache is emptied, and again
+// after a capture: a captured one must be in the pool, where other graphs may reuse its memory.
 #include "device/graph.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -25,6 +28,12 @@
 #include <string>
 #include <utility>
 
+// Versions of PyTorch without this function can only free the workspaces of all streams. Not in gpipe_fast, where it
+// would hide PyTorch's.
+namespace gpipe_fast_earlier_versions {
+[[maybe_unused]] static void clearCublasWorkspacesForStream(...) { at::cuda::clearCublasWorkspaces(); }
+}  // namespace gpipe_fast_earlier_versions
+
 namespace gpipe_fast {
 namespace {
 
@@ -33,6 +42,18 @@ using Devices = std::set<c10::DeviceIndex>;
 
 cudaStream_t cuda_stream(const Stream& stream) {
   return c10::cuda::CUDAStream(stream.torch_stream()).stream();
+}
+
+Devices devices_of(const std::vector<Stream>& streams) {
+  Devices devices;
+  for (const Stream& stream : streams) devices.insert(stream.device().index());
+  return devices;
+}
+
+void free_cublas_workspaces(const std::vector<Stream>& streams) {
+  using namespace at::cuda;
+  using namespace gpipe_fast_earlier_versions;
+  for (const Stream& stream : streams) clearCublasWorkspacesForStream(cuda_stream(stream));
 }
 
 int64_t free_bytes(const Devices& devices) {
@@ -51,11 +72,9 @@ int64_t free_bytes(const Devices& devices) {
 class PoolGuard {
  public:
   PoolGuard(const Devices& devices, c10::MempoolId_t pool, const std::vector<Stream>& streams)
-      : devices_(devices), pool_(pool) {
+      : devices_(devices), pool_(pool), streams_(streams) {
     std::vector<cudaStream_t> streams_of_capture;
     for (const Stream& stream : streams) streams_of_capture.push_back(cuda_stream(stream));
-    // Existing cuBLAS workspaces are not in the pool, and other code may free them.
-    at::cuda::clearCublasWorkspaces();
     for (c10::DeviceIndex device : devices_) {
       CUDACachingAllocator::beginAllocateToPool(device, pool_, [streams_of_capture](cudaStream_t stream) {
         return std::find(streams_of_capture.begin(), streams_of_capture.end(), stream) !=
@@ -64,7 +83,7 @@ class PoolGuard {
     }
   }
   ~PoolGuard() {
-    at::cuda::clearCublasWorkspaces();
+    free_cublas_workspaces(streams_);
     for (c10::DeviceIndex device : devices_) {
       CUDACachingAllocator::endAllocateToPool(device, pool_);
       if (!kept_) CUDACachingAllocator::releasePool(device, pool_);
@@ -78,6 +97,7 @@ class PoolGuard {
  private:
   const Devices devices_;
   const c10::MempoolId_t pool_;
+  const std::vector<Stream>& streams_;
   bool kept_ = false;
 };
 
@@ -225,12 +245,16 @@ class CudaGraphMaker final : public GraphMaker {
            "', but CUDA graphs can be captured only with PyTorch's native allocator";
   }
 
+  void free_cached_memory(const std::vector<Stream>& streams) override {
+    const std::lock_guard<std::mutex> one_at_a_time(capture_mutex());
+    free_cublas_workspaces(streams);
+    CUDACachingAllocator::emptyCache();
+  }
+
   std::shared_ptr<Graph> capture(const std::vector<Stream>& streams,
                                  const std::function<void()>& body) override {
-    Devices devices;
-    for (const Stream& stream : streams) devices.insert(stream.device().index());
+    const Devices devices = devices_of(streams);
     const std::lock_guard<std::mutex> one_at_a_time(capture_mutex());
-    CUDACachingAllocator::emptyCache();
     const int64_t free_before = free_bytes(devices);
     const Stream::Guard current(streams.front());
     // PyTorch discards a pool that nothing uses any more, so a new one is needed then.

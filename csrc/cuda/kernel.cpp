@@ -17,7 +17,6 @@
 #include <mutex>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "check.h"
 
@@ -63,6 +62,7 @@ class CudaKernel final : public Kernel {
       load_from(library);
     } catch (...) {
       (void)cudaLibraryUnload(library);
+      (void)cudaGetLastError();  // else a later call would report what unloading may have left
       throw;
     }
   }
@@ -70,7 +70,6 @@ class CudaKernel final : public Kernel {
   const std::string& name() const override { return image_.name; }
   c10::Device device() const override { return device_; }
   int64_t num_ctas() const override { return image_.num_ctas; }
-  const std::vector<size_t>& parameter_bytes() const override { return parameter_bytes_; }
 
   void launch(const Grid& grid, void** arguments) const override {
     const c10::cuda::CUDAGuard guard(device_);
@@ -106,17 +105,6 @@ class CudaKernel final : public Kernel {
     C10_CUDA_CHECK(cudaFuncGetAttributes(&found, kernel_));
     TORCH_CHECK(image_.num_threads <= found.maxThreadsPerBlock, "its registers allow at most ",
                 found.maxThreadsPerBlock, " threads");
-    read_parameters();
-  }
-
-  void read_parameters() {
-    size_t offset = 0, bytes = 0;
-    cudaError_t error = cudaSuccess;
-    while ((error = cudaFuncGetParamInfo(kernel_, parameter_bytes_.size(), &offset, &bytes)) == cudaSuccess)
-      parameter_bytes_.push_back(bytes);
-    (void)cudaGetLastError();
-    const bool is_last = error == cudaErrorInvalidValue;  // no parameter has this index
-    if (!is_last) C10_CUDA_CHECK(error);
   }
 
   unsigned int set_attributes(cudaLaunchAttribute* attributes) const {
@@ -141,7 +129,6 @@ class CudaKernel final : public Kernel {
   KernelImage image_;  // without its bytes
   const c10::Device device_;
   const void* kernel_ = nullptr;
-  std::vector<size_t> parameter_bytes_;
 };
 
 // The kernels that this process has loaded. Never destroyed, because a launch may still be running when the process

@@ -30,8 +30,10 @@ class GraphMaker {
   virtual ~GraphMaker() = default;
   // Returns the reason why nothing can be captured in this process; empty if capture is possible.
   virtual std::string obstacle() const = 0;
-  // Captures, without running it, the work that `body` and the threads it waits for enqueue; `streams` must
-  // list every stream they use. Allocations on these streams come from the graphs' pool, which keeps its
+  // Frees cached memory, which a capture cannot do. Call before the captures of a plan.
+  virtual void free_cached_memory(const std::vector<Stream>& streams) = 0;
+  // Captures, without running it, the work that `body` and the threads it waits for enqueue, one thread at a time;
+  // `streams` must list every stream they use. Allocations on these streams come from the graphs' pool, which keeps its
   // memory while any of the graphs lives. Rethrows exceptions of `body`, and throws if an operation cannot be
   // captured; either way no stream is left capturing.
   virtual std::shared_ptr<Graph> capture(const std::vector<Stream>& streams,

@@ -1,5 +1,7 @@
 #include "device/stream.h"
 
+#include "device/failure.h"
+
 #include <algorithm>
 #include <atomic>
 #include <map>
@@ -132,6 +134,7 @@ void Stream::record_use(const at::Tensor& tensor) const {
       return;
     }
   }
+  note_shared(tensor);
   c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(tensor.storage().data_ptr(), *stream_);
 }
 

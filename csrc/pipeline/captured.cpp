@@ -1,5 +1,7 @@
 #include "pipeline/captured.h"
 
+#include "device/failure.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
@@ -38,6 +40,11 @@ CapturedMiniBatch::CapturedMiniBatch(std::shared_ptr<MiniBatch> minibatch)
 // After a capture that failed, the programs still hold memory of the graph.
 CapturedMiniBatch::~CapturedMiniBatch() {
   for (StageState& stage : minibatch_->stages_) stage.release_programs();
+}
+
+void CapturedMiniBatch::begin_forward(std::vector<Tensors> microbatches) {
+  minibatch_->begin_forward(std::move(microbatches));
+  for (const StageState& stage : minibatch_->stages_) initial_buffers_.push_back(stage.forward.buffers);
 }
 
 void CapturedMiniBatch::end_forward(const GraphMaker::Alias& alias) {
@@ -106,7 +113,9 @@ bool CapturedMiniBatch::has_same_addresses(const MiniBatch& other) const {
 
 void CapturedMiniBatch::write_keys_of(MiniBatch& other, size_t stage) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  minibatch_->stages_[stage].keys.copy_(other.host_keys(stage), /*non_blocking=*/true);
+  Tensors keys{other.host_keys(stage)};
+  minibatch_->stages_[stage].keys.copy_(keys.front(), /*non_blocking=*/true);
+  free_shared(keys);
 }
 
 void CapturedMiniBatch::share_forward(MiniBatch& other, std::shared_ptr<const void> owner) const {

@@ -1,5 +1,20 @@
 // The mini-batch that ran while its plan's graphs were captured. It holds the tensors with fixed addresses, and
 // does not run again.
+//
+// Memory outside of the graphs' pool that the graphs use, and what keeps it alive:
+//
+//   copies of inputs, output gradients        GraphCache::Entry
+//   parameters, also those replicated         the mini-batch; a replay requires that they are at the same addresses
+//   module buffers                            the same
+//   deferred statistics' initial zeros        `initial_buffers_`
+//   random keys                               the mini-batch
+//   constants of programs                     the plan, which the mini-batch holds
+//   scratch memory of programs                GraphCache::Entry (arenas)
+//   kernels                                   the process, which unloads none
+//   blocks of pinned rings                    the transport, which the mini-batch holds
+//
+// Numbers, and addresses of tensors, are copied when a launch is captured. cuBLAS workspaces are in the pool. Copies
+// between pageable host memory and a GPU cannot be captured.
 #pragma once
 
 #include "device/graph.h"
@@ -20,6 +35,8 @@ class CapturedMiniBatch {
   ~CapturedMiniBatch();
 
   MiniBatch& minibatch() { return *minibatch_; }
+  // Begins the mini-batch's forward.
+  void begin_forward(std::vector<Tensors> microbatches);
   // Call once the forward is captured: keeps aliases of the tensors that the graph writes, to give them to later
   // mini-batches. `alias` makes tensors that own none of the graphs' memory.
   void end_forward(const GraphMaker::Alias& alias);
@@ -52,6 +69,7 @@ class CapturedMiniBatch {
   };
 
   const std::shared_ptr<MiniBatch> minibatch_;
+  std::vector<Tensors> initial_buffers_;     // by stage: the buffers that the first micro-batch reads
   std::vector<StageTensors> stage_tensors_;  // by stage
 };
 

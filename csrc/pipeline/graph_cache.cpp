@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -16,8 +17,10 @@ namespace {
 
 // Number of a plan's mini-batches that run uncaptured before the capture.
 constexpr int64_t kWarmUpRuns = 2;
-// Capacity of the graph cache in plans; the least recently used one is evicted first.
+// Capacity of the graph cache in captured plans.
 constexpr size_t kMaxPlans = 8;
+// Number of mini-batches that a plan must run, while another plan is not replayed, to take that one's place.
+constexpr int64_t kRunsToReplace = 8;
 
 // Returns why a plan cannot be captured, as far as that is known before an attempt; empty if it may be capturable.
 std::string obstacle_of(const Plan& plan) {
@@ -44,6 +47,24 @@ std::vector<Stream> unique_streams(const std::vector<Stream>& streams) {
   return found;
 }
 
+// Runs one action at a time: CUDA does not synchronize accesses to a graph that is being captured.
+class OneAtATime final : public Work {
+ public:
+  explicit OneAtATime(Work& work) : work_(work) {}
+
+  void enter_stage(int32_t stage, const std::function<void()>& run_actions) override {
+    work_.enter_stage(stage, run_actions);
+  }
+  void run(const Action& action, CancellationToken& token) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    work_.run(action, token);
+  }
+
+ private:
+  Work& work_;
+  std::mutex mutex_;
+};
+
 }  // namespace
 
 // A plan's progress towards a captured forward.
@@ -55,7 +76,7 @@ enum class GraphCache::State {
 };
 
 struct GraphCache::Entry {
-  std::shared_ptr<const Plan> plan;
+  std::weak_ptr<const Plan> plan;  // while it is captured, `captured` owns it
   GraphReport report;
   // Layouts of the output gradients of the latest backward, if it ran uncaptured and needed no fallback segment. A
   // capture cannot run anything else, such as the search for a fallback.
@@ -63,6 +84,9 @@ struct GraphCache::Entry {
   std::string settings = all_settings(), numerics;  // `numerics`: as of the capture
   // It is captured once `capture_after` mini-batches have run uncaptured. Whenever memory runs out, `wait` doubles.
   int64_t wait = kWarmUpRuns, capture_after = kWarmUpRuns;
+  // While all places are taken, `num_waited` counts its mini-batches that ran uncaptured since forward `waits_since`, in
+  // which the least recently replayed plan was not replayed. `last_replay` is the number of its own latest replay.
+  int64_t last_replay = 0, num_waited = 0, waits_since = 0;
 
   // Set while it is captured. The graphs are last, so that they are destroyed, after they have finished, before their
   // memory.
@@ -77,6 +101,7 @@ struct GraphCache::Entry {
     return backward && !run.retain && layouts_match(layouts_of(gradients), run.tensors) &&
            numerics == numeric_settings();
   }
+  bool is_of(const Plan* other) const { return other == plan.lock().get(); }
   void drop() {
     backward.reset();
     forward.reset();
@@ -110,13 +135,10 @@ GraphCache::GraphCache(std::shared_ptr<const Transport> transport, Engine engine
 GraphCache::~GraphCache() = default;
 
 GraphCache::Entry& GraphCache::entry_of(const std::shared_ptr<const Plan>& plan) {
-  const auto found =
-      std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.plan == plan; });
-  if (found != entries_.end()) {
-    entries_.splice(entries_.begin(), entries_, found);
-    return entries_.front();
+  for (Entry& entry : entries_) {
+    if (entry.is_of(plan.get())) return entry;
   }
-  if (entries_.size() == kMaxPlans) entries_.pop_back();
+  remove_dead_entries();
   Entry& entry = entries_.emplace_front();
   entry.plan = plan;
   entry.report.obstacle = maker_ ? maker_->obstacle() : "gpipe_fast was built without CUDA";
@@ -148,20 +170,22 @@ GraphCache::State GraphCache::state_of(Entry& entry, const MiniBatch& minibatch)
     return State::refused;
   }
   if (entry.forward) return State::captured;
-  const bool warm =
-      entry.report.uncaptured >= entry.capture_after && (entry.gradient_layouts || !entry.plan->backward);
+  const bool warm = entry.report.uncaptured >= entry.capture_after &&
+                    (entry.gradient_layouts || !minibatch.plan()->backward);
   return warm ? State::warm : State::cold;
 }
 
 const std::vector<Boundary>* GraphCache::forward(const std::shared_ptr<MiniBatch>& minibatch,
                                                  const GraphRun& run, const MakeMiniBatch& make_other) {
   Entry& entry = entry_of(minibatch->plan());
+  ++num_forwards_;
   if (in_flight()) return nullptr;
   switch (state_of(entry, *minibatch)) {
     case State::refused:
     case State::cold:
       return nullptr;
     case State::warm:
+      if (!make_room_for(entry)) return nullptr;
       try {
         capture_both(entry, run, make_other);
       } catch (const c10::OutOfMemoryError&) {
@@ -174,11 +198,37 @@ const std::vector<Boundary>* GraphCache::forward(const std::shared_ptr<MiniBatch
   return nullptr;
 }
 
+// A plan is dead if nobody else can run it any more.
+void GraphCache::remove_dead_entries() {
+  entries_.remove_if([](const Entry& entry) { return entry.plan.use_count() == (entry.captured ? 1 : 0); });
+}
+
+bool GraphCache::make_room_for(Entry& entry) {
+  remove_dead_entries();
+  Entry* oldest = nullptr;
+  size_t num_captured = 0;
+  for (Entry& other : entries_) {
+    if (!other.forward) continue;
+    ++num_captured;
+    if (oldest == nullptr || other.last_replay < oldest->last_replay) oldest = &other;
+  }
+  if (num_captured < kMaxPlans) return true;
+  if (entry.waits_since < oldest->last_replay) {
+    entry.waits_since = num_forwards_;
+    entry.num_waited = 0;
+  }
+  if (++entry.num_waited < kRunsToReplace) return false;
+  oldest->drop();
+  oldest->warm_up_again();
+  entry.num_waited = 0;
+  return true;
+}
+
 const std::vector<Boundary>* GraphCache::replay_forward(Entry& entry,
                                                         const std::shared_ptr<MiniBatch>& minibatch,
                                                         const GraphRun& run) {
   begin(run, entry.inputs);
-  for (size_t i = 0; i < entry.plan->stages.size(); ++i) {
+  for (size_t i = 0; i < minibatch->plan()->stages.size(); ++i) {
     if (entry.captured->needs_keys(i))
       on_stage_stream(i, [&] { entry.captured->write_keys_of(*minibatch, i); });
   }
@@ -186,6 +236,7 @@ const std::vector<Boundary>* GraphCache::replay_forward(Entry& entry,
   entry.captured->share_forward(*minibatch, entry.forward);
   end(run.minibatch);
   last_replayed_ = minibatch;
+  entry.last_replay = num_forwards_;
   ++entry.report.replays;
   return &entry.outputs;
 }
@@ -196,13 +247,12 @@ bool GraphCache::in_flight() const {
 }
 
 bool GraphCache::ran_forward_of(const Entry& entry, const MiniBatch& minibatch) const {
-  return entry.forward && entry.plan == minibatch.plan() && last_replayed_.lock().get() == &minibatch;
+  return entry.forward && entry.is_of(minibatch.plan().get()) && last_replayed_.lock().get() == &minibatch;
 }
 
 bool GraphCache::has_forward(const Plan& plan) const {
-  return !in_flight() && std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-    return entry.plan.get() == &plan && entry.forward;
-  });
+  return !in_flight() && std::any_of(entries_.begin(), entries_.end(),
+                                     [&](const Entry& entry) { return entry.is_of(&plan) && entry.forward; });
 }
 
 bool GraphCache::has_backward(const GraphRun& run) const {
@@ -250,9 +300,10 @@ void GraphCache::capture_both(Entry& entry, const GraphRun& run, const MakeMiniB
   // Until both are captured, holds tensors that the forward used on several streams: the backward must not reuse
   // their memory on one of them.
   const Stream::KeepAlive keep_alive(streams_);
+  maker_->free_cached_memory(streams_);
   entry.numerics = numeric_settings();
   capture_forward(entry, run, make_other);
-  if (entry.forward && entry.plan->backward) capture_backward(entry);
+  if (entry.forward && run.minibatch.plan()->backward) capture_backward(entry);
   if (!entry.report.obstacle.empty()) return entry.drop();
   const auto alias = maker_->alias();
   for (Boundary& part : entry.outputs) {
@@ -265,10 +316,11 @@ void GraphCache::capture_forward(Entry& entry, const GraphRun& run, const MakeMi
   entry.inputs = copy_tensors(run);
   MiniBatch& minibatch = entry.captured.emplace(make_other()).minibatch();
   minibatch.make_random_keys();
-  minibatch.begin_forward(run.split_tensors(entry.inputs));
+  entry.captured->begin_forward(run.split_tensors(entry.inputs));
   entry.forward = capture(entry, [&] {
     minibatch.replicate();
-    engine_(*entry.plan->forward, minibatch);
+    OneAtATime work(minibatch);
+    engine_(*minibatch.plan()->forward, work);
   });
   if (!entry.forward) return;
   entry.outputs = minibatch.take_outputs();
@@ -280,7 +332,8 @@ void GraphCache::capture_forward(Entry& entry, const GraphRun& run, const MakeMi
 
 // Captures the backward for gradients with the layouts of the latest ones, before the actual gradients exist.
 void GraphCache::capture_backward(Entry& entry) {
-  const Plan& plan = *entry.plan;
+  MiniBatch& minibatch = entry.captured->minibatch();
+  const Plan& plan = *minibatch.plan();
   std::optional<Tensors> gradients;
   on_stage_stream(plan.stages.size() - 1, [&] {
     gradients = zeros_with_layouts(*entry.gradient_layouts, plan.stages.back().device);
@@ -290,11 +343,13 @@ void GraphCache::capture_backward(Entry& entry) {
     return;
   }
   entry.gradients = std::move(*gradients);
-  MiniBatch& minibatch = entry.captured->minibatch();
   const PartLengths sizes = lengths_of(entry.outputs, plan.cat_dim);
   minibatch.begin_backward(split_gradients(entry.gradients, sizes, plan.num_microbatches(), plan.cat_dim),
                            /*retain=*/false);
-  entry.backward = capture(entry, [&] { engine_(*plan.backward, minibatch); });
+  entry.backward = capture(entry, [&] {
+    OneAtATime work(minibatch);
+    engine_(*plan.backward, work);
+  });
   if (!entry.backward) return;
   entry.captured->end_backward(maker_->alias());
   entry.report.backward = true;
@@ -354,7 +409,7 @@ void GraphCache::after_forward(const std::shared_ptr<const Plan>& plan) {
 
 void GraphCache::after_backward(const GraphRun& run) {
   for (Entry& entry : entries_) {
-    if (entry.plan != run.minibatch.plan()) continue;
+    if (!entry.is_of(run.minibatch.plan().get())) continue;
     entry.gradient_layouts.reset();
     if (run.minibatch.used_no_fallback()) entry.gradient_layouts = layouts_of(run.tensors);
   }

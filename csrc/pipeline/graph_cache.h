@@ -1,7 +1,8 @@
 // The graph cache: plans whose runs are captured as graphs, one forward and one backward graph across all devices.
 //
 // A plan's first mini-batches run uncaptured, so that libraries choose their algorithms and create their handles.
-// Then the engine runs once more while the streams are captured. From then on a run is one graph launch:
+// Then the engine runs once more while the streams are captured, one action at a time. From then on a run is one graph
+// launch:
 //
 //   caller    x ───────┐                                             ┌── cat ── y
 //   stage 0         copy in ── graph: [ 0F0 0F1 ..  1F0 1F1 .. ] ────┘
@@ -12,6 +13,9 @@
 // only one mini-batch at a time is in flight in this memory, from its forward to its backward; the mini-batches in
 // between run uncaptured. The captured backward reuses the memory of tensors that it has read, so a backward with
 // `retain` runs uncaptured, too.
+//
+// A capture pays only if it is replayed. If all places of the cache are taken, a plan takes the place of the least
+// recently replayed one only after several mini-batches during which that one was not replayed.
 #pragma once
 
 #include "device/graph.h"
@@ -44,7 +48,7 @@ struct GraphRun {
 class GraphCache {
  public:
   // Runs actions on the engine, without polling.
-  using Engine = std::function<void(const Actions&, MiniBatch&)>;
+  using Engine = std::function<void(const Actions&, Work&)>;
   using MakeMiniBatch = std::function<std::shared_ptr<MiniBatch>()>;
 
   GraphCache(std::shared_ptr<const Transport> transport, Engine engine);
@@ -82,6 +86,9 @@ class GraphCache {
   enum class State;
   Entry& entry_of(const std::shared_ptr<const Plan>& plan);
   static State state_of(Entry& entry, const MiniBatch& minibatch);
+  // Returns whether a warm plan may be captured now; if another plan must make room for it, drops that one's graphs.
+  bool make_room_for(Entry& entry);
+  void remove_dead_entries();
   const std::vector<Boundary>* replay_forward(Entry& entry, const std::shared_ptr<MiniBatch>& minibatch,
                                               const GraphRun& run);
   void capture_both(Entry& entry, const GraphRun& run, const MakeMiniBatch& make_other);
@@ -108,7 +115,8 @@ class GraphCache {
   const Engine engine_;
   const std::vector<Stream> streams_;
   std::unique_ptr<GraphMaker> maker_;
-  std::list<Entry> entries_;                // most recently used first
+  std::list<Entry> entries_;                // one for each living plan
+  int64_t num_forwards_ = 0;                // forwards so far, replayed and uncaptured
   bool ran_uncaptured_ = true;              // an uncaptured run or a capture has followed the last replay
   std::optional<StreamEvent> last_replay_;  // the last replay's event, unless an uncaptured run has followed
   std::vector<std::pair<Stream, StreamEvent>> caller_events_;  // see after_use

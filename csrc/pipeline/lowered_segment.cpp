@@ -175,6 +175,10 @@ Tensors LoweredSegment::backward(const SegmentCall& call, const Tensors& output_
   }
   run.execute(Part::results, &call.token);
   const Tensors results = run.outputs();
+  if (!call.stage.device.is_cpu()) {
+    Tensors& boundary = call.stage.backward.open->boundary = output_gradients;
+    boundary.insert(boundary.end(), results.begin(), results.end());
+  }
   Tensors gradients;
   for (size_t i = 0; i < results.size(); ++i) store_at(gradients, program.outputs[i].index, results[i]);
   if (with_parameters) finish(call);

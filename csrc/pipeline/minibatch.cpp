@@ -1,6 +1,7 @@
 #include "pipeline/minibatch.h"
 
 #include "check.h"
+#include "device/failure.h"
 #include "pipeline/python_segment.h"
 #include "pipeline/skip.h"
 
@@ -54,14 +55,17 @@ MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Tra
   }
 }
 
+MiniBatch::~MiniBatch() { transport_->survive_failures(); }
+
 void MiniBatch::make_random_keys() {
   if (transport_->is_cpu()) return;
   for (size_t i = 0; i < stages_.size(); ++i) {
-    const at::Tensor keys = host_keys(i);
-    if (!keys.defined()) continue;
+    Tensors keys{host_keys(i)};
+    if (!keys.front().defined()) continue;
     const Stream& work = transport_->work(static_cast<int32_t>(i));
     const Stream::Guard current(work);
-    stages_[i].keys = keys.to(work.device(), /*non_blocking=*/true);
+    stages_[i].keys = keys.front().to(work.device(), /*non_blocking=*/true);
+    free_shared(keys);
   }
 }
 
@@ -227,6 +231,44 @@ void MiniBatch::enter_stage(int32_t stage, const std::function<void()>& run_acti
 }
 
 void MiniBatch::run(const Action& action, CancellationToken& token) {
+  Tensors boundary = transport_->is_cpu() ? Tensors() : boundary_tensors(action);
+  try {
+    run_action(action, token);
+  } catch (...) {
+    transport_->survive_failures();
+    throw;
+  }
+  free_shared(boundary);
+}
+
+Tensors MiniBatch::boundary_tensors(const Action& action) const {
+  const StageState& stage = stages_[action.stage];
+  const MicroBatchState& state = stage.microbatch_states[action.microbatch];
+  Tensors found;
+  switch (action.kind) {
+    case ActionKind::forward:
+      return state.received.tensors;
+    case ActionKind::send_forward:
+      return state.outputs.tensors;
+    case ActionKind::send_backward:
+      return state.input_gradients;
+    case ActionKind::backward:
+    case ActionKind::backward_inputs:
+    case ActionKind::backward_weights:
+      found = state.tangents;
+      if (stage.backward.open)
+        found.insert(found.end(), stage.backward.open->boundary.begin(), stage.backward.open->boundary.end());
+      for (const SegmentContext& context : state.contexts) {
+        for (const Tensors* tensors : {&context.inputs, &context.saved})
+          found.insert(found.end(), tensors->begin(), tensors->end());
+      }
+      return found;
+    default:
+      return {};
+  }
+}
+
+void MiniBatch::run_action(const Action& action, CancellationToken& token) {
   at::RecordFunction range(at::RecordScope::USER_SCOPE);
   if (range.isActive()) range.before("PP:" + action.name());
   const int32_t m = action.microbatch;
@@ -279,11 +321,13 @@ void MiniBatch::fetch_skips(const std::vector<int64_t>& indices, Skips& skips, i
   for (int64_t index : indices) {
     Skip& skip = skips[index];
     if (skip.stage == stage) continue;
-    Tensors tensors{std::move(skip.tensor), std::move(skip.gradient)};
-    transport_->receive(stage, transport_->send(tensors, skip.stage, skip.ready, stage, Direction::skip));
+    Tensors sent{skip.tensor, skip.gradient}, tensors = sent;
+    const StreamEvent copy_done = transport_->send(tensors, skip.stage, skip.ready, stage, Direction::skip);
     skip.tensor = std::move(tensors[0]);
     skip.gradient = std::move(tensors[1]);
     skip.stage = stage;
+    free_shared(sent);
+    transport_->receive(stage, copy_done);
   }
 }
 

@@ -39,6 +39,7 @@ class MiniBatch final : public Work {
   // random key, always the same; it is called only if something is random.
   MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Transport> transport,
             const Tensors& parameters, const Tensors& buffers, const std::function<int64_t()>& key);
+  ~MiniBatch() override;
 
   // Call both before the forward's run. make_random_keys() makes the random keys, replicate() copies parameters that
   // live on other stages' devices; both copy on the stages' streams.
@@ -109,6 +110,9 @@ class MiniBatch final : public Work {
   // mark_ready() records a stream event for skip tensors and gradients that this stage stored.
   void fetch_skips(const std::vector<int64_t>& indices, Skips& skips, int32_t stage) const;
   void mark_ready(const std::vector<int64_t>& indices, Skips& skips, int32_t stage) const;
+  void run_action(const Action& action, CancellationToken& token);
+  // Returns the boundary tensors that an action may free. Other streams have used them.
+  Tensors boundary_tensors(const Action& action) const;
   void forward(const Action& action, CancellationToken& token);
   void backward(const Action& action, CancellationToken& token);
   void backward_inputs(const Action& action, bool with_parameters, CancellationToken& token);

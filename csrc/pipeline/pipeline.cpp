@@ -1,6 +1,7 @@
 #include "pipeline/pipeline.h"
 
 #include "check.h"
+#include "device/failure.h"
 #include "pipeline/autograd.h"
 
 #include <c10/util/Exception.h>
@@ -64,9 +65,36 @@ class CurrentStreams {
   std::vector<std::unique_ptr<Stream::Guard>> current_;
 };
 
-// Scope guard: runs a backward on the streams of the forward's caller. An autograd thread takes over only the caller's
-// stream on the outputs' device, and is ordered after no other stream. So the forward's streams first wait for the
-// thread's. At the end the thread's streams wait for the forward's, and the outputs' stream waits for all of them.
+// Scope guard: calls `end` at the end of a scope. succeed() passes on its errors; the destructor, which runs while an
+// exception is under way, ignores them.
+template <class End>
+class AtEnd {
+ public:
+  explicit AtEnd(End end) : end_(std::move(end)) {}
+  ~AtEnd() {
+    if (ended_) return;
+    try {
+      end_(/*failed=*/true);
+    } catch (const std::exception&) {
+      // The device has failed, so no work runs there any more.
+    }
+  }
+  AtEnd(const AtEnd&) = delete;
+  AtEnd& operator=(const AtEnd&) = delete;
+
+  void succeed() {
+    ended_ = true;
+    end_(/*failed=*/false);
+  }
+
+ private:
+  const End end_;
+  bool ended_ = false;
+};
+
+// Runs a backward on the streams of the forward's caller. An autograd thread takes over only the caller's stream on the
+// outputs' device, and is ordered after no other stream. So the forward's streams first wait for the thread's. Call
+// end() at the end: the thread's streams wait for the forward's, and the outputs' stream waits for all of them.
 class BackwardStreams {
  public:
   BackwardStreams(std::vector<Stream> own, const std::vector<Stream>& forward)
@@ -74,14 +102,15 @@ class BackwardStreams {
     for (size_t i = 0; i < own_.size(); ++i) follow(forward_[i], own_[i]);
     current_.emplace(forward_);
   }
-  ~BackwardStreams() {
+  BackwardStreams(const BackwardStreams&) = delete;
+  BackwardStreams& operator=(const BackwardStreams&) = delete;
+
+  void end() const {
     for (size_t i = 0; i < own_.size(); ++i) {
       follow(own_[i], forward_[i]);
       if (i + 1 < own_.size()) follow(own_.back(), forward_[i]);
     }
   }
-  BackwardStreams(const BackwardStreams&) = delete;
-  BackwardStreams& operator=(const BackwardStreams&) = delete;
 
  private:
   static void follow(const Stream& later, const Stream& stream) {
@@ -95,8 +124,11 @@ class BackwardStreams {
 
 struct AbandonOnError {
   ~AbandonOnError() {
-    if (!done) minibatch.abandon();
+    if (done) return;
+    transport.survive_failures();
+    minibatch.abandon();
   }
+  const Transport& transport;
   MiniBatch& minibatch;
   bool done = false;
 };
@@ -172,8 +204,9 @@ Boundary Pipeline::run_forward_step(const std::shared_ptr<const Plan>& plan, con
   {
     const EngineLock lock(*this);
     check_open();
-    AbandonOnError guard{*minibatch};
-    std::vector<Boundary> parts;
+    transport_->check_alive();
+    std::vector<Boundary> parts;  // freed after the guard has noticed that a device failed
+    AbandonOnError guard{*transport_, *minibatch};
     retry_without_graphs(*plan, *minibatch, [&] {
       parts = run_forward(minibatch, inputs, make);
       // Checked before the buffers are written, because it may throw.
@@ -184,6 +217,7 @@ Boundary Pipeline::run_forward_step(const std::shared_ptr<const Plan>& plan, con
     guard.done = true;
     if (graph_cache_) graph_cache_->after_use(minibatch->caller_streams());
     sizes = lengths_of(parts, plan->cat_dim);
+    for (Boundary& part : parts) free_shared(part.tensors);
   }
   connect_to_graph(outputs, inputs, parameters, shared_from_this(), std::move(minibatch), std::move(sizes));
   return outputs;
@@ -220,6 +254,7 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
 Pipeline::Gradients Pipeline::run_backward_step(MiniBatch& minibatch, const Tensors& gradients,
                                                 const PartLengths& sizes, bool retain) {
   const BackwardStreams streams(transport_->caller_streams(), minibatch.caller_streams());
+  AtEnd end([&](bool) { streams.end(); });
   const Plan& plan = *minibatch.plan();
   const std::vector<Stream>& caller_streams = minibatch.caller_streams();
   const GraphRun graph_run{minibatch, gradients, plan.stages.size() - 1,
@@ -231,9 +266,10 @@ Pipeline::Gradients Pipeline::run_backward_step(MiniBatch& minibatch, const Tens
   {
     const EngineLock lock(*this);
     check_open();
+    transport_->check_alive();
     // The forward's tensors are kept for a second attempt if there are graphs to free.
     const bool repeats = graph_cache_ && plan.is_lowered() && graph_cache_->can_free_graphs();
-    AbandonOnError guard{minibatch, /*done=*/true};
+    AbandonOnError guard{*transport_, minibatch, /*done=*/true};
     retry_without_graphs(plan, minibatch, [&] {
       const bool captured = may_use_graphs() && graph_cache_->has_backward(graph_run);
       minibatch.begin_backward(
@@ -252,11 +288,13 @@ Pipeline::Gradients Pipeline::run_backward_step(MiniBatch& minibatch, const Tens
       }
       for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, caller_streams);
       result = {combine_gradients(found.inputs, plan.split_dims), std::move(found.parameters)};
+      for (Tensors& tensors : found.inputs) free_shared(tensors);
     });
     if (!retain) minibatch.release();
     guard.done = true;
     if (graph_cache_) graph_cache_->after_use(caller_streams);
   }
+  end.succeed();
   return result;
 }
 
@@ -266,10 +304,9 @@ void Pipeline::create_transport(const Plan& plan) {
     for (const StagePlan& stage : plan.stages) devices.push_back(stage.device);
     transport_ = std::make_shared<Transport>(devices, transport_choice_);
     if (transport_->is_cpu()) return;
-    graph_cache_ =
-        std::make_unique<GraphCache>(transport_, [this](const Actions& actions, MiniBatch& minibatch) {
-          if (auto failure = engine_.run(actions, minibatch)) std::rethrow_exception(failure->error);
-        });
+    graph_cache_ = std::make_unique<GraphCache>(transport_, [this](const Actions& actions, Work& work) {
+      if (auto failure = engine_.run(actions, work)) std::rethrow_exception(failure->error);
+    });
   });
 }
 
@@ -283,12 +320,7 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
   const std::vector<Stream>& caller_streams = minibatch.caller_streams();
   if (graph_cache_) graph_cache_->before_run();
   transport_->begin_run(caller_streams);
-  struct EndRun {
-    ~EndRun() { transport.end_run(caller_streams, failed); }
-    const Transport& transport;
-    const std::vector<Stream>& caller_streams;
-    bool failed = true;
-  } end_run{*transport_, caller_streams};
+  AtEnd end([&](bool failed) { transport_->end_run(caller_streams, failed); });
   if (&actions == minibatch.plan()->forward.get()) {
     minibatch.make_random_keys();
     minibatch.replicate();
@@ -300,8 +332,11 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
     if (auto failure = engine_.run(actions, work, poll_)) raise(*failure, minibatch);
   } catch (const Cancelled&) {
     throw Closed();
+  } catch (...) {
+    transport_->survive_failures();
+    throw;
   }
-  end_run.failed = false;
+  end.succeed();
 }
 
 void Pipeline::close() {

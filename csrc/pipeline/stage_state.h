@@ -25,6 +25,7 @@ struct StartedBackward {
       : separate(num_parameters), run(program, separate, true) {}
 
   Tensors separate;
+  Tensors boundary;  // boundary gradients that it reads and returns; see `free_shared`
   Program::Run run;
 };
 

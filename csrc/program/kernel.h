@@ -4,12 +4,10 @@
 #include <c10/core/Device.h>
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <tuple>
-#include <vector>
 
 namespace gpipe_fast {
 
@@ -41,11 +39,9 @@ class Kernel {
   virtual const std::string& name() const = 0;
   virtual c10::Device device() const = 0;
   virtual int64_t num_ctas() const = 0;
-  // Returns the size of each parameter in bytes, as the image declares them.
-  virtual const std::vector<size_t>& parameter_bytes() const = 0;
   // Enqueues the kernel on the calling thread's current stream of its device. `arguments` are the addresses of the
-  // parameters' values, which are copied; no dimension of the grid may be 0. Needs no GIL, allocates nothing, and can
-  // be captured in a graph.
+  // parameters' values, as many and as large as the image declares, which are copied; no dimension of the grid may be
+  // 0. Needs no GIL, allocates nothing, and can be captured in a graph.
   virtual void launch(const Grid& grid, void** arguments) const = 0;
 };
 

@@ -95,6 +95,10 @@ GPIPE_FAST_LOOP static void philox_blocks_portable(const PhiloxStream& stream, u
 }
 
 #ifdef GPIPE_FAST_AVX512
+// GCC warns of operands that its own intrinsics leave undefined on purpose (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 // The same function with each word in the lower half of a 64-bit lane, so that products need no shuffles; the
 // compiler's code for the loop above needs them. The upper halves hold leftovers that no product reads.
 __attribute__((target("avx512f"))) static void philox_blocks_avx512(const PhiloxStream& stream,
@@ -126,6 +130,7 @@ __attribute__((target("avx512f"))) static void philox_blocks_avx512(const Philox
     _mm512_storeu_si512(out + 2 * kLanes, _mm512_permutex2var_epi64(pair0, second_half, pair1));
   }
 }
+#pragma GCC diagnostic pop
 #endif
 
 #if !defined(__CUDACC__)

@@ -1,19 +1,28 @@
 #include "transport/pinned_ring.h"
 
+#include "device/failure.h"
+
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 namespace gpipe_fast {
 
 PinnedRing::PinnedRing(const Copier& copier, Stream out, Stream in)
     : copier_(copier), out_(std::move(out)), in_(std::move(in)) {
   memory_ = at::empty({kNumBlocks * kBlockBytes}, at::TensorOptions(at::kByte).pinned_memory(true));
+  note_shared(memory_);
   for (const Stream* stream : {&out_, &in_}) {
     const Stream::Guard current(*stream);
     copier_.record_stream(memory_, stream->device());
   }
+}
+
+PinnedRing::~PinnedRing() {
+  std::vector<at::Tensor> memory{std::move(memory_)};
+  free_shared(memory);
 }
 
 void PinnedRing::enqueue_copies(const at::Tensor& source, const at::Tensor& target) {

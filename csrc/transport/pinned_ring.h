@@ -26,6 +26,7 @@ class PinnedRing {
   static constexpr int kNumBlocks = 8;
 
   PinnedRing(const Copier& copier, Stream out, Stream in);
+  ~PinnedRing();
   PinnedRing(const PinnedRing&) = delete;
   PinnedRing& operator=(const PinnedRing&) = delete;
 

@@ -1,6 +1,7 @@
 #include "transport/transport.h"
 
 #include "check.h"
+#include "device/failure.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -57,6 +58,8 @@ Transport::Transport(const std::vector<at::Device>& devices, TransportChoice cho
   }
   for (size_t i = 0; i < devices.size(); ++i) {
     is_cpu_ = is_cpu_ && devices[i].is_cpu();
+    if (std::find(devices_.begin(), devices_.end(), devices[i]) == devices_.end())
+      devices_.push_back(devices[i]);
     const Stream work = Stream::acquire(devices[i]);
     StageStreams stage{work, makes_copies[i] ? Stream::acquire(devices[i]) : work, {}};
     for (int direction = 0; direction < kNumDirections; ++direction)
@@ -117,6 +120,14 @@ void Transport::end_run(const std::vector<Stream>& caller_streams, bool failed) 
   }
 }
 
+void Transport::survive_failures() const noexcept {
+  for (const at::Device device : devices_) survive_failure(device);
+}
+
+void Transport::check_alive() const {
+  for (const at::Device device : devices_) gpipe_fast::check_alive(device);
+}
+
 void Transport::hand_over(const at::Tensor& tensor, const std::vector<Stream>& caller_streams) const {
   if (is_cpu_ || !tensor.defined()) return;
   for (const Stream& caller : caller_streams) caller.record_use(tensor);
@@ -145,7 +156,7 @@ StreamEvent Transport::send(std::vector<at::Tensor>& tensors, int32_t sender, co
     packed = pack(tensors, /*coalesce_small=*/true, enqueued_work);
     if (enqueued_work) from.out.wait(StreamEvent(from.work));
   }
-  return enqueue_copies(packed, tensors, {sender, receiver, direction}, to.work);
+  return enqueue_copies_or_survive(packed, tensors, {sender, receiver, direction}, to.work);
 }
 
 at::Tensor Transport::copy(const at::Tensor& tensor, const Stream& producer, const Stream& consumer) const {
@@ -167,7 +178,7 @@ at::Tensor Transport::copy(const at::Tensor& tensor, const Stream& producer, con
     packed = pack(tensors, /*coalesce_small=*/false, enqueued_work);
   }
   const Connection connection{static_cast<int32_t>(from), static_cast<int32_t>(to), std::nullopt};
-  await(consumer, enqueue_copies(packed, tensors, connection, consumer));
+  await(consumer, enqueue_copies_or_survive(packed, tensors, connection, consumer));
   return tensors.front();
 }
 
@@ -175,15 +186,27 @@ void Transport::receive(int32_t receiver, const StreamEvent& copy_done) const {
   await(stages_[receiver].work, copy_done);
 }
 
+// The copies belong to nobody else yet, so they must not be freed on a failed device.
+StreamEvent Transport::enqueue_copies_or_survive(const std::vector<CoalescedCopy>& packed,
+                                                 std::vector<at::Tensor>& tensors,
+                                                 const Connection& connection, const Stream& consumer) const {
+  std::vector<at::Tensor> arrived;
+  try {
+    return enqueue_copies(packed, tensors, arrived, connection, consumer);
+  } catch (...) {
+    survive_failures();
+    throw;
+  }
+}
+
 // Enqueues the copies after the work already on the sender's out stream. Returns the event that completes them.
 StreamEvent Transport::enqueue_copies(const std::vector<CoalescedCopy>& packed,
-                                      std::vector<at::Tensor>& tensors, const Connection& connection,
-                                      const Stream& consumer) const {
+                                      std::vector<at::Tensor>& tensors, std::vector<at::Tensor>& arrived,
+                                      const Connection& connection, const Stream& consumer) const {
   const Stream& out = stages_[connection.sender].out;
   const Stream& in =
       stages_[connection.receiver].in[static_cast<size_t>(connection.direction.value_or(Direction::forward))];
   const Route copy_route = route(connection.sender, connection.receiver);
-  std::vector<at::Tensor> arrived;
   {
     // Allocate on the in stream: the allocator reuses freed memory in the order of the stream it was allocated on.
     const Stream::Guard on_receiver(in);
@@ -198,8 +221,6 @@ StreamEvent Transport::enqueue_copies(const std::vector<CoalescedCopy>& packed,
   if (copy_route == Route::peer) out.wait(StreamEvent(in));
   for (size_t i = 0; i < packed.size(); ++i) {
     const at::Tensor& source = packed[i].bytes;
-    out.record_use(source);
-    consumer.record_use(arrived[i]);
     switch (copy_route) {
       case Route::peer: {
         const Stream::Guard on_sender(out);
@@ -218,6 +239,10 @@ StreamEvent Transport::enqueue_copies(const std::vector<CoalescedCopy>& packed,
       case Route::hand_over:
         std::abort();  // unreachable: send() copies nothing on this route
     }
+    // Recorded last, because freeing a tensor with recorded uses throws on a failed device.
+    out.record_use(source);
+    consumer.record_use(arrived[i]);
+    if (consumer.is_cpu()) note_shared(arrived[i]);
     unpack(packed[i], arrived[i], tensors);
   }
   if (copy_route == Route::peer) in.wait(StreamEvent(out));

@@ -69,6 +69,9 @@ class Transport {
   // Ends a run: the callers' later work waits for the stages' work. After a failed run it also waits for the
   // out streams: tensors in flight may not have been received, and may be the caller's own.
   void end_run(const std::vector<Stream>& caller_streams, bool failed) const;
+  // Call when an error was caught, before tensors are freed: see `survive_failure`.
+  void survive_failures() const noexcept;
+  void check_alive() const;
 
   // Records that callers will use, on their streams, a tensor that a stage computed (see `Stream::record_use`).
   void hand_over(const at::Tensor& tensor, const std::vector<Stream>& caller_streams) const;
@@ -100,13 +103,18 @@ class Transport {
       return std::tie(sender, receiver, direction) < std::tie(other.sender, other.receiver, other.direction);
     }
   };
+  StreamEvent enqueue_copies_or_survive(const std::vector<CoalescedCopy>& packed,
+                                        std::vector<at::Tensor>& tensors, const Connection& connection,
+                                        const Stream& consumer) const;
   StreamEvent enqueue_copies(const std::vector<CoalescedCopy>& packed, std::vector<at::Tensor>& tensors,
-                             const Connection& connection, const Stream& consumer) const;
+                             std::vector<at::Tensor>& arrived, const Connection& connection,
+                             const Stream& consumer) const;
   PinnedRing& ring(const Connection& connection, const Stream& out, const Stream& in) const;
   Route route(int32_t sender, int32_t receiver) const { return routes_[sender * stages_.size() + receiver]; }
 
   std::vector<StageStreams> stages_;
-  std::vector<Route> routes_;  // by sender, then receiver
+  std::vector<at::Device> devices_;  // of the stages, each once
+  std::vector<Route> routes_;        // by sender, then receiver
   bool is_cpu_ = true;
   mutable std::mutex mutex_;
   mutable std::map<Connection, std::unique_ptr<PinnedRing>> rings_;  // created on first use

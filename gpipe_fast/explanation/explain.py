@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from gpipe_fast import progress
+from gpipe_fast import progress, switches
 from gpipe_fast.devices import Device, parse_device
 from gpipe_fast.explanation.explanation import Explanation
 from gpipe_fast.explanation.programs import explain_programs
@@ -173,6 +173,8 @@ def _failure_note(index: int, stage: Stage, failure: CompilationFailure) -> str:
 def _why_unfused(stage: Stage) -> str:
     if not stage.options.fuse:
         return "Nothing is fused, because the model has fuse=False."
+    if switches.is_disabled("fuse"):
+        return f"Nothing is fused, because {switches.VARIABLE} contains 'fuse'."
     if torch.are_deterministic_algorithms_enabled():
         return "Nothing is fused, because only deterministic algorithms are allowed."
     if not availability.has_triton():

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
+from gpipe_fast import switches
 from gpipe_fast._extension import build_info
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Instance
@@ -28,11 +28,6 @@ MIN_CAPABILITY = (8, 0)
 _MIN_CUDA = (12, 8)
 
 
-def fuses_by_default() -> bool:
-    """Returns whether stages use fused kernels unless told otherwise: not if GPIPE_FAST_FUSE is 0."""
-    return os.environ.get("GPIPE_FAST_FUSE", "1") != "0"
-
-
 def has_triton() -> bool:
     """Returns whether the package ``triton`` is installed."""
     return importlib.util.find_spec("triton") is not None
@@ -46,12 +41,14 @@ def loader_of(device: torch.device) -> KernelLoader | None:
 
 
 def fusion_of(device: torch.device, is_absent: bool = False) -> Fusion | None:
-    """Returns the fusion for a device, or None for a device that has no fused kernels.
+    """Returns the fusion for a device; None if the device has no fused kernels, or if they are switched off.
 
     Args:
         device: the device.
         is_absent: whether the machine need not have the device; kernels are then not compiled.
     """
+    if switches.is_disabled("fuse"):
+        return None
     if is_absent:
         return None if device.type != "cuda" or not has_triton() else _absent_fusion()
     loader = loader_of(device)

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import json
 import os
+import struct
 import sys
 import threading
 import time
@@ -21,6 +22,8 @@ from gpipe_fast.fuse.kernel_name import KernelName, KernelNotFoundError, find
 # Seconds between two looks whether the parent still runs.
 _WATCH_INTERVAL = 0.25
 _MAX_REASON = 1000
+# The format of records in a cubin that have a size, and the attribute EIATTR_KPARAM_INFO.
+_SIZED, _PARAMETER = 0x04, 0x17
 
 
 def compile_kernel(source: KernelSource, capability: int) -> Any:
@@ -75,16 +78,20 @@ def compile_here(source: KernelSource, capability: int) -> Cubin | CompileFailur
     if missing := [name for name in source.kernel.arg_names if name not in named]:
         return CompileFailure(f"arguments without a type or a value: {', '.join(missing)}")
     try:
-        compiled = compile_kernel(source, capability)
+        return _cubin(source, compile_kernel(source, capability))
     except Exception as error:
         return CompileFailure(_reason(error))
-    return _cubin(compiled.asm["cubin"], compiled.metadata)
 
 
-def _cubin(image: bytes, metadata: Any) -> Cubin | CompileFailure:
+def _cubin(source: KernelSource, compiled: Any) -> Cubin | CompileFailure:
+    metadata = compiled.metadata
     for name in ("global_scratch_size", "profile_scratch_size", "tensordesc_meta"):
         if value := getattr(metadata, name, None):
             return CompileFailure(f"the kernel needs {name} = {value}, which launches do not provide")
+    image = compiled.asm["cubin"]
+    found, passed = _parameter_sizes(image, metadata.name), _argument_sizes(source)
+    if found != passed:
+        return CompileFailure(f"its parameters' sizes are {found} bytes, but launches pass {passed}")
     return Cubin(
         image,
         metadata.name,
@@ -94,6 +101,34 @@ def _cubin(image: bytes, metadata: Any) -> Cubin | CompileFailure:
         bool(metadata.launch_cooperative_grid),
         bool(metadata.launch_pdl),
     )
+
+
+def _parameter_sizes(image: bytes, name: str) -> list[int]:
+    """Returns the bytes of each parameter of a kernel, from the section of its cubin that describes them.
+
+    A cubin is a 64-bit ELF file. A record of the section is one byte each for its format and its attribute,
+    and two bytes that are, in one of the formats, the size of what follows.
+    """
+    (sections,) = struct.unpack_from("<Q", image, 0x28)
+    step, count, index_of_names = struct.unpack_from("<3H", image, 0x3A)
+    found = [struct.unpack_from("<2I4Q", image, sections + i * step) for i in range(count)]
+    names, wanted = found[index_of_names][4], f".nv.info.{name}\0".encode()
+    sizes = {}
+    for place, size in ((s[4], s[5]) for s in found if image.startswith(wanted, names + s[0])):
+        end = place + size
+        while place < end:
+            format_, attribute, length = struct.unpack_from("<2BH", image, place)
+            if (format_, attribute) == (_SIZED, _PARAMETER):
+                _, ordinal, _, flags = struct.unpack_from("<I2HI", image, place + 4)
+                sizes[ordinal] = flags >> 18
+            place += 4 + length * (format_ == _SIZED)
+    return [sizes[ordinal] for ordinal in sorted(sizes)]
+
+
+def _argument_sizes(source: KernelSource) -> list[int]:
+    """Returns the bytes of each argument that a launch passes; the last two point to scratch memory."""
+    types = [*(type_ for _, type_ in source.signature), "*i8", "*i8"]
+    return [8 if type_.startswith("*") else max(8, int(type_.lstrip("iufp"))) // 8 for type_ in types]
 
 
 def _reason(error: BaseException) -> str:

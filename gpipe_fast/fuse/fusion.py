@@ -1,9 +1,8 @@
-"""Fusion of the stages of one device: the pass, with kernels that compile."""
+"""Fusion of the stages of one device: the pass, with kernels that compile and load."""
 
 from __future__ import annotations
 
 from gpipe_fast.fuse.check import has_passed
-from gpipe_fast.fuse.cubins import CompileFailure, Cubin
 from gpipe_fast.fuse.fuse import Fused, fuse, fuse_alike
 from gpipe_fast.fuse.left_out import is_left_out, leave_out
 from gpipe_fast.fuse.loader import KernelLoader
@@ -19,9 +18,9 @@ class Fusion:
         self._loader = loader
 
     def fuse(self, forward: StageGraph, backward: StageGraph | None, explain: bool = False) -> list[Fused]:
-        """Fuses the graphs of a stage, and compiles their kernels.
+        """Fuses the graphs of a stage, and compiles and loads their kernels.
 
-        Kernels that do not compile are left out, after a warning: PyTorch's operators compute their nodes.
+        Kernels for which that fails are left out, after a warning: PyTorch's operators compute their nodes.
 
         Args:
             forward: the forward.
@@ -33,8 +32,11 @@ class Fusion:
             if self._loader is None:
                 return found
             launches = {launch.specialization: launch for each in found for launch in each.launches()}
-            compiled = self._loader.compile(list(launches.values()))
-            if all([*map(_compiles, launches.values(), compiled)]):
+            failures = self._loader.failures(list(launches.values()))
+            for launch, reason in zip(launches.values(), failures, strict=True):
+                if reason:
+                    leave_out(launch, reason)
+            if not any(failures):
                 return found
 
     def _fuse(self, forward: StageGraph, backward: StageGraph | None, explain: bool) -> list[Fused]:
@@ -47,10 +49,3 @@ class Fusion:
 
     def _is_unchecked(self, launch: KernelLaunch) -> bool:
         return self._loader is not None and not has_passed(launch, self._loader.device)
-
-
-def _compiles(launch: KernelLaunch, found: Cubin | CompileFailure) -> bool:
-    if isinstance(found, CompileFailure):
-        leave_out(launch, f"it does not compile for this GPU ({found.reason})")
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""The kernels that this process leaves out, because they do not compile or gave wrong results."""
+"""The kernels that this process leaves out, because they do not compile or load, or gave wrong results."""
 
 from __future__ import annotations
 

@@ -25,12 +25,26 @@ class KernelLoader:
         self.device = device
         self.capability = torch.cuda.get_device_capability(device)
 
-    def compile(self, launches: Sequence[KernelLaunch]) -> list[Cubin | CompileFailure]:
-        """Compiles both forms of each kernel, in parallel; returns the failure or one form of each."""
+    def failures(self, launches: Sequence[KernelLaunch]) -> list[str]:
+        """Compiles both forms of each kernel, in parallel, and loads them on the device.
+
+        Returns:
+            For each launch why it is impossible, as in "it does not compile .."; "" if it is possible.
+        """
         sources = [source for launch in launches for source in sources_of(launch)]
         found = cubins(sources, self.capability)
         pairs = zip(found[::2], found[1::2], strict=True)
-        return [b if isinstance(b, CompileFailure) else a for a, b in pairs]
+        return [self._failure(a) or self._failure(b) for a, b in pairs]
+
+    def _failure(self, form: Cubin | CompileFailure) -> str:
+        if isinstance(form, CompileFailure):
+            return f"it does not compile for this GPU ({form.reason})"
+        try:
+            _load(form, self.device)
+        except RuntimeError as error:
+            reason, _, _ = str(error).partition("\n")
+            return f"it does not load on {self.device} ({reason})"
+        return ""
 
     def load(self, launch: KernelLaunch) -> tuple[Kernel, Kernel]:
         """Returns a launch's kernel for aligned pointers and for any pointers, loaded on the device."""

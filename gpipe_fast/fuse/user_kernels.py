@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from gpipe_fast.fuse.cubins import CompileFailure
 from gpipe_fast.fuse.launchers import ALLOCATES
 from gpipe_fast.fuse.loader import KernelLoader
 from gpipe_fast.lower.alias import is_view_op
@@ -72,11 +71,11 @@ class _Launch:
 
 
 def with_launches(joint: JointGraph, loader: KernelLoader | None) -> JointGraph | Untraceable:
-    """Replaces users' launches in a joint graph by calls of `launch_kernel`, and compiles their kernels.
+    """Replaces users' launches in a joint graph by calls of `launch_kernel`, and loads their kernels.
 
     Args:
         joint: the joint graph of a traced stage.
-        loader: compiles kernels for the stage's device; None if no Triton kernel can run there.
+        loader: compiles and loads kernels for the stage's device; None if no Triton kernel can run there.
 
     Returns:
         A graph without users' launches, ``joint`` itself if it has none; or the reason why a kernel cannot be
@@ -91,10 +90,10 @@ def with_launches(joint: JointGraph, loader: KernelLoader | None) -> JointGraph 
             launches[node] = made
     if not launches or loader is None:
         return joint
-    compiled = loader.compile([launch.data for launch in launches.values()])
-    for node, result in zip(launches, compiled, strict=True):
-        if isinstance(result, CompileFailure):
-            return _untraceable(node, f"it does not compile: {result.reason}")
+    failures = loader.failures([launch.data for launch in launches.values()])
+    for node, reason in zip(launches, failures, strict=True):
+        if reason:
+            return _untraceable(node, reason)
     return _replaced(joint, launches)
 
 

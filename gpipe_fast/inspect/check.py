@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, permutations, product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch import Tensor, nn
 
 from gpipe_fast import devices as _devices
 from gpipe_fast.arguments import CHECKPOINT_MODES, TRANSPORTS
 from gpipe_fast.devices import Device
 from gpipe_fast.gpipe import GPipe
+from gpipe_fast.inspect.case_processes import ChildProcess, Process, run_cases
 from gpipe_fast.inspect.check_fused import FusedCheck, check_fused
 from gpipe_fast.inspect.doctor import doctor
 from gpipe_fast.inspect.verify import Report, verify
@@ -28,8 +29,12 @@ from gpipe_fast.layers.skip import pop, skippable, stash
 NUM_STAGES, CHUNKS, BATCH = 2, 4, 8
 # On GPUs, the third mini-batch is captured and the fourth is replayed.
 STEPS_ON_GPUS = 4
-TIME_LIMIT_SECONDS = 60.0
+# Time limits in seconds for all comparisons, and for the self-test of fused kernels, which compiles them.
+TIME_LIMIT_SECONDS, FUSED_SECONDS = 120.0, 120.0
 MAX_MESSAGE_LENGTH = 160
+FUSED = "fused kernels"
+# Widths of the columns of the report, except the last one.
+WIDTHS = (24, 11, 13)
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class Checkup:
     @property
     def ok(self) -> bool:
         """Whether every case that ran is equal to the plain loop, and fused kernels are not wrong."""
-        return self.fused.ok and all(case.ok for case in self.cases)
+        return self.fused.ok and bool(self.cases) and all(case.ok for case in self.cases)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -91,56 +96,126 @@ class Checkup:
         return f"{result}{left_out}{fused} ({self.seconds:.0f} s)"
 
     def __str__(self) -> str:
-        rows = [(case.model, case.transport, case.checkpoint, case.result) for case in self.cases]
-        headers = ("model", "transport", "checkpoint", f"on {', '.join(self.stages)}")
-        table = tabulate(rows, headers, tablefmt="simple")
+        return "\n".join([_head(self.machine, self.stages), *map(_row, self.cases), self._tail()])
+
+    def _tail(self) -> str:
         left_out = "".join(f"skipped: {each}\n" for each in self.left_out)
-        fused = f"fused kernels: {self.fused.result}\n"
-        return f"{self.machine}\n\n{table}\n\n{left_out}{fused}{self.headline}"
+        return f"\n{left_out}fused kernels: {self.fused.result}\n{self.headline}"
 
 
-def check(devices: Iterable[Device] | None = None) -> Checkup:
+def _line(*cells: str) -> str:
+    return "  ".join([*(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=False)), cells[-1]])
+
+
+def _head(machine: str, stages: Sequence[str]) -> str:
+    last = f"on {', '.join(stages)}"
+    rule = _line(*("-" * width for width in WIDTHS), "-" * len(last))
+    return f"{machine}\n\n{_line('model', 'transport', 'checkpoint', last)}\n{rule}"
+
+
+def _row(case: Case) -> str:
+    return _line(case.model, case.transport, case.checkpoint, case.result)
+
+
+def check(devices: Iterable[Device] | None = None, show: Callable[[str], object] | None = None) -> Checkup:
     """Compares small models with the plain loop, in every checkpoint mode and over every transport.
 
-    It takes about a minute at most; the report lists the cases that this time limit skipped. On GPUs, it
-    enables ``torch.use_deterministic_algorithms``, without which equal bits are not guaranteed. A case that
-    fails does not end the check. Then one stage on the first GPU is trained with and without fused kernels,
-    and both are compared with float64. PyTorch's settings and random state are restored at the end::
+    It takes about a minute, and four at most; the report lists the cases that this time limit skipped. The
+    cases run in a child process, on GPUs with ``torch.use_deterministic_algorithms``, without which equal
+    bits are not guaranteed. A case that fails, crashes its process or hangs does not end the check: a new
+    process continues with the next. Then one stage on the first GPU is trained with and without fused
+    kernels, and both are compared with float64::
 
         python -m gpipe_fast.doctor --check
 
     Args:
         devices: one device for each stage, at least two; by default the first visible GPUs, or the CPU.
+        show: receives the report in parts as it grows: the machine, each case, and the result; for example
+            ``print``.
 
     Raises:
         TypeError: ``devices`` is not a list of devices.
         ValueError: a device is neither a CPU nor a CUDA device.
         IndexError: there are fewer than two devices.
     """
-    begun = time.monotonic()
+    begun, show = time.monotonic(), show or (lambda text: None)
     stage_devices = _stage_devices(devices)
-    on_gpus = any(device.type == "cuda" for device in stage_devices)
+    stages, machine = tuple(map(str, stage_devices)), doctor()
+    show(_head(machine, stages))
     transports, left_out = _transports(stage_devices)
-    cases: list[Case] = []
-    with _deterministic(on_gpus):
-        for transport, name, checkpoint in product(transports, MODELS, CHECKPOINT_MODES):
-            if time.monotonic() - begun > TIME_LIMIT_SECONDS:
-                left_out.append(f"{name}, {transport}, {checkpoint}: the time limit of a minute was reached")
-                continue
-            ok, result = _compare(MODELS[name], stage_devices, transport, checkpoint)
-            cases.append(Case(name, transport if on_gpus else "hand-over", checkpoint, ok, result))
-    fused = _check_fused(stage_devices)
+    keys, start = _keys(transports), functools.partial(_start, stages)
+    cases, fused = list[Case](), list[FusedCheck]()
+
+    def keep(name: str, found: Sequence[Any] | str, seconds: float) -> None:
+        result: Sequence[Any] = [False, found] if isinstance(found, str) else found
+        if name == FUSED:
+            fused.append(FusedCheck(*result))
+            return
+        transport, model, checkpoint = keys[name]
+        cases.append(Case(model, transport if _on_gpus(stages) else "hand-over", checkpoint, *result))
+        show(_row(cases[-1]))
+
+    not_run = run_cases(list(keys), TIME_LIMIT_SECONDS, start, keep)
+    left_out += [f"{name}: the time limit of {TIME_LIMIT_SECONDS:g} s was reached" for name in not_run]
+    if run_cases([FUSED], FUSED_SECONDS, start, keep, case_seconds=FUSED_SECONDS):
+        fused.append(FusedCheck(False, f"FAILED: it took longer than {FUSED_SECONDS:g} s"))
     seconds = time.monotonic() - begun
-    return Checkup(doctor(), tuple(map(str, stage_devices)), tuple(cases), fused, tuple(left_out), seconds)
+    checkup = Checkup(machine, stages, tuple(cases), fused[0], tuple(left_out), seconds)
+    show(checkup._tail())
+    return checkup
+
+
+def _keys(transports: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+    """Returns transport, model and checkpoint mode of each case by its name."""
+    return {
+        f"{model}, {transport}, {checkpoint}": (transport, model, checkpoint)
+        for transport, model, checkpoint in product(transports, MODELS, CHECKPOINT_MODES)
+    }
+
+
+def _on_gpus(stages: Sequence[str]) -> bool:
+    return any(stage.startswith("cuda") for stage in stages)
+
+
+def _start(stages: Sequence[str], names: Sequence[str]) -> Process:
+    """Starts a process that runs cases and imports from the same folders as this one, not the current one."""
+    folders = [folder or os.getcwd() for folder in sys.path]
+    main = f"import sys; sys.path[:] = {folders!r}; from gpipe_fast.doctor.__main__ import main; main()"
+    command = [sys.executable, "-X", "faulthandler", "-c", main, "--check"]
+    command += ["--devices", *stages, "--here", *names]
+    return ChildProcess(command, {**os.environ, "PYTHONPATH": os.pathsep.join(folders)})
+
+
+def run_here(stages: Sequence[str], names: Sequence[str]) -> Iterator[list[Any]]:
+    """Runs cases in this process and yields messages for `run_cases`; changes PyTorch's settings.
+
+    Raises:
+        RuntimeError: the device has become unusable.
+    """
+    stage_devices = [torch.device(stage) for stage in stages]
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    warnings.simplefilter("ignore")
+    keys = _keys(TRANSPORTS)
+    for name in names:
+        yield ["begin", name]
+        if name == FUSED:
+            fused = _check_fused(stage_devices)
+            result: Sequence[Any] = (fused.ok, fused.result)
+        else:
+            torch.use_deterministic_algorithms(_on_gpus(stages))
+            transport, model, checkpoint = keys[name]
+            result = _compare(MODELS[model], stage_devices, transport, checkpoint)
+        if _on_gpus(stages):
+            torch.cuda.synchronize()
+        yield ["end", name, *result]
 
 
 def _check_fused(stage_devices: list[torch.device]) -> FusedCheck:
     """Checks fused kernels on the first GPU."""
     device = next((device for device in stage_devices if device.type == "cuda"), stage_devices[0])
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        layers = nn.Sequential(_Block(64, 4), nn.Dropout(0.1), nn.LayerNorm(64))
-        return check_fused(layers, torch.randn(BATCH, 16, 64), device)
+    torch.manual_seed(0)
+    layers = nn.Sequential(_Block(64, 4), nn.Dropout(0.1), nn.LayerNorm(64))
+    return check_fused(layers, torch.randn(BATCH, 16, 64), device)
 
 
 def _stage_devices(devices: Iterable[Device] | None) -> list[torch.device]:
@@ -162,25 +237,6 @@ def _transports(stage_devices: list[torch.device]) -> tuple[list[str], list[str]
     one, other = pairs[0]
     usable = [transport for transport in TRANSPORTS if transport != "peer"]
     return usable, [f"transport 'peer': {one} has no peer access to {other}"]
-
-
-@contextlib.contextmanager
-def _deterministic(on_gpus: bool) -> Iterator[None]:
-    """Sets deterministic algorithms for a block, suppresses its warnings, and restores the random state."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    try:
-        if on_gpus:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-        with warnings.catch_warnings(), torch.random.fork_rng():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        if workspace is None:
-            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 def _compare(

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast import switches
 from gpipe_fast.fuse import left_out
-from gpipe_fast.fuse.availability import fuses_by_default, fusion_of
+from gpipe_fast.fuse.availability import fusion_of
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.inspect.fused import replaced_by_graph
 
@@ -45,7 +46,7 @@ def check_fused(layers: nn.Sequential, x: Tensor, device: torch.device) -> Fused
         x: a mini-batch, on the CPU.
         device: the device of the stage.
     """
-    reason = _reason_to_skip(device)
+    reason = reason_to_skip(device)
     if reason is not None:
         return FusedCheck(True, f"skipped: {reason}")
     try:
@@ -63,20 +64,21 @@ def check_fused(layers: nn.Sequential, x: Tensor, device: torch.device) -> Fused
     except Exception as error:
         return FusedCheck(False, f"FAILED: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     if left_out.names():
-        return FusedCheck(False, f"WRONG or not compiled: {', '.join(left_out.names())}")
+        return FusedCheck(False, f"WRONG, or not compiled or loaded: {', '.join(left_out.names())}")
     replaced = sum(len(each) for _, _, each in replaced_by_graph(model))
     if not replaced:
         return FusedCheck(False, "NOT USED: no operators of the stage were replaced")
     return _compare(found, plain, exact, replaced)
 
 
-def _reason_to_skip(device: torch.device) -> str | None:
+def reason_to_skip(device: torch.device) -> str | None:
+    """Returns why stages on a device use no fused kernels, or None."""
     if device.type == "cpu":
         return "stages on the CPU have none"
+    if switches.is_disabled("fuse"):
+        return f"{switches.VARIABLE} contains 'fuse'"
     if fusion_of(device) is None:
         return "they need Triton, CUDA 12.8 and GPUs of compute capability 8.0"
-    if not fuses_by_default():
-        return "GPIPE_FAST_FUSE is 0"
     if torch.are_deterministic_algorithms_enabled():
         return "only deterministic algorithms are allowed"
     return None

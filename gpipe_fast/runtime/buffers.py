@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from gpipe_fast.runtime.undo import run_and_undo
+
+_Result = TypeVar("_Result")
 
 
 class BufferSnapshot(NamedTuple):
@@ -29,9 +33,9 @@ class BufferSnapshot(NamedTuple):
         """Restores the tensor and its elements in the module."""
         if getattr(self.module, self.name, None) is not self.buffer:
             setattr(self.module, self.name, self.buffer)
-        # Inference tensors may be written in inference mode only.
-        with torch.inference_mode(self.buffer.is_inference()), torch.no_grad():
-            self.buffer.copy_(self.copy)
+        # Inference tensors may be written in inference mode only. Ctrl-C may keep the mode from being left.
+        with torch.inference_mode() if self.buffer.is_inference() else contextlib.nullcontext():
+            self.buffer.detach().copy_(self.copy)
 
 
 def snapshot_buffers(layers: Sequence[nn.Module]) -> list[BufferSnapshot]:
@@ -51,19 +55,26 @@ def _renormalized_tables(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters if is_table and module.max_norm is not None else {}
 
 
-@contextlib.contextmanager
-def restored_buffers(buffers: Sequence[BufferSnapshot]) -> Iterator[None]:
-    """Restores the snapshots for a block, without incrementing version counters that autograd checks."""
+def run_with_buffers(buffers: Sequence[BufferSnapshot], run: Callable[[], _Result]) -> _Result:
+    """Returns what ``run`` returns with the snapshots' values, without incrementing version counters.
+
+    Afterwards, the buffers are as they were.
+    """
     names = [(snapshot.module, snapshot.name) for snapshot in buffers]
     current = [
         BufferSnapshot(m, n, b, b.detach().clone()) for m, n in names if (b := getattr(m, n)) is not None
     ]
     tensors = {id(snapshot.buffer): snapshot.buffer for snapshot in (*buffers, *current)}
-    with _unsafe_preserve_version_counter(tuple(tensors.values())):
-        try:
-            for snapshot in buffers:
-                snapshot.restore()
-            yield
-        finally:
-            for snapshot in current:
-                snapshot.restore()
+    versions = _unsafe_preserve_version_counter(tuple(tensors.values()))  # autograd checks them
+
+    def run_restored() -> _Result:
+        for snapshot in buffers:
+            snapshot.restore()
+        return run()
+
+    def undo() -> None:
+        for snapshot in current:
+            snapshot.restore()
+        versions.__exit__()
+
+    return run_and_undo(run_restored, undo)

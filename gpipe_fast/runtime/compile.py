@@ -22,6 +22,7 @@ from gpipe_fast.runtime.equal_layers import EqualLayers
 from gpipe_fast.runtime.footprint import graph_bytes, template_program_bytes
 from gpipe_fast.runtime.joined_strides import joined_strides
 from gpipe_fast.runtime.known_reads import KnownReads
+from gpipe_fast.runtime.plan_log import layers_title, log_graph
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
 from gpipe_fast.trace.fingerprint import fingerprint
@@ -291,9 +292,11 @@ class Compiler:
         layers = stage.shared_fingerprint(self._known_reads.fingerprint(stage.layers))
         modes = TorchModes.now()
         key = (layers, inputs, gradient_layouts, modes, stage.options.grad_dtype)
-        if key in self._traces:
+        known = self._traces.get(key)
+        if known is not None and known.serves(stage):
             self._traces.move_to_end(key)
-            return self._traces[key]
+            log_graph(stage, f"reused the graph of {known.origin}", inputs)
+            return known
         family = self._families.setdefault(
             (layers, family_key(inputs, gradient_layouts), modes), ShapeFamily()
         )
@@ -305,6 +308,7 @@ class Compiler:
         self.num_traces += family.num_attempts - num_attempts
         if graph is not None:
             self.num_instantiated += 1
+            log_graph(stage, "derived from a template", inputs)
         else:
             if (
                 enforce_limit
@@ -329,6 +333,7 @@ class Compiler:
             fusion_of(stage.device, absent) if stage.options.fuse and not modes.deterministic else None,
             None if absent else loader_of(stage.device),
             hoist_casts=stage.device.type == "cuda",
+            origin=layers_title(stage),
         )
         for cache in (self._traces, self._families):
             while len(cache) > self._limit:

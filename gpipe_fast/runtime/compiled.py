@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from gpipe_fast import _extension, progress
+from gpipe_fast import _extension, progress, switches
 from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWithPorts, Segment, Snapshot
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.layers.layer_title import layer_title
@@ -20,6 +20,7 @@ from gpipe_fast.lower.program_template import ProgramTemplates, lower_graphs
 from gpipe_fast.lower.split import SplitGraphs, split
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.footprint import native_bytes, program_bytes
+from gpipe_fast.runtime.plan_log import layers_title
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, outputs_of
 from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.garbage import collector_paused
@@ -121,6 +122,7 @@ class TracedStage:
         fusion: fuses the graphs; None to leave them as they are.
         loader: loads kernels on the stage's device; None if no kernel can run there.
         hoist_casts: whether casts of parameters happen once per run of the stage, not in each micro-batch.
+        origin: the layers that the graph was made for; equal layers share it.
         lowered: the lowered stages, by the fraction of activations that a micro-batch saves.
     """
 
@@ -129,7 +131,12 @@ class TracedStage:
     fusion: Fusion | None = None
     loader: KernelLoader | None = None
     hoist_casts: bool = False
+    origin: str = ""
     lowered: dict[SavedFraction, LoweredStage] = field(default_factory=dict)
+
+    def serves(self, stage: Stage) -> bool:
+        """Returns whether the trace may be used for a stage that equals the traced one."""
+        return layers_title(stage) == self.origin or not switches.is_disabled("equal-layers")
 
     @property
     def joint(self) -> JointGraph:
@@ -153,6 +160,12 @@ class TracedStage:
     def written_graph(self) -> JointGraph | None:
         """Returns the graph if it is in memory."""
         return self.graph.written() if isinstance(self.graph, Instance) else self.graph
+
+    def constants(self) -> list[Tensor]:
+        """Returns the tensors that layers refer to although they are no parameters or buffers of theirs."""
+        joint = self.graph.template.joint if isinstance(self.graph, Instance) else self.graph
+        nodes = joint.module.graph.find_nodes(op="get_attr")
+        return [getattr(joint.module, str(node.target)) for node in nodes]
 
     @functools.cached_property
     def ports(self) -> TracedPorts:

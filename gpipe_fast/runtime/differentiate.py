@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gpipe_fast.runtime.undo import run_and_undo
 
 Gradients = Sequence[Tensor | None]
 
@@ -52,14 +53,20 @@ def _reentrant_backward(
             source.grad = gradient
 
 
-@contextlib.contextmanager
-def without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Disables parameters' hooks for a block: hooks run on the mini-batch's gradient, not a micro-batch's."""
+def run_without_hooks(parameters: Iterable[Tensor], run: Callable[[], Gradients]) -> Gradients:
+    """Returns what ``run`` returns without parameters' hooks.
+
+    Hooks run on the mini-batch's gradient, not on a micro-batch's.
+    """
     hooked = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
-    try:
+
+    def run_without() -> Gradients:
         for parameter, _ in hooked:
             parameter._backward_hooks = None
-        yield
-    finally:
+        return run()
+
+    def undo() -> None:
         for parameter, hooks in hooked:
             parameter._backward_hooks = hooks
+
+    return run_and_undo(run_without, undo)

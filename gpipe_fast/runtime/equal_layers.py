@@ -17,10 +17,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import progress
+from gpipe_fast import progress, switches
 from gpipe_fast.layers.structure import Structure
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.known_reads import KnownReads
+from gpipe_fast.runtime.plan_log import layers_title, log_graph
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, outputs_of
 from gpipe_fast.trace import python_reads
 from gpipe_fast.trace.fingerprint import fingerprint_without_integers
@@ -53,7 +54,7 @@ def parts_of(stage: Stage) -> list[Stage]:
     It is traced as a whole, too, if parts share parameters, whose gradients would be added in another order,
     if they share the memory of buffers, or if a skip connection leads from one part to another.
     """
-    if stage.options.is_absent:
+    if stage.options.is_absent or switches.is_disabled("equal-layers"):
         return [stage]
     keys = [_key_of(stage.part(i, i + 1)) for i in range(len(stage.layers))]
     numbers = Counter(key for key in keys if key is not None)
@@ -161,11 +162,13 @@ class _KnownPart:
         joint: its graph.
         integers: the integers that the trace may have read, by position among its modules' integers.
         reads: the Python state that its layers read.
+        origin: the layers.
     """
 
     joint: JointGraph
     integers: dict[int, int]
     reads: list[PythonReads]
+    origin: str
 
 
 class _KnownParts:
@@ -186,6 +189,7 @@ class _KnownParts:
         for known in self._known.find((layers, key)) or ():
             if all(integers[index].value == value for index, value in known.integers.items()):
                 python_reads.record(part.layers, known.reads)
+                log_graph(part, f"reused the graph of {known.origin}")
                 return known.joint
         with watch_integers(integers) as read:
             joint = trace_part()
@@ -195,7 +199,7 @@ class _KnownParts:
             # The trace may have revealed more modules, so that positions differ from those before it.
             _, integers = fingerprint_without_integers(part.layers)
             values = {i: n.value for i, n in enumerate(integers) if (id(n.module), n.name) not in unread}
-            found = _KnownPart(joint, values, python_reads.reads_of_all(part.layers))
+            found = _KnownPart(joint, values, python_reads.reads_of_all(part.layers), layers_title(part))
             self._known[updated] = [*(self._known.find(updated) or ()), found][-_MAX_VALUES:]
         return joint
 
@@ -247,6 +251,7 @@ class EqualLayers:
 
 
 def _trace_part(part: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Traced:
+    log_graph(part, "traced", inputs)
     progress.step("tracing", part.first_layer, len(part.layers))
     return trace(
         part.layers,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import torch
 
@@ -32,6 +34,8 @@ def open_pipeline(
 
 # Seconds for other threads to finish with Python after a run; a closed pipeline blocks their next run.
 _GRACE_SECONDS = 0.05
+# The maximum number of seconds to wait for threads that are still running then.
+_MAX_SECONDS = 2.0
 
 
 @atexit.register
@@ -41,9 +45,24 @@ def _close_all() -> None:
         pipeline.close()
     # A thread whose run has ended may still wait for the GIL to return to Python. At finalization the
     # interpreter terminates such a thread inside C++ frames that cannot be unwound: the process aborts.
-    # Autograd's threads, one for each GPU, also release Python objects after the backward has returned.
-    if pipelines and (threading.active_count() > 1 or torch.cuda.is_initialized()):
+    # Autograd's threads, one for each GPU, and gloo's also release Python objects after their work has ended.
+    if pipelines:
+        deadline = time.monotonic() + _MAX_SECONDS
         time.sleep(_GRACE_SECONDS)
+        while _other_threads_run() and time.monotonic() < deadline:
+            time.sleep(_GRACE_SECONDS)
+
+
+def _other_threads_run() -> bool:
+    """Returns whether another thread of this process runs or waits for a core; False without /proc."""
+    own, threads = str(threading.get_native_id()), Path("/proc/self/task")
+    for thread in threads.iterdir() if threads.is_dir() else ():
+        # A thread may have ended since.
+        with contextlib.suppress(OSError):
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            if thread.name != own and state == "R":
+                return True
+    return False
 
 
 def _after_fork() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.runtime.stage import Stage
+
+_log = logging.getLogger("gpipe_fast")
 
 
 class ModuleWarnings:
@@ -40,6 +43,7 @@ class ModuleWarnings:
             self.in_python.add(stage.first_layer + layer)
             where = f"stage {index}, {layer_title(stage.first_layer + layer, stage.layers[layer])}"
             text = f"{where} runs in Python: {reason}; other layers are unaffected"
+        _log.debug(text)
         self.pending.append(text)
         self.python_layers.append(text)
 

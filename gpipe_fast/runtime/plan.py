@@ -18,6 +18,7 @@ from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of
 from gpipe_fast.schedule import Schedule, fill_drain
+from gpipe_fast.strides import share_memory
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 
 # Slots of a connection in inference, where no backward keeps boundary activations of all micro-batches alive.
@@ -105,7 +106,7 @@ def make_plan(
     """
     if known is None:
         _check_no_replicas(stages)
-    _check_shared_buffers(stages, _written_buffers(stages, known))
+    _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
     training = _needs_backward(stages, inputs, known)
     schedule, forward, backward = _schedule_parts(len(stages), saved_fractions, training)
     native = _extension.Plan(
@@ -262,11 +263,19 @@ def _schedule_parts(
     return schedule, forward, _extension_actions(schedule.backward_part()) if training else None
 
 
-def _check_shared_buffers(stages: Sequence[Stage], written: Mapping[int, Sequence[Tensor]]) -> None:
+def _used_tensors(
+    stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]] | None
+) -> list[list[Tensor]]:
+    """Returns, by stage, its buffers; and if compiled, the tensors to which its layers merely refer."""
+    constants = [[] for _ in stages] if known is None else [stage.traced.constants() for stage in known[0]]
+    return [[*buffers_of(stage.layers), *referred] for stage, referred in zip(stages, constants, strict=True)]
+
+
+def _check_shared_buffers(written: Mapping[int, Sequence[Tensor]], used: Sequence[Sequence[Tensor]]) -> None:
     for writer, buffers in written.items():
         for buffer in buffers:
-            for other, stage in enumerate(stages):
-                if other != writer and any(b is buffer for b in buffers_of(stage.layers)):
+            for other, tensors in enumerate(used):
+                if other != writer and any(t is buffer or share_memory(t, buffer) for t in tensors):
                     raise ValueError(
                         f"stage {writer} writes a buffer of shape {list(buffer.shape)} that stage {other} "
                         "uses, too, and both run concurrently; keep the layers that share it in one stage"

@@ -19,19 +19,22 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from gpipe_fast.runtime.undo import run_and_undo
 from gpipe_fast.trace import python_values
 from gpipe_fast.trace.python_reads import readable_names
 from gpipe_fast.trace.python_values import ValueKind, value_kind
 
 # The maximum number of values searched for generators, breadth-first from the layers.
 _MAX_SEARCHED_VALUES = 5_000
+
+_Result = TypeVar("_Result")
 
 _generator_lock = threading.RLock()
 os.register_at_fork(after_in_child=_generator_lock._at_fork_reinit)  # type: ignore[attr-defined]
@@ -83,30 +86,32 @@ class PythonGenerators:
                 self._has_drawn.get(layer, False) or generator_use.before != generator_use.after
             )
 
-    @contextlib.contextmanager
-    def recomputed(self, generator_use: GeneratorUse, name: str) -> Iterator[None]:
-        """Wraps the recompute of the layers called ``name``, and restores the generators' states afterwards.
+    def recompute(self, generator_use: GeneratorUse, name: str, run: Callable[[], _Result]) -> _Result:
+        """Returns what ``run`` returns, the recompute of layers called ``name``, with the forward's states.
+
+        Afterwards, the generators have their current states again.
 
         Raises:
             RuntimeError: the recompute drew different numbers than the forward.
         """
         if generator_use.before == generator_use.after:  # nothing drawn, or no states recorded
-            yield
-            return
+            return run()
+
+        def run_from_before() -> tuple[_Result, list[object]]:
+            _restore(generators, generator_use.before)
+            result = run()
+            return result, [_state_of(generator) for generator in generators[: len(generator_use.after)]]
+
         with _generator_lock:
             generators = self._generators()
             current = [_state_of(generator) for generator in generators]
-            _restore(generators, generator_use.before)
-            try:
-                yield
-                states = [_state_of(generator) for generator in generators[: len(generator_use.after)]]
-            finally:
-                _restore(generators, current)
+            result, states = run_and_undo(run_from_before, lambda: _restore(generators, current))
         if states != generator_use.after:
             raise RuntimeError(
                 f"{name} drew different random numbers when the backward recomputed it: another thread draws "
                 "from the same Python or NumPy generator; draw with torch, or use checkpoint='never'"
             )
+        return result
 
     def _generators(self) -> list[Any]:
         """Returns Python's global generator, the layers' own, and last NumPy's global one if it is loaded."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import _pop_mode
 
 from gpipe_fast.layers import phase
 from gpipe_fast.layers.batchnorm import deferring
@@ -20,8 +21,8 @@ from gpipe_fast.layers.structure import Structure, call_unpacked, canonical, fla
 from gpipe_fast.lower.accumulation import sum_dtype
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.randomness.random import KeyedRandomMode, SavedGeneratorStates, make_key
-from gpipe_fast.runtime.buffers import BufferSnapshot, restored_buffers, snapshot_buffers
-from gpipe_fast.runtime.differentiate import differentiate, without_hooks
+from gpipe_fast.runtime.buffers import BufferSnapshot, run_with_buffers, snapshot_buffers
+from gpipe_fast.runtime.differentiate import differentiate, run_without_hooks
 from gpipe_fast.runtime.python_generators import GeneratorUse, PythonGenerators
 from gpipe_fast.runtime.stage import Stage, TorchModes, exact_autocast
 from gpipe_fast.runtime.writable_copy import writable_copy
@@ -263,12 +264,17 @@ class PythonLayers:
                     f"the data of a parameter of {self._name} was replaced between forward and backward, but "
                     "the backward recomputes the forward; replace the data after the backward"
                 )
-            same_draws = self._generators.recomputed(saved.generator_use, self._name)
-            with phase.phase_scope(recomputing=True), restored_buffers(saved.buffers), same_draws:
-                run = self._run(saved.microbatch_input, saved.generators.for_recompute())
-                return self._differentiate(saved, run, tangents, gradients, False)
+
+            def recompute() -> tuple[list[Tensor | None], list[Tensor | None]]:
+                with phase.phase_scope(recomputing=True):
+                    run = self._run(saved.microbatch_input, saved.generators.for_recompute())
+                    return self._differentiate(saved, run, tangents, gradients, False)
+
+            use, name = saved.generator_use, self._name
+            return run_with_buffers(saved.buffers, lambda: self._generators.recompute(use, name, recompute))
 
     def _run(self, microbatch_input: _MicroBatchInput, generators: SavedGeneratorStates) -> _LayersRun:
+        _leave_interrupted_modes()
         mode = KeyedRandomMode(lambda: self._key(microbatch_input), generators)
         with torch.set_grad_enabled(self._modes.grad), exact_autocast(self._modes.autocast):
             leaves = microbatch_input.leaves()
@@ -326,8 +332,9 @@ class PythonLayers:
             if gradient is not None and root.requires_grad
         ]
         sources = [*(leaf for leaf in run.leaves if leaf.requires_grad), *saved.parameters]
-        with without_hooks(saved.parameters):
-            found = differentiate(roots, sources, retain, self._reentrant)
+        found = run_without_hooks(
+            saved.parameters, lambda: differentiate(roots, sources, retain, self._reentrant)
+        )
         gradient_of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
         input_gradients = [gradient_of.get(id(leaf)) for leaf in run.leaves]
         gradient_of |= {p: _accumulate(total, gradient_of[p], dtype) for p, total in sums.items()}
@@ -343,6 +350,7 @@ class PythonLayers:
         nodes = _graph_nodes(run.roots())
         self._reentrant = self._reentrant or any(n.name() == "CheckpointFunctionBackward" for n in nodes)
         leaves = [leaf for n in nodes if isinstance(leaf := getattr(n, "variable", None), Tensor)]
+        leaves += [root for root in run.roots() if root.is_leaf and root.requires_grad]  # without a node
         for leaf in leaves:
             if id(leaf) not in known:
                 raise RuntimeError(
@@ -373,6 +381,12 @@ class PythonLayers:
         stage = self._name.partition(", ")[0]
         running = self._running_layer
         return f"{stage}, {layer_title(self._part.first_layer + running, self._layers[running])}"
+
+
+def _leave_interrupted_modes() -> None:
+    """Leaves the dispatch modes that a ``KeyboardInterrupt`` has kept this worker from leaving."""
+    while torch._C._len_torch_dispatch_stack():
+        _pop_mode()
 
 
 def _accumulate(total: Tensor | None, gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

@@ -6,8 +6,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
-from gpipe_fast import progress
+from gpipe_fast import progress, switches
 from gpipe_fast.runtime.equal_layers import trace_stage_symbolic
+from gpipe_fast.runtime.plan_log import log_graph
 from gpipe_fast.runtime.stage import BoundarySpec, Stage
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
 from gpipe_fast.trace.joint_graph import JointGraph
@@ -51,6 +52,8 @@ class ShapeFamily:
 
         The template is made here, by a symbolic trace, once two sizes have been traced.
         """
+        if switches.is_disabled("templates"):
+            return None
         shapes, strides = [s.shape for s in inputs.tensors], [s.strides for s in inputs.tensors]
         if self.template is not None:
             instance = self.template.at(shapes, strides, gradient_layouts)
@@ -67,6 +70,7 @@ class ShapeFamily:
             return None
         self.num_attempts += 1
         progress.step("tracing", stage.first_layer, len(stage.layers))
+        log_graph(stage, "traced with symbols for sizes, as a template")
         try:
             found = trace_stage_symbolic(stage, inputs, gradient_layouts, varying)
         except BaseException:  # Ctrl-C is no failed attempt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -299,6 +300,7 @@ def export_joint(
         _patched_reserve_size(),
         _allow_fused_attention(),
         _autocast_cache_disabled(),
+        _anomalies_ignored(),
         contextlib.nullcontext() if attention is None else _replaced_attention(attention),
         # loss.backward() runs outside the autocast region of the forward.
         functorch_config.patch(backward_pass_autocast="off"),
@@ -308,6 +310,17 @@ def export_joint(
         joint = aot_export_joint_with_descriptors(stack, module, inputs, _disable_torch_fn_metadata_mode=True)
         traced: fx.GraphModule = joint.graph_module
     return traced
+
+
+@contextlib.contextmanager
+def _anomalies_ignored() -> Iterator[None]:
+    """Ignores reports of backwards that cannot be traced: PyTorch turns anomaly mode on for a trace."""
+    if torch.is_anomaly_enabled():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Error detected in ")
+        yield
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:

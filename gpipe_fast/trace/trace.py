@@ -24,7 +24,7 @@ from gpipe_fast.trace.interrupts import interrupts_between_contexts
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, buffers_of, parameters_of
 from gpipe_fast.trace.restore_point import GENERATOR, Change
 from gpipe_fast.trace.trace_observer import TraceObserver, Unrepeatable, user_code_line
-from gpipe_fast.trace.traceability import Untraceable, check_graph, check_layers
+from gpipe_fast.trace.traceability import Untraceable, check_constants, check_graph, check_layers
 from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_calls
 
 # No skip connections, no deferred batch norm.
@@ -239,7 +239,8 @@ def _trace_once(
         return _SideEffect.of(changes[0])
     read_triton_calls(module.graph)
     try:
-        return check_graph(module) or _read_joint(module, layers, stage)
+        joint = check_graph(module) or _read_joint(module, layers, stage)
+        return joint if isinstance(joint, Untraceable) else check_constants(joint, layers) or joint
     except UntraceableError as error:
         return Untraceable(None, str(error))
 

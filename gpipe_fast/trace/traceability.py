@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
+from gpipe_fast.strides import share_memory
+from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of
+
 
 @dataclass(frozen=True)
 class Untraceable:
@@ -125,6 +128,8 @@ def check_graph(module: fx.GraphModule) -> Untraceable | None:
                 return Untraceable(layer, f"it traces to a nested graph ({type(value).__name__})")
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
+        if node.target is torch.ops.aten._efficientzerotensor.default:
+            return Untraceable(layer, "forward-mode AD makes a tensor of zeros without memory")
         if _draws(node, node.target):
             return Untraceable(layer, f"{node.target} draws random numbers outside a layer's forward")
         if not node.target._schema.returns:
@@ -133,6 +138,21 @@ def check_graph(module: fx.GraphModule) -> Untraceable | None:
             return Untraceable(
                 layer, f"{node.target} changes a tensor that is neither a buffer nor created by the layer"
             )
+    return None
+
+
+def check_constants(joint: JointGraph, layers: Sequence[nn.Module]) -> Untraceable | None:
+    """Checks that no constant is in the memory of a buffer that the graph writes: it would miss the write.
+
+    Returns:
+        The layer of the first such constant and the reason, or None.
+    """
+    buffers = buffers_of(layers)
+    written = [buffers[n.port.index] for n in joint.outputs if n.port.role is GraphRole.BUFFER]
+    for node in joint.module.graph.find_nodes(op="get_attr") if written else ():
+        constant = getattr(joint.module, str(node.target))
+        if any(share_memory(constant, buffer) for buffer in written):
+            return Untraceable(layer_of(node), "it refers to the memory of a buffer that the stage writes")
     return None
 
 

@@ -12,9 +12,19 @@ import pytest
 import torch
 
 from bench import cuda, cuda_copies, cuda_report, cuda_row, measure
-from bench.cuda_subjects import COMPILED, LOOP, OURS, ROWS, TORCHGPIPE, UNCAPTURED, with_small_subject
+from bench.cuda_subjects import (
+    COMPILED,
+    LOOP,
+    OURS,
+    ROWS,
+    TORCHGPIPE,
+    UNCAPTURED,
+    UNFUSED,
+    with_small_subject,
+)
 from bench.idle import idle_share, intervals
 from bench.peers import Step
+from gpipe_fast import GPipe
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("one_thread")]
 
@@ -57,12 +67,13 @@ def test_rows_are_measured_checked_and_written(results_folder: Path) -> None:
     )
     found, text = read_results(results_folder)
     assert list(found["rows"]) == names
-    assert len(lines) == len(names)
+    assert len(lines) == len(names) + 1
+    assert lines[-1] == "4 of 4 rows are complete"
     assert found["machine"] == measure.machine()
     assert found["commit"] in found["machine"]
     for name, candidates in (
-        ("tiny-never", [LOOP, OURS, UNCAPTURED, TORCHGPIPE]),
-        ("unet", [LOOP, OURS, UNCAPTURED, TORCHGPIPE]),
+        ("tiny-never", [LOOP, OURS, UNFUSED, UNCAPTURED, TORCHGPIPE]),
+        ("unet", [LOOP, OURS, UNFUSED, UNCAPTURED, TORCHGPIPE]),
         ("gpt-8-compiled", [LOOP, OURS, COMPILED]),
     ):
         row = found["rows"][name]
@@ -165,6 +176,7 @@ def test_rows_without_enough_time_are_skipped(results_folder: Path) -> None:
     assert "s needed" in found["rows"]["gpt-8"]["skipped"]
     assert "Skipped:" in text
     assert "skipped" in lines[1]
+    assert lines[2] == "1 of 2 rows are complete"
 
 
 def test_candidates_with_wrong_gradients_get_no_ratio() -> None:
@@ -221,6 +233,25 @@ def test_a_candidate_that_raises_is_recorded_and_the_others_are_timed(
     cuda_row.Measurement(row, "cpu", findings, time.monotonic() + 100).run()
     assert findings.candidates[UNCAPTURED] == {"failed": "RuntimeError: no graph"}
     assert all("step_us" in found for name, found in findings.candidates.items() if name != UNCAPTURED)
+
+
+def test_the_fused_candidate_may_fail_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that do not load: pipelines with fused kernels, captured or not, raise."""
+    made = GPipe.__init__
+
+    def fail_with_fused_kernels(self: GPipe, *arguments: Any, fuse: bool | None, **keywords: Any) -> None:
+        if fuse is not False:
+            raise RuntimeError("a kernel does not load")
+        made(self, *arguments, fuse=fuse, **keywords)
+
+    monkeypatch.setattr(GPipe, "__init__", fail_with_fused_kernels)
+    findings = cuda_row.Findings(tmp_path / "findings")
+    row = with_small_subject(ROWS["tiny-never"])
+    cuda_row.Measurement(row, "cpu", findings, time.monotonic() + 100).run()
+    timed = {name for name, found in findings.candidates.items() if "step_us" in found}
+    assert timed == {LOOP, UNFUSED, TORCHGPIPE}
 
 
 def test_idle_share_is_the_time_that_no_interval_covers() -> None:

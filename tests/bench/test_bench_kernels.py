@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,28 +145,49 @@ def test_a_wrong_kernel_gets_no_times(off: float) -> None:
     assert measurement(fault="out of memory").row()[-1] == "out of memory"
 
 
-def test_measurements_are_kept_if_the_run_is_interrupted(
+def test_a_measurement_that_raises_or_crashes_costs_one_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    left = iter(range(3))
+    """In this process: a crash is simulated by a process that sends nothing more."""
+    started: list[Sequence[str]] = []
 
-    def measure_or_report_oom(case: KernelCase, dtype: str, millions: int) -> kernels.Measurement:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
+    class InThisProcess:
+        def __init__(self, names: Sequence[str]) -> None:
+            started.append(names)
+            self._messages = kernels.run_here(names)
+
+        def next(self, seconds: float) -> Sequence[Any] | None:
+            message = next(self._messages, None)
+            if message == ["begin", "rms_norm with residual, fp32, 256 M"]:
+                self._messages = iter(())
+            return message
+
+        def stop(self) -> str:
+            return "FAILED: its process exited with -6"
+
+    def measured(case: KernelCase, dtype: str, millions: int) -> kernels.Measurement:
+        if dtype == "bf16":
+            raise torch.OutOfMemoryError if millions == 16 else RuntimeError("it does\nnot load")
         return measurement(case=case, dtype=dtype, millions=millions)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(measure, "machine", lambda: "A machine")
-    monkeypatch.setattr(kernels, "measure_or_report_oom", measure_or_report_oom)
-    with pytest.raises(KeyboardInterrupt):
-        kernels.main(["rms_norm"])
+    monkeypatch.setattr(kernels, "measure", measured)
+    monkeypatch.setattr(kernels, "_start", InThisProcess)
+    assert not kernels.main(["rms_norm"])
+    assert len(started) == 2
     lines = (tmp_path / "kernels_rms_norm.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines if line.startswith("| rms")]
-    # The largest sizes come first, then the order of functions.
-    expected = [["rms_norm", dtype] for dtype in DTYPES] + [["rms_norm with residual", "fp32"]]
-    assert cells == [[*row, "256"] for row in expected]
-    assert "rms_norm | fp32 | 256" in capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| rms")]
+    found = {(*row[:2], int(row[2])): row[-1] for row in rows}
+    assert found["rms_norm", "fp32", 256] == "0.50"
+    assert found["rms_norm", "bf16", 256] == "FAILED: RuntimeError: it does not load"
+    assert found["rms_norm", "bf16", 16] == "out of memory"
+    assert found["rms_norm with residual", "fp32", 256] == "FAILED: its process exited with -6"
+    assert found["rms_norm with residual", "fp32", 16] == "0.50"
+    assert [key[2] for key in found][:3] == [1, 16, 256]
+    assert capsys.readouterr().out.endswith("5 of 12 measurements are right and timed\n")
 
 
 def one_microsecond_each(candidates: Mapping[str, gpu.Candidate], rounds: int) -> dict[str, list[float]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import stat
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -31,7 +33,7 @@ def test_output_is_printed_and_saved(results_folder: Path, capfd: pytest.Capture
         "import os; print('has', os.environ['TOLD'], os.environ['OWN']); raise SystemExit(3)"
     )
     phase = Phase("phase", {"one": words, "two": python_command("print('well')")}, 1, "TOLD", {"OWN": "own"})
-    assert not on_gpu.run(phase, 30)
+    assert on_gpu.run_commands(phase, 30) == {"one": 3, "two": 0}
     out = capfd.readouterr().out
     assert (results_folder / "gpu-one.txt").read_text() == "has 28 own\n"
     assert (results_folder / "gpu-two.txt").read_text() == "well\n"
@@ -66,15 +68,15 @@ def test_a_phase_leaves_later_phases_their_time_shares(monkeypatch: pytest.Monke
     now, time_limits = 0.0, dict[str, float]()
     monkeypatch.setattr(on_gpu.time, "monotonic", lambda: now)
 
-    def run(phase: Phase, seconds: float) -> bool:
+    def run_commands(phase: Phase, seconds: float) -> dict[str, int | str]:
         nonlocal now
         time_limits[phase.name] = seconds
         now += {"quick": 1.0}.get(phase.name, seconds + on_gpu.KILL_DELAY)
-        return phase.name != "quick"
+        return {}
 
-    monkeypatch.setattr(on_gpu, "run", run)
+    monkeypatch.setattr(on_gpu, "run_commands", run_commands)
     wanted = [Phase(name, {}, share) for name, share in (("quick", 20), ("slow", 30), ("last", 50))]
-    assert not on_gpu.run_all(wanted, 110)
+    on_gpu.run_all(wanted, 110, on_gpu.Summary([]))
     assert time_limits == {
         "quick": 30 - on_gpu.KILL_DELAY,
         "slow": 59 - on_gpu.KILL_DELAY,
@@ -82,12 +84,48 @@ def test_a_phase_leaves_later_phases_their_time_shares(monkeypatch: pytest.Monke
     }
     assert now == pytest.approx(110)
     now = 0.0
-    assert not on_gpu.run_all(wanted, 50)  # a slow build
+    on_gpu.run_all(wanted, 50, on_gpu.Summary([]))  # a slow build
     assert time_limits == {
         "quick": 10 - on_gpu.KILL_DELAY,
         "slow": 49 * 30 / 80 - on_gpu.KILL_DELAY,
         "last": 49 * 50 / 80 - on_gpu.KILL_DELAY,
     }
+
+
+# Each way to fail, after a line of output and one of the two files.
+FAILURES = {
+    "abort": ("os.abort()", r"FAILED \(-6\); so far"),
+    "hang": ("time.sleep(60)", r"FAILED \(interrupted at the time limit\); KeyboardInterrupt"),
+    "exception": ("raise ValueError('why')", r"FAILED \(1\); ValueError: why"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_summary_names_what_a_failed_phase_left(results_folder: Path, failure: str) -> None:
+    statement, ended = FAILURES[failure]
+    (results_folder / "two.md").touch()  # a file of an earlier run
+    begin = f"import os, time, pathlib; pathlib.Path({str(results_folder)!r}, 'one.md').touch()"
+    text = f"{begin}; print('so far', flush=True); {statement}"
+    good = python_command("print('well')")
+    wanted = [
+        Phase("failing", {"bad": python_command(text)}, 1, files=["one.md", "two.*"]),
+        Phase("later", {"good": good}, 1),
+        Phase("never", {"unused": good}, 1),
+    ]
+    summary = on_gpu.Summary(wanted)
+    summary.keep(wanted[0], on_gpu.run_commands(wanted[0], 10 if failure == "hang" else 60))
+    summary.keep(wanted[1], on_gpu.run_commands(wanted[1], 60))
+    lines = (results_folder / "gpu-summary.txt").read_text().splitlines()
+    assert lines[0] == "machine: NOT RUN"
+    assert re.fullmatch(f"failing, bad: {ended}", lines[1])
+    assert lines[2:] == [
+        "    files: gpu-bad.txt one.md",
+        "    MISSING: two.*",
+        "later, good: succeeded; well",
+        "    files: gpu-good.txt",
+        "never: NOT RUN",
+    ]
+    assert not summary.good
 
 
 def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
@@ -104,31 +142,64 @@ def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
     assert set(on_gpu.cuda_test_files()) <= set(pipelines + others)
 
 
-def test_an_incompatible_extension_is_rebuilt(results_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Phase] = []
-    code = 0
+# A stand-in for setup.py: "builds" an extension whose text is TEXT, in place or below --build-lib.
+SETUP = """
+import os, pathlib, sys
+text = {text!r}
+if text == "no nvcc":
+    if os.environ.get("GPIPE_FAST_CUDA") == "1":
+        sys.exit("needs a toolkit")
+    text = "print('imports'); raise SystemExit('built without CUDA')"
+lib = sys.argv[sys.argv.index("--build-lib") + 1] if "--build-lib" in sys.argv else "."
+path = pathlib.Path(lib, "gpipe_fast", {name!r})
+path.parent.mkdir(parents=True, exist_ok=True)
+path.write_text(text)
+"""
+EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+WORKS = "print('imports'); print('has CUDA code'); print('runs')"
+NO_STEP = "print('imports'); print('has CUDA code', flush=True); raise SystemExit('no step')"
+NO_IMPORT = "raise SystemExit('another torch')"
+HANGS = "print('imports', flush=True); import time; time.sleep(60)"
 
-    def run_commands(phase: Phase, seconds: float) -> dict[str, int | str]:
-        ran.append(phase)
-        return dict.fromkeys(phase.commands, code)
 
-    monkeypatch.setattr(on_gpu, "run_commands", run_commands)
-    monkeypatch.setattr(on_gpu, "EXTENSION_CHECK", "pass")
-    assert on_gpu.prepare_extension(1)
-    assert list(ran.pop().commands) == ["machine"]
-    monkeypatch.setattr(on_gpu, "EXTENSION_CHECK", "raise SystemExit('another torch')")
-    assert on_gpu.prepare_extension(1)
-    assert "build_ext" in ran[0].commands["build"]
-    code = 1
-    assert not on_gpu.prepare_extension(1)
-    first, second, third = (results_folder / "gpu-machine.txt").read_text().splitlines()
-    assert first == "extension: existing build used; imports and runs on the device"
-    assert second.startswith("extension: rebuilt in")
-    assert second.endswith("; check failed: another torch")
-    assert third == "extension: BUILD FAILED (1); check failed: another torch"
-    monkeypatch.setattr(on_gpu, "CHECK_SECONDS", 0.1)
-    monkeypatch.setattr(on_gpu, "EXTENSION_CHECK", "import time; time.sleep(60)")
-    assert on_gpu.extension_problem() == "the first step took longer than 0.1 s"
+@pytest.mark.parametrize(
+    ("old", "new", "used", "summary"),
+    [
+        (WORKS, "never built", WORKS, "existing build used; it runs on the device"),
+        (NO_IMPORT, WORKS, WORKS, "because: another torch; it runs on the device"),
+        (None, NO_STEP, NO_STEP, "check failed: no step"),
+        (NO_STEP, "no nvcc", NO_STEP, "BUILD FAILED (1), existing build used; check failed: no step"),
+        (NO_STEP, NO_STEP, NO_STEP, "the new build is no better (no step), existing build used"),
+        (HANGS, WORKS, WORKS, "because: the first step took longer than 10 s; it runs on the device"),
+        (NO_IMPORT, "no nvcc", None, "BUILD FAILED (1), existing build used; check failed: another torch"),
+    ],
+)
+def test_the_better_of_the_existing_and_the_new_extension_is_used(
+    old: str | None,
+    new: str,
+    used: str | None,
+    summary: str,
+    results_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a tree with stand-ins for setup.py and the extension, whose text the check executes."""
+    extension = results_folder / "gpipe_fast" / EXTENSION
+    extension.parent.mkdir()
+    if old:
+        extension.write_text(old)
+    (results_folder / "setup.py").write_text(SETUP.format(text=new, name=EXTENSION))
+    (results_folder / "bench").mkdir()
+    for name in ("__init__", "gpu_machine"):
+        (results_folder / "bench" / f"{name}.py").touch()
+    monkeypatch.setattr(on_gpu, "ROOT", results_folder)
+    monkeypatch.setattr(on_gpu, "EXTENSION_CHECK", f"exec(open('gpipe_fast/{EXTENSION}').read())")
+    monkeypatch.setattr(on_gpu, "CHECK_SECONDS", 10)
+    assert on_gpu.prepare_extension(60, on_gpu.Summary([])) is (used is not None)
+    assert extension.read_text() == (used or old)
+    assert summary in (results_folder / "gpu-machine.txt").read_text().splitlines()[-1]
+
+
+def test_an_unknown_phase_is_refused() -> None:
     with pytest.raises(SystemExit, match="unknown phase: nothing"):
         on_gpu.main(["nothing"])
 

@@ -64,6 +64,48 @@ def test_an_untraceable_layer_equals_the_plain_loop(kind: str, backend: str, che
             assert unequal(ours, expected) == [], f"step {number}, balance {balance}"
 
 
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_layer_in_forward_mode_equals_the_plain_loop(backend: str, checkpoint: str) -> None:
+    def add_derivative(linear: nn.Module, x: Tensor) -> Tensor:
+        value, derivative = torch.func.jvp(linear, (x,), (torch.ones_like(x),))
+        return value + derivative
+
+    layers = model(FunctionLayer(add_derivative))
+    expected = loop_step(layers, features(), M)
+    for balance in ([7], [2, 5], [3, 2, 2]):
+        pipe = GPipe(layers, balance, chunks=M, checkpoint=checkpoint, backend=backend)
+        with without_warnings():
+            for _ in range(2):
+                assert unequal(pipeline_step(pipe, features()), expected) == []
+    with pytest.raises(RuntimeError, match="forward-mode AD makes a tensor of zeros without memory"):
+        GPipe(layers, [7], chunks=M, backend="aten")(features())
+
+
+class ReturnsParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.weight
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("balance", [[4], [2, 2], [1, 1, 2]])
+def test_a_layer_that_returns_its_parameter_equals_the_plain_loop(
+    balance: list[int], backend: str, checkpoint: str
+) -> None:
+    torch.manual_seed(3)
+    multiply = FunctionLayer(lambda linear, given: linear(given[0]) @ given[1])
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), ReturnsParameter(), multiply, nn.Tanh())
+    x = torch.randn(16, WIDTH)
+    pipe = GPipe(layers, balance, chunks=8, checkpoint=checkpoint, backend=backend)
+    for _ in range(2):
+        assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 8)) == []
+
+
 @pytest.mark.smoke
 def test_layers_and_stages_around_layers_in_python_are_lowered() -> None:
     pipe = GPipe(model(Recurrent(nn.LSTM), FunctionLayer(branch_on_data)), [2, 5, 4], chunks=M)

@@ -23,6 +23,7 @@ def main() -> None:
     operators, devices, transport = sys.argv[1:]
     torch.ops.load_library(operators)
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
     torch.manual_seed(0)
     plain = nn.Sequential(StashSkip(), nn.Linear(WIDTH, WIDTH), nn.GELU(), PopSkip())
     where = devices.split(",")

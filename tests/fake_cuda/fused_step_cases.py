@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,7 @@ ALL = (FORWARD, LAST, BACKWARD, BETWEEN, LAST_BACKWARD)
 # For wrong kernels: a text of their source, and what stands there instead.
 WRONG_FORWARD = ("tl.rsqrt(", "1.5 * tl.rsqrt(")
 WRONG_BACKWARD = (f"* {1 / WIDTH}", f"* {2 / WIDTH}")
+FLAGS = 48  # where the header of a cubin has the GPU's compute capability
 
 # The launches so far: the kernel, and whether its form was that for pointers that are divisible by 16.
 launched: Counter[tuple[str, bool]] = Counter()
@@ -104,9 +106,9 @@ class Case:
         for parameter in nn.ModuleList(layers).parameters():
             nn.init.normal_(parameter, std=0.5)
         self.exact = nn.Sequential(*copy.deepcopy(layers)).double()
-        devices = [DEVICE] * len(balance)
-        settings = {"chunks": CHUNKS, "checkpoint": "always", "fuse": True, "capture": False, **options}
-        self.model = GPipe(nn.Sequential(*layers), balance, devices=devices, **settings)
+        settings = {"chunks": CHUNKS, "checkpoint": "always", "fuse": True, "capture": False}
+        settings |= {"devices": [DEVICE] * len(balance), **options}
+        self.model = GPipe(nn.Sequential(*layers), balance, **settings)
 
     def step(self, rows: int = ROWS, offset: int = 0) -> Counter[tuple[str, bool]]:
         """Runs a step, and compares its output and all gradients. Returns the launches of the step.
@@ -120,7 +122,7 @@ class Case:
         x = block.to(DEVICE)[offset:].view(rows, WIDTH).detach().requires_grad_()
         exact_x = block[offset:].view(rows, WIDTH).double().requires_grad_()
         weights = torch.randn(rows, WIDTH)
-        found = gradients(self.model, x, weights.to(DEVICE))
+        found = gradients(self.model, x, weights.to(self.model.devices[-1]))
         expected = gradients(self.exact, exact_x, weights.double())
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-4, atol=1e-5)
@@ -174,6 +176,38 @@ def a_kernel_that_does_not_compile_is_left_out() -> None:
         other = kernels(Case(seed=1).step())
     assert [each[FORWARD] for each in (*steps, other)] == [0, 0, 0]
     assert all(each[BACKWARD] >= CHUNKS for each in (*steps, other)), steps
+
+
+def a_kernel_that_does_not_load_is_left_out() -> None:
+    """Its cubin is one for another GPU."""
+
+    def for_another_gpu(sources: Any, capability: Any) -> list[Cubin | CompileFailure]:
+        made = cubins(sources, capability)
+        return [
+            replace(cubin, image=cubin.image[:FLAGS] + bytes([80]) + cubin.image[FLAGS + 1 :])
+            if isinstance(cubin, Cubin) and without_hash(f"generated.{source.kernel.fn.__name__}") == FORWARD
+            else cubin
+            for source, cubin in zip(sources, made, strict=True)
+        ]
+
+    with mock.patch.object(loader, "cubins", for_another_gpu), one_warning("no kernel image", times=2):
+        case = Case()
+        steps = [kernels(case.step()) for _ in range(2)]
+    assert C.cudaGetLastError() == 0
+    assert [each[FORWARD] for each in steps] == [0, 0]
+    assert all(each[BACKWARD] >= CHUNKS for each in steps), steps
+
+
+def kernels_that_one_device_does_not_load_are_left_out() -> None:
+    """Its stage runs PyTorch's operators, while the other device launches the kernels."""
+    C.fake_cuda_plant(b"unloadable 1")
+    with one_warning("it does not load on cuda:1 (CUDA error: no kernel image", times=6):
+        case = Case((2, 2), devices=[DEVICE, torch.device("cuda:1")])
+        steps = [kernels(case.step()) for _ in range(2)]
+    C.fake_cuda_plant(b"")
+    assert C.cudaGetLastError() == 0
+    of_one_stage = {**dict.fromkeys(ALL, CHUNKS), FORWARD: 2 * CHUNKS}
+    assert steps[0] == of_one_stage, steps
 
 
 def wrong_results_of(name: str, change: tuple[str, str], other: str, num_kernels: int) -> None:
@@ -230,11 +264,10 @@ def fuse_may_be_set_between_calls() -> None:
 
 
 def the_variable_turns_fused_kernels_off() -> None:
-    for value, expected in (("0", False), ("1", True)):
-        with mock.patch.dict(os.environ, GPIPE_FAST_FUSE=value):
-            assert bool(Case(fuse=None).step()) == expected
-    with mock.patch.dict(os.environ, GPIPE_FAST_FUSE="0"):
-        assert Case(fuse=True).step()
+    for fuse in (None, True):
+        for value, expected in (("fuse", False), ("", True)):
+            with mock.patch.dict(os.environ, GPIPE_FAST_DISABLE=value):
+                assert bool(Case(fuse=fuse).step()) == expected
 
 
 # Inputs
@@ -372,8 +405,8 @@ def the_self_test_of_doctor() -> None:
     torch.use_deterministic_algorithms(True)
     assert self_test() == FusedCheck(True, "skipped: only deterministic algorithms are allowed")
     torch.use_deterministic_algorithms(False)
-    with mock.patch.dict(os.environ, GPIPE_FAST_FUSE="0"):
-        assert self_test() == FusedCheck(True, "skipped: GPIPE_FAST_FUSE is 0")
+    with mock.patch.dict(os.environ, GPIPE_FAST_DISABLE="fuse"):
+        assert self_test() == FusedCheck(True, "skipped: GPIPE_FAST_DISABLE contains 'fuse'")
 
 
 def the_self_test_reports_a_wrong_kernel() -> None:
@@ -381,7 +414,7 @@ def the_self_test_reports_a_wrong_kernel() -> None:
     found = self_test()
     assert not found.ok
     name = f"{FORWARD}_[0-9a-f]{{8}}"
-    assert re.fullmatch(f"WRONG or not compiled: {name}(, {name})*", found.result), found
+    assert re.fullmatch(f"WRONG, or not compiled or loaded: {name}(, {name})*", found.result), found
 
 
 def the_self_test_reports_large_errors() -> None:

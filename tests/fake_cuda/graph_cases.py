@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import random
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -262,6 +263,33 @@ def alternating_shapes(both: PipelineAndLoop) -> None:
     both.expect("both are captured", [r.forward and r.backward for r in both.reports()] == [True, True])
 
 
+def num_captures() -> int:
+    return int(ctypes.CDLL(None).fake_cuda_num_captures())
+
+
+def more_shapes_than_places(both: PipelineAndLoop) -> None:
+    """Eight of ten random shapes are captured, once each; the shape of a later phase takes over a place."""
+
+    def infer(samples: int) -> None:
+        with torch.no_grad():
+            x = both.input(samples)[:samples]
+            both.compare(f"{samples} samples", both.pipeline(x), both.plain(x))
+
+    before = num_captures()
+    chosen = random.Random(0)
+    for _ in range(100):
+        infer(chosen.randrange(CHUNKS // 2, CHUNKS // 2 + 10))
+    captures = num_captures() - before
+    both.expect(f"eight of ten shapes are captured, got {captures} captures", captures == 8)
+    replays = sum(report.replays for report in both.reports())
+    both.expect(f"most mini-batches are replayed, got {replays}", replays > 50)
+    before = num_captures()
+    for _ in range(12):
+        infer(BATCH)
+    captures = num_captures() - before
+    both.expect(f"the only shape of a later phase is captured, got {captures} captures", captures == 1)
+
+
 def batch_in_second_dimension(both: PipelineAndLoop) -> None:
     both.batch_dim = both.pipeline.batch_dim = 1
     both.warm_up()
@@ -297,6 +325,7 @@ CASES = {
         capture_turned_off,
         changed_setting,
         alternating_shapes,
+        more_shapes_than_places,
         batch_in_second_dimension,
         several_threads,
     )

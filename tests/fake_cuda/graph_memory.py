@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,7 @@ from tests.internals import pipeline_of
 
 MIB = 1 << 20
 WIDTH, CHUNKS, DEVICE = 64, 4, "cuda:0"
+OPERATORS = sys.argv[1]
 # Samples. Each activation of the longer mini-batch has 40 MiB, so 10 MiB per micro-batch; smaller tensors
 # would share blocks of PyTorch's allocator, and the peak would depend on how they fit.
 LONG, SHORT = 163840, 122880
@@ -101,6 +103,19 @@ def captured_always() -> str:
     return captured("always")
 
 
+def workspaces() -> str:
+    """Returns the workspaces of the caller's own streams before and after a pipeline captures its steps.
+
+    Also whether there was memory for the captures: the pipeline's own workspaces are freed before them.
+    """
+    num_workspaces = ctypes.CDLL(OPERATORS).fake_cuda_num_workspaces
+    own = torch.cuda.Stream(DEVICE)
+    with torch.cuda.stream(own):
+        torch.mm(torch.ones(2, 2, device=DEVICE), torch.ones(2, 2, device=DEVICE))
+    before = num_workspaces(ctypes.c_void_p(own.cuda_stream))
+    return f"{before}, {captured('always')}, {num_workspaces(ctypes.c_void_p(own.cuda_stream))}"
+
+
 def _graphs(checkpoint: str, lengths: Sequence[int]) -> int:
     """Returns the bytes of all graphs after plans of these lengths were captured in this order."""
     pipe = pipeline(checkpoint)
@@ -153,8 +168,8 @@ def short_of_memory_in_a_backward() -> str:
 
 
 def main() -> None:
-    operators, *names = sys.argv[1:]
-    torch.ops.load_library(operators)
+    names = sys.argv[2:]
+    torch.ops.load_library(OPERATORS)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     for name in names:

@@ -79,6 +79,7 @@ def main() -> None:
     operators, way, path, width, limit = sys.argv[1:]
     torch.ops.load_library(operators)
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
     torch.zeros(1, device="cuda")
     print(limit_memory(int(limit)))
     try:

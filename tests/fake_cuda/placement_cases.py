@@ -238,6 +238,7 @@ def main() -> None:
     operators, *names = sys.argv[1:]
     torch.ops.load_library(operators)
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
     torch.manual_seed(0)
     functions: dict[str, Callable[[], None]] = {f.__name__: f for f in (*PLACEMENT, *OUT_OF_MEMORY)}
     for name in names:

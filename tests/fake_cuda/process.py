@@ -34,7 +34,7 @@ def run(
     runtime_variables = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in variables.items()}
     runtime_variables |= {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(FOLDER.parents[1])}
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | runtime_variables
-    environment["GPIPE_FAST_FUSE"] = str(int(fused))
+    environment["GPIPE_FAST_DISABLE"] = "" if fused else "fuse"
     environment["GPIPE_FAST_CACHE"] = str(FOLDER.parents[1] / "build" / "tests" / "cubins")
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"

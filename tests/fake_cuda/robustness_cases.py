@@ -1,20 +1,17 @@
-"""Shared streams, other threads and illegal accesses on fake devices; run by test_robustness.py.
+"""Shared streams, other threads and warnings on fake devices; run by test_robustness.py.
 
-`robustness_cases.py OPERATORS NAME...`: runs functions of this file by name, and prints the name of each. A
-function with an illegal access must be the last one: no device works after it.
+`robustness_cases.py OPERATORS NAME...`: runs functions of this file by name, and prints the name of each.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
-import gc
 import hashlib
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,10 +19,8 @@ from gpipe_fast import GPipe
 from tests.fake_cuda.train_models import BATCH, WIDTH, layers_of
 from tests.internals import pipeline_of
 
-RUNTIME = ctypes.CDLL(None)
 CHUNKS, STEPS = 4, 5
 POOL_SIZE = 32  # streams per device that torch hands out round-robin
-FAULT_AT = 60  # index of the failing operation in a step
 
 
 class PipelineAndLoop:
@@ -129,34 +124,21 @@ def fused_addmm_digests() -> None:
         print(digest.hexdigest())
 
 
-def an_illegal_access() -> None:
-    """After an illegal access in a step, every call fails; later steps raise, and none hangs."""
-    _access_illegally(capture=False)
+def streams_of_one_device_warn_of_nothing() -> None:
+    """The caller has an own stream on the last stage's device only."""
+    twins = PipelineAndLoop(["cuda:0", "cuda:1"], [4, 4])
+    with warnings.catch_warnings(record=True) as found, torch.cuda.stream(torch.cuda.Stream("cuda:1")):
+        warnings.simplefilter("always")
+        twins.step(0)
+    assert not [each for each in found if "AccumulateGrad" in str(each.message)]
 
 
-def an_illegal_access_while_capturing() -> None:
-    _access_illegally(steps=2)
-
-
-def an_illegal_access_in_a_replay() -> None:
-    _access_illegally(steps=4, number=2)
-
-
-def _access_illegally(steps: int = 3, number: int = FAULT_AT, **keywords: object) -> None:
-    twins = PipelineAndLoop(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], [2] * 4, **keywords)
-    for seed in range(steps):
-        twins.step(seed)
-    RUNTIME.fake_cuda_plant(f"sticky {number}".encode())
-    RUNTIME.fake_cuda_mark(b"begin")
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            twins.step(steps)
-    del twins
-    gc.collect()
-
-
-CASES = (eight_stages_on_one_device, a_second_thread_on_pool_streams, fused_addmm_digests)
-ILLEGAL_ACCESSES = (an_illegal_access, an_illegal_access_while_capturing, an_illegal_access_in_a_replay)
+CASES = (
+    eight_stages_on_one_device,
+    a_second_thread_on_pool_streams,
+    streams_of_one_device_warn_of_nothing,
+    fused_addmm_digests,
+)
 
 
 def main() -> None:
@@ -165,7 +147,7 @@ def main() -> None:
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
-    functions = {function.__name__: function for function in (*CASES, *ILLEGAL_ACCESSES)}
+    functions = {function.__name__: function for function in CASES}
     for name in names:
         functions[name]()
         print(name)

@@ -34,7 +34,7 @@ def test_gpu_tests_pass_on_the_fake_runtime(chosen: str, libraries: tuple[Path, 
         "FAKE_CUDA_LOG": os.devnull,
         "FAKE_CUDA_OPERATORS": str(operators),
         "PYTHONPATH": str(ROOT),
-        "GPIPE_FAST_FUSE": "0",
+        "GPIPE_FAST_DISABLE": "fuse",
     }
     options = ["-q", "--tb=short", "-p", "tests.fake_cuda.plugin", "-p", "no:cacheprovider", "-m", "cuda"]
     command = [sys.executable, "-m", "pytest", *options, "-k", chosen]

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(
 CASES = [
     "equal_stages_share_kernels",  # first: libraries stay loaded
     "a_kernel_that_does_not_compile_is_left_out",
+    "a_kernel_that_does_not_load_is_left_out",
+    "kernels_that_one_device_does_not_load_are_left_out",
     "a_wrong_forward_is_left_out",
     "a_wrong_backward_is_left_out",
     "a_wrong_kernel_in_a_captured_step",

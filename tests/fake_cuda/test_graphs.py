@@ -30,6 +30,7 @@ CASES = (
     "capture_turned_off",
     "changed_setting",
     "alternating_shapes",
+    "more_shapes_than_places",
     "batch_in_second_dimension",
     "several_threads",
 )
@@ -128,6 +129,16 @@ def test_a_capture_needs_little_more_memory_than_an_uncaptured_step(
     (needed,) = run("graph_memory.py", libraries, f"needed_{checkpoint}")
     memory = int(int(needed) * 1.3)
     assert run("graph_memory.py", libraries, f"captured_{checkpoint}", memory=memory) == ["3 replays"]
+
+
+def test_workspaces_of_other_streams_are_kept(libraries: Libraries) -> None:
+    """The capture has memory for workspaces in the graphs' pool, because it frees those of its streams."""
+    workspace = 64 << 20
+    (needed,) = run("graph_memory.py", libraries, "needed_always", workspace=workspace)
+    found = run(
+        "graph_memory.py", libraries, "workspaces", workspace=workspace, memory=int(int(needed) * 1.3)
+    )
+    assert found == ["1, 3 replays, 1"]
 
 
 @pytest.mark.extended

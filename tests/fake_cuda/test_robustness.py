@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda import robustness_cases
-from tests.fake_cuda.build import SOURCES, can_build
+from tests.fake_cuda.build import can_build
 from tests.fake_cuda.process import run
 
 pytestmark = pytest.mark.skipif(
@@ -26,6 +22,11 @@ def test_stages_share_pool_streams_without_races(name: str, libraries: Libraries
     assert run("robustness_cases.py", libraries, name, defer=1) == [name]
 
 
+def test_pytorchs_warning_about_streams_is_off(libraries: Libraries) -> None:
+    name = "streams_of_one_device_warn_of_nothing"
+    assert run("robustness_cases.py", libraries, name) == [name]
+
+
 @pytest.mark.extended
 def test_fused_addmm_has_the_same_bits_when_work_is_deferred(libraries: Libraries) -> None:
     """Immediate and deferred work give equal bits, which differ from those of deterministic mode."""
@@ -34,18 +35,27 @@ def test_fused_addmm_has_the_same_bits_when_work_is_deferred(libraries: Librarie
     assert run("robustness_cases.py", libraries, "fused_addmm_digests", defer=1) == at_once
 
 
+FOUR_DEVICES, ONE_DEVICE = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:0,cuda:0,cuda:0,cuda:0"
+# Devices, transport, steps before the fault, and the operations that fail, with their stride in each tier.
+ILLEGAL_ACCESSES = {
+    "uncaptured": (FOUR_DEVICES, "auto", "1", "15", "400", ("60", "3")),
+    "one_device": (ONE_DEVICE, "auto", "1", "15", "200", ("60", "3")),
+    "peer": (FOUR_DEVICES, "peer", "1", "15", "400", ("60", "3")),
+    "pinned": (FOUR_DEVICES, "pinned", "1", "15", "400", ("60", "3")),
+    "capturing": (FOUR_DEVICES, "auto", "2", "15", "200", ("60", "3")),
+    "replayed": (FOUR_DEVICES, "auto", "4", "0", "3", ("1", "1")),
+}
+
+
+@pytest.mark.parametrize("case", ILLEGAL_ACCESSES)
 @pytest.mark.parametrize(
-    "name",
+    "tier",
     [
-        pytest.param(function.__name__, marks=pytest.mark.soak if "capturing" in function.__name__ else ())
-        for function in robustness_cases.ILLEGAL_ACCESSES
+        pytest.param(0, marks=pytest.mark.extended, id="some"),
+        pytest.param(1, marks=pytest.mark.soak, id="many"),
     ],
 )
-@pytest.mark.extended
-def test_illegal_accesses_raise_and_nothing_hangs(name: str, libraries: Libraries) -> None:
-    """Steps raise; or PyTorch terminates the process, since its allocator throws when a tensor is freed."""
-    runtime, operators = libraries
-    variables = {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(SOURCES.parents[1]), "FAKE_CUDA_DEFER": "1"}
-    command = [sys.executable, str(SOURCES / "robustness_cases.py"), str(operators), name]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
-    assert done.stdout == f"{name}\n" or "illegal memory access" in done.stderr, done.stderr[-3000:]
+def test_illegal_accesses_raise_and_nothing_aborts(case: str, tier: int, libraries: Libraries) -> None:
+    *words, strides = ILLEGAL_ACCESSES[case]
+    found = run("illegal_accesses.py", libraries, *words, strides[tier], limit=1800, defer=tier)
+    assert found == ["done"]

@@ -54,7 +54,7 @@ def run(libraries: tuple[Path, Path]) -> Runs:
             "FAKE_CUDA_LOG": f"/dev/fd/{into}",
             "FAKE_CUDA_LATE": str(first),
             "PYTHONPATH": str(ROOT),
-            "GPIPE_FAST_FUSE": "0",  # the race detector does not know which memory a kernel accesses
+            "GPIPE_FAST_DISABLE": "fuse",  # the race detector does not know which memory a kernel accesses
         }
         command = [sys.executable, "-W", "ignore", str(SOURCES / "train_random_schedules.py")]
         command += [str(operators), str(first), str(count), *words]

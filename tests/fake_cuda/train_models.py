@@ -352,6 +352,7 @@ def main() -> None:
     torch.ops.load_library(operators)
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
     found = []
     modes = [word for word in words if word not in ("own_streams", "captured", "failures", *TRANSPORTS)]
     transport = next((word for word in words if word in TRANSPORTS), "auto")

@@ -313,6 +313,7 @@ def main() -> None:
     torch.ops.load_library(operators)
     torch.backends.cudnn.enabled = False
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
     begin = time.perf_counter()
     found = run(int(first), int(count), "faulty" in words)
     if "times" in words:

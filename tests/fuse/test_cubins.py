@@ -22,8 +22,9 @@ from typing import Any
 import pytest
 import triton
 
-from gpipe_fast.fuse import compile_pool, cubin_cache, cubins, kernel_name
+from gpipe_fast.fuse import compile_pool, compile_worker, cubin_cache, cubins, kernel_name
 from gpipe_fast.fuse.cubins import CompileFailure, Cubin, KernelSource
+from gpipe_fast.lower.launch import NUMBER_TYPES
 from tests.fuse import triton_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +167,27 @@ def test_a_kernel_of_an_edited_file_has_an_own_entry(
         kernel = module(tmp_path, "edited_kernels", text, monkeypatch).kernel
         cubins.cubins([source(kernel)], HOPPER)
     assert len(compiled) == 2
+
+
+def test_arguments_of_every_type_have_the_sizes_of_the_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signature = (("p_x", "*bf16"), *((f"x_{type_}", type_) for type_ in sorted(NUMBER_TYPES)))
+    names = ", ".join(name for name, _ in signature)
+    text = f"@triton.jit\ndef kernel({names}):\n    tl.store(p_x, 1.0)\n"
+    kernel = module(tmp_path, "kernels_of_every_type", text, monkeypatch).kernel
+    [made] = cubins.cubins([KernelSource(kernel, signature, (), (), 4, 1)], HOPPER)
+    assert isinstance(made, Cubin), made
+
+
+def test_parameters_that_launches_do_not_pass_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = dataclasses.replace(source(), signature=(("p_x", "*fp32"), ("p_y", "*fp32"), ("size", "i64")))
+    compiled = compile_worker.compile_kernel(other, 90)
+    monkeypatch.setattr(compile_worker, "compile_kernel", lambda source, capability: compiled)
+    assert isinstance(compile_worker.compile_here(other, 90), Cubin)
+    assert compile_worker.compile_here(source(), 90) == CompileFailure(
+        "its parameters' sizes are [8, 8, 8, 8, 8] bytes, but launches pass [8, 8, 4, 8, 8]"
+    )
 
 
 # Names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -10,12 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.models import llama
+from gpipe_fast.fuse import check
 from gpipe_fast.fuse.fuse import Fused, fuse
+from gpipe_fast.lower.launch import KernelLaunch
+from gpipe_fast.lower.split import split
+from gpipe_fast.runtime.compile import Compiler, TracedStage
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
+from gpipe_fast.trace.symbolic import Instance
 from tests.fuse.graphs import Function, operators_in, stage_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BATCH, LENGTH, WIDTH = 64, 128, 32
+CPU = torch.device("cpu")
 
 
 class AfterLinear(nn.Module):
@@ -152,3 +160,22 @@ def test_positions_of_all_units_count_as_fused() -> None:
     assert len(replaced.positions) == 3
     assert forward.fused_positions() == replaced.positions
     assert not forward.other_positions() & replaced.positions
+
+
+def test_a_length_whose_offsets_exceed_int32_has_a_kernel_of_its_own() -> None:
+    """It is checked on first use, although a template gives its graph and shorter lengths have passed."""
+    layers = [nn.Linear(8, 57_344), Function(lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])]
+    compiler, stage = Compiler(), Stage(layers, 0, CPU)
+
+    def launch_at(length: int) -> KernelLaunch:
+        x = torch.empty(length, 8, requires_grad=True)
+        traced = compiler.trace(stage, BoundarySpec((TensorSpec.of(x, True),)), ())
+        assert isinstance(traced, TracedStage)
+        assert isinstance(traced.graph, Instance) == (length > 7)
+        (launch,) = fuse(split(traced.joint, 0.0).forward_saving).launches()
+        return launch
+
+    short, _, long, too_long = (launch_at(length) for length in (5, 7, 37_450, 37_451))
+    with mock.patch.object(check, "_passed", {(CPU, short.specialization)}):
+        assert check.has_passed(long, CPU)
+        assert not check.has_passed(too_long, CPU)

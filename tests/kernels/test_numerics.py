@@ -31,7 +31,9 @@ def test_a_sample_of_the_comparisons_passes_in_the_interpreter() -> None:
 @pytest.mark.extended
 @every_family
 def test_the_remaining_comparisons_pass_in_the_interpreter(family: str) -> None:
-    run_families([family], {"TRITON_INTERPRET": "1", "GPIPE_FAST_KERNELS_SHARE": "rest"})
+    # A small family may be in the sample as a whole.
+    allowed = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    run_families([family], {"TRITON_INTERPRET": "1", "GPIPE_FAST_KERNELS_SHARE": "rest"}, allowed)
 
 
 @pytest.mark.cuda
@@ -40,8 +42,10 @@ def test_all_comparisons_pass_on_a_gpu(family: str) -> None:
     run_families([family], {"TRITON_INTERPRET": "0", "GPIPE_FAST_KERNELS_ON": "cuda"})
 
 
-def run_families(families: Sequence[str], variables: dict[str, str]) -> None:
-    """Runs the comparisons of some families in a separate process."""
+def run_families(
+    families: Sequence[str], variables: dict[str, str], allowed: Sequence[int] = (pytest.ExitCode.OK,)
+) -> None:
+    """Runs the comparisons of some families in a separate process, which exits with one of some codes."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"tests/kernels/numerics/{family}.py" for family in families]
     own = {"GPIPE_FAST_SEED": str(seed()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -50,4 +54,4 @@ def run_families(families: Sequence[str], variables: dict[str, str]) -> None:
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, f"GPIPE_FAST_SEED={seed()}\n{done.stdout[-8000:]}{done.stderr[-2000:]}"
+    assert done.returncode in allowed, f"GPIPE_FAST_SEED={seed()}\n{done.stdout[-8000:]}{done.stderr[-2000:]}"

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe, _extension, doctor, replicate, verify
+from gpipe_fast import GPipe, _extension, doctor, replicate, switches, verify
 from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, profile_layers, table
 from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.inspect.picture import draw
@@ -93,6 +93,11 @@ def with_plans_limited_to(value: str) -> None:
         pipe()
 
 
+def with_disabled(value: str, **options: Any) -> None:
+    with mock.patch.dict(os.environ, {switches.VARIABLE: value}):
+        pipe(**options)
+
+
 def model_with_a_layer_named(name: str) -> GPipe:
     return GPipe(nn.Sequential(OrderedDict({name: nn.Linear(2, 2)})), [1])
 
@@ -124,6 +129,8 @@ ARGUMENTS = [
     case("torch 1.0.0", "run `make`", load_extension, __version__="1.0.0"),
     case("got 'much'", "number of MiB of at least 0", with_plans_limited_to, "much"),
     case("got '-1'", "number of MiB of at least 0", with_plans_limited_to, "-1"),
+    case("got 'fusion'", "separated by commas", with_disabled, "templates,fusion"),
+    case("backend='aten'", "backend='auto'", with_disabled, "capture", backend="aten"),
     case("got 0.5", "'auto'", pipe, chunks=0.5),
     case("got 'sometimes'", "'except_last'", pipe, checkpoint="sometimes"),
     case("got torch.float16", "torch.float32", pipe, grad_dtype=torch.float16),

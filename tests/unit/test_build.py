@@ -72,6 +72,28 @@ def test_architectures_come_from_the_environment_the_gpus_or_torch(setup_py):
     assert setup_py.choose_archs("", [], None)[0] == setup_py.DEFAULT_ARCHS
 
 
+def test_architectures_below_7_0_are_left_out(setup_py):
+    torch_126 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
+    archs, reason = setup_py.choose_archs(None, [], torch_126)
+    assert archs == "7.0;7.5;8.0;8.6;9.0+PTX"
+    left_out = "left out: 5.0 6.0, because the kernels need compute capability 7.0"
+    assert reason == f"as torch, since no GPU is visible; {left_out}"
+    assert setup_py.choose_archs(None, [(6, 1), (8, 0)], "")[0] == "8.0"
+    archs, reason = setup_py.choose_archs("6.0 8.0;9.0a+PTX", [], torch_126)
+    assert archs == "8.0;9.0a+PTX"
+    assert "left out: 6.0" in reason
+    assert setup_py.choose_archs("Ampere", [], "")[0] == "Ampere"
+
+
+def test_without_a_supported_architecture_the_build_is_refused(setup_py):
+    for requested, visible, found in (
+        ("6.0+PTX", [], r"6\.0\+PTX \(TORCH_CUDA_ARCH_LIST\)"),
+        ("", [(6, 1)], r"6\.1 \(the visible GPUs\)"),
+    ):
+        with pytest.raises(SystemExit, match=rf"need compute capability 7\.0, but found only {found}"):
+            setup_py.choose_archs(requested, visible, "")
+
+
 def make_toolkit(root, *, headers):
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "nvcc").touch(mode=0o755)

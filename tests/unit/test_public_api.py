@@ -135,7 +135,13 @@ gpipe_fast.verify
     table(self, *, all: bool | None = None) -> str
   class Row(name: str, equal: bool, difference: float = 0.0, relative: float = 0.0,
       note: str = '') -> None
+  class SwitchReports(all_on: Report, by_switch: Mapping[str, Report]) -> None
+    causes: property
+  find_switch(model: GPipe, *args: Any, loss_fn: Callable[[Any], Tensor] | None = None,
+      also: Sequence[Any] = (), **kwargs: Any) -> SwitchReports
   verify, as in gpipe_fast
+gpipe_fast.switches
+  disabled(*names: str) -> Iterator[None]
 gpipe_fast.doctor
   class Case(model: str, transport: str, checkpoint: str, ok: bool, result: str) -> None
   class Checkup(machine: str, stages: tuple[str, ...], cases: tuple[Case, ...],
@@ -143,7 +149,8 @@ gpipe_fast.doctor
     headline: property
     ok: property
   class FusedCheck(ok: bool, result: str) -> None
-  check(devices: Iterable[Device] | None = None) -> Checkup
+  check(devices: Iterable[Device] | None = None,
+      show: Callable[[str], object] | None = None) -> Checkup
   doctor, as in gpipe_fast
 gpipe_fast.kernels
   class Draw(p: float, key: Tensor, layer: int, ordinal: int)
@@ -200,6 +207,7 @@ MODULES = [
     "gpipe_fast.explanation",
     "gpipe_fast.schedule",
     "gpipe_fast.verify",
+    "gpipe_fast.switches",
     "gpipe_fast.doctor",
     "gpipe_fast.kernels",
 ]

@@ -65,6 +65,11 @@ def test_quick():
 def test_longer(number):
     pass
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("number", [*(pytest.param(i, marks=pytest.mark.soak) for i in range(4)), 4])
+def test_one_of_a_sample_that_is_no_long_run(number):
+    pass
+
 @pytest.mark.soak
 def test_long():
     pass
@@ -73,7 +78,7 @@ def test_long():
 
 @pytest.mark.parametrize(
     ("options", "num_run"),
-    [(["--tier=rest", "--share=0.5"], 5), (["--tier=all", "--share=0.5"], 6), (["--tier=rest"], 10), ([], 1)],
+    [(["--tier=rest", "--share=0.5"], 5), (["--tier=all", "--share=0.5"], 7), (["--tier=rest"], 10), ([], 2)],
 )
 def test_a_share_of_the_longer_tests_runs(
     options: list[str], num_run: int, pytester: pytest.Pytester, use_seed
@@ -82,5 +87,5 @@ def test_a_share_of_the_longer_tests_runs(
     pytester.makepyfile(SUITE)
     use_seed("a")
     pytester.runpytest_inprocess("-p", "no:xdist", *options).assert_outcomes(
-        passed=num_run, deselected=12 - num_run
+        passed=num_run, deselected=17 - num_run
     )

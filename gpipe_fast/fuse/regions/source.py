@@ -96,7 +96,7 @@ class _Writer:
         }
         self._strides |= {d: contiguous_strides(loops.shaped[d], loops.sizes) for d in self._draws}
         given = list(self._strides.values())
-        self._rows = Layout.of("row", loops.rows, loops.sizes, given)
+        self._rows = Layout.of("row", loops.rows, loops.sizes, given, is_int64=True)
         self._cols = Layout.of("col", loops.cols, loops.sizes, given)
         self._names: dict[Value, str] = {}
         # Statements before the loop over rows, and in it.

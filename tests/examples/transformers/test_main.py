@@ -59,6 +59,7 @@ class MicroBatches(nn.Module):
         return torch.cat([self.model(part).logits for part in tokens.chunk(self.chunks)])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_command_with_quick(name: str, tmp_path: Path) -> None:
     """It compares, trains, saves and loads, and prints nothing on stderr, such as warnings."""

@@ -111,6 +111,9 @@ class Call {
     const Stack arguments = to_cpu(given);
     synchronize_if_named();
     log_name(*device_, op_.operator_name().name);
+    if (op_.operator_name().name.find("mm") != std::string::npos) {
+      use_workspace(*device_);
+    }
     log_casts(given);
     const bool captured = is_capturing(*device_);
     Stack results = call_cpu(arguments);

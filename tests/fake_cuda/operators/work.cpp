@@ -1,12 +1,17 @@
 #include "work.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <mutex>
+#include <tuple>
 #include <utility>
 
 namespace fake_operators {
@@ -43,6 +48,57 @@ void log_mark(at::Device device, const std::string& text) {
   } else {
     fake_cuda_mark(text.c_str());
   }
+}
+
+namespace {
+
+// PyTorch's workspaces, by handle and stream. In some versions a mutex is beside them, and sizes are.
+template <class Found>
+auto& map_of(Found& found) {
+  if constexpr (requires { found.map; }) {
+    return found.map;
+  } else {
+    return found;
+  }
+}
+auto& workspaces() { return map_of(at::cuda::cublas_handle_stream_to_workspace()); }
+
+template <class Workspace>
+void allocate(Workspace& workspace, size_t bytes) {
+  at::DataPtr memory = c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+  if constexpr (requires { workspace.first; }) {
+    workspace = {std::move(memory), bytes};
+  } else {
+    workspace = std::move(memory);
+  }
+}
+
+std::mutex& workspaces_mutex() {
+  static auto* const made = new std::mutex;
+  return *made;
+}
+
+}  // namespace
+
+void use_workspace(at::Device device) {
+  static const char* const bytes = std::getenv("FAKE_CUDA_WORKSPACE");
+  if (bytes == nullptr) {
+    return;
+  }
+  const c10::cuda::CUDAGuard guard(device);
+  thread_local char handle = 0;
+  const std::lock_guard<std::mutex> lock(workspaces_mutex());
+  const auto [place, is_new] =
+      workspaces().try_emplace({&handle, c10::cuda::getCurrentCUDAStream().stream()});
+  if (is_new) {
+    allocate(place->second, std::strtoull(bytes, nullptr, 10));
+  }
+}
+
+extern "C" int64_t fake_cuda_num_workspaces(cudaStream_t stream) {
+  const std::lock_guard<std::mutex> lock(workspaces_mutex());
+  return std::count_if(workspaces().begin(), workspaces().end(),
+                       [&](const auto& entry) { return std::get<1>(entry.first) == stream; });
 }
 
 bool is_capturing(at::Device device) {

@@ -31,6 +31,12 @@ void log_name(at::Device device, const std::string& name);
 // The same for any text.
 void log_mark(at::Device device, const std::string& text);
 
+// As cuBLAS for a matrix product: unless there is one, allocates a workspace for the thread and the current stream, of
+// FAKE_CUDA_WORKSPACE bytes. Does nothing if that is not set.
+void use_workspace(at::Device device);
+// Returns the number of workspaces of a stream. Tests call it.
+extern "C" int64_t fake_cuda_num_workspaces(cudaStream_t stream);
+
 // Returns whether the current stream of a device is being captured.
 bool is_capturing(at::Device device);
 // Enqueues a computation on the device's current stream: it runs at every launch of the graph that captures it, or

@@ -14,6 +14,7 @@
 //   misplaced N  a copy between devices is enqueued on the stream that computed last
 //   sticky N     an enqueued operation accesses memory illegally: every later call fails
 //   early        every event query reports completion, even if the event is unfinished
+//   unloadable N device N, not call N: it has no code of any kernel that is loaded from a library
 class Faults {
  public:
   // Replaces the planted fault. Call only while no other thread uses the runtime.
@@ -31,6 +32,9 @@ class Faults {
   bool is_due(const char* kind) {
     return in_step_ && kind_ == kind && (number_ < 0 || num_calls_++ == number_);
   }
+
+  // Returns whether kernels cannot be loaded on a device.
+  bool is_unloadable(int device) const { return in_step_ && kind_ == "unloadable" && number_ == device; }
 
  private:
   std::string kind_;

@@ -17,6 +17,8 @@
 namespace fake_cuda {
 namespace {
 
+std::atomic<long> num_captures{0};
+
 int64_t next_event_count() {
   static std::atomic<int64_t> next{int64_t{1} << 40};
   return next++;
@@ -85,6 +87,8 @@ void fake_cuda_save(cudaStream_t stream, const void* pointer, size_t bytes) {
   }
 }
 
+long fake_cuda_num_captures() { return num_captures; }
+
 int fake_cuda_capturing(cudaStream_t stream) { return stream_of(stream)->capture != nullptr ? 1 : 0; }
 // Completes the stream's work before an operator that draws random numbers, so that it draws in the order of the calls.
 void fake_cuda_complete(cudaStream_t stream) { complete(newest(stream_of(stream)->queue)); }
@@ -99,6 +103,7 @@ void fake_cuda_enqueue(cudaStream_t stream, void (*run)(void*), void (*drop)(voi
     defer(stream_of(stream)->queue, {}, compute);
     return;
   }
+  const Touch touch(*capture);
   const std::lock_guard<std::mutex> lock(mutex);
   capture->add({stream_of(stream), "", "", 0, 0, compute});
 }
@@ -133,13 +138,12 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
   RETURN_IF_STICKY_ERROR()
 
-  static std::atomic<int64_t> next{1};
   if (stream_of(stream)->capture) {
     return fail(cudaErrorIllegalState);
   }
   auto capture = std::make_shared<Capture>();
   capture->origin = stream_of(stream);
-  capture->id = next++;
+  capture->id = ++num_captures;
   const std::lock_guard<std::mutex> lock(mutex);
   capture->clocks[capture->origin];
   capture->num_allocated = num_blocks_allocated();

@@ -4,12 +4,17 @@
 // node. When the capture ends, all memory that it wrote is filled with NaNs, since a GPU would not have computed
 // anything; memory that is older than the capture and may have been changed in place is restored. A launch executes
 // the nodes again in their order and logs them on new streams with new events.
+//
+// Two threads that enqueue work into one capture at the same time invalidate it: CUDA does not synchronize accesses to
+// a graph.
 #pragma once
 
 #include "deferred.h"
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -17,6 +22,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -49,8 +55,9 @@ struct Node {
 struct Capture {
   CUstream_st* origin;
   int64_t id;
-  bool valid = true;
+  std::atomic<bool> valid = true;
   bool active = true;
+  std::atomic<std::thread::id> toucher{};  // the thread that is enqueuing work
   std::vector<Node> nodes;
   std::map<CUstream_st*, std::map<CUstream_st*, int64_t>> clocks;  // vector clock of each captured stream
   std::vector<std::pair<void*, size_t>> written;
@@ -86,6 +93,30 @@ struct CUgraphExec_st {
 };
 
 namespace fake_cuda {
+
+// While it lives, its thread enqueues work into a capture. It lasts a while, so that another thread is likely to try
+// the same. A thread may nest them: kernels that are interpreted enqueue their accesses.
+class Touch {
+ public:
+  explicit Touch(Capture& capture) : capture_(capture) {
+    std::thread::id other{};
+    is_outermost_ = capture.toucher.compare_exchange_strong(other, std::this_thread::get_id());
+    if (!is_outermost_ && other != std::this_thread::get_id()) capture.valid = false;
+    if (is_outermost_) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  ~Touch() {
+    if (is_outermost_) capture_.toucher = std::thread::id();
+  }
+  Touch(const Touch&) = delete;
+  Touch& operator=(const Touch&) = delete;
+
+ private:
+  Capture& capture_;
+  bool is_outermost_;
+};
+
+// Returns how many captures have begun. Tests call it.
+extern "C" long fake_cuda_num_captures();
 
 // Returns the active captures.
 std::set<Capture*>& captures();

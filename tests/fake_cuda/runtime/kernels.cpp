@@ -286,6 +286,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* handle)
   std::memset(found, 0, sizeof(*found));
   found->maxThreadsPerBlock = kMaxBlockThreads;
   if (const std::shared_ptr<Kernel> kernel = kernel_of(handle)) {
+    if (is_unloadable(current_device)) {
+      return fail(cudaErrorNoKernelImageForDevice);
+    }
     const std::lock_guard<std::mutex> lock(mutex);
     kernel->devices.insert(current_device);
     found->binaryVersion = kCapability;
@@ -293,16 +296,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* handle)
   }
   return cudaSuccess;
 }
-cudaError_t cudaFuncGetParamInfo(const void* handle, size_t index, size_t* offset, size_t* size) {
-  RETURN_IF_STICKY_ERROR()
-
-  const std::shared_ptr<Kernel> kernel = kernel_of(handle);
-  if (!kernel || index >= kernel->info->parameters.size()) {
-    return fail(cudaErrorInvalidValue);
-  }
-  *offset = kernel->info->parameters[index].offset;
-  *size = kernel->info->parameters[index].size;
-  return cudaSuccess;
+// Needs the driver of CUDA 12.4, while programs that are built with CUDA 12.8 run with older ones.
+cudaError_t cudaFuncGetParamInfo(const void*, size_t, size_t*, size_t*) {
+  return fail(cudaErrorCallRequiresNewerDriver);
 }
 cudaError_t cudaFuncSetAttribute(const void* handle, cudaFuncAttribute attribute, int value) {
   RETURN_IF_STICKY_ERROR()

@@ -47,6 +47,8 @@ void write(const char* format, ...) {
 
 bool is_logging() { return log_file() != nullptr; }
 
+bool is_unloadable(int device) { return faults.is_unloadable(device); }
+
 bool planted(const char* kind) {
   if (!faults.is_due(kind)) {
     return false;

@@ -20,5 +20,7 @@ std::string text(const char* format, ...);
 
 // Returns whether the current call must fail with this kind of fault; if so, logs it.
 bool planted(const char* kind);
+// Returns whether the planted fault is that kernels cannot be loaded on a device.
+bool is_unloadable(int device);
 
 }  // namespace fake_cuda

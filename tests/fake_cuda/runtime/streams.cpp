@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
+#include <optional>
 #include <random>
 
 namespace fake_cuda {
@@ -86,6 +87,8 @@ cudaError_t enqueue(cudaStream_t given, const std::string& kind, const std::stri
     last_compute = stream;
   }
   const std::shared_ptr<Capture> capture = stream->capture;
+  std::optional<Touch> touch;
+  if (capture) touch.emplace(*capture);
   if (capture && !capture->valid) {
     return fail(cudaErrorStreamCaptureInvalidated);
   }

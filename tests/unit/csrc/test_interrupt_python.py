@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
+import random
 import signal
+import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.runtime.python_layers import PythonLayers
 from tests.reference import gradient_like, leaf, loop_step, pipeline_step, unequal
+from tests.sampling import seed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,4 +88,80 @@ def test_sigint_ends_a_python_layer_and_the_next_step_is_correct(phase: str) -> 
     if phase == "forward":
         assert all(torch.equal(value, before[name]) for name, value in layers.state_dict().items())
     layers.load_state_dict(before)
+    assert unequal(pipeline_step(pipe, x), expected) == []
+
+
+class DrawsAndNormalizes(nn.Module):
+    """Has buffers, one of which its forward replaces, and draws from Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls = self.num_calls + 1
+        y: Tensor = self.norm(x) * (1 + random.random())
+        return y
+
+
+@contextlib.contextmanager
+def interrupt_in_recompute(number: int) -> Iterator[list[int]]:
+    """Raises KeyboardInterrupt where Python looks for it: at entries of functions, and after C functions.
+
+    Args:
+        number: the number of such places in the last backward of stage 1 before the interrupt.
+
+    Yields:
+        The number of places that are left to interrupt.
+    """
+    left = [number]
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_return"):
+            left[0] -= 1
+            if left[0] == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    backward = PythonLayers.backward
+
+    def profiled(layers: PythonLayers, *args: Any) -> Any:
+        if args[-1] != "1I0":  # the last backward of stage 1
+            return backward(layers, *args)
+        sys.setprofile(interrupt)
+        try:
+            return backward(layers, *args)
+        finally:
+            sys.setprofile(None)
+
+    with mock.patch.object(PythonLayers, "backward", profiled):
+        yield left
+
+
+def test_ctrl_c_anywhere_in_a_recomputing_backward_changes_no_state() -> None:
+    """A sample of the places is drawn anew for each commit."""
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), DrawsAndNormalizes(), nn.Linear(WIDTH, 2))
+    hooks = [p.register_hook(lambda gradient: gradient) and p._backward_hooks for p in layers.parameters()]
+    pipe = GPipe(layers, [1, 2], chunks=2, checkpoint="always", backend="eager")
+    x, before, left, step = torch.randn(8, WIDTH), copy.deepcopy(layers.state_dict()), [0], 8
+    number = -random.Random(seed()).randrange(step)
+    random.seed(0)
+    expected = pipeline_step(pipe, x)
+    while left[0] <= 0:
+        number += step
+        random.seed(0)
+        output = pipe(leaf(x))
+        tensors = {name: (b, b.clone()) for name, b in layers.named_buffers()}
+        state = random.getstate()
+        with interrupt_in_recompute(number) as left, contextlib.suppress(KeyboardInterrupt):
+            output.backward(gradient_like(output))
+        for name, b in layers.named_buffers():
+            assert b is tensors[name][0], (number, name)
+            assert torch.equal(b, tensors[name][1]), (number, name)
+        assert random.getstate() == state, number
+        assert [p._backward_hooks for p in layers.parameters()] == hooks, number
+        layers.load_state_dict(before)
+        layers.zero_grad()
+    random.seed(0)
     assert unequal(pipeline_step(pipe, x), expected) == []

@@ -18,10 +18,7 @@ from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable, layer_of
 from tests.stages import trace_joint
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:Error detected in"),  # PyTorch's warning about a failed backward
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 

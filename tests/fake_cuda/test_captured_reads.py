@@ -1,0 +1,87 @@
+"""A replayed graph uses only memory that something keeps alive: the graphs' pool, or blocks that are in use.
+
+The last lines of csrc/pipeline/captured.h list the tensors outside of the pool, and what keeps each alive.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda.build import can_build
+from tests.fake_cuda.process import run
+from tests.fake_cuda.race_detector import Line, read
+
+pytestmark = pytest.mark.skipif(
+    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+)
+
+Libraries = tuple[Path, Path]
+ONE_DEVICE, TWO_DEVICES, FOUR_DEVICES = "cuda:0,cuda:0", "cuda:0,cuda:1", "cuda:0,cuda:1,cuda:2,cuda:3"
+MODELS = "skips/batch norm/dropout/tied/convolutions"
+# The words of a log line that are addresses on devices, followed by the number of bytes.
+ADDRESSES = {"read": (1,), "write": (1,), "memset": (1,), "copy": (2, 3)}
+
+
+def accesses_of_freed_memory(lines: list[Line]) -> list[str]:
+    """Returns the accesses of launches outside of the memory that was in use before the step.
+
+    Launches of the step that captures are not checked: what the capture allocates was not in use before.
+    """
+    found = []
+    blocks: dict[int, int] = {}  # end by first address
+    new_streams: set[str] = set()
+    launched: set[str] = set()  # the streams of the latest launches
+    num_steps = first_launch = 0
+    for line in lines:
+        match line.kind, line.words:
+            case "mark", ("pipeline",):
+                num_steps = first_launch = 0
+            case "mark", ("living",):
+                num_steps += 1
+                blocks = {}
+            case "mark", ("block", begin, size):
+                blocks[int(begin, 16)] = int(begin, 16) + int(size)
+            case "stream", (stream, _):
+                new_streams.add(stream)
+            case "launch", _:
+                launched |= new_streams
+                first_launch = first_launch or num_steps
+        if line.kind != "stream" and line.kind != "launch":
+            new_streams = set()
+        if line.kind not in ADDRESSES or line.words[0] not in launched or num_steps == first_launch:
+            continue
+        starts = sorted(blocks)
+        size = int(line.words[-1])
+        for index, address in enumerate(int(line.words[at], 16) for at in ADDRESSES[line.kind]):
+            on_host = line.kind == "copy" and line.words[1][2 * (1 - index)] == "p"
+            at = bisect_right(starts, address) - 1
+            if not on_host and (at < 0 or address + size > blocks[starts[at]]):
+                found.append(str(line))
+    assert num_steps > first_launch > 0, "no graph was launched"
+    return found
+
+
+def problems(libraries: Libraries, log: Path, models: str, devices: str, *words: str) -> list[str]:
+    found = run("captured_reads.py", libraries, models, devices, *words, log=log)
+    return ([] if found == ["equal"] else found) + accesses_of_freed_memory(read(log))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("devices", [ONE_DEVICE, FOUR_DEVICES], ids=["one", "four"])
+@pytest.mark.parametrize("words", [("always",), ("except_last", "frozen"), ("never",), ("inference",)])
+def test_graphs_use_living_memory(
+    words: tuple[str, ...], devices: str, libraries: Libraries, tmp_path: Path
+) -> None:
+    assert problems(libraries, tmp_path / "log", MODELS, devices, *words) == []
+
+
+@pytest.mark.parametrize("devices", [ONE_DEVICE, TWO_DEVICES], ids=["one", "two"])
+@pytest.mark.parametrize("words", [(), ("frozen",), ("inference",)], ids=["train", "frozen", "inference"])
+def test_statistics_of_captured_forwards(
+    words: tuple[str, ...], devices: str, libraries: Libraries, tmp_path: Path
+) -> None:
+    """The graph keeps the zeros with which a mini-batch's statistics begin."""
+    assert problems(libraries, tmp_path / "log", "batch norm", devices, "deferred", *words) == []
