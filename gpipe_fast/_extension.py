@@ -31,7 +31,6 @@ PythonWorkers = _C.PythonWorkers
 Kernel = _C.Kernel
 Layout = _C.Layout
 LoweredSegment = _C.LoweredSegment
-Observer = _C.Observer
 ProgramPair = _C.ProgramPair
 Pipeline = _C.Pipeline
 Plan = _C.Plan

@@ -43,6 +43,7 @@ from gpipe_fast.runtime.recording import Recording, kernel_names, record
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.stages import checked_placement, resolve_balance, resolve_devices, stages_of
+from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.unsupported import global_hook, has_observers, without_observers
 from gpipe_fast.usage_warnings import warn_idle_stages, warn_sequence_first
@@ -184,7 +185,10 @@ class GPipe(CallSettings, CallPreparation, Container):
         self._planner = Planner(self._stages, switched_backend(self.backend), self._python_workers)
         self._hook_planner: Planner | None = None
         self._pipeline.forget_graphs()
-        self._state = ModuleState(self._planner.module_warnings.in_python)
+        self._state = ModuleState(self._layer_states(), self._planner.module_warnings.in_python)
+
+    def _layer_states(self) -> LayerStates:
+        return self._stages[0].states if self._stages else LayerStates()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to copy or pickle: all but threads and programs, which are created on demand."""
@@ -325,11 +329,12 @@ class GPipe(CallSettings, CallPreparation, Container):
         signature = Signature.of(inputs, chunks, threads, self._state)
         planner = self._planner if hook is None else self._planner_under_hook(hook)
         checkpoint = checkpoint_policy(self.checkpoint, self.training and torch.is_grad_enabled())
-        plan = planner.plan(signature, inputs.tensors, checkpoint)
-        if self._state.is_outdated():
-            self._detect_changes()
-            planner.move_signature(signature, Signature.of(inputs, chunks, threads, self._state))
-        return plan
+        try:
+            return planner.plan(signature, inputs.tensors, checkpoint)
+        finally:
+            if self._state.is_outdated():
+                self._detect_changes()
+                planner.move_signature(signature, Signature.of(inputs, chunks, threads, self._state))
 
     def _planner_under_hook(self, hook: str) -> Planner:
         """Returns the planner that runs all layers in Python, so that global module hooks are called."""
@@ -352,7 +357,7 @@ class GPipe(CallSettings, CallPreparation, Container):
         layers = cast(Collection[nn.Module], self._modules.values())
         if self._state.update(layers) and self._deferred_batch_norm:
             enable_deferral(layers)  # includes batch norms that were added since
-            self._state = ModuleState(self._planner.module_warnings.in_python)
+            self._state = ModuleState(self._layer_states(), self._planner.module_warnings.in_python)
             self._state.update(layers)
         if self._state.layers != self._layers:
             self._balance = resolve_balance(self._state.layers, self._balance)

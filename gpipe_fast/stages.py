@@ -17,6 +17,7 @@ from gpipe_fast.balance.partition import balance_by_cost
 from gpipe_fast.devices import Device, checked_devices
 from gpipe_fast.layers.skip import skips_of
 from gpipe_fast.runtime.stage import Stage, StageOptions
+from gpipe_fast.trace.layer_states import LayerStates
 
 
 def resolve_devices(devices: Iterable[Device] | None) -> list[torch.device] | None:
@@ -92,9 +93,10 @@ def stages_of(
     """
     stages: list[Stage] = []
     skips = skips_of(layers)
+    states = LayerStates()
     first = 0
     for own, device in zip(partitions_of(layers, balance), devices, strict=True):
         options = StageOptions(deferred, grad_dtype, fuse, is_absent)
-        stages.append(Stage(own, first, device, skips=skips, options=options))
+        stages.append(Stage(own, first, device, skips=skips, options=options, states=states))
         first += len(own)
     return stages

@@ -11,7 +11,14 @@ _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
 
-def uncompiled(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
-    """Disables Dynamo for a function: it is neither traced nor entered; ``fullgraph=True`` fails."""
-    opaque = torch.compiler.disable(function, reason="a GPipe runs its own C++ programs")
+def uncompiled(
+    function: Callable[_Parameters, _Returned], reason: str = "a GPipe runs its own C++ programs"
+) -> Callable[_Parameters, _Returned]:
+    """Disables Dynamo for a function: it is neither traced nor entered; ``fullgraph=True`` fails.
+
+    Args:
+        function: the function.
+        reason: why, for Dynamo's message.
+    """
+    opaque = torch.compiler.disable(function, reason=reason)
     return cast(Callable[_Parameters, _Returned], opaque)

@@ -25,7 +25,7 @@ from gpipe_fast.runtime.eviction import Eviction
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import Schedule
-from gpipe_fast.trace import function, torch_private
+from gpipe_fast.trace import torch_private
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Template
 
@@ -219,13 +219,6 @@ def with_hoisted_casts(hoist: bool = True) -> Iterator[None]:
 
 
 # Disabled safeguards
-
-
-@contextmanager
-def without_buffer_detection() -> Iterator[None]:
-    """Disables the detection of buffers that a forward replaces during tracing."""
-    with mock.patch.object(function, "_named_tensors", return_value={}):
-        yield
 
 
 @contextmanager

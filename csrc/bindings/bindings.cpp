@@ -50,7 +50,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_plan(m);
   bind_pipeline(m);
   bind_snapshot(m);
-  bind_observer(m);
   bind_backward(m);
 }
 

@@ -9,7 +9,6 @@ void bind_program(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_pipeline(pybind11::module_& m);
 void bind_snapshot(pybind11::module_& m);
-void bind_observer(pybind11::module_& m);
 void bind_backward(pybind11::module_& m);
 
 }  // namespace gpipe_fast

@@ -4,8 +4,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <cstring>
-#include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -15,9 +13,8 @@ namespace py = pybind11;
 namespace gpipe_fast {
 namespace {
 
-// A record of Python objects. gpipe_fast.trace.fingerprint records every object before it reads the object. The check
-// compares objects by identity, and arrays by content. The snapshot owns references to all recorded objects, so that
-// no address is reused for another object.
+// A record of Python objects. The check compares objects by identity. The snapshot owns references to all recorded
+// objects, so that no address is reused for another object.
 class Snapshot {
  public:
   Snapshot() = default;
@@ -40,18 +37,11 @@ class Snapshot {
     if (dict == nullptr) throw py::error_already_set();
     references_.push_back(dict);
     attributes_.push_back({object.ptr(), dict});
-    if (items) add_container(dict);
+    if (items) add_container(py::reinterpret_borrow<py::dict>(dict));
   }
-  // Records all items of a dict, list, set or deque.
-  void add_container(py::handle object) {
-    if (!retain_if_new(object)) return;
-    Container container{object.ptr(), {}};
-    visit_items(object.ptr(), [&](PyObject* item) {
-      container.items.push_back(item);
-      retain(item);
-      return true;
-    });
-    containers_.push_back(std::move(container));
+  // Records all items of a dict.
+  void add_container(const py::dict& dict) {
+    if (retain_if_new(dict)) dicts_.push_back(record(dict.ptr()));
   }
   // Records some items of a dict, or their absence; with `count`, also the size of the dict.
   void add_dict_items(const py::dict& dict, const py::iterable& keys, bool count) {
@@ -65,28 +55,16 @@ class Snapshot {
     }
     items_.push_back(std::move(items));
   }
-  // Records the content of a closure cell, which is a variable of an enclosing function.
-  void add_cell(py::handle cell) {
-    if (!retain_if_new(cell)) return;
-    PyObject* content = PyCell_GET(cell.ptr());
-    if (content != nullptr) retain(content);
-    cells_.push_back({cell.ptr(), content});
-  }
   // Records the attributes of a class, without those of its bases.
   void add_class(const py::type& type) {
     if (!retain_if_new(type)) return;
     auto* object = reinterpret_cast<PyTypeObject*>(type.ptr());
-    const py::object dict = dict_of(object);
-    Class recorded{object, 0, {type.ptr(), {}}};
-    visit_items(dict.ptr(), [&](PyObject* item) {
-      recorded.dict.items.push_back(item);
-      retain(item);
-      return true;
-    });
-    recorded.version = version_of(object);
-    classes_.push_back(std::move(recorded));
+    Dict recorded = record(dict_of(object).ptr());
+    std::erase_if(recorded.items, [](const auto& item) { return is_filled_by_python(item.first); });
+    classes_.push_back({object, version_of(object), std::move(recorded.items)});
   }
-  // Records a tensor's class, shape, strides, dtype, device and requires_grad.
+  // Records a tensor's class, TensorImpl, shape, strides, dtype, device and requires_grad. `torch.utils.swap_tensors`
+  // exchanges the TensorImpl; a counted reference to it would make that an error.
   void add_tensor(py::handle object) {
     if (!retain_if_new(object)) return;
     types_.push_back({object.ptr(), Py_TYPE(object.ptr())});
@@ -95,21 +73,9 @@ class Snapshot {
       valid_ = false;  // for example a lazy module's parameter
       return;
     }
-    tensors_.push_back({object.ptr(), tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(),
-                        tensor.device(), tensor.requires_grad()});
-  }
-  // Records the bytes of an array.
-  void add_array(py::handle object) {
-    if (!retain_if_new(object)) return;
-    arrays_.push_back({object.ptr(), bytes_of(object.ptr())});
-  }
-  // Records an attribute that is stored in a slot (`__slots__`) of its object.
-  void add_slot(py::handle object, const py::str& name) {
-    retain(object.ptr());
-    retain(name.ptr());
-    Slot slot{object.ptr(), name.ptr(), slot_of(object.ptr(), name.ptr()).release().ptr()};
-    if (slot.value != nullptr) references_.push_back(slot.value);
-    slots_.push_back(slot);
+    tensors_.push_back({object.ptr(), tensor.unsafeGetTensorImpl(), tensor.sizes().vec(),
+                        tensor.strides().vec(), tensor.scalar_type(), tensor.device(),
+                        tensor.requires_grad()});
   }
 
   // Returns whether `modules` are the roots and no recorded state has changed. Takes microseconds.
@@ -119,8 +85,7 @@ class Snapshot {
       if (count >= roots_.size() || roots_[count++] != module.ptr()) return false;
     }
     return count == roots_.size() && valid_ && all_same(types_) && all_same(attributes_) &&
-           all_same(containers_) && all_same(tensors_) && all_same(items_) && all_same(cells_) &&
-           all_same(classes_) && all_same(arrays_) && all_same(slots_);
+           all_same(dicts_) && all_same(tensors_) && all_same(items_) && all_same(classes_);
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -146,27 +111,31 @@ class Snapshot {
       return found.ptr() == dict;
     }
   };
-  struct Container {
-    PyObject* object;
-    std::vector<PyObject*> items;  // for a dict, alternating keys and values
-    bool same() const { return has_items(object); }
-    bool has_items(PyObject* container) const {
-      size_t index = 0;
-      const bool equal = visit_items(
-          container, [&](PyObject* item) { return index < items.size() && items[index++] == item; });
-      return equal && index == items.size();
+  struct Dict {
+    PyObject* dict;
+    std::vector<std::pair<PyObject*, PyObject*>> items;
+    bool same() const {
+      if (PyDict_Size(dict) != static_cast<Py_ssize_t>(items.size())) return false;
+      PyObject *key, *value;
+      Py_ssize_t position = 0;
+      for (const auto& item : items) {
+        if (!PyDict_Next(dict, &position, &key, &value) || item != std::pair(key, value)) return false;
+      }
+      return true;
     }
   };
   struct Tensor {
     PyObject* object;
+    const c10::TensorImpl* impl;
     std::vector<int64_t> sizes, strides;
     at::ScalarType dtype;
     at::Device device;
     bool requires_grad;
     bool same() const {
       const at::Tensor& tensor = THPVariable_Unpack(object);
-      return tensor.sizes() == sizes && tensor.strides() == strides && tensor.scalar_type() == dtype &&
-             tensor.device() == device && tensor.requires_grad() == requires_grad;
+      return tensor.unsafeGetTensorImpl() == impl && tensor.sizes() == sizes && tensor.strides() == strides &&
+             tensor.scalar_type() == dtype && tensor.device() == device &&
+             tensor.requires_grad() == requires_grad;
     }
   };
   struct DictItems {
@@ -181,33 +150,28 @@ class Snapshot {
       return true;
     }
   };
-  struct Cell {
-    PyObject* cell;
-    PyObject* content;
-    bool same() const { return PyCell_GET(cell) == content; }
-  };
   struct Class {
     PyTypeObject* type;
-    mutable unsigned int
-        version;  // Python assigns a new one when the class or a base changes; 0 if unassigned
-    Container dict;
+    // Python assigns a new version when the class or a base changes; 0 if unassigned.
+    mutable unsigned int version;
+    std::vector<std::pair<PyObject*, PyObject*>> items;  // without those that Python fills in by itself
     bool same() const {
       if (version != 0 && type->tp_version_tag == version) return true;
-      if (!dict.has_items(dict_of(type).ptr())) return false;
+      const py::object dict = dict_of(type);
+      PyObject *key, *value;
+      Py_ssize_t position = 0;
+      auto item = items.begin();
+      while (PyDict_Next(dict.ptr(), &position, &key, &value)) {
+        if (item != items.end() && *item == std::pair(key, value)) {
+          ++item;
+        } else if (!is_filled_by_python(key)) {
+          return false;
+        }
+      }
+      if (item != items.end()) return false;
       version = version_of(type);
       return true;
     }
-  };
-  struct Array {
-    PyObject* object;
-    std::string bytes;
-    bool same() const { return bytes_of(object) == bytes; }
-  };
-  struct Slot {
-    PyObject* object;
-    PyObject* name;
-    PyObject* value;
-    bool same() const { return slot_of(object, name).ptr() == value; }
   };
 
   template <class Recorded>
@@ -228,6 +192,18 @@ class Snapshot {
     return true;
   }
 
+  Dict record(PyObject* dict) {
+    Dict recorded{dict, {}};
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(dict, &position, &key, &value)) {
+      recorded.items.emplace_back(key, value);
+      retain(key);
+      retain(value);
+    }
+    return recorded;
+  }
+
   // Returns a borrowed reference; null if the key is absent.
   static PyObject* item_of(PyObject* dict, PyObject* key) {
     PyObject* value = PyDict_GetItemWithError(dict, key);
@@ -235,10 +211,10 @@ class Snapshot {
     return value;
   }
 
-  static py::object slot_of(PyObject* object, PyObject* name) {
-    auto value = py::reinterpret_steal<py::object>(PyObject_GenericGetAttr(object, name));
-    if (!value) PyErr_Clear();
-    return value;
+  // Returns whether Python adds an item to a class when an object is copied, or when annotations are read.
+  static bool is_filled_by_python(PyObject* key) {
+    return PyUnicode_CompareWithASCIIString(key, "__slotnames__") == 0 ||
+           PyUnicode_CompareWithASCIIString(key, "__annotations__") == 0;
   }
 
   static py::object dict_of(PyTypeObject* type) {
@@ -257,51 +233,14 @@ class Snapshot {
     return type->tp_version_tag;
   }
 
-  static std::string bytes_of(PyObject* object) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(object, &view, PyBUF_FULL_RO) != 0) throw py::error_already_set();
-    std::string bytes(static_cast<size_t>(view.len), '\0');
-    const int failed = PyBuffer_ToContiguous(bytes.data(), &view, view.len, 'C');
-    PyBuffer_Release(&view);
-    if (failed != 0) throw py::error_already_set();
-    return bytes;
-  }
-
-  // Calls `visit` for each item until one call returns false. Returns false if one did.
-  template <class Visit>
-  static bool visit_items(PyObject* object, const Visit& visit) {
-    if (PyDict_Check(object)) {
-      PyObject *key, *value;
-      Py_ssize_t position = 0;
-      while (PyDict_Next(object, &position, &key, &value)) {
-        if (!visit(key) || !visit(value)) return false;
-      }
-      return true;
-    }
-    if (!PyList_Check(object) && !PyTuple_Check(object)) {
-      for (py::handle item : py::reinterpret_borrow<py::iterable>(object)) {
-        if (!visit(item.ptr())) return false;
-      }
-      return true;
-    }
-    const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      if (!visit(PySequence_Fast_GET_ITEM(object, i))) return false;
-    }
-    return true;
-  }
-
   std::vector<PyObject*> roots_;
   std::vector<PyObject*> references_;
   std::vector<TypeRecord> types_;
   std::vector<Attributes> attributes_;
-  std::vector<Container> containers_;
+  std::vector<Dict> dicts_;
   std::vector<Tensor> tensors_;
   std::vector<DictItems> items_;
-  std::vector<Cell> cells_;
   std::vector<Class> classes_;
-  std::vector<Array> arrays_;
-  std::vector<Slot> slots_;
   std::unordered_set<PyObject*> seen_;
   bool valid_ = true;
 };
@@ -328,13 +267,10 @@ void bind_snapshot(py::module_& m) {
       .def(py::init<>())
       .def("set_roots", &Snapshot::set_roots, py::arg("modules"))
       .def("add_attributes", &Snapshot::add_attributes, py::arg("object"), py::arg("items"))
-      .def("add_container", &Snapshot::add_container, py::arg("container"))
+      .def("add_container", &Snapshot::add_container, py::arg("dict"))
       .def("add_dict_items", &Snapshot::add_dict_items, py::arg("dict"), py::arg("keys"), py::arg("count"))
-      .def("add_cell", &Snapshot::add_cell, py::arg("cell"))
       .def("add_class", &Snapshot::add_class, py::arg("type"))
       .def("add_tensor", &Snapshot::add_tensor, py::arg("tensor"))
-      .def("add_array", &Snapshot::add_array, py::arg("array"))
-      .def("add_slot", &Snapshot::add_slot, py::arg("object"), py::arg("name"))
       .def("unchanged", &Snapshot::unchanged, py::arg("modules"));
 }
 

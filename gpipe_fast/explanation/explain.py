@@ -105,6 +105,7 @@ def explain_call(
         if planner.backend == "eager" or all(stage.device.type == "cpu" for stage in stages):
             compiled = None
         else:
+            state.update(state.layers)  # under these modes
             signature = Signature.of(inputs, chunks, threads, state)
             compiled = planner.compile(signature, inputs.tensors, checkpoint)
         found = tuple(_explained(index, stage, compiled) for index, stage in enumerate(stages))

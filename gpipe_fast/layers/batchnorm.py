@@ -38,13 +38,18 @@ def deferring(wanted: bool) -> Iterator[None]:
         _deferring.now = before
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore] # a pipeline's captures hold under its own setting only
+def _is_deferring() -> bool:
+    return _deferring.now
+
+
 class _DeferredBatchNorm(_BatchNorm):
     """A batch norm that accumulates statistics inside a deferring pipeline and is unchanged elsewhere."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises a micro-batch of shape (N, C, ...) by its own statistics."""
         mean, variance, count = self.running_mean, self.running_var, self.num_batches_tracked
-        if not (_deferring.now and self.training) or mean is None or variance is None or count is None:
+        if not (_is_deferring() and self.training) or mean is None or variance is None or count is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         batch_mean, batch_variance = torch.zeros_like(mean), torch.zeros_like(variance)
@@ -156,6 +161,11 @@ def statistics_indices(layers: Iterable[nn.Module], buffers: Sequence[Tensor]) -
             mean, variance, count = (indices[id(module._buffers[name])] for name in _STATISTICS)
             found[mean] = (mean, variance, count, module.momentum)
     return list(found.values())
+
+
+def deferred_momentum(module: nn.Module) -> float | None:
+    """Returns the momentum that a pipeline applies itself; its captures do not read it."""
+    return module.momentum if isinstance(module, _DeferredBatchNorm) else None
 
 
 def statistics_names(module: nn.Module) -> set[str]:

@@ -3,52 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 
-
-class PhaseQueryWhileTracing(RuntimeError):
-    """Raised when a traced layer queries its phase: a recompute may differ, which a trace cannot show."""
+from gpipe_fast.uncompiled import uncompiled
 
 
 class _Phase(threading.local):
     checkpointing = False
     recomputing = False
-    tracing = False
 
 
 _phase = _Phase()
 
+# The reason why layers that ask run in Python.
+ASKS_PHASE = "it calls is_checkpointing() or is_recomputing()"
+_asked_in_python = functools.partial(uncompiled, reason=ASKS_PHASE)
 
+
+@_asked_in_python
 def is_checkpointing() -> bool:
     """Returns whether this is a forward whose activations the backward will recompute.
 
     A layer that calls this runs in Python, so that the query is answered for every micro-batch.
     """
-    return _answer_query(_phase.checkpointing)
+    return _phase.checkpointing
 
 
+@_asked_in_python
 def is_recomputing() -> bool:
     """Returns whether this is a recompute, the second run of a checkpointed forward.
 
     A layer that calls this runs in Python, so that the query is answered for every micro-batch.
     """
-    return _answer_query(_phase.recomputing)
-
-
-def _answer_query(answer: bool) -> bool:
-    if _phase.tracing:
-        raise PhaseQueryWhileTracing("it calls is_checkpointing() or is_recomputing()")
-    return answer
+    return _phase.recomputing
 
 
 @contextlib.contextmanager
-def phase_scope(
-    *, checkpointing: bool = False, recomputing: bool = False, tracing: bool = False
-) -> Iterator[None]:
+def phase_scope(*, checkpointing: bool = False, recomputing: bool = False) -> Iterator[None]:
     """Sets the phase of the calling thread for a block."""
     before = vars(_phase).copy()
-    _phase.checkpointing, _phase.recomputing, _phase.tracing = checkpointing, recomputing, tracing
+    _phase.checkpointing, _phase.recomputing = checkpointing, recomputing
     try:
         yield
     finally:

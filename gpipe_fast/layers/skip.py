@@ -69,18 +69,18 @@ class _StashedTensors(threading.local):
         self.tensors: dict[Key, Tensor | None] = {}
 
 
-_stashed = _StashedTensors()
+STASHED = _StashedTensors()
 
 
 @contextlib.contextmanager
 def skip_scope(popped: Mapping[Key, Tensor | None]) -> Iterator[dict[Key, Tensor | None]]:
     """Replaces the calling thread's skip tensors for a block; yields a dictionary that receives new ones."""
-    before = _stashed.tensors
-    _stashed.tensors = dict(popped)
+    before = STASHED.tensors
+    STASHED.tensors = dict(popped)
     try:
-        yield _stashed.tensors
+        yield STASHED.tensors
     finally:
-        _stashed.tensors = before
+        STASHED.tensors = before
 
 
 _Self = TypeVar("_Self", bound="Skippable")
@@ -159,13 +159,36 @@ class Skippable(nn.Module):
                 twice, or pops a tensor that has not been stashed.
             TypeError: the module yields something other than `stash` and `pop`.
         """
-        stashed_tensors = _stashed.tensors
+        stashed_tensors = STASHED.tensors
         # As in torchgpipe, pops are looked up before the module runs; stashes become visible if it succeeds.
-        popped: dict[str, Tensor | None] = {}
+        popped: list[Tensor | None] = []
         for key in self.poppable():
             if key not in stashed_tensors:
                 raise RuntimeError(f"'{key.name}' has not been stashed")
-            popped[key.name] = stashed_tensors.pop(key)
+            popped.append(stashed_tensors.pop(key))
+        output, stashed = self.call_with_skips(args, kwargs, popped)
+        for name, tensor in zip(self.stashable_names, stashed, strict=True):
+            stashed_tensors[self.namespaced(name)] = tensor
+        return output
+
+    def call_with_skips(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], popped_tensors: Sequence[Tensor | None]
+    ) -> tuple[Any, tuple[Tensor | None, ...]]:
+        """Runs the decorated module without the calling thread's skip tensors.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            popped_tensors: the tensors of `poppable_names`.
+
+        Returns:
+            The module's output, and the tensors of `stashable_names`.
+
+        Raises:
+            RuntimeError: as for `forward`.
+            TypeError: as for `forward`.
+        """
+        popped = dict(zip(self.poppable_names, popped_tensors, strict=True))
         stashed: dict[str, Tensor | None] = {}
         output = self._run_commands(self.module(*args, **kwargs), stashed, popped)
         missing = [name for name in self.stashable_names if name not in stashed]
@@ -173,9 +196,7 @@ class Skippable(nn.Module):
             raise RuntimeError(f"{_quoted(missing)} must be stashed but have not")
         if popped:
             raise RuntimeError(f"{_quoted(popped)} must be popped but have not")
-        for name, tensor in stashed.items():
-            stashed_tensors[self.namespaced(name)] = tensor
-        return output
+        return output, tuple([stashed[name] for name in self.stashable_names])
 
     def _run_commands(
         self, commands: Any, stashed: dict[str, Tensor | None], popped: dict[str, Tensor | None]
@@ -315,6 +336,13 @@ def declared(layer: nn.Module) -> tuple[list[Key], list[Key]]:
     """Returns the keys that a layer, including its submodules, stashes and pops, in order."""
     parts = [module for module in layer.modules() if isinstance(module, Skippable)]
     return [key for p in parts for key in p.stashable()], [key for p in parts for key in p.poppable()]
+
+
+def outer_skips(layer: nn.Module) -> tuple[list[Key], list[Key]]:
+    """Returns the keys that a layer stashes for other layers, and those that it pops from others."""
+    stashes, pops = declared(layer)
+    inner = set(stashes) & set(pops)
+    return [key for key in stashes if key not in inner], [key for key in pops if key not in inner]
 
 
 @dataclass(frozen=True)

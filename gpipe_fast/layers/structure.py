@@ -163,9 +163,15 @@ class CallArguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def arguments_of(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Returns the arguments for a layer: a value, or those that a `CallArguments` holds."""
+    return (value.args, value.kwargs) if isinstance(value, CallArguments) else ((value,), {})
+
+
 def call_unpacked(function: Any, value: Any) -> Any:
     """Calls a function with a value, or with the arguments that a `CallArguments` holds."""
-    return function(*value.args, **value.kwargs) if isinstance(value, CallArguments) else function(value)
+    args, kwargs = arguments_of(value)
+    return function(*args, **kwargs)
 
 
 class Replicated:

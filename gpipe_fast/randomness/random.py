@@ -180,15 +180,11 @@ class KeyedRandomMode(TorchDispatchMode):
 
     def _draw_unkeyed(self, func: OpOverload[Any, Any], args: Any, kwargs: dict[str, Any]) -> Any:
         generator = kwargs.get("generator")
+        takes_one = any(argument.name == "generator" for argument in func._schema.arguments)
+        if self._generators is None or not takes_one:
+            raise UnkeyedRandomOp(f"{func} has no keyed counterpart, so a recompute would draw other numbers")
         if generator is None:
-            takes_one = any(argument.name == "generator" for argument in func._schema.arguments)
-            if self._generators is None or not takes_one:
-                raise UnkeyedRandomOp(
-                    f"{func} has no keyed counterpart, so a recompute would draw other numbers"
-                )
             return func(*args, **kwargs | {"generator": self._seeded_generator()})
-        if self._generators is None:
-            raise UnkeyedRandomOp(f"{func} draws from its own generator, which a recompute advances again")
         with self._generators.drawing_from(generator):
             return func(*args, **kwargs)
 

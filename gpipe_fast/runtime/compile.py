@@ -21,13 +21,12 @@ from gpipe_fast.runtime.compiled import (
 from gpipe_fast.runtime.equal_layers import EqualLayers
 from gpipe_fast.runtime.footprint import graph_bytes, template_program_bytes
 from gpipe_fast.runtime.joined_strides import joined_strides
-from gpipe_fast.runtime.known_reads import KnownReads
 from gpipe_fast.runtime.plan_log import layers_title, log_graph
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
-from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.joint_graph import JointGraph
+from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.traceability import Untraceable
 
@@ -70,7 +69,6 @@ class Compiler:
         self._limit = limit
         self._max_traces = max_traces
         self._trace_counts: Counter[tuple[Hashable, TorchModes]] = Counter()
-        self._known_reads = KnownReads(fingerprint, limit)
         self._equal_layers = EqualLayers(_MAX_PARTS)
         self._traces: OrderedDict[Hashable, TracedStage] = OrderedDict()
         self._families: OrderedDict[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = OrderedDict()
@@ -289,18 +287,15 @@ class Compiler:
                 at all.
             enforce_limit: whether the limit on traces applies.
         """
-        layers = stage.shared_fingerprint(self._known_reads.fingerprint(stage.layers))
-        modes = TorchModes.now()
+        modes = TorchModes.now()  # PyTorch may change them in a trace: its first attention prefers cuDNN
+        layers = stage.state_key(modes)
         key = (layers, inputs, gradient_layouts, modes, stage.options.grad_dtype)
         known = self._traces.get(key)
         if known is not None and known.serves(stage):
             self._traces.move_to_end(key)
             log_graph(stage, f"reused the graph of {known.origin}", inputs)
             return known
-        family = self._families.setdefault(
-            (layers, family_key(inputs, gradient_layouts), modes), ShapeFamily()
-        )
-        self._families.move_to_end((layers, family_key(inputs, gradient_layouts), modes))
+        family = self._family(layers, inputs, gradient_layouts, modes)
         num_attempts = family.num_attempts
         absent = stage.options.is_absent  # then, no trace has symbols
         graph: JointGraph | Instance | None
@@ -316,14 +311,19 @@ class Compiler:
                 and self._trace_counts[layers, modes] >= self._max_traces
             ):
                 return TooManyTraces(None, f"it was traced {self._max_traces} times for different inputs")
-            found = self._trace_concrete(family, stage, inputs, gradient_layouts)
+            self.num_traces += 1
+            found = self._equal_layers.trace_stage(stage, inputs, gradient_layouts)
             if isinstance(found, Untraceable):
                 # The reason may be these inputs, so the attempt does not count for other calls.
                 family.num_attempts = num_attempts
                 return found
             graph = found
+            layers = stage.state_key(modes)  # with the guards of these captures
+            if not layers.is_guarded:
+                return Untraceable(None, "a capture changed the layers")
+            self._family(layers, inputs, gradient_layouts, modes).add_sample(inputs, gradient_layouts, found)
             self._trace_counts[layers, modes] += 1
-            key = (self._updated_fingerprint(stage, layers), *key[1:])
+            key = (layers, *key[1:])
         launching = with_user_launches(graph, stage.device, absent)
         if isinstance(launching, Untraceable):
             return launching
@@ -340,25 +340,13 @@ class Compiler:
                 cache.popitem(last=False)
         return traced
 
-    def _updated_fingerprint(self, stage: Stage, before: Hashable) -> Hashable:
-        """Returns the fingerprint after a trace, and moves cache entries to it if the trace changed it."""
-        layers = self._known_reads.updated(stage.layers, before)
-        if layers != before:
-            for key in [key for key in self._families if key[0] == before]:
-                self._families[(layers, *key[1:])] = self._families.pop(key)
-            for modes in [key[1] for key in self._trace_counts if key[0] == before]:
-                self._trace_counts[layers, modes] += self._trace_counts.pop((before, modes))
-        return layers
-
-    def _trace_concrete(
-        self, family: ShapeFamily, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts
-    ) -> JointGraph | Untraceable:
-        """Traces a stage for these sizes, without symbols, and keeps the trace as a sample."""
-        self.num_traces += 1
-        joint = self._equal_layers.trace_stage(stage, inputs, gradient_layouts)
-        if isinstance(joint, JointGraph):
-            family.add_sample(inputs, gradient_layouts, joint)
-        return joint
+    def _family(
+        self, layers: StateKey, inputs: BoundarySpec, gradient_layouts: GradientLayouts, modes: TorchModes
+    ) -> ShapeFamily:
+        key = (layers, family_key(inputs, gradient_layouts), modes)
+        found = self._families.setdefault(key, ShapeFamily())
+        self._families.move_to_end(key)
+        return found
 
 
 @overload

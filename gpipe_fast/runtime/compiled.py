@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from gpipe_fast import _extension, progress, switches
-from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWithPorts, Segment, Snapshot
+from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWithPorts, Segment
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.lower.accumulation import AccumulationPolicy
@@ -22,11 +22,11 @@ from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.footprint import native_bytes, program_bytes
 from gpipe_fast.runtime.plan_log import layers_title
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, outputs_of
-from gpipe_fast.trace.fingerprint import fingerprint
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.gradient_layouts import GradientStrides as GradientStrides
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, buffers_of
+from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.tensor_metadata import AnyTensor
@@ -49,34 +49,29 @@ class SegmentKey:
         num_layers: the number of layers in the run.
         input_specs: the specs of the run's inputs.
         modes: PyTorch's modes.
-        layers: the layers' fingerprint.
+        layers: the state of the layers.
         parameters: the layers' parameters, as indices into the stage's parameters.
         buffers: the layers' buffers, as indices into the stage's buffers.
-        snapshot: a snapshot of the layers, taken with the fingerprint.
     """
 
     first_layer: int
     num_layers: int
     input_specs: BoundarySpec
     modes: TorchModes
-    layers: Hashable
+    layers: StateKey = field(repr=False)
     parameters: tuple[int, ...]
     buffers: tuple[int, ...]
-    snapshot: Snapshot = field(compare=False, repr=False)
 
     @classmethod
     def of(cls, part: Stage, input_specs: BoundarySpec, modes: TorchModes) -> SegmentKey:
         """Returns the key of a stage or part of a stage, for the current state of its layers."""
-        snapshot = Snapshot()
-        layers = part.shared_fingerprint(fingerprint(part.layers, snapshot=snapshot))
+        layers = part.state_key(modes)
         parameters, buffers = tuple(part.parameters()), tuple(part.buffers())
-        return cls(
-            part.first_layer, len(part.layers), input_specs, modes, layers, parameters, buffers, snapshot
-        )
+        return cls(part.first_layer, len(part.layers), input_specs, modes, layers, parameters, buffers)
 
     def is_current(self, layers: Sequence[nn.Module]) -> bool:
-        """Returns whether the layers are unchanged, even if a trace has extended their fingerprint since."""
-        return fingerprint(layers) == self.layers or self.snapshot.unchanged(layers)
+        """Returns whether the layers are in the state of the key."""
+        return self.layers.holds(layers)
 
 
 class GradientLayoutHistory(Cache[SegmentKey, GradientStrides]):

@@ -20,29 +20,21 @@ from torch import Tensor, nn
 from gpipe_fast import progress, switches
 from gpipe_fast.layers.structure import Structure
 from gpipe_fast.runtime.cache import Cache
-from gpipe_fast.runtime.known_reads import KnownReads
 from gpipe_fast.runtime.plan_log import layers_title, log_graph
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, outputs_of
-from gpipe_fast.trace import python_reads
-from gpipe_fast.trace.fingerprint import fingerprint_without_integers
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.join import join
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of, parameters_of
 from gpipe_fast.trace.ports import TracedPorts
-from gpipe_fast.trace.python_reads import PythonReads
 from gpipe_fast.trace.torch_private import Symbols
 from gpipe_fast.trace.trace import SymbolicMode, trace, trace_in_mode, trace_symbolic
 from gpipe_fast.trace.traceability import Untraceable, UsesForeignTensor
-from gpipe_fast.trace.watched_integers import watch_integers
 
 # Each trace has a fixed cost: layers with fewer modules are traced together with their neighbours.
 _MIN_MODULES = 4
 
 # The maximum number of kinds of parts that one symbolic trace of a stage keeps.
 _MAX_SYMBOLIC_PARTS = 128
-
-# The maximum number of graphs of otherwise equal parts that differ in integers.
-_MAX_VALUES = 64
 
 _Boundary = TypeVar("_Boundary")
 Traced = JointGraph | Untraceable
@@ -95,7 +87,7 @@ def _key_of(layer: Stage) -> Hashable:
     """Returns a key that is equal for layers that may be equal; None for a layer that is cheap to trace."""
     if sum(1 for _ in layer.layers[0].modules()) < _MIN_MODULES:
         return None
-    return fingerprint_without_integers(layer.layers)[0]
+    return layer.state_key(TorchModes.now())
 
 
 class _Tracer(Protocol[_Boundary]):
@@ -154,58 +146,29 @@ def _shifted(untraceable: Untraceable, num_layers: int) -> Untraceable:
     return replace(untraceable, layer=untraceable.layer + num_layers)
 
 
-@dataclass(frozen=True)
-class _KnownPart:
-    """A traced part.
-
-    Attributes:
-        joint: its graph.
-        integers: the integers that the trace may have read, by position among its modules' integers.
-        reads: the Python state that its layers read.
-        origin: the layers.
-    """
-
-    joint: JointGraph
-    integers: dict[int, int]
-    reads: list[PythonReads]
-    origin: str
-
-
 class _KnownParts:
-    """The graphs of traced parts.
-
-    A graph holds for every part that equals the traced one, except in integer attributes that the trace did
-    not read.
-    """
+    """The graphs of traced parts, for all parts in the same state."""
 
     def __init__(self, limit: int) -> None:
-        self._reads = KnownReads(lambda layers: fingerprint_without_integers(layers)[0], limit)
-        self._known: Cache[Hashable, list[_KnownPart]] = Cache(limit)
+        self._known: Cache[Hashable, tuple[JointGraph, str]] = Cache(limit)
 
     def find(self, part: Stage, key: Hashable, trace_part: Callable[[], Traced]) -> Traced:
         """Returns the graph of an equal part under the same key, or traces the part."""
-        layers = self._reads.fingerprint(part.layers)
-        _, integers = fingerprint_without_integers(part.layers)
-        for known in self._known.find((layers, key)) or ():
-            if all(integers[index].value == value for index, value in known.integers.items()):
-                python_reads.record(part.layers, known.reads)
-                log_graph(part, f"reused the graph of {known.origin}")
-                return known.joint
-        with watch_integers(integers) as read:
-            joint = trace_part()
-        if isinstance(joint, JointGraph):
-            unread = {(id(module), name) for i, (module, name, _) in enumerate(integers) if i not in read}
-            updated = self._reads.updated(part.layers, layers), key
-            # The trace may have revealed more modules, so that positions differ from those before it.
-            _, integers = fingerprint_without_integers(part.layers)
-            values = {i: n.value for i, n in enumerate(integers) if (id(n.module), n.name) not in unread}
-            found = _KnownPart(joint, values, python_reads.reads_of_all(part.layers), layers_title(part))
-            self._known[updated] = [*(self._known.find(updated) or ()), found][-_MAX_VALUES:]
-        return joint
+        modes = TorchModes.now()
+        known = self._known.find((part.state_key(modes), key))
+        if known is not None:
+            joint, origin = known
+            log_graph(part, f"reused the graph of {origin}")
+            return joint
+        found = trace_part()
+        if isinstance(found, JointGraph):
+            # With the guards of these captures.
+            self._known[part.state_key(modes), key] = found, layers_title(part)
+        return found
 
     def graphs(self) -> list[JointGraph]:
         """Returns the graphs."""
-        return [known.joint for _, parts in self._known.entries() for known in parts]
+        return [joint for _, (joint, _) in self._known.entries()]
 
     def forget_oldest(self) -> bool:
         """Removes the least recently used kind of parts; returns whether there was one."""

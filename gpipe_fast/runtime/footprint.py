@@ -22,7 +22,7 @@ from gpipe_fast.trace.joint_graph import JointGraph
 _NODE_BYTES = 3_000  # a node, its arguments, and the fake tensor that it computes
 _VALUE_BYTES = 550  # a value of a program, with its share of the steps, as data
 _NATIVE_VALUE_BYTES = 560  # the same as a C++ object
-_PLAN_BYTES = 20_000  # a plan without its programs: the signature, fingerprints, and
+_PLAN_BYTES = 20_000  # a plan without its programs: the signature, keys of states, and
 _ACTION_BYTES = 400  # the actions
 
 # The variable of the environment with the limit, in MiB.

@@ -29,6 +29,7 @@ from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedSt
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, intra_op_threads
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.joint_graph import parameters_of
+from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.traceability import check_initialized
 
 # The maximum number of signatures whose programs a module caches.
@@ -45,7 +46,7 @@ class Signature:
         chunks: the maximum number of micro-batches.
         threads: intra-op threads of each stage.
         modes: PyTorch's modes.
-        layers: the layers' fingerprint.
+        layers: the state of the layers.
     """
 
     inputs: BoundarySpec
@@ -53,13 +54,13 @@ class Signature:
     chunks: int
     threads: int
     modes: TorchModes
-    layers: Hashable
+    layers: StateKey
 
     @classmethod
     def of(cls, inputs: Inputs, chunks: int, threads: int, state: ModuleState) -> Signature:
         """Returns the signature of a call under the calling thread's modes."""
         boundary = _boundary(inputs.tensors, inputs.tensors, inputs.structure)
-        return cls(boundary, inputs.dims, chunks, threads, TorchModes.now(), state.fingerprint)
+        return cls(boundary, inputs.dims, chunks, threads, state.modes, state.key)
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Planner:
         return plan
 
     def move_signature(self, before: Signature, now: Signature) -> None:
-        """Moves cache entries to a call's new signature, after a trace has extended its fingerprint."""
+        """Moves cache entries to a call's new signature, after captures have added guards."""
         compiled = self._compiled.pop(before, None)
         if compiled is not None:
             self._compiled[now] = compiled

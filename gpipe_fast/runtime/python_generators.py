@@ -18,18 +18,15 @@ import random
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from gpipe_fast.runtime.reachable import reachable, root_package
 from gpipe_fast.runtime.undo import run_and_undo
-from gpipe_fast.trace import python_values
-from gpipe_fast.trace.python_reads import readable_names
-from gpipe_fast.trace.python_values import ValueKind, value_kind
 
 # The maximum number of values searched for generators, breadth-first from the layers.
 _MAX_SEARCHED_VALUES = 5_000
@@ -124,7 +121,9 @@ def _state_of(generator: Any) -> object:
     """Returns a generator's state as a comparable value."""
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return pickle.dumps(python_values.generator_state(generator))
+    # The global RandomState of NumPy hides its bit generator.
+    bits = getattr(generator, "bit_generator", None)
+    return pickle.dumps(generator.get_state() if bits is None else bits.state)
 
 
 def _restore(generators: Sequence[Any], states: Sequence[Any]) -> None:
@@ -132,8 +131,10 @@ def _restore(generators: Sequence[Any], states: Sequence[Any]) -> None:
     for generator, state in zip(generators, states, strict=False):
         if isinstance(generator, random.Random):
             generator.setstate(state)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = pickle.loads(state)
         else:
-            python_values.set_state(generator, pickle.loads(state))
+            generator.set_state(pickle.loads(state))
 
 
 def _generators_of(layers: Sequence[nn.Module]) -> tuple[list[Any], bool]:
@@ -142,53 +143,21 @@ def _generators_of(layers: Sequence[nn.Module]) -> tuple[list[Any], bool]:
     Layers that neither reach a generator nor name a module of random functions cannot draw. Most layers
     therefore need no comparison of states, and are not blamed for what other threads draw.
     """
-    found: dict[int, Any] = {}
-    can_draw = False
-    seen: set[int] = set()
-    pending: deque[Any] = deque(layers)
-    while pending and len(seen) < _MAX_SEARCHED_VALUES:
-        value = pending.popleft()
-        kind = value_kind(value)
-        if kind is ValueKind.IMMUTABLE or id(value) in seen:
-            continue
-        seen.add(id(value))
-        owner = getattr(value, "__self__", value)  # random.random is a method
-        if isinstance(owner, random.Random) or value_kind(owner) is ValueKind.GENERATOR:
-            found[id(owner)] = owner
-        can_draw = can_draw or _is_random_module(value)
-        pending.extend(python_values.referents_of(value))
-        if isinstance(value, FunctionType) and not python_values.is_assumed_constant(value.__module__):
-            pending.extend(_named_values(value))
-    can_draw = can_draw or bool(found) or bool(pending)
-    found.pop(id(random._inst), None)
-    return [one for one in found.values() if not isinstance(one, random.SystemRandom)], can_draw
+    values, complete = reachable(layers, _MAX_SEARCHED_VALUES)
+    generators = [value for value in values if _is_generator(value)]
+    can_draw = not complete or bool(generators) or any(map(_is_random_module, values))
+    return [
+        one for one in generators if one is not random._inst and not isinstance(one, random.SystemRandom)
+    ], can_draw
 
 
-def _named_values(function: FunctionType) -> list[Any]:
-    """Returns the values of globals and modules that a function names, and of names in those modules."""
-    names = [readable_names(code) for code in _nested_code(function.__code__)]
-    used = dict.fromkeys(name for each in names for name in each.globals)
-    values = [function.__globals__[name] for name in used if name in function.__globals__]
-    values += [sys.modules[name] for each in names for name in each.imports if name in sys.modules]
-    attributes = frozenset[str]().union(*(each.attributes for each in names))
-    for module in [value for value in values if isinstance(value, ModuleType)]:
-        if not python_values.is_assumed_constant(module.__name__):
-            values += [vars(module)[name] for name in sorted(attributes & vars(module).keys())]
-    return values
-
-
-def _nested_code(code: CodeType) -> Iterator[CodeType]:
-    """Yields the code of a function, and of the functions, lambdas and generator expressions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested_code(constant)
+def _is_generator(value: object) -> bool:
+    numpy = sys.modules.get("numpy.random")
+    of_numpy = () if numpy is None else (numpy.Generator, numpy.RandomState)
+    return isinstance(value, (random.Random, *of_numpy))
 
 
 def _is_random_module(value: object) -> bool:
     """Returns whether a value is a module of random functions, or a function of such a module."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return (
-        python_values.root_package(name) in ("random", "secrets", "numpy")
-        and value_kind(value) is not ValueKind.CLASS
-    )
+    return root_package(name) in ("random", "secrets", "numpy") and not isinstance(value, type)

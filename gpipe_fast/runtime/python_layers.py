@@ -28,7 +28,7 @@ from gpipe_fast.runtime.stage import Stage, TorchModes, exact_autocast
 from gpipe_fast.runtime.writable_copy import writable_copy
 from gpipe_fast.schedule import Action
 from gpipe_fast.trace.joint_graph import parameters_of
-from gpipe_fast.trace.python_reads import are_repeatable
+from gpipe_fast.trace.repeatable import are_repeatable
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from gpipe_fast.fuse.left_out import number_left_out
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
 from gpipe_fast.trace.joint_graph import GraphRole, buffers_of, parameters_of
+from gpipe_fast.trace.layer_states import LayerStates, StateKey
 from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 from gpipe_fast.trace.trace import TraceContext
@@ -81,6 +82,10 @@ class TorchModes(NamedTuple):
     def process_wide(self) -> Hashable:
         """Returns the modes that are process-wide, not thread-local."""
         return self.deterministic, self.default_dtype, self.operator_settings, self.fast_attention
+
+    def of_captures(self) -> TorchModes:
+        """Returns the modes without those that concern programs alone."""
+        return self._replace(num_threads=0, left_out=0)
 
     @classmethod
     def now(cls) -> TorchModes:
@@ -233,6 +238,7 @@ class Stage:
         pops: numbers of the skip connections from earlier layers that the stage pops, in numerical order.
         stashes: numbers of the skip connections to later layers that the stage stashes, in stash order.
         options: the arguments of `GPipe` that hold for all stages.
+        states: the known states of the model's layers.
     """
 
     def __init__(
@@ -243,6 +249,7 @@ class Stage:
         whole: Stage | None = None,
         skips: Sequence[Skip] = (),
         options: StageOptions = _DEFAULT_OPTIONS,
+        states: LayerStates | None = None,
     ) -> None:
         self.layers = list(layers)
         self.first_layer = first_layer
@@ -250,7 +257,7 @@ class Stage:
         self.arena: Arena = Arena() if whole is None else whole.arena
         # None instead of self, because a reference cycle would keep the arena until garbage collection.
         self._whole = whole
-        self._fingerprint: Hashable = None
+        self.states = LayerStates() if states is None else states
         self.skips = skips
         self.options = options
         own = range(first_layer, first_layer + len(self.layers))
@@ -265,17 +272,15 @@ class Stage:
         """The stage that this is a part of, or this stage itself."""
         return self._whole or self
 
-    def shared_fingerprint(self, layers: Hashable) -> Hashable:
-        """Returns the latest fingerprint of the layers if it is equal; cache keys then share one object."""
-        if self._fingerprint != layers:
-            self._fingerprint = layers
-        return self._fingerprint
+    def state_key(self, modes: TorchModes) -> StateKey:
+        """Returns the key of the layers' state under modes."""
+        return StateKey.of(self.states, self.layers, modes.of_captures())
 
     def part(self, begin: int, end: int) -> Stage:
         """Returns a part of the stage, layers `begin` to `end`, which shares the stage's arena."""
         first = self.first_layer + begin
         layers = self.layers[begin:end]
-        return Stage(layers, first, self.device, self.whole, self.skips, self.options)
+        return Stage(layers, first, self.device, self.whole, self.skips, self.options, self.states)
 
     def part_inputs(self, input_specs: BoundarySpec, part: Stage) -> BoundarySpec:
         """Returns the specs of the inputs of a part with the same first layer, given the stage's inputs."""
@@ -290,7 +295,16 @@ class Stage:
         """Returns the context of the layers in a trace: their skip connections, batch norm and device."""
         pops, stashes = self.keys(self.pops), self.keys(self.stashes)
         options = self.options
-        return TraceContext(pops, inputs.skips, stashes, options.deferred, self.device, options.is_absent)
+        modes = TorchModes.now().of_captures()
+        return TraceContext(
+            pops,
+            inputs.skips,
+            stashes,
+            options.deferred,
+            self.device,
+            options.is_absent,
+            lambda layer, description: self.states.of(layer, description, modes),
+        )
 
     def parameters(self) -> list[int]:
         """Returns the layers' parameters as indices into the whole stage's parameters, in port order."""

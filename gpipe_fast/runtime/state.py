@@ -1,64 +1,102 @@
-"""The cached state of a module's layers: fingerprint, parameters and buffers, updated after a change."""
+"""The cached state of a module's layers: their key, parameters and buffers, updated after a change."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Set
+from collections.abc import Collection, Set
 
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
-from gpipe_fast.trace import python_reads
-from gpipe_fast.trace.fingerprint import fingerprint
+from gpipe_fast.runtime.stage import TorchModes
+from gpipe_fast.trace.dynamo import Check, Scope, scope_of
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
+from gpipe_fast.trace.layer_states import LayerStates, StateKey, describe
+from gpipe_fast.trace.unguarded import unguarded_state
 
 
-class _Hashed:
-    """A value with a cached hash, compared by identity first."""
+class _KnownKey:
+    """A key of layers, and the checks that tell whether it still is their key."""
 
-    def __init__(self, value: Hashable) -> None:
-        self._value = value
-        self._hash = hash(value)
+    def __init__(self, states: LayerStates, layers: list[nn.Module], modes: TorchModes) -> None:
+        self.version = states.version
+        self.key = StateKey.of(states, layers, modes)
+        guards = [guards for state in dict.fromkeys(self.key.states) for guards in state.guards]
+        self._unguarded_unchanged = unguarded_state(guards)
+        self._checks: list[tuple[Check, Scope]] = []
+        known: list[frozenset[str]] = []
+        for each in sorted(guards, key=lambda each: -len(each.ambient_conditions)):
+            if not any(each.ambient_conditions <= conditions for conditions in known):
+                known.append(each.ambient_conditions)
+                self._checks.append((each.ambient, scope_of(layers[0])))
+        for state, layer in zip(self.key.states, layers, strict=True):
+            checks = [each.deep for each in state.guards if each.deep is not None]
+            self._checks += [(check, scope_of(layer)) for check in (*checks, *state.constants)]
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Hashed) and other._value == self._value)
+    def holds(self) -> bool:
+        """Returns whether no guard fails, if the items of no module's ``__dict__`` have changed."""
+        if not self._unguarded_unchanged():
+            return False
+        for check, scope in self._checks:  # noqa: SIM110 (twice as slow)
+            if not check(scope):
+                return False
+        return True
 
 
 class ModuleState:
-    """The fingerprint, parameters and buffers of layers, as of the last update().
+    """The key, parameters and buffers of layers, as of the last update().
 
     Attributes:
         layers: the layers.
-        fingerprint: everything about the layers that programs depend on (see `fingerprint`).
+        key: the layers' state, as far as programs depend on it.
+        modes: the calling thread's modes.
         parameters: the parameters of all layers; a shared parameter once.
         buffers: the buffers of all layers; a shared buffer once.
     """
 
-    def __init__(self, in_python: Set[int] = frozenset()) -> None:
-        """Makes an empty state; ``in_python`` contains the indices of Python layers, and may grow."""
+    def __init__(self, states: LayerStates, in_python: Set[int] = frozenset()) -> None:
+        """Makes an empty state.
+
+        Args:
+            states: the known states of the layers.
+            in_python: the indices of layers that run in Python; may grow.
+        """
+        self._states = states
         self._in_python = in_python
+        self._num_in_python = 0
+        self.modes = TorchModes.now()
         self.layers: list[nn.Module] = []
-        self.fingerprint: Hashable = None
+        self.key = StateKey((), ())
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[Tensor] = []
         self._snapshot: Snapshot | None = None
-        self._reads_version = -1  # python_reads.version() at the last update()
+        self._known: dict[TorchModes, _KnownKey] = {}
+        self._version = -1
 
     def is_outdated(self) -> bool:
-        """Returns whether a trace has extended the Python state that layers read since the last update()."""
-        return self._reads_version != python_reads.version()
+        """Returns whether captures have added guards since the last update()."""
+        return self._version != self._states.version
 
     def update(self, layers: Collection[nn.Module]) -> bool:
-        """Updates everything, and returns whether the layers were changed."""
-        version = python_reads.version()
-        if self._snapshot is not None and self._reads_version == version and self._snapshot.unchanged(layers):
-            return False
-        self._reads_version = version
-        self._snapshot = Snapshot()
-        self.layers = list(layers)
-        self.fingerprint = _Hashed(fingerprint(layers, self._in_python, self._snapshot))
-        self.parameters = parameters_of(layers)
-        self.buffers = buffers_of(layers)
-        return True
+        """Updates everything; returns whether modules, parameters or buffers were changed."""
+        changed = (
+            self._snapshot is None
+            or len(self._in_python) != self._num_in_python
+            or not self._snapshot.unchanged(layers)
+        )
+        if changed:
+            self._snapshot = Snapshot()
+            self._snapshot.set_roots(layers)
+            self.layers = list(layers)
+            self._num_in_python = len(self._in_python)
+            describe(self.layers, self._snapshot, self._in_python)
+            self.parameters = parameters_of(layers)
+            self.buffers = buffers_of(layers)
+            self._known.clear()
+        self.modes = TorchModes.now()
+        modes = self.modes.of_captures()
+        known = self._known.get(modes)
+        if known is None or known.version != self._states.version or not known.holds():
+            known = self._known[modes] = _KnownKey(self._states, self.layers, modes)
+        self._version = self._states.version
+        self.key = known.key
+        return changed

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import progress
-from gpipe_fast._extension import Observer
-from gpipe_fast.layers.batchnorm import deferring
-from gpipe_fast.layers.skip import Key, skip_scope, take_stashed
-from gpipe_fast.layers.structure import ONE_TENSOR, Structure, call_unpacked, flatten
+from gpipe_fast.layers.skip import Key, outer_skips, take_stashed
+from gpipe_fast.layers.structure import ONE_TENSOR, Structure, arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
 from gpipe_fast.trace import torch_private
+from gpipe_fast.trace.capture_layers import FindState
+from gpipe_fast.trace.dynamo import Captured, ReplaceConstant
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, clone_outputs
-from gpipe_fast.trace.trace_observer import TraceObserver
-from gpipe_fast.trace.triton_calls import pass_launches_through
+from gpipe_fast.trace.layer_states import LayerStates
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,8 @@ class TraceContext:
         device: the device on which the layers run, with copies of parameters that are on other devices; None
             for the parameters' own devices.
         is_absent: whether to trace for the device without it: no operator runs, and inputs have no memory.
+        find_state: returns the state of a layer with a given description, which keeps captures for other
+            traces.
     """
 
     pops: Sequence[Key] = ()
@@ -43,6 +42,12 @@ class TraceContext:
     deferred: bool = False
     device: torch.device | None = None
     is_absent: bool = False
+    find_state: FindState = field(default_factory=lambda: _states_without_modes())
+
+
+def _states_without_modes() -> FindState:
+    states = LayerStates()
+    return lambda layer, description: states.of(layer, description, None)
 
 
 class UntraceableError(Exception):
@@ -57,30 +62,6 @@ class InputMutated(Exception):
     """Raised where a layer changes an input in place."""
 
 
-class _TracingMode(KeyedRandomMode):
-    """Draws by key, and pauses the observer inside operators, where a trace spends most of its time."""
-
-    def __init__(self, key: Tensor, observer: Observer, on_gpu: bool) -> None:
-        super().__init__(key, on_gpu=on_gpu)
-        self._observer = observer
-
-    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.unobserved():
-            return super().__torch_dispatch__(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Pauses the observer."""
-        self._observer.pause()
-        try:
-            yield
-        finally:
-            self._observer.resume()
-
-
-pass_launches_through(_TracingMode, _TracingMode.unobserved)
-
-
 class LayersFunction(nn.Module):
     """The layers as one function of (key, inputs), whose results do not alias each other or an input.
 
@@ -89,7 +70,7 @@ class LayersFunction(nn.Module):
         stashed: for each stashed skip connection, whether it carries a tensor; set by `forward`.
         unfused_layers: indices of layers whose attention with dropout runs without a fused kernel on a GPU;
             set by `forward`.
-        trace_observer: observes the layers' Python code.
+        running_layer: index of the layer whose graph is running; None between layers.
         copy_inputs: whether the inputs are copied, because layers change them in place.
     """
 
@@ -99,11 +80,14 @@ class LayersFunction(nn.Module):
         input_structure: Structure,
         gradient_layouts: GradientLayouts,
         trace_context: TraceContext,
-        trace_observer: TraceObserver,
+        captures: Sequence[Captured],
+        replace: ReplaceConstant,
         copy_inputs: bool = False,
     ) -> None:
         super().__init__()
-        self.trace_observer = trace_observer
+        self.running_layer: int | None = None
+        self._captures = captures
+        self._replace = replace
         self.input_structure = input_structure
         self.output_structure = ONE_TENSOR
         self.trace_context = trace_context
@@ -118,17 +102,10 @@ class LayersFunction(nn.Module):
         received = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
         trace_context = self.trace_context
         num_plain = len(received) - sum(trace_context.popped)
-        skip_tensors = iter(received[num_plain:])
-        popped = [next(skip_tensors) if is_tensor else None for is_tensor in trace_context.popped]
-        with (
-            skip_scope(dict(zip(trace_context.pops, popped, strict=True))) as stashed_so_far,
-            deferring(trace_context.deferred),
-            self.trace_observer.observing() as observer,
-        ):
-            self.unfused_layers = ()
-            value = self._run(key, observer, self.input_structure.build(received[:num_plain]))
-            stashed = take_stashed(stashed_so_far, trace_context.stashes)
-        self.trace_observer.layer = None
+        skips = skips_from(trace_context, received[num_plain:])
+        self.unfused_layers = ()
+        value = self._run(key, self.input_structure.build(received[:num_plain]), skips)
+        stashed = take_stashed(skips, trace_context.stashes)
         try:
             outputs, self.output_structure = flatten(value, deduplicate=True)
         except TypeError as error:
@@ -138,29 +115,24 @@ class LayersFunction(nn.Module):
             [*outputs, *(tensor for tensor in stashed if tensor is not None)], self.gradient_layouts
         )
 
-    def _run(self, key: Tensor, observer: Observer, value: Any) -> Any:
-        for index, layer in enumerate(self.layers):
-            self.trace_observer.layer = index
-            progress.layer()
-            mode = _TracingMode(key, observer, self.trace_context.is_absent)
+    def _run(self, key: Tensor, value: Any, skips: dict[Key, Tensor | None]) -> Any:
+        for index, (layer, captured) in enumerate(zip(self.layers, self._captures, strict=True)):
+            self.running_layer = index
+            mode = KeyedRandomMode(key, on_gpu=self.trace_context.is_absent)
             mode.enter_layer(index)
-            tensors_before = _named_tensors(layer)
+            args, kwargs = arguments_of(value)
+            stashes, pops = outer_skips(layer)
             with mode, torch_private.annotate({"layer": index}):
-                value = call_unpacked(layer, value)
-            self.trace_observer.leave_layer()
+                value, stashed = captured.run(layer, args, kwargs, take_stashed(skips, pops), self._replace)
+            skips.update(zip(stashes, stashed, strict=True))
             if mode.unfused_attention:
                 self.unfused_layers = (*self.unfused_layers, index)
-            for name, tensor in _named_tensors(layer).items():
-                if tensors_before.get(name) is not tensor:
-                    raise UntraceableError(
-                        f"its forward replaces the buffer or parameter {name.lstrip('.')}, a side effect"
-                    )
+        self.running_layer = None
         return value
 
 
-def _named_tensors(layer: nn.Module) -> dict[str, Tensor | None]:
-    return {
-        f"{prefix}.{key}": tensor
-        for prefix, module in layer.named_modules()
-        for key, tensor in (*module._parameters.items(), *module._buffers.items())
-    }
+def skips_from(trace_context: TraceContext, tensors: Sequence[Tensor]) -> dict[Key, Tensor | None]:
+    """Returns the skip tensors that a stage pops from earlier stages, by key."""
+    left = iter(tensors)
+    popped = [next(left) if is_tensor else None for is_tensor in trace_context.popped]
+    return dict(zip(trace_context.pops, popped, strict=True))

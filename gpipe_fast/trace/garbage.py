@@ -23,7 +23,7 @@ def collector_paused() -> Iterator[None]:
 
     A trace creates so many objects that the collector would examine all objects of the process several times,
     for about a fourth of the trace's time. It would also call finalizers and callbacks of unrelated code,
-    which the trace's observer would mistake for the code of a layer.
+    in the middle of a trace.
     """
     if not gc.isenabled():
         yield

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from gpipe_fast.layers import phase
+from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, tuple_structure
 from gpipe_fast.randomness.random import UnkeyedRandomOp
-from gpipe_fast.trace import python_reads, torch_private
+from gpipe_fast.trace import torch_private
 from gpipe_fast.trace.absent_device import AbsentDevice, backward_without_gpu, choose_attention
-from gpipe_fast.trace.fingerprint import unguardable_reason
-from gpipe_fast.trace.function import InputMutated, InvalidStageOutput, LayersFunction, UntraceableError
+from gpipe_fast.trace.capture_layers import LayerRefused, capture_layers, tensors_restored
+from gpipe_fast.trace.dynamo import Captured, Refused
+from gpipe_fast.trace.fake import RealLayouts
+from gpipe_fast.trace.function import (
+    InputMutated,
+    InvalidStageOutput,
+    LayersFunction,
+    UntraceableError,
+    skips_from,
+)
 from gpipe_fast.trace.function import TraceContext as TraceContext
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.interrupts import interrupts_between_contexts
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, buffers_of, parameters_of
-from gpipe_fast.trace.restore_point import GENERATOR, Change
-from gpipe_fast.trace.trace_observer import TraceObserver, Unrepeatable, user_code_line
+from gpipe_fast.trace.layer_states import describe
+from gpipe_fast.trace.repeatable import mark_unrepeatable
 from gpipe_fast.trace.traceability import Untraceable, check_constants, check_graph, check_layers
 from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_calls
 
@@ -44,7 +53,7 @@ def trace(
     alone; this needs a trace of its own, because some layers then run other code.
 
     Args:
-        layers: the stage's layers. The trace restores their state, except caches that it fills.
+        layers: the stage's layers.
         inputs: one micro-batch of the stage's input. Only shapes, dtypes, strides and ``requires_grad`` are
             used, never the contents.
         gradient_layouts: outputs whose gradient arrives in another layout than the output's, or never.
@@ -130,113 +139,73 @@ def trace_in_mode(
         trace_context: as for `trace`.
         mode: the mode; None for one of its own, without symbols.
     """
-    observers: list[TraceObserver] = []
-
-    def attempt(copy_inputs: bool, trace_observer: TraceObserver) -> JointGraph | Untraceable:
-        observers.append(trace_observer)
-        stage = LayersFunction(
-            layers, input_structure, gradient_layouts, trace_context, trace_observer, copy_inputs
-        )
-        try:
-            return _trace_once(layers, inputs, stage, mode)
-        finally:
-            python_reads.record(layers, trace_observer.reads)
-
     try:
-        return _trace_repeatedly(layers, attempt)
-    except BaseException:  # Ctrl-C
-        for trace_observer in reversed(observers):
-            trace_observer.restore()
-        raise
-
-
-def _trace_repeatedly(
-    layers: Sequence[nn.Module], attempt: Callable[[bool, TraceObserver], JointGraph | Untraceable]
-) -> JointGraph | Untraceable:
-    """Traces by one attempt, or by several if the first one has changed an input or other Python state."""
-    copy_inputs, first = False, TraceObserver(layers)
-    try:
-        found = attempt(copy_inputs, first)
+        return _trace_once(layers, inputs, gradient_layouts, input_structure, trace_context, mode, False)
     except InputMutated:
         # The first layer would change the caller's tensor. A pipeline's input stays unchanged: copy it.
-        copy_inputs, first = True, TraceObserver(layers)
-        found = attempt(copy_inputs, first)
-    if isinstance(found, _SideEffect) and first.keep_caches():
-        # A change that only the first call makes fills a cache; one that the second repeats is a side effect.
-        found = attempt(copy_inputs, second := TraceObserver(layers))
-        if isinstance(found, Untraceable):
-            second.restore()
-            first.restore()
-    elif isinstance(found, _SideEffect):
-        first.restore()
-    if isinstance(found, _SideEffect):
-        if not found.draws:
-            first.mark_unrepeatable(found.layer)
-            python_reads.record(layers, first.reads)
-        return Untraceable(found.layer, found.reason)
-    if isinstance(found, Untraceable):
-        return found
-    for index, layer in enumerate(layers):
-        reason = unguardable_reason(layer)
-        if reason is not None:
-            python_reads.mark_unrepeatable(layer)
-            return Untraceable(index, reason)
-    return found
+        return _trace_once(layers, inputs, gradient_layouts, input_structure, trace_context, mode, True)
 
 
 def _trace_once(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],
-    stage: LayersFunction,
+    gradient_layouts: GradientLayouts,
+    input_structure: Structure,
+    trace_context: TraceContext,
     mode: SymbolicMode | None,
+    copy_inputs: bool,
 ) -> JointGraph | Untraceable:
-    device = stage.trace_context.device
-    absent = AbsentDevice(device) if device is not None and stage.trace_context.is_absent else None
+    device = trace_context.device
+    absent = AbsentDevice(device) if device is not None and trace_context.is_absent else None
     example = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
     if absent is not None:
         example = tuple(map(absent.tensor, example))
-    trace_observer = stage.trace_observer
-    failure: Untraceable | None = None
-    traced = False
+    fake_mode = mode.mode if mode is not None else RealLayouts() if absent is None else absent.mode
+    key = _empty_key() if mode is None else mode.key
+    attention = None if absent is None or torch.cuda.is_available() else choose_attention
+    constants = _Constants()
+    descriptions = [describe([layer])[0] for layer in layers]
+
+    stage: LayersFunction | None = None
     try:
-        if absent is None:
-            _replace_parameters(layers, device)
-        else:
-            absent.replace_tensors(layers)
         with (
+            tensors_restored(layers),
             interrupts_between_contexts(),
-            phase.phase_scope(tracing=True),
             _logging_disabled(),
             default_arguments_known(),
             contextlib.nullcontext() if absent is None else backward_without_gpu(),
         ):
-            key = _empty_key() if mode is None else mode.key
-            fake_mode = mode.mode if mode is not None else None if absent is None else absent.mode
-            attention = None if absent is None or torch.cuda.is_available() else choose_attention
+            if absent is None:
+                _replace_parameters(layers, device)
+            else:
+                absent.replace_tensors(layers)
+            captures = _capture(layers, descriptions, example, key, input_structure, trace_context, fake_mode)
+            stage = LayersFunction(
+                layers,
+                input_structure,
+                gradient_layouts,
+                trace_context,
+                captures,
+                constants.stand_in,
+                copy_inputs,
+            )
             module = torch_private.export_joint(stage, (key, *example), fake_mode, attention)
-        traced = True
-    except (UntraceableError, UnkeyedRandomOp, Unrepeatable, phase.PhaseQueryWhileTracing) as error:
+    except LayerRefused as error:
+        if not error.refused.repeatable:
+            mark_unrepeatable(layers[error.layer])
+        return Untraceable(error.layer, str(error))
+    except Refused as error:
+        return Untraceable(stage.running_layer if stage is not None else None, str(error))
+    except (UntraceableError, UnkeyedRandomOp) as error:
         kind = TypeError if isinstance(error, InvalidStageOutput) else RuntimeError
-        failure = Untraceable(trace_observer.layer, str(error), error=kind)
+        return Untraceable(stage.running_layer if stage is not None else None, str(error), error=kind)
     except Exception as error:
-        if (
-            "in-place operation" in str(error)
-            and not stage.copy_inputs
-            and trace_observer.untraceable is None
-        ):
+        if "in-place operation" in str(error) and not copy_inputs:
             raise InputMutated from error
-        reason = f"tracing raised {type(error).__name__}: {_first_line(error)}{user_code_line(error)}"
-        failure = Untraceable(trace_observer.layer, reason)
-    finally:
-        changes = trace_observer.changes() if traced and trace_observer.untraceable is None else []
-        if not changes:
-            trace_observer.restore()
-    if trace_observer.untraceable is not None:  # the layer may have caught the exception
-        return trace_observer.untraceable
-    if failure is not None:
-        return failure
-    if changes:
-        return _SideEffect.of(changes[0])
+        reason = f"tracing raised {type(error).__name__}: {_first_line(error)}"
+        return Untraceable(stage.running_layer if stage is not None else None, reason)
+    constants.restore(module)
+    _tag_backward(module.graph)
     read_triton_calls(module.graph)
     try:
         joint = check_graph(module) or _read_joint(module, layers, stage)
@@ -245,18 +214,84 @@ def _trace_once(
         return Untraceable(None, str(error))
 
 
-@dataclass(frozen=True)
-class _SideEffect(Untraceable):
-    """A trace that changed Python state; ``draws`` says whether it was a random generator's state."""
+def _capture(
+    layers: Sequence[nn.Module],
+    descriptions: Sequence[Hashable],
+    inputs: Sequence[Tensor],
+    key: Tensor,
+    input_structure: Structure,
+    trace_context: TraceContext,
+    fake_mode: FakeTensorMode,
+) -> list[Captured]:
+    """Captures the layers for copies of the inputs, which they may change in place."""
+    fakes = [x if isinstance(x, FakeTensor) else fake_mode.from_tensor(x, static_shapes=True) for x in inputs]
+    fake_key = key if isinstance(key, FakeTensor) else fake_mode.from_tensor(key, static_shapes=True)
+    with fake_mode:
+        copies = [_writable(x) for x in fakes]
+    num_plain = len(copies) - sum(trace_context.popped)
+    with deferring(trace_context.deferred):
+        return capture_layers(
+            layers,
+            descriptions,
+            input_structure.build(copies[:num_plain]),
+            skips_from(trace_context, copies[num_plain:]),
+            fake_key,
+            fake_mode,
+            trace_context.find_state,
+            trace_context.is_absent,
+        )
 
-    draws: bool = False
 
-    @classmethod
-    def of(cls, change: Change) -> _SideEffect:
-        if change.label.startswith(GENERATOR):
-            return cls(change.layer, f"it draws from {change.label}", draws=True)
-        verb = "changes" if " " in change.label else "sets"
-        return cls(change.layer, f"its forward {verb} {change.label}, a side effect")
+def _writable(fake: Tensor) -> Tensor:
+    """Returns a copy that is no leaf, if it has the same strides."""
+    copy = fake.clone()
+    return copy if copy.stride() == fake.stride() else fake
+
+
+def _tag_backward(graph: fx.Graph) -> None:
+    """Tags the nodes that depend on a tangent; PyTorch omits those of a custom function's backward."""
+    backward = {
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta["desc"], torch_private.TangentAOTInput)
+    }
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and not backward.isdisjoint(node.all_input_nodes):
+            node.meta["partitioner_tag"] = "is_backward"
+            backward.add(node)
+
+
+class _Constants:
+    """The tensors that graphs use beside inputs, parameters and buffers, and what stands for them in a trace.
+
+    The trace computes with uninitialized tensors in their place, since it would apply in-place operators.
+    """
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stand_ins: dict[int, Tensor] = {}
+
+    def stand_in(self, constant: Tensor) -> Tensor:
+        """Returns a tensor for a trace to use in place of a constant."""
+        found = self._stand_ins.get(id(constant))
+        if found is None:
+            with _disable_current_modes():
+                found = torch.empty_strided(
+                    constant.shape, constant.stride(), dtype=constant.dtype, device=constant.device
+                ).requires_grad_(constant.requires_grad)
+            self._stand_ins[id(constant)] = found
+            self._by_storage[found.untyped_storage()._cdata] = (found, constant)
+        return found
+
+    def restore(self, module: fx.GraphModule) -> None:
+        """Puts the constants in the place of those tensors in a graph."""
+        for node in module.graph.find_nodes(op="get_attr"):
+            value = getattr(module, str(node.target))
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata in self._by_storage:
+                _, constant = self._by_storage[value.untyped_storage()._cdata]
+                if isinstance(constant, nn.Parameter):
+                    delattr(module, str(node.target))
+                setattr(module, str(node.target), constant)
 
 
 @contextlib.contextmanager

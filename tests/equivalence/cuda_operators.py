@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -274,7 +274,9 @@ def eager_operators(model: nn.Sequential, x: Tensor, mode: Mode) -> Operators:
         model = copy.deepcopy(model)
     x = fake_mode.from_tensor(x).requires_grad_(x.is_floating_point())
     recorder = _Recorder()
-    with fake_mode, recorder, keyed_rng(model, key=0), _FakeDeviceMode(), mode.enter():
+    # Its hooks would turn off fast paths of inference, which draws nothing.
+    keyed = keyed_rng(model, key=0) if mode.training else nullcontext()
+    with fake_mode, recorder, keyed, _FakeDeviceMode(), mode.enter():
         output = model(x)
     recorder.num_forward_calls = len(recorder.calls)
     outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]

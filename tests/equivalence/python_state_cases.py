@@ -195,16 +195,12 @@ def attribute_case(held: Any, name: str = "scale") -> StateCase:
 
 
 def _guarded_cases() -> dict[str, StateCase]:
-    plain, closure_functions, numbers, raw_array = (
-        UserObject(),
-        make_closure(),
-        np.ones(3),
-        array.array("d", [1.0]),
-    )
+    plain, closure_functions = UserObject(), make_closure()
     partial: dict[str, float] = {"scale": 1.0}
     chain, config = collections.ChainMap({"scale": 1.0}, {"unread": 0.0}), configparser.ConfigParser()
     config.read_dict({"a": {"scale": "1.0"}})
     alive: weakref.WeakSet[UserObject] = weakref.WeakSet()
+    number, event, context = ctypes.c_double(1.0), threading.Event(), decimal.Context()
     return {
         "global variable": StateCase(lambda layer: SCALE, _set_global),
         "nested container": StateCase(
@@ -245,8 +241,6 @@ def _guarded_cases() -> dict[str, StateCase]:
         "getenv": StateCase(
             lambda layer: float(os.getenv(VARIABLE) or 1), lambda v: os.environ.update({VARIABLE: str(v)})
         ),
-        "NumPy array": StateCase(lambda layer: float(numbers[1]), lambda v: numbers.__setitem__(1, v)),
-        "array": StateCase(lambda layer: raw_array[0], lambda v: raw_array.__setitem__(0, v)),
         "deque": StateCase(lambda layer: QUEUE[-1], lambda v: QUEUE.append(v)),
         "forward of the class": StateCase(lambda layer: 1.0, _patch_forward, layer_class=ForwardIsPatched),
         "module that the layer holds": StateCase(
@@ -272,6 +266,16 @@ def _guarded_cases() -> dict[str, StateCase]:
             lambda layer: 1.0 + len(layer.held), lambda v: alive.add(OBJECTS[v]), alive
         ),
         "function of a library": StateCase(lambda layer: math.fsum([1.0, SCALE]), _set_global),
+        "event": StateCase(
+            lambda layer: 1.0 + layer.held.is_set(), lambda v: event.clear() if v == 1 else event.set(), event
+        ),
+        "ctypes": StateCase(lambda layer: layer.held.value, lambda v: setattr(number, "value", v), number),
+        "weak reference": StateCase(
+            lambda layer: layer.held().scale, lambda v: setattr(plain, "scale", v), weakref.ref(plain)
+        ),
+        "decimal context": StateCase(
+            lambda layer: layer.held.prec / 8, lambda v: setattr(context, "prec", int(8 * v)), context
+        ),
     }
 
 
@@ -279,69 +283,34 @@ ALIASED = ComputedAttribute()
 OBJECTS = {value: UserObject() for value in (0.5, 1.0, 2.0)}
 GUARDED = _guarded_cases()
 
-# State that cannot be guarded, with the reason that the warning gives.
-UNGUARDABLE: dict[str, tuple[Callable[[], StateCase], str]] = {
-    "random": (lambda: StateCase(lambda layer: 1 + random.random()), "draws from Python's random numbers"),
-    "gauss": (lambda: StateCase(lambda layer: random.gauss(1, 0.1)), "draws from Python's random numbers"),
-    "generator": (
-        lambda: StateCase(lambda layer: 1 + GENERATOR.random()),
-        "draws from Python's random numbers",
+NUMBERS, RAW_ARRAY = np.ones(3), array.array("d", [1.0])
+
+# State that the tracer cannot read or guard, or that forward changes.
+UNGUARDABLE: dict[str, Callable[[], StateCase]] = {
+    "NumPy array": lambda: StateCase(lambda layer: float(NUMBERS[1]), lambda v: NUMBERS.__setitem__(1, v)),
+    "array": lambda: StateCase(lambda layer: RAW_ARRAY[0], lambda v: RAW_ARRAY.__setitem__(0, v)),
+    "random": lambda: StateCase(lambda layer: 1 + random.random()),
+    "gauss": lambda: StateCase(lambda layer: random.gauss(1, 0.1)),
+    "generator": lambda: StateCase(lambda layer: 1 + GENERATOR.random()),
+    "NumPy": lambda: StateCase(lambda layer: 1 + np.random.rand()),
+    "NumPy generator": lambda: StateCase(lambda layer: 1 + NUMPY.random()),
+    "clock": lambda: StateCase(lambda layer: 1.0 + 0 * time.time()),
+    "date": lambda: StateCase(lambda layer: 1.0 + 0 * datetime.datetime.now().year),
+    "counter": lambda: StateCase(count_in_global),
+    "list": lambda: StateCase(append_to_global_list),
+    "function's attribute": lambda: StateCase(count_in_function_attribute),
+    "schedule": lambda: StateCase(lambda layer: layer.held.step(), held=CountingSchedule()),
+    "iterator": lambda: StateCase(lambda layer: 1.0 + next(layer.held) / 8, held=itertools.count()),
+    "queue": lambda: StateCase(lambda layer: layer.held.get(timeout=60), held=queue.Queue()),
+    "view of memory": lambda: StateCase(
+        lambda layer: layer.held[0], held=memoryview(array.array("d", [1.0]))
     ),
-    "NumPy": (lambda: StateCase(lambda layer: 1 + np.random.rand()), "draws from the NumPy generator"),
-    "NumPy generator": (
-        lambda: StateCase(lambda layer: 1 + NUMPY.random()),
-        "draws from the NumPy generator",
+    "list of a tensor": lambda: StateCase(lambda layer: layer.held.tolist()[0], held=torch.ones(2)),
+    "array of a tensor": lambda: StateCase(lambda layer: float(layer.held.numpy()[0]), held=torch.ones(2)),
+    "array that NumPy makes of a tensor": lambda: StateCase(
+        lambda layer: float(np.asarray(layer.held)[0]), held=torch.ones(2)
     ),
-    "clock": (lambda: StateCase(lambda layer: 1.0 + 0 * time.time()), "reads the clock"),
-    "date": (lambda: StateCase(lambda layer: 1.0 + 0 * datetime.datetime.now().year), "reads the clock"),
-    "counter": (lambda: StateCase(count_in_global), "changes the global variable COUNTER"),
-    "list": (lambda: StateCase(append_to_global_list), "changes the global variable LOG"),
-    "function's attribute": (
-        lambda: StateCase(count_in_function_attribute),
-        "changes the function count_in_function_attribute",
-    ),
-    "schedule": (lambda: StateCase(lambda layer: layer.held.step(), held=CountingSchedule()), "sets held"),
-    "iterator": (
-        lambda: StateCase(lambda layer: 1.0 + next(layer.held) / 8, held=itertools.count()),
-        "held (itertools.count), whose state cannot be compared",
-    ),
-    "event": (
-        lambda: StateCase(lambda layer: 1.0 + layer.held.is_set(), held=threading.Event()),
-        "calls threading.Event.is_set, of an object whose state cannot be compared",
-    ),
-    "queue": (
-        lambda: StateCase(lambda layer: layer.held.get(timeout=60), held=queue.Queue()),
-        "calls queue.Queue.get, of an object whose state cannot be compared",
-    ),
-    "ctypes": (
-        lambda: StateCase(lambda layer: layer.held.value, held=ctypes.c_double(1.0)),
-        "held (ctypes.c_double), whose state cannot be compared",
-    ),
-    "weak reference": (
-        lambda: StateCase(lambda layer: layer.held().scale, held=weakref.ref(OBJECTS[1.0])),
-        "whose state cannot be compared",
-    ),
-    "view of memory": (
-        lambda: StateCase(lambda layer: layer.held[0], held=memoryview(array.array("d", [1.0]))),
-        "held (builtins.memoryview), whose state cannot be compared",
-    ),
-    "decimal context": (
-        lambda: StateCase(lambda layer: 1.0 + layer.held.prec / 8, held=decimal.Context()),
-        "held (decimal.Context), whose state cannot be compared",
-    ),
-    "list of a tensor": (
-        lambda: StateCase(lambda layer: layer.held.tolist()[0], held=torch.ones(2)),
-        "reads the elements of a tensor (Tensor.tolist)",
-    ),
-    "array of a tensor": (
-        lambda: StateCase(lambda layer: float(layer.held.numpy()[0]), held=torch.ones(2)),
-        "reads the elements of a tensor (Tensor.numpy)",
-    ),
-    "array that NumPy makes of a tensor": (
-        lambda: StateCase(lambda layer: float(np.asarray(layer.held)[0]), held=torch.ones(2)),
-        "reads the elements of a tensor (Tensor.numpy)",
-    ),
-    "print": (lambda: StateCase(lambda layer: print(end="") or 1.0), "it prints"),
+    "print": lambda: StateCase(lambda layer: print(end="") or 1.0),
 }
 
 

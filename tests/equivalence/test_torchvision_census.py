@@ -122,7 +122,7 @@ def test_layers_that_cannot_be_lowered_are_counted_and_named() -> None:
 
     layers = nn.Sequential(nn.Linear(4, 4), StoresItsInput(), nn.Linear(4, 2))
     assert census.find_refused_layers(layers, torch.randn(2, 4)) == {
-        "1": "its forward sets last, a side effect"
+        "1": "its forward changes self.last, a side effect"
     }
     verdict = census.Verdict(3, {"1": "why"}, None, name="model")
     assert verdict.row() == ["model", 3, 2, "67%", "-", ""]

@@ -79,7 +79,15 @@ class _Particular(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2 if gradient.is_contiguous() else gradient * float(gradient.sum())
+        return gradient.view(-1).view_as(gradient) * 2  # an error unless the gradient is contiguous
+
+
+class _AsksForLayout(_Particular):
+    """Its backward depends on the layout of its gradient."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2 if gradient.is_contiguous() else gradient + gradient
 
 
 def receive_gradients_in_another_layout() -> None:
@@ -94,6 +102,7 @@ def call_out_of_order() -> None:
 
 
 OUTSIDE = torch.ones(6, requires_grad=True)
+COUNTER = torch.ones(6)
 DRAWN = "has no keyed counterpart"
 
 TRACING = [
@@ -108,7 +117,11 @@ TRACING = [
     case(
         "layer 0 (LazyLinear)", "run one batch", call, features(), layers=(nn.LazyLinear(2),), backend="eager"
     ),
-    Case("is_recomputing()", "backend='auto'", in_aten(lambda layer, x: x if is_recomputing() else -x)),
+    Case(
+        "layer 0 (FunctionLayer)",
+        "backend='auto'",
+        in_aten(lambda layer, x: x if is_recomputing() else -x),
+    ),
     Case("layer 0 (FunctionLayer)", "backend='auto'", in_aten(replace_a_buffer)),
     Case("got set", "may be nested in tuples", in_aten(lambda layer, x: {x})),
     Case(f"aten.poisson.default {DRAWN}", "backend='auto'", in_aten(lambda layer, x: torch.poisson(x.abs()))),
@@ -118,9 +131,20 @@ TRACING = [
         in_aten(lambda layer, x: torch.randn_like(x, dtype=torch.complex64) * x),
     ),
     Case(
-        "its own generator",
+        "layer 0 (FunctionLayer)",
         "backend='auto'",
         in_aten(lambda layer, x: x + torch.rand(6, generator=torch.Generator())),
+    ),
+    Case("draws from Python's random", "backend='auto'", in_aten(lambda layer, x: x * random.random())),
+    Case("changes a tensor", "backend='auto'", in_aten(lambda layer, x: x + COUNTER.add_(1))),
+    Case("is_contiguous()", "backend='auto'", in_aten(lambda layer, x: _AsksForLayout.apply(layer.linear(x)))),
+    case(
+        "its argument is not made of",
+        "got set",
+        call,
+        features(),
+        layers=(FunctionLayer(lambda layer, x: {x}), FunctionLayer(lambda layer, x: x.pop())),
+        backend="aten",
     ),
     case("got set", "may be nested in tuples", of, lambda layer, x: {x}, backend="eager"),
     case(

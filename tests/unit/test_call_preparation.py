@@ -186,11 +186,11 @@ def python_pipe() -> GPipe:
 def test_a_layer_that_runs_in_python_is_named() -> None:
     """The warning of the call, which knows that the layer works, follows as without `prepare`."""
     model, x = python_pipe(), features()
-    reason = r"stage 0, layer 1 \(Branch\) cannot be traced faithfully: tracing raised"
+    reason = r"stage 0, layer 1 \(Branch\) cannot be traced faithfully: PyTorch cannot trace it"
     with pytest.warns(UserWarning, match=reason) as caught:
         model.prepare(x)
     assert [warning.filename for warning in caught] == [__file__]
-    with pytest.warns(UserWarning, match=r"layer 1 \(Branch\) runs in Python: tracing raised") as caught:
+    with pytest.warns(UserWarning, match=r"layer 1 \(Branch\) runs in Python: PyTorch cannot trace it") as caught:
         model(x)
     assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():

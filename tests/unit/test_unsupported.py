@@ -219,8 +219,7 @@ def test_a_dual_level_without_tangents_is_allowed() -> None:
 def test_a_pipeline_within_a_pipeline_runs_in_python() -> None:
     x, inner = features(), small()
     outer = GPipe(nn.Sequential(nn.Linear(6, 6), inner), [1, 1], chunks=2)
-    reason = r"layer 1 \(GPipe\) runs in Python: .* another GPipe's tracing cannot look into a GPipe"
-    with pytest.warns(UserWarning, match=reason):
+    with pytest.warns(UserWarning, match=r"layer 1 \(GPipe\) runs in Python"):
         y = outer(x)
     plain = nn.Sequential(*inner)
     assert torch.equal(y, torch.cat([plain(d) for c in x.chunk(2) for d in outer[0](c).chunk(4)]))

@@ -102,7 +102,7 @@ class RandomFunction:
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         rng = self._choices.replay()
         *floats, mask, counts = inputs
-        pool, used = list(floats), set[int]()
+        pool, used = list(floats), set()  # type: list[Tensor], set[int]
 
         def pick(fits: Callable[[Tensor], bool]) -> Tensor | None:
             found = [i for i, t in enumerate(pool) if fits(t)]
@@ -167,7 +167,7 @@ def _reduced(rng: Choices, x: Tensor) -> Tensor:
     kind = rng.choice(("sum", "mean", "var", "max", "softmax", "log_softmax", "layer_norm", "rms_norm"))
     if kind == "sum":
         # Sums of many numbers would overflow where they are squared.
-        return x.sum(dims, keepdim=keep) * (1.0 / math.prod(x.shape[d] for d in dims))
+        return x.sum(dims, keepdim=keep) * (1.0 / math.prod([x.shape[d] for d in dims]))
     if kind == "mean":
         return x.mean(dims, keepdim=keep)
     if kind == "var":

@@ -94,7 +94,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "amin": lambda x: 0.5 * x - x.amin(-1, keepdim=True),
     "softmax": lambda x: torch.softmax(0.5 * x, -1),
     "log softmax": lambda x: torch.log_softmax(0.5 * x, -1),
-    "safe softmax": lambda x: torch._safe_softmax(0.5 * x, -1),
+    "safe softmax": lambda x: torch.ops.aten._safe_softmax(0.5 * x, -1),
     "sum": lambda x: x - x.sum(-1, keepdim=True),
     "mean": lambda x: x - x.mean(-1, keepdim=True),
     "layer norm": lambda x: F.layer_norm(0.5 * x, x.shape[-1:]),
@@ -232,4 +232,4 @@ def test_sums_of_half_precision_are_added_in_single_precision() -> None:
 def test_a_row_that_is_masked_completely_has_a_safe_softmax_of_zeros() -> None:
     x = torch.randn(3, 24)
     x[1] = -math.inf
-    check_equal(fused(lambda x: 2.0 * torch._safe_softmax(x, -1), x), [x])
+    check_equal(fused(lambda x: 2.0 * torch.ops.aten._safe_softmax(x, -1), x), [x])

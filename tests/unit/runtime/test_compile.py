@@ -14,6 +14,7 @@ from gpipe_fast.runtime.compile import CompilationFailure, Compiler, TooManyTrac
 from gpipe_fast.runtime.compiled import CompiledStage, GradientLayoutHistory
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.joint_graph import GraphRole
+from gpipe_fast.trace.layer_states import LayerStates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +26,8 @@ def block(width: int = 4) -> nn.Module:
 
 
 def stages_of(*layers: nn.Module) -> list[Stage]:
-    return [Stage([layer], i, CPU) for i, layer in enumerate(layers)]
+    states = LayerStates()
+    return [Stage([layer], i, CPU, states=states) for i, layer in enumerate(layers)]
 
 
 def spec(*shape: int, requires_grad: bool = True) -> TensorSpec:
@@ -160,7 +162,7 @@ def test_a_refusal_carries_stage_layer_and_reason() -> None:
     assert isinstance(refusal, CompilationFailure)
     assert refusal.stage_index == 1
     assert refusal.untraceable.layer == 1
-    assert "DataDependent" in refusal.untraceable.reason
+    assert "Data-dependent" in refusal.untraceable.reason
 
 
 def test_refusals_do_not_count_toward_the_limit_of_traces() -> None:

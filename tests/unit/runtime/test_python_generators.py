@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,25 @@ class LayerDrop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + self.draw()) if self.draw() < 0.5 else self.linear(x)
+
+
+class Noise:
+    """Draws from a generator in a slot."""
+
+    __slots__ = ("generator",)
+
+    def __init__(self) -> None:
+        self.generator = random.Random(2)
+
+    def __call__(self) -> float:
+        return self.generator.random()
+
+
+class CallsRandom:
+    """Names the module of random functions in a special method only."""
+
+    def __call__(self) -> float:
+        return random.random()
 
 
 class OwnGenerators(LayerDrop):
@@ -86,7 +106,7 @@ def test_draws_equal_those_of_the_plain_loop() -> None:
     seq = nn.Sequential(nn.Linear(4, 4), LAYERS["random"](), nn.Linear(4, 4))
     x = torch.randn(64, 4)
     model = GPipe(seq, [2, 1], devices=["cpu"] * 2, chunks=64, checkpoint="always")
-    with pytest.warns(UserWarning, match="draws from Python's random numbers"):
+    with pytest.warns(UserWarning, match=r"layer 1 \(LayerDrop\) runs in Python"):
         model(x)
     random.seed(5)
     ours = model(x)
@@ -151,6 +171,10 @@ def test_draws_of_a_layer_that_did_not_draw_before_are_not_repeatable() -> None:
     [
         (nn.LSTM(2, 2), False),
         (LayerDrop(lambda: 0.5), False),
+        (LayerDrop(functools.partial(float, 0.5)), False),
+        (LayerDrop(functools.partial(random.uniform, 0, 1)), True),
+        (LayerDrop(Noise()), True),
+        (LayerDrop(CallsRandom()), True),
         (LayerDrop(random.random), True),
         (LayerDrop(np.random.rand), True),
         (LayerDrop(lambda: random.gauss(0, 1)), True),

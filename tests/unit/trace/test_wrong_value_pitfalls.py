@@ -75,7 +75,7 @@ def test_without_keys_a_recomputed_dropout_draws_another_mask() -> None:
     class Unkeyed(contextlib.nullcontext):  # type: ignore[type-arg]
         unfused_attention = False
 
-        def __init__(self, key: Tensor, observer: object, on_gpu: bool) -> None:
+        def __init__(self, key: Tensor, on_gpu: bool) -> None:
             super().__init__()
 
         def enter_layer(self, layer: int) -> None:
@@ -83,7 +83,7 @@ def test_without_keys_a_recomputed_dropout_draws_another_mask() -> None:
 
     pipe = GPipe(nn.Sequential(nn.Dropout(0.5)), [1])
     with (
-        mock.patch.object(function, "_TracingMode", Unkeyed),
+        mock.patch.object(function, "KeyedRandomMode", Unkeyed),
         mock.patch.object(trace, "check_graph", return_value=None),
     ):
         step = pipeline_step(pipe, batch(64), 0.0)

@@ -1,0 +1,139 @@
+"""Captures the layers of a stage one by one, each for what the layers before it return."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from gpipe_fast import progress, switches
+from gpipe_fast.layers.skip import Key, outer_skips, take_stashed
+from gpipe_fast.layers.structure import arguments_of, flatten
+from gpipe_fast.randomness.random import KeyedRandomMode
+from gpipe_fast.trace.dynamo import Captured, Refused, capture
+from gpipe_fast.trace.layer_states import LayerState
+
+FindState = Callable[[nn.Module, Hashable], LayerState]
+
+
+class LayerRefused(Exception):
+    """Raised where a layer cannot be captured.
+
+    Attributes:
+        layer: the index of the layer.
+        refused: the reason.
+    """
+
+    def __init__(self, layer: int, refused: Refused) -> None:
+        super().__init__(str(refused))
+        self.layer = layer
+        self.refused = refused
+
+
+def capture_layers(
+    layers: Sequence[nn.Module],
+    descriptions: Sequence[Hashable],
+    value: Any,
+    skips: dict[Key, Tensor | None],
+    key: Tensor,
+    mode: FakeTensorMode,
+    find_state: FindState,
+    on_gpu: bool,
+) -> list[Captured]:
+    """Captures layers, or finds their captures.
+
+    Args:
+        layers: the layers; fake tensors may be in place of parameters and buffers.
+        descriptions: the layers' descriptions, with their own parameters and buffers.
+        value: the first layer's argument, of fake tensors.
+        skips: the skip tensors that the layers pop from earlier layers.
+        key: a fake key for random operators.
+        mode: the fake mode.
+        find_state: returns the state of a layer with a given description.
+        on_gpu: whether tensors may be on a GPU although PyTorch sees none.
+
+    Raises:
+        LayerRefused: a layer cannot be captured.
+    """
+    captures: list[Captured] = []
+    for index, (layer, description) in enumerate(zip(layers, descriptions, strict=True)):
+        progress.layer()
+        args, kwargs = arguments_of(value)
+        stashes, pops = outer_skips(layer)
+        try:
+            popped = take_stashed(skips, pops)
+            captured = _captured(layer, args, kwargs, popped, find_state(layer, description))
+            captures.append(captured)
+            random_mode = KeyedRandomMode(key, on_gpu=on_gpu)
+            random_mode.enter_layer(index)
+            if index + 1 < len(layers):
+                with _fake_tensors(layer, mode), mode, random_mode:
+                    value, stashed = captured.run(layer, args, kwargs, popped, mode.from_tensor)
+                skips.update(zip(stashes, stashed, strict=True))
+        except Refused as refused:
+            raise LayerRefused(index, refused) from None
+    return captures
+
+
+def _captured(
+    layer: nn.Module, args: Any, kwargs: Any, popped: Sequence[Tensor | None], state: LayerState
+) -> Captured:
+    try:
+        tensors, structure = flatten((args, kwargs, popped))
+    except TypeError as error:
+        raise Refused(f"its argument is not made of tensors and constants: {error}") from None
+    key = (structure, *map(_key_of, tensors))
+    found = None if switches.is_disabled("equal-layers") else state.captures.get(key)
+    if found is None:
+        found = capture(layer, args, kwargs, popped)
+        state.add(layer, key, found)
+    return found
+
+
+def _key_of(tensor: Tensor) -> Hashable:
+    def expressions(sizes: Sequence[int | torch.SymInt]) -> tuple[Hashable, ...]:
+        return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
+
+    return (
+        expressions(tensor.shape),
+        expressions(tensor.stride()),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_leaf,
+    )
+
+
+@contextlib.contextmanager
+def _fake_tensors(layer: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Replaces the parameters and buffers of a layer by fake tensors in a block."""
+    with tensors_restored([layer]):
+        for module in layer.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        table[name] = mode.from_tensor(tensor, static_shapes=True)
+        yield
+
+
+@contextlib.contextmanager
+def tensors_restored(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Restores the tables of parameters and buffers of layers after a block."""
+    tables: list[tuple[Any, dict[str, Any]]] = [
+        (table, dict(table))
+        for layer in layers
+        for module in layer.modules()
+        for table in (module._parameters, module._buffers)
+        if isinstance(table, dict)
+    ]
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            if any(table.get(name) is not tensor for name, tensor in before.items()):
+                table.update(before)

@@ -1,0 +1,689 @@
+"""PyTorch's tracer of Python code, Dynamo: captures a layer's forward as a graph, with guards.
+
+The guards are conditions under which the graph holds: on the layer's attributes, on global variables, and on
+everything else that forward has read. Conditions on the layer's arguments are left out, because callers
+compare those themselves. No other file uses Dynamo's private parts, except `unguarded`.
+
+Read off PyTorch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import os
+import random
+import re
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import sympy  # type: ignore[import-untyped, unused-ignore]
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._dynamo.variables.torch as dynamo_torch
+import torch.fx.traceback as fx_traceback
+import torch.utils._triton as torch_triton
+from torch import Tensor, fx, nn
+from torch._dynamo import convert_frame, exc
+from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import (
+    AttrSource,
+    RandomValueSource,
+    TensorPropertySource,
+    get_local_source_name,
+)
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._functorch.autograd_function import autograd_function_apply
+from torch._guards import Guard, GuardsSet, Source
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._ordered_set import OrderedSet
+
+from gpipe_fast.layers.phase import ASKS_PHASE
+from gpipe_fast.layers.skip import STASHED, Skippable, outer_skips, skip_scope
+
+# The user's settings of Dynamo, or its later defaults, must not change what is captured.
+_CONFIG: dict[str, Any] = {
+    "side_effect_replay_policy": "error",
+    "skip_nnmodule_hook_guards": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,  # else, tied parameters pass as untied
+    "automatic_dynamic_shapes": False,
+    "assume_static_by_default": True,
+    "allow_rnn": True,
+    "verbose": False,
+    "trace_numpy": False,
+    "enable_dynamo_decompositions": False,
+    "use_recursive_dict_tags_for_guards": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "install_free_tensors": False,
+    "caching_precompile": False,
+    "suppress_errors": False,
+    "inline_inbuilt_nn_modules": True,
+}
+# Layers log once with these methods. The first call, in Python or not, need not log.
+_LOG_ONCE = ("warning_once", "info_once", "warning_advice")
+
+# Questions to which a layer must get the answers of eager mode: whether it is being compiled.
+_QUESTIONS: dict[Any, Any] = dynamo_torch.tracing_state_functions()
+_ANSWERS = {function: False for function, answer in _QUESTIONS.items() if answer is True}
+
+Scope = Mapping[str, Any]
+Check = Callable[[Scope], bool]
+
+
+class Refused(Exception):
+    """Raised where a layer cannot be captured. The message is the reason.
+
+    Attributes:
+        repeatable: whether a second run of the layer's forward is known to equal the first.
+    """
+
+    def __init__(self, reason: str, repeatable: bool = False) -> None:
+        super().__init__(reason)
+        self.repeatable = repeatable
+
+
+@dataclass(frozen=True)
+class Guards:
+    """The conditions under which a graph holds.
+
+    Attributes:
+        layer: checks the layer's attributes, given ``scope_of(layer)``.
+        deep: checks those that may change although the items of no module's ``__dict__`` do; or None.
+        ambient: checks everything else, such as global variables.
+        layer_conditions: the conditions on the layer as text.
+        ambient_conditions: the other conditions as text.
+        classes: the classes of the objects that forward has read.
+        code: the code objects that forward has run.
+        reads_environment: whether forward has read environment variables.
+    """
+
+    layer: Check
+    deep: Check | None
+    ambient: Check
+    layer_conditions: frozenset[str]
+    ambient_conditions: frozenset[str]
+    classes: tuple[type, ...]
+    code: frozenset[types.CodeType]
+    reads_environment: bool
+
+    def follows_from(self, other: Guards) -> bool:
+        """Returns whether these guards hold wherever some other guards hold."""
+        return (
+            self.layer_conditions <= other.layer_conditions
+            and self.ambient_conditions <= other.ambient_conditions
+            and set(self.classes) <= set(other.classes)
+            and self.code <= other.code
+            and self.reads_environment <= other.reads_environment
+        )
+
+
+ReplaceConstant = Callable[[Tensor], Tensor]
+
+
+class Captured:
+    """A captured forward.
+
+    Attributes:
+        guards: the guards.
+        constants: functions that return, for a layer, each tensor that the graph uses besides arguments,
+            parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        guards: Guards,
+        constants: Mapping[int, Callable[[nn.Module], Tensor]],
+        found: Any,
+        entry: types.FunctionType,
+    ) -> None:
+        self.guards = guards
+        self.constants = tuple(constants.values())
+        self._constant_inputs = frozenset(constants)
+        self._replace: ReplaceConstant | None = None
+        environment = found.graph_capture_output.get_runtime_env()
+        self._module, backend_id = None, "_none"
+        self._conditions: list[sympy.Basic] = []
+        if found.backend_input is not None:
+            self._module, backend_id = found.backend_input.graph_module, found.backend_input.backend_id
+            shape_env = found.graph_capture_output.output_graph.shape_env
+            self._conditions = _size_conditions(shape_env)
+            self._sizes = {
+                symbol: compile(_name_of(shape_env.var_to_sources[symbol][0]), "<size>", "eval")
+                for condition in self._conditions
+                for symbol in condition.free_symbols
+                if symbol in shape_env.var_to_sources
+            }
+            for node in self._module.graph.nodes:
+                node.meta.pop("example_value", None)  # fake tensors, with their mode
+        self._function = environment.forward_callable(
+            backend_id, self._run_graph, extra_globals=entry.__globals__
+        )
+
+    def run(
+        self,
+        layer: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        popped: Sequence[Tensor | None] = (),
+        replace: ReplaceConstant | None = None,
+    ) -> tuple[Any, tuple[Tensor | None, ...]]:
+        """Runs the graph for a layer that passes the guards.
+
+        Args:
+            layer: the layer.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            popped: the skip tensors that the layer pops.
+            replace: returns the tensor to compute with in place of a constant.
+
+        Returns:
+            What the layer's forward would return, and the skip tensors that it stashes.
+
+        Raises:
+            Refused: a condition on sizes does not hold.
+        """
+        if self._conditions:
+            scope = {"layer": layer, "args": tuple(args), "kwargs": dict(kwargs), "popped": tuple(popped)}
+            sizes = {symbol: eval(code, {"L": scope}) for symbol, code in self._sizes.items()}
+            _assume(self._conditions, sizes)
+        self._replace = replace
+        try:
+            found: tuple[Any, tuple[Tensor | None, ...]] = self._function(
+                layer, tuple(args), dict(kwargs), tuple(popped)
+            )
+            return found
+        finally:
+            self._replace = None
+
+    def _run_graph(self, *loaded: Any) -> Any:
+        assert self._module is not None
+        if self._replace is not None and self._constant_inputs:
+            loaded = tuple(
+                self._replace(value) if index in self._constant_inputs and _is_real(value) else value
+                for index, value in enumerate(loaded)
+            )
+        return _annotated(self._module)(*loaded)
+
+
+def _annotated(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph whose nested graphs, those of custom functions, have the annotations of the caller.
+
+    PyTorch gives the operators of nested graphs the annotations that their nodes had in Dynamo.
+    """
+    nested = {name: child for name, child in module.named_children() if isinstance(child, fx.GraphModule)}
+    if not nested:
+        return module
+    backward = {
+        str(node.args[1].target)
+        for node in module.graph.nodes
+        if node.target is autograd_function_apply and isinstance(node.args[1], fx.Node)
+    }
+    copy = fx.GraphModule(module, module.graph)
+    for name, child in nested.items():
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(child.graph, {}))
+        for node in graph.nodes:
+            node.meta["custom"] = fx_traceback.current_meta.get("custom", {})
+            if name in backward:
+                node.meta["partitioner_tag"] = "is_backward"
+        setattr(copy, name, _annotated(fx.GraphModule(child, graph)))
+    return copy
+
+
+def scope_of(layer: nn.Module) -> Scope:
+    """Returns the variables to which guards refer."""
+    return {"layer": layer, "args": (), "kwargs": {}, "popped": ()}
+
+
+def _new_entry(layer: nn.Module) -> types.FunctionType:
+    """Returns a function that calls a layer, with a code object and globals of its own.
+
+    The function takes the skip tensors that the layer pops, and also returns those that it stashes.
+    """
+
+    def gpipe_layer(layer: Any, args: Any, kwargs: Any, popped: Any) -> Any:
+        return layer(*args, **kwargs), ()
+
+    def gpipe_skippable(layer: Any, args: Any, kwargs: Any, popped: Any) -> Any:
+        return layer.call_with_skips(args, kwargs, popped)
+
+    def gpipe_layer_with_skips(layer: Any, args: Any, kwargs: Any, popped: Any) -> Any:
+        for key, tensor in zip(POPS, popped):  # type: ignore[name-defined] # noqa: F821, B905
+            SKIPS.tensors[key] = tensor  # type: ignore[name-defined] # noqa: F821
+        value = layer(*args, **kwargs)
+        return value, tuple([SKIPS.tensors.pop(key) for key in STASHES])  # type: ignore[name-defined] # noqa: F821
+
+    stashes, pops = outer_skips(layer)
+    function = gpipe_layer
+    if stashes or pops:
+        # Without the keys, so that layers in other namespaces share the graph.
+        own = sum(isinstance(module, Skippable) for module in layer.modules()) == 1
+        function = gpipe_skippable if own and isinstance(layer, Skippable) else gpipe_layer_with_skips
+    namespace = {"__builtins__": builtins, "SKIPS": STASHED, "POPS": pops, "STASHES": stashes}
+    return types.FunctionType(function.__code__.replace(), namespace, function.__name__)
+
+
+def capture(
+    layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], popped: Sequence[Tensor | None] = ()
+) -> Captured:
+    """Captures the forward of a layer, without calling it.
+
+    Args:
+        layer: the layer; its parameters may be fake tensors.
+        args: positional arguments; tensors may be fake, with symbols for sizes.
+        kwargs: keyword arguments.
+        popped: the skip tensors that the layer pops.
+
+    Raises:
+        Refused: the layer cannot be captured faithfully.
+    """
+    entry = _new_entry(layer)
+    scope = (layer, tuple(args), dict(kwargs), tuple(popped))
+    with _capturing() as changes, skip_scope({}):
+        try:
+            found = convert_frame.preserve_global_state(convert_frame.fullgraph_capture)(entry, scope)
+            output = found.graph_capture_output
+            sources = _sources(output)
+            guards = _guards(output, entry, layer)
+        except Refused:
+            raise
+        except Exception as error:
+            raise _refusal(error, changes) from None
+    if found.backend_input is not None:
+        _check_custom_functions(found.backend_input.graph_module, output.traced_code, layer)
+    constants = {
+        index: _reader(source, entry)
+        for index, source in enumerate(sources)
+        if not _is_own_tensor(source) and not _is_size(source)
+    }
+    _check_unchanged(found, constants)
+    return Captured(guards, constants, found, entry)
+
+
+def _check_unchanged(found: Any, constants: Iterable[int]) -> None:
+    """Checks that the graph does not change a constant in place."""
+    if found.backend_input is None:
+        return
+    inputs = found.backend_input.graph_module.graph.find_nodes(op="placeholder")
+    for index in constants:
+        if getattr(inputs[index].meta.get("example_value"), "_version", 0):
+            raise Refused(
+                "its forward changes a tensor that is neither a parameter nor a buffer, a side effect"
+            )
+
+
+# Answers that may differ for the gradient that a custom function receives: Dynamo assumes its output's layout,
+# and a gradient for each output.
+_UNKNOWN_OF_GRADIENTS = frozenset(
+    {"is_contiguous", "stride", "storage_offset", "data_ptr", "dim_order", "set_materialize_grads"}
+)
+
+
+def _check_custom_functions(
+    module: fx.GraphModule, code: Iterable[types.CodeType], layer: nn.Module
+) -> None:
+    """Checks that no custom function's backward may depend on the layout of its gradients.
+
+    Which code belongs to the backward is not known; the modules' own forward does not.
+    """
+    if not any(isinstance(child, fx.GraphModule) for child in module.children()):
+        return
+    own = {function.__code__ for each in layer.modules() if (function := _forward_of(each)) is not None}
+    for each in code:
+        names = _UNKNOWN_OF_GRADIENTS.intersection(each.co_names)
+        if names and each not in own and not each.co_filename.startswith(_TORCH):
+            raise Refused(f"the backward of a custom function may depend on {min(names)}() of its gradients")
+
+
+_TORCH = os.path.dirname(torch.__file__)
+
+
+def _forward_of(module: nn.Module) -> types.FunctionType | None:
+    function = getattr(module.forward, "__func__", None)
+    return function if isinstance(function, types.FunctionType) else None
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[list[str]]:
+    """Prepares a capture in a block; yields a list of the names of what the capture changes."""
+    changes: list[str] = []
+    random_state = random.getstate()  # a capture draws from `random` where the layer does
+    logger = logging.getLogger("torch._dynamo")
+    disabled = logger.disabled
+    with (
+        convert_frame.compile_lock,
+        torch._C._DisableFuncTorch(),
+        mock.patch.dict(_QUESTIONS, _ANSWERS),
+        # Dynamo knows users' Triton kernels only where there is a GPU.
+        mock.patch.object(torch_triton, "has_triton", torch_triton.has_triton_package),
+        mock.patch.object(SideEffects, "_get_modified_vars", lambda each: _effective_changes(each, changes)),
+        _settings(),
+        get_metrics_context(),
+        dynamo_timed("gpipe_capture"),
+        torch_function_mode_stack_state_mgr,
+    ):
+        try:
+            logger.disabled = True  # a refused layer runs in Python, which is not an error
+            yield changes
+        finally:
+            logger.disabled = disabled
+            random.setstate(random_state)
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """Sets Dynamo's configuration in a block; some versions warn about settings that will go."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = dynamo_config.patch(**_known_settings(), ignore_logging_functions=_logging_functions())
+        with settings:
+            yield
+
+
+def _known_settings() -> dict[str, Any]:
+    known: dict[str, Any] = dynamo_config._config  # type: ignore[attr-defined]
+    return {name: value for name, value in _CONFIG.items() if name in known}
+
+
+def _logging_functions() -> set[Any]:
+    once = {vars(logging.Logger)[name] for name in _LOG_ONCE if name in vars(logging.Logger)}
+    found: set[Any] = set(dynamo_config.ignore_logging_functions) | once
+    return found
+
+
+_all_modified_vars = SideEffects._get_modified_vars
+
+
+def _effective_changes(side_effects: Any, names: list[str]) -> list[Any]:
+    """Returns Dynamo's modified variables, without those that are as they were before.
+
+    ``self.buffer += 1`` changes a tensor in place, which the graph shows, and then stores the same tensor.
+    And a table of skip tensors is empty before and after a layer.
+
+    Args:
+        side_effects: Dynamo's side effects.
+        names: the variables' names are stored here.
+    """
+    found = [
+        variable
+        for variable in _all_modified_vars(side_effects)
+        if not _stores_same_buffers(variable) and not _is_empty_again(variable)
+    ]
+    names[:] = [
+        f"{_name_of(variable.source)}.{attribute}" if attribute else _name_of(variable.source)
+        for variable in found
+        if getattr(variable, "source", None) is not None
+        for attribute in side_effects.store_attr_mutations.get(variable) or [""]
+    ]
+    return found
+
+
+def _is_empty_again(variable: Any) -> bool:
+    if getattr(variable, "source", None) is None:
+        return False
+    return getattr(variable, "original_items", None) == {} and getattr(variable, "items", None) == {}
+
+
+def _stores_same_buffers(variable: Any) -> bool:
+    source = getattr(variable, "source", None)
+    if not isinstance(source, AttrSource) or source.member != "_buffers":
+        return False
+    before, now = getattr(variable, "original_items", None), getattr(variable, "items", None)
+    if before is None or now is None or len(before) != len(now):
+        return False
+    return all(_is_same_tensor(before.get(key.vt), value) for key, value in now.items())
+
+
+def _is_same_tensor(before: Any, now: Any) -> bool:
+    if before is None:
+        return False
+    before, now = before.realize(), now.realize()
+    if before is now:
+        return True
+    examples = [
+        variable.as_proxy().node.meta.get("example_value")
+        for variable in (before, now)
+        if type(variable).__name__ == "TensorVariable"
+    ]
+    return len(examples) == 2 and examples[0] is not None and examples[0] is examples[1]
+
+
+def _sources(output: Any) -> list[Source]:
+    """Returns the source of each input of the graph."""
+    by_index = output.output_graph.export_metadata.graph_input_idx_to_local_source
+    found = [source for _, source in sorted(by_index.items())]
+    if any(isinstance(source, RandomValueSource) for source in found):
+        raise Refused("it draws from Python's random numbers")
+    return found
+
+
+def _is_own_tensor(source: Source) -> bool:
+    """Returns whether a source is an argument, or a registered parameter or buffer of the layer."""
+    return get_local_source_name(source) in ("args", "kwargs", "popped") or bool(
+        _REGISTERED.fullmatch(_name_of(source))
+    )
+
+
+_ITEM = r"\['[^']*'\]"
+_REGISTERED = re.compile(rf"L\['layer'\](\._modules{_ITEM})*\._(parameters|buffers){_ITEM}")
+
+
+def _is_size(source: Source) -> bool:
+    """Returns whether a source is a symbol for a size of another input."""
+    return isinstance(source, TensorPropertySource)
+
+
+def _reader(source: Source, entry: types.FunctionType) -> Callable[[nn.Module], Tensor]:
+    code = compile(_name_of(source), "<source>", "eval")
+    namespace = entry.__globals__
+
+    def read(layer: nn.Module) -> Tensor:
+        found: Tensor = eval(code, {"L": {"layer": layer}, "G": namespace})
+        return found
+
+    return read
+
+
+# Sizes of arguments, and PyTorch's modes.
+_COMPARED_BY_CALLERS = ("SHAPE_ENV", "GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS")
+
+
+_ENVIRONMENT_CODE = {os.getenv.__code__} | {
+    value.__code__ for value in vars(type(os.environ)).values() if isinstance(value, types.FunctionType)
+}
+
+
+def _guards(output: Any, entry: types.FunctionType, layer: nn.Module) -> Guards:
+    graph = output.output_graph
+    on_layer, ambient = [], []
+    for guard in graph.guards:
+        root = get_local_source_name(guard.originating_source)
+        if root == "layer":
+            # Callers compare the metadata of parameters and buffers themselves.
+            if guard.create_fn_name() != "TENSOR_MATCH" or not _is_own_tensor(guard.originating_source):
+                on_layer.append(guard)
+        elif root is None and guard.create_fn_name() not in _COMPARED_BY_CALLERS:
+            ambient.append(guard)
+    check_layer, check_ambient = (_manager(graph, entry, guards) for guards in (on_layer, ambient))
+    is_shallow = _ShallowValues(layer)
+    deep = [guard for guard in on_layer if not is_shallow(guard.originating_source)]
+    classes = {type(module) for module in layer.modules()}
+    for guard in (*on_layer, *ambient):
+        cls = guard.guarded_class_weakref() if guard.guarded_class_weakref is not None else None
+        if cls is not None:
+            classes.add(cls)
+    return Guards(
+        check_layer,
+        _manager(graph, entry, deep) if deep else None,
+        check_ambient,
+        _conditions(on_layer),
+        _conditions(ambient),
+        tuple(sorted(classes, key=id)),
+        frozenset(output.traced_code),
+        reads_environment=any("environ" in str(guard.name) for guard in ambient)
+        or not _ENVIRONMENT_CODE.isdisjoint(output.traced_code),
+    )
+
+
+IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+
+
+class _ShallowValues:
+    """Tells which values cannot change unless an item of some module's ``__dict__`` does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._namespace = {"L": {"layer": layer}}
+        self._known: dict[str, bool] = {}
+
+    def __call__(self, source: Source) -> bool:
+        name = _name_of(source)
+        if name not in self._known:
+            self._known[name] = self._is_shallow(source, name)
+        return self._known[name]
+
+    def _is_shallow(self, source: Source, name: str) -> bool:
+        base = getattr(source, "base", None)
+        if base is None:
+            return name == "L['layer']"
+        try:
+            value, holder = (eval(each, self._namespace) for each in (name, _name_of(base)))
+        except Exception:  # no plain Python expression
+            return False
+        if not self(base):
+            return False
+        if isinstance(holder, nn.Module):
+            is_table = type(value) in (dict, OrderedDict)
+            return is_table or isinstance(value, nn.Module) or type(value) in IMMUTABLE
+        # The tables of parameters, buffers and modules, and empty tables of hooks.
+        return type(holder) in (dict, OrderedDict) and isinstance(value, (nn.Module, Tensor, *IMMUTABLE))
+
+
+def _name_of(source: Source) -> str:
+    name: Any = source.name
+    return str(name if isinstance(name, str) else name())
+
+
+def _manager(graph: Any, entry: types.FunctionType, guards: Sequence[Guard]) -> Check:
+    """Builds the check of some of a graph's guards."""
+    before, graph._guards = graph._guards, GuardsSet(OrderedSet(guards))
+    skips, graph.skip_guards_check = graph.skip_guards_check, True  # the check would also measure its time
+    try:
+        manager = CheckFunctionManager(entry.__code__, graph).guard_manager
+    finally:
+        graph._guards, graph.skip_guards_check = before, skips
+    check: Check = manager.root.check
+    return check
+
+
+def _conditions(guards: Sequence[Guard]) -> frozenset[str]:
+    return frozenset(
+        _NUMBERED_NAME.sub("", text)
+        for guard in guards
+        for text in (guard.code_list or [f"{guard.create_fn_name()} {guard.name}"])
+    )
+
+
+# Each capture has its own name for the table of built-in functions.
+_NUMBERED_NAME = re.compile(r"(?<=__builtins_dict__)_\d+")
+
+
+def _is_real(value: Any) -> bool:
+    """Returns whether a value is a tensor with elements, not one that a trace follows."""
+    return (
+        isinstance(value, Tensor)
+        and not isinstance(value, (FakeTensor, FunctionalTensor))
+        and not torch._is_functional_tensor(value)
+    )
+
+
+def _size_conditions(shape_env: ShapeEnv) -> list[sympy.Basic]:
+    return [guard.expr for guard in shape_env.guards if guard.expr.free_symbols]
+
+
+def _assume(conditions: Sequence[sympy.Basic], sizes: Mapping[sympy.Symbol, Any]) -> None:
+    """Makes conditions on a graph's symbols hold for the sizes for which it runs, or guards on them.
+
+    Raises:
+        Refused: a condition does not hold.
+    """
+    for condition in conditions:
+        symbols = sorted(condition.free_symbols, key=str)
+        function = sympy.lambdify(symbols, condition, _SYMPY_OPERATORS)
+        are_known = all(symbol in sizes for symbol in symbols)
+        if not are_known or not bool(function(*(sizes[symbol] for symbol in symbols))):
+            raise Refused("a condition on sizes does not hold, or depends on data")
+
+
+_SYMPY_OPERATORS: list[Any] = [
+    {
+        "FloorDiv": lambda a, b: a // b,
+        "Mod": lambda a, b: a % b,
+        "PythonMod": lambda a, b: a % b,
+        "CleanDiv": lambda a, b: a // b,
+        "IntTrueDiv": lambda a, b: a / b,
+        "Max": torch.sym_max,
+        "Min": torch.sym_min,
+    },
+    "math",
+]
+
+
+# Beginnings of Dynamo's reasons that say nothing about a side effect.
+_REPEATABLE_REASONS = (
+    "Data-dependent branching",
+    "Data dependent operator",
+    "Dynamic shape operator",
+    "Unsupported Tensor.item() call",
+    "Unsupported Tensor.tolist() call",
+    "Dynamic slicing with Tensor arguments",
+)
+
+
+def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
+    """Returns the reason in one line.
+
+    Args:
+        error: what Dynamo raised.
+        changes: Dynamo's names of what the layer's forward changes.
+    """
+    text = str(error)
+    if isinstance(error, RuntimeError) and "side effects happened" in text:
+        changed = ", ".join(dict.fromkeys(map(_readable, changes))) or "Python state"
+        return Refused(f"its forward changes {changed}, a side effect")
+    if ASKS_PHASE in text:
+        return Refused(ASKS_PHASE, repeatable=True)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if not isinstance(error, exc.Unsupported):
+        return Refused(f"tracing raised {type(error).__name__}: {first}", "data-dependent" in first)
+    if "numpy" in first:
+        return Refused("PyTorch cannot trace functions of NumPy faithfully")
+    context = text.partition("Developer debug context: ")[2].partition("\n")[0].strip()
+    context = _ARGUMENTS.split(context)[0]
+    if len(context) > _MAX_CONTEXT:
+        context = f"{context[:_MAX_CONTEXT]}..."
+    about = f" ({_readable(context)})" if context else ""
+    return Refused(f"PyTorch cannot trace it: {first}{about}", first.startswith(_REPEATABLE_REASONS))
+
+
+# Where Dynamo's own objects begin in what it says about a place.
+_ARGUMENTS = re.compile(r",? (?:args: |\[?<class 'torch\._dynamo)")
+# The maximum number of characters of what Dynamo says about the place of a failure.
+_MAX_CONTEXT = 120
+
+
+def _readable(places: str) -> str:
+    """Returns Dynamo's names for places in Python's words."""
+    text = re.sub(r"\b(_modules|_buffers|_parameters|__dict__)\['(\w+)'\]", r"\2", places)
+    text = re.sub(r"L\['layer'\]", "self", text)
+    text = re.sub(r"G\['__import_(\w+)'\]", lambda match: match[1].replace("_dot_", "."), text)
+    return re.sub(r"G\['(\w+)'\]", r"\1", text)

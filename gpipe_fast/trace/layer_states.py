@@ -1,0 +1,239 @@
+"""The Python state of layers, as far as their graphs depend on it: a cache key that guards make.
+
+A layer's description says what it consists of: classes, tensors and their metadata, training mode. It does
+not say what the layer's attributes are, because only the layer's forward knows which it reads. So every
+description has a list of states, each with the guards of all captures that were made in this state::
+
+    description of Block      state 0: guards (layer.scale == 2, F.gelu is ...)
+                              state 1: guards (layer.scale == 3, F.gelu is ...)
+
+A layer is in the first state whose guards hold for it; if none holds, it is in a new state, without guards.
+Equal layers are therefore in one state, and share all graphs, unless a guard tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast._extension import Snapshot
+from gpipe_fast.layers.batchnorm import deferred_momentum
+from gpipe_fast.trace.dynamo import IMMUTABLE, Captured, Check, Guards, Scope, scope_of
+from gpipe_fast.trace.unguarded import unguarded_state
+
+# The maximum number of states of layers with the same description.
+_MAX_STATES = 64
+# The maximum number of captures that a state keeps. Their guards stay.
+_MAX_CAPTURES = 2
+
+
+class LayerState:
+    """A state of a layer; compared by identity.
+
+    Attributes:
+        captures: the latest captures in this state, by the arguments' key.
+        guards: the guards of all captures, without those that say nothing new. They are only ever added to.
+        constants: checks that the layer uses the same tensors beside arguments, parameters and buffers.
+    """
+
+    def __init__(self, states: LayerStates) -> None:
+        self.captures: dict[Hashable, Captured] = {}
+        self.guards: list[Guards] = []
+        self.constants: list[Check] = []
+        self._unguarded: list[Callable[[], bool]] = []
+        self._states = states
+
+    def add(self, layer: nn.Module, key: Hashable, captured: Captured) -> None:
+        """Adds a capture that was made from a layer in this state, and its guards."""
+        while len(self.captures) >= _MAX_CAPTURES:
+            del self.captures[next(iter(self.captures))]
+        self.captures[key] = captured
+        guards = captured.guards
+        if captured.constants or not any(guards.follows_from(known) for known in self.guards):
+            self._states.version += 1
+            self.guards.append(guards)
+            self._unguarded.append(unguarded_state([guards]))
+            self.constants += [_same_tensor(read, layer) for read in captured.constants]
+
+    def holds(self, layer: nn.Module, num_guards: int | None = None) -> bool:
+        """Returns whether a layer is in this state, by its first guards or by all."""
+        scope = scope_of(layer)
+        return (
+            all(each.layer(scope) and each.ambient(scope) for each in self.guards[:num_guards])
+            and all(check(scope) for check in self.constants)
+            and all(is_unchanged() for is_unchanged in self._unguarded)
+        )
+
+
+def _same_tensor(read: Callable[[nn.Module], Any], layer: nn.Module) -> Check:
+    """Returns a check that a layer uses the same tensor as another: graphs contain constants themselves."""
+    kept = read(layer)  # no weak reference, which would make `torch.utils.swap_tensors` fail
+    implementation = kept._cdata
+
+    def check(scope: Scope) -> bool:
+        try:
+            found = read(scope["layer"])
+        except Exception:  # the attribute is gone
+            return False
+        return found is kept and found._cdata == implementation
+
+    return check
+
+
+class LayerStates:
+    """The states of layers, by description and by the modes of a call.
+
+    Attributes:
+        version: changes whenever a guard is added.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._states: dict[Hashable, list[LayerState]] = {}
+
+    def of(self, layer: nn.Module, description: Hashable, modes: Hashable) -> LayerState:
+        """Returns the state of a layer under the calling thread's modes; a new one if no known one holds."""
+        known = self._states.setdefault((description, modes), [])
+        for state in known:
+            if state.holds(layer):
+                return state
+        known.append(LayerState(self))
+        del known[:-_MAX_STATES]
+        return known[-1]
+
+
+def describe(
+    layers: Iterable[nn.Module], snapshot: Snapshot | None = None, in_python: Container[int] = ()
+) -> list[Hashable]:
+    """Returns a description of each layer; tensors are numbered by their first appearance in all of them.
+
+    Args:
+        layers: the layers.
+        snapshot: records everything that the descriptions contain, and the modules' attributes.
+        in_python: the indices of layers that run in Python, whose attributes are not recorded.
+    """
+    walk = _Walk(snapshot)
+    found: list[Hashable] = []
+    for index, layer in enumerate(layers):
+        walk.attributes = index not in in_python
+        found.append(walk.module(layer))
+    return found
+
+
+class _Walk:
+    def __init__(self, snapshot: Snapshot | None) -> None:
+        self._snapshot = snapshot
+        self.attributes = True
+        self._numbers: dict[int, int] = {}
+        self._keep_alive: list[object] = []
+
+    def _number(self, value: object) -> tuple[int, bool]:
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return number, False
+        self._keep_alive.append(value)
+        self._numbers[id(value)] = len(self._numbers)
+        return len(self._numbers) - 1, True
+
+    def module(self, module: nn.Module | None) -> Hashable:
+        if module is None:
+            return None
+        number, is_new = self._number(module)
+        if not is_new:
+            return number
+        state = vars(module)
+        tables: tuple[Any, ...] = (module._parameters, module._buffers, module._modules)
+        if self._snapshot is not None:
+            self._snapshot.add_attributes(module, self.attributes)
+            if not self.attributes:
+                self._snapshot.add_dict_items(state, ["training", "momentum"], False)
+            for value in tables if not self.attributes else state.values():
+                if isinstance(value, (dict, OrderedDict)):  # not so in a TorchScript module
+                    self._snapshot.add_container(value)
+        return (
+            type(module),
+            module.training,
+            deferred_momentum(module),
+            tuple((name, self.tensor(value)) for name, value in tables[0].items()),
+            tuple((name, self.tensor(value)) for name, value in tables[1].items()),
+            tuple((name, self.module(value)) for name, value in tables[2].items()),
+        )
+
+    def tensor(self, tensor: Tensor | None) -> Hashable:
+        if tensor is None:
+            return None
+        if self._snapshot is not None:
+            self._snapshot.add_tensor(tensor)
+            self._snapshot.add_container(vars(tensor))
+        number, _ = self._number(tensor)
+        if nn.parameter.is_lazy(tensor):
+            return (number, type(tensor))
+        strides = tensor.stride() if tensor.layout is torch.strided else None
+        return (
+            number,
+            type(tensor),
+            tuple(tensor.shape),
+            strides,
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+            tuple(
+                (name, value if isinstance(value, IMMUTABLE) else None)
+                for name, value in vars(tensor).items()
+                if not name.startswith("_dynamo")  # Dynamo marks the tensors that it captures
+            ),
+        )
+
+
+class StateKey:
+    """The state of several layers, as a key: equal keys mean that the same graphs hold.
+
+    Attributes:
+        descriptions: the layers' descriptions.
+        states: the layers' states.
+    """
+
+    __slots__ = ("_counts", "_hash", "descriptions", "states")
+
+    def __init__(self, descriptions: Sequence[Hashable], states: Sequence[LayerState]) -> None:
+        self.descriptions = tuple(descriptions)
+        self.states = tuple(states)
+        self._counts = tuple(len(state.guards) for state in states)
+        self._hash = hash((self.descriptions, self.states))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, StateKey)
+            and self._hash == other._hash
+            and self.states == other.states
+            and self.descriptions == other.descriptions
+        )
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether there was a capture in the state of each layer."""
+        return all(state.guards for state in self.states)
+
+    def holds(self, layers: Sequence[nn.Module]) -> bool:
+        """Returns whether layers are in the states in which the key was made."""
+        if tuple(describe(layers)) != self.descriptions:
+            return False
+        return all(
+            state.holds(layer, count)
+            for layer, state, count in zip(layers, self.states, self._counts, strict=True)
+        )
+
+    @classmethod
+    def of(cls, states: LayerStates, layers: Iterable[nn.Module], modes: Hashable) -> StateKey:
+        """Returns the key of layers under the calling thread's modes."""
+        layers = list(layers)
+        descriptions = [describe([layer])[0] for layer in layers]
+        known = [states.of(*each, modes) for each in zip(layers, descriptions, strict=True)]
+        return cls(describe(layers), known)
