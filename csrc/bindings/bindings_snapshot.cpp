@@ -61,7 +61,8 @@ class Snapshot {
     auto* object = reinterpret_cast<PyTypeObject*>(type.ptr());
     Dict recorded = record(dict_of(object).ptr());
     std::erase_if(recorded.items, [](const auto& item) { return is_filled_by_python(item.first); });
-    classes_.push_back({object, version_of(object), std::move(recorded.items)});
+    retain(object->tp_mro);
+    classes_.push_back({object, version_of(object), object->tp_mro, std::move(recorded.items)});
   }
   // Records a tensor's class, TensorImpl, shape, strides, dtype, device and requires_grad. `torch.utils.swap_tensors`
   // exchanges the TensorImpl; a counted reference to it would make that an error.
@@ -154,9 +155,11 @@ class Snapshot {
     PyTypeObject* type;
     // Python assigns a new version when the class or a base changes; 0 if unassigned.
     mutable unsigned int version;
+    PyObject* bases;  // the class's method resolution order
     std::vector<std::pair<PyObject*, PyObject*>> items;  // without those that Python fills in by itself
     bool same() const {
       if (version != 0 && type->tp_version_tag == version) return true;
+      if (type->tp_mro != bases) return false;
       const py::object dict = dict_of(type);
       PyObject *key, *value;
       Py_ssize_t position = 0;

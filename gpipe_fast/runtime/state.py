@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Set
 
 from torch import Tensor, nn
@@ -22,19 +23,31 @@ class _KnownKey:
         self.key = StateKey.of(states, layers, modes)
         guards = [guards for state in dict.fromkeys(self.key.states) for guards in state.guards]
         self._unguarded_unchanged = unguarded_state(guards)
+        self._objects = Snapshot()
         self._checks: list[tuple[Check, Scope]] = []
         known: list[frozenset[str]] = []
         for each in sorted(guards, key=lambda each: -len(each.ambient_conditions)):
             if not any(each.ambient_conditions <= conditions for conditions in known):
                 known.append(each.ambient_conditions)
                 self._checks.append((each.ambient, scope_of(layers[0])))
+        # A state without guards holds for any layer, until another is found to hold.
+        self._new_states = [
+            (functools.partial(states.of, layer, describe([layer])[0], modes), state)
+            for state, layer in zip(self.key.states, layers, strict=True)
+            if not state.guards
+        ]
         for state, layer in zip(self.key.states, layers, strict=True):
             checks = [each.deep for each in state.guards if each.deep is not None]
+            checks += [facts.still_hold for facts in state.facts if facts.may_change]
+            for facts in state.facts:
+                facts.watch(self._objects, layer)
             self._checks += [(check, scope_of(layer)) for check in (*checks, *state.constants)]
 
     def holds(self) -> bool:
         """Returns whether no guard fails, if the items of no module's ``__dict__`` have changed."""
-        if not self._unguarded_unchanged():
+        if not self._unguarded_unchanged() or not self._objects.unchanged(()):
+            return False
+        if any(find() is not state for find, state in self._new_states):
             return False
         for check, scope in self._checks:  # noqa: SIM110 (twice as slow)
             if not check(scope):

@@ -87,7 +87,7 @@ def _captured(
     except TypeError as error:
         raise Refused(f"its argument is not made of tensors and constants: {error}") from None
     key = (structure, *map(_key_of, tensors))
-    found = None if switches.is_disabled("equal-layers") else state.captures.get(key)
+    found = None if switches.is_disabled("equal-layers") else state.find(key)
     if found is None:
         found = capture(layer, args, kwargs, popped)
         state.add(layer, key, found)

@@ -9,12 +9,16 @@ Read off PyTorch 2.11 to 2.14.
 
 from __future__ import annotations
 
+import abc
 import builtins
 import contextlib
+import functools
+import inspect
 import logging
 import os
 import random
 import re
+import sys
 import types
 import warnings
 from collections import OrderedDict
@@ -26,6 +30,7 @@ from unittest import mock
 import sympy  # type: ignore[import-untyped, unused-ignore]
 import torch
 import torch._dynamo.config as dynamo_config
+import torch._dynamo.symbolic_convert as symbolic_convert
 import torch._dynamo.variables.torch as dynamo_torch
 import torch.fx.traceback as fx_traceback
 import torch.utils._triton as torch_triton
@@ -50,6 +55,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from gpipe_fast.layers.phase import ASKS_PHASE
 from gpipe_fast.layers.skip import STASHED, Skippable, outer_skips, skip_scope
+from gpipe_fast.trace.facts import IMMUTABLE, Read
 
 # The user's settings of Dynamo, or its later defaults, must not change what is captured.
 _CONFIG: dict[str, Any] = {
@@ -105,6 +111,8 @@ class Guards:
         classes: the classes of the objects that forward has read.
         code: the code objects that forward has run.
         reads_environment: whether forward has read environment variables.
+        reads: the places that the conditions are about.
+        functions: the functions that forward has read.
     """
 
     layer: Check
@@ -115,6 +123,8 @@ class Guards:
     classes: tuple[type, ...]
     code: frozenset[types.CodeType]
     reads_environment: bool
+    reads: tuple[Read, ...]
+    functions: frozenset[types.FunctionType]
 
     def follows_from(self, other: Guards) -> bool:
         """Returns whether these guards hold wherever some other guards hold."""
@@ -294,27 +304,48 @@ def capture(
             found = convert_frame.preserve_global_state(convert_frame.fullgraph_capture)(entry, scope)
             output = found.graph_capture_output
             sources = _sources(output)
-            guards = _guards(output, entry, layer)
+            module = None if found.backend_input is None else found.backend_input.graph_module
+            guards = _guards(output, module, entry, layer)
         except Refused:
             raise
         except Exception as error:
             raise _refusal(error, changes) from None
-    if found.backend_input is not None:
-        _check_custom_functions(found.backend_input.graph_module, output.traced_code, layer)
+    if module is not None:
+        _check_operators(module)
+        _check_custom_functions(module, output.traced_code, layer)
+    if any(_name_of(source).endswith("()") for source in sources):
+        raise Refused("it reads a tensor through a weak reference")
     constants = {
         index: _reader(source, entry)
         for index, source in enumerate(sources)
         if not _is_own_tensor(source) and not _is_size(source)
     }
-    _check_unchanged(found, constants)
+    _check_constants(constants.values(), layer)
+    _check_unchanged(module, constants)
     return Captured(guards, constants, found, entry)
 
 
-def _check_unchanged(found: Any, constants: Iterable[int]) -> None:
+def _check_constants(readers: Iterable[Callable[[nn.Module], Tensor]], layer: nn.Module) -> None:
+    """Checks that the tensors that a graph uses besides the layer's own can be found again."""
+    try:
+        are_tensors = all(isinstance(read(layer), Tensor) for read in readers)
+    except Exception:  # no plain Python expression, as for a number of NumPy
+        are_tensors = False
+    if not are_tensors:
+        raise Refused("it computes with a number or tensor that PyTorch's guards cannot name")
+
+
+def _check_operators(module: fx.GraphModule) -> None:
+    """Checks that a graph calls no functions that Dynamo has not looked into."""
+    own = ("torch.", "gpipe_fast.")
+    is_foreign = any(not function.__module__.startswith(own) for function in _functions(module))
+    if is_foreign or any(str(node.target) == "flat_apply" for node in module.graph.nodes):
+        raise Refused("it calls a function that torch.compiler was told not to trace")
+
+
+def _check_unchanged(module: fx.GraphModule | None, constants: Iterable[int]) -> None:
     """Checks that the graph does not change a constant in place."""
-    if found.backend_input is None:
-        return
-    inputs = found.backend_input.graph_module.graph.find_nodes(op="placeholder")
+    inputs = [] if module is None else list(module.graph.find_nodes(op="placeholder"))
     for index in constants:
         if getattr(inputs[index].meta.get("example_value"), "_version", 0):
             raise Refused(
@@ -322,16 +353,14 @@ def _check_unchanged(found: Any, constants: Iterable[int]) -> None:
             )
 
 
-# Answers that may differ for the gradient that a custom function receives: Dynamo assumes its output's layout,
-# and a gradient for each output.
+# Answers that may differ for the gradients that a custom function receives: Dynamo assumes the layouts of its
+# outputs, and a gradient for each.
 _UNKNOWN_OF_GRADIENTS = frozenset(
     {"is_contiguous", "stride", "storage_offset", "data_ptr", "dim_order", "set_materialize_grads"}
 )
 
 
-def _check_custom_functions(
-    module: fx.GraphModule, code: Iterable[types.CodeType], layer: nn.Module
-) -> None:
+def _check_custom_functions(module: fx.GraphModule, code: Iterable[types.CodeType], layer: nn.Module) -> None:
     """Checks that no custom function's backward may depend on the layout of its gradients.
 
     Which code belongs to the backward is not known; the modules' own forward does not.
@@ -357,6 +386,9 @@ def _forward_of(module: nn.Module) -> types.FunctionType | None:
 def _capturing() -> Iterator[list[str]]:
     """Prepares a capture in a block; yields a list of the names of what the capture changes."""
     changes: list[str] = []
+    if torch._C._len_torch_function_stack():
+        raise Refused("a TorchFunctionMode, such as torch.device, is active")
+    symbolic_convert._import_module.cache_clear()  # a module may have been imported anew
     random_state = random.getstate()  # a capture draws from `random` where the layer does
     logger = logging.getLogger("torch._dynamo")
     disabled = logger.disabled
@@ -367,6 +399,7 @@ def _capturing() -> Iterator[list[str]]:
         # Dynamo knows users' Triton kernels only where there is a GPU.
         mock.patch.object(torch_triton, "has_triton", torch_triton.has_triton_package),
         mock.patch.object(SideEffects, "_get_modified_vars", lambda each: _effective_changes(each, changes)),
+        _caught_lookups_refused(),
         _settings(),
         get_metrics_context(),
         dynamo_timed("gpipe_capture"),
@@ -378,6 +411,26 @@ def _capturing() -> Iterator[list[str]]:
         finally:
             logger.disabled = disabled
             random.setstate(random_state)
+
+
+@contextlib.contextmanager
+def _caught_lookups_refused() -> Iterator[None]:
+    """Refuses layers that catch errors of lookups in a block, whose results Dynamo does not guard."""
+    translator = symbolic_convert.InstructionTranslatorBase
+    original = translator.exception_handler
+    known = (_TORCH, inspect.__file__)  # their lookups are of classes and functions
+
+    def exception_handler(self: Any, raised: Exception) -> None:
+        is_311 = sys.version_info >= (3, 11)
+        handler = self.current_instruction.exn_tab_entry if is_311 else self.block_stack
+        error = self.exn_vt_stack.get_raised_exception().python_type()
+        is_lookup = issubclass(error, (AttributeError, LookupError, NameError, ImportError))
+        if handler and is_lookup and not self.f_code.co_filename.startswith(known):
+            raise Refused(f"its forward may catch {error.__name__}, whose cause PyTorch does not guard")
+        original(self, raised)
+
+    with mock.patch.object(translator, "exception_handler", exception_handler):
+        yield
 
 
 @contextlib.contextmanager
@@ -503,7 +556,9 @@ _ENVIRONMENT_CODE = {os.getenv.__code__} | {
 }
 
 
-def _guards(output: Any, entry: types.FunctionType, layer: nn.Module) -> Guards:
+def _guards(
+    output: Any, module: fx.GraphModule | None, entry: types.FunctionType, layer: nn.Module
+) -> Guards:
     graph = output.output_graph
     on_layer, ambient = [], []
     for guard in graph.guards:
@@ -515,8 +570,9 @@ def _guards(output: Any, entry: types.FunctionType, layer: nn.Module) -> Guards:
         elif root is None and guard.create_fn_name() not in _COMPARED_BY_CALLERS:
             ambient.append(guard)
     check_layer, check_ambient = (_manager(graph, entry, guards) for guards in (on_layer, ambient))
-    is_shallow = _ShallowValues(layer)
-    deep = [guard for guard in on_layer if not is_shallow(guard.originating_source)]
+    reads = _reads([*on_layer, *ambient], entry, layer)
+    stable = {read.name for read in reads if read.is_stable}
+    deep = [guard for guard in on_layer if _name_of(guard.originating_source) not in stable]
     classes = {type(module) for module in layer.modules()}
     for guard in (*on_layer, *ambient):
         cls = guard.guarded_class_weakref() if guard.guarded_class_weakref is not None else None
@@ -529,43 +585,88 @@ def _guards(output: Any, entry: types.FunctionType, layer: nn.Module) -> Guards:
         _conditions(on_layer),
         _conditions(ambient),
         tuple(sorted(classes, key=id)),
-        frozenset(output.traced_code),
+        frozenset(output.traced_code) | {function.__code__ for function in _functions(module)},
         reads_environment=any("environ" in str(guard.name) for guard in ambient)
         or not _ENVIRONMENT_CODE.isdisjoint(output.traced_code),
+        reads=reads,
+        functions=frozenset(
+            value for read in reads if isinstance(value := read.value(layer), types.FunctionType)
+        ),
     )
 
 
-IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+def _functions(module: fx.GraphModule | None) -> set[types.FunctionType]:
+    """Returns the functions in Python that a graph and its nested graphs call, such as ``F.relu``."""
+    graphs = [] if module is None else [each for each in module.modules() if isinstance(each, fx.GraphModule)]
+    return {
+        node.target
+        for graph in graphs
+        for node in graph.graph.nodes
+        if isinstance(node.target, types.FunctionType)
+    }
 
 
-class _ShallowValues:
-    """Tells which values cannot change unless an item of some module's ``__dict__`` does."""
+def _reads(guards: Iterable[Guard], entry: types.FunctionType, layer: nn.Module) -> tuple[Read, ...]:
+    """Returns the places that guards are about, as far as Python expressions name them.
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._namespace = {"L": {"layer": layer}}
-        self._known: dict[str, bool] = {}
-
-    def __call__(self, source: Source) -> bool:
-        name = _name_of(source)
-        if name not in self._known:
-            self._known[name] = self._is_shallow(source, name)
-        return self._known[name]
-
-    def _is_shallow(self, source: Source, name: str) -> bool:
-        base = getattr(source, "base", None)
-        if base is None:
-            return name == "L['layer']"
+    Raises:
+        Refused: a place holds an object whose changes no guard can see.
+    """
+    found: list[Read] = []
+    for name in dict.fromkeys(_name_of(guard.originating_source) for guard in guards):
         try:
-            value, holder = (eval(each, self._namespace) for each in (name, _name_of(base)))
-        except Exception:  # no plain Python expression
-            return False
-        if not self(base):
-            return False
-        if isinstance(holder, nn.Module):
-            is_table = type(value) in (dict, OrderedDict)
-            return is_table or isinstance(value, nn.Module) or type(value) in IMMUTABLE
-        # The tables of parameters, buffers and modules, and empty tables of hooks.
-        return type(holder) in (dict, OrderedDict) and isinstance(value, (nn.Module, Tensor, *IMMUTABLE))
+            read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, False)
+            value = read.value(layer)
+        except Exception:  # one of Dynamo's own places
+            continue
+        _check_guarded(name, value)
+        found.append(read._replace(is_stable=_is_stable(read, value, layer)))
+    return tuple(found)
+
+
+def _check_guarded(name: str, value: Any) -> None:
+    module = str(getattr(value, "__module__", ""))
+    own = not module.startswith(("torch.", "gpipe_fast."))
+    if isinstance(value, Iterator) and own:
+        raise Refused(f"its forward reads an iterator, {_readable(name)}")
+    if isinstance(value, type) and own and type(value).__instancecheck__ not in _INSTANCE_CHECKS:
+        raise Refused(f"its forward may ask a metaclass, that of {_readable(name)}")
+    if isinstance(value, functools._lru_cache_wrapper) and own:
+        raise Refused(f"its forward reads a cache, {_readable(name)}")
+    if getattr(value, "_dynamo_marked_constant", False) and own:
+        raise Refused("it calls a function that torch.compiler was told not to trace")
+
+
+_INSTANCE_CHECKS = (type.__instancecheck__, abc.ABCMeta.__instancecheck__)
+
+_MODULE = rf"L\['layer'\](?:\._modules{_ITEM})*"
+_ATTRIBUTE = r"(?:\.(\w+)|\.__dict__\['(\w+)'\])"
+_IN_MODULE = re.compile(rf"{_MODULE}(?:{_ATTRIBUTE}({_ITEM})?)?")
+
+
+def _is_stable(read: Read, value: Any, layer: nn.Module) -> bool:
+    """Returns whether a value cannot change unless an item of a registered module's ``__dict__`` does.
+
+    Items of tables in the ``__dict__``, such as that of the parameters, count as items.
+    """
+    match = _IN_MODULE.fullmatch(read.name)
+    if match is None:
+        return False
+    attribute, item = match[1] or match[2], match[3]
+    if attribute is None:
+        return True
+    if item is None:
+        return type(value) in (dict, OrderedDict) or _is_immutable(value)
+    if attribute in ("_parameters", "_buffers", "_modules"):
+        return True
+    table = eval(read.name.removesuffix(item), {"L": {"layer": layer}})
+    return type(table) in (dict, OrderedDict) and _is_immutable(value)
+
+
+def _is_immutable(value: Any) -> bool:
+    if type(value) in (tuple, frozenset, torch.Size):
+        return all(map(_is_immutable, value))
+    return type(value) in IMMUTABLE
 
 
 def _name_of(source: Source) -> str:

@@ -16,17 +16,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.layers.batchnorm import deferred_momentum
-from gpipe_fast.trace.dynamo import IMMUTABLE, Captured, Check, Guards, Scope, scope_of
+from gpipe_fast.trace.dynamo import Captured, Check, Guards, Refused, Scope, scope_of
+from gpipe_fast.trace.facts import IMMUTABLE, Facts
 from gpipe_fast.trace.unguarded import unguarded_state
 
 # The maximum number of states of layers with the same description.
 _MAX_STATES = 64
+# The maximum number of states of a layer whose graphs contain tensors: caches keep these tensors.
+_MAX_STATES_WITH_CONSTANTS = 16
 # The maximum number of captures that a state keeps. Their guards stay.
 _MAX_CAPTURES = 2
 
@@ -38,17 +42,32 @@ class LayerState:
         captures: the latest captures in this state, by the arguments' key.
         guards: the guards of all captures, without those that say nothing new. They are only ever added to.
         constants: checks that the layer uses the same tensors beside arguments, parameters and buffers.
+        facts: what the guards do not compare about values that the captures have read.
     """
 
     def __init__(self, states: LayerStates) -> None:
         self.captures: dict[Hashable, Captured] = {}
         self.guards: list[Guards] = []
         self.constants: list[Check] = []
+        self.facts: list[Facts] = []
         self._unguarded: list[Callable[[], bool]] = []
         self._states = states
 
+    def find(self, key: Hashable) -> Captured | None:
+        """Returns the capture for the arguments' key, or None."""
+        found = self.captures.get(key)
+        if found is not None:
+            self._states.version += 1  # another layer, or this layer again, turns out to be in this state
+        return found
+
     def add(self, layer: nn.Module, key: Hashable, captured: Captured) -> None:
-        """Adds a capture that was made from a layer in this state, and its guards."""
+        """Adds a capture that was made from a layer in this state, and its guards.
+
+        Raises:
+            Refused: too many tensors took the place of another that is neither parameter nor buffer.
+        """
+        if captured.constants:
+            self._states.count_constants(layer, self)
         while len(self.captures) >= _MAX_CAPTURES:
             del self.captures[next(iter(self.captures))]
         self.captures[key] = captured
@@ -57,6 +76,7 @@ class LayerState:
             self._states.version += 1
             self.guards.append(guards)
             self._unguarded.append(unguarded_state([guards]))
+            self.facts.append(Facts(guards.reads, layer))
             self.constants += [_same_tensor(read, layer) for read in captured.constants]
 
     def holds(self, layer: nn.Module, num_guards: int | None = None) -> bool:
@@ -65,6 +85,7 @@ class LayerState:
         return (
             all(each.layer(scope) and each.ambient(scope) for each in self.guards[:num_guards])
             and all(check(scope) for check in self.constants)
+            and all(facts.hold(scope) for facts in self.facts)
             and all(is_unchanged() for is_unchanged in self._unguarded)
         )
 
@@ -93,7 +114,22 @@ class LayerStates:
 
     def __init__(self) -> None:
         self.version = 0
+        self._with_constants: WeakKeyDictionary[nn.Module, WeakSet[LayerState]] = WeakKeyDictionary()
         self._states: dict[Hashable, list[LayerState]] = {}
+
+    def count_constants(self, layer: nn.Module, state: LayerState) -> None:
+        """Counts a state of a layer whose graphs contain tensors.
+
+        Raises:
+            Refused: there are too many.
+        """
+        states = self._with_constants.setdefault(layer, WeakSet())
+        states.add(state)
+        if len(states) > _MAX_STATES_WITH_CONSTANTS:
+            raise Refused(
+                "it computes with a tensor that is neither a parameter nor a buffer, and that was replaced "
+                f"{_MAX_STATES_WITH_CONSTANTS} times; register it as a buffer"
+            )
 
     def of(self, layer: nn.Module, description: Hashable, modes: Hashable) -> LayerState:
         """Returns the state of a layer under the calling thread's modes; a new one if no known one holds."""

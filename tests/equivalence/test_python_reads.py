@@ -100,10 +100,9 @@ CONSTANT = {
 }
 
 # Those whose layers stay native. PyTorch's tracer knows no model of the others.
-NATIVE = (
-    *("pattern", "fraction", "cached function", "module of a library", "named tuple", "enumeration"),
-    *("range", "size"),
-)
+NATIVE = ("pattern", "fraction", "module of a library", "named tuple", "enumeration", "range", "size")
+# Those whose reads catch errors of lookups, which PyTorch's tracer does not guard.
+CATCHING = ("configuration file", "section of a configuration file")
 
 
 def _step(run: Callable[[Tensor], Tensor], model: nn.Module, layer: ReadsState, x: Tensor) -> list[Tensor]:
@@ -154,7 +153,8 @@ def settings_module(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "access", "checkpoint"), _sample_cases(list(GUARDED), 1))
 def test_a_change_of_guarded_state_is_seen_without_a_warning(name: str, access: str, checkpoint: str) -> None:
     layer_class = ReadsStateIndirectly if access == "indirectly" else ReadsState
-    assert _compare_training(GUARDED[name], layer_class, checkpoint, [1.0, 1.0, 2.0, 0.5, 2.0]) == []
+    found = _compare_training(GUARDED[name], layer_class, checkpoint, [1.0, 1.0, 2.0, 0.5, 2.0])
+    assert len(found) == (name in CATCHING)
 
 
 @pytest.mark.parametrize(("name", "access", "checkpoint"), _sample_cases(list(CONSTANT), 1))

@@ -137,7 +137,7 @@ TRACING = [
     ),
     Case("draws from Python's random", "backend='auto'", in_aten(lambda layer, x: x * random.random())),
     Case("changes a tensor", "backend='auto'", in_aten(lambda layer, x: x + COUNTER.add_(1))),
-    Case("is_contiguous()", "backend='auto'", in_aten(lambda layer, x: _AsksForLayout.apply(layer.linear(x)))),
+    Case("is_contiguous()", "backend='auto'", in_aten(lambda own, x: _AsksForLayout.apply(own.linear(x)))),
     case(
         "its argument is not made of",
         "got set",

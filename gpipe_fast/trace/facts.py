@@ -1,0 +1,148 @@
+"""Facts about the values that a forward has read, which Dynamo's guards do not compare.
+
+Its guards compare numbers by ``==`` and other objects by their class. But ``1 == 1.0``, and a forward may ask
+which object it has got (``self.mode is AUTO``), or iterate over a set.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import enum
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast._extension import Snapshot
+
+IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+
+# Compared by Dynamo's guards, or by callers.
+_COMPARED = (Tensor, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFunctionType, enum.Enum)
+_CONTAINERS = (list, dict, set, tuple, frozenset)
+
+
+class Read(NamedTuple):
+    """A place that a forward has read.
+
+    Attributes:
+        name: an expression for it.
+        code: the expression, compiled.
+        scope: the global variables of the expression.
+        is_stable: whether the value cannot change unless an item of some module's ``__dict__`` does.
+    """
+
+    name: str
+    code: CodeType
+    scope: dict[str, Any]
+    is_stable: bool
+
+    def value(self, layer: nn.Module | None) -> Any:
+        """Returns the value for a layer."""
+        return eval(self.code, {"L": {"layer": layer}, "G": self.scope})
+
+
+class Facts:
+    """Facts about what a forward has read from a layer."""
+
+    def __init__(self, reads: Sequence[Read], layer: nn.Module) -> None:
+        values = [(read, read.value(layer)) for read in reads]
+        containers = sum(isinstance(value, _CONTAINERS) for _, value in values)
+        self._reads = [
+            read
+            for read, value in values
+            if (containers > 1 and isinstance(value, _CONTAINERS))
+            or _exact(value) is not None
+            or any(_objects_of(value))
+        ]
+        self._unstable = [read for read in self._reads if not read.is_stable]
+        self._known = self._of(self._reads, layer, with_attributes=True)
+        self._known_unstable = self._of(self._unstable, layer, with_attributes=False)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a fact may change although no item of a module's ``__dict__`` does, nor of `watch`."""
+        return bool(self._unstable)
+
+    def watch(self, snapshot: Snapshot, layer: nn.Module) -> None:
+        """Records the attributes of objects that `still_hold` does not compare."""
+        for read in self._reads:
+            value = read.value(layer)
+            if _is_object(value) and hasattr(value, "__dict__"):
+                with contextlib.suppress(AttributeError, TypeError):  # a `__dict__` of the class's own making
+                    snapshot.add_attributes(value, True)
+
+    def hold(self, scope: Mapping[str, Any]) -> bool:
+        """Returns whether the facts are the same for ``scope["layer"]``."""
+        return self._are(self._known, self._reads, scope, with_attributes=True)
+
+    def still_hold(self, scope: Mapping[str, Any]) -> bool:
+        """Returns whether facts hold that may change although nothing that is watched does."""
+        return self._are(self._known_unstable, self._unstable, scope, with_attributes=False)
+
+    def _are(
+        self, known: object, reads: Sequence[Read], scope: Mapping[str, Any], with_attributes: bool
+    ) -> bool:
+        try:
+            return self._of(reads, scope["layer"], with_attributes) == known
+        except Exception:  # an attribute is gone
+            return False
+
+    def _of(self, reads: Sequence[Read], layer: nn.Module, with_attributes: bool) -> list[Hashable]:
+        numbers: dict[int, int] = {}  # which places hold the same container
+        found: list[Hashable] = []
+        for read in reads:
+            value = read.value(layer)
+            objects = _objects_of(value) if with_attributes else [value] if _is_object(value) else []
+            same = numbers.setdefault(id(value), len(numbers)) if isinstance(value, _CONTAINERS) else None
+            found.append((same, _exact(value), tuple(map(_Same, objects))))
+        return found
+
+
+class _Same:
+    """An object, compared by identity."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _is_object(value: object) -> bool:
+    """Returns whether a value is an instance of a user's class, of which guards compare the class alone."""
+    if type(value) is object:
+        return True
+    is_users = type(value).__module__.partition(".")[0] not in ("builtins", "torch", "functools", "triton")
+    return is_users and not isinstance(value, (*IMMUTABLE, *_COMPARED, *_CONTAINERS))
+
+
+def _objects_of(value: Any) -> Iterator[object]:
+    """Yields a value and its attributes, as far as they are such instances."""
+    if _is_object(value):
+        yield value
+    if isinstance(value, nn.Module) or (_is_object(value) and hasattr(value, "__dict__")):
+        yield from filter(_is_object, vars(value).values())
+
+
+def _exact(value: Any) -> Hashable:
+    """Returns what tells equal values apart; None if the guards do."""
+    if isinstance(value, (float, complex)):
+        return repr(value) if value == 0 else None
+    if isinstance(value, (tuple, frozenset)):
+        return (type(value), *map(_in_container, value))
+    if isinstance(value, (OrderedDict, set)):
+        return tuple(map(_in_container, value))
+    return abc.get_cache_token() if isinstance(value, abc.ABCMeta) else None
+
+
+def _in_container(value: Any) -> Hashable:
+    exact = _exact(value)
+    return (type(value), exact if exact is not None or not isinstance(value, IMMUTABLE) else value)
