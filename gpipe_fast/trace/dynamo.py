@@ -420,7 +420,7 @@ def _caught_lookups_refused() -> Iterator[None]:
     original = translator.exception_handler
     known = (_TORCH, inspect.__file__)  # their lookups are of classes and functions
 
-    def exception_handler(self: Any, raised: Exception) -> None:
+    def exception_handler(self: Any, raised: exc.ObservedException) -> None:
         is_311 = sys.version_info >= (3, 11)
         handler = self.current_instruction.exn_tab_entry if is_311 else self.block_stack
         error = self.exn_vt_stack.get_raised_exception().python_type()
@@ -473,9 +473,9 @@ def _effective_changes(side_effects: Any, names: list[str]) -> list[Any]:
         if not _stores_same_buffers(variable) and not _is_empty_again(variable)
     ]
     names[:] = [
-        f"{_name_of(variable.source)}.{attribute}" if attribute else _name_of(variable.source)
+        f"{_name_of(source)}.{attribute}" if attribute else _name_of(source)
         for variable in found
-        if getattr(variable, "source", None) is not None
+        if (source := getattr(variable, "source", None)) is not None
         for attribute in side_effects.store_attr_mutations.get(variable) or [""]
     ]
     return found
