@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import enum
+import re
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -24,6 +25,8 @@ IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, torch.dtyp
 # Compared by Dynamo's guards, or by callers.
 _COMPARED = (Tensor, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFunctionType, enum.Enum)
 _CONTAINERS = (list, dict, set, tuple, frozenset)
+# Modules' own tables, of hooks, parameters, buffers or modules.
+_TABLE = re.compile(r"\b_(\w*hooks\w*|parameters|buffers|modules)('\])?$")
 
 
 class Read(NamedTuple):
@@ -50,7 +53,7 @@ class Facts:
     """Facts about what a forward has read from a layer."""
 
     def __init__(self, reads: Sequence[Read], layer: nn.Module) -> None:
-        values = [(read, read.value(layer)) for read in reads]
+        values = [(read, read.value(layer)) for read in reads if not _TABLE.search(read.name)]
         containers = sum(isinstance(value, _CONTAINERS) for _, value in values)
         self._reads = [
             read
@@ -137,9 +140,9 @@ def _exact(value: Any) -> Hashable:
     if isinstance(value, (float, complex)):
         return repr(value) if value == 0 else None
     if isinstance(value, (tuple, frozenset)):
-        return (type(value), *map(_in_container, value))
+        return (type(value), *map(_in_container, value)) if value else None
     if isinstance(value, (OrderedDict, set)):
-        return tuple(map(_in_container, value))
+        return tuple(map(_in_container, value)) if len(value) > 1 else None
     return abc.get_cache_token() if isinstance(value, abc.ABCMeta) else None
 
 
