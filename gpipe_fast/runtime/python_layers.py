@@ -28,7 +28,7 @@ from gpipe_fast.runtime.stage import Stage, TorchModes, exact_autocast
 from gpipe_fast.runtime.writable_copy import writable_copy
 from gpipe_fast.schedule import Action
 from gpipe_fast.trace.joint_graph import parameters_of
-from gpipe_fast.trace.repeatable import are_repeatable
+from gpipe_fast.trace.repeatable import LayersState
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class _SavedForBackward:
         generators: states, from before the forward, of the layers' own PyTorch generators.
         generator_use: states of Python's and NumPy's generators.
         data_ptrs: the addresses of the parameters' elements.
+        state: the layers' Python state.
     """
 
     run: _LayersRun | None
@@ -95,6 +96,7 @@ class _SavedForBackward:
     generators: SavedGeneratorStates
     generator_use: GeneratorUse
     data_ptrs: list[int]
+    state: LayersState | None
 
 
 class Result(NamedTuple):
@@ -143,7 +145,7 @@ class PythonLayers:
             name: the layers' name in error messages.
             modes: PyTorch's modes to run the layers under.
             saved_fraction: the fraction of activations to save. Less than 1 saves none, and recomputes the
-                forward, unless a second run of the layers would have other effects, such as incrementing a
+                forward, unless a second run of the layers may have other effects, such as incrementing a
                 counter.
             lock: a lock held while the layers run.
             on_tangents: called with the gradients of the outputs.
@@ -153,7 +155,8 @@ class PythonLayers:
         self._layers = part.layers
         self._name = name
         self._modes = modes
-        self._recompute = has_recompute(saved_fraction) and modes.grad and are_repeatable(part.layers)
+        self._recompute = has_recompute(saved_fraction) and modes.grad
+        self._state: LayersState | None = None
         self._lock = lock
         self._on_tangents = on_tangents
         self._generators = PythonGenerators(self._layers)
@@ -185,10 +188,15 @@ class PythonLayers:
     ) -> Result:
         """Runs one micro-batch; `want_reached` requests the parameters that the outputs depend on."""
         microbatch_input = _MicroBatchInput(tensors, structure, needs_gradient, skips, key, microbatch)
-        with self._lock, self._annotated_errors(action), phase.phase_scope(checkpointing=self._recompute):
-            before = self.snapshot() if self._recompute else []
-            generators = SavedGeneratorStates(self._recompute)
-            with self._generators.forward(self._recompute) as generator_use:
+        with self._lock, self._annotated_errors(action):
+            state = self._repeatable_state() if self._recompute else None
+            recompute = state is not None
+            before = self.snapshot() if recompute else []
+            generators = SavedGeneratorStates(recompute)
+            with (
+                phase.phase_scope(checkpointing=recompute),
+                self._generators.forward(recompute) as generator_use,
+            ):
                 run = self._run(microbatch_input, generators)
             saved: _SavedForBackward | None = None
             reached: list[bool] = []
@@ -196,7 +204,9 @@ class PythonLayers:
                 if want_reached or not self._checked:
                     reached = self._reached_parameters(run, parameters_of(self._layers))
                 written = [snapshot for snapshot in before if snapshot.is_changed()]
-                saved = self._save_for_backward(run, microbatch_input, written, generators, generator_use)
+                saved = self._save_for_backward(
+                    run, microbatch_input, written, generators, generator_use, state
+                )
             if self._on_success is not None:
                 self._on_success()
             return Result(
@@ -209,6 +219,12 @@ class PythonLayers:
                 reached,
             )
 
+    def _repeatable_state(self) -> LayersState | None:
+        """Returns the layers' state; None if a second run of the layers may have other effects."""
+        if self._state is None or not self._state.is_unchanged():
+            self._state = LayersState(self._layers)
+        return self._state if self._state.is_repeatable else None
+
     def _save_for_backward(
         self,
         run: _LayersRun,
@@ -216,11 +232,14 @@ class PythonLayers:
         written: list[BufferSnapshot],
         generators: SavedGeneratorStates,
         generator_use: GeneratorUse,
+        state: LayersState | None,
     ) -> _SavedForBackward:
         all_parameters = parameters_of(self._layers)
         parameters = [p for p in all_parameters if p.requires_grad]
         data_ptrs = [p.data_ptr() for p in parameters]
-        saved_run = None if self._recompute and generator_use.repeatable else run
+        # The state also tells whether this run had effects after all.
+        recompute = state is not None and generator_use.repeatable and state.is_unchanged()
+        saved_run = None if recompute else run
         return _SavedForBackward(
             saved_run,
             all_parameters,
@@ -230,6 +249,7 @@ class PythonLayers:
             generators,
             generator_use,
             data_ptrs,
+            state,
         )
 
     def backward(
@@ -263,6 +283,13 @@ class PythonLayers:
                 raise RuntimeError(
                     f"the data of a parameter of {self._name} was replaced between forward and backward, but "
                     "the backward recomputes the forward; replace the data after the backward"
+                )
+
+            if saved.state is not None and not saved.state.is_unchanged():
+                raise RuntimeError(
+                    f"{self._name} was changed between its forward and its recompute in the backward: an "
+                    "attribute, a variable or a function that it uses; change it after the backward, or pass "
+                    "checkpoint='never' to GPipe"
                 )
 
             def recompute() -> tuple[list[Tensor | None], list[Tensor | None]]:

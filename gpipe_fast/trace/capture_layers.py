@@ -25,13 +25,11 @@ class LayerRefused(Exception):
 
     Attributes:
         layer: the index of the layer.
-        refused: the reason.
     """
 
     def __init__(self, layer: int, refused: Refused) -> None:
         super().__init__(str(refused))
         self.layer = layer
-        self.refused = refused
 
 
 def capture_layers(

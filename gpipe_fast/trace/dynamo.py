@@ -87,15 +87,7 @@ Check = Callable[[Scope], bool]
 
 
 class Refused(Exception):
-    """Raised where a layer cannot be captured. The message is the reason.
-
-    Attributes:
-        repeatable: whether a second run of the layer's forward is known to equal the first.
-    """
-
-    def __init__(self, reason: str, repeatable: bool = False) -> None:
-        super().__init__(reason)
-        self.repeatable = repeatable
+    """Raised where a layer cannot be captured. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -739,17 +731,6 @@ _SYMPY_OPERATORS: list[Any] = [
 ]
 
 
-# Beginnings of Dynamo's reasons that say nothing about a side effect.
-_REPEATABLE_REASONS = (
-    "Data-dependent branching",
-    "Data dependent operator",
-    "Dynamic shape operator",
-    "Unsupported Tensor.item() call",
-    "Unsupported Tensor.tolist() call",
-    "Dynamic slicing with Tensor arguments",
-)
-
-
 def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
     """Returns the reason in one line.
 
@@ -762,10 +743,10 @@ def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
         changed = ", ".join(dict.fromkeys(map(_readable, changes))) or "Python state"
         return Refused(f"its forward changes {changed}, a side effect")
     if ASKS_PHASE in text:
-        return Refused(ASKS_PHASE, repeatable=True)
+        return Refused(ASKS_PHASE)
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if not isinstance(error, exc.Unsupported):
-        return Refused(f"tracing raised {type(error).__name__}: {first}", "data-dependent" in first)
+        return Refused(f"tracing raised {type(error).__name__}: {first}")
     if "numpy" in first:
         return Refused("PyTorch cannot trace functions of NumPy faithfully")
     context = text.partition("Developer debug context: ")[2].partition("\n")[0].strip()
@@ -773,7 +754,7 @@ def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
     if len(context) > _MAX_CONTEXT:
         context = f"{context[:_MAX_CONTEXT]}..."
     about = f" ({_readable(context)})" if context else ""
-    return Refused(f"PyTorch cannot trace it: {first}{about}", first.startswith(_REPEATABLE_REASONS))
+    return Refused(f"PyTorch cannot trace it: {first}{about}")
 
 
 # Where Dynamo's own objects begin in what it says about a place.

@@ -32,7 +32,6 @@ from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.interrupts import interrupts_between_contexts
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, buffers_of, parameters_of
 from gpipe_fast.trace.layer_states import describe
-from gpipe_fast.trace.repeatable import mark_unrepeatable
 from gpipe_fast.trace.traceability import Untraceable, check_constants, check_graph, check_layers
 from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_calls
 
@@ -191,8 +190,6 @@ def _trace_once(
             )
             module = torch_private.export_joint(stage, (key, *example), fake_mode, attention)
     except LayerRefused as error:
-        if not error.refused.repeatable:
-            mark_unrepeatable(layers[error.layer])
         return Untraceable(error.layer, str(error))
     except Refused as error:
         return Untraceable(stage.running_layer if stage is not None else None, str(error))

@@ -97,11 +97,12 @@ def check_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
     return None
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# The tables of a module's hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _hooks(module: nn.Module) -> list[object]:
-    return [hook for table in _HOOKS for hook in vars(module).get(table, {}).values()]
+    return [hook for table in HOOKS for hook in vars(module).get(table, {}).values()]
 
 
 def layer_of(node: fx.Node) -> int | None:
