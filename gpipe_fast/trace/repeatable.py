@@ -52,9 +52,9 @@ _CHANGES_CELL = _words("DELETE_DEREF STORE_DEREF")
 _WRITES_ELEMENTS = _words("DELETE_SUBSCR STORE_SLICE STORE_SUBSCR")
 
 _BUILTINS = _words(
-    """abs all any bool bytes callable chr complex dict divmod enumerate filter float format frozenset hasattr
-    int isinstance issubclass iter len list map max min next object ord pow range repr reversed round set
-    slice sorted str sum super tuple type zip"""
+    """abs all any bool bytes callable chr complex dict divmod enumerate filter float format frozenset int
+    isinstance issubclass iter len list map max min next object ord pow range repr reversed round set slice
+    sorted str sum super tuple type zip"""
 )
 # Attributes of tensors that change more than elements, or that refer to other objects.
 _UNKNOWN_OF_TENSORS = _words(
