@@ -63,6 +63,13 @@ def replace_data_before_a_recompute() -> None:
     output.sum().backward()  # type: ignore[attr-defined]
 
 
+def change_a_layer_before_a_recompute() -> None:
+    layer = FunctionLayer(branch)
+    output = call(features(), layers=(layer,), checkpoint="always")
+    layer.eval()
+    output.sum().backward()  # type: ignore[attr-defined]
+
+
 def change_a_layer_before_the_backward() -> None:
     dropout = nn.Dropout(0.5)
     output = call(features(), layers=(nn.Linear(6, 6), dropout))
@@ -151,6 +158,7 @@ TRACING = [
         "of shape [6]", "make it a parameter", of, lambda layer, x: layer.linear(x) * OUTSIDE, backend="eager"
     ),
     case("layer 0 (FunctionLayer)", "replace the data after", replace_data_before_a_recompute),
+    case("layer 0 (FunctionLayer)", "change it after the backward", change_a_layer_before_a_recompute),
     case("stage 0", "call the module again", change_a_layer_before_the_backward),
     case("stage 0", "backend='eager'", receive_gradients_in_another_layout),
     case(
