@@ -241,7 +241,8 @@ class GPipe(CallSettings, CallPreparation, Container):
             ValueError: The tensors lack the batch dimension, differ in batch size, or are not on the device
                 of the first stage.
             RuntimeError: A stage cannot be traced and ``backend='aten'``, a lazy module is uninitialized, or
-                a tensor is on the meta device; the message names the layer and the reason. Or the call is
+                a tensor is on the meta device; the message names the layer and the reason. A layer in Python
+                changes what other layers read. Or the call is
                 inside a ``torch.func`` transform, a tracer, or forward-mode AD.
         """
         if not len(self):
@@ -256,7 +257,15 @@ class GPipe(CallSettings, CallPreparation, Container):
             self._emit_warnings()
         # A plan without random operators does not advance PyTorch's generator.
         key = MinibatchKey() if plan.draws is None else minibatch_key() if plan.draws else 0
+        state = self._state if self._planner.module_warnings.in_python else None
+        if state is not None:
+            state.watch()
         outputs, structure = pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
+        if state is not None and state.is_changed():
+            raise RuntimeError(
+                "a layer that runs in Python changed what other layers read, during the call; these may have "
+                "run without the change; pass backend='eager' to GPipe to run all layers in Python"
+            )
         if module_warnings or left_out.pending:
             self._emit_warnings()
         return outputs[0] if structure is ONE_TENSOR else structure.build_unaliased(outputs)

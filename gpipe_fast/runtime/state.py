@@ -44,10 +44,14 @@ class _KnownKey:
             self._checks += [(check, scope_of(layer)) for check in (*checks, *state.constants)]
 
     def holds(self) -> bool:
+        """Returns whether this still is the key, if the items of no module's ``__dict__`` have changed."""
+        if any(find() is not state for find, state in self._new_states):
+            return False
+        return self.guards_hold()
+
+    def guards_hold(self) -> bool:
         """Returns whether no guard fails, if the items of no module's ``__dict__`` have changed."""
         if not self._unguarded_unchanged() or not self._objects.unchanged(()):
-            return False
-        if any(find() is not state for find, state in self._new_states):
             return False
         for check, scope in self._checks:  # noqa: SIM110 (twice as slow)
             if not check(scope):
@@ -84,6 +88,7 @@ class ModuleState:
         self._snapshot: Snapshot | None = None
         self._known: dict[TorchModes, _KnownKey] = {}
         self._version = -1
+        self._native: Snapshot | None = None
 
     def is_outdated(self) -> bool:
         """Returns whether captures have added guards since the last update()."""
@@ -113,3 +118,21 @@ class ModuleState:
         self._version = self._states.version
         self.key = known.key
         return changed
+
+    def watch(self) -> None:
+        """Remembers the attributes of all layers that do not run in Python, for `is_changed`."""
+        native = self._native_layers()
+        if self._native is None or not self._native.unchanged(native):
+            self._native = Snapshot()
+            self._native.set_roots(native)
+            describe(native, self._native)
+
+    def is_changed(self) -> bool:
+        """Returns whether anything that these layers read has changed since `watch`."""
+        known = self._known.get(self.modes.of_captures())
+        assert self._native is not None
+        is_same = self._native.unchanged(self._native_layers())
+        return not is_same or (known is not None and not known.guards_hold())
+
+    def _native_layers(self) -> list[nn.Module]:
+        return [layer for index, layer in enumerate(self.layers) if index not in self._in_python]

@@ -9,7 +9,6 @@ Read off PyTorch 2.11 to 2.14.
 
 from __future__ import annotations
 
-import abc
 import builtins
 import contextlib
 import functools
@@ -621,15 +620,18 @@ def _check_guarded(name: str, value: Any) -> None:
     own = not module.startswith(("torch.", "gpipe_fast."))
     if isinstance(value, Iterator) and own:
         raise Refused(f"its forward reads an iterator, {_readable(name)}")
-    if isinstance(value, type) and own and type(value).__instancecheck__ not in _INSTANCE_CHECKS:
+    if isinstance(value, type) and _is_users(type(value)) and "__instancecheck__" in vars(type(value)):
         raise Refused(f"its forward may ask a metaclass, that of {_readable(name)}")
-    if isinstance(value, functools._lru_cache_wrapper) and own:
+    if isinstance(value, functools._lru_cache_wrapper) and _is_users(value):
         raise Refused(f"its forward reads a cache, {_readable(name)}")
     if getattr(value, "_dynamo_marked_constant", False) and own:
         raise Refused("it calls a function that torch.compiler was told not to trace")
 
 
-_INSTANCE_CHECKS = (type.__instancecheck__, abc.ABCMeta.__instancecheck__)
+def _is_users(value: Any) -> bool:
+    """Returns whether a class or function is neither of Python's library nor of PyTorch."""
+    return value.__module__.partition(".")[0] not in (*sys.stdlib_module_names, "torch", "gpipe_fast")
+
 
 _MODULE = rf"L\['layer'\](?:\._modules{_ITEM})*"
 _ATTRIBUTE = r"(?:\.(\w+)|\.__dict__\['(\w+)'\])"

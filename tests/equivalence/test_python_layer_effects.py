@@ -132,3 +132,31 @@ def test_a_change_before_the_recompute_is_an_error(
             scaled.number = 1
             scaled.train()
             pipe(torch.randn(6, 6)).sum().backward()
+
+
+class Scaling(Scaled):
+    """The same without a branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.number * self.weight
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_native_layer_never_misses_what_an_earlier_layer_set(checkpoint: str) -> None:
+    scaling = Scaling()
+    layers = model(SettingAnother(scaling), scaling)
+    pipe = GPipe(layers, [len(layers)], chunks=M, checkpoint=checkpoint)
+    features = torch.randn(6, 6)
+    errors: list[str] = []
+    for _ in range(4):
+        before = layers[1].number, scaling.number
+        try:
+            with without_warnings():
+                found = pipeline_step(pipe, features)
+        except RuntimeError as error:
+            errors.append(str(error))
+            continue
+        layers[1].number, scaling.number = before
+        assert unequal(found, loop_step(layers, features, M)) == []
+    assert len(errors) >= 3
+    assert all("changed" in error for error in errors)

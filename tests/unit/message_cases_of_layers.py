@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import random
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,6 +70,72 @@ def change_a_layer_before_a_recompute() -> None:
     output = call(features(), layers=(layer,), checkpoint="always")
     layer.eval()
     output.sum().backward()  # type: ignore[attr-defined]
+
+
+def catch_a_lookup(layer: Any, x: Tensor) -> Any:
+    try:
+        return x * layer.absent
+    except AttributeError:
+        return x
+
+
+def call_in_a_function_mode() -> None:
+    with torch.device("cpu"):
+        of(lambda layer, x: x, backend="aten")
+
+
+def replace_a_tensor() -> None:
+    layer = FunctionLayer(lambda layer, x: x * layer.mask)
+    model = pipe(layer, backend="aten")
+    for _ in range(20):
+        layer.mask = torch.ones(6)
+        model(features())
+
+
+@torch.compiler.allow_in_graph
+def untraced(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@torch.compiler.assume_constant_result
+def constant() -> float:
+    return 2.0
+
+
+@functools.cache
+def cached() -> float:
+    return 2.0
+
+
+class AnsweringClass(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return True
+
+
+class Answering(metaclass=AnsweringClass):
+    pass
+
+
+def twos() -> Iterator[float]:
+    while True:
+        yield 2.0
+
+
+NUMPY_NUMBER = np.float64(2)
+GENERATOR = twos()
+KEPT = torch.ones(6)
+REFERENCE = weakref.ref(KEPT)
+
+
+def change_another_layer() -> None:
+    def change(layer: Any, x: Tensor) -> Any:
+        other.count = getattr(other, "count", 0) + 1
+        return x
+
+    other = nn.ReLU()
+    model = pipe(FunctionLayer(change), other)
+    for _ in range(3):
+        model(features())
 
 
 def change_a_layer_before_the_backward() -> None:
@@ -144,6 +212,16 @@ TRACING = [
     ),
     Case("draws from Python's random", "backend='auto'", in_aten(lambda layer, x: x * random.random())),
     Case("changes a tensor", "backend='auto'", in_aten(lambda layer, x: x + COUNTER.add_(1))),
+    Case("through a weak reference", "backend='auto'", in_aten(lambda layer, x: x + REFERENCE())),
+    Case("a number or tensor that", "backend='auto'", in_aten(lambda layer, x: x * NUMPY_NUMBER)),
+    Case("told not to trace", "backend='auto'", in_aten(lambda layer, x: untraced(x))),
+    Case("was told not to trace", "backend='auto'", in_aten(lambda layer, x: x * constant())),
+    Case("an iterator", "GENERATOR", in_aten(lambda layer, x: x * next(GENERATOR))),
+    Case("a metaclass", "Answering", in_aten(lambda layer, x: x * isinstance(layer, Answering))),
+    Case("a cache", "cached", in_aten(lambda layer, x: x * cached())),
+    Case("may catch AttributeError", "backend='auto'", in_aten(catch_a_lookup)),
+    Case("such as torch.device", "backend='auto'", call_in_a_function_mode),
+    Case("was replaced 16 times", "register it as a buffer", replace_a_tensor),
     Case("is_contiguous()", "backend='auto'", in_aten(lambda own, x: _AsksForLayout.apply(own.linear(x)))),
     case(
         "its argument is not made of",
@@ -159,6 +237,7 @@ TRACING = [
     ),
     case("layer 0 (FunctionLayer)", "replace the data after", replace_data_before_a_recompute),
     case("layer 0 (FunctionLayer)", "change it after the backward", change_a_layer_before_a_recompute),
+    case("changed what other layers read", "pass backend='eager'", change_another_layer),
     case("stage 0", "call the module again", change_a_layer_before_the_backward),
     case("stage 0", "backend='eager'", receive_gradients_in_another_layout),
     case(
