@@ -155,7 +155,7 @@ class Snapshot {
     PyTypeObject* type;
     // Python assigns a new version when the class or a base changes; 0 if unassigned.
     mutable unsigned int version;
-    PyObject* bases;  // the class's method resolution order
+    PyObject* bases;                                     // the class's method resolution order
     std::vector<std::pair<PyObject*, PyObject*>> items;  // without those that Python fills in by itself
     bool same() const {
       if (version != 0 && type->tp_version_tag == version) return true;
