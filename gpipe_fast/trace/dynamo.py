@@ -414,7 +414,9 @@ def _caught_lookups_refused() -> Iterator[None]:
     def exception_handler(self: Any, raised: exc.ObservedException) -> None:
         is_311 = sys.version_info >= (3, 11)
         handler = self.current_instruction.exn_tab_entry if is_311 else self.block_stack
-        error = self.exn_vt_stack.get_raised_exception().python_type()
+        stack = self.exn_vt_stack
+        latest = getattr(stack, "get_raised_exception", None) or stack.get_current_exception  # since 2.14
+        error = latest().python_type()
         is_lookup = issubclass(error, (AttributeError, LookupError, NameError, ImportError))
         if handler and is_lookup and not self.f_code.co_filename.startswith(known):
             raise Refused(f"its forward may catch {error.__name__}, whose cause PyTorch does not guard")
