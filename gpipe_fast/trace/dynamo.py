@@ -22,7 +22,7 @@ import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -151,6 +151,7 @@ class Captured:
         self.constants = tuple(constants.values())
         self._constant_inputs = frozenset(constants)
         self._replace: ReplaceConstant | None = None
+        self._device: torch.device | None = torch.utils._device.CURRENT_DEVICE
         environment = found.graph_capture_output.get_runtime_env()
         self._module, backend_id = None, "_none"
         self._conditions: list[sympy.Basic] = []
@@ -198,10 +199,13 @@ class Captured:
             sizes = {symbol: eval(code, {"L": scope}) for symbol, code in self._sizes.items()}
             _assume(self._conditions, sizes)
         self._replace = replace
+        # A backward in a function mode runs without it.
+        default_device = contextlib.nullcontext() if self._device is None else torch.device(self._device)
         try:
-            found: tuple[Any, tuple[Tensor | None, ...]] = self._function(
-                layer, tuple(args), dict(kwargs), tuple(popped)
-            )
+            with default_device:
+                found: tuple[Any, tuple[Tensor | None, ...]] = self._function(
+                    layer, tuple(args), dict(kwargs), tuple(popped)
+                )
             return found
         finally:
             self._replace = None
@@ -290,17 +294,17 @@ def capture(
     """
     entry = _new_entry(layer)
     scope = (layer, tuple(args), dict(kwargs), tuple(popped))
-    with _capturing() as changes, skip_scope({}):
+    with _capturing() as observed, skip_scope({}):
         try:
             found = convert_frame.preserve_global_state(convert_frame.fullgraph_capture)(entry, scope)
             output = found.graph_capture_output
             sources = _sources(output)
             module = None if found.backend_input is None else found.backend_input.graph_module
-            guards = _guards(output, module, entry, layer)
+            guards = _guards(output, module, entry, layer, observed.looked_for_keys)
         except Refused:
             raise
         except Exception as error:
-            raise _refusal(error, changes) from None
+            raise _refusal(error, observed.changes) from None
     if module is not None:
         _check_operators(module)
         _check_custom_functions(module, output.traced_code, layer)
@@ -373,12 +377,23 @@ def _forward_of(module: nn.Module) -> types.FunctionType | None:
     return function if isinstance(function, types.FunctionType) else None
 
 
+@dataclass
+class _Observed:
+    """What a capture has shown besides its graph.
+
+    Attributes:
+        changes: Dynamo's names of what forward changes.
+        looked_for_keys: whether forward may have looked for absent keys of dictionaries.
+    """
+
+    changes: list[str] = field(default_factory=list)
+    looked_for_keys: bool = False
+
+
 @contextlib.contextmanager
-def _capturing() -> Iterator[list[str]]:
-    """Prepares a capture in a block; yields a list of the names of what the capture changes."""
-    changes: list[str] = []
-    if torch._C._len_torch_function_stack():
-        raise Refused("a TorchFunctionMode, such as torch.device, is active")
+def _capturing() -> Iterator[_Observed]:
+    """Prepares a capture in a block, and observes it."""
+    observed = _Observed()
     symbolic_convert._import_module.cache_clear()  # a module may have been imported anew
     random_state = random.getstate()  # a capture draws from `random` where the layer does
     logger = logging.getLogger("torch._dynamo")
@@ -389,8 +404,10 @@ def _capturing() -> Iterator[list[str]]:
         mock.patch.dict(_QUESTIONS, _ANSWERS),
         # Dynamo knows users' Triton kernels only where there is a GPU.
         mock.patch.object(torch_triton, "has_triton", torch_triton.has_triton_package),
-        mock.patch.object(SideEffects, "_get_modified_vars", lambda each: _effective_changes(each, changes)),
-        _caught_lookups_refused(),
+        mock.patch.object(
+            SideEffects, "_get_modified_vars", lambda each: _effective_changes(each, observed.changes)
+        ),
+        _caught_lookups_refused(observed),
         _settings(),
         get_metrics_context(),
         dynamo_timed("gpipe_capture"),
@@ -398,15 +415,18 @@ def _capturing() -> Iterator[list[str]]:
     ):
         try:
             logger.disabled = True  # a refused layer runs in Python, which is not an error
-            yield changes
+            yield observed
         finally:
             logger.disabled = disabled
             random.setstate(random_state)
 
 
 @contextlib.contextmanager
-def _caught_lookups_refused() -> Iterator[None]:
-    """Refuses layers that catch errors of lookups in a block, whose results Dynamo does not guard."""
+def _caught_lookups_refused(observed: _Observed) -> Iterator[None]:
+    """Refuses layers that catch errors of lookups in a block, whose results Dynamo does not guard.
+
+    ``Mapping.get`` may catch a ``KeyError``; the keys of dictionaries are compared then.
+    """
     translator = symbolic_convert.InstructionTranslatorBase
     original = translator.exception_handler
     known = (_TORCH, inspect.__file__)  # their lookups are of classes and functions
@@ -418,7 +438,9 @@ def _caught_lookups_refused() -> Iterator[None]:
         latest = getattr(stack, "get_raised_exception", None) or stack.get_current_exception  # since 2.14
         error = latest().python_type()
         is_lookup = issubclass(error, (AttributeError, LookupError, NameError, ImportError))
-        if handler and is_lookup and not self.f_code.co_filename.startswith(known):
+        if handler and issubclass(error, KeyError) and self.f_code is Mapping.get.__code__:
+            observed.looked_for_keys = True
+        elif handler and is_lookup and not self.f_code.co_filename.startswith(known):
             raise Refused(f"its forward may catch {error.__name__}, whose cause PyTorch does not guard")
         original(self, raised)
 
@@ -540,8 +562,16 @@ def _reader(source: Source, entry: types.FunctionType) -> Callable[[nn.Module], 
     return read
 
 
-# Sizes of arguments, and PyTorch's modes.
-_COMPARED_BY_CALLERS = ("SHAPE_ENV", "GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS")
+# Sizes of arguments, and PyTorch's modes. Of function modes, callers leave that of the default device alone.
+_COMPARED_BY_CALLERS = (
+    *("SHAPE_ENV", "GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE"),
+)
+
+
+def _is_compared_by_callers(guard: Guard) -> bool:
+    return guard.create_fn_name() in _COMPARED_BY_CALLERS or "_torch_function_mode_stack" in _name_of(
+        guard.originating_source
+    )
 
 
 _ENVIRONMENT_CODE = {os.getenv.__code__} | {
@@ -550,7 +580,11 @@ _ENVIRONMENT_CODE = {os.getenv.__code__} | {
 
 
 def _guards(
-    output: Any, module: fx.GraphModule | None, entry: types.FunctionType, layer: nn.Module
+    output: Any,
+    module: fx.GraphModule | None,
+    entry: types.FunctionType,
+    layer: nn.Module,
+    looked_for_keys: bool,
 ) -> Guards:
     graph = output.output_graph
     on_layer, ambient = [], []
@@ -560,10 +594,10 @@ def _guards(
             # Callers compare the metadata of parameters and buffers themselves.
             if guard.create_fn_name() != "TENSOR_MATCH" or not _is_own_tensor(guard.originating_source):
                 on_layer.append(guard)
-        elif root is None and guard.create_fn_name() not in _COMPARED_BY_CALLERS:
+        elif root is None and not _is_compared_by_callers(guard):
             ambient.append(guard)
     check_layer, check_ambient = (_manager(graph, entry, guards) for guards in (on_layer, ambient))
-    reads = _reads([*on_layer, *ambient], entry, layer)
+    reads = _reads([*on_layer, *ambient], entry, layer, looked_for_keys)
     stable = {read.name for read in reads if read.is_stable}
     deep = [guard for guard in on_layer if _name_of(guard.originating_source) not in stable]
     classes = {type(module) for module in layer.modules()}
@@ -599,7 +633,9 @@ def _functions(module: fx.GraphModule | None) -> set[types.FunctionType]:
     }
 
 
-def _reads(guards: Iterable[Guard], entry: types.FunctionType, layer: nn.Module) -> tuple[Read, ...]:
+def _reads(
+    guards: Iterable[Guard], entry: types.FunctionType, layer: nn.Module, with_keys: bool
+) -> tuple[Read, ...]:
     """Returns the places that guards are about, as far as Python expressions name them.
 
     Raises:
@@ -608,7 +644,7 @@ def _reads(guards: Iterable[Guard], entry: types.FunctionType, layer: nn.Module)
     found: list[Read] = []
     for name in dict.fromkeys(_name_of(guard.originating_source) for guard in guards):
         try:
-            read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, False)
+            read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, False, with_keys)
             value = read.value(layer)
         except Exception:  # one of Dynamo's own places
             continue

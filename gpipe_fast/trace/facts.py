@@ -37,12 +37,14 @@ class Read(NamedTuple):
         code: the expression, compiled.
         scope: the global variables of the expression.
         is_stable: whether the value cannot change unless an item of some module's ``__dict__`` does.
+        with_keys: whether a forward may have looked for an absent key of it.
     """
 
     name: str
     code: CodeType
     scope: dict[str, Any]
     is_stable: bool
+    with_keys: bool
 
     def value(self, layer: nn.Module | None) -> Any:
         """Returns the value for a layer."""
@@ -54,13 +56,13 @@ class Facts:
 
     def __init__(self, reads: Sequence[Read], layer: nn.Module) -> None:
         values = [(read, read.value(layer)) for read in reads if not _TABLE.search(read.name)]
-        containers = sum(isinstance(value, _CONTAINERS) for _, value in values)
+        num_numbered = sum(_is_numbered(value) for _, value in values)
         self._reads = [
             read
             for read, value in values
-            if (containers > 1 and isinstance(value, _CONTAINERS))
-            or _exact(value) is not None
-            or any(_objects_of(value))
+            if (num_numbered > 1 and _is_numbered(value))
+            or _exact(value, read.with_keys) is not None
+            or any(_sentinels_of(value))
         ]
         self._unstable = [read for read in self._reads if not read.is_stable]
         self._known = self._of(self._reads, layer, with_attributes=True)
@@ -75,7 +77,7 @@ class Facts:
         """Records the attributes of objects that `still_hold` does not compare."""
         for read in self._reads:
             value = read.value(layer)
-            if _is_object(value) and hasattr(value, "__dict__"):
+            if _is_object(value) and not _is_sentinel(value) and hasattr(value, "__dict__"):
                 with contextlib.suppress(AttributeError, TypeError):  # a `__dict__` of the class's own making
                     snapshot.add_attributes(value, True)
 
@@ -96,13 +98,16 @@ class Facts:
             return False
 
     def _of(self, reads: Sequence[Read], layer: nn.Module, with_attributes: bool) -> list[Hashable]:
-        numbers: dict[int, int] = {}  # which places hold the same container
+        numbers: dict[int, int] = {}  # which places hold the same object
         found: list[Hashable] = []
         for read in reads:
             value = read.value(layer)
-            objects = _objects_of(value) if with_attributes else [value] if _is_object(value) else []
-            same = numbers.setdefault(id(value), len(numbers)) if isinstance(value, _CONTAINERS) else None
-            found.append((same, _exact(value), tuple(map(_Same, objects))))
+            if with_attributes:
+                sentinels = tuple(map(_Same, _sentinels_of(value)))
+            else:
+                sentinels = (_Same(value),) if _is_sentinel(value) else ()
+            same = numbers.setdefault(id(value), len(numbers)) if _is_numbered(value) else None
+            found.append((same, _exact(value, read.with_keys), sentinels))
         return found
 
 
@@ -127,16 +132,28 @@ def _is_object(value: object) -> bool:
     return is_users and not isinstance(value, (*IMMUTABLE, *_COMPARED, *_CONTAINERS))
 
 
-def _objects_of(value: Any) -> Iterator[object]:
-    """Yields a value and its attributes, as far as they are such instances."""
-    if _is_object(value):
+def _is_sentinel(value: object) -> bool:
+    """Returns whether nothing but its identity can tell such an instance from another of its class."""
+    return _is_object(value) and not getattr(value, "__dict__", None) and not hasattr(value, "__slots__")
+
+
+def _is_numbered(value: object) -> bool:
+    """Returns whether a forward may ask if two such values are the same object."""
+    return isinstance(value, _CONTAINERS) or _is_object(value)
+
+
+def _sentinels_of(value: Any) -> Iterator[object]:
+    """Yields a value and its attributes, as far as they are sentinels."""
+    if _is_sentinel(value):
         yield value
-    if isinstance(value, nn.Module) or (_is_object(value) and hasattr(value, "__dict__")):
-        yield from filter(_is_object, vars(value).values())
+    elif isinstance(value, nn.Module) or (_is_object(value) and hasattr(value, "__dict__")):
+        yield from filter(_is_sentinel, vars(value).values())
 
 
-def _exact(value: Any) -> Hashable:
+def _exact(value: Any, with_keys: bool = False) -> Hashable:
     """Returns what tells equal values apart; None if the guards do."""
+    if with_keys and isinstance(value, dict):
+        return tuple(map(_in_container, value))
     if isinstance(value, (float, complex)):
         return repr(value) if value == 0 else None
     if isinstance(value, (tuple, frozenset)):

@@ -79,11 +79,6 @@ def catch_a_lookup(layer: Any, x: Tensor) -> Any:
         return x
 
 
-def call_in_a_function_mode() -> None:
-    with torch.device("cpu"):
-        of(lambda layer, x: x, backend="aten")
-
-
 def replace_a_tensor() -> None:
     layer = FunctionLayer(lambda layer, x: x * layer.mask)
     model = pipe(layer, backend="aten")
@@ -220,7 +215,6 @@ TRACING = [
     Case("a metaclass", "Answering", in_aten(lambda layer, x: x * isinstance(layer, Answering))),
     Case("a cache", "cached", in_aten(lambda layer, x: x * cached())),
     Case("may catch AttributeError", "backend='auto'", in_aten(catch_a_lookup)),
-    Case("such as torch.device", "backend='auto'", call_in_a_function_mode),
     Case("was replaced 16 times", "register it as a buffer", replace_a_tensor),
     Case("is_contiguous()", "backend='auto'", in_aten(lambda own, x: _AsksForLayout.apply(own.linear(x)))),
     case(

@@ -136,7 +136,7 @@ def test_harmless_contexts_cause_no_warning() -> None:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # PyTorch's own
         with torch.device("cpu"):
-            pipe(x)
+            pipe(x).sum().backward()  # the gradient's layout leads to a new trace
         with keyed_rng(model):
             pipe(x)
         with profile():
