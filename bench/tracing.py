@@ -14,6 +14,7 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
 from gpipe_fast.runtime.compile import CompilationFailure, Compiler
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
+from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable
 
@@ -45,8 +46,10 @@ def equal_stages(count: int, num_stages: int) -> list[object]:
     """Returns a row for a pipeline of equal stages, of which only the first is traced and lowered."""
     per_stage = count // num_stages
     layers = blocks(count)
+    states = LayerStates()
     stages = [
-        Stage(layers[i * per_stage : (i + 1) * per_stage], i * per_stage, CPU) for i in range(num_stages)
+        Stage(layers[i * per_stage : (i + 1) * per_stage], i * per_stage, CPU, states=states)
+        for i in range(num_stages)
     ]
     compiler = Compiler()
     start = time.perf_counter()

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import operator
 import os
 import sys
 import types
 import warnings
-from collections.abc import Callable
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -90,6 +93,35 @@ COMPUTED = Computed()
 SETTINGS = types.ModuleType("settings_of_changed_python_state")
 
 
+class Sentinel:
+    """Has nothing but its identity."""
+
+
+AUTO, OTHER = Sentinel(), Sentinel()
+SCALES = {AUTO: 2.0, OTHER: 5.0}
+ORDER = OrderedDict(first=2.0, second=5.0)
+
+
+class Base:
+    gain = 2.0
+
+
+class OtherBase:
+    gain = 5.0
+
+
+class Derived(Base):
+    pass
+
+
+class Held(nn.Module):
+    """A module that is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = 2.0
+
+
 class Layer(nn.Module):
     computed = Descriptor()
 
@@ -100,6 +132,8 @@ class Layer(nn.Module):
         self.config = Config(2.0)
         self.number = 2.0
         self.nested = {"list": [1.0, {"value": 2.0}]}
+        self.table = {"module": Held(), "tensor": torch.arange(36.0).view(6, 6)}
+        self.mode, self.zero, self.pair = AUTO, 0.0, (1,)
         self.calls = 0
 
 
@@ -109,6 +143,20 @@ def branch_on_elements(layer: Layer, x: Tensor) -> Tensor:
     except Exception:
         scale = 7.0
     return x * scale
+
+
+def catch_a_lookup(layer: Any, x: Tensor) -> Tensor:
+    try:
+        return x * layer.late
+    except AttributeError:
+        return x * 2
+
+
+def catch_a_key(layer: Any, x: Tensor) -> Tensor:
+    try:
+        return x * STATE["late"]
+    except KeyError:
+        return x * 2
 
 
 def hook_in_forward(layer: Layer, x: Tensor) -> Tensor:
@@ -143,7 +191,7 @@ def replace_plain_tensor(layer: Layer, x: Tensor) -> Tensor:
 
 def change_plain_tensor(layer: Layer, x: Tensor) -> Tensor:
     layer.plain.add_(1)
-    return x * layer.plain
+    return x * layer.plain.clone()
 
 
 SCALE_FORMAT = "{.scale}"
@@ -291,6 +339,48 @@ KINDS: dict[str, tuple[Forward, Callable[[Layer], object]]] = {
         lambda layer: set_global("TENSOR", torch.full((6,), 5.0)),
     ),
     "elements of a global tensor": (lambda layer, x: x * TENSOR, lambda layer: TENSOR.fill_(3.0)),
+    "identity of an object": (
+        lambda layer, x: x * (2.0 if layer.mode is AUTO else 5.0),
+        lambda layer: setattr(layer, "mode", OTHER),
+    ),
+    "key by identity": (
+        lambda layer, x: x * SCALES[layer.mode],
+        lambda layer: setattr(layer, "mode", OTHER),
+    ),
+    "minus zero": (
+        lambda layer, x: x * math.copysign(2.0, layer.zero),
+        lambda layer: setattr(layer, "zero", -0.0),
+    ),
+    "type in a tuple": (
+        lambda layer, x: x * (2.0 if isinstance(layer.pair[0], float) else 3.0),
+        lambda layer: setattr(layer, "pair", (1.0,)),
+    ),
+    "order of a dictionary": (
+        lambda layer, x: x * next(iter(ORDER.values())),
+        lambda layer: ORDER.move_to_end("first"),
+    ),
+    "absent attribute": (catch_a_lookup, lambda layer: setattr(layer, "late", 5.0)),
+    "absent key": (catch_a_key, lambda layer: STATE.update(late=5.0)),
+    "module in a dictionary": (
+        lambda layer, x: x * layer.table["module"].gain,
+        lambda layer: setattr(layer.table["module"], "gain", 5.0),
+    ),
+    "tensor in a dictionary": (
+        lambda layer, x: x @ layer.table["tensor"],
+        lambda layer: layer.table["tensor"].t_(),
+    ),
+    "bases of a class": (
+        lambda layer, x: x * Derived.gain,
+        lambda layer: setattr(Derived, "__bases__", (OtherBase,)),
+    ),
+    "patched torch.relu": (
+        lambda layer, x: nn.functional.relu(x),
+        lambda layer: setattr(torch, "relu", torch.neg),
+    ),
+    "shadowed built-in": (
+        lambda layer, x: x * sum([1.0, 2.0]),
+        lambda layer: set_global("sum", lambda values: 9.0),
+    ),
     "counted calls": (count_calls, nothing),
     "replaced tensor": (replace_plain_tensor, nothing),
     "tensor changed in place": (change_plain_tensor, nothing),
@@ -298,7 +388,7 @@ KINDS: dict[str, tuple[Forward, Callable[[Layer], object]]] = {
 
 
 @pytest.fixture(autouse=True)
-def same_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
     monkeypatch.setattr(SETTINGS, "value", 2.0, raising=False)
     monkeypatch.setenv("GPIPE_FAST_TEST_SCALE", "2")
@@ -309,8 +399,14 @@ def same_state(monkeypatch: pytest.MonkeyPatch) -> None:
     set_global("NUMBERS", {1.0, 2.0})
     monkeypatch.setattr(read_scale, "__code__", read_scale.__code__)
     monkeypatch.setattr(Color.RED, "weight", 2.0, raising=False)
+    monkeypatch.setattr(torch, "relu", torch.relu)
+    STATE.clear()
     STATE.update(scale=2.0)
     cached.cache_clear()
+    ORDER.move_to_end("second")
+    Derived.__bases__ = (Base,)
+    yield
+    globals().pop("sum", None)
 
 
 def step(run: Callable[[Tensor], Tensor], model: nn.Module, layer: Any, x: Tensor) -> list[Tensor | None]:
@@ -368,3 +464,66 @@ def test_a_change_between_calls_is_seen(kind: str, checkpoint: str, position: in
             for a, b in zip(ours, expected, strict=True):
                 assert (a is None) == (b is None)
                 assert a is None or b is None or torch.equal(a, b)
+
+
+class AsksForLayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (2 if gradient.is_contiguous() else 7)
+
+
+class AsksForStrides(AsksForLayout):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * gradient.stride(0)
+
+
+class WithoutZeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor | None) -> Tensor:
+        return first * 5 if second is None else first * 2 + second * 3
+
+
+@pytest.mark.parametrize("function", [AsksForLayout, AsksForStrides, WithoutZeros])
+def test_backwards_that_depend_on_the_gradient_that_arrives(function: type[torch.autograd.Function]) -> None:
+    class Calling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found = function.apply(x)  # type: ignore[no-untyped-call]
+            return found[0] if isinstance(found, tuple) else found
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Calling())
+    pipe = GPipe(model, [1, 1], chunks=2)
+    x = torch.randn(4, 6)
+    for _ in range(3):
+        found = []
+        for run in (pipe, lambda x: plain_loop(model, x, 2)):
+            model.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                run(x).t().contiguous().sin().sum().backward()
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_replaced_tensors_are_not_kept() -> None:
+    layer = Layer()
+    layer.forward = lambda x: x * layer.plain  # type: ignore[method-assign]
+    pipe = GPipe(nn.Sequential(nn.Linear(6, 6), layer), [1, 1], chunks=2)
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(60):
+            layer.plain = torch.full((6,), float(number))
+            seen.append(weakref.ref(layer.plain))
+            assert torch.equal(pipe(torch.ones(4, 6)), pipe[0](torch.ones(4, 6)) * number)
+    assert sum(each() is not None for each in seen) < 25
