@@ -55,7 +55,13 @@ class Facts:
     """Facts about what a forward has read from a layer."""
 
     def __init__(self, reads: Sequence[Read], layer: nn.Module) -> None:
-        values = [(read, read.value(layer)) for read in reads if not _TABLE.search(read.name)]
+        values = [
+            (read, value)
+            for read in reads
+            if not _TABLE.search(read.name)
+            # Some expressions make a new object, such as a copy of a class's ``__dict__``.
+            and (value := read.value(layer)) is read.value(layer)
+        ]
         num_numbered = sum(_is_numbered(value) for _, value in values)
         self._reads = [
             read
