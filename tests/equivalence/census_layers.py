@@ -354,8 +354,7 @@ OUT_OF_SCOPE = {
     "Sequential": "the container that a pipeline is made from; every recipe runs inside one",
 }
 
-_DATA_DEPENDENT = "tracing raised DataDependentOutputException"
-_DATA_DEPENDENT_SHAPE = "tracing raised DynamicOutputShapeException"
+_DATA_DEPENDENT = "Could not guard on data-dependent expression"
 RUN_IN_PYTHON: dict[str, str] = {
     "RNN": "recurrent layers",
     "GRU": "recurrent layers",
@@ -366,7 +365,7 @@ RUN_IN_PYTHON: dict[str, str] = {
         f"BatchNorm{d}d cumulative": _DATA_DEPENDENT for d in (1, 2, 3)
     },  # momentum is 1 / num_batches_tracked, read as a Python number
     "GaussianNLLLoss": _DATA_DEPENDENT,  # checks that the variance is positive
-    "CTCLoss": _DATA_DEPENDENT_SHAPE,
-    "AdaptiveLogSoftmaxWithLoss": _DATA_DEPENDENT_SHAPE,
+    "CTCLoss": "Dynamic shape operator",
+    "AdaptiveLogSoftmaxWithLoss": _DATA_DEPENDENT,
     "CrossMapLRN2d": "PyTorch cannot trace it",  # its autograd.Function resizes tensors
 }
