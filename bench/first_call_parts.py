@@ -21,7 +21,6 @@ from gpipe_fast.trace.symbolic import Template
 
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (equal_layers, "trace", "trace"),
-    (equal_layers, "trace_in_mode", "trace with symbols"),
     (equal_layers, "join", "join equal layers"),
     (Template, "instantiate", "verify the template"),
     (compiled, "split", "split"),

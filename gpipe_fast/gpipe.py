@@ -38,7 +38,7 @@ from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.plan import PlannedCall
-from gpipe_fast.runtime.planner import Planner, Signature
+from gpipe_fast.runtime.planner import Call, Planner
 from gpipe_fast.runtime.recording import Recording, kernel_names, record
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.runtime.state import ModuleState
@@ -250,7 +250,11 @@ class GPipe(CallSettings, CallPreparation, Container):
         inputs = self._checked_inputs(args, kwargs)
         observed = has_observers(inputs.tensors, self.modules)
         with TRACING_LOCK:
-            plan = without_observers(self._plan, inputs, global_hook()) if observed else self._plan(inputs)
+            if observed:
+                plan = without_observers(self._plan, inputs, global_hook())
+            else:
+                call = self._describe(inputs)
+                plan = self._planner.plan(call)
             parameters, buffers, pipeline = self._state.parameters, self._state.buffers, self._pipeline
         module_warnings = self._planner.module_warnings.pending
         if module_warnings or left_out.pending:
@@ -309,8 +313,10 @@ class GPipe(CallSettings, CallPreparation, Container):
             self._detect_changes()
             planner = self._planner if place is None else self._absent_planner(place)
             training = self.training and torch.is_grad_enabled()
-            call = (inputs, self._chunks_of(inputs.batch_size), self._threads(), self._state)
-            return explain_call(planner, call, checkpoint_policy(self.checkpoint, training), place)
+            checkpoint = checkpoint_policy(self.checkpoint, training)
+            chunks = self._chunks_of(inputs.batch_size)
+            call = Call(inputs, chunks, self._threads(), checkpoint, self._state)
+            return explain_call(planner, call, place)
 
     def _absent_planner(self, device: torch.device) -> Planner:
         """Returns a planner for the stages on a device that the machine need not have."""
@@ -327,6 +333,12 @@ class GPipe(CallSettings, CallPreparation, Container):
 
     def _plan(self, inputs: Inputs, hook: str | None = None) -> PlannedCall:
         """Returns the plan for these inputs and the present layers, under this global module hook if any."""
+        call = self._describe(inputs)
+        planner = self._planner if hook is None else self._planner_under_hook(hook)
+        return planner.plan(call)
+
+    def _describe(self, inputs: Inputs) -> Call:
+        """Returns a call with these inputs, for the present layers and settings."""
         self._detect_changes()
         chunks = self._num_chunks(inputs.batch_size)
         if self._balance_pending and inputs.batch_size and self._has_data():
@@ -334,16 +346,8 @@ class GPipe(CallSettings, CallPreparation, Container):
         if self._check_sequence_first:
             self._check_sequence_first = False
             warn_sequence_first([stage.layers for stage in self._stages], inputs.dims)
-        threads = self._threads()
-        signature = Signature.of(inputs, chunks, threads, self._state)
-        planner = self._planner if hook is None else self._planner_under_hook(hook)
         checkpoint = checkpoint_policy(self.checkpoint, self.training and torch.is_grad_enabled())
-        try:
-            return planner.plan(signature, inputs.tensors, checkpoint)
-        finally:
-            if self._state.is_outdated():
-                self._detect_changes()
-                planner.move_signature(signature, Signature.of(inputs, chunks, threads, self._state))
+        return Call(inputs, chunks, self._threads(), checkpoint, self._state)
 
     def _planner_under_hook(self, hook: str) -> Planner:
         """Returns the planner that runs all layers in Python, so that global module hooks are called."""

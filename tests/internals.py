@@ -131,7 +131,7 @@ def use_schedule(model: GPipe, x: Tensor, schedule: Schedule) -> Iterator[None]:
     as when a layer turns out not to be traceable.
     """
     model._planner._plans.clear()
-    model._planner._latest_call = None
+    model._planner._latest = None
     with mock.patch.object(gpipe_fast.runtime.plan, "fill_drain", return_value=schedule):
         plan_of(model, x)
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,11 +19,11 @@ from gpipe_fast.explanation.stages import ProgramExplanation, StageExplanation
 from gpipe_fast.fuse import availability
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import Inputs
-from gpipe_fast.lower.checkpoint import Checkpoint, has_recompute
+from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.compile import CompilationFailure
-from gpipe_fast.runtime.planner import Compiled, Planner, Signature
+from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.planner import Call, Planner
 from gpipe_fast.runtime.stage import Stage
-from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.absent_device import backward_without_gpu
 
 _ON_CPU = (
@@ -79,71 +80,64 @@ def _autocast_on_gpu() -> Iterator[None]:
         torch.set_autocast_dtype("cuda", dtype)
 
 
-def explain_call(
-    planner: Planner,
-    call: tuple[Inputs, int, int, ModuleState],
-    checkpoint: Checkpoint,
-    device: torch.device | None,
-) -> Explanation:
+def explain_call(planner: Planner, call: Call, device: torch.device | None) -> Explanation:
     """Explains a call.
 
     Args:
         planner: the model's planner, or one of stages on the device that is named.
-        call: the arguments of `Signature.of`.
-        checkpoint: the fraction of activations that micro-batches save.
+        call: the call.
         device: the device that is named; None for the devices of the stages.
     """
     stages = planner.stages
-    inputs, chunks, threads, state = call
     with contextlib.ExitStack() as stack:
         stack.enter_context(progress.first_call([len(s.layers) for s in stages], what="an explanation"))
         if device is not None:
             stack.enter_context(_autocast_on_gpu())
             stack.enter_context(backward_without_gpu())
-            inputs = _inputs_on(device, inputs)
-        settings = _settings(inputs, chunks, checkpoint)
-        if planner.backend == "eager" or all(stage.device.type == "cpu" for stage in stages):
-            compiled = None
-        else:
-            state.update(state.layers)  # under these modes
-            signature = Signature.of(inputs, chunks, threads, state)
-            compiled = planner.compile(signature, inputs.tensors, checkpoint)
-        found = tuple(_explained(index, stage, compiled) for index, stage in enumerate(stages))
+            call = replace(call, inputs=_inputs_on(device, call.inputs))
+        compiled = None
+        if planner.backend != "eager" and any(stage.device.type != "cpu" for stage in stages):
+            call.state.update(call.state.layers)  # under these modes
+            compiled = planner.compile(call)
+        fractions = call.saved_fractions
+        found = tuple(_explained(index, stage, compiled, fractions) for index, stage in enumerate(stages))
+        settings = _settings(fractions)
     devices = ", ".join(dict.fromkeys(str(stage.device) for stage in stages))
     assumes = device is not None and not torch.cuda.is_available()
     return Explanation(devices, settings, (_ASSUMED,) if assumes else (), found)
 
 
-def _settings(inputs: Inputs, chunks: int, checkpoint: Checkpoint) -> str:
+def _settings(fractions: Sequence[SavedFraction]) -> str:
     """Returns the precision, the micro-batches and the mode of a call in words."""
     kinds = ("cuda", "cpu")
     autocast = [str(torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
     dtype = f", autocast to {autocast[0].removeprefix('torch.')}" if autocast else ""
-    number = len(inputs.dims.split([x.detach() for x in inputs.tensors], chunks))
-    fractions = checkpoint.saved_fractions(number)
-    recomputed = sum(map(has_recompute, fractions))
+    number, recomputed = len(fractions), sum(map(has_recompute, fractions))
     mode = "" if torch.is_grad_enabled() else ", without gradients"
     if recomputed:
         mode = f", {recomputed} of them recomputed"
     return f"{number} micro-batch{'es' if number > 1 else ''}{mode}{dtype}"
 
 
-def _explained(index: int, stage: Stage, compiled: Compiled | None) -> StageExplanation:
+def _explained(
+    index: int,
+    stage: Stage,
+    compiled: Sequence[Sequence[CompiledStage]] | CompilationFailure | None,
+    fractions: Sequence[SavedFraction],
+) -> StageExplanation:
     if stage.device.type == "cpu":
         return _described(index, stage, _ON_CPU)
     if compiled is None:
         return _described(
             index, stage, "Nothing is fused, because all layers run in Python: backend='eager'."
         )
-    pipelines = compiled.stages
-    if isinstance(pipelines, CompilationFailure):
-        return _described(index, stage, _failure_note(index, stage, pipelines))
-    fractions = Counter(compiled.saved_fractions)
+    if isinstance(compiled, CompilationFailure):
+        return _described(index, stage, _failure_note(index, stage, compiled))
     progress.step("splitting", stage.first_layer, len(stage.layers))
     programs = [
         program
-        for fraction, number in fractions.items()
-        for program in explain_programs(pipelines[0][index], fraction, number)
+        for fraction, number in Counter(fractions).items()
+        for program in explain_programs(compiled[0][index], fraction, number)
     ]
     return _described(index, stage, _why_unfused(stage), programs)
 

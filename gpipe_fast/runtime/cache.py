@@ -30,7 +30,7 @@ class Cache(OrderedDict[_Key, _Value]):
             with contextlib.suppress(RuntimeError):  # changed during the iteration
                 return list(self.items())
 
-    def find(self, key: _Key) -> _Value | None:
+    def lookup(self, key: _Key) -> _Value | None:
         """Returns the entry, or None, and marks the entry as the most recently used."""
         found = self.get(key)
         with contextlib.suppress(KeyError):  # another thread may have evicted the entry

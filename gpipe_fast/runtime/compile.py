@@ -7,6 +7,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
+import torch
+from torch import Tensor
+
 from gpipe_fast.fuse.availability import fusion_of, loader_of, with_user_launches
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.program_template import ProgramTemplates
@@ -18,9 +21,8 @@ from gpipe_fast.runtime.compiled import (
     SegmentKey,
     TracedStage,
 )
-from gpipe_fast.runtime.equal_layers import EqualLayers
+from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
 from gpipe_fast.runtime.footprint import graph_bytes, template_program_bytes
-from gpipe_fast.runtime.joined_strides import joined_strides
 from gpipe_fast.runtime.plan_log import layers_title, log_graph
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
@@ -69,66 +71,51 @@ class Compiler:
         self._limit = limit
         self._max_traces = max_traces
         self._trace_counts: Counter[tuple[Hashable, TorchModes]] = Counter()
-        self._equal_layers = EqualLayers(_MAX_PARTS)
+        self._parts = PartGraphs(_MAX_PARTS)
         self._traces: OrderedDict[Hashable, TracedStage] = OrderedDict()
         self._families: OrderedDict[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = OrderedDict()
         self._compiled: Cache[tuple[SegmentKey, GradientLayouts], CompiledStage] = Cache(4 * limit)
 
     def compile(
-        self, stages: Sequence[Stage], microbatches: Sequence[BoundarySpec]
+        self,
+        stages: Sequence[Stage],
+        microbatches: Sequence[BoundarySpec],
+        layout_history: GradientLayoutHistory | None = None,
+        cat_dim: int = 0,
     ) -> list[list[CompiledStage]] | CompilationFailure:
-        """Compiles all stages for the micro-batches of a mini-batch, under the calling thread's modes.
-
-        Assumes that every boundary gradient arrives in the layout of its boundary activation.
+        """Compiles all stages for each micro-batch of a mini-batch, under the calling thread's modes.
 
         Args:
             stages: the pipeline.
-            microbatches: the inputs of the first stage, each distinct spec once, in order.
+            microbatches: the inputs of the first stage for each micro-batch; only the last may differ.
+            layout_history: the history of gradient layouts; None if every boundary gradient arrives in the
+                layout of its boundary activation.
+            cat_dim: the dimension along which outputs are joined.
         """
         pipelines: list[list[CompiledStage]] = []
-        for inputs in microbatches:
+        for inputs in dict.fromkeys((microbatches[0], microbatches[-1])):
             compiled: list[CompiledStage] = []
             stashed: dict[int, tuple[TensorSpec | None, Stage]] = {}
             for index, stage in enumerate(stages):
-                inputs = inputs.with_skips(
-                    [at_receiver(*stashed.pop(number), stage) for number in stage.pops]
-                )
-                found = self.compiled(stage, SegmentKey.of(stage, inputs, TorchModes.now()))
+                received = _received(compiled[-1], stage) if compiled else inputs
+                skips = [at_receiver(*stashed.pop(number), stage) for number in stage.pops]
+                segment_key = SegmentKey.of(stage, received.with_skips(skips), TorchModes.now())
+                found = self.compiled(stage, segment_key)
                 if isinstance(found, Untraceable):
-                    return CompilationFailure(index, self.blamed(stage, inputs, found))
+                    return CompilationFailure(index, self.blamed(stage, segment_key.input_specs, found))
                 compiled.append(found)
-                inputs, skips = found.outputs.split_skips()
-                stashed.update({n: (spec, stage) for n, spec in zip(stage.stashes, skips, strict=True)})
-                if index + 1 < len(stages):
-                    tensors = tuple(at_receiver(spec, stage, stages[index + 1]) for spec in inputs.tensors)
-                    inputs = replace(inputs, tensors=tensors)
+                _, sent = found.outputs.split_skips()
+                stashed.update({n: (spec, stage) for n, spec in zip(stage.stashes, sent, strict=True)})
             pipelines.append(compiled)
-        return pipelines
-
-    def compile_for_gradients(
-        self,
-        pipelines: Sequence[Sequence[CompiledStage]],
-        layout_history: GradientLayoutHistory,
-        cat_dim: int = 0,
-        num_microbatches: int = 2,
-    ) -> list[list[CompiledStage]] | CompilationFailure:
-        """Compiles pipelines for the latest gradient layouts, or else for the likely ones.
-
-        Args:
-            pipelines: pipelines compiled for gradients in the layouts of their stages' outputs.
-            layout_history: the history of gradient layouts.
-            cat_dim: the dimension along which outputs are joined.
-            num_microbatches: M; only the last micro-batch may differ in shape from the first.
-        """
-        outputs = [compiled[-1].outputs.tensors for compiled in pipelines]
-        joined = joined_strides(outputs, cat_dim, num_microbatches)
-        found: list[list[CompiledStage]] = []
-        for compiled, gradients in zip(pipelines, joined, strict=True):
-            pipeline = self._compile_for_gradients(compiled, gradients, layout_history)
-            if isinstance(pipeline, CompilationFailure):
-                return pipeline
-            found.append(pipeline)
-        return found
+        if layout_history is not None:
+            outputs = [compiled[-1].outputs.tensors for compiled in pipelines]
+            joined = _joined_strides(outputs, cat_dim, len(microbatches))
+            for number, gradients in enumerate(joined):
+                compiled_now = self._compile_for_gradients(pipelines[number], gradients, layout_history)
+                if isinstance(compiled_now, CompilationFailure):
+                    return compiled_now
+                pipelines[number] = compiled_now
+        return [pipelines[0]] * (len(microbatches) - 1) + [pipelines[-1]]
 
     def _compile_for_gradients(
         self,
@@ -149,7 +136,7 @@ class Compiler:
                 }
             )
             known = self.compiled(
-                base.stage, base.segment_key, layout_history.find(base.segment_key) or gradients
+                base.stage, base.segment_key, layout_history.lookup(base.segment_key) or gradients
             )
             if isinstance(known, Untraceable):
                 layer = len(base.stage.layers) - 1 if known.layer is None else known.layer
@@ -176,7 +163,7 @@ class Compiler:
             gradients: the strides of the outputs' gradients; None for the outputs' own strides.
             enforce_limit: whether the limit on traces applies.
         """
-        base = self._compiled.find((segment_key, ()))
+        base = self._compiled.lookup((segment_key, ()))
         if base is None:
             num_traces = self.num_traces
             traced = self.trace(part, segment_key.input_specs, (), enforce_limit)
@@ -185,10 +172,10 @@ class Compiler:
             if self.num_traces > num_traces:
                 # The trace may have revealed more Python state that the layers read.
                 segment_key = SegmentKey.of(part, segment_key.input_specs, segment_key.modes)
-            base = self._compiled.find((segment_key, ())) or CompiledStage(part, segment_key, traced)
+            base = self._compiled.lookup((segment_key, ())) or CompiledStage(part, segment_key, traced)
             self._compiled[segment_key, ()] = base
         gradient_layouts = () if gradients is None else base.gradient_layouts(gradients)
-        found = base if not gradient_layouts else self._compiled.find((segment_key, gradient_layouts))
+        found = base if not gradient_layouts else self._compiled.lookup((segment_key, gradient_layouts))
         if found is None:
             traced = self.trace(part, segment_key.input_specs, gradient_layouts, enforce_limit)
             if isinstance(traced, Untraceable):
@@ -217,7 +204,7 @@ class Compiler:
 
     def _reusable_graphs(self) -> dict[int, JointGraph]:
         families = (graph for family in list(self._families.values()) for graph in family.graphs())
-        return {id(graph): graph for graph in (*families, *self._equal_layers.graphs())}
+        return {id(graph): graph for graph in (*families, *self._parts.graphs())}
 
     def cached(self) -> list[CompiledStage]:
         """Returns the cached compiled stages, the least recently used first."""
@@ -239,7 +226,8 @@ class Compiler:
         Returns:
             Whether there was one.
         """
-        if self._equal_layers.forget_oldest():
+        if self._parts:
+            self._parts.popitem(last=False)
             return True
         used = {stage.segment_key.layers for stage in self.cached()}
         for key in self._families:
@@ -256,8 +244,10 @@ class Compiler:
 
     def find(self, segment_key: SegmentKey, gradients: GradientStrides) -> CompiledStage | None:
         """Returns the cached compiled stage, or None."""
-        base = self._compiled.find((segment_key, ()))
-        return None if base is None else self._compiled.find((segment_key, base.gradient_layouts(gradients)))
+        base = self._compiled.lookup((segment_key, ()))
+        return (
+            None if base is None else self._compiled.lookup((segment_key, base.gradient_layouts(gradients)))
+        )
 
     def blamed(self, stage: Stage, inputs: BoundarySpec, untraceable: Untraceable) -> Untraceable:
         """Returns the reason with a layer: bisects for the untraceable layer if the trace named none."""
@@ -293,7 +283,7 @@ class Compiler:
         known = self._traces.get(key)
         if known is not None and known.serves(stage):
             self._traces.move_to_end(key)
-            log_graph(stage, f"reused the graph of {known.origin}", inputs)
+            log_graph(stage, f"reused the graph of {known.origin}", inputs.tensors)
             return known
         family = self._family(layers, inputs, gradient_layouts, modes)
         num_attempts = family.num_attempts
@@ -303,7 +293,7 @@ class Compiler:
         self.num_traces += family.num_attempts - num_attempts
         if graph is not None:
             self.num_instantiated += 1
-            log_graph(stage, "derived from a template", inputs)
+            log_graph(stage, "derived from a template", inputs.tensors)
         else:
             if (
                 enforce_limit
@@ -312,7 +302,7 @@ class Compiler:
             ):
                 return TooManyTraces(None, f"it was traced {self._max_traces} times for different inputs")
             self.num_traces += 1
-            found = self._equal_layers.trace_stage(stage, inputs, gradient_layouts)
+            found = trace_stage(stage, FakeInputs.of(inputs, absent), gradient_layouts, self._parts)
             if isinstance(found, Untraceable):
                 # The reason may be these inputs, so the attempt does not count for other calls.
                 family.num_attempts = num_attempts
@@ -349,6 +339,13 @@ class Compiler:
         return found
 
 
+def _received(compiled: CompiledStage, receiver: Stage) -> BoundarySpec:
+    """Returns the specs of a stage's outputs at the next stage, without skip tensors."""
+    plain, _ = compiled.outputs.split_skips()
+    tensors = tuple(at_receiver(spec, compiled.stage, receiver) for spec in plain.tensors)
+    return replace(plain, tensors=tensors)
+
+
 @overload
 def at_receiver(spec: TensorSpec, sender: Stage, receiver: Stage) -> TensorSpec: ...
 
@@ -368,3 +365,29 @@ def _skip_tensors(skips: Sequence[int], boundary: BoundarySpec) -> Iterator[tupl
     """Yields, for each skip tensor that is not None, its index in the boundary and its skip's number."""
     tensors = (number for number, is_tensor in zip(skips, boundary.skips, strict=True) if is_tensor)
     return enumerate(tensors, boundary.num_plain)
+
+
+def _joined_strides(outputs: Sequence[tuple[TensorSpec, ...]], dim: int, count: int) -> list[GradientStrides]:
+    """Returns, for each distinct micro-batch, the strides of its slices of the module's joined outputs.
+
+    A loss usually produces gradients in this layout.
+    """
+    found: list[GradientStrides] = [{} for _ in outputs]
+    for index in range(min(len(specs) for specs in outputs)):
+        parts = [specs[index].meta_tensor() for specs in outputs]
+        # A later check raises for outputs that cannot be joined, with their shapes.
+        strides: tuple[int, ...] = ()
+        if all(part.dim() for part in parts) and (dim == 0 or _can_concatenate(parts, dim)):
+            # Unless outputs are joined along dimension 0, the strides depend on the total length.
+            whole = [parts[0]] * ((2 if dim == 0 else count) - len(parts)) + parts
+            strides = torch.cat(whole, dim).stride()
+        for gradients in found:
+            gradients[index] = strides
+    return found
+
+
+def _can_concatenate(parts: Sequence[Tensor], dim: int) -> bool:
+    """Returns whether tensors can be concatenated along a dimension."""
+    if any(not -part.dim() <= dim < part.dim() for part in parts):
+        return False
+    return len({part.narrow(dim, 0, 0).shape for part in parts}) == 1

@@ -86,7 +86,7 @@ class GradientLayoutHistory(Cache[SegmentKey, GradientStrides]):
     def record(self, segment_key: SegmentKey, tangents: Sequence[Tensor | None]) -> GradientStrides:
         """Records the layouts of received gradients, and returns them."""
         gradients = {i: t.stride() for i, t in enumerate(tangents) if t is not None}
-        if self.find(segment_key) != gradients:
+        if self.lookup(segment_key) != gradients:
             self[segment_key] = gradients
             self.num_changes += 1
         return gradients

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,17 @@ from gpipe_fast import progress, switches
 from gpipe_fast.layers.structure import Structure
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.plan_log import layers_title, log_graph
-from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, outputs_of
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes
+from gpipe_fast.trace.capture_layers import key_of_fake
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.join import join
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of, parameters_of
 from gpipe_fast.trace.ports import TracedPorts
-from gpipe_fast.trace.torch_private import Symbols
-from gpipe_fast.trace.trace import SymbolicMode, trace, trace_in_mode, trace_symbolic
+from gpipe_fast.trace.trace import SymbolicMode, TraceMode, trace
 from gpipe_fast.trace.traceability import Untraceable, UsesForeignTensor
 
 # Each trace has a fixed cost: layers with fewer modules are traced together with their neighbours.
 _MIN_MODULES = 4
-
-# The maximum number of kinds of parts that one symbolic trace of a stage keeps.
-_MAX_SYMBOLIC_PARTS = 128
-
-_Boundary = TypeVar("_Boundary")
-Traced = JointGraph | Untraceable
 
 
 def parts_of(stage: Stage) -> list[Stage]:
@@ -90,232 +84,155 @@ def _key_of(layer: Stage) -> Hashable:
     return layer.state_key(TorchModes.now())
 
 
-class _Tracer(Protocol[_Boundary]):
-    """Traces parts of a stage for boundary activations of some kind."""
+class FakeInputs(NamedTuple):
+    """The inputs of layers in a trace.
 
-    def trace(self, part: Stage, inputs: _Boundary, gradient_layouts: GradientLayouts) -> Traced:
-        """Traces a part, or returns the graph of an equal part."""
+    Attributes:
+        mode: the fake mode.
+        tensors: fake tensors of the mode; skip tensors last.
+        structure: how the tensors other than skip tensors are nested.
+        skips: whether each skip connection that the layers pop carries a tensor.
+    """
 
-    def outputs(self, joint: JointGraph) -> _Boundary:
-        """Returns the outputs of a part, as inputs of the next."""
+    mode: TraceMode
+    tensors: Sequence[Tensor]
+    structure: Structure
+    skips: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, inputs: BoundarySpec, is_absent: bool) -> FakeInputs:
+        """Returns the inputs for specs, in a new mode without symbols."""
+        mode = TraceMode(is_absent)
+        tensors = [mode.empty(s.shape, s.strides, s.dtype, s.device, s.requires_grad) for s in inputs.tensors]
+        return cls(mode, tensors, inputs.structure, inputs.skips)
+
+    @classmethod
+    def symbolic(cls, inputs: BoundarySpec, varying: Sequence[Sequence[bool]]) -> FakeInputs:
+        """Returns the inputs for specs, with symbols for the sizes that vary."""
+        mode = SymbolicMode(inputs.examples(), varying)
+        return cls(mode, mode.inputs, inputs.structure, inputs.skips)
+
+    def following(self, joint: JointGraph) -> FakeInputs:
+        """Returns the inputs of the layers after those of a graph, which stash and pop nothing."""
+        nodes, differentiable = joint.of(GraphRole.OUTPUT), joint.differentiable_outputs()
+        values = [nodes[index].meta["val"] for index in range(len(nodes))]
+        tensors = [
+            self.mode.empty(x.shape, x.stride(), x.dtype, x.device, index in differentiable)
+            for index, x in enumerate(values)
+        ]
+        return FakeInputs(self.mode, tensors, joint.structure)
+
+    def key(self) -> Hashable:
+        """Returns a key that is equal for inputs that a trace in the same mode cannot tell apart."""
+        return (self.structure, self.skips, *map(key_of_fake, self.tensors))
 
 
-def _trace_parts(
-    parts: Sequence[Stage], inputs: _Boundary, gradient_layouts: GradientLayouts, tracer: _Tracer[_Boundary]
-) -> Traced:
-    """Traces parts forwards for their inputs, then backwards for the layouts of their gradients."""
+class PartGraphs(Cache[Hashable, tuple[JointGraph, str]]):
+    """The graphs of traced parts, for all parts in the same state, and the layers they were made for."""
+
+    def graphs(self) -> list[JointGraph]:
+        """Returns the graphs."""
+        return [joint for _, (joint, _) in self.entries()]
+
+
+class _PartUntraceable(Exception):
+    """Raised where a part of a stage cannot be traced."""
+
+    def __init__(self, part: Stage, reason: Untraceable) -> None:
+        super().__init__(reason.reason)
+        self._part = part
+        self._reason = reason
+
+    def reason(self, stage: Stage) -> Untraceable:
+        """Returns the reason, with the index of the layer within the stage."""
+        layer = self._reason.layer
+        begin = self._part.first_layer - stage.first_layer
+        return self._reason if layer is None else replace(self._reason, layer=begin + layer)
+
+
+def trace_stage(
+    stage: Stage, inputs: FakeInputs, gradient_layouts: GradientLayouts, known: PartGraphs
+) -> JointGraph | Untraceable:
+    """Traces a stage under the calling thread's modes: equal layers once, if their graphs can be joined.
+
+    Args:
+        stage: the layers to trace.
+        inputs: the stage's inputs.
+        gradient_layouts: the outputs whose gradients arrive in another layout than the output's, or not
+            at all.
+        known: the graphs of parts that are traced already; if sizes are symbols, in the same mode.
+    """
+    parts, layouts = parts_of(stage), gradient_layouts
     joints: list[JointGraph] = []
     boundaries = [inputs]
-    for part in parts:
-        joint = tracer.trace(part, boundaries[-1], ())
-        if isinstance(joint, Untraceable):
-            return _shifted(joint, part.first_layer - parts[0].first_layer)
-        joints.append(joint)
-        boundaries.append(tracer.outputs(joint))
-    if _refer_to_each_other(parts, joints):
-        return Untraceable(None, "a layer uses a buffer of another")
-    for index in reversed(range(len(parts))):
-        if gradient_layouts:
-            joint = tracer.trace(parts[index], boundaries[index], gradient_layouts)
-            if isinstance(joint, Untraceable):
-                return _shifted(joint, parts[index].first_layer - parts[0].first_layer)
-            joints[index] = joint
-        if index:
-            before, after = (TracedPorts.of_graph(joints[i]) for i in (index - 1, index))
-            gradient_layouts = before.gradient_layouts(after.input_gradient_strides())
-    if any(joint.writes_inputs for joint in joints[1:]):
-        return Untraceable(None, "a layer changes the output of another in place")
-    return join(joints, [(len(part.parameters()), len(part.buffers())) for part in parts])
+    try:
+        if len(parts) == 1:
+            return _trace_part(stage, inputs, gradient_layouts, None)
+        for part in parts:
+            joints.append(_trace_part(part, boundaries[-1], (), known))
+            boundaries.append(inputs.following(joints[-1]))
+        for index in reversed(range(len(parts))):
+            if layouts:
+                joints[index] = _trace_part(parts[index], boundaries[index], layouts, known)
+            if index:
+                before, after = (TracedPorts.of_graph(joints[i]) for i in (index - 1, index))
+                layouts = before.gradient_layouts(after.input_gradient_strides())
+    except _PartUntraceable as error:
+        if not _may_be_traced_as_a_whole(error.reason(stage)):
+            return error.reason(stage)
+    else:
+        if not _depend_on_each_other(parts, joints):
+            return join(joints, [(len(part.parameters()), len(part.buffers())) for part in parts])
+    try:
+        return _trace_part(stage, inputs, gradient_layouts, None)
+    except _PartUntraceable as error:
+        return error.reason(stage)
 
 
-def _refer_to_each_other(parts: Sequence[Stage], joints: Iterable[JointGraph]) -> bool:
-    """Returns whether a buffer of one part is a constant in the graph of another, which misses its writes."""
+def _trace_part(
+    part: Stage, inputs: FakeInputs, gradient_layouts: GradientLayouts, known: PartGraphs | None
+) -> JointGraph:
+    """Traces a part of a stage, or returns the graph of an equal part.
+
+    Raises:
+        _PartUntraceable: the part cannot be traced.
+    """
+    modes = TorchModes.now()
+    key = (inputs.key(), gradient_layouts, modes, part.device, part.options.deferred)
+    found = None if known is None else known.lookup((part.state_key(modes), key))
+    if found is not None:
+        log_graph(part, f"reused the graph of {found[1]}")
+        return found[0]
+    log_graph(part, "traced", inputs.tensors)
+    progress.step("tracing", part.first_layer, len(part.layers))
+    context = part.trace_context(inputs.skips)
+    joint = trace(part.layers, inputs.tensors, gradient_layouts, inputs.structure, context, inputs.mode)
+    if isinstance(joint, Untraceable):
+        raise _PartUntraceable(part, joint)
+    if known is not None:
+        known[part.state_key(modes), key] = joint, layers_title(part)  # with the guards of these captures
+    return joint
+
+
+def _depend_on_each_other(parts: Sequence[Stage], joints: Sequence[JointGraph]) -> bool:
+    """Returns whether a part changes the output of another in place, or uses a buffer of another.
+
+    A buffer of another part is a constant in a graph, which would miss its writes.
+    """
     constants = [
         getattr(joint.module, str(node.target))
         for joint in joints
         for node in joint.module.graph.find_nodes(op="get_attr")
     ]
-    return bool(constants) and not _memory_of(constants).isdisjoint(
-        memory for part in parts for memory in _memory_of(buffers_of(part.layers))
-    )
+    memory = set().union(*(_memory_of(buffers_of(part.layers)) for part in parts)) if constants else set()
+    writes_inputs = any(joint.writes_inputs for joint in joints[1:])
+    return writes_inputs or not _memory_of(constants).isdisjoint(memory)
 
 
-def _shifted(untraceable: Untraceable, num_layers: int) -> Untraceable:
-    if untraceable.layer is None:
-        return untraceable
-    return replace(untraceable, layer=untraceable.layer + num_layers)
-
-
-class _KnownParts:
-    """The graphs of traced parts, for all parts in the same state."""
-
-    def __init__(self, limit: int) -> None:
-        self._known: Cache[Hashable, tuple[JointGraph, str]] = Cache(limit)
-
-    def find(self, part: Stage, key: Hashable, trace_part: Callable[[], Traced]) -> Traced:
-        """Returns the graph of an equal part under the same key, or traces the part."""
-        modes = TorchModes.now()
-        known = self._known.find((part.state_key(modes), key))
-        if known is not None:
-            joint, origin = known
-            log_graph(part, f"reused the graph of {origin}")
-            return joint
-        found = trace_part()
-        if isinstance(found, JointGraph):
-            # With the guards of these captures.
-            self._known[part.state_key(modes), key] = found, layers_title(part)
-        return found
-
-    def graphs(self) -> list[JointGraph]:
-        """Returns the graphs."""
-        return [joint for _, (joint, _) in self._known.entries()]
-
-    def forget_oldest(self) -> bool:
-        """Removes the least recently used kind of parts; returns whether there was one."""
-        if not self._known:
-            return False
-        self._known.popitem(last=False)
-        return True
-
-
-class EqualLayers:
-    """Traces stages; keeps the graphs of their parts for other stages, and for other gradient layouts."""
-
-    def __init__(self, limit: int) -> None:
-        """Makes a tracer that keeps the graphs of at most `limit` kinds of parts."""
-        self._known = _KnownParts(limit)
-        self.graphs = self._known.graphs
-        self.forget_oldest = self._known.forget_oldest
-
-    def trace_stage(self, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Traced:
-        """Traces a stage under the calling thread's modes.
-
-        Args:
-            stage: the layers to trace.
-            inputs: the specs of the stage's inputs.
-            gradient_layouts: the outputs whose gradients arrive in another layout than the output's, or not
-                at all.
-        """
-        parts = parts_of(stage)
-        if len(parts) > 1:
-            found = _trace_parts(parts, inputs, gradient_layouts, self)
-            if not _may_be_joined_only(found):
-                return found
-        return _trace_part(stage, inputs, gradient_layouts)
-
-    def trace(self, part: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Traced:
-        """Traces a part of a stage, or returns the graph of an equal part."""
-        key = (inputs, gradient_layouts, TorchModes.now(), part.device, part.options.deferred)
-        return self._known.find(part, key, lambda: _trace_part(part, inputs, gradient_layouts))
-
-    def outputs(self, joint: JointGraph) -> BoundarySpec:
-        """Returns the specs of a part's outputs."""
-        return outputs_of(TracedPorts.of_graph(joint))
-
-
-def _trace_part(part: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Traced:
-    log_graph(part, "traced", inputs)
-    progress.step("tracing", part.first_layer, len(part.layers))
-    return trace(
-        part.layers,
-        inputs.examples(part.options.is_absent),
-        gradient_layouts,
-        inputs.structure,
-        part.trace_context(inputs),
-    )
-
-
-def _may_be_joined_only(found: Traced) -> bool:
+def _may_be_traced_as_a_whole(reason: Untraceable) -> bool:
     """Returns whether the layers may be traceable as a whole, though not in parts.
 
     Between layers of a whole, values may pass that no stage could pass on, and a layer may change another's
     output in place, or refer to another's parameters and buffers.
     """
-    if isinstance(found, UsesForeignTensor):
-        return True
-    return isinstance(found, Untraceable) and (found.error is TypeError or found.layer is None)
-
-
-@dataclass(frozen=True)
-class _SymbolicBoundary:
-    """Boundary activations with symbols for sizes."""
-
-    tensors: tuple[Tensor, ...]
-    structure: Structure
-
-    def key(self) -> Hashable:
-        """Returns a key that is equal for tensors that a trace cannot tell apart."""
-        return (self.structure, *map(_symbolic_key, self.tensors))
-
-
-def _symbolic_key(tensor: Tensor) -> Hashable:
-    def expressions(sizes: Sequence[int | torch.SymInt]) -> tuple[Hashable, ...]:
-        return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
-
-    sizes, strides = expressions(tensor.shape), expressions(tensor.stride())
-    return sizes, strides, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-class _SymbolicTracer:
-    """Traces the parts of one stage with the same symbols."""
-
-    def __init__(self, mode: SymbolicMode) -> None:
-        self._mode = mode
-        self._known = _KnownParts(_MAX_SYMBOLIC_PARTS)
-
-    def trace(self, part: Stage, inputs: _SymbolicBoundary, gradient_layouts: GradientLayouts) -> Traced:
-        """Traces a part of the stage, or returns the graph of an equal part."""
-        context = part.trace_context(BoundarySpec(()))
-
-        def trace_part() -> Traced:
-            progress.step("tracing", part.first_layer, len(part.layers))
-            return trace_in_mode(
-                part.layers, inputs.tensors, gradient_layouts, inputs.structure, context, self._mode
-            )
-
-        return self._known.find(part, (inputs.key(), gradient_layouts), trace_part)
-
-    def outputs(self, joint: JointGraph) -> _SymbolicBoundary:
-        """Returns fake tensors like a part's outputs."""
-        nodes, differentiable = joint.of(GraphRole.OUTPUT), joint.differentiable_outputs()
-        tensors: list[Tensor] = []
-        for index in range(len(nodes)):
-            value = nodes[index].meta["val"]
-            with self._mode.mode:
-                like = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=value.device
-                )
-            tensors.append(like.requires_grad_(index in differentiable))
-        return _SymbolicBoundary(tuple(tensors), joint.structure)
-
-
-def trace_stage_symbolic(
-    stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts, varying: Sequence[Sequence[bool]]
-) -> tuple[JointGraph, Symbols] | None:
-    """Traces a stage with symbols for sizes; equal layers once.
-
-    Args:
-        stage: the layers to trace.
-        inputs: the specs of the stage's inputs.
-        gradient_layouts: as for `EqualLayers.trace_stage`.
-        varying: for each size of each input, whether it is a symbol.
-
-    Returns:
-        The graph and its symbols; None if the stage cannot be traced, or if a size depends on data.
-    """
-    parts = parts_of(stage)
-    if len(parts) > 1:
-        mode = SymbolicMode(inputs.examples(), varying)
-        boundary = _SymbolicBoundary(tuple(mode.inputs), inputs.structure)
-        joint = _trace_parts(parts, boundary, gradient_layouts, _SymbolicTracer(mode))
-        symbols = mode.symbols()
-        if symbols is not None and isinstance(joint, JointGraph):
-            return joint, symbols
-    return trace_symbolic(
-        stage.layers,
-        inputs.examples(),
-        gradient_layouts,
-        inputs.structure,
-        stage.trace_context(inputs),
-        varying,
-    )
+    return isinstance(reason, UsesForeignTensor) or reason.error is TypeError or reason.layer is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
@@ -13,7 +15,7 @@ from gpipe_fast import _extension
 from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.batchnorm import Statistics, statistics_indices
 from gpipe_fast.layers.layer_title import layer_title
-from gpipe_fast.layers.structure import BatchDims
+from gpipe_fast.layers.structure import BatchDims, Structure
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of
@@ -46,16 +48,26 @@ class PlannedCall:
         native: the plan that the C++ pipeline runs.
         schedule: the schedule of its actions.
         draws: whether any operator draws random numbers; None if known only at run time.
-        stage_outputs: the stages' outputs for the first micro-batch, and for the last, which alone may
-            differ; None if known only at run time.
+        compiled: the compiled stages for the first micro-batch, and for the last; None if not compiled.
         obstacle: why the plan is valid for one call only; empty if it is not.
     """
 
     native: _extension.Plan
     schedule: Schedule
     draws: bool | None
-    stage_outputs: Sequence[Sequence[StageOutputs]] | None
+    compiled: Sequence[Sequence[CompiledStage]] | None
     obstacle: str = ""
+
+    @property
+    def stage_outputs(self) -> list[list[StageOutputs]] | None:
+        """The stages' outputs for the first and for the last micro-batch; None if known only at run time."""
+        if self.compiled is None:
+            return None
+        return [[StageOutputs.from_compiled(stage) for stage in pipeline] for pipeline in self.compiled]
+
+    def compiled_stages(self) -> list[CompiledStage]:
+        """Returns the compiled stages of all micro-batches, each once."""
+        return list(dict.fromkeys(stage for pipeline in self.compiled or () for stage in pipeline))
 
 
 # By skip connection, the stashed tensor or None, and whether the tensor needs a gradient.
@@ -74,38 +86,39 @@ class SegmentFinder(Protocol):
         """Returns a segment, which recomputes everything, for gradients that `origin`'s segment rejects."""
 
 
-CheckOutputs = Callable[[Sequence[_extension.Boundary]], None]
-
-
 def make_plan(
     stages: Sequence[Stage],
     finders: Sequence[SegmentFinder],
-    inputs: BoundarySpec,
+    microbatches: Sequence[BoundarySpec],
     saved_fractions: Sequence[SavedFraction],
     num_threads: int,
     dims: BatchDims,
     known: Sequence[Sequence[CompiledStage]] | None,
-    check_outputs: CheckOutputs | None = None,
 ) -> PlannedCall:
     """Makes the plan of a mini-batch.
 
     Args:
         stages: the stages of the pipeline.
         finders: the segment finder of each stage.
-        inputs: the specs of the first stage's inputs.
+        microbatches: for each micro-batch, the specs of the first stage's inputs; only the last may differ.
         saved_fractions: for each micro-batch, the fraction of activations that it saves.
         num_threads: intra-op threads of each stage; the count that the stages were compiled with.
         dims: the dimensions along which inputs are split and outputs are concatenated.
         known: the compiled stages of each micro-batch; None if the boundary tensors between stages are known
             only at run time.
-        check_outputs: raises unless the micro-batches' outputs can be concatenated; None if already checked.
 
     Raises:
-        RuntimeError: a stage that is not lowered shares a parameter with a stage on another device.
+        TypeError: the last layer returns no tensor.
+        RuntimeError: the outputs of micro-batches cannot be concatenated; or a stage that is not lowered
+            shares a parameter with a stage on another device.
         ValueError: two stages share a buffer, and one of them could write it.
     """
+    inputs, lengths = microbatches[0], [_num_samples(dims, each) for each in microbatches]
     if known is None:
         _check_no_replicas(stages)
+    else:
+        outputs = [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in known]
+        _check_outputs(outputs, dims.outputs, lengths)
     _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
     training = _needs_backward(stages, inputs, known)
     schedule, forward, backward = _schedule_parts(len(stages), saved_fractions, training)
@@ -123,14 +136,18 @@ def make_plan(
         inputs=form_of(inputs),
         split_dims=dims.inputs,
         cat_dim=dims.outputs,
-        check_outputs=check_outputs,
+        check_outputs=None if known is not None else partial(_check_boundaries, dims.outputs, lengths),
     )
     if known is None:
         return PlannedCall(native, schedule, None, None)
-    stage_outputs = [
-        [StageOutputs.from_compiled(stage) for stage in pipeline] for pipeline in (known[0], known[-1])
-    ]
-    return PlannedCall(native, schedule, any(stage.draws() for stage in known[0]), stage_outputs)
+    draws = any(stage.draws() for stage in known[0])
+    return PlannedCall(native, schedule, draws, (known[0], known[-1]))
+
+
+def _num_samples(dims: BatchDims, microbatch: BoundarySpec) -> int:
+    """Returns the number of samples of a micro-batch."""
+    specs = zip(microbatch.tensors, dims.inputs, strict=True)
+    return next(spec.shape[dim] for spec, dim in specs if dim is not None)
 
 
 def _chains(
@@ -291,3 +308,48 @@ def _extension_actions(schedule: Schedule) -> _extension.Actions:
     return _extension.Actions(
         [[(a.kind.value, a.microbatch, ranks[a]) for a in stage] for stage in schedule.stages], schedule.slots
     )
+
+
+def _check_boundaries(dim: int, lengths: Sequence[int], microbatches: Sequence[_extension.Boundary]) -> None:
+    """Checks that the outputs of a run can be concatenated, as `_check_outputs` does."""
+    _check_outputs([(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches], dim, lengths)
+
+
+def _check_outputs(
+    microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]], dim: int, lengths: Sequence[int]
+) -> None:
+    """Checks that outputs can be concatenated along ``dim``; ``lengths`` are the micro-batches' samples."""
+    structure, shapes = microbatches[0]
+    for other, _ in microbatches:
+        if other != structure:
+            raise RuntimeError(
+                "the last layer's return value differs between micro-batches in more than its tensors: "
+                f"{structure} and {other}; return equal constants and the same nesting for every micro-batch"
+            )
+    if not shapes:
+        value = structure.build([])
+        raise TypeError(
+            f"expected Tensor, but the last layer returned {reprlib.repr(value)} of type "
+            f"{type(value).__name__}, which contains no tensor to concatenate; return a tensor, or tuples, "
+            "lists and dicts of tensors, which may also contain None, bools, numbers and strings"
+        )
+    for index, shape in enumerate(shapes):
+        if not len(shape):
+            raise RuntimeError(
+                f"output {index} of the last layer is 0-dimensional, so the micro-batches' outputs cannot be "
+                f"concatenated; return a tensor whose {'first ' if dim == 0 else ''}dimension "
+                f"{'' if dim == 0 else f'{dim} '}is the batch"
+            )
+    if dim != 0:  # along dimension 0, an output's length may differ from its input's, as in a loop
+        for (_, each), length in zip(microbatches, lengths, strict=True):
+            for index, shape in enumerate(each):
+                _check_batched(index, shape, dim, length)
+
+
+def _check_batched(index: int, shape: Sequence[int], dim: int, length: int) -> None:
+    if not -len(shape) <= dim < len(shape) or shape[dim] != length:
+        raise RuntimeError(
+            f"output {index} of the last layer has shape {list(shape)} for a micro-batch of {length}, so its "
+            f"batch is not in dimension {dim}, along which outputs are concatenated (batch_dim); return "
+            "a tensor whose batch is in that dimension"
+        )

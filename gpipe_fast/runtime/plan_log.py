@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from gpipe_fast.runtime.stage import BoundarySpec, Stage
+from gpipe_fast.runtime.stage import Stage, TensorSpec
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 _log = logging.getLogger("gpipe_fast")
 
 
-def log_graph(part: Stage, found: str, inputs: BoundarySpec | None = None) -> None:
+def log_graph(part: Stage, found: str, inputs: Sequence[TensorSpec | AnyTensor] | None = None) -> None:
     """Logs at level ``DEBUG`` how the graph of layers was found, and for inputs of which shapes."""
     if _log.isEnabledFor(logging.DEBUG):
-        shapes = "" if inputs is None else f", for {', '.join(str(list(s.shape)) for s in inputs.tensors)}"
+        shapes = "" if inputs is None else f", for {', '.join(str(list(x.shape)) for x in inputs)}"
         _log.debug("%s: %s%s", layers_title(part), found, shapes)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,17 @@ from gpipe_fast.layers.structure import BatchDims, Inputs, Structure
 from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
-from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory
-from gpipe_fast.runtime.eviction import Eviction
+from gpipe_fast.runtime.compiled import (
+    CACHE_LIMIT,
+    CompiledStage,
+    GradientLayoutHistory,
+    GradientStrides,
+)
+from gpipe_fast.runtime.eviction import Eviction, KnownPlan
 from gpipe_fast.runtime.footprint import limit_bytes
 from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.module_warnings import ModuleWarnings
-from gpipe_fast.runtime.output_checks import check_boundaries, check_outputs
-from gpipe_fast.runtime.plan import CheckOutputs, PlannedCall, check_placed, make_plan
+from gpipe_fast.runtime.plan import PlannedCall, check_placed, make_plan
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, intra_op_threads
 from gpipe_fast.runtime.state import ModuleState
@@ -32,8 +35,49 @@ from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.traceability import check_initialized
 
-# The maximum number of signatures whose programs a module caches.
-_MAX_SIGNATURES = 32
+# The maximum number of plans that a module caches.
+_MAX_PLANS = 32
+
+
+_BUSY = "another thread runs layers of the model; wait until its call has ended"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call to make a plan for.
+
+    Attributes:
+        inputs: the module's inputs; only their metadata is read.
+        chunks: the maximum number of micro-batches.
+        threads: intra-op threads of each stage.
+        checkpoint: the fraction of activations that micro-batches save.
+        state: the state of the layers.
+    """
+
+    inputs: Inputs
+    chunks: int
+    threads: int
+    checkpoint: Checkpoint
+    state: ModuleState
+
+    def key(self) -> _Key:
+        """Returns the cache key of the call's plan under the calling thread's modes."""
+        inputs, state = self.inputs, self.state
+        boundary = _boundary(inputs.tensors, inputs.tensors, inputs.structure)
+        signature = Signature(boundary, inputs.dims, self.chunks, self.threads, state.modes, state.key)
+        return signature, self.checkpoint
+
+    @functools.cached_property
+    def microbatches(self) -> list[BoundarySpec]:
+        """For each micro-batch, the specs of the first stage's inputs."""
+        tensors, structure, dims = self.inputs
+        parts = dims.split([x.detach() for x in tensors], self.chunks)
+        return [_boundary(part, tensors, structure) for part in parts]
+
+    @property
+    def saved_fractions(self) -> list[SavedFraction]:
+        """For each micro-batch, the fraction of activations that it saves."""
+        return self.checkpoint.saved_fractions(len(self.microbatches))
 
 
 @dataclass(frozen=True)
@@ -56,49 +100,9 @@ class Signature:
     modes: TorchModes
     layers: StateKey
 
-    @classmethod
-    def of(cls, inputs: Inputs, chunks: int, threads: int, state: ModuleState) -> Signature:
-        """Returns the signature of a call under the calling thread's modes."""
-        boundary = _boundary(inputs.tensors, inputs.tensors, inputs.structure)
-        return cls(boundary, inputs.dims, chunks, threads, state.modes, state.key)
 
-
-@dataclass(frozen=True)
-class _Call:
-    """A call to make a plan for.
-
-    Attributes:
-        signature: the call's signature.
-        microbatches: for each micro-batch, the specs of the first stage's inputs.
-        saved_fractions: for each micro-batch, the fraction of activations that it saves.
-    """
-
-    signature: Signature
-    microbatches: Sequence[BoundarySpec]
-    saved_fractions: Sequence[SavedFraction]
-
-    @classmethod
-    def of(cls, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> _Call:
-        parts = signature.dims.split([x.detach() for x in inputs], signature.chunks)
-        microbatches = [_boundary(tensors, inputs, signature.inputs.structure) for tensors in parts]
-        return cls(signature, microbatches, checkpoint.saved_fractions(len(microbatches)))
-
-    def output_check(self) -> CheckOutputs:
-        """Returns a function that raises unless the micro-batches' outputs can be concatenated."""
-        dims = self.signature.dims
-        lengths = [_num_samples(dims, boundary) for boundary in self.microbatches]
-        return functools.partial(check_boundaries, dim=dims.outputs, lengths=lengths)
-
-
-class Compiled(NamedTuple):
-    """The compiled stages of a call, by micro-batch, or the failure; and what each micro-batch saves."""
-
-    stages: list[list[CompiledStage]] | CompilationFailure
-    saved_fractions: Sequence[SavedFraction]
-
-
-# A plan's cache key: the call, and the latest gradient layouts at the compiled stages, if known.
-_Key = tuple[Signature, Checkpoint, tuple[Hashable, ...]]
+# A plan's cache key.
+_Key = tuple[Signature, Checkpoint]
 
 
 class Planner:
@@ -134,26 +138,18 @@ class Planner:
             Segments(stage, f"stage {i}", shared, functools.partial(self.module_warnings.add, i, stage), lock)
             for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
-        # By signature, the compiled stages of the first micro-batch, and of the last if its shape differs.
-        self._compiled: Cache[Signature, list[list[CompiledStage]]] = Cache(_MAX_SIGNATURES)
-        self._plans: Cache[_Key, PlannedCall] = Cache(_MAX_SIGNATURES)
+        self._plans: Cache[_Key, KnownPlan] = Cache(_MAX_PLANS)
         self.eviction = Eviction(
             limit_bytes(p for stage in stages for p in parameters_of(stage.layers)),
             self._plans,
-            self._compiled,
             self._compiler,
             self._segments,
         )
         # The latest call and its plan, because comparing one key is cheaper than hashing it.
-        self._latest_call: tuple[Signature, Checkpoint, int, PlannedCall] | None = None
+        self._latest: tuple[_Key, KnownPlan] | None = None
 
-    def plan(self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> PlannedCall:
+    def plan(self, call: Call) -> PlannedCall:
         """Returns the plan for a call, from the cache or newly made.
-
-        Args:
-            signature: the call's signature.
-            inputs: the module's inputs; only their metadata is read.
-            checkpoint: the fraction of activations that micro-batches save.
 
         Raises:
             TypeError: the last layer returns no tensor; or, under ``backend='aten'``, a stage returns a value
@@ -162,100 +158,87 @@ class Planner:
                 the reason.
         """
         if self._lowering_pending.is_set():
-            self._lowering_pending.clear()
-            with collected():
-                for segments in self._segments:
-                    segments.lower_requested()
-                self.eviction.run(signature)
-        num_changes = self._layout_history.num_changes
-        if self._latest_call is not None and self._latest_call[:3] == (signature, checkpoint, num_changes):
-            self.latest = self._latest_call[3]
-            return self.latest
-        plan = self._plans.find(self._key(signature, checkpoint))
-        if plan is None:
-            plan, is_cacheable = self._make(signature, inputs, checkpoint)
-            self.latest = plan
-            if not is_cacheable:
+            self._lower_requested()
+        key, latest = call.key(), self._latest
+        known = latest[1] if latest is not None and latest[0] == key else self._plans.lookup(key)
+        if known is None or not self._is_current(known):
+            self.latest = plan = self._make(call)
+            if plan.obstacle:
                 return plan
-            self._plans[self._key(signature, checkpoint)] = plan
-            self.eviction.run(signature)
-        self.latest = plan
-        self._latest_call = (signature, checkpoint, num_changes, plan)
-        return plan
+            known = KnownPlan(plan, self._layouts(plan), self._layout_history.num_changes)
+            call.state.update(call.state.layers)  # captures have added guards
+            key = call.key()
+            self._plans[key] = known
+            self.eviction.run(plan)
+        self.latest, self._latest = known.plan, (key, known)
+        return known.plan
 
-    def move_signature(self, before: Signature, now: Signature) -> None:
-        """Moves cache entries to a call's new signature, after captures have added guards."""
-        compiled = self._compiled.pop(before, None)
-        if compiled is not None:
-            self._compiled[now] = compiled
-            self.eviction.move(before, now)
-        for key in [key for key in self._plans if key[0] == before]:
-            self._plans[(now, *key[1:])] = self._plans.pop(key)
-        self._latest_call = None
+    def _is_current(self, known: KnownPlan) -> bool:
+        """Returns whether gradients still arrive in the layouts that a plan was made for."""
+        num_changes = self._layout_history.num_changes
+        if known.num_changes != num_changes:
+            if self._layouts(known.plan) != known.layouts:
+                return False
+            known.num_changes = num_changes
+        return True
 
-    def _key(self, signature: Signature, checkpoint: Checkpoint) -> _Key:
-        """Returns the cache key of a plan; it includes gradient layouts if the stages are compiled."""
-        layouts = [
-            None if (found := self._layout_history.get(stage.segment_key)) is None else tuple(found.items())
-            for compiled in self._compiled.get(signature, ())
-            for stage in compiled
-        ]
-        return (signature, checkpoint, tuple(layouts))
+    def _layouts(self, plan: PlannedCall) -> list[GradientStrides | None]:
+        return [self._layout_history.get(stage.segment_key) for stage in plan.compiled_stages()]
 
-    def _make(
-        self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint
-    ) -> tuple[PlannedCall, bool]:
-        """Makes a plan, and returns whether to cache it.
+    def _lower_requested(self) -> None:
+        """Lowers the runs of layers that ran in Python because their inputs were new."""
+        self._lowering_pending.clear()
+        with collected():
+            for segments in self._segments:
+                segments.lower_requested()
+            self.eviction.run(self.latest)
+
+    def _make(self, call: Call) -> PlannedCall:
+        """Makes a plan: traces the stages to joint graphs, and splits, fuses and lowers these to programs.
 
         A plan is valid for one call only if another thread is running layers, because no layer is traced
         then, or if a trace failed: the reason may be the call's inputs, for which the layer then raises.
         """
         check_placed(self.stages)
-        call = _Call.of(signature, inputs, checkpoint)
         if self.backend == "eager":
-            return self._make_dynamic_plan(call, all_in_python=True), True
+            return self._make_dynamic(call, all_in_python=True)
         with contextlib.ExitStack() as held:
             idle = all(segments.try_lock(held) for segments in self._segments)
             if self.module_warnings.in_python or not idle:
-                busy = (
-                    "" if idle else "another thread runs layers of the model; wait until its call has ended"
-                )
-                return replace(self._make_dynamic_plan(call), obstacle=busy), idle
+                return replace(self._make_dynamic(call), obstacle="" if idle else _BUSY)
             # Only here are graphs made: a plan for one call, while other threads run layers, stays cheap.
-            with collected(), intra_op_threads(signature.threads), self._progress():
-                known = self._compile(call)
-                if isinstance(known, CompilationFailure):
-                    reason = _failure_message(known, self.stages)
-                    return replace(self._make_dynamic_plan(call, failure=known), obstacle=reason), False
-                plan = self._make_plan(call, self._searches(call), known)
-                stages = [stage for pipeline in known for stage in pipeline]
-                for stage in stages:
+            with collected(), intra_op_threads(call.threads), self._progress():
+                compiled = self._compiler.compile(
+                    self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
+                )
+                if isinstance(compiled, CompilationFailure):
+                    self._raise_if_fatal(compiled)
+                    obstacle = _failure_message(compiled, self.stages)
+                    return replace(self._make_dynamic(call, failure=compiled), obstacle=obstacle)
+                plan = self._make_plan(call, self._searches(call), compiled)
+                self.module_warnings.add_unfused(_unfused_layers(compiled[0]))
+                for stage in plan.compiled_stages():
                     stage.traced.drop_graph()
-                self.eviction.record(signature, stages)
                 for own in self.stages:
                     own.arena.release_cached()  # the cached blocks have the sizes of other plans
-                return plan, True
+                return plan
 
-    def compile(self, signature: Signature, inputs: Sequence[Tensor], checkpoint: Checkpoint) -> Compiled:
+    def compile(self, call: Call) -> list[list[CompiledStage]] | CompilationFailure:
         """Returns the compiled stages of a call without a plan; a plan for the call has the same stages.
-
-        Args:
-            signature: the call's signature.
-            inputs: the module's inputs; only their metadata is read.
-            checkpoint: the fraction of activations that micro-batches save.
 
         Raises:
             RuntimeError: another thread is running layers; or as for `plan`.
         """
-        call = _Call.of(signature, inputs, checkpoint)
         with contextlib.ExitStack() as held:
             if not all(segments.try_lock(held) for segments in self._segments):
-                raise RuntimeError(
-                    "layers cannot be traced while another thread runs layers of the model; wait until its "
-                    "call has ended"
+                raise RuntimeError(f"layers cannot be traced: {_BUSY}")
+            with intra_op_threads(call.threads), self._progress():
+                found = self._compiler.compile(
+                    self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
                 )
-            with intra_op_threads(signature.threads), self._progress():
-                return Compiled(self._compile(call), call.saved_fractions)
+                if isinstance(found, CompilationFailure):
+                    self._raise_if_fatal(found)
+                return found
 
     def lowered(self) -> list[CompiledStage]:
         """Returns the stages, and parts of stages, that are lowered for some call, by their first layer."""
@@ -265,48 +248,17 @@ class Planner:
         """Shows the work of a first call, if it takes long."""
         return progress.first_call([len(stage.layers) for stage in self.stages])
 
-    def _compile(self, call: _Call) -> list[list[CompiledStage]] | CompilationFailure:
-        """Returns the compiled stages of each micro-batch, for the latest gradient layouts.
-
-        Raises:
-            RuntimeError: a stage cannot be compiled, and its layers may not run in Python instead.
-        """
-        compiled = self._compiled.find(call.signature)
-        found: list[list[CompiledStage]] | CompilationFailure
-        if compiled is None:
-            distinct = list(dict.fromkeys((call.microbatches[0], call.microbatches[-1])))
-            found = self._compiler.compile(self.stages, distinct)
-            if isinstance(found, CompilationFailure):
-                return self._return_or_raise(found)
-            check_outputs(
-                [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in found],
-                call.signature.dims.outputs,
-                [_num_samples(call.signature.dims, boundary) for boundary in distinct],
-            )
-            compiled = self._compiled[call.signature] = found
-            self.module_warnings.add_unfused(_unfused_layers(found[0]))
-        dim, number = call.signature.dims.outputs, len(call.microbatches)
-        found = self._compiler.compile_for_gradients(compiled, self._layout_history, dim, number)
-        if isinstance(found, CompilationFailure):
-            return self._return_or_raise(found)
-        return [found[0]] * (len(call.microbatches) - 1) + [found[-1]]
-
     def _make_plan(
-        self, call: _Call, searches: Sequence[SegmentSearch], known: Sequence[Sequence[CompiledStage]] | None
+        self,
+        call: Call,
+        searches: Sequence[SegmentSearch],
+        compiled: Sequence[Sequence[CompiledStage]] | None,
     ) -> PlannedCall:
-        return make_plan(
-            self.stages,
-            searches,
-            call.microbatches[0],
-            call.saved_fractions,
-            call.signature.threads,
-            call.signature.dims,
-            known,
-            None if known is not None else call.output_check(),
-        )
+        dims, fractions = call.inputs.dims, call.saved_fractions
+        return make_plan(self.stages, searches, call.microbatches, fractions, call.threads, dims, compiled)
 
-    def _make_dynamic_plan(
-        self, call: _Call, all_in_python: bool = False, failure: CompilationFailure | None = None
+    def _make_dynamic(
+        self, call: Call, all_in_python: bool = False, failure: CompilationFailure | None = None
     ) -> PlannedCall:
         """Makes a plan whose chains are found at run time, because boundary tensors are unknown before."""
         for index, stage in enumerate(self.stages):
@@ -324,22 +276,21 @@ class Planner:
                 searches[index] = replace(searches[index], suspects={reason.layer: reason.reason})
         return self._make_plan(call, searches, None)
 
-    def _searches(self, call: _Call, all_in_python: bool = False) -> list[SegmentSearch]:
+    def _searches(self, call: Call, all_in_python: bool = False) -> list[SegmentSearch]:
         # Programs are lowered for the intra-op thread count of the stages' workers.
-        modes = call.signature.modes._replace(num_threads=call.signature.threads)
+        modes = call.state.modes._replace(num_threads=call.threads)
         return [
             SegmentSearch(segments, modes, call.saved_fractions, all_in_python) for segments in self._segments
         ]
 
-    def _return_or_raise(self, failure: CompilationFailure) -> CompilationFailure:
-        """Returns the failure, or raises it if no layer may run in Python instead."""
+    def _raise_if_fatal(self, failure: CompilationFailure) -> None:
+        """Raises the failure if no layer may run in Python instead."""
         reason = failure.untraceable
         if self.backend == "aten" or reason.is_fatal:
             text = _failure_message(failure, self.stages)
             if not reason.is_fatal and reason.error is RuntimeError:
                 text += "; pass backend='auto' to GPipe to run the layer in Python"
             raise reason.error(text)
-        return failure
 
 
 def _boundary(tensors: Sequence[Tensor], originals: Sequence[Tensor], structure: Structure) -> BoundarySpec:
@@ -356,12 +307,6 @@ def _unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
         for index, each in enumerate(compiled)
         for layer in each.traced.ports.unfused_layers
     ]
-
-
-def _num_samples(dims: BatchDims, microbatch: BoundarySpec) -> int:
-    """Returns the number of samples of a micro-batch."""
-    specs = zip(microbatch.tensors, dims.inputs, strict=True)
-    return next(spec.shape[dim] for spec, dim in specs if dim is not None)
 
 
 def _failure_message(failure: CompilationFailure, stages: Sequence[Stage]) -> str:

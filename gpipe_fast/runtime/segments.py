@@ -147,7 +147,7 @@ class Segments:
         if input_specs is None:
             return self.run_in_python(layer, layer + 1, saved_fraction, modes)
         segment_key = SegmentKey.of(part, input_specs, modes)
-        found = self._lowered.find((segment_key, saved_fraction))
+        found = self._lowered.lookup((segment_key, saved_fraction))
         return self.run_in_python(layer, end, saved_fraction, modes, segment_key) if found is None else found
 
     def try_lock(self, held: contextlib.ExitStack) -> bool:
@@ -186,7 +186,7 @@ class Segments:
         """Lowers a run of layers, or reports its untraceable layer, where the next search splits the run."""
         with _with_modes(segment_key.modes), progress.first_call([len(part.layers)], part.first_layer):
             compiler = self._shared.compiler
-            found = compiler.compiled(part, segment_key, self._shared.layout_history.find(segment_key))
+            found = compiler.compiled(part, segment_key, self._shared.layout_history.lookup(segment_key))
             if isinstance(found, CompiledStage):
                 self._lowered[found.segment_key, saved_fraction] = found.segment(saved_fraction)
                 found.traced.drop_graph()
@@ -265,7 +265,7 @@ class Segments:
         parameters, buffers = part.parameters(), part.buffers()
         tensors = tuple(parameters), tuple(buffers)
         key = (begin, end, saved_fraction, modes, tensors, segment_key, reason, on_success)
-        found = self._python_segments.find(key)
+        found = self._python_segments.lookup(key)
         if found is not None:
             return found
         shared, on_tangents = self._shared, None

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from gpipe_fast import progress, switches
-from gpipe_fast.runtime.equal_layers import trace_stage_symbolic
+from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
 from gpipe_fast.runtime.plan_log import log_graph
 from gpipe_fast.runtime.stage import BoundarySpec, Stage
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Instance, Template, TraceSample, equal
+from gpipe_fast.trace.traceability import Untraceable
 
 # The number of traces that a template must reproduce.
 _NUM_SAMPLES = 2
 # The maximum number of symbolic traces for stages that differ only in sizes.
 _MAX_TEMPLATE_ATTEMPTS = 3
+# The maximum number of kinds of equal layers in a symbolic trace whose graphs are kept meanwhile.
+_MAX_PARTS = 128
 
 
 @dataclass
@@ -68,17 +71,15 @@ class ShapeFamily:
             or min(sizes, default=0) < 2
         ):
             return None
-        self.num_attempts += 1
         progress.step("tracing", stage.first_layer, len(stage.layers))
         log_graph(stage, "traced with symbols for sizes, as a template")
-        try:
-            found = trace_stage_symbolic(stage, inputs, gradient_layouts, varying)
-        except BaseException:  # Ctrl-C is no failed attempt
-            self.num_attempts -= 1
-            raise
-        if found is None:
+        fakes = FakeInputs.symbolic(inputs, varying)
+        joint = trace_stage(stage, fakes, gradient_layouts, PartGraphs(_MAX_PARTS))
+        self.num_attempts += 1
+        symbols = fakes.mode.symbols()
+        if symbols is None or isinstance(joint, Untraceable):
             return None
-        template = Template(*found)
+        template = Template(joint, symbols)
         instance = template.at(shapes, strides, gradient_layouts)
         if instance is None or not _reproduces(template, self.samples):
             return None

@@ -182,10 +182,8 @@ class BoundarySpec:
         skips = [next(skip_specs) if is_tensor else None for is_tensor in self.skips]
         return BoundarySpec(self.tensors[: self.num_plain], self.structure), skips
 
-    def examples(self, without_memory: bool = False) -> list[Tensor]:
-        """Returns an uninitialized tensor for each spec; meta tensors if they must not have memory."""
-        if without_memory:
-            return [spec.meta_tensor().requires_grad_(spec.requires_grad) for spec in self.tensors]
+    def examples(self) -> list[Tensor]:
+        """Returns an uninitialized tensor for each spec."""
         return [spec.example() for spec in self.tensors]
 
 
@@ -291,14 +289,14 @@ class Stage:
         """Returns the keys under which layers stash and pop these skip connections."""
         return [self.skips[i].key for i in skips]
 
-    def trace_context(self, inputs: BoundarySpec) -> TraceContext:
-        """Returns the context of the layers in a trace: their skip connections, batch norm and device."""
+    def trace_context(self, popped: Sequence[bool]) -> TraceContext:
+        """Returns the context of the layers in a trace, given which of the skips they pop are tensors."""
         pops, stashes = self.keys(self.pops), self.keys(self.stashes)
         options = self.options
         modes = TorchModes.now().of_captures()
         return TraceContext(
             pops,
-            inputs.skips,
+            popped,
             stashes,
             options.deferred,
             self.device,

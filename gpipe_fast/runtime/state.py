@@ -87,12 +87,7 @@ class ModuleState:
         self.buffers: list[Tensor] = []
         self._snapshot: Snapshot | None = None
         self._known: dict[TorchModes, _KnownKey] = {}
-        self._version = -1
         self._native: Snapshot | None = None
-
-    def is_outdated(self) -> bool:
-        """Returns whether captures have added guards since the last update()."""
-        return self._version != self._states.version
 
     def update(self, layers: Collection[nn.Module]) -> bool:
         """Updates everything; returns whether modules, parameters or buffers were changed."""
@@ -115,7 +110,6 @@ class ModuleState:
         known = self._known.get(modes)
         if known is None or known.version != self._states.version or not known.holds():
             known = self._known[modes] = _KnownKey(self._states, self.layers, modes)
-        self._version = self._states.version
         self.key = known.key
         return changed
 

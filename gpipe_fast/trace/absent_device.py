@@ -1,51 +1,16 @@
-"""Traces for a GPU that the machine need not have: fake tensors replace parameters, no operator runs."""
+"""Stand-ins for a GPU that the machine need not have: autograd's streams, and the choice of attention."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipe_fast._extension import run_backward
-from gpipe_fast.trace.fake import RealLayouts
-
-
-class AbsentDevice:
-    """A device on which a trace places tensors that have no memory.
-
-    Attributes:
-        device: the device.
-        mode: the fake mode of its tensors.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.mode = RealLayouts(runs_kernels=False)
-
-    def tensor(self, like: Tensor) -> Tensor:
-        """Returns a fake tensor on the device."""
-        with self.mode:
-            fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
-        return fake.requires_grad_(like.requires_grad)
-
-    def replace_tensors(self, layers: Iterable[nn.Module]) -> None:
-        """Replaces the parameters and buffers of layers by fake tensors."""
-        replaced: dict[Tensor, Tensor] = {}
-        for module in (module for layer in layers for module in layer.modules()):
-            held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for tensors in held:
-                for name, tensor in tensors.items():
-                    if tensor is None:
-                        continue
-                    if tensor not in replaced:
-                        fake = self.tensor(tensor.detach())
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        replaced[tensor] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                    tensors[name] = replaced[tensor]
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def _captured(
         tensors, structure = flatten((args, kwargs, popped))
     except TypeError as error:
         raise Refused(f"its argument is not made of tensors and constants: {error}") from None
-    key = (structure, *map(_key_of, tensors))
+    key = (structure, *((key_of_fake(tensor), tensor.is_leaf) for tensor in tensors))
     found = None if switches.is_disabled("equal-layers") else state.find(key)
     if found is None:
         found = capture(layer, args, kwargs, popped)
@@ -92,7 +92,9 @@ def _captured(
     return found
 
 
-def _key_of(tensor: Tensor) -> Hashable:
+def key_of_fake(tensor: Tensor) -> Hashable:
+    """Returns a key that is equal for fake tensors of one mode that a trace cannot tell apart."""
+
     def expressions(sizes: Sequence[int | torch.SymInt]) -> tuple[Hashable, ...]:
         return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
 
@@ -102,7 +104,6 @@ def _key_of(tensor: Tensor) -> Hashable:
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,
-        tensor.is_leaf,
     )
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, tuple_structure
 from gpipe_fast.randomness.random import UnkeyedRandomOp
 from gpipe_fast.trace import torch_private
-from gpipe_fast.trace.absent_device import AbsentDevice, backward_without_gpu, choose_attention
+from gpipe_fast.trace.absent_device import backward_without_gpu, choose_attention
 from gpipe_fast.trace.capture_layers import LayerRefused, capture_layers, tensors_restored
 from gpipe_fast.trace.dynamo import Captured, Refused
 from gpipe_fast.trace.fake import RealLayouts
@@ -39,64 +40,46 @@ from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_c
 _NO_CONTEXT = TraceContext()
 
 
-def trace(
-    layers: Sequence[nn.Module],
-    inputs: Sequence[Tensor],
-    gradient_layouts: GradientLayouts = (),
-    input_structure: Structure | None = None,
-    trace_context: TraceContext = _NO_CONTEXT,
-) -> JointGraph | Untraceable:
-    """Traces one stage for inputs with the given shapes, dtypes, strides and ``requires_grad``.
+class TraceMode:
+    """The fake mode of traces. The runs of layers between two cuts of a stage are traced in one mode.
 
-    With gradients enabled the graph contains forward and backward. Under ``no_grad`` it contains the forward
-    alone; this needs a trace of its own, because some layers then run other code.
-
-    Args:
-        layers: the stage's layers.
-        inputs: one micro-batch of the stage's input. Only shapes, dtypes, strides and ``requires_grad`` are
-            used, never the contents.
-        gradient_layouts: outputs whose gradient arrives in another layout than the output's, or never.
-        input_structure: the nesting of the inputs in the first layer's argument; by default the argument is
-            one tensor, or a tuple of several.
-        trace_context: skip connections, batch norm mode and device of the layers.
-
-    Returns:
-        The graph, or the reason why the stage cannot be traced faithfully.
+    Attributes:
+        mode: the fake mode.
+        key: a fake key for random operators.
     """
-    if input_structure is None:
-        input_structure = ONE_TENSOR if len(inputs) == 1 else tuple_structure(len(inputs))
-    untraceable = check_layers(layers)
-    if untraceable is not None:
-        return untraceable
-    return trace_in_mode(layers, inputs, gradient_layouts, input_structure, trace_context, None)
+
+    def __init__(self, is_absent: bool = False) -> None:
+        """Makes a mode without symbols for sizes.
+
+        Args:
+            is_absent: whether tensors are on a device that the machine need not have; then no operator runs.
+        """
+        self.mode = RealLayouts(runs_kernels=not is_absent)
+        self.key = self.mode.from_tensor(_empty_key(), static_shapes=True)
+
+    def empty(
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+    ) -> Tensor:
+        """Returns a fake tensor of the mode; its sizes may be symbols."""
+        with self.mode:
+            fake = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return fake.requires_grad_(requires_grad)
+
+    def symbols(self) -> torch_private.Symbols | None:
+        """Returns the symbols after the traces; None if there are none, or if a size depends on data."""
+        return None
 
 
-def trace_symbolic(
-    layers: Sequence[nn.Module],
-    inputs: Sequence[Tensor],
-    gradient_layouts: GradientLayouts,
-    input_structure: Structure,
-    trace_context: TraceContext,
-    varying: Sequence[Sequence[bool]],
-) -> tuple[JointGraph, torch_private.Symbols] | None:
-    """Traces like `trace`, with symbols for the sizes that ``varying`` selects.
-
-    Returns:
-        The graph and its symbols; None if the stage cannot be traced, or if a size depends on data.
-    """
-    mode = SymbolicMode(inputs, varying)
-    joint = trace_in_mode(layers, mode.inputs, gradient_layouts, input_structure, trace_context, mode)
-    symbols = mode.symbols()
-    return None if isinstance(joint, Untraceable) or symbols is None else (joint, symbols)
-
-
-class SymbolicMode:
+class SymbolicMode(TraceMode):
     """The fake mode of traces with symbols for sizes.
 
     Attributes:
         inputs: fake tensors with symbols for some sizes.
-        key: a fake key.
-        mode: the fake mode.
     """
 
     def __init__(self, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]) -> None:
@@ -111,7 +94,7 @@ class SymbolicMode:
         self.mode = self._symbolic.mode
 
     def symbols(self) -> torch_private.Symbols | None:
-        """Returns the symbols and their guards after the traces; None if a size depends on data."""
+        """As for `TraceMode.symbols`."""
         return self._symbolic.symbols()
 
 
@@ -120,65 +103,50 @@ def _empty_key() -> Tensor:
 
 
 @collector_paused()
-def trace_in_mode(
+def trace(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],
-    gradient_layouts: GradientLayouts,
-    input_structure: Structure,
-    trace_context: TraceContext,
-    mode: SymbolicMode | None,
+    gradient_layouts: GradientLayouts = (),
+    input_structure: Structure | None = None,
+    trace_context: TraceContext = _NO_CONTEXT,
+    mode: TraceMode | None = None,
+    copy_inputs: bool = False,
 ) -> JointGraph | Untraceable:
-    """Traces like `trace`, in a given mode.
+    """Traces one stage for inputs with the given shapes, dtypes, strides and ``requires_grad``.
+
+    With gradients enabled the graph contains forward and backward. Under ``no_grad`` it contains the forward
+    alone; this needs a trace of its own, because some layers then run other code.
 
     Args:
-        layers: as for `trace`; they have passed its checks.
-        inputs: fake tensors of the mode, or real tensors without one.
-        gradient_layouts: as for `trace`.
-        input_structure: as for `trace`.
-        trace_context: as for `trace`.
-        mode: the mode; None for one of its own, without symbols.
+        layers: the stage's layers.
+        inputs: one micro-batch of the stage's input: fake tensors of ``mode``; or real tensors, of which only
+            shapes, dtypes, strides and ``requires_grad`` are used.
+        gradient_layouts: outputs whose gradient arrives in another layout than the output's, or never.
+        input_structure: the nesting of the inputs in the first layer's argument; by default the argument is
+            one tensor, or a tuple of several.
+        trace_context: skip connections, batch norm mode and device of the layers.
+        mode: the fake mode; by default a new one.
+        copy_inputs: whether the graph copies its inputs; it does so anyway if a layer changes them in place.
+
+    Returns:
+        The graph, or the reason why the stage cannot be traced faithfully.
     """
-    try:
-        return _trace_once(layers, inputs, gradient_layouts, input_structure, trace_context, mode, False)
-    except InputMutated:
-        # The first layer would change the caller's tensor. A pipeline's input stays unchanged: copy it.
-        return _trace_once(layers, inputs, gradient_layouts, input_structure, trace_context, mode, True)
-
-
-def _trace_once(
-    layers: Sequence[nn.Module],
-    inputs: Sequence[Tensor],
-    gradient_layouts: GradientLayouts,
-    input_structure: Structure,
-    trace_context: TraceContext,
-    mode: SymbolicMode | None,
-    copy_inputs: bool,
-) -> JointGraph | Untraceable:
-    device = trace_context.device
-    absent = AbsentDevice(device) if device is not None and trace_context.is_absent else None
-    example = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
-    if absent is not None:
-        example = tuple(map(absent.tensor, example))
-    fake_mode = mode.mode if mode is not None else RealLayouts() if absent is None else absent.mode
-    key = _empty_key() if mode is None else mode.key
-    attention = None if absent is None or torch.cuda.is_available() else choose_attention
+    if mode is None:
+        mode, device = TraceMode(trace_context.is_absent), trace_context.device
+        inputs = [
+            mode.empty(x.shape, x.stride(), x.dtype, device or x.device, x.requires_grad) for x in inputs
+        ]
+    if input_structure is None:
+        input_structure = ONE_TENSOR if len(inputs) == 1 else tuple_structure(len(inputs))
+    untraceable = check_layers(layers)
+    if untraceable is not None:
+        return untraceable
     constants = _Constants()
     descriptions = [describe([layer])[0] for layer in layers]
-
     stage: LayersFunction | None = None
     try:
-        with (
-            tensors_restored(layers),
-            interrupts_between_contexts(),
-            _logging_disabled(),
-            default_arguments_known(),
-            contextlib.nullcontext() if absent is None else backward_without_gpu(),
-        ):
-            if absent is None:
-                _replace_parameters(layers, device)
-            else:
-                absent.replace_tensors(layers)
-            captures = _capture(layers, descriptions, example, key, input_structure, trace_context, fake_mode)
+        with _tracing(layers, trace_context, mode) as attention:
+            captures = _capture(layers, descriptions, inputs, input_structure, trace_context, mode)
             stage = LayersFunction(
                 layers,
                 input_structure,
@@ -188,43 +156,62 @@ def _trace_once(
                 constants.stand_in,
                 copy_inputs,
             )
-            module = torch_private.export_joint(stage, (key, *example), fake_mode, attention)
-    except LayerRefused as error:
-        return Untraceable(error.layer, str(error))
-    except Refused as error:
-        return Untraceable(stage.running_layer if stage is not None else None, str(error))
-    except (UntraceableError, UnkeyedRandomOp) as error:
-        kind = TypeError if isinstance(error, InvalidStageOutput) else RuntimeError
-        return Untraceable(stage.running_layer if stage is not None else None, str(error), error=kind)
+            module = torch_private.export_joint(stage, (mode.key, *inputs), mode.mode, attention)
+        constants.restore(module)
+        return _checked_joint(module, layers, stage)
     except Exception as error:
-        if "in-place operation" in str(error) and not copy_inputs:
-            raise InputMutated from error
-        reason = f"tracing raised {type(error).__name__}: {_first_line(error)}"
-        return Untraceable(stage.running_layer if stage is not None else None, reason)
-    constants.restore(module)
-    _tag_backward(module.graph)
-    read_triton_calls(module.graph)
-    try:
-        joint = check_graph(module) or _read_joint(module, layers, stage)
-        return joint if isinstance(joint, Untraceable) else check_constants(joint, layers) or joint
-    except UntraceableError as error:
-        return Untraceable(None, str(error))
+        if not copy_inputs and _is_change_of_input(error):
+            # The first layer would change the caller's tensor. A pipeline's input stays unchanged: copy it.
+            return trace(layers, inputs, gradient_layouts, input_structure, trace_context, mode, True)
+        return _untraceable(error, None if stage is None else stage.running_layer)
+
+
+def _is_change_of_input(error: Exception) -> bool:
+    return isinstance(error, InputMutated) or "in-place operation" in str(error)
+
+
+def _untraceable(error: Exception, running_layer: int | None) -> Untraceable:
+    """Returns the reason why a trace has failed, given the layer whose graph was running."""
+    match error:
+        case LayerRefused():
+            return Untraceable(error.layer, str(error))
+        case InvalidStageOutput():
+            return Untraceable(running_layer, str(error), error=TypeError)
+        case Refused() | UntraceableError() | UnkeyedRandomOp():
+            return Untraceable(running_layer, str(error))
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return Untraceable(running_layer, f"tracing raised {type(error).__name__}: {first_line}")
+
+
+@contextlib.contextmanager
+def _tracing(
+    layers: Sequence[nn.Module], trace_context: TraceContext, mode: TraceMode
+) -> Iterator[Callable[..., Tensor | None] | None]:
+    """Prepares PyTorch and the layers for a trace in a block; yields what replaces attention, if anything."""
+    is_absent = trace_context.is_absent
+    with (
+        tensors_restored(layers),
+        interrupts_between_contexts(),
+        _logging_disabled(),
+        default_arguments_known(),
+        backward_without_gpu() if is_absent else contextlib.nullcontext(),
+    ):
+        if trace_context.device is not None:
+            _place_tensors(layers, trace_context.device, mode)
+        yield choose_attention if is_absent and not torch.cuda.is_available() else None
 
 
 def _capture(
     layers: Sequence[nn.Module],
     descriptions: Sequence[Hashable],
     inputs: Sequence[Tensor],
-    key: Tensor,
     input_structure: Structure,
     trace_context: TraceContext,
-    fake_mode: FakeTensorMode,
+    mode: TraceMode,
 ) -> list[Captured]:
     """Captures the layers for copies of the inputs, which they may change in place."""
-    fakes = [x if isinstance(x, FakeTensor) else fake_mode.from_tensor(x, static_shapes=True) for x in inputs]
-    fake_key = key if isinstance(key, FakeTensor) else fake_mode.from_tensor(key, static_shapes=True)
-    with fake_mode:
-        copies = [_writable(x) for x in fakes]
+    with mode.mode:
+        copies = [_writable(x) for x in inputs]
     num_plain = len(copies) - sum(trace_context.popped)
     with deferring(trace_context.deferred):
         return capture_layers(
@@ -232,8 +219,8 @@ def _capture(
             descriptions,
             input_structure.build(copies[:num_plain]),
             skips_from(trace_context, copies[num_plain:]),
-            fake_key,
-            fake_mode,
+            mode.key,
+            mode.mode,
             trace_context.find_state,
             trace_context.is_absent,
         )
@@ -303,20 +290,33 @@ def _logging_disabled() -> Iterator[None]:
         logger.disabled = before
 
 
-def _replace_parameters(layers: Sequence[nn.Module], device: torch.device | None) -> None:
-    """Replaces parameters on other devices by uninitialized ones on ``device``; a trace reads no elements."""
-    replacements: dict[Tensor, nn.Parameter] = {}
+def _place_tensors(layers: Sequence[nn.Module], device: torch.device, mode: TraceMode) -> None:
+    """Replaces parameters and buffers on other devices by fake ones on the device."""
+    replaced: dict[Tensor, Tensor] = {}
     for module in (module for layer in layers for module in layer.modules()):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and device is not None and parameter.device != device:
-                if parameter not in replacements:
-                    uninitialized = torch.empty_like(parameter, device=device)
-                    replacements[parameter] = nn.Parameter(uninitialized, parameter.requires_grad)
-                module._parameters[name] = replacements[parameter]
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or not devices_differ(tensor.device, device):
+                    continue
+                if tensor not in replaced:
+                    fake = mode.empty(tensor.shape, tensor.stride(), tensor.dtype, device, False)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    replaced[tensor] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                table[name] = replaced[tensor]
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+def _checked_joint(
+    module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunction
+) -> JointGraph | Untraceable:
+    """Reads an exported graph, and checks that programs can compute it."""
+    _tag_backward(module.graph)
+    read_triton_calls(module.graph)
+    untraceable = check_graph(module)
+    if untraceable is not None:
+        return untraceable
+    joint = _read_joint(module, layers, stage)
+    return check_constants(joint, layers) or joint
 
 
 def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunction) -> JointGraph:

@@ -49,7 +49,7 @@ def test_the_parts_of_each_call_are_found(
     first_call_parts.main()
     first, _, third, further = json.loads(capsys.readouterr().out)
     assert {"trace", "join equal layers", "split", "lower", "build C++ programs", OTHER} <= first.keys()
-    assert {"trace with symbols", "verify the template", "lower with formulas"} <= third.keys()
+    assert {"trace", "verify the template", "lower with formulas"} <= third.keys()
     assert "derive from formulas" in further
     assert "trace" not in further
 

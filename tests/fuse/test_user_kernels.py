@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.fuse.user_kernels import with_launches
-from gpipe_fast.layers.structure import ONE_TENSOR
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Template, equal
-from gpipe_fast.trace.trace import TraceContext, trace, trace_symbolic
+from gpipe_fast.trace.trace import SymbolicMode, trace
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.trace.triton_calls import TritonCall
 from tests.conftest import HAS_TRITON
@@ -238,9 +237,11 @@ def test_a_refused_kernel_runs_in_python_with_a_warning() -> None:
 def test_one_template_covers_all_sizes() -> None:
     layer = user_kernels.ScaledSiLU(8)
     inputs = [torch.empty(6, 8, requires_grad=True)]
-    found = trace_symbolic([layer], inputs, (), ONE_TENSOR, TraceContext(), [(True, False)])
-    assert found is not None
-    template = Template(*found)
+    mode = SymbolicMode(inputs, [(True, False)])
+    joint, symbols = trace([layer], mode.inputs, mode=mode), mode.symbols()
+    assert isinstance(joint, JointGraph)
+    assert symbols is not None
+    template = Template(joint, symbols)
     for batch in (4, 7):
         written = template.instantiate([(batch, 8)], [(8, 1)], ())
         assert written is not None

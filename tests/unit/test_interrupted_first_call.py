@@ -135,7 +135,7 @@ PLACES: dict[str, tuple[Callable[..., Any], int]] = {
     "lowering a backward": (lower, 2),
     "building a program": (ProgramIR.build, 2),
     "making a segment": (CompiledStage.segment, 3),
-    "the likely layouts of gradients": (Compiler.compile_for_gradients, 1),
+    "the likely layouts of gradients": (Compiler._compile_for_gradients, 1),
 }
 
 

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 EXEMPT = {
     "raise NotImplementedError": "an abstract method, which GPipe overrides",
     "raise LayerRefused": "its text becomes the reason in another message, which cases trigger",
+    "raise _PartUntraceable": "the trace of the stage catches it, and returns the reason",
     "raise _refusal": "its text becomes the reason in another message, which cases trigger",
     "a condition on sizes does not hold": "the reason why there is no template, of which users see nothing",
     "the trace has ": "a kind of result that PyTorch's tracer makes of no known layer",

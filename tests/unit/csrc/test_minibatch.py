@@ -35,7 +35,8 @@ class NoSearch(SegmentFinder):
 def plan_of(known: Sequence[Sequence[CompiledStage]], fractions: Sequence[float]) -> PlannedCall:
     stages = [stage.stage for stage in known[0]]
     finders = [NoSearch() for _ in stages]
-    return make_plan(stages, finders, known[0][0].inputs, fractions, 1, BatchDims((0,)), known)
+    microbatches = [known[0][0].inputs] * len(fractions)
+    return make_plan(stages, finders, microbatches, fractions, 1, BatchDims((0,)), known)
 
 
 class Pipe:

@@ -14,7 +14,7 @@ from examples.gpt.__main__ import gpt
 from gpipe_fast.layers.structure import ONE_TENSOR, tuple_structure
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.runtime import equal_layers
-from gpipe_fast.runtime.equal_layers import EqualLayers, parts_of, trace_stage_symbolic
+from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, parts_of, trace_stage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.joint_graph import JointGraph
@@ -83,7 +83,7 @@ def trace_both(
     """Returns the graph joined from parts, that of a trace of all layers, and the number of traced parts."""
     stage, boundary = Stage(layers, 0, CPU), boundary_of(*inputs)
     with patch.object(equal_layers, "trace", calls := Calls()):
-        joined = EqualLayers(16).trace_stage(stage, boundary, layouts)
+        joined = trace_stage(stage, FakeInputs.of(boundary, False), layouts, PartGraphs(16))
     whole = trace(layers, boundary.examples(), layouts, boundary.structure)
     assert isinstance(joined, JointGraph)
     assert isinstance(whole, JointGraph)
@@ -285,18 +285,21 @@ class Fails(nn.Module):
 
 def test_an_untraceable_layer_is_named_by_its_place_in_the_stage() -> None:
     layers = [*(Transposed() for _ in range(2)), Fails(), Fails()]
-    found = EqualLayers(16).trace_stage(Stage(layers, 3, CPU), boundary_of(rows()), ())
+    inputs = FakeInputs.of(boundary_of(rows()), False)
+    found = trace_stage(Stage(layers, 3, CPU), inputs, (), PartGraphs(16))
     assert not isinstance(found, JointGraph)
     assert found.layer == 2
 
 
 def test_a_later_stage_uses_the_graphs_of_an_earlier_one() -> None:
     layers = list(gpt(16, 4, 2, 8))
-    known, hidden = EqualLayers(16), torch.randn(2, 8, 16, requires_grad=True)
+    known, hidden = PartGraphs(16), boundary_of(torch.randn(2, 8, 16, requires_grad=True))
     states = LayerStates()
-    first = known.trace_stage(Stage(layers[1:3], 1, CPU, states=states), boundary_of(hidden), ())
+    inputs = FakeInputs.of(hidden, False)
+    first = trace_stage(Stage(layers[1:3], 1, CPU, states=states), inputs, (), known)
+    inputs = FakeInputs.of(hidden, False)
     with patch.object(equal_layers, "trace", calls := Calls()):
-        second = known.trace_stage(Stage(layers[3:5], 3, CPU, states=states), boundary_of(hidden), ())
+        second = trace_stage(Stage(layers[3:5], 3, CPU, states=states), inputs, (), known)
     assert calls.number == 0
     assert isinstance(first, JointGraph)
     assert isinstance(second, JointGraph)
@@ -305,11 +308,11 @@ def test_a_later_stage_uses_the_graphs_of_an_earlier_one() -> None:
 
 def test_a_changed_layer_is_traced_again() -> None:
     layers: list[nn.Module] = [Numbered(1, True) for _ in range(3)]
-    known, boundary, stage = EqualLayers(16), boundary_of(rows()), Stage(layers, 0, CPU)
-    known.trace_stage(stage, boundary, ())
+    known, boundary, stage = PartGraphs(16), boundary_of(rows()), Stage(layers, 0, CPU)
+    trace_stage(stage, FakeInputs.of(boundary, False), (), known)
     layers[1].number = 5  # type: ignore[assignment]
     with patch.object(equal_layers, "trace", calls := Calls()):
-        joined = known.trace_stage(stage, boundary, ())
+        joined = trace_stage(stage, FakeInputs.of(boundary, False), (), known)
     assert calls.number == 1
     assert isinstance(joined, JointGraph)
     whole = trace(layers, boundary.examples())
@@ -320,11 +323,14 @@ def test_a_changed_layer_is_traced_again() -> None:
 def test_a_symbolic_trace_joins_parts_with_the_same_symbols() -> None:
     layers = list(gpt(16, 4, 2, 32))
     stage = Stage(layers, 0, CPU)
-    with patch.object(equal_layers, "trace_in_mode", wraps=equal_layers.trace_in_mode) as traced:
-        found = trace_stage_symbolic(stage, boundary_of(tokens()), (), [[False, True]])
-    assert traced.call_count == 3
-    assert found is not None
-    template = Template(*found)
+    inputs = FakeInputs.symbolic(boundary_of(tokens()), [[False, True]])
+    with patch.object(equal_layers, "trace", calls := Calls()):
+        joint = trace_stage(stage, inputs, (), PartGraphs(16))
+    symbols = inputs.mode.symbols()
+    assert calls.number == 3
+    assert isinstance(joint, JointGraph)
+    assert symbols is not None
+    template = Template(joint, symbols)
     for length in (5, 9, 31):
         boundary = boundary_of(torch.zeros(2, length, dtype=torch.int64))
         ours = template.instantiate(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.runtime import equal_layers
-from gpipe_fast.runtime.equal_layers import EqualLayers
+from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.joint_graph import JointGraph
 from tests.reference import check_step, loop_step, pipeline_step, unequal
@@ -243,11 +243,12 @@ class Scaled(Branch):
 
 
 def test_equal_layers_keep_a_bounded_number_of_graphs() -> None:
-    layers, known = [Scaled(), Scaled()], EqualLayers(4)
+    layers, known = [Scaled(), Scaled()], PartGraphs(4)
     boundary = BoundarySpec((TensorSpec.of(torch.randn(2, 8), True),))
     for number in range(6):
         for layer in layers:
             layer.number = number
-        joint = known.trace_stage(Stage(layers, 0, torch.device("cpu")), boundary, ())
+        stage = Stage(layers, 0, torch.device("cpu"))
+        joint = trace_stage(stage, FakeInputs.of(boundary, False), (), known)
         assert isinstance(joint, JointGraph)
     assert len(known.graphs()) == 4

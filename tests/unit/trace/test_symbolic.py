@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.runtime.compile import Compiler, TracedStage
-from gpipe_fast.runtime.equal_layers import EqualLayers
+from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph
 from gpipe_fast.trace.symbolic import Template, equal
@@ -227,7 +227,8 @@ def test_backend_aten_traces_every_shape(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def trace_joint(layers: nn.Sequential, x: Tensor) -> JointGraph:
     boundary = BoundarySpec((TensorSpec.of(x, x.is_floating_point()),))
-    joint = EqualLayers(8).trace_stage(Stage(list(layers), 0, CPU), boundary, ())
+    stage = Stage(list(layers), 0, CPU)
+    joint = trace_stage(stage, FakeInputs.of(boundary, False), (), PartGraphs(8))
     assert isinstance(joint, JointGraph)
     return joint
 
