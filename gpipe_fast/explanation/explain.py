@@ -97,7 +97,7 @@ def explain_call(planner: Planner, call: Call, device: torch.device | None) -> E
             call = replace(call, inputs=_inputs_on(device, call.inputs))
         compiled = None
         if planner.backend != "eager" and any(stage.device.type != "cpu" for stage in stages):
-            call.state.update(call.state.layers)  # under these modes
+            call.state.update_key()  # under these modes
             compiled = planner.compile(call)
         fractions = call.saved_fractions
         found = tuple(_explained(index, stage, compiled, fractions) for index, stage in enumerate(stages))

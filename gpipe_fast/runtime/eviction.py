@@ -20,11 +20,13 @@ class KnownPlan:
 
     Attributes:
         plan: the plan.
-        layouts: the latest gradient layouts of the plan's stages, when the plan was made.
+        stages: the compiled stages of the plan.
+        layouts: the latest gradient layouts of the stages, when the plan was made.
         num_changes: the number of changes of any layouts until these were compared last.
     """
 
     plan: PlannedCall
+    stages: Sequence[CompiledStage]
     layouts: Sequence[GradientStrides | None]
     num_changes: int
 
@@ -82,7 +84,7 @@ class Eviction:
             if stage not in used:
                 self._forget([stage])
                 for key, known in self._plans.entries():
-                    if known.plan.compiled is None and known.plan is not latest:
+                    if not known.stages and known.plan is not latest:
                         self._plans.pop(key, None)
                 return True
         return False
@@ -93,13 +95,13 @@ class Eviction:
             if known.plan is not latest:
                 self._plans.pop(key, None)
                 used = self._used()
-                self._forget([stage for stage in known.plan.compiled_stages() if stage not in used])
+                self._forget([stage for stage in known.stages if stage not in used])
                 self.num_evicted += 1
                 return True
         return False
 
     def _used(self) -> set[CompiledStage]:
-        return {stage for _, known in self._plans.entries() for stage in known.plan.compiled_stages()}
+        return {stage for _, known in self._plans.entries() for stage in known.stages}
 
     def _forget(self, stages: Sequence[CompiledStage]) -> None:
         self._compiler.forget(stages)

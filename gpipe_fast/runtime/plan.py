@@ -69,6 +69,14 @@ class PlannedCall:
         """Returns the compiled stages of all micro-batches, each once."""
         return list(dict.fromkeys(stage for pipeline in self.compiled or () for stage in pipeline))
 
+    def unfused_layers(self) -> list[str]:
+        """Returns the names of layers whose attention with dropout runs without a fused kernel on a GPU."""
+        return [
+            f"stage {index}, {layer_title(each.stage.first_layer + layer, each.stage.layers[layer])}"
+            for index, each in enumerate(self.compiled[0] if self.compiled else ())
+            for layer in each.traced.ports.unfused_layers
+        ]
+
 
 # By skip connection, the stashed tensor or None, and whether the tensor needs a gradient.
 Stashed = Sequence[tuple[Tensor | None, bool]]

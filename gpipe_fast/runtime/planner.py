@@ -165,8 +165,9 @@ class Planner:
             self.latest = plan = self._make(call)
             if plan.obstacle:
                 return plan
-            known = KnownPlan(plan, self._layouts(plan), self._layout_history.num_changes)
-            call.state.update(call.state.layers)  # captures have added guards
+            stages = plan.compiled_stages()
+            known = KnownPlan(plan, stages, self._layouts(stages), self._layout_history.num_changes)
+            call.state.update_key()  # captures have added guards
             key = call.key()
             self._plans[key] = known
             self.eviction.run(plan)
@@ -177,13 +178,13 @@ class Planner:
         """Returns whether gradients still arrive in the layouts that a plan was made for."""
         num_changes = self._layout_history.num_changes
         if known.num_changes != num_changes:
-            if self._layouts(known.plan) != known.layouts:
+            if self._layouts(known.stages) != known.layouts:
                 return False
             known.num_changes = num_changes
         return True
 
-    def _layouts(self, plan: PlannedCall) -> list[GradientStrides | None]:
-        return [self._layout_history.get(stage.segment_key) for stage in plan.compiled_stages()]
+    def _layouts(self, stages: Sequence[CompiledStage]) -> list[GradientStrides | None]:
+        return [self._layout_history.get(stage.segment_key) for stage in stages]
 
     def _lower_requested(self) -> None:
         """Lowers the runs of layers that ran in Python because their inputs were new."""
@@ -200,28 +201,28 @@ class Planner:
         then, or if a trace failed: the reason may be the call's inputs, for which the layer then raises.
         """
         check_placed(self.stages)
-        if self.backend == "eager":
-            return self._make_dynamic(call, all_in_python=True)
+        eager = self.backend == "eager"
         with contextlib.ExitStack() as held:
-            idle = all(segments.try_lock(held) for segments in self._segments)
-            if self.module_warnings.in_python or not idle:
-                return replace(self._make_dynamic(call), obstacle="" if idle else _BUSY)
-            # Only here are graphs made: a plan for one call, while other threads run layers, stays cheap.
-            with collected(), intra_op_threads(call.threads), self._progress():
+            idle = eager or all(segments.try_lock(held) for segments in self._segments)
+            obstacle = "" if idle else _BUSY
+            compiled: list[list[CompiledStage]] | CompilationFailure | None = None
+            if idle and not eager and not self.module_warnings.in_python:
+                # Only here are graphs made: a plan for one call, while other threads run layers, stays cheap.
+                for context in (collected(), intra_op_threads(call.threads), self._progress()):
+                    held.enter_context(context)
                 compiled = self._compiler.compile(
                     self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
                 )
                 if isinstance(compiled, CompilationFailure):
-                    self._raise_if_fatal(compiled)
-                    obstacle = _failure_message(compiled, self.stages)
-                    return replace(self._make_dynamic(call, failure=compiled), obstacle=obstacle)
-                plan = self._make_plan(call, self._searches(call), compiled)
-                self.module_warnings.add_unfused(_unfused_layers(compiled[0]))
+                    obstacle = self._checked_reason(compiled)
+            plan = self._make_plan(call, compiled)
+            if plan.compiled is not None:
+                self.module_warnings.add_unfused(plan.unfused_layers())
                 for stage in plan.compiled_stages():
                     stage.traced.drop_graph()
                 for own in self.stages:
                     own.arena.release_cached()  # the cached blocks have the sizes of other plans
-                return plan
+            return replace(plan, obstacle=obstacle)
 
     def compile(self, call: Call) -> list[list[CompiledStage]] | CompilationFailure:
         """Returns the compiled stages of a call without a plan; a plan for the call has the same stages.
@@ -237,7 +238,7 @@ class Planner:
                     self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
                 )
                 if isinstance(found, CompilationFailure):
-                    self._raise_if_fatal(found)
+                    self._checked_reason(found)
                 return found
 
     def lowered(self) -> list[CompiledStage]:
@@ -249,48 +250,48 @@ class Planner:
         return progress.first_call([len(stage.layers) for stage in self.stages])
 
     def _make_plan(
-        self,
-        call: Call,
-        searches: Sequence[SegmentSearch],
-        compiled: Sequence[Sequence[CompiledStage]] | None,
+        self, call: Call, compiled: Sequence[Sequence[CompiledStage]] | CompilationFailure | None
     ) -> PlannedCall:
-        dims, fractions = call.inputs.dims, call.saved_fractions
-        return make_plan(self.stages, searches, call.microbatches, fractions, call.threads, dims, compiled)
+        """Makes a plan of compiled stages; without these, its chains are found at run time.
 
-    def _make_dynamic(
-        self, call: Call, all_in_python: bool = False, failure: CompilationFailure | None = None
-    ) -> PlannedCall:
-        """Makes a plan whose chains are found at run time, because boundary tensors are unknown before."""
-        for index, stage in enumerate(self.stages):
-            untraceable = check_initialized(stage.layers)
-            if untraceable is not None:
-                raise RuntimeError(_failure_message(CompilationFailure(index, untraceable), self.stages))
-        searches = self._searches(call, all_in_python=all_in_python)
+        What Python layers return is known only then, and so are the boundary tensors of later layers.
+        """
+        searches = self._searches(call, compiled if isinstance(compiled, CompilationFailure) else None)
+        known = None if isinstance(compiled, CompilationFailure) else compiled
+        if known is None:
+            for index, stage in enumerate(self.stages):
+                untraceable = check_initialized(stage.layers)
+                if untraceable is not None:
+                    raise RuntimeError(_failure_message(CompilationFailure(index, untraceable), self.stages))
+        dims, fractions = call.inputs.dims, call.saved_fractions
+        return make_plan(self.stages, searches, call.microbatches, fractions, call.threads, dims, known)
+
+    def _searches(self, call: Call, failure: CompilationFailure | None) -> list[SegmentSearch]:
+        # Programs are lowered for the intra-op thread count of the stages' workers.
+        modes = call.state.modes._replace(num_threads=call.threads)
+        fractions, in_python = call.saved_fractions, self.backend == "eager"
+        searches = [SegmentSearch(segments, modes, fractions, in_python) for segments in self._segments]
         if failure is not None:
             reason, index = failure.untraceable, failure.stage_index
             if isinstance(reason, TooManyTraces):
                 report = functools.partial(self.module_warnings.add, 0, None, None, reason.reason)
-                searches = [replace(search, all_in_python=True, on_success=report) for search in searches]
-            else:
-                assert reason.layer is not None
-                searches[index] = replace(searches[index], suspects={reason.layer: reason.reason})
-        return self._make_plan(call, searches, None)
+                return [replace(search, all_in_python=True, on_success=report) for search in searches]
+            assert reason.layer is not None
+            searches[index] = replace(searches[index], suspects={reason.layer: reason.reason})
+        return searches
 
-    def _searches(self, call: Call, all_in_python: bool = False) -> list[SegmentSearch]:
-        # Programs are lowered for the intra-op thread count of the stages' workers.
-        modes = call.state.modes._replace(num_threads=call.threads)
-        return [
-            SegmentSearch(segments, modes, call.saved_fractions, all_in_python) for segments in self._segments
-        ]
+    def _checked_reason(self, failure: CompilationFailure) -> str:
+        """Returns the reason of a failure.
 
-    def _raise_if_fatal(self, failure: CompilationFailure) -> None:
-        """Raises the failure if no layer may run in Python instead."""
-        reason = failure.untraceable
+        Raises:
+            RuntimeError: no layer may run in Python instead; or an exception of another type.
+        """
+        reason, text = failure.untraceable, _failure_message(failure, self.stages)
         if self.backend == "aten" or reason.is_fatal:
-            text = _failure_message(failure, self.stages)
             if not reason.is_fatal and reason.error is RuntimeError:
                 text += "; pass backend='auto' to GPipe to run the layer in Python"
             raise reason.error(text)
+        return text
 
 
 def _boundary(tensors: Sequence[Tensor], originals: Sequence[Tensor], structure: Structure) -> BoundarySpec:
@@ -298,15 +299,6 @@ def _boundary(tensors: Sequence[Tensor], originals: Sequence[Tensor], structure:
     grad = torch.is_grad_enabled()
     specs = tuple(TensorSpec.of(t, grad and w.requires_grad) for t, w in zip(tensors, originals, strict=True))
     return BoundarySpec(specs, structure)
-
-
-def _unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
-    """Returns the names of layers whose attention with dropout runs without a fused kernel on a GPU."""
-    return [
-        f"stage {index}, {layer_title(each.stage.first_layer + layer, each.stage.layers[layer])}"
-        for index, each in enumerate(compiled)
-        for layer in each.traced.ports.unfused_layers
-    ]
 
 
 def _failure_message(failure: CompilationFailure, stages: Sequence[Stage]) -> str:

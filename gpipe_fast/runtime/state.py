@@ -105,13 +105,17 @@ class ModuleState:
             self.parameters = parameters_of(layers)
             self.buffers = buffers_of(layers)
             self._known.clear()
+        self.update_key()
+        return changed
+
+    def update_key(self) -> None:
+        """Updates the key and the modes, if the modules are as they were at the last update()."""
         self.modes = TorchModes.now()
         modes = self.modes.of_captures()
         known = self._known.get(modes)
         if known is None or known.version != self._states.version or not known.holds():
             known = self._known[modes] = _KnownKey(self._states, self.layers, modes)
         self.key = known.key
-        return changed
 
     def watch(self) -> None:
         """Remembers the attributes of all layers that do not run in Python, for `is_changed`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_fast.balance.layer_measurement import LayerMeasurement, LayerOutput, LayerSizes, first_microbatch
+from gpipe_fast.balance.profile import LayerMeasurement, LayerOutput, LayerSizes, first_microbatch
 from gpipe_fast.layers.skip import Namespace, pop, skip_scope, skippable, stash
 from gpipe_fast.layers.structure import CallArguments, replicate
 

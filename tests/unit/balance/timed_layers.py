@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import gpipe_fast.balance.layer_measurement
 import gpipe_fast.balance.profile
 
 
@@ -32,7 +31,6 @@ class Clock:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
         monkeypatch.setattr(gpipe_fast.balance.profile, "perf_counter", self)
-        monkeypatch.setattr(gpipe_fast.balance.layer_measurement, "perf_counter", self)
         return self
 
 
