@@ -256,20 +256,23 @@ class GPipe(CallSettings, CallPreparation, Container):
                 call = self._describe(inputs)
                 plan = self._planner.plan(call)
             parameters, buffers, pipeline = self._state.parameters, self._state.buffers, self._pipeline
+            state = self._state if self._planner.module_warnings.in_python else None
+            if state is not None:
+                state.watch()
         module_warnings = self._planner.module_warnings.pending
         if module_warnings or left_out.pending:
             self._emit_warnings()
         # A plan without random operators does not advance PyTorch's generator.
         key = MinibatchKey() if plan.draws is None else minibatch_key() if plan.draws else 0
-        state = self._state if self._planner.module_warnings.in_python else None
-        if state is not None:
-            state.watch()
         outputs, structure = pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
-        if state is not None and state.is_changed():
-            raise RuntimeError(
-                "a layer that runs in Python changed what other layers read, during the call; these may have "
-                "run without the change; pass backend='eager' to GPipe to run all layers in Python"
-            )
+        if state is not None:
+            with TRACING_LOCK:  # a trace by another thread replaces parameters meanwhile
+                is_changed = state.is_changed()
+            if is_changed:
+                raise RuntimeError(
+                    "a layer that runs in Python changed what other layers read, during the call; these may "
+                    "have run without the change; pass backend='eager' to GPipe to run all layers in Python"
+                )
         if module_warnings or left_out.pending:
             self._emit_warnings()
         return outputs[0] if structure is ONE_TENSOR else structure.build_unaliased(outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.runtime.stage import TRACING_LOCK
 from tests.internals import cache_sizes, compiler_of, limited_caches, num_plans, owned_objects
 from tests.reference import (
     collect,
@@ -162,6 +164,38 @@ def test_inference_from_several_threads_equals_the_plain_loop() -> None:
             thread.join()
     assert len(results) == 20
     assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_trace_by_another_thread_is_no_change() -> None:
+    """A trace replaces parameters for as long as it holds the lock of tracing."""
+
+    class StartsTrace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.begun = threading.Event()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.begun.clear()
+            threading.Thread(target=replace_parameter).start()
+            self.begun.wait()
+            return x
+
+    def replace_parameter() -> None:
+        table = layers[0]._parameters
+        with TRACING_LOCK:
+            weight = table["weight"]
+            table["weight"] = nn.Parameter(torch.zeros(4, 4))
+            starts.begun.set()
+            time.sleep(0.2)
+            table["weight"] = weight
+
+    starts = StartsTrace()
+    layers = nn.Sequential(nn.Linear(4, 4), starts).eval()
+    pipe, x = GPipe(layers, [1, 1], chunks=1), torch.randn(2, 4)
+    expected = layers[0](x)
+    with without_warnings():
+        for _ in range(3):  # the first call finds the layer that runs in Python
+            assert torch.equal(pipe(x), expected)
 
 
 def test_constants_that_never_repeat_stop_tracing_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
