@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -60,7 +61,9 @@ class Snapshot {
     if (!retain_if_new(type)) return;
     auto* object = reinterpret_cast<PyTypeObject*>(type.ptr());
     Dict recorded = record(dict_of(object).ptr());
-    std::erase_if(recorded.items, [](const auto& item) { return is_filled_by_python(item.first); });
+    const auto filled = [](const auto& item) { return is_filled_by_python(item.first); };
+    recorded.items.erase(std::remove_if(recorded.items.begin(), recorded.items.end(), filled),
+                         recorded.items.end());
     retain(object->tp_mro);
     classes_.push_back({object, version_of(object), object->tp_mro, std::move(recorded.items)});
   }
