@@ -96,6 +96,15 @@ EXPLANATIONS = (
         names="nested checkpoint",
     ),
     Explanation(
+        frozenset(
+            {"forward: - rrelu_with_noise", "forward: + leaky_relu", "forward: + clone", "forward: + copy"}
+        ),
+        "Outside of training, `rrelu_with_noise` calls `leaky_relu`, which the trace contains. It copies "
+        "the noise, of which the backward then reads no element.",
+        modes=frozenset({"evaluation"}),
+        names="^RReLU",
+    ),
+    Explanation(
         frozenset({"programs: add x-1"}),
         "The last sum of a gradient's terms is done by the accumulation.",
         names="spectral norm",
