@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
@@ -68,12 +68,11 @@ class Compiler:
                 limit.
         """
         self.num_traces = self.num_instantiated = 0
-        self._limit = limit
         self._max_traces = max_traces
         self._trace_counts: Counter[tuple[Hashable, TorchModes]] = Counter()
         self._parts = PartGraphs(_MAX_PARTS)
-        self._traces: OrderedDict[Hashable, TracedStage] = OrderedDict()
-        self._families: OrderedDict[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = OrderedDict()
+        self._traces: Cache[Hashable, TracedStage] = Cache(limit)
+        self._families: Cache[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = Cache(limit)
         self._compiled: Cache[tuple[SegmentKey, GradientLayouts], CompiledStage] = Cache(4 * limit)
 
     def compile(
@@ -280,62 +279,61 @@ class Compiler:
         modes = TorchModes.now()  # PyTorch may change them in a trace: its first attention prefers cuDNN
         layers = stage.state_key(modes)
         key = (layers, inputs, gradient_layouts, modes, stage.options.grad_dtype)
-        known = self._traces.get(key)
+        known = self._traces.lookup(key)
         if known is not None and known.serves(stage):
-            self._traces.move_to_end(key)
             log_graph(stage, f"reused the graph of {known.origin}", inputs.tensors)
             return known
         family = self._family(layers, inputs, gradient_layouts, modes)
         num_attempts = family.num_attempts
         absent = stage.options.is_absent  # then, no trace has symbols
-        graph: JointGraph | Instance | None
-        graph = None if absent else family.instantiate(stage, inputs, gradient_layouts)
+        instance = None if absent else family.instantiate(stage, inputs, gradient_layouts)
         self.num_traces += family.num_attempts - num_attempts
-        if graph is not None:
+        if instance is not None:
             self.num_instantiated += 1
             log_graph(stage, "derived from a template", inputs.tensors)
-        else:
-            if (
-                enforce_limit
-                and self._max_traces is not None
-                and self._trace_counts[layers, modes] >= self._max_traces
-            ):
-                return TooManyTraces(None, f"it was traced {self._max_traces} times for different inputs")
-            self.num_traces += 1
-            found = trace_stage(stage, FakeInputs.of(inputs, absent), gradient_layouts, self._parts)
-            if isinstance(found, Untraceable):
-                # The reason may be these inputs, so the attempt does not count for other calls.
-                family.num_attempts = num_attempts
-                return found
-            graph = found
-            layers = stage.state_key(modes)  # with the guards of these captures
-            if not layers.is_guarded:
-                return Untraceable(None, "a capture changed the layers")
-            self._family(layers, inputs, gradient_layouts, modes).add_sample(inputs, gradient_layouts, found)
-            self._trace_counts[layers, modes] += 1
-            key = (layers, *key[1:])
-        launching = with_user_launches(graph, stage.device, absent)
+            return self._traced(key, stage, instance, modes)
+        count, limit = self._trace_counts[layers, modes], self._max_traces
+        if enforce_limit and limit is not None and count >= limit:
+            return TooManyTraces(None, f"it was traced {limit} times for different inputs")
+        self.num_traces += 1
+        found = trace_stage(stage, FakeInputs.of(inputs, absent), gradient_layouts, self._parts)
+        if isinstance(found, Untraceable):
+            # The reason may be these inputs, so the attempt does not count for other calls.
+            family.num_attempts = num_attempts
+            return found
+        layers = stage.state_key(modes)  # with the guards of these captures
+        if not layers.is_guarded:
+            return Untraceable(None, "a capture changed the layers")
+        self._family(layers, inputs, gradient_layouts, modes).add_sample(inputs, gradient_layouts, found)
+        self._trace_counts[layers, modes] += 1
+        return self._traced((layers, *key[1:]), stage, found, modes)
+
+    def _traced(
+        self, key: Hashable, stage: Stage, graph: JointGraph | Instance, modes: TorchModes
+    ) -> TracedStage | Untraceable:
+        """Returns a graph with what lowering needs, and caches it."""
+        options = stage.options
+        launching = with_user_launches(graph, stage.device, options.is_absent)
         if isinstance(launching, Untraceable):
             return launching
+        can_fuse = options.fuse and not modes.deterministic
         traced = self._traces[key] = TracedStage(
             launching,
-            AccumulationPolicy(stage.options.grad_dtype, modes.deterministic),
-            fusion_of(stage.device, absent) if stage.options.fuse and not modes.deterministic else None,
-            None if absent else loader_of(stage.device),
+            AccumulationPolicy(options.grad_dtype, modes.deterministic),
+            fusion_of(stage.device, options.is_absent) if can_fuse else None,
+            None if options.is_absent else loader_of(stage.device),
             hoist_casts=stage.device.type == "cuda",
             origin=layers_title(stage),
         )
-        for cache in (self._traces, self._families):
-            while len(cache) > self._limit:
-                cache.popitem(last=False)
         return traced
 
     def _family(
         self, layers: StateKey, inputs: BoundarySpec, gradient_layouts: GradientLayouts, modes: TorchModes
     ) -> ShapeFamily:
         key = (layers, family_key(inputs, gradient_layouts), modes)
-        found = self._families.setdefault(key, ShapeFamily())
-        self._families.move_to_end(key)
+        found = self._families.lookup(key)
+        if found is None:
+            found = self._families[key] = ShapeFamily()
         return found
 
 
