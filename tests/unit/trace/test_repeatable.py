@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from gpipe_fast import is_recomputing
 from gpipe_fast.skip import skippable, stash
-from gpipe_fast.trace.repeatable import LayersState, are_repeatable
+from gpipe_fast.trace.repeatable import LayersState
 
 SCALE = 2.0
 PLAIN = torch.ones(6)
@@ -221,24 +221,24 @@ UNREPEATABLE: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("kind", REPEATABLE)
 def test_a_layer_without_effects_is_repeatable(kind: str) -> None:
-    assert are_repeatable([nn.Linear(6, 6), REPEATABLE[kind]()])
+    assert LayersState([nn.Linear(6, 6), REPEATABLE[kind]()]).is_repeatable
 
 
 @pytest.mark.parametrize("kind", UNREPEATABLE)
 def test_a_layer_that_may_have_effects_is_not_repeatable(kind: str) -> None:
-    assert not are_repeatable([nn.Linear(6, 6), UNREPEATABLE[kind]()])
+    assert not LayersState([nn.Linear(6, 6), UNREPEATABLE[kind]()]).is_repeatable
 
 
 def test_only_the_module_that_asks_may_have_effects() -> None:
     asking, counting = layer_of(asks), layer_of(lambda self, x: self.counted(x))
-    assert not are_repeatable([asking, counting])
-    assert not are_repeatable([nn.Sequential(asking, counting)])
+    assert not LayersState([asking, counting]).is_repeatable
+    assert not LayersState([nn.Sequential(asking, counting)]).is_repeatable
 
 
 def test_global_hooks_are_not_repeatable() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
     try:
-        assert not are_repeatable([nn.Linear(6, 6)])
+        assert not LayersState([nn.Linear(6, 6)]).is_repeatable
     finally:
         handle.remove()
 
