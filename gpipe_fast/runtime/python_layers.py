@@ -23,7 +23,7 @@ from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.randomness.random import KeyedRandomMode, SavedGeneratorStates, make_key
 from gpipe_fast.runtime.buffers import BufferSnapshot, run_with_buffers, snapshot_buffers
 from gpipe_fast.runtime.differentiate import differentiate, run_without_hooks
-from gpipe_fast.runtime.python_generators import GeneratorUse, PythonGenerators
+from gpipe_fast.runtime.python_generators import PythonGenerators
 from gpipe_fast.runtime.stage import Stage, TorchModes, exact_autocast
 from gpipe_fast.runtime.writable_copy import writable_copy
 from gpipe_fast.schedule import Action
@@ -72,31 +72,36 @@ class _LayersRun:
         return [*self.outputs, *(tensor for tensor in self.stashed if tensor is not None)]
 
 
-@dataclass
-class _SavedForBackward:
-    """State that a forward saves for its backward.
+class _ForRecompute(NamedTuple):
+    """State that a forward saves for its recompute.
 
     Attributes:
-        run: the run with its autograd graph; None if the backward recomputes it.
-        all_parameters: all parameters of the layers.
-        parameters: the parameters that need gradients.
-        microbatch_input: the input. Only a recompute needs this attribute and the attributes below.
+        microbatch_input: the input.
         buffers: snapshots, from before the forward, of the buffers that the forward wrote or replaced.
         generators: states, from before the forward, of the layers' own PyTorch generators.
-        generator_use: states of Python's and NumPy's generators.
-        data_ptrs: the addresses of the parameters' elements.
+        data_ptrs: the addresses of the elements of the parameters that need gradients.
         state: the layers' Python state.
     """
 
-    run: _LayersRun | None
-    all_parameters: list[nn.Parameter]
-    parameters: list[nn.Parameter]
     microbatch_input: _MicroBatchInput
     buffers: list[BufferSnapshot]
     generators: SavedGeneratorStates
-    generator_use: GeneratorUse
     data_ptrs: list[int]
-    state: LayersState | None
+    state: LayersState
+
+
+class _SavedForBackward(NamedTuple):
+    """State that a forward saves for its backward.
+
+    Attributes:
+        run: the run with its autograd graph, or what a recompute of it needs.
+        all_parameters: all parameters of the layers.
+        parameters: the parameters that need gradients.
+    """
+
+    run: _LayersRun | _ForRecompute
+    all_parameters: list[nn.Parameter]
+    parameters: list[nn.Parameter]
 
 
 class Result(NamedTuple):
@@ -155,11 +160,11 @@ class PythonLayers:
         self._layers = part.layers
         self._name = name
         self._modes = modes
-        self._recompute = has_recompute(saved_fraction) and modes.grad
+        self._recomputes = has_recompute(saved_fraction) and modes.grad
         self._state: LayersState | None = None
         self._lock = lock
         self._on_tangents = on_tangents
-        self._generators = PythonGenerators(self._layers)
+        self._python_generators = PythonGenerators(())
         self._running_layer: int | None = None  # index of the layer whose forward is running
         self._on_success = on_success
         self._checked = False
@@ -189,24 +194,28 @@ class PythonLayers:
         """Runs one micro-batch; `want_reached` requests the parameters that the outputs depend on."""
         microbatch_input = _MicroBatchInput(tensors, structure, needs_gradient, skips, key, microbatch)
         with self._lock, self._annotated_errors(action):
-            state = self._repeatable_state() if self._recompute else None
-            recompute = state is not None
-            before = self.snapshot() if recompute else []
-            generators = SavedGeneratorStates(recompute)
-            with (
-                phase.phase_scope(checkpointing=recompute),
-                self._generators.forward(recompute) as generator_use,
-            ):
+            state = self._repeatable_state() if self._recomputes else None
+            before = [] if state is None else self.snapshot()
+            states = self._python_generators.states()
+            generators = SavedGeneratorStates(state is not None)
+            with phase.phase_scope(checkpointing=state is not None):
                 run = self._run(microbatch_input, generators)
             saved: _SavedForBackward | None = None
             reached: list[bool] = []
             if any(root.requires_grad for root in run.roots()):
+                all_parameters = parameters_of(self._layers)
                 if want_reached or not self._checked:
-                    reached = self._reached_parameters(run, parameters_of(self._layers))
-                written = [snapshot for snapshot in before if snapshot.is_changed()]
-                saved = self._save_for_backward(
-                    run, microbatch_input, written, generators, generator_use, state
-                )
+                    reached = self._reached_parameters(run, all_parameters)
+                parameters = [p for p in all_parameters if p.requires_grad]
+                saved = _SavedForBackward(run, all_parameters, parameters)
+                # Both states also tell whether this run had effects after all.
+                if state is not None and state.is_unchanged() and self._python_generators.states() == states:
+                    written = [snapshot for snapshot in before if snapshot.is_changed()]
+                    data_ptrs = [p.data_ptr() for p in parameters]
+                    saved_for_recompute = _ForRecompute(
+                        microbatch_input, written, generators, data_ptrs, state
+                    )
+                    saved = saved._replace(run=saved_for_recompute)
             if self._on_success is not None:
                 self._on_success()
             return Result(
@@ -223,34 +232,8 @@ class PythonLayers:
         """Returns the layers' state; None if a second run of the layers may have other effects."""
         if self._state is None or not self._state.is_unchanged():
             self._state = LayersState(self._layers)
+            self._python_generators = PythonGenerators(self._state.asking)
         return self._state if self._state.is_repeatable else None
-
-    def _save_for_backward(
-        self,
-        run: _LayersRun,
-        microbatch_input: _MicroBatchInput,
-        written: list[BufferSnapshot],
-        generators: SavedGeneratorStates,
-        generator_use: GeneratorUse,
-        state: LayersState | None,
-    ) -> _SavedForBackward:
-        all_parameters = parameters_of(self._layers)
-        parameters = [p for p in all_parameters if p.requires_grad]
-        data_ptrs = [p.data_ptr() for p in parameters]
-        # The state also tells whether this run had effects after all.
-        recompute = state is not None and generator_use.repeatable and state.is_unchanged()
-        saved_run = None if recompute else run
-        return _SavedForBackward(
-            saved_run,
-            all_parameters,
-            parameters,
-            microbatch_input,
-            written,
-            generators,
-            generator_use,
-            data_ptrs,
-            state,
-        )
 
     def backward(
         self,
@@ -277,28 +260,35 @@ class PythonLayers:
         if saved is None or all(tangent is None for tangent in tangents):
             return [], list(gradients)
         with self._lock, self._annotated_errors(action):
-            if saved.run is not None:
+            if isinstance(saved.run, _LayersRun):
                 return self._differentiate(saved, saved.run, tangents, gradients, retain)
-            if [p.data_ptr() for p in saved.parameters] != saved.data_ptrs:
-                raise RuntimeError(
-                    f"the data of a parameter of {self._name} was replaced between forward and backward, but "
-                    "the backward recomputes the forward; replace the data after the backward"
-                )
+            return self._recompute(saved, saved.run, tangents, gradients)
 
-            if saved.state is not None and not saved.state.is_unchanged():
-                raise RuntimeError(
-                    f"{self._name} was changed between its forward and its recompute in the backward: an "
-                    "attribute, a variable or a function that it uses; change it after the backward, or pass "
-                    "checkpoint='never' to GPipe"
-                )
+    def _recompute(
+        self,
+        saved: _SavedForBackward,
+        start: _ForRecompute,
+        tangents: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        if [p.data_ptr() for p in saved.parameters] != start.data_ptrs:
+            raise RuntimeError(
+                f"the data of a parameter of {self._name} was replaced between forward and backward, but "
+                "the backward recomputes the forward; replace the data after the backward"
+            )
+        if not start.state.is_unchanged():
+            raise RuntimeError(
+                f"{self._name} was changed between its forward and its recompute in the backward: an "
+                "attribute, a variable or a function that it uses; change it after the backward, or pass "
+                "checkpoint='never' to GPipe"
+            )
 
-            def recompute() -> tuple[list[Tensor | None], list[Tensor | None]]:
-                with phase.phase_scope(recomputing=True):
-                    run = self._run(saved.microbatch_input, saved.generators.for_recompute())
-                    return self._differentiate(saved, run, tangents, gradients, False)
+        def recompute() -> tuple[list[Tensor | None], list[Tensor | None]]:
+            with phase.phase_scope(recomputing=True):
+                run = self._run(start.microbatch_input, start.generators.for_recompute())
+                return self._differentiate(saved, run, tangents, gradients, False)
 
-            use, name = saved.generator_use, self._name
-            return run_with_buffers(saved.buffers, lambda: self._generators.recompute(use, name, recompute))
+        return run_with_buffers(start.buffers, recompute)
 
     def _run(self, microbatch_input: _MicroBatchInput, generators: SavedGeneratorStates) -> _LayersRun:
         _leave_interrupted_modes()

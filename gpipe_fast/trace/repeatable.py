@@ -150,7 +150,7 @@ def _read(code: CodeType) -> tuple[frozenset[tuple[str, ...]], frozenset[str]]:
     """
     paths: list[list[str]] = []
     attributes: set[str] = set()
-    for each in _nested(code):
+    for each in nested_code(code):
         path: list[str] | None = None  # of the latest value, if it comes from a variable
         for instruction in dis.get_instructions(each):
             opname, name = instruction.opname, instruction.argval
@@ -174,12 +174,12 @@ def _read(code: CodeType) -> tuple[frozenset[tuple[str, ...]], frozenset[str]]:
     return frozenset(map(tuple, paths)), frozenset(attributes)
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested_code(code: CodeType) -> Iterator[CodeType]:
     """Yields the code of a function, and of the functions, lambdas and generator expressions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from nested_code(constant)
 
 
 class _Search:

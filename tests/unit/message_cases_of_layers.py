@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,10 +47,6 @@ def in_aten(function: Callable[[Any, Any], object]) -> Callable[[], object]:
 def replace_a_buffer(layer: Any, x: Tensor) -> Any:
     layer.count = layer.count + 1
     return x + layer.count
-
-
-def draw_differently(layer: Any, x: Tensor) -> Any:
-    return layer.linear(x) * (random.random() + (random.random() if is_recomputing() else 0))
 
 
 def branch(layer: Any, x: Tensor) -> Any:
@@ -266,17 +261,10 @@ def draw_in_a_checkpoint() -> None:
         layers(features())
 
 
-def recompute_with_other_draws() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        of(draw_differently, checkpoint="always", backend="eager").sum().backward()  # type: ignore[attr-defined]
-
-
 RANDOMNESS = [
     case("is Linear", "nn.Sequential", lambda: enter(keyed_rng(nn.Linear(2, 2)))),  # type: ignore[arg-type]
     case("got 'a'", "64-bit integer", lambda: enter(keyed_rng(mlp(), "a"))),  # type: ignore[arg-type]
     case("torch.utils.checkpoint", "GPipe's checkpoint argument", draw_in_a_checkpoint),
-    case("layer 0 (FunctionLayer)", "draw with torch", recompute_with_other_draws),
 ]
 
 # Outputs

@@ -1,4 +1,4 @@
-"""Layers that draw from Python's and NumPy's generators: a recompute repeats the forward's draws."""
+"""Layers that draw from Python's and NumPy's generators: what they draw is not drawn again by a recompute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe
+from gpipe_fast import GPipe, is_recomputing
 from gpipe_fast.runtime.python_generators import PythonGenerators
 
 SHARED = random.Random(3)
@@ -28,6 +28,23 @@ class LayerDrop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + self.draw()) if self.draw() < 0.5 else self.linear(x)
+
+
+class Asks(nn.Module):
+    """Asks for its phase, and counts the recomputes."""
+
+    recomputes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recomputes += is_recomputing()
+        y: Tensor = super().forward(x)
+        return y
+
+
+def asking(layer: nn.Module) -> nn.Module:
+    """Returns the layer after it has become one that asks for its phase."""
+    layer.__class__ = type("Asking", (Asks, type(layer)), {})
+    return layer
 
 
 class Noise:
@@ -60,6 +77,26 @@ class OwnGenerators(LayerDrop):
         return (self.python.random() + float(self.numpy.random())) / 2
 
 
+def imports_and_draws() -> float:
+    from tests.unit.runtime import test_python_generators
+
+    return test_python_generators.SHARED.random()
+
+
+class MakesGenerators(LayerDrop):
+    """Replaces its generator in each second call."""
+
+    def __init__(self) -> None:
+        super().__init__(self.draw_own)
+        self.num_draws, self.generator = 0, random.Random(0)
+
+    def draw_own(self) -> float:
+        self.num_draws += 1
+        if self.num_draws % 2:
+            self.generator = random.Random(self.num_draws)
+        return self.generator.random()
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "random": lambda: LayerDrop(random.random),
     "uniform": lambda: LayerDrop(lambda: random.uniform(0, 1)),
@@ -68,6 +105,11 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "numpy": lambda: LayerDrop(np.random.rand),
     "own": OwnGenerators,
     "global": lambda: LayerDrop(lambda: SHARED.random()),
+    "slot": lambda: LayerDrop(Noise()),
+    "special method": lambda: LayerDrop(CallsRandom()),
+    "partial": lambda: LayerDrop(functools.partial(SHARED.uniform, 0, 1)),
+    "imported": lambda: LayerDrop(imports_and_draws),
+    "made anew": MakesGenerators,
 }
 
 
@@ -82,18 +124,21 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     return {"output": output.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_gradients_are_equal_with_and_without_recompute(kind: str, backend: str) -> None:
+def test_gradients_are_equal_with_and_without_recompute(kind: str, backend: str, asks: bool) -> None:
     """Only one stage draws, as timing would decide in which order two stages draw."""
     x, results = torch.randn(16, 4), []
     for mode in MODES:
         torch.manual_seed(0)
-        seq = nn.Sequential(nn.Linear(4, 4), LAYERS[kind](), nn.Linear(4, 4))
+        layer = asking(LAYERS[kind]()) if asks else LAYERS[kind]()
+        seq = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = GPipe(seq, [2, 1], devices=["cpu"] * 2, chunks=8, checkpoint=mode, backend=backend)
             results.append([step(model, x) for _ in range(3)])
+        assert not asks or layer.recomputes == 0
     for other in results[:2]:
         for ours, expected in zip(other, results[2], strict=True):
             for name, tensor in expected.items():
@@ -117,7 +162,9 @@ def test_draws_equal_those_of_the_plain_loop() -> None:
 def test_stages_that_draw_concurrently_repeat_their_own_draws() -> None:
     """The order in which the stages drew does not matter."""
     torch.manual_seed(0)
-    seq = nn.Sequential(*(LayerDrop(random.random) for _ in range(4)))
+    seq = nn.Sequential(
+        *(LayerDrop(random.random) for _ in range(2)), *(asking(LayerDrop(random.random)) for _ in range(2))
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPipe(seq, [1] * 4, devices=["cpu"] * 4, chunks=8, checkpoint="always")
@@ -127,64 +174,32 @@ def test_stages_that_draw_concurrently_repeat_their_own_draws() -> None:
             output.sum().backward()
             # An output linear in input and biases is the sum of their products with their gradients.
             with torch.no_grad():
-                biases = [layer.linear.bias for layer in seq]
+                biases = [p for name, p in seq.named_parameters() if name.endswith("bias")]
                 total = (x.grad * x).sum() + sum((b.grad * b).sum() for b in biases if b.grad is not None)
             assert torch.allclose(total, output.sum(), rtol=1e-4)
             model.zero_grad()
 
 
-def test_repeated_draws_do_not_change_the_generators_states() -> None:
-    layer = OwnGenerators()
-    draws = PythonGenerators([layer])
-    with draws.forward(recomputed=True) as drawn:
-        first = layer.draw_own(), random.random(), np.random.rand()
-    assert drawn.repeatable
-    after = random.getstate(), layer.python.getstate(), layer.numpy.bit_generator.state
-    again = draws.recompute(drawn, "layer 1", lambda: (layer.draw_own(), random.random(), np.random.rand()))
-    assert again == first
-    assert (random.getstate(), layer.python.getstate(), layer.numpy.bit_generator.state) == after
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_layer_that_asks_is_recomputed_unless_it_draws(backend: str) -> None:
+    layer = asking(LayerDrop(random.random))
+    model = GPipe(
+        nn.Sequential(layer, nn.Linear(4, 4)), [1, 1], chunks=4, checkpoint="always", backend=backend
+    )
+    counts = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for draw in (random.random, lambda: 0.7):
+            layer.draw = draw
+            model(torch.randn(8, 4)).sum().backward()
+            counts.append(layer.recomputes)
+    assert counts == [0, 4]
 
 
-def test_a_recompute_that_draws_differently_is_an_error() -> None:
-    draws = PythonGenerators([LayerDrop(random.random)])
-    with draws.forward(recomputed=True) as drawn:
-        random.random()
-    with pytest.raises(RuntimeError, match="layer 1 drew different random numbers"):
-        draws.recompute(drawn, "layer 1", lambda: (random.random(), random.random()))
-
-
-def test_draws_of_a_layer_that_did_not_draw_before_are_not_repeatable() -> None:
-    """After a call without draws, the layers may run concurrently with others."""
+def test_the_states_of_too_many_values_are_never_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LayerDrop(random.random)
-    draws = PythonGenerators([layer])
-    found = []
-    for draw in (False, True, True):
-        with draws.forward(recomputed=True) as drawn:
-            if draw:
-                random.random()
-        found.append(drawn.repeatable)
-    assert found == [True, False, True]
-
-
-@pytest.mark.parametrize(
-    ("layer", "can_draw"),
-    [
-        (nn.LSTM(2, 2), False),
-        (LayerDrop(lambda: 0.5), False),
-        (LayerDrop(functools.partial(float, 0.5)), False),
-        (LayerDrop(functools.partial(random.uniform, 0, 1)), True),
-        (LayerDrop(Noise()), True),
-        (LayerDrop(CallsRandom()), True),
-        (LayerDrop(random.random), True),
-        (LayerDrop(np.random.rand), True),
-        (LayerDrop(lambda: random.gauss(0, 1)), True),
-        (LayerDrop(lambda: SHARED.random()), True),
-        (OwnGenerators(), True),
-    ],
-)
-def test_draws_of_others_are_ignored_for_layers_that_cannot_draw(layer: nn.Module, can_draw: bool) -> None:
-    """The draw outside of the layer stands for another thread's."""
-    draws = PythonGenerators([layer])
-    with draws.forward(recomputed=True) as drawn:
-        random.random()
-    assert (drawn.before != drawn.after) == can_draw
+    generators = PythonGenerators([layer])
+    assert generators.states() == generators.states()
+    monkeypatch.setattr("gpipe_fast.runtime.python_generators._MAX_VALUES", 10)
+    generators = PythonGenerators([layer])
+    assert generators.states() != generators.states()
