@@ -1,4 +1,4 @@
-"""Snapshots of the buffers of Python layers, restored after a failure and for a recompute."""
+"""Snapshots of the buffers of Python layers, restored after a failure, for a recompute, and after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-
-from gpipe_fast.runtime.undo import run_and_undo
 
 _Result = TypeVar("_Result")
 
@@ -78,3 +76,23 @@ def run_with_buffers(buffers: Sequence[BufferSnapshot], run: Callable[[], _Resul
         versions.__exit__()
 
     return run_and_undo(run_restored, undo)
+
+
+def run_and_undo(run: Callable[[], _Result], undo: Callable[[], None]) -> _Result:
+    """Returns what ``run`` returns, after ``undo`` has undone its changes.
+
+    A worker receives Ctrl-C as a ``KeyboardInterrupt`` at any function call, also at that of a context
+    manager's ``__exit__``, whose code then does not run. So no context manager is used here.
+
+    Args:
+        run: a function that may raise.
+        undo: undoes all changes, however far ``run`` has come; it is called twice if Ctrl-C interrupts it.
+    """
+    try:
+        return run()
+    finally:
+        try:
+            undo()
+        except KeyboardInterrupt:
+            undo()
+            raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,14 +22,15 @@ from gpipe_fast.layers.structure import Structure, call_unpacked, canonical, fla
 from gpipe_fast.lower.accumulation import sum_dtype
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.randomness.random import KeyedRandomMode, SavedGeneratorStates, make_key
-from gpipe_fast.runtime.buffers import BufferSnapshot, run_with_buffers, snapshot_buffers
-from gpipe_fast.runtime.differentiate import differentiate, run_without_hooks
+from gpipe_fast.runtime.buffers import BufferSnapshot, run_and_undo, run_with_buffers, snapshot_buffers
 from gpipe_fast.runtime.python_generators import PythonGenerators
 from gpipe_fast.runtime.stage import Stage, TorchModes, exact_autocast
 from gpipe_fast.runtime.writable_copy import writable_copy
 from gpipe_fast.schedule import Action
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.repeatable import LayersState
+
+Gradients = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,6 @@ class PythonLayers:
             on_success: called when a forward has succeeded.
         """
         self._part = part
-        self._layers = part.layers
         self._name = name
         self._modes = modes
         self._recomputes = has_recompute(saved_fraction) and modes.grad
@@ -165,14 +166,14 @@ class PythonLayers:
         self._lock = lock
         self._on_tangents = on_tangents
         self._python_generators = PythonGenerators(())
-        self._running_layer: int | None = None  # index of the layer whose forward is running
+        self._running = name  # the layer whose forward is running; in a backward, all layers
         self._on_success = on_success
         self._checked = False
         self._reentrant = False
 
     def snapshot(self) -> list[BufferSnapshot]:
         """Takes snapshots of all buffers, and of the tables that embeddings with ``max_norm`` renormalize."""
-        return snapshot_buffers(self._layers)
+        return snapshot_buffers(self._part.layers)
 
     def restore(self, snapshots: Sequence[BufferSnapshot]) -> None:
         """Restores buffers from their snapshots, after a failure."""
@@ -203,7 +204,7 @@ class PythonLayers:
             saved: _SavedForBackward | None = None
             reached: list[bool] = []
             if any(root.requires_grad for root in run.roots()):
-                all_parameters = parameters_of(self._layers)
+                all_parameters = parameters_of(self._part.layers)
                 if want_reached or not self._checked:
                     reached = self._reached_parameters(run, all_parameters)
                 parameters = [p for p in all_parameters if p.requires_grad]
@@ -231,18 +232,18 @@ class PythonLayers:
     def _repeatable_state(self) -> LayersState | None:
         """Returns the layers' state; None if a second run of the layers may have other effects."""
         if self._state is None or not self._state.is_unchanged():
-            self._state = LayersState(self._layers)
+            self._state = LayersState(self._part.layers)
             self._python_generators = PythonGenerators(self._state.asking)
         return self._state if self._state.is_repeatable else None
 
     def backward(
         self,
         saved: _SavedForBackward | None,
-        tangents: Sequence[Tensor | None],
-        gradients: Sequence[Tensor | None],
+        tangents: Gradients,
+        gradients: Gradients,
         retain: bool,
         action: str,
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    ) -> tuple[Gradients, Gradients]:
         """Runs the backward of one micro-batch.
 
         Args:
@@ -258,41 +259,35 @@ class PythonLayers:
         if self._on_tangents is not None:
             self._on_tangents(tangents)
         if saved is None or all(tangent is None for tangent in tangents):
-            return [], list(gradients)
+            return [], gradients
+        differentiate = functools.partial(self._differentiate, saved, tangents, gradients)
         with self._lock, self._annotated_errors(action):
             if isinstance(saved.run, _LayersRun):
-                return self._differentiate(saved, saved.run, tangents, gradients, retain)
-            return self._recompute(saved, saved.run, tangents, gradients)
+                return differentiate(saved.run, retain)
+            start = saved.run
+            if [p.data_ptr() for p in saved.parameters] != start.data_ptrs:
+                raise RuntimeError(
+                    f"the data of a parameter of {self._name} was replaced between forward and backward, but "
+                    "the backward recomputes the forward; replace the data after the backward"
+                )
+            if not start.state.is_unchanged():
+                raise RuntimeError(
+                    f"{self._name} was changed between its forward and its recompute in the backward: an "
+                    "attribute, a variable or a function that it uses; change it after the backward, or pass "
+                    "checkpoint='never' to GPipe"
+                )
 
-    def _recompute(
-        self,
-        saved: _SavedForBackward,
-        start: _ForRecompute,
-        tangents: Sequence[Tensor | None],
-        gradients: Sequence[Tensor | None],
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        if [p.data_ptr() for p in saved.parameters] != start.data_ptrs:
-            raise RuntimeError(
-                f"the data of a parameter of {self._name} was replaced between forward and backward, but "
-                "the backward recomputes the forward; replace the data after the backward"
-            )
-        if not start.state.is_unchanged():
-            raise RuntimeError(
-                f"{self._name} was changed between its forward and its recompute in the backward: an "
-                "attribute, a variable or a function that it uses; change it after the backward, or pass "
-                "checkpoint='never' to GPipe"
-            )
+            def recompute() -> tuple[Gradients, Gradients]:
+                with phase.phase_scope(recomputing=True):
+                    run = self._run(start.microbatch_input, start.generators.for_recompute())
+                    return differentiate(run, False)
 
-        def recompute() -> tuple[list[Tensor | None], list[Tensor | None]]:
-            with phase.phase_scope(recomputing=True):
-                run = self._run(start.microbatch_input, start.generators.for_recompute())
-                return self._differentiate(saved, run, tangents, gradients, False)
-
-        return run_with_buffers(start.buffers, recompute)
+            return run_with_buffers(start.buffers, recompute)
 
     def _run(self, microbatch_input: _MicroBatchInput, generators: SavedGeneratorStates) -> _LayersRun:
         _leave_interrupted_modes()
         mode = KeyedRandomMode(lambda: self._key(microbatch_input), generators)
+        stage = self._name.partition(", ")[0]
         with torch.set_grad_enabled(self._modes.grad), exact_autocast(self._modes.autocast):
             leaves = microbatch_input.leaves()
             copied = [writable_copy(leaf) for leaf in leaves]
@@ -307,11 +302,11 @@ class PythonLayers:
                 mode,
                 deferring(self._part.options.deferred),
             ):
-                for index, layer in enumerate(self._layers):
+                for index, layer in enumerate(self._part.layers):
                     mode.enter_layer(index)
-                    self._running_layer = index
+                    self._running = f"{stage}, {layer_title(self._part.first_layer + index, layer)}"
                     value = call_unpacked(layer, value)
-                self._running_layer = None
+                self._running = self._name
                 stashed = take_stashed(stashed_so_far, self._part.keys(self._part.stashes))
             try:
                 outputs, structure = flatten(value, deduplicate=True)
@@ -329,11 +324,11 @@ class PythonLayers:
     def _differentiate(
         self,
         saved: _SavedForBackward,
+        tangents: Gradients,
+        gradients: Gradients,
         run: _LayersRun,
-        tangents: Sequence[Tensor | None],
-        gradients: Sequence[Tensor | None],
         retain: bool,
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    ) -> tuple[Gradients, Gradients]:
         accumulated = {id(p): g for p, g in zip(saved.all_parameters, gradients, strict=True)}
         dtype = self._part.options.grad_dtype
         sums = {
@@ -349,9 +344,7 @@ class PythonLayers:
             if gradient is not None and root.requires_grad
         ]
         sources = [*(leaf for leaf in run.leaves if leaf.requires_grad), *saved.parameters]
-        found = run_without_hooks(
-            saved.parameters, lambda: differentiate(roots, sources, retain, self._reentrant)
-        )
+        found = _grad(roots, sources, retain, self._reentrant)
         gradient_of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
         input_gradients = [gradient_of.get(id(leaf)) for leaf in run.leaves]
         gradient_of |= {p: _accumulate(total, gradient_of[p], dtype) for p, total in sums.items()}
@@ -387,23 +380,54 @@ class PythonLayers:
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 # The same text as in csrc/pipeline/pipeline.cpp, raise().
                 microbatch = Action.parse(action).microbatch
-                error.add_note(f"in action {action}: {self._running_layer_name()}, micro-batch {microbatch}")
-            self._running_layer = None
+                error.add_note(f"in action {action}: {self._running}, micro-batch {microbatch}")
+            self._running = self._name
             raise
-
-    def _running_layer_name(self) -> str:
-        """Returns the name of the layer whose forward is running; in a backward, the name of all layers."""
-        if self._running_layer is None:
-            return self._name
-        stage = self._name.partition(", ")[0]
-        running = self._running_layer
-        return f"{stage}, {layer_title(self._part.first_layer + running, self._layers[running])}"
 
 
 def _leave_interrupted_modes() -> None:
     """Leaves the dispatch modes that a ``KeyboardInterrupt`` has kept this worker from leaving."""
     while torch._C._len_torch_dispatch_stack():
         _pop_mode()
+
+
+def _grad(
+    roots: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], retain: bool, reentrant: bool
+) -> Gradients:
+    """Returns the gradients of the sources; None for a source that the roots do not depend on.
+
+    No hook of a source runs: parameters' hooks are for the mini-batch's gradient.
+
+    Args:
+        roots: tensors and their gradients.
+        sources: tensors with respect to which to differentiate.
+        retain: whether to keep the graph for another backward.
+        reentrant: whether the graph contains reentrant checkpoints, which need ``backward()``.
+    """
+    outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
+    names = ("_backward_hooks", "grad") if reentrant else ("_backward_hooks",)
+    before = [(source, name, getattr(source, name)) for source in sources for name in names]
+    # Autograd's threads for GPUs may be waiting in the pipeline's backward.
+    threads = torch._C._is_multithreading_enabled() and all(root.device.type == "cpu" for root in outputs)
+
+    def run() -> Gradients:
+        for source, name, value in before:
+            if value is not None:
+                setattr(source, name, None)
+        with torch.autograd.set_multithreading_enabled(threads):
+            if not reentrant:
+                return torch.autograd.grad(
+                    outputs, sources, gradients, retain_graph=retain, allow_unused=True
+                )
+            torch.autograd.backward(outputs, gradients, retain_graph=retain)
+            return [source.grad for source in sources]
+
+    def undo() -> None:
+        for source, name, value in before:
+            if getattr(source, name) is not value:
+                setattr(source, name, value)
+
+    return run_and_undo(run, undo)
 
 
 def _accumulate(total: Tensor | None, gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
