@@ -17,6 +17,8 @@ import builtins
 import dis
 import functools
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -39,12 +41,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_CHANGES = _words(
-    """DELETE_ATTR DELETE_GLOBAL DELETE_NAME IMPORT_FROM IMPORT_NAME IMPORT_STAR LOAD_BUILD_CLASS STORE_ATTR
-    STORE_GLOBAL STORE_NAME"""
-)
-_WRITES_ELEMENTS = _words("DELETE_SUBSCR STORE_SLICE STORE_SUBSCR")
-_LOADS_ATTRIBUTE = _words("LOAD_ATTR LOAD_METHOD LOAD_SUPER_ATTR")
+_CHANGES = re.compile("(STORE|DELETE)_(ATTR|GLOBAL|NAME)|IMPORT_|LOAD_BUILD_CLASS")
+_WRITES_ELEMENTS = re.compile("(STORE|DELETE)_(SUBSCR|SLICE)|INPLACE_")
 _BUILTINS = _words(
     """abs all any bool bytes callable chr complex dict divmod enumerate filter float format frozenset int
     isinstance issubclass iter len list map max min next object ord pow range repr reversed round set slice
@@ -62,23 +60,17 @@ _KNOWN_NAMES = {
     for cls in (*_VALUES, *_TORCH_VALUES)
     for name in dir(cls)
     if not name.startswith("_") and name not in _UNKNOWN_OF_TENSORS
-} | {"__setitem__"}
-# Methods of the classes of torch.nn.
-_METHODS = _KNOWN_NAMES | _words(
-    """buffers children forward get_buffer get_parameter get_submodule modules named_buffers named_children
-    named_modules named_parameters parameters"""
+} | _words(
+    """__setitem__ buffers children forward get_buffer get_parameter get_submodule modules named_buffers
+    named_children named_modules named_parameters parameters"""
 )
 # Special methods that Python does not call in a forward.
 _NOT_IN_FORWARD = ("__annotate__", "__annotate_func__", "__init__")
 _CALLS = [nn.Module.__call__, nn.Module._call_impl, nn.Module._wrapped_call_impl]
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in HOOKS]
-_IMMUTABLE = frozenset(
-    [
-        *(type(None), bool, int, float, complex, str, bytes, range, type(...), torch.Generator),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format, CodeType),
-    ]
-)
+_IMMUTABLE: set[type] = {type(None), type(...), bool, int, float, complex, str, bytes, range, CodeType}
+_IMMUTABLE |= {torch.Generator, torch.dtype, torch.device, torch.layout, torch.memory_format}
 _ASKS = _words("is_checkpointing is_recomputing")
 # With these, an in-place operator can change a parameter.
 _DETACHING = _words("data detach inference_mode no_grad numpy")
@@ -90,6 +82,7 @@ _WRITES = _words(
 _WRITABLE = frozenset((Tensor, nn.Parameter, list, dict))
 _CONTAINERS = _WRITABLE | {tuple, frozenset, torch.Size, functools.partial}
 _ABSENT = object()
+_UNKNOWN = "?"  # the name of everything that may have other effects
 
 
 def _pure_values() -> Iterator[Any]:
@@ -158,14 +151,14 @@ def _read(code: CodeType) -> tuple[frozenset[tuple[str, ...]], frozenset[str]]:
             if opname in ("LOAD_GLOBAL", "LOAD_NAME") or (is_outer and opname.startswith("LOAD_")):
                 path = [name]
                 paths.append(path)
-            elif opname in _LOADS_ATTRIBUTE:
+            elif opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 path.append(name) if path is not None else attributes.add(name)
             elif opname != "EXTENDED_ARG":
                 path = None
-            if opname in _CHANGES or (is_outer and not opname.startswith("LOAD_")):
+            if _CHANGES.match(opname) or (is_outer and not opname.startswith("LOAD_")):
                 attributes.add("__setattr__")
             is_in_place = opname == "BINARY_OP" and instruction.argrepr.endswith("=")
-            if is_in_place or opname.startswith("INPLACE_") or opname in _WRITES_ELEMENTS:
+            if is_in_place or _WRITES_ELEMENTS.match(opname):
                 attributes.add("__setitem__")
         # Among them are the names of keyword arguments.
         constants = {name for names in each.co_consts if isinstance(names, tuple) for name in names}
@@ -202,8 +195,8 @@ class _Search:
         self._tables: list[tuple[nn.Module, Mapping[str, Any]]] = []
         self._torch_classes: set[type] = set()
         self._is_known_name: dict[str, bool] = {}
-        # The owners of functions that may have effects; that may write elements; that may write parameters.
-        self._impure, self._writing, self._detaching = set[nn.Module](), set[nn.Module](), set[nn.Module]()
+        # By owner, the names of the attributes that it loads, and of what it calls.
+        self._names: defaultdict[nn.Module, set[str]] = defaultdict(set)
         self._seen: set[tuple[nn.Module, int]] = set()
         self.asking: set[nn.Module] = set()
         self.followed: list[tuple[nn.Module, Any]] = []
@@ -220,19 +213,25 @@ class _Search:
                 self._use(owner, part)
             if isinstance(value, FunctionType):
                 self._read_function(owner, value)
-        # Autograd keeps in-place operators from a parameter that needs a gradient.
-        writable = self._detaching.union(owner for owner, value in self.followed if type(value) in _WRITABLE)
-        is_writable = writable - self.asking or not all(p.requires_grad for p in self._parameters)
-        return self._impure <= self.asking and not (is_writable and self._writing - self.asking)
+        self.asking = {owner for owner, names in self._names.items() if names & _ASKS}
+        names = {name for owner, names in self._names.items() if owner not in self.asking for name in names}
+        writes = any(name.endswith("_") or name in _WRITES for name in names)
+        # What a recompute does not restore. Autograd guards parameters that need gradients, unless detached.
+        is_writable = (
+            any(type(value) in _WRITABLE for owner, value in self.followed if owner not in self.asking)
+            or any(not parameter.requires_grad for parameter in self._parameters)
+            or (bool(self._parameters) and not names.isdisjoint(_DETACHING))
+        )
+        return _UNKNOWN not in names and not (writes and is_writable)
 
     def _add_module(self, module: nn.Module) -> bool:
         """Adds the functions that a call of a module runs; returns False if they are not known."""
         own, cls = vars(module), type(module)
-        if any(own.get(table) for table in HOOKS) or "forward" in own or own.get("_compiled_call_impl"):
-            return False
         bases = [base for base in cls.__mro__ if not _is_of_torch_nn(base)]
         calls = [cls.__call__, cls._call_impl, cls._wrapped_call_impl]
-        if any(map(_is_of_torch, bases)) or calls != _CALLS or not isinstance(cls.forward, FunctionType):
+        if any(own.get(name) for name in (*HOOKS, "forward", "_compiled_call_impl")) or calls != _CALLS:
+            return False
+        if any(map(_is_of_torch, bases)) or not isinstance(cls.forward, FunctionType):
             return False
         tables = {name: own[name] for name in (*_TABLES, *HOOKS) if name in own}
         for name, table in tables.items():
@@ -243,11 +242,11 @@ class _Search:
         self._tables += [(module, table) for table in (own, *tables.values(), *map(vars, bases))]
         self._torch_classes.update(set(cls.__mro__).difference(bases, [object]))
         if own.get("inplace"):
-            self._writing.add(module)
-        functions = [] if bases else [value for value in own.values() if callable(value)]
-        for function in functions:
-            self._use(module, function)
-        if bases and cls.forward is not Skippable.forward:  # which runs its submodule
+            self._names[module].add("__setitem__")
+        if not bases:
+            for value in filter(callable, own.values()):
+                self._use(module, value)
+        elif cls.forward is not Skippable.forward:  # which runs its submodule
             self._follow(module, cls.forward)
             for name, value in [item for base in bases for item in vars(base).items()]:
                 is_special = name.startswith("__") and name.endswith("__") and name not in _NOT_IN_FORWARD
@@ -263,34 +262,19 @@ class _Search:
     def _read_function(self, owner: nn.Module, function: FunctionType) -> None:
         """Follows what a function loads, and notes what it may change."""
         paths, attributes = _read(function.__code__)
-        names = set(attributes)
-        for name, *following in paths:
+        for name, *names in paths:
             if name not in function.__code__.co_freevars:  # whose contents are parts of the function
-                self._use(owner, self._value_of(owner, function, name, following))
-            names.update(following)
-        self._note(owner, names)
-        if not all(map(self._is_known, names)):
-            self._impure.add(owner)
-
-    def _value_of(self, owner: nn.Module, function: FunctionType, name: str, following: list[str]) -> Any:
-        """Returns the value of a variable, or that of a Python module's, whose name leaves ``following``."""
-        namespace: dict[str, Any] = function.__globals__
-        value = namespace.get(name, vars(builtins).get(name, _ABSENT))
-        self.records.append((owner, "add_dict_items", namespace, [name], False))
-        while following and isinstance(value, ModuleType):
-            namespace, name = vars(value), following.pop(0)
-            value = namespace.get(name, _ABSENT)
-            self.records.append((owner, "add_dict_items", namespace, [name], False))
-        return value
-
-    def _note(self, owner: nn.Module, names: Iterable[str]) -> None:
-        """Notes what the names of attributes and functions say about their user."""
-        if not _ASKS.isdisjoint(names):
-            self.asking.add(owner)
-        if any(name.endswith("_") or name in _WRITES for name in names):
-            self._writing.add(owner)
-        if self._parameters and not _DETACHING.isdisjoint(names):
-            self._detaching.add(owner)
+                namespace: dict[str, Any] = function.__globals__
+                value = namespace.get(name, vars(builtins).get(name, _ABSENT))
+                self.records.append((owner, "add_dict_items", namespace, [name], False))
+                while names and isinstance(value, ModuleType):
+                    namespace, name = vars(value), names.pop(0)
+                    value = namespace.get(name, _ABSENT)
+                    self.records.append((owner, "add_dict_items", namespace, [name], False))
+                self._use(owner, value)
+            attributes = attributes.union(names)
+        known = {name for name in attributes if self._is_known(name)}
+        self._names[owner] |= attributes if known == attributes else {*attributes, _UNKNOWN}
 
     def _use(self, owner: nn.Module, value: Any) -> None:
         """Follows a value that is neither immutable, nor part of the layers, nor pure if called."""
@@ -305,19 +289,18 @@ class _Search:
         if id(value) in self._own or type(value) in _IMMUTABLE or _is_harmless_class(value):
             return
         if id(value) in _PURE:
-            self._note(owner, [getattr(value, "__name__", "")])
+            self._names[owner].add(getattr(value, "__name__", ""))
         elif _is_followed(value):
             self._follow(owner, value)
         else:
-            self._impure.add(owner)
+            self._names[owner].add(_UNKNOWN)
 
     def _is_known(self, name: str) -> bool:
         """Returns whether an attribute of this name is harmless; follows those of modules."""
         if name not in self._is_known_name:
             found = [(module, table[name]) for module, table in self._tables if name in table]
-            is_of_torch = any(name in vars(cls) for cls in self._torch_classes)
-            known = _METHODS if is_of_torch else _KNOWN_NAMES
-            self._is_known_name[name] = name in known or (bool(found) and not is_of_torch)
+            is_users = bool(found) and not any(name in vars(cls) for cls in self._torch_classes)
+            self._is_known_name[name] = is_users or name in _KNOWN_NAMES
             for module, value in found:
                 self._use(module, value)
         return self._is_known_name[name]

@@ -235,6 +235,17 @@ def test_only_the_module_that_asks_may_have_effects() -> None:
     assert not LayersState([nn.Sequential(asking, counting)]).is_repeatable
 
 
+@pytest.mark.parametrize(("method", "is_repeatable"), [(Layer.counted, False), (lambda self, x: x, True)])
+def test_a_module_that_asks_excuses_no_method_of_another(method: Any, is_repeatable: bool) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        print(is_recomputing(), self.unknown_a, self.unknown_b, self.unknown_c)
+        return self.child.called(x)
+
+    child = type("Child", (nn.Module,), {"forward": lambda self, x: x, "called": method})()
+    layer = with_attribute(layer_of(forward), "child", child)
+    assert LayersState([layer]).is_repeatable == is_repeatable
+
+
 def test_global_hooks_are_not_repeatable() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
     try:
