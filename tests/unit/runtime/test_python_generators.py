@@ -196,6 +196,16 @@ def test_a_layer_that_asks_is_recomputed_unless_it_draws(backend: str) -> None:
     assert counts == [0, 4]
 
 
+@pytest.mark.parametrize("kind", ["random", "generator expression", "nested lambda", "special method"])
+def test_the_global_generator_counts_for_layers_that_can_draw(kind: str) -> None:
+    """The draw outside of the layers stands for another thread's."""
+    can_draw, cannot = PythonGenerators([LAYERS[kind]()]), PythonGenerators([LayerDrop(lambda: 0.5)])
+    before = can_draw.states(), cannot.states()
+    random.random()
+    assert can_draw.states() != before[0]
+    assert cannot.states() == before[1]
+
+
 def test_the_states_of_too_many_values_are_never_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LayerDrop(random.random)
     generators = PythonGenerators([layer])
