@@ -144,7 +144,10 @@ def check_module(module: nn.Sequential) -> None:
         ValueError: a layer occurs twice, or is None.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, got {type(module).__name__}; for other modules, "
+            "call GPipe.from_model(module, args=(x,))"
+        )
     if len(list(module.children())) != len(module):
         raise ValueError(
             f"module with duplicate children is not supported; {len(list(module.children()))} of its "

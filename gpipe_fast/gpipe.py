@@ -29,6 +29,8 @@ from gpipe_fast.container import Container
 from gpipe_fast.devices import Device, silence_stream_warning
 from gpipe_fast.explanation import Explanation
 from gpipe_fast.explanation.explain import explain_call, named_device
+from gpipe_fast.from_model.blocks import Blocks
+from gpipe_fast.from_model.make import make_pipelined
 from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
@@ -161,6 +163,81 @@ class GPipe(CallSettings, CallPreparation, Container):
         self._python_workers = PythonWorkers()
         self._pipeline = self._open_pipeline()
         self._rebuild_stages()
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        blocks: Blocks | None = None,
+        balance: Iterable[int] | None = None,
+        devices: Iterable[Device] | None = None,
+        chunks: int | Literal["auto"] = 1,
+        checkpoint: str = "except_last",
+        loss: str = "exact",
+        grad_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+        capture: bool = True,
+        transport: str = "auto",
+        fuse: bool | None = None,
+    ) -> Any:
+        """Makes a pipeline of a model that is not an ``nn.Sequential``, from an example of its arguments.
+
+        The model is called once on stand-ins without elements, to see which modules its forward calls, in which
+        order, and what it computes between them. It is cut before and after each block, such as the layers of
+        a Transformer::
+
+            model = GPipe.from_model(model, kwargs=dict(input_ids=ids, labels=ids), chunks=8)
+            loss = model(input_ids=ids, labels=labels).loss
+
+        The result is the model with another forward: it has the same class name, attributes, parameters and
+        ``state_dict``, and takes and returns what the model does. Outputs and gradients equal those of the
+        plain model over the same micro-batches. Other arguments, shapes and modes than the example's are
+        possible; the first call of a kind takes longer.
+
+        Args:
+            model: The model. Its modules are moved to the devices of their stages, not copied. The object
+                that was passed still runs its plain forward; so does ``plain()`` of the result.
+            args: Positional arguments of a call, as an example. Tensors on the meta device do. Which inputs
+                are split along their first dimension is found by calls with other batch sizes, and not from
+                equal numbers; an input that is wrapped by `replicate` is not.
+            kwargs: Keyword arguments of that call.
+            blocks: The modules at which the model is cut: names of modules, modules or classes. A list of
+                modules stands for its children. By default the lists of modules that are called in order.
+            balance: The number of blocks of each partition; or the number of layers, which are what comes
+                before the blocks, each block, and the rest. By default as for `GPipe`.
+            devices: As for `GPipe`.
+            chunks: As for `GPipe`.
+            checkpoint: As for `GPipe`.
+            loss: ``'exact'`` refuses outputs, such as a loss, that do not follow from those of micro-batches.
+                ``'per-microbatch'`` averages them over micro-batches, and returns None for outputs that
+                compare samples with each other.
+            grad_dtype: As for `GPipe`.
+            backend: As for `GPipe`.
+            capture: As for `GPipe`.
+            transport: As for `GPipe`.
+            fuse: As for `GPipe`.
+
+        Returns:
+            The pipelined model. Its attributes ``chunks``, ``checkpoint`` and ``threads_per_stage`` may be set;
+            ``pipeline`` is the `GPipe` that ran last.
+
+        Raises:
+            TypeError: ``model`` is not a module, or another argument has a wrong type.
+            ValueError: an argument is invalid, ``blocks`` names no blocks, or the model is quantized or has hooks
+                of accelerate.
+            RuntimeError: The model cannot be cut; the message says what stands in the way.
+        """
+        places = resolve_devices(devices)
+        options = {"grad_dtype": grad_dtype, "backend": backend, "capture": capture, "transport": transport}
+
+        def make(layers: nn.Sequential, balance: list[int] | None) -> GPipe:
+            return cls(layers, balance, devices=places, chunks=chunks, fuse=fuse, **options)  # type: ignore[arg-type]
+
+        number = None if places is None else len(places)
+        return make_pipelined(model, args, kwargs, blocks, balance, number, chunks, checkpoint, loss, make)
 
     def _open_pipeline(self) -> Pipeline:
         pipeline = open_pipeline(max(1, len(self._balance)), self._python_workers, self.transport)

@@ -297,6 +297,11 @@ def _draws(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: dict[str, An
     return not rates or bool(arguments.get(rates[0], 0.0) and arguments.get("train", True))
 
 
+def is_random(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Returns whether this call of an operator draws random numbers."""
+    return func in RULES or (torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs))
+
+
 @contextlib.contextmanager
 def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRandomMode]:
     """Makes a plain micro-batch loop draw the same random bits as `GPipe`.
@@ -315,7 +320,8 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
     ``GPipe(model, chunks=8)(x)``, for any balance, checkpoint policy and number of threads.
 
     Args:
-        module: the unpartitioned model, called through ``module(...)`` or layer by layer.
+        module: the unpartitioned model, called through ``module(...)`` or layer by layer; or a model of
+            ``GPipe.from_model``, whose ``plain()`` is called.
         key: the mini-batch's key, a signed 64-bit integer; None draws a key as `GPipe` does.
 
     Yields:
@@ -327,18 +333,20 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
         ValueError: ``key`` is not a signed 64-bit integer.
         RuntimeError: layers are called out of order.
     """
-    if not isinstance(module, nn.Sequential):
+    calls = vars(module).get("_gpipe_fast")  # of a model of `GPipe.from_model`, and of its plain one
+    if calls is None and not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, but is {type(module).__name__}")
     if key is not None and not (type(key) is int and -(2**63) <= key < 2**63):
         raise ValueError(f"key must be a signed 64-bit integer or None, got {key!r}")
     # The key is drawn lazily: without random ops PyTorch's generator does not advance, as in GPipe.
     minibatch = MinibatchKey(key)
     mode = KeyedRandomMode(lambda: make_key(minibatch(), 0), SavedGeneratorStates(False))
-    tracker = _PositionTracker(mode, module, minibatch)
+    layers = list(module) if calls is None else calls.blocks
+    tracker = (_PositionTracker if calls is None else _BlockTracker)(mode, layers, minibatch)
     with contextlib.ExitStack() as hooks:
         hooks.callback(module.register_forward_pre_hook(tracker.begin_module, prepend=True).remove)
         hooks.callback(module.register_forward_hook(tracker.end_module, always_call=True).remove)
-        for child in module.children():  # yields a layer that occurs several times only once
+        for child in dict.fromkeys(layers):
             hooks.callback(child.register_forward_pre_hook(tracker.begin_layer, prepend=True).remove)
             hooks.callback(child.register_forward_hook(tracker.end_layer, always_call=True).remove)
         with mode:
@@ -348,9 +356,11 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
 class _PositionTracker:
     """Hooks of a Sequential and its layers that tell a `KeyedRandomMode` which micro-batch and layer run."""
 
-    def __init__(self, mode: KeyedRandomMode, module: nn.Sequential, minibatch: Callable[[], int]) -> None:
+    def __init__(
+        self, mode: KeyedRandomMode, layers: Sequence[nn.Module], minibatch: Callable[[], int]
+    ) -> None:
         self._mode = mode
-        self._layers = list(module)
+        self._layers = list(layers)
         self._minibatch = minibatch
         self._microbatch = 0
         self._next_layer = 0
@@ -400,3 +410,28 @@ class _PositionTracker:
         self._depth -= 1
         if self._depth == 0:
             self._mode.leave_layer()
+
+
+class _BlockTracker(_PositionTracker):
+    """Hooks of a plain model and its blocks; the layers of `GPipe.from_model` also have what is around blocks.
+
+    Layer 0 ends where the first block begins, layer k where block k ends.
+    """
+
+    def begin_module(self, module: nn.Module, args: Any) -> None:
+        super().begin_module(module, args)
+        self._mode.enter_layer(0)
+
+    def end_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        super().end_module(module, args, output)
+        self._mode.leave_layer()
+
+    def begin_layer(self, child: nn.Module, args: Any) -> None:
+        if not self._is_next(child):
+            raise RuntimeError(self._out_of_order(child))
+        if self._next_layer == 0:
+            self._mode.enter_layer(1)
+
+    def end_layer(self, child: nn.Module, args: Any, output: Any) -> None:
+        self._next_layer += 1
+        self._mode.enter_layer(self._next_layer + 1)

@@ -1,0 +1,5 @@
+"""Any module as a pipeline.
+
+In: the user's module, and the arguments of a call. Out: the same module, whose forward runs its blocks as a
+pipeline.
+"""

@@ -1,0 +1,144 @@
+"""Cuts a record into layers, one for each block.
+
+The calls stay in order, so that random numbers and sums of gradients come in eager's order. A block's layer
+begins after the block before it::
+
+    layer 0        the calls before the first block
+    layer 1        block 1
+    layer 2        the calls after block 1, and block 2
+    ...
+    layer n + 1    the calls after block n
+
+Values that later layers read are carried from layer to layer, in the order of their last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from gpipe_fast.from_model.batch import Number, numbers_in
+from gpipe_fast.from_model.dataflow import Call, Dataflow, Refused
+
+
+@dataclass(frozen=True)
+class Part:
+    """The calls of one layer.
+
+    Attributes:
+        block: the block; None in the first and in the last layer.
+        calls: the calls, in order.
+        given: the numbers of the values that the layer gets.
+        returned: the numbers of the values that it returns.
+    """
+
+    block: nn.Module | None
+    calls: tuple[Call, ...]
+    given: tuple[int, ...]
+    returned: tuple[int, ...]
+
+
+def cut(flow: Dataflow, blocks: Sequence[nn.Module], wanted: Sequence[int]) -> list[Part]:
+    """Cuts a record.
+
+    Args:
+        flow: the record.
+        blocks: the blocks, in the order of their calls.
+        wanted: the numbers of the values that the last layer returns.
+
+    Raises:
+        Refused: a tensor is changed in place in another layer than it, or an alias of it, is used.
+    """
+    layers = _pieces(flow, blocks)
+    made_in = dict.fromkeys(range(flow.num_inputs), -1)
+    for index, calls in enumerate(layers):
+        for call in calls:
+            for ref in call.result.refs():
+                made_in.setdefault(ref, index)
+    last_use = _last_uses(flow, layers, made_in, wanted)
+    _check_in_place(flow, layers, made_in, last_use)
+    order = sorted(last_use, key=lambda ref: (-last_use[ref], ref))
+    carried = [
+        tuple(ref for ref in order if made_in[ref] < index <= last_use[ref]) for index in range(len(layers))
+    ]
+    carried[0] = tuple(range(flow.num_inputs))
+    return [
+        Part(block, tuple(calls), given, returned)
+        for block, calls, given, returned in zip(
+            [None, *blocks, None], layers, carried, [*carried[1:], tuple(wanted)], strict=True
+        )
+    ]
+
+
+def _pieces(flow: Dataflow, blocks: Sequence[nn.Module]) -> list[list[Call]]:
+    pieces: list[list[Call]] = [[]]
+    found = []
+    for call in flow.calls:
+        if call.is_module and call.target in blocks:
+            found.append(call.target)
+            if len(found) == 1:
+                pieces.append([])
+        pieces[-1].append(call)
+        if call.is_module and call.target in blocks:
+            pieces.append([])
+    assert found == list(blocks)
+    return pieces
+
+
+def _last_uses(
+    flow: Dataflow, layers: Sequence[Sequence[Call]], made_in: dict[int, int], wanted: Sequence[int]
+) -> dict[int, int]:
+    last: dict[int, int] = {}
+    for index, calls in enumerate(layers):
+        read = [ref for call in calls for ref in call.arguments.refs() if made_in[ref] < index]
+        last.update((ref, index) for call in calls for ref in call.arguments.refs())
+        for size in sizes_in(calls):
+            if size_source(flow, size, read) is None:
+                last[_input_with(flow, size)] = index
+    last.update(dict.fromkeys(wanted, len(layers) - 1))
+    return {ref: layer for ref, layer in last.items() if ref in made_in}
+
+
+def sizes_in(calls: Sequence[Call]) -> list[int]:
+    """Returns the sizes that numbers among the arguments of calls follow."""
+    numbers = [number for call in calls for number in numbers_in(call.arguments.leaves)]
+    return sorted({size for number in numbers for size, factor in enumerate(number.factors) if factor})
+
+
+def size_source(flow: Dataflow, size: int, refs: Iterable[int]) -> tuple[int, int] | None:
+    """Returns the first of some values that has a dimension of a size, and that dimension; or None."""
+    for ref in refs:
+        for dim, number in enumerate(flow.values[ref].shape):
+            if isinstance(number, Number) and number == _unit(size, len(number.factors)):
+                return ref, dim
+    return None
+
+
+def _input_with(flow: Dataflow, size: int) -> int:
+    found = size_source(flow, size, range(flow.num_inputs))
+    if found is None:
+        raise Refused("a size that numbers follow is the size of no input")
+    return found[0]
+
+
+def _unit(size: int, count: int) -> Number:
+    return Number(0, tuple(int(index == size) for index in range(count)))
+
+
+def _check_in_place(
+    flow: Dataflow, layers: Sequence[Sequence[Call]], made_in: dict[int, int], last_use: dict[int, int]
+) -> None:
+    """Checks that what is changed in place in a layer has no alias that another layer made."""
+    for index, calls in enumerate(layers):
+        for call in calls:
+            for ref in call.mutates:
+                storage = flow.values[ref].storage
+                aliases = [r for r in made_in if r != ref and flow.values[r].storage == storage]
+                if any(made_in[r] < index <= last_use.get(r, -1) for r in aliases):
+                    raise Refused(
+                        f"a tensor of shape {list(flow.values[ref].shape)} is changed in place at "
+                        f"{call.place}, in another layer than the one that made it and an alias of it; "
+                        "copy it first, as by x = x + y in place of x += y"
+                    )

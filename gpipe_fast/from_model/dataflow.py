@@ -1,0 +1,284 @@
+"""A call of a model as a list of calls: of its modules, and of the functions between them.
+
+Each call has the values that it reads and those that it makes, by number; the call's inputs come first::
+
+    model(input_ids=<0>, labels=<1>)
+        calls[0]   <2> = transformer.wte(<0>)
+        calls[1]   <3> = torch.arange(16, device=...)
+        calls[2]   <4> = transformer.wpe(<3>)
+        calls[3]   <5> = <2> + <4>
+        ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+class Refused(RuntimeError):
+    """Raised where a model cannot be cut into layers. The message says what stands in the way."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value with this number."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter, a buffer or another tensor that a module has as an attribute.
+
+    Attributes:
+        owner: the module.
+        name: the attribute's name.
+    """
+
+    owner: nn.Module
+    name: str
+
+    def __hash__(self) -> int:
+        return hash((id(self.owner), self.name))
+
+    def read(self) -> Tensor:
+        """Returns the present tensor."""
+        found: Tensor = getattr(self.owner, self.name)
+        return found
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice whose bounds are leaves, too."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+class Device(NamedTuple):
+    """The device of the stage that makes the call."""
+
+
+class Surroundings(NamedTuple):
+    """What surrounds a call of a function.
+
+    Attributes:
+        grad: whether gradients are enabled.
+        autocast: the dtype of autocast on the values' device; None if it is off.
+    """
+
+    grad: bool
+    autocast: torch.dtype | None
+
+
+class Place(NamedTuple):
+    """The line of the user's code that makes a call."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A nested value: its leaves, which are values, constants or owned tensors, and their nesting."""
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    def refs(self) -> Iterator[int]:
+        """Returns the numbers of the values in it."""
+        return _refs(self.leaves)
+
+    def build(self, leaf: Callable[[Any], Any]) -> Any:
+        """Returns the nested value, with each leaf replaced by a function's result."""
+        return pytree.tree_unflatten([leaf(each) for each in self.leaves], self.spec)
+
+
+def _refs(leaves: Sequence[Any]) -> Iterator[int]:
+    for leaf in leaves:
+        if isinstance(leaf, Ref):
+            yield leaf.index
+        elif isinstance(leaf, Slice):
+            yield from _refs((leaf.start, leaf.stop, leaf.step))
+
+
+def map_slice(leaf: Any, function: Callable[[Any], Any]) -> Any:
+    """Returns a slice of a `Slice`, with each bound replaced by a function's result."""
+    return slice(function(leaf.start), function(leaf.stop), function(leaf.step))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function or of a module.
+
+    Attributes:
+        target: the function or the module.
+        arguments: its positional and keyword arguments.
+        result: what it returned.
+        draws: whether it draws random numbers.
+        mutates: the numbers of the values that it changes in place.
+        surroundings: the modes around it.
+        place: where the user's code makes it.
+        keeps_state: whether it is a block, or a module with buffers, and is made even if its result is unused.
+    """
+
+    target: Any
+    arguments: Nested
+    result: Nested
+    draws: bool
+    mutates: tuple[int, ...]
+    surroundings: Surroundings
+    place: Place = field(compare=False)
+    keeps_state: bool = False
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the target is a module."""
+        return isinstance(self.target, nn.Module)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that a call reads or makes.
+
+    Attributes:
+        shape: its shape, of integers; or of `Number` once several batch sizes are known.
+        dtype: its dtype.
+        requires_grad: whether a gradient reaches it.
+        storage: a number that tensors with the same memory share.
+    """
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    storage: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A number that forward reads from a tensor, and by which it decides what to do.
+
+    Attributes:
+        target: the function that returned it, as ``bool``.
+        arguments: its arguments.
+        answer: the number.
+        place: where the user's code reads it.
+    """
+
+    target: Any
+    arguments: Nested
+    answer: Any
+    place: Place = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """A call of a model.
+
+    Attributes:
+        num_inputs: how many values are the call's input tensors.
+        values: all values.
+        calls: all calls, in order.
+        result: what the model returned.
+        decisions: what it read from its input tensors.
+        surroundings: the modes around the call of the model.
+    """
+
+    num_inputs: int
+    values: tuple[Value, ...]
+    calls: tuple[Call, ...]
+    result: Nested
+    decisions: tuple[Decision, ...]
+    surroundings: Surroundings
+
+    def producers(self) -> dict[int, int]:
+        """Returns, for each value that is no input, the index of the call that makes it."""
+        found: dict[int, int] = {}
+        for index, call in enumerate(self.calls):
+            for ref in call.result.refs():
+                if ref >= self.num_inputs:
+                    found.setdefault(ref, index)
+        return found
+
+    def depends_on(self, refs: Iterable[int], inputs: Container[int], draws: bool = True) -> bool:
+        """Returns whether values depend on one of some inputs or, if ``draws``, on random numbers."""
+        producers = self.producers()
+        wanted, seen = list(refs), set[int]()
+        while wanted:
+            ref = wanted.pop()
+            if ref in inputs:
+                return True
+            if ref in seen or ref not in producers:
+                continue
+            seen.add(ref)
+            call = self.calls[producers[ref]]
+            if call.draws and draws:
+                return True
+            wanted += call.arguments.refs()
+        return False
+
+    def pruned(self) -> Dataflow:
+        """Returns the record without what has no effect: decisions that depend on no input, and unused calls.
+
+        Calls that draw random numbers, that have buffers or that are blocks have an effect.
+        """
+        inputs = range(self.num_inputs)
+        guards = [d for d in self.decisions if self.depends_on(d.arguments.refs(), inputs, draws=False)]
+        live = {*inputs, *self.result.refs(), *(ref for d in guards for ref in d.arguments.refs())}
+        storages = {self.values[ref].storage for ref in live}
+        calls: list[Call] = []
+        for call in reversed(self.calls):
+            results = set(call.result.refs())
+            if (
+                results & live
+                or call.draws
+                or call.keeps_state
+                or any(self.values[ref].storage in storages for ref in call.mutates)
+            ):
+                calls.append(call)
+                live |= {*call.arguments.refs(), *results}
+                storages |= {self.values[ref].storage for ref in (*call.arguments.refs(), *results)}
+        return self._renumbered(calls[::-1], guards, sorted(live))
+
+    def _renumbered(self, calls: Sequence[Call], guards: Sequence[Decision], live: Sequence[int]) -> Dataflow:
+        numbers = {old: new for new, old in enumerate(live)}
+        storages: dict[int, int] = {}
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, Slice):
+                return Slice(*map(leaf, (value.start, value.stop, value.step)))
+            return Ref(numbers[value.index]) if isinstance(value, Ref) else value
+
+        def nested(value: Nested) -> Nested:
+            return Nested(tuple(map(leaf, value.leaves)), value.spec)
+
+        return Dataflow(
+            self.num_inputs,
+            tuple(
+                replace(self.values[ref], storage=storages.setdefault(self.values[ref].storage, len(storages)))
+                for ref in live
+            ),
+            tuple(
+                replace(
+                    call,
+                    arguments=nested(call.arguments),
+                    result=nested(call.result),
+                    mutates=tuple(numbers[ref] for ref in call.mutates),
+                )
+                for call in calls
+            ),
+            nested(self.result),
+            tuple(replace(each, arguments=nested(each.arguments)) for each in guards),
+            self.surroundings,
+        )

@@ -1,0 +1,335 @@
+"""A layer that makes the calls of a `Part`: Python code is written for it, as the user would write it.
+
+Layers with equal code share a class, so that equal blocks are traced once::
+
+    class LlamaDecoderLayer(GlueLayer):
+        def forward(self, values):
+            v0, v1, v2, v3 = values
+            v4 = self.m0(v3, attention_mask=None, position_embeddings=(v1, v2), use_cache=False)
+            return (v0, v1, v2, v4)
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import operator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.from_model.batch import Number
+from gpipe_fast.from_model.cut import Part, size_source, sizes_in
+from gpipe_fast.from_model.dataflow import (
+    Call,
+    Dataflow,
+    Device,
+    Nested,
+    Owned,
+    Ref,
+    Refused,
+    Slice,
+    Surroundings,
+)
+
+
+class GlueLayer(nn.Module):
+    """A layer that holds modules and tensors of the user's model, and calls functions on them.
+
+    Attributes:
+        source: the code of its forward.
+    """
+
+    source: ClassVar[str]
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+class OwnedTensors:
+    """The tensors of the user's modules that a layer uses itself, such as a class token.
+
+    Args:
+        layer: the layer.
+        owned: whose tensors they are, by the layer's name for them.
+    """
+
+    def __init__(self, layer: GlueLayer, owned: dict[str, Owned]) -> None:
+        self._layer, self._owned = layer, owned
+        self.take()
+
+    def take(self) -> None:
+        """Gives the layer the tensors that the user's modules have now."""
+        for name, owned in self._owned.items():
+            tensor = owned.read()
+            if getattr(self._layer, name, None) is tensor:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                self._layer.register_parameter(name, tensor)
+            elif owned.name in owned.owner._buffers:
+                self._layer.register_buffer(name, tensor)
+            else:
+                setattr(self._layer, name, tensor)
+
+    def give_back(self) -> None:
+        """Gives the user's modules the tensors that the layer has now, which may be on another device."""
+        for name, owned in self._owned.items():
+            for table in (owned.owner._parameters, owned.owner._buffers):
+                if owned.name in table:
+                    table[owned.name] = getattr(self._layer, name)
+
+
+def make_layer(
+    flow: Dataflow, part: Part, batch_dims: Mapping[int, int | None] | None = None
+) -> tuple[GlueLayer, OwnedTensors]:
+    """Returns the layer of a part, and the tensors that it uses itself.
+
+    Args:
+        flow: the record.
+        part: the part.
+        batch_dims: for the last layer, the batch dimension of each value that it returns, which becomes the
+            first one; None for a value without one, which gets one of size 1.
+    """
+    writer = _Writer(flow, part, batch_dims or {})
+    source = writer.write()
+    name = "Glue" if part.block is None else type(part.block).__name__
+    made = _class_of(name, source, writer.constants)
+    layer = made(writer.modules)
+    return layer, OwnedTensors(layer, writer.owned)
+
+
+_classes: dict[Any, type[GlueLayer]] = {}
+_CLASSES_LIMIT = 512
+
+
+def _class_of(name: str, source: str, constants: dict[str, Any]) -> type[GlueLayer]:
+    key = (name, source, tuple((key, _Identity(value)) for key, value in constants.items()))
+    if key not in _classes:
+        while len(_classes) >= _CLASSES_LIMIT:
+            del _classes[next(iter(_classes))]
+        file = f"<gpipe_fast layer {len(linecache.cache)}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+        scope = {"torch": torch, "operator": operator, "math": math, **constants}
+        exec(compile(source, file, "exec"), scope)
+        _classes[key] = type(
+            name, (GlueLayer,), {"forward": scope["forward"], "__module__": __name__, "source": source}
+        )
+    return _classes[key]
+
+
+class _Identity:
+    """Compares an object by identity, and keeps it alive."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+
+# Functions of Tensor that are operators; those of the second table take their arguments in the other order.
+_OPERATORS = {
+    f"__{name.strip('_')}__": getattr(operator, name)
+    for name in (
+        "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift neg pos invert abs eq ne lt "
+        "le gt ge getitem setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
+    ).split()
+}
+_REFLECTED = {
+    f"__r{name.strip('_')}__": getattr(operator, name)
+    for name in "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
+}
+
+
+class _Writer:
+    """Writes a layer's code.
+
+    Attributes:
+        modules: the modules that the code calls, by name.
+        owned: the tensors that it reads, by name.
+        constants: other objects that it reads, by name.
+    """
+
+    def __init__(self, flow: Dataflow, part: Part, batch_dims: Mapping[int, int | None]) -> None:
+        self._flow, self._part, self._batch_dims = flow, part, batch_dims
+        self._names: dict[int, str] = {}
+        self._sizes: dict[int, str] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.owned: dict[str, Owned] = {}
+        self.constants: dict[str, Any] = {}
+
+    def write(self) -> str:
+        """Returns the code of forward."""
+        part = self._part
+        given = [self._new_name(ref) for ref in part.given]
+        lines = [f"{', '.join(given)}, = values"] if given else []
+        if any(self._uses_device(call) for call in part.calls):
+            lines.append(f"device = {given[0]}.device")
+        for size in sizes_in(part.calls):
+            source = size_source(self._flow, size, part.given)
+            assert source is not None
+            self._sizes[size] = f"n{size}"
+            lines.append(f"n{size} = {self._names[source[0]]}.shape[{source[1]}]")
+        for call in part.calls:
+            lines += self._call(call)
+        lines.append(f"return ({''.join(f'{self._returned(ref)}, ' for ref in part.returned)})")
+        return "def forward(self, values):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def _returned(self, ref: int) -> str:
+        dim = self._batch_dims.get(ref, 0)
+        if dim is None:
+            return f"{self._names[ref]}.unsqueeze(0)"
+        return f"{self._names[ref]}.movedim({dim}, 0)" if dim else self._names[ref]
+
+    def _new_name(self, ref: int) -> str:
+        return self._names.setdefault(ref, f"v{len(self._names)}")
+
+    def _uses_device(self, call: Call) -> bool:
+        return call.surroundings != self._flow.surroundings or any(
+            isinstance(leaf, Device) for leaf in call.arguments.leaves
+        )
+
+    def _call(self, call: Call) -> list[str]:
+        expression = self._expression(call)
+        skeleton = Nested(tuple(range(len(call.result.leaves))), call.result.spec).build(lambda index: index)
+        new = {
+            ref.index: position
+            for position, ref in reversed(list(enumerate(call.result.leaves)))
+            if isinstance(ref, Ref) and ref.index not in self._names
+        }
+        positions = {position: ref for ref, position in new.items()}
+        if skeleton == 0 and type(skeleton) is int:
+            lines = [f"{self._new_name(positions[0])} = {expression}" if positions else expression]
+        elif not positions:
+            lines = [expression]
+        else:
+            lines = [f"r = {expression}"]
+            lines += [
+                f"{self._new_name(positions[position])} = {path}"
+                for position, path in _paths(skeleton, "r")
+                if position in positions
+            ]
+        return self._surround(lines, call.surroundings)
+
+    def _surround(self, lines: list[str], inner: Surroundings) -> list[str]:
+        outer = self._flow.surroundings
+        if inner.autocast != outer.autocast:
+            dtype = "None" if inner.autocast is None else self._constant(inner.autocast)
+            enabled = inner.autocast is not None
+            lines = _block(f"with torch.autocast(device.type, dtype={dtype}, enabled={enabled}):", lines)
+        if inner.grad != outer.grad:
+            lines = _block(f"with torch.{'enable' if inner.grad else 'no'}_grad():", lines)
+        return lines
+
+    def _expression(self, call: Call) -> str:
+        args, kwargs = call.arguments.build(lambda leaf: _Code(self._leaf(leaf)))
+        codes = [self._nested(arg) for arg in args]
+        named = [f"{name}={self._nested(value)}" for name, value in kwargs.items()]
+        if call.is_module:
+            return f"self.{self._module(call.target)}({', '.join([*codes, *named])})"
+        target = call.target
+        name = getattr(target, "__name__", "")
+        if name == "__get__":  # an attribute such as x.T
+            return f"{codes[0]}.{target.__self__.__name__}"
+        if getattr(Tensor, name, None) is target:
+            if name in _OPERATORS:
+                return f"{self._function(_OPERATORS[name])}({', '.join(codes)})"
+            if name in _REFLECTED:
+                return f"{self._function(_REFLECTED[name])}({codes[1]}, {codes[0]})"
+            return f"{codes[0]}.{name}({', '.join([*codes[1:], *named])})"
+        return f"{self._function(target)}({', '.join([*codes, *named])})"
+
+    def _module(self, module: nn.Module) -> str:
+        for name, known in self.modules.items():
+            if known is module:
+                return name
+        name = f"m{len(self.modules)}"
+        self.modules[name] = module
+        return name
+
+    def _function(self, function: Any) -> str:
+        if getattr(operator, getattr(function, "__name__", ""), None) is function:
+            return f"operator.{function.__name__}"
+        return self._constant(function)
+
+    def _constant(self, value: Any) -> str:
+        for name, known in self.constants.items():
+            if known is value or (type(known) is type(value) and known == value):
+                return name
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def _leaf(self, leaf: Any) -> str:
+        if isinstance(leaf, Ref):
+            return self._names[leaf.index]
+        if isinstance(leaf, Owned):
+            return f"self.{self._tensor(leaf)}"
+        if isinstance(leaf, Device):
+            return "device"
+        if isinstance(leaf, Number):
+            sizes = [(factor, self._sizes[size]) for size, factor in enumerate(leaf.factors) if factor]
+            terms = [size if factor == 1 else f"{factor} * {size}" for factor, size in sizes]
+            return f"({' + '.join([*terms, str(leaf.constant)] if leaf.constant else terms)})"
+        if isinstance(leaf, Slice):
+            return f"slice({self._leaf(leaf.start)}, {self._leaf(leaf.stop)}, {self._leaf(leaf.step)})"
+        if leaf is None or leaf is Ellipsis or type(leaf) in (bool, int, str, bytes):
+            return repr(leaf)
+        if type(leaf) is float:
+            return repr(leaf) if math.isfinite(leaf) else f"float('{leaf}')"
+        return self._constant(leaf)
+
+    def _tensor(self, owned: Owned) -> str:
+        for name, known in self.owned.items():
+            if known == owned:
+                return name
+        name = f"p{len(self.owned)}"
+        self.owned[name] = owned
+        return name
+
+    def _nested(self, value: Any) -> str:
+        if isinstance(value, _Code):
+            return value.text
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return f"{self._constant(type(value))}({', '.join(map(self._nested, value))})"
+        if type(value) in (tuple, list, torch.Size):
+            inner = "".join(f"{self._nested(each)}, " for each in value)
+            return f"[{inner}]" if type(value) is list else f"({inner})"
+        if type(value) in (dict, OrderedDict):
+            inner = ", ".join(f"{key!r}: {self._nested(each)}" for key, each in value.items())
+            return f"{{{inner}}}" if type(value) is dict else f"{self._constant(OrderedDict)}({{{inner}}})"
+        if isinstance(value, dict):  # as a ModelOutput
+            inner = ", ".join(f"{key}={self._nested(each)}" for key, each in value.items())
+            return f"{self._constant(type(value))}({inner})"
+        raise Refused(f"a {type(value).__name__} is passed between modules")
+
+
+class _Code:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _block(head: str, lines: Sequence[str]) -> list[str]:
+    return [head, *(f"    {line}" for line in lines)]
+
+
+def _paths(skeleton: Any, expression: str) -> Iterator[tuple[int, str]]:
+    """Returns the leaves of a nested value of integers, with the expressions that read them."""
+    if isinstance(skeleton, dict):
+        for key, value in skeleton.items():
+            yield from _paths(value, f"{expression}[{key!r}]")
+    elif isinstance(skeleton, (tuple, list)):
+        for index, value in enumerate(skeleton):
+            yield from _paths(value, f"{expression}[{index}]")
+    elif type(skeleton) is int:
+        yield skeleton, expression
+    else:
+        raise Refused(f"a {type(skeleton).__name__} is returned by a module between blocks")

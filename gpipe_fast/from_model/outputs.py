@@ -1,0 +1,131 @@
+"""What a model returns, put together from what its micro-batches return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gpipe_fast.from_model.batch import batch_dims
+from gpipe_fast.from_model.dataflow import Dataflow, Nested, Owned, Ref, Refused
+from gpipe_fast.from_model.losses import Rule, combine, find_rule
+
+LOSSES = ("exact", "per-microbatch")
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a model returns.
+
+    Attributes:
+        ref: the number of the value.
+        dim: the dimension along which micro-batches are concatenated; None if there is none.
+        rule: how values without a batch dimension are combined; None if all micro-batches have the same.
+    """
+
+    ref: int
+    dim: int | None
+    rule: Rule | None
+
+
+def outputs_of(
+    flow: Dataflow, names: Sequence[str], split: Sequence[int], loss: str, static_sizes: Sequence[int]
+) -> dict[int, Output]:
+    """Returns the tensors that a model returns, by the numbers of their values.
+
+    Args:
+        flow: the record.
+        names: the name of each leaf of what the model returns.
+        split: the inputs that are split into micro-batches.
+        loss: ``'exact'``, or ``'per-microbatch'`` to average values over micro-batches.
+        static_sizes: the sizes besides the batch size that numbers follow.
+
+    Raises:
+        Refused: a tensor follows from micro-batches in no known way.
+    """
+    found: dict[int, Output] = {}
+    for name, leaf in zip(names, flow.result.leaves, strict=True):
+        if isinstance(leaf, Ref) and leaf.index not in found:
+            output = _output(flow, name, leaf.index, split, loss, static_sizes)
+            if output is not None:
+                found[leaf.index] = output
+        elif isinstance(leaf, Owned):
+            raise Refused(f"output {name} is a parameter or buffer of the model; read it from the model")
+    return found
+
+
+def _output(
+    flow: Dataflow, name: str, ref: int, split: Sequence[int], loss: str, static_sizes: Sequence[int]
+) -> Output | None:
+    dims = batch_dims(flow.values[ref])
+    if len(dims) == 1:
+        return Output(ref, dims[0], None)
+    if dims:
+        if loss == "per-microbatch":
+            return None
+        raise Refused(
+            f"output {name} compares samples: its dimensions {dims} follow the batch size, and micro-batches do "
+            "not have all of it; pass loss='per-microbatch' to GPipe.from_model to get None in its place, and "
+            "compute it from the model's other outputs"
+        )
+    if not flow.depends_on([ref], split):
+        return Output(ref, None, None)
+    rule = find_rule(flow, ref, static_sizes)
+    if rule is not None and (rule.targets is None or _is_known(flow, rule.targets)):
+        return Output(ref, None, rule)
+    if loss == "per-microbatch":
+        return Output(ref, None, Rule("samples"))
+    raise Refused(
+        f"output {name} of a batch does not follow from those of its micro-batches; pass loss='per-microbatch' "
+        "to GPipe.from_model to average it over micro-batches, or compute it from the model's other outputs"
+    )
+
+
+def _is_known(flow: Dataflow, ref: int) -> bool:
+    """Returns whether a value follows from the inputs by functions alone."""
+    producers = flow.producers()
+    wanted = [ref]
+    while wanted:
+        index = producers.get(wanted.pop())
+        if index is not None:
+            if flow.calls[index].is_module or flow.calls[index].draws:
+                return False
+            wanted += flow.calls[index].arguments.refs()
+    return True
+
+
+def put_together(
+    result: Nested,
+    outputs: Sequence[Output],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    counts: Sequence[Sequence[int]],
+) -> Any:
+    """Returns what the model returns for the whole mini-batch.
+
+    Args:
+        result: what the model returned when it was recorded.
+        outputs: the tensors in it.
+        tensors: each of them, concatenated over micro-batches along the first dimension.
+        sizes: how many samples each micro-batch has.
+        counts: for each output, how many targets of each micro-batch count.
+    """
+    found: dict[int, Tensor] = {}
+    for output, tensor, count in zip(outputs, tensors, counts, strict=True):
+        if output.dim is not None:
+            found[output.ref] = tensor.movedim(0, output.dim) if output.dim else tensor
+        elif output.rule is None:
+            found[output.ref] = tensor[0]
+        else:
+            found[output.ref] = combine(tensor, output.rule.weights(sizes, count))
+    return result.build(lambda leaf: found.get(leaf.index) if isinstance(leaf, Ref) else leaf)
+
+
+def leaf_names(value: Any) -> list[str]:
+    """Returns a name for each leaf of a nested value, as ``loss`` or ``[0]``."""
+    paths, _ = pytree.tree_flatten_with_path(value)
+    names = ["".join(str(getattr(key, "key", key)) for key in path) for path, _ in paths]
+    return [name or "tensor" for name in names]

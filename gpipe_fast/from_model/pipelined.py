@@ -1,0 +1,155 @@
+"""A user's model whose forward runs its blocks as a pipeline.
+
+It is an object of a subclass of the model's class, and shares the attributes of the user's object, ``__dict__``
+itself. So the two have the same parameters, modules and mode, and differ in their forward alone::
+
+    user's model  ───────▶ { _parameters, _modules, training, config, ... } ◀─────── pipelined model
+    LlamaForCausalLM                                                                 (Pipelined, LlamaForCausalLM)
+    .forward: plain                                                                  .forward: the pipeline
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import nn
+
+from gpipe_fast.arguments import checked_checkpoint, checked_chunks, checked_threads_per_stage
+from gpipe_fast.from_model.calls import Calls
+from gpipe_fast.user_warning import warn_user
+
+STATE = "_gpipe_fast"
+
+
+class Pipelined(nn.Module):
+    """Base of the classes of pipelined models, which `gpipe_fast.GPipe.from_model` makes."""
+
+    def plain(self) -> Any:
+        """Returns the plain model: another object with the same attributes, whose forward is the model's own.
+
+        Its parameters, modules and mode are those of the pipelined model, also after later changes.
+        """
+        return _sharing(self, self._plain_class)
+
+    @property
+    def pipeline(self) -> Any:
+        """The `GPipe` of the latest call, for `doctor`, `recording` and so on. Its layers hold the blocks."""
+        return self._calls.program.pipeline
+
+    @property
+    def chunks(self) -> int | Literal["auto"]:
+        """The number of micro-batches, or 'auto', as of `GPipe`; may be set between calls."""
+        return self._calls.chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int | Literal["auto"]) -> None:
+        self._calls.chunks = checked_chunks(chunks)
+
+    @property
+    def checkpoint(self) -> str:
+        """Which micro-batches recompute, as of `GPipe`; may be set between calls."""
+        return self._calls.checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str) -> None:
+        self._calls.checkpoint = checked_checkpoint(checkpoint)
+
+    @property
+    def threads_per_stage(self) -> int | None:
+        """The number of intra-op threads of each stage, as of `GPipe`; may be set between calls."""
+        return self._calls.threads_per_stage
+
+    @threads_per_stage.setter
+    def threads_per_stage(self, threads: int | None) -> None:
+        self._calls.threads_per_stage = checked_threads_per_stage(threads)
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers of each partition: what comes before the blocks, each block, and the rest."""
+        return list(self.pipeline.balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return list(self.pipeline.devices)
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Raises TypeError: every stage has its own device. Pass ``devices`` to `GPipe.from_model`."""
+        _deny_moving()
+
+    def cpu(self) -> NoReturn:
+        """Raises TypeError: every stage has its own device. Pass ``devices`` to `GPipe.from_model`."""
+        _deny_moving()
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Casts parameters and buffers to a dtype or a memory format.
+
+        Raises:
+            TypeError: a device, or a tensor that implies one, was passed.
+        """
+        if kwargs.keys() & {"device", "tensor"} or isinstance(
+            args[0] if args else None, (torch.device, int, str, torch.Tensor)
+        ):
+            _deny_moving()
+        return super().to(*args, **kwargs)
+
+    @property
+    def _calls(self) -> Calls:
+        found: Calls = vars(self)[STATE]
+        return found
+
+    _plain_class: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new, (self._plain_class,), dict(vars(self))
+
+
+def gradient_checkpointing_enable(self: Pipelined, *args: Any, **kwargs: Any) -> None:
+    """Sets ``checkpoint='always'``: stages recompute, and not blocks."""
+    warn_user("gradient_checkpointing_enable() of a pipelined model sets its checkpoint='always'")
+    self.checkpoint = "always"
+
+
+def gradient_checkpointing_disable(self: Pipelined) -> None:
+    """Sets ``checkpoint='never'``."""
+    self.checkpoint = "never"
+
+
+def _deny_moving() -> NoReturn:
+    raise TypeError(
+        "denied to move parameters and buffers, because every stage has its own device; pass devices=[...] to "
+        "GPipe.from_model"
+    )
+
+
+def pipelined(model: nn.Module, calls: Calls) -> Any:
+    """Returns the pipelined model that shares the attributes of a model."""
+    vars(model)[STATE] = calls
+    return _sharing(model, _pipelined_class(type(model)))
+
+
+def _sharing(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    found = object.__new__(cls)
+    object.__setattr__(found, "__dict__", vars(model))
+    return found
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    return object.__new__(_pipelined_class(cls))
+
+
+@functools.cache
+def _pipelined_class(cls: type[nn.Module]) -> type[Pipelined]:
+    """Returns the class of pipelined models of a class; named like that class, for configurations."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._calls.run(self.plain(), args, kwargs)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    attributes: dict[str, Any] = {"forward": functools.wraps(cls.forward)(forward), "_plain_class": cls, **names}
+    if hasattr(cls, "gradient_checkpointing_enable"):
+        attributes |= {f.__name__: f for f in (gradient_checkpointing_enable, gradient_checkpointing_disable)}
+    found: type[Pipelined] = type(cls)(cls.__name__, (Pipelined, cls), attributes)
+    return found

@@ -1,0 +1,595 @@
+"""Records a call of a model on stand-ins: tensors with shapes and dtypes, but without elements.
+
+The model's own forward runs once, as Python code, so its branches are those of a plain call. Blocks, and other
+modules that contain no block, are single calls of the record; what runs between them is recorded function by
+function, as PyTorch's functions are called, and not as the operators that these are made of.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import enum
+import inspect
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.autograd.function import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipe_fast.from_model.dataflow import (
+    Call,
+    Dataflow,
+    Decision,
+    Device,
+    Nested,
+    Owned,
+    Place,
+    Ref,
+    Refused,
+    Slice,
+    Surroundings,
+    Value,
+)
+from gpipe_fast.randomness.random import is_random
+
+# Values that a recorded call may have beside tensors.
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    type(...),
+    enum.Enum,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    type,
+)
+
+# Returns the number that a `Decision` reads, given its function, its arguments, and the calls so far.
+Decide = Callable[[Any, Nested, "Recorder"], Any]
+
+
+class StandIn(Tensor):
+    """A tensor that the model's forward sees in place of a value. Functions of PyTorch get its fake tensor."""
+
+    fake: Tensor
+    index: int
+
+    @staticmethod
+    def of(fake: Tensor, index: int) -> StandIn:
+        """Returns a stand-in for a value."""
+        found: StandIn = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            StandIn,
+            fake.shape,
+            strides=fake.stride(),
+            dtype=fake.dtype,
+            device=fake.device,
+            requires_grad=fake.requires_grad,
+        )
+        found.fake, found.index = fake, index
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StandIn(<{self.index}>, {tuple(self.shape)})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Refused(f"{func} runs between blocks where PyTorch shows no function call, at {place()}")
+
+
+class _Spy(TorchDispatchMode):
+    """Notes whether random numbers are drawn."""
+
+    draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or is_random(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _Active(threading.local):
+    recorder: Recorder | None = None
+
+
+_active = _Active()
+
+
+class Recorder(TorchFunctionMode):
+    """Records the calls of PyTorch's functions and of modules.
+
+    Args:
+        model: the model; all its tensors are fake.
+        names: the names of its modules.
+        opened: the modules that are recorded by what they call.
+        blocks: the blocks.
+        mode: the fake mode.
+        device: the device of all fake tensors.
+        decide: returns what forward reads from a tensor.
+        tensors: returns the tensor whose place a fake tensor of a module has.
+    """
+
+    def __init__(
+        self,
+        names: dict[nn.Module, str],
+        opened: Set[nn.Module],
+        blocks: Set[nn.Module],
+        mode: FakeTensorMode,
+        device: torch.device,
+        decide: Decide,
+        tensors: Callable[[Owned], Tensor],
+    ) -> None:
+        super().__init__()
+        self.tensors = tensors
+        self.names, self._opened, self._blocks = names, opened, blocks
+        self._mode, self._device, self._decide = mode, device, decide
+        self.values: list[Value] = []
+        self.calls: list[Call] = []
+        self.decisions: list[Decision] = []
+        self.num_inputs = 0
+        self.is_in_module = False
+        self._stand_ins: dict[int, StandIn] = {}
+        self._storages: dict[int, int] = {}
+        self._keep_alive: list[Any] = []
+        self._owners: dict[int, Owned] = {
+            id(tensor): Owned(module, name)
+            for module in reversed(names)
+            for table in (module._parameters, module._buffers, vars(module))
+            for name, tensor in table.items()
+            if isinstance(tensor, Tensor)
+        }
+
+    def stand_in(self, fake: Tensor) -> StandIn:
+        """Returns the stand-in for a fake tensor; makes one if there is none."""
+        found = self._stand_ins.get(id(fake))
+        if found is None:
+            storage = self._storages.setdefault(fake.untyped_storage()._cdata, len(self._storages))
+            self.values.append(Value(tuple(fake.shape), fake.dtype, fake.requires_grad, storage))
+            found = self._stand_ins[id(fake)] = StandIn.of(fake, len(self.values) - 1)
+            self._keep_alive.append(fake)
+        return found
+
+    def nested(self, value: Any) -> Nested:
+        """Returns a nested value of stand-ins, constants and tensors of modules.
+
+        Raises:
+            Refused: it contains something else.
+        """
+        leaves, spec = pytree.tree_flatten(value)
+        return Nested(tuple(map(self._leaf, leaves)), spec)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, StandIn):
+            return Ref(leaf.index)
+        if isinstance(leaf, Tensor):
+            if id(leaf) in self._stand_ins:
+                return Ref(self._stand_ins[id(leaf)].index)
+            owner = self._owners.get(id(leaf))
+            if owner is None:
+                raise Refused(
+                    f"a tensor of shape {list(leaf.shape)} that no module has as an attribute is used at "
+                    f"{place()}; register it as a buffer"
+                )
+            return owner
+        if isinstance(leaf, slice):
+            return Slice(*(self._leaf(each) for each in (leaf.start, leaf.stop, leaf.step)))
+        if isinstance(leaf, torch.device):
+            return Device() if leaf == self._device else leaf
+        if not isinstance(leaf, _CONSTANTS):
+            raise Refused(f"a {type(leaf).__name__} is passed between modules at {place()}")
+        return leaf
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function on fake tensors, and records it if it returns or changes a tensor."""
+        if func is Tensor.__iter__:
+            return iter(self.call(torch.unbind, args, kwargs))
+        if func is Tensor.__repr__ or func is Tensor.__format__:
+            return repr(args[0])
+        fakes, fake_kwargs = self._fakes((args, kwargs))
+        tensors = [x for x in pytree.tree_leaves((fakes, fake_kwargs)) if isinstance(x, Tensor)]
+        versions = [x._version for x in tensors]
+        spy = _Spy()
+        try:
+            with self._mode, spy:
+                returned = func(*fakes, **fake_kwargs)
+        except DataDependentOutputException:
+            return self._decision(func, self.nested((args, kwargs)))
+        except DynamicOutputShapeException as error:
+            raise Refused(f"the shape of a tensor depends on its elements at {place()} ({error})") from None
+        changed = {id(x) for x, before in zip(tensors, versions, strict=True) if x._version != before}
+        made = [x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor)]
+        if not made and not changed:
+            if getattr(func, "__name__", "") in _REFUSED_METHODS:
+                raise Refused(f"{func.__name__} is called between blocks at {place()}")
+            return returned
+        arguments = self.nested((args, kwargs))
+        if not changed:
+            # `x.contiguous()` returns x itself, or another tensor, depending on sizes.
+            returned = pytree.tree_map_only(Tensor, self._another, returned)
+        return self._record(func, arguments, returned, spy.draws, changed)
+
+    def _another(self, fake: Tensor) -> Tensor:
+        """Returns a tensor that is not recorded yet: an alias of one that is."""
+        if id(fake) not in self._stand_ins and id(fake) not in self._owners:
+            return fake
+        with self._mode:
+            return torch.ops.aten.alias(fake)  # type: ignore[no-any-return]
+
+    def _fakes(self, value: Any) -> Any:
+        def fake(leaf: Any) -> Any:
+            if isinstance(leaf, slice):
+                return slice(*map(fake, (leaf.start, leaf.stop, leaf.step)))
+            return leaf.fake if isinstance(leaf, StandIn) else leaf
+
+        return pytree.tree_map(fake, value)
+
+    def _stand_ins_for(self, value: Any) -> Any:
+        def stand_in(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or id(leaf) in self._owners:
+                return leaf
+            return self.stand_in(leaf)
+
+        return pytree.tree_map(stand_in, value)
+
+    def _record(self, target: Any, arguments: Nested, returned: Any, draws: bool, changed: Set[int]) -> Any:
+        mutates = []
+        for identity in changed:
+            if identity in self._owners:
+                owner = self._owners[identity]
+                name = f"{self.names[owner.owner]}.{owner.name}".lstrip(".")
+                raise Refused(f"{name} is changed in place between blocks, at {place()}")
+            mutates.append(self._stand_ins[identity].index)
+        result = self._stand_ins_for(returned)
+        keeps_state = isinstance(target, nn.Module) and (
+            target in self._blocks or any(True for _ in target.buffers())
+        )
+        around, where = surroundings(self._device), place()
+        mutated = tuple(sorted(mutates))
+        self.calls.append(
+            Call(target, arguments, self.nested(result), draws, mutated, around, where, keeps_state)
+        )
+        return result
+
+    def _decision(self, func: Any, arguments: Nested) -> Any:
+        self.is_in_module = True
+        try:
+            answer = self._decide(func, arguments, self)
+        finally:
+            self.is_in_module = False
+        self.decisions.append(Decision(func, arguments, answer, place()))
+        return answer
+
+    def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Records a call of a module, or calls it if it is recorded by what it calls."""
+        if module in self._opened:
+            return _original_call(module, *args, **kwargs)
+        name = self.names.get(module)
+        if name is None:
+            raise Refused(f"a {type(module).__name__} that is no submodule of the model is called at {place()}")
+        _refuse_collectors()
+        try:
+            arguments = self.nested((args, kwargs))
+        except Refused as refused:
+            return self._open(module, args, kwargs, str(refused))
+        fakes, fake_kwargs = self._fakes((args, kwargs))
+        before = pytree.tree_flatten((fakes, fake_kwargs))
+        tensors = [x for x in before[0] if isinstance(x, Tensor)]
+        versions = [x._version for x in tensors]
+        spy = _Spy()
+        self.is_in_module = True
+        try:
+            with torch.overrides._pop_mode_temporarily(), self._mode, spy:
+                returned = module.forward(*fakes, **fake_kwargs)
+        except DynamicOutputShapeException:
+            raise Refused(
+                f"{name} ({type(module).__name__}) makes a tensor whose shape depends on the elements of another"
+            ) from None
+        finally:
+            self.is_in_module = False
+        self._check_channels(name or type(module).__name__, (args, kwargs), before, (fakes, fake_kwargs))
+        changed = {id(x) for x, v in zip(tensors, versions, strict=True) if x._version != v}
+        try:
+            return self._record(module, arguments, returned, spy.draws, changed)
+        except Refused as refused:
+            return self._open(module, args, kwargs, str(refused))
+
+    def _open(self, module: nn.Module, args: Any, kwargs: Any, reason: str) -> Any:
+        """Records a module that is no block by what it calls, because it cannot be a single call."""
+        if module in self._blocks:
+            raise Refused(f"block {self.names[module]}: {reason}")
+        with mock.patch.object(self, "_opened", self._opened | {module}):
+            return _original_call(module, *args, **kwargs)
+
+    def _check_channels(self, name: str, arguments: Any, before: Any, after: Any) -> None:
+        """Checks that a module has not changed the containers among its arguments."""
+        leaves, spec = pytree.tree_flatten(after)
+        same = spec == before[1] and all(a is b for a, b in zip(leaves, before[0], strict=True))
+        if same:
+            return
+        was = pytree.tree_unflatten(before[0], before[1])
+        args, kwargs = after
+        named = [(f"argument {i}", x, y) for i, (x, y) in enumerate(zip(args, was[0], strict=True))]
+        named += [(repr(key), kwargs[key], was[1][key]) for key in kwargs]
+        written = [key for key, x, y in named if not _same(x, y)]
+        raise Refused(
+            f"{name} writes to {', '.join(written)}, which it gets as an argument: a side channel between "
+            "blocks, which may run at the same time"
+        )
+
+
+def _same(x: Any, y: Any) -> bool:
+    ours, theirs = pytree.tree_flatten(x), pytree.tree_flatten(y)
+    return ours[1] == theirs[1] and all(a is b for a, b in zip(ours[0], theirs[0], strict=True))
+
+
+# Methods that return no tensor, and do something that a record does not repeat.
+_REFUSED_METHODS = frozenset({"register_hook", "backward", "retain_grad", "__set__", "numpy", "data_ptr"})
+
+_original_call = nn.Module.__call__
+
+
+def _original_apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+    return _APPLY.__get__(None, function)(*args, **kwargs)
+
+
+_APPLY = inspect.getattr_static(Function, "apply")
+
+
+def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    recorder = _active.recorder
+    if recorder is None:
+        return _original_call(module, *args, **kwargs)
+    if recorder.is_in_module:
+        return module.forward(*args, **kwargs)  # hooks get real tensors only
+    return recorder.call_module(module, args, kwargs)
+
+
+def _apply_function(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+    recorder = _active.recorder
+    if recorder is None or recorder.is_in_module:
+        return _original_apply(function, *args, **kwargs)
+    with torch.overrides._pop_mode_temporarily():
+        return recorder.call(_APPLY.__get__(None, function), args, kwargs)
+
+
+def _refuse_collectors() -> None:
+    """Refuses outputs that transformers collects inside of blocks."""
+    collecting = sys.modules.get("transformers.utils.output_capturing")
+    found = collecting and collecting._active_collector.get()
+    names = [key for key in found or () if not key.startswith("_")]
+    if names:
+        raise Refused(
+            f"{' and '.join(names)} would be collected inside of blocks; leave output_{names[0]} off, or call "
+            "model.plain() for such an output"
+        )
+
+
+def place() -> Place:
+    """Returns the line of the innermost frame outside of this package and of PyTorch."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "gpipe_fast", "unittest")
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return Place("<unknown>", 0, "")
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+
+
+def surroundings(device: torch.device) -> Surroundings:
+    """Returns the modes of the calling thread."""
+    kind = device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return Surroundings(torch.is_grad_enabled(), autocast)
+
+
+def record(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    build: Callable[[Sequence[Tensor]], tuple[Any, Any]],
+    inputs: Sequence[Tensor],
+    opened: Set[nn.Module],
+    blocks: Set[nn.Module],
+    device: torch.device,
+    decide: Decide,
+) -> tuple[Dataflow, Any]:
+    """Records a call of a model.
+
+    Args:
+        model: the model.
+        forward: its plain forward.
+        build: returns the positional and keyword arguments with these tensors as inputs.
+        inputs: the input tensors; only their metadata is read.
+        opened: the modules that are recorded by what they call.
+        blocks: the blocks.
+        device: the device of all tensors.
+        decide: returns what forward reads from a tensor.
+
+    Returns:
+        The record, and what the model returned, with stand-ins.
+
+    Raises:
+        Refused: something cannot be recorded.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    names = {module: name for name, module in model.named_modules()}
+    with _fake_tensors(names, mode, device) as tensors, _restored_attributes(names) as check, _patched():
+        recorder = Recorder(names, opened, blocks, mode, device, decide, tensors)
+        fakes = [_fake(x, mode, device) for x in inputs]
+        args, kwargs = build([recorder.stand_in(x) for x in fakes])
+        recorder.num_inputs = len(fakes)
+        versions = [x._version for x in fakes]
+        before = surroundings(device)
+        _active.recorder = recorder
+        try:
+            with recorder:
+                returned = forward(*args, **kwargs)
+        finally:
+            _active.recorder = None
+        if [x._version for x in fakes] != versions:
+            raise Refused("forward changes an input tensor in place")
+        check(recorder)
+    result = recorder.nested(open_dataclass(returned))
+    flow = Dataflow(
+        recorder.num_inputs,
+        tuple(recorder.values),
+        tuple(recorder.calls),
+        result,
+        tuple(recorder.decisions),
+        before,
+    )
+    return flow, returned
+
+
+def open_dataclass(value: Any) -> Any:
+    """Returns the attributes of an object that PyTorch does not flatten, such as of a dataclass."""
+    if pytree.tree_leaves(value) == [value] and hasattr(value, "__dataclass_fields__"):
+        return {name: getattr(value, name) for name in value.__dataclass_fields__}
+    return value
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    generator, state = torch.get_rng_state(), random.getstate()
+    with (
+        mock.patch.object(nn.Module, "__call__", _call_module),
+        mock.patch.object(Function, "apply", classmethod(_apply_function)),
+        torch.enable_grad() if torch.is_inference_mode_enabled() else contextlib.nullcontext(),
+    ):
+        try:
+            yield
+        finally:
+            torch.set_rng_state(generator)
+            random.setstate(state)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _fake_tensors(
+    names: dict[nn.Module, str], mode: FakeTensorMode, device: torch.device
+) -> Iterator[Callable[[Owned], Tensor]]:
+    """Replaces the parameters and buffers of modules, and other tensors that they have, by fake ones.
+
+    Yields a function that returns the real tensor.
+    """
+    fakes: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in names:
+        for table in (module._parameters, module._buffers, vars(module)):
+            for name, tensor in table.items():
+                if isinstance(tensor, Tensor):
+                    before.append((table, name, tensor))
+    try:
+        for table, name, tensor in before:
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = _fake(tensor, mode, device)
+            table[name] = fakes[id(tensor)]
+        real = {(id(table), name): tensor for table, name, tensor in before}
+
+        def read(owned: Owned) -> Tensor:
+            tables = (owned.owner._parameters, owned.owner._buffers, vars(owned.owner))
+            return next(real[id(t), owned.name] for t in tables if (id(t), owned.name) in real)
+
+        yield read
+    finally:
+        for table, name, tensor in before:
+            table[name] = tensor
+
+
+@contextlib.contextmanager
+def _restored_attributes(names: dict[nn.Module, str]) -> Iterator[Callable[[Recorder], None]]:
+    """Restores the attributes of modules; yields a check that nothing was written that calls would miss."""
+    before = {module: dict(vars(module)) for module in names}
+    containers = {
+        id(value): (f"{name}.{key}".lstrip("."), value, _contents(value))
+        for module, name in names.items()
+        for key, value in vars(module).items()
+        if key not in _TABLES and isinstance(value, (dict, list, builtins.set))
+    }
+
+    def check(recorder: Recorder) -> None:
+        for name, value, contents in containers.values():
+            if _contents(value) != contents:
+                raise Refused(
+                    f"forward writes to {name}, a side channel between blocks, which may run at the same time"
+                )
+        for module, name in names.items():
+            for key, value in vars(module).items():
+                known = before[module].get(key)
+                written = value is not known and key not in _TABLES
+                if written and (module in recorder._opened or isinstance(value, StandIn)):
+                    raise Refused(f"forward sets {f'{name}.{key}'.lstrip('.')}, a side effect")
+
+    try:
+        yield check
+    finally:
+        for module, attributes in before.items():
+            state = vars(module)
+            if any(state.get(key, state) is not value for key, value in attributes.items()) or len(
+                state
+            ) != len(attributes):
+                state.clear()
+                state.update(attributes)
+        for _, value, contents in containers.values():
+            _restore(value, contents)
+
+
+_TABLES = frozenset(vars(nn.Module()))
+
+
+def _contents(container: Any) -> Any:
+    if isinstance(container, dict):
+        return [(key, id(value)) for key, value in container.items()]
+    return [id(value) for value in container]
+
+
+def _restore(container: Any, contents: Any) -> None:
+    if _contents(container) == contents:
+        return
+    known = {entry if isinstance(container, dict) else entry for entry in contents}
+    if isinstance(container, dict):
+        for key in [key for key, value in container.items() if (key, id(value)) not in known]:
+            del container[key]
+    elif isinstance(container, list):
+        container[:] = [value for value in container if id(value) in known]
+    else:
+        container.intersection_update([value for value in container if id(value) in known])
+
+
+def is_fake(value: Any) -> bool:
+    """Returns whether a value is a tensor of a record."""
+    return isinstance(value, (StandIn, FakeTensor))
