@@ -292,7 +292,11 @@ class Recorder(TorchFunctionMode):
             return _original_call(module, *args, **kwargs)
         name = self.names.get(module)
         if name is None:
-            raise Refused(f"a {type(module).__name__} that is no submodule of the model is called at {place()}")
+            if any(True for _ in (*module.parameters(), *module.buffers())):
+                raise Refused(
+                    f"a {type(module).__name__} that is no submodule of the model is called at {place()}"
+                )
+            return _original_call(module, *args, **kwargs)  # as nn.CrossEntropyLoss() in a forward
         _refuse_collectors()
         try:
             arguments = self.nested((args, kwargs))
@@ -305,12 +309,8 @@ class Recorder(TorchFunctionMode):
         spy = _Spy()
         self.is_in_module = True
         try:
-            with torch.overrides._pop_mode_temporarily(), self._mode, spy:
-                returned = module.forward(*fakes, **fake_kwargs)
-        except DynamicOutputShapeException:
-            raise Refused(
-                f"{name} ({type(module).__name__}) makes a tensor whose shape depends on the elements of another"
-            ) from None
+            with torch.overrides._pop_mode_temporarily():
+                returned = self._run(module, spy, fakes, fake_kwargs)
         finally:
             self.is_in_module = False
         self._check_channels(name or type(module).__name__, (args, kwargs), before, (fakes, fake_kwargs))
@@ -319,6 +319,27 @@ class Recorder(TorchFunctionMode):
             return self._record(module, arguments, returned, spy.draws, changed)
         except Refused as refused:
             return self._open(module, args, kwargs, str(refused))
+
+    def _run(self, module: nn.Module, spy: _Spy, args: Any, kwargs: Any) -> Any:
+        """Runs a module on fake tensors; or on zeros, where shapes depend on elements, as by a router."""
+        try:
+            with self._mode, spy:
+                return module.forward(*args, **kwargs)
+        except Exception as error:
+            tensors = [t for m in module.modules() for t in self._real_tensors(m)]
+            if any(t.is_meta for t in tensors):
+                raise
+            first_error = error
+        try:
+            with _real_tensors(module, self.tensors), spy:
+                returned = module.forward(*map_tensors(_zeros, args), **map_tensors(_zeros, kwargs))
+        except Exception:
+            raise first_error from None
+        return map_tensors(lambda x: _fake(x.detach().requires_grad_(x.requires_grad), self._mode, self._device), returned)
+
+    def _real_tensors(self, module: nn.Module) -> list[Tensor]:
+        names = [*module._parameters, *module._buffers]
+        return [self.tensors(Owned(module, n)) for n in names if getattr(module, n, None) is not None]
 
     def _open(self, module: nn.Module, args: Any, kwargs: Any, reason: str) -> Any:
         """Records a module that is no block by what it calls, because it cannot be a single call."""
@@ -342,6 +363,35 @@ class Recorder(TorchFunctionMode):
             f"{name} writes to {', '.join(written)}, which it gets as an argument: a side channel between "
             "blocks, which may run at the same time"
         )
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Returns a nested value, with each tensor replaced by a function's result."""
+    return pytree.tree_map_only(Tensor, function, value)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    """Returns a real tensor like a fake one."""
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return zeros.requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _real_tensors(module: nn.Module, tensors: Callable[[Owned], Tensor]) -> Iterator[None]:
+    """Puts the real tensors of a module back for a block, with copies of its buffers."""
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for inner in module.modules():
+        for table in (inner._parameters, inner._buffers):
+            for name, fake in table.items():
+                if fake is not None:
+                    before.append((table, name, fake))
+                    real = tensors(Owned(inner, name))
+                    table[name] = real.clone() if table is inner._buffers else real
+    try:
+        yield
+    finally:
+        for table, name, fake in before:
+            table[name] = fake
 
 
 def _same(x: Any, y: Any) -> bool:
