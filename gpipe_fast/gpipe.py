@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
@@ -232,10 +233,7 @@ class GPipe(CallSettings, CallPreparation, Container):
         """
         places = resolve_devices(devices)
         options = {"grad_dtype": grad_dtype, "backend": backend, "capture": capture, "transport": transport}
-
-        def make(layers: nn.Sequential, balance: list[int] | None) -> GPipe:
-            return cls(layers, balance, devices=places, chunks=chunks, fuse=fuse, **options)  # type: ignore[arg-type]
-
+        make = functools.partial(cls, devices=places, fuse=fuse, **options)  # type: ignore[arg-type]
         number = None if places is None else len(places)
         return make_pipelined(model, args, kwargs, blocks, balance, number, chunks, checkpoint, loss, make)
 

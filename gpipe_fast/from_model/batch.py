@@ -14,27 +14,42 @@ from gpipe_fast.from_model.dataflow import Call, Dataflow, Decision, Nested, Sli
 
 
 class Number(NamedTuple):
-    """A number that depends on sizes of the inputs: ``constant + sum(factor * size)``.
+    """A number that depends on sizes of the inputs: the batch size B, and lengths L.
 
     Attributes:
         constant: the part that does not depend on them.
-        factors: the factor of each size.
+        factors: the factor of each of them: of B, then of each L.
+        products: the factor of ``B * L``, for each L.
     """
 
     constant: int
     factors: tuple[int, ...]
+    products: tuple[int, ...]
 
     def at(self, sizes: Sequence[int]) -> int:
         """Returns the number for these sizes."""
-        return self.constant + sum(f * size for f, size in zip(self.factors, sizes, strict=True))
+        batch, lengths = sizes[:1], sizes[1:]
+        single = sum(factor * size for factor, size in zip(self.factors, sizes, strict=True))
+        pairs = sum(f * size * batch[0] for f, size in zip(self.products, lengths, strict=True))
+        return self.constant + single + pairs
+
+    @property
+    def follows_batch(self) -> bool:
+        """Whether it depends on the batch size."""
+        return bool(self.factors[0] or any(self.products))
+
+    def terms(self) -> dict[tuple[int, ...], int]:
+        """Returns the factors that are not 0, by the sizes that are multiplied by them."""
+        single = {(index,): factor for index, factor in enumerate(self.factors)}
+        pairs = {(0, index + 1): factor for index, factor in enumerate(self.products)}
+        return {sizes: factor for sizes, factor in (single | pairs).items() if factor}
 
 
 class Differs(Exception):
     """Raised where records differ by more than numbers that follow the sizes. The message says where."""
 
 
-def probe_sizes(taken: Collection[int], count: int) -> list[int]:
-    """Returns small sizes that no tensor has: primes from 11 on."""
+def _unused_primes(taken: Collection[int], count: int) -> list[int]:
     primes = (n for n in range(11, 10_000) if all(n % d for d in range(2, int(n**0.5) + 1)))
     return [next(n for n in primes if n not in taken) for _ in range(count)]
 
@@ -43,8 +58,7 @@ def unify(flows: Sequence[Dataflow], sizes: Sequence[tuple[int, ...]]) -> Datafl
     """Returns one record for all sizes, in which numbers that follow them are `Number`.
 
     Args:
-        flows: records of the same call with inputs of other sizes. Size j differs from the first record's in
-            record j + 1 alone; further records confirm what these show.
+        flows: records of the same call with inputs of other sizes, which `probes_for` returns.
         sizes: the sizes in each record.
 
     Raises:
@@ -113,18 +127,41 @@ class _Fit:
         return self._number(leaves, where)
 
     def _number(self, numbers: Sequence[int], where: str) -> Number:
-        base = self._sizes[0]
-        factors = []
-        for size, (own, other) in enumerate(zip(base, map(tuple, self._sizes[1:]), strict=False)):
-            factor, rest = divmod(numbers[size + 1] - numbers[0], other[size] - own)
-            if rest:
-                raise Differs(f"passes a number that is no multiple of the batch size in {where}")
-            factors.append(factor)
-        constant = numbers[0] - sum(f * size for f, size in zip(factors, base, strict=True))
-        found = Number(constant, tuple(factors))
+        base, count = self._sizes[0], len(self._sizes[0])
+        single = [(self._sizes[1 + i][i] - base[i]) for i in range(count)]
+        products = []
+        for i in range(1, count):
+            mixed = numbers[count + i] - numbers[1] - numbers[1 + i] + numbers[0]
+            products.append(_divided(mixed, single[0] * single[i], where))
+        factors = [_divided(numbers[1 + i] - numbers[0], single[i], where) for i in range(count)]
+        for i, product in enumerate(products, 1):
+            factors[0] -= product * base[i]
+            factors[i] -= product * base[0]
+        found = Number(0, tuple(factors), tuple(products))
+        found = found._replace(constant=numbers[0] - found.at(base))
         if any(found.at(at) != number for at, number in zip(self._sizes, numbers, strict=True)):
-            raise Differs(f"passes a number that does not follow the batch size in {where}")
+            raise Differs(f"passes a number that does not follow the sizes of the inputs in {where}")
         return found
+
+
+def _divided(number: int, by: int, where: str) -> int:
+    factor, rest = divmod(number, by)
+    if rest:
+        raise Differs(f"passes a number that is no multiple of a size of the inputs in {where}")
+    return factor
+
+
+def probes_for(own: tuple[int, ...], taken: Collection[int]) -> list[tuple[int, ...]]:
+    """Returns the sizes of further records: one size differs in each, then B and one L, then all.
+
+    Args:
+        own: the sizes of the first record: B, and each L.
+        taken: sizes to avoid, because a number may have them by chance.
+    """
+    other = _unused_primes(taken, 2 * len(own))
+    singly = [(*own[:i], other[i], *own[i + 1 :]) for i in range(len(own))]
+    pairs = [(other[0], *own[1:i], other[i], *own[i + 1 :]) for i in range(1, len(own))]
+    return [*singly, *pairs, tuple(other[len(own) :])]
 
 
 def at_sizes(leaf: Any, sizes: Sequence[int]) -> Any:
@@ -147,26 +184,4 @@ def numbers_in(leaves: Sequence[Any]) -> Iterator[Number]:
 
 def batch_dims(value: Value) -> list[int]:
     """Returns the dimensions of a value whose size follows the batch size, the first of all sizes."""
-    return [dim for dim, size in enumerate(value.shape) if isinstance(size, Number) and size.factors[0]]
-
-
-def specialize(flow: Dataflow, sizes: Sequence[int]) -> Dataflow:
-    """Returns the record for these sizes."""
-
-    def nested(value: Nested) -> Nested:
-        return Nested(tuple(at_sizes(leaf, sizes) for leaf in value.leaves), value.spec)
-
-    def shape(value: Value) -> Value:
-        return dataclasses.replace(value, shape=tuple(at_sizes(size, sizes) for size in value.shape))
-
-    return dataclasses.replace(
-        flow,
-        values=tuple(map(shape, flow.values)),
-        calls=tuple(
-            dataclasses.replace(call, arguments=nested(call.arguments), result=nested(call.result))
-            for call in flow.calls
-        ),
-        result=nested(flow.result),
-        decisions=tuple(dataclasses.replace(d, arguments=nested(d.arguments)) for d in flow.decisions),
-    )
-
+    return [dim for dim, size in enumerate(value.shape) if isinstance(size, Number) and size.follows_batch]

@@ -70,16 +70,15 @@ def _modules_of(model: nn.Module, entry: Any) -> list[nn.Module]:
 
 
 def check_calls(flow: Dataflow, blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
-    """Checks that a call of the model calls each block once, in their order.
+    """Checks that a call of the model calls the blocks in their order, each as often as it is one.
 
     Raises:
         Refused: it does not.
     """
-    wanted = set(blocks)
-    called = [call.target for call in flow.calls if call.is_module and call.target in wanted]
-    times = Counter(called)
+    called = _called(flow, set(blocks))
+    times, wanted = Counter(called), Counter(blocks)
     for block in blocks:
-        if times[block] != 1:
+        if times[block] != wanted[block]:
             how = "is not called" if not times[block] else f"is called {times[block]} times"
             raise Refused(f"block {names[block]} ({type(block).__name__}) {how} in a call of the model")
     if called != list(blocks):
@@ -126,30 +125,30 @@ def find_blocks(model: nn.Module, record: RecordCalls, needed: int) -> tuple[lis
 def _children_as_blocks(
     model: nn.Module, record: RecordCalls, needed: int
 ) -> tuple[list[nn.Module], set[nn.Module]]:
+    """Finds blocks by opening the largest module again and again, until no block is too large for a stage."""
     opened: set[nn.Module] = {model}
-    best: tuple[list[nn.Module], set[nn.Module]] = ([], opened)
     closed: set[nn.Module] = set()
+    best: list[nn.Module] = []
     while True:
         try:
-            flow = record(opened, set())
-        except Refused:
-            if not closed and len(opened) == 1:
+            flow = record(opened | closed, set())
+        except Exception:
+            if not best:
                 raise
-            return best
-        called = [call.target for call in flow.calls if call.is_module]
-        times = Counter(called)
-        best = [m for m in dict.fromkeys(called) if times[m] == 1], opened
-        if len(best[0]) >= max(needed, 2):
-            return best
-        wide = [m for m in best[0] if any(True for _ in m.children()) and m not in closed]
-        if not wide:
+            return best, opened
+        opened = opened | closed
+        best = [c.target for c in flow.calls if c.is_module and any(True for _ in c.target.parameters())]
+        costs = {module: sum(p.numel() for p in module.parameters()) for module in best}
+        total = sum(costs[module] for module in best)
+        large = [m for m in costs if costs[m] * needed > total and any(True for _ in m.children())]
+        if not large and len(best) < max(needed, 2):
+            large = [m for m in costs if any(True for _ in m.children())]
+        if not large:
             break
-        largest = max(wide, key=lambda m: sum(p.numel() for p in m.parameters()))
-        closed.add(largest)
-        opened = opened | {largest}
-    if len(best[0]) < 2:
-        raise Refused(f"{type(model).__name__} calls no two modules once each, at which it could be cut")
-    return best
+        closed = {max(large, key=costs.__getitem__)}
+    if len(best) < 2:
+        raise Refused(f"{type(model).__name__} calls no two modules between which it could be cut")
+    return best, opened
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.from_model.batch import Differs, batch_dims, probe_sizes, unify
+from gpipe_fast.from_model.batch import Differs, batch_dims, probes_for, unify
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
 from gpipe_fast.from_model.dataflow import Dataflow, Nested, Refused
 from gpipe_fast.from_model.evaluate import Evaluation, Unknown
@@ -21,6 +21,7 @@ from gpipe_fast.from_model.program import Program
 from gpipe_fast.from_model.record import Recorder, open_dataclass, place, record, surroundings
 from gpipe_fast.from_model.watch import attributes_of
 from gpipe_fast.layers.structure import Inputs, arguments_of
+from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.user_warning import warn_user
 
@@ -32,18 +33,27 @@ _MAX_KINDS = 256
 _MAX_PROGRAMS = 32
 _NUM_ITEMS = "num_items_in_batch"
 
+# The input tensors of each micro-batch.
+Parts = list[list[Tensor]]
+
+
+# Dimensions of inputs that have the same size: the numbers of the inputs, and their dimensions.
+Group = tuple[tuple[int, int], ...]
+
 
 class Kind:
     """A kind of call: everything but the elements of tensors is the same.
 
     Attributes:
         split: the inputs that are split into micro-batches.
+        lengths: the dimensions of inputs, other than the batch, whose sizes differ between calls; those in a
+            group have the same size.
         counts_items: whether the number of targets is an input, the last one.
         paths: records by what forward decided, and their programs.
     """
 
-    def __init__(self, split: frozenset[int], counts_items: bool) -> None:
-        self.split, self.counts_items = split, counts_items
+    def __init__(self, split: frozenset[int], lengths: Sequence[Group], counts_items: bool) -> None:
+        self.split, self.lengths, self.counts_items = split, tuple(lengths), counts_items
         self.paths: list[tuple[Dataflow, Program]] = []
 
 
@@ -86,6 +96,7 @@ class Calls:
     def _forget(self) -> None:
         self._kinds: OrderedDict[Any, Kind] = OrderedDict()
         self._programs: list[Program] = []
+        self._lengths: dict[Any, tuple[list[torch.Size], list[Group]]] = {}
 
     @property
     def program(self) -> Program:
@@ -113,7 +124,7 @@ class Calls:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to copy or pickle: without programs, which are made on demand."""
-        return {k: v for k, v in vars(self).items() if k not in ("_kinds", "_programs")}
+        return {k: v for k, v in vars(self).items() if k not in ("_kinds", "_programs", "_lengths")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -137,13 +148,21 @@ class Calls:
         pipeline.training = model.training
         if self._settled and pipeline.balance != self._balance:
             pipeline.balance = self._balance
-        tensors = list(inputs.tensors)
-        if kind.counts_items:
-            tensors.append(parts[0][-1])
-        returned = program(tensors, parts, call.sizes)
+        inputs_and_items = [*inputs.tensors, *parts[0][len(inputs.tensors) :]]
+        returned = program(inputs_and_items, parts, call.sizes(kind, parts))
         if not self._settled:  # the first call measures the layers
             self._balance, self._settled = pipeline.balance, True
         return returned
+
+    def loop(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a mini-batch by the plain model, one micro-batch after the other, and returns what `run` does."""
+        inputs = _inputs(model, args, kwargs)
+        call = _CallOf(self, model, inputs)
+        with TRACING_LOCK:
+            kind, program, parts = call.find()
+        with keyed_rng(model):  # type: ignore[arg-type]
+            returned = [call.plain(part) for part in parts]
+        return program.put_together(returned, parts, call.sizes(kind, parts))
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes the program of a call, and finds the blocks if the user names none."""
@@ -158,6 +177,11 @@ def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False) and kwargs.get("use_cache") is None:
         kwargs["use_cache"] = False
+    if kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            "a pipeline keeps no cache of earlier tokens, got past_key_values; to generate text, call "
+            "model.plain().generate(...), or model.generate(..., use_cache=False)"
+        )
     number = kwargs.get(_NUM_ITEMS)
     if type(number) is int:  # a constant would lead to a new program for each number
         kwargs[_NUM_ITEMS] = torch.tensor(number)
@@ -173,31 +197,30 @@ class _CallOf:
         self._whole = frozenset(i for i, dim in enumerate(inputs.dims.inputs) if dim is None)
         self._device = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
         self._output: Any = None
-        self._items: Tensor | None = None
-        self.sizes: list[int] = []
 
-    def find(self) -> tuple[Kind, Program, list[list[Tensor]]]:
+    def find(self) -> tuple[Kind, Program, Parts]:
         """Returns the kind of the call, its program, and the inputs of each micro-batch."""
         calls, key = self._calls, self._key()
         kind = calls._kinds.get(key)
         if kind is None:
-            kind = self._new_kind()
-            calls._kinds[key] = kind
+            kind = calls._kinds[key] = self._new_kind()
             while len(calls._kinds) > _MAX_KINDS:
                 calls._kinds.popitem(last=False)
         parts = self._parts(kind)
         program = self._program(kind, parts)
-        calls._programs.remove(program)
-        calls._programs.append(program)
+        calls._programs = [*(each for each in calls._programs if each is not program), program]
         return kind, program, parts
 
-    def _key(self) -> Any:
+    def _key(self, shapes: bool = True) -> Any:
+        """Returns everything that the kind of a call depends on; without shapes, if they may differ."""
         tensors = tuple(
-            (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in self._inputs.tensors
+            (tuple(x.shape) if shapes else x.dim(), x.stride() if shapes else None, x.dtype, x.requires_grad)
+            for x in self._inputs.tensors
         )
         modes = surroundings(self._device), torch.is_inference_mode_enabled(), torch.get_default_dtype()
         attributes = attributes_of(self._calls._opened)
-        return self._inputs.structure, tensors, self._whole, modes, attributes, self._calls.chunks
+        more = self._device, self._whole, modes, attributes, self._calls.chunks if shapes else None
+        return self._inputs.structure, tensors, more
 
     # What kind of call it is.
 
@@ -206,14 +229,16 @@ class _CallOf:
         self._check_hooks()
         if not calls.blocks:
             calls.blocks, calls._opened = find_blocks(self._model, self._record_whole, calls._needed)
+        lengths = self._length_groups()
         first_error: Exception | None = None
         for split in self._possible_splits():
-            try:
-                return self._kind_of(split)
-            except Refused:
-                raise
-            except Exception as error:  # the model's own, for inputs of shapes that do not fit together
-                first_error = first_error or error
+            for groups in (lengths, []) if lengths else ([],):
+                try:
+                    return self._kind_of(split, groups)
+                except Refused:
+                    raise
+                except Exception as error:  # the model's own, for inputs of shapes that do not fit together
+                    first_error = first_error or error
         if first_error is None:
             raise ValueError(
                 "a call needs at least one tensor with a batch dimension, got "
@@ -223,43 +248,57 @@ class _CallOf:
             raise Refused(f"for another batch size, forward {first_error}") from None
         raise first_error
 
+    def _length_groups(self) -> list[Group]:
+        """Returns the dimensions whose sizes differ from those of other calls that are like this one."""
+        key, shapes = self._key(shapes=False), [x.shape for x in self._inputs.tensors]
+        before, known = self._calls._lengths.get(key, (shapes, []))
+        group_of = {dim: index for index, group in enumerate(known) for dim in group}
+        groups: dict[Any, list[tuple[int, int]]] = {}
+        for index, (old, new) in enumerate(zip(before, shapes, strict=True)):
+            for dim in range(1, len(new)):
+                group = group_of.get((index, dim))
+                if group is not None or old[dim] != new[dim]:
+                    groups.setdefault((group, old[dim], new[dim]), []).append((index, dim))
+        found = [tuple(group) for group in groups.values()]
+        self._calls._lengths[key] = shapes, found
+        return found
+
     def _possible_splits(self) -> Iterator[frozenset[int]]:
         """Returns which inputs may be split: those whose first dimension is the batch, if not by chance."""
         tensors = self._inputs.tensors
-        open_ = [i for i, x in enumerate(tensors) if i not in self._whole and x.dim()]
-        for batch in dict.fromkeys(tensors[i].shape[0] for i in open_):
-            split = [i for i in open_ if tensors[i].shape[0] == batch]
+        candidates = [i for i, x in enumerate(tensors) if i not in self._whole and x.dim()]
+        for batch in dict.fromkeys(tensors[i].shape[0] for i in candidates):
+            split = [i for i in candidates if tensors[i].shape[0] == batch]
             yield frozenset(split)
             doubtful = [i for i in split if batch in tensors[i].shape[1:]]
-            others = [i for i in reversed(split) if i not in doubtful]
             if len(doubtful) > 1:
                 yield frozenset(split) - frozenset(doubtful)
-            for index in [*doubtful, *others]:
+            for index in [*doubtful, *(i for i in reversed(split) if i not in doubtful)]:
                 if len(split) > 1:
                     yield frozenset(split) - {index}
 
-    def _kind_of(self, split: frozenset[int]) -> Kind:
-        kind = Kind(split, False)
-        first = self._parts(kind)[0]
-        flow = self._flow(kind, first, self.sizes[0])
+    def _kind_of(self, split: frozenset[int], lengths: Sequence[Group]) -> Kind:
+        kind = Kind(split, lengths, False)
+        parts = self._parts(kind)
+        flow = self._flow(kind, parts[0], parts)
         output = self._output
-        with_items = self._kind_with_items(kind, flow, first)
-        if with_items is not None:
-            return with_items
+        counting = self._kind_with_items(kind, flow, parts)
+        if counting is not None:
+            return counting
         self._output = output
         self._add_path(kind, flow)
         return kind
 
-    def _kind_with_items(self, kind: Kind, flow: Dataflow, first: list[Tensor]) -> Kind | None:
+    def _kind_with_items(self, kind: Kind, flow: Dataflow, parts: Parts) -> Kind | None:
         """Returns the kind of call that also gets the number of targets, if the model's loss uses it."""
         if self._calls._takes_items is False or not self._takes_argument(_NUM_ITEMS):
             return None
         if not any(cross_entropies(flow, ref) for ref in self._scalars(flow)):
             return None
-        found = Kind(kind.split, True)
-        items = len(first)
+        found, items = Kind(kind.split, kind.lengths, True), len(self._inputs.tensors)
         try:
-            counted = self._flow(found, [*first, torch.tensor(1)], self.sizes[0])
+            parts = [[*part, torch.tensor(1)] for part in parts]
+            counted = self._flow(found, parts[0], parts)
         except TypeError:  # forward does not take it
             self._calls._takes_items = False
             return None
@@ -269,13 +308,10 @@ class _CallOf:
         return found
 
     def _takes_argument(self, name: str) -> bool:
-        if name in self._inputs_kwargs():
+        if name in arguments_of(self._inputs.structure.build(self._inputs.tensors))[1]:
             return False
         parameters = inspect.signature(self._model.forward).parameters.values()
         return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
-
-    def _inputs_kwargs(self) -> dict[str, Any]:
-        return arguments_of(self._inputs.structure.build(self._inputs.tensors))[1]
 
     @staticmethod
     def _scalars(flow: Dataflow) -> list[int]:
@@ -285,57 +321,71 @@ class _CallOf:
 
     # Micro-batches.
 
-    def _parts(self, kind: Kind) -> list[list[Tensor]]:
+    def _parts(self, kind: Kind) -> Parts:
         tensors, calls = self._inputs.tensors, self._calls
-        batch = tensors[min(kind.split)].shape[0]
         chunks = calls.chunks
         if chunks == "auto":
-            chunks = max(1, min(4 * calls.num_stages, batch))
-        self.sizes = [len(part) for part in torch.empty(batch, 0).chunk(chunks)]
+            chunks = max(1, min(4 * calls.num_stages, tensors[min(kind.split)].shape[0]))
         split = {i: tensors[i].chunk(chunks) for i in kind.split}
-        parts = [
-            [split[i][m] if i in split else x for i, x in enumerate(tensors)] for m in range(len(self.sizes))
-        ]
+        count = len(split[min(kind.split)])
+        parts = [[split[i][m] if i in split else x for i, x in enumerate(tensors)] for m in range(count)]
         if kind.counts_items and kind.paths:
             items = torch.tensor(self._count_items(kind, parts), device=self._device)
             parts = [[*part, items] for part in parts]
         return parts
 
-    def _count_items(self, kind: Kind, parts: Sequence[Sequence[Tensor]]) -> int:
+    @staticmethod
+    def sizes(kind: Kind, parts: Parts) -> list[tuple[int, ...]]:
+        """Returns the sizes of each micro-batch that numbers of a record follow: batch size and lengths."""
+        first = min(kind.split)
+        lengths = tuple(parts[0][group[0][0]].shape[group[0][1]] for group in kind.lengths)
+        return [(part[first].shape[0], *lengths) for part in parts]
+
+    def _count_items(self, kind: Kind, parts: Parts) -> int:
         """Returns how many targets of the whole mini-batch count, by the rule of the model's loss."""
         flow = kind.paths[0][0]
         mean = next(mean for ref in self._scalars(flow) for mean in cross_entropies(flow, ref))
         with torch.no_grad():
             return sum(
                 int((evaluation.value(mean.targets) != mean.ignored).sum())
-                for part, size in zip(parts, self.sizes, strict=True)
-                for evaluation in [Evaluation(flow, dict(enumerate(part)), (size,), self._device)]
+                for part, sizes in zip(parts, self.sizes(kind, parts), strict=True)
+                for evaluation in [Evaluation(flow, _known(part), sizes, self._device)]
             )
+
+    def plain(self, part: Sequence[Tensor]) -> Any:
+        """Returns what the plain model returns for a micro-batch."""
+        args, kwargs = self._build(part)
+        return self._model(*args, **kwargs)
+
+    def _build(self, inputs: Sequence[Tensor]) -> tuple[Any, Any]:
+        count = len(self._inputs.tensors)
+        args, kwargs = arguments_of(self._inputs.structure.build(inputs[:count]))
+        return args, {**kwargs, _NUM_ITEMS: inputs[count]} if len(inputs) > count else kwargs
 
     # Programs.
 
-    def _program(self, kind: Kind, parts: Sequence[Sequence[Tensor]]) -> Program:
+    def _program(self, kind: Kind, parts: Parts) -> Program:
         """Returns the program for what forward decides for these micro-batches."""
-        found = [self._path(kind, part, size) for part, size in zip(parts, self.sizes, strict=True)]
+        if len(kind.paths) == 1 and not kind.paths[0][0].decisions:
+            return kind.paths[0][1]
+        found = [self._path(kind, part, parts) for part in parts]
         if all(program is found[0] for program in found):
             return found[0]
         warn_user(
             "forward reads numbers from its input tensors, and does something else for some micro-batches than "
-            "for others; all micro-batches now do what the whole mini-batch does"
+            "for others, as transformers does for a mask that masks nothing; now all micro-batches do what the "
+            "whole mini-batch does, and the last bits may differ"
         )
-        whole = [*self._inputs.tensors, *parts[0][len(self._inputs.tensors) :]]
-        return self._path(kind, whole, sum(self.sizes))
+        return self._path(kind, [*self._inputs.tensors, *parts[0][len(self._inputs.tensors) :]], parts)
 
-    def _path(self, kind: Kind, tensors: Sequence[Tensor], size: int) -> Program:
+    def _path(self, kind: Kind, tensors: Sequence[Tensor], parts: Parts) -> Program:
         for flow, program in kind.paths:
-            if self._holds(flow, tensors, size):
+            if self._holds(flow, tensors, self.sizes(kind, [tensors])[0]):
                 return program
-        return self._add_path(kind, self._flow(kind, tensors, size))
+        return self._add_path(kind, self._flow(kind, tensors, parts))
 
-    def _holds(self, flow: Dataflow, tensors: Sequence[Tensor], size: int) -> bool:
-        if not flow.decisions:
-            return True
-        evaluation = Evaluation(flow, dict(enumerate(map(_with_data, tensors))), (size,), self._device)
+    def _holds(self, flow: Dataflow, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
+        evaluation = Evaluation(flow, _known(tensors), sizes, self._device)
         with torch.no_grad():
             return all(evaluation.call(each.target, each.arguments) == each.answer for each in flow.decisions)
 
@@ -345,10 +395,16 @@ class _CallOf:
         unconditional = dataclasses.replace(flow, decisions=()).pruned()
         program = next((p for p in known if _same(p.flow, unconditional)), None)
         if program is None:
-            names = [self._names[block] for block in calls.blocks]
-            outputs = leaf_names(open_dataclass(self._output))
+            opened = open_dataclass(self._output)
             program = Program(
-                unconditional, kind.split, calls.blocks, names, outputs, calls.loss, calls.new_pipeline
+                unconditional,
+                kind.split,
+                self.sizes(kind, [self._inputs.tensors])[0][1:],
+                calls.blocks,
+                leaf_names(opened),
+                calls.loss,
+                None if opened is self._output else type(self._output),
+                calls.new_pipeline,
             )
             calls._programs.append(program)
             del calls._programs[:-_MAX_PROGRAMS]
@@ -357,38 +413,40 @@ class _CallOf:
 
     # Records.
 
-    def _flow(self, kind: Kind, tensors: Sequence[Tensor], size: int) -> Dataflow:
-        """Records a call with these tensors, and with other batch sizes; returns what all have in common."""
-        decide = _decide_by(tensors, self._device)
-        flow, self._output = self._record(tensors, decide, self._calls._opened, self._calls.blocks)
-        check_calls(flow, self._calls.blocks, self._names)
+    def _flow(self, kind: Kind, tensors: Sequence[Tensor], parts: Parts) -> Dataflow:
+        """Records a call with these tensors, and with other sizes; returns what all records have in common."""
+        opened, blocks = self._calls._opened, self._calls.blocks
+        flow, self._output = self._record(tensors, _decide_by(tensors, self._device), opened, blocks)
+        check_calls(flow, blocks, self._names)
         answers = [each.answer for each in flow.decisions]
+        own, needed = self.sizes(kind, [tensors])[0], self.sizes(kind, parts)
         taken = {size for x in (*tensors, *self._model.parameters()) for size in x.shape}
-        probes = probe_sizes(taken | set(self.sizes), 2)
-        others = [*probes, *(each for each in dict.fromkeys(self.sizes) if each != size)]
+        probes = probes_for(own, taken | {size for each in needed for size in each})
         flows = [flow.pruned()]
-        for other in others:
-            resized = [_resized(x, other) if i in kind.split else x for i, x in enumerate(tensors)]
-            again, _ = self._record(resized, _repeat(answers), self._calls._opened, self._calls.blocks)
+        sizes = [own, *probes, *dict.fromkeys(each for each in needed if each != own)]
+        for other in sizes[1:]:
+            resized = [self._resized(kind, index, x, other) for index, x in enumerate(tensors)]
+            again, _ = self._record(resized, _repeat(answers), opened, blocks)
             flows.append(again.pruned())
-        return unify(flows, [(size,), *((other,) for other in others)])
+        return unify(flows, sizes)
+
+    @staticmethod
+    def _resized(kind: Kind, index: int, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        shape = list(tensor.shape)
+        if index in kind.split:
+            shape[0] = sizes[0]
+        for group, size in zip(kind.lengths, sizes[1:], strict=True):
+            for dim in (dim for i, dim in group if i == index):
+                shape[dim] = size
+        return tensor if shape == list(tensor.shape) else _like(tensor, shape)
 
     def _record_whole(self, opened: Any, blocks: Any) -> Dataflow:
         tensors = self._inputs.tensors
         return self._record(tensors, _decide_by(tensors, self._device), opened, blocks)[0]
 
     def _record(self, tensors: Sequence[Tensor], decide: Any, opened: Any, blocks: Any) -> tuple[Dataflow, Any]:
-        count = len(self._inputs.tensors)
-
-        def build(inputs: Sequence[Tensor]) -> tuple[Any, Any]:
-            args, kwargs = arguments_of(self._inputs.structure.build(inputs[:count]))
-            if len(inputs) > count:
-                kwargs = {**kwargs, _NUM_ITEMS: inputs[count]}
-            return args, kwargs
-
-        return record(
-            self._model, self._model.forward, build, tensors, set(opened), set(blocks), self._device, decide
-        )
+        call = self._model, self._model.forward, self._build, tensors
+        return record(*call, set(opened), set(blocks), self._device, decide)
 
     def _check_hooks(self) -> None:
         """Refuses hooks on modules that contain blocks, because such modules are not called as a whole."""
@@ -400,14 +458,17 @@ class _CallOf:
                 )
 
 
+def _known(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    return dict(enumerate(map(_with_data, tensors)))
+
+
 def _with_data(tensor: Tensor) -> Tensor:
     """Returns a tensor that has elements: ones in place of a meta tensor."""
     return torch.ones(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
 
-def _resized(tensor: Tensor, size: int) -> Tensor:
-    """Returns a tensor on the meta device with another batch size, and dimensions in the same order."""
-    shape = [size, *tensor.shape[1:]]
+def _like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns a tensor on the meta device with another shape, and dimensions in the same order in memory."""
     strides, span = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (tensor.stride(d), -d)):
         if tensor.stride(dim) or tensor.shape[dim] == 1:
@@ -424,7 +485,7 @@ def _decide_by(tensors: Sequence[Tensor], device: torch.device) -> Any:
         flow = Dataflow(
             recorder.num_inputs, tuple(recorder.values), tuple(recorder.calls), arguments, (), _NO_SURROUNDINGS
         )
-        known = dict(enumerate(map(_with_data, tensors)))
+        known = _known(tensors)
 
         def answer(draw: Any) -> Any:
             evaluation = Evaluation(flow, known, (), known_device, draw=draw, read=recorder.tensors)

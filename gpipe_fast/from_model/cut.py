@@ -104,14 +104,14 @@ def _last_uses(
 def sizes_in(calls: Sequence[Call]) -> list[int]:
     """Returns the sizes that numbers among the arguments of calls follow."""
     numbers = [number for call in calls for number in numbers_in(call.arguments.leaves)]
-    return sorted({size for number in numbers for size, factor in enumerate(number.factors) if factor})
+    return sorted({size for number in numbers for sizes in number.terms() for size in sizes})
 
 
 def size_source(flow: Dataflow, size: int, refs: Iterable[int]) -> tuple[int, int] | None:
     """Returns the first of some values that has a dimension of a size, and that dimension; or None."""
     for ref in refs:
         for dim, number in enumerate(flow.values[ref].shape):
-            if isinstance(number, Number) and number == _unit(size, len(number.factors)):
+            if isinstance(number, Number) and number.terms() == {(size,): 1} and not number.constant:
                 return ref, dim
     return None
 
@@ -121,10 +121,6 @@ def _input_with(flow: Dataflow, size: int) -> int:
     if found is None:
         raise Refused("a size that numbers follow is the size of no input")
     return found[0]
-
-
-def _unit(size: int, count: int) -> Number:
-    return Number(0, tuple(int(index == size) for index in range(count)))
 
 
 def _check_in_place(

@@ -276,8 +276,10 @@ class _Writer:
         if isinstance(leaf, Device):
             return "device"
         if isinstance(leaf, Number):
-            sizes = [(factor, self._sizes[size]) for size, factor in enumerate(leaf.factors) if factor]
-            terms = [size if factor == 1 else f"{factor} * {size}" for factor, size in sizes]
+            terms = [
+                " * ".join([str(factor)] * (factor != 1) + [self._sizes[size] for size in sizes])
+                for sizes, factor in leaf.terms().items()
+            ]
             return f"({' + '.join([*terms, str(leaf.constant)] if leaf.constant else terms)})"
         if isinstance(leaf, Slice):
             return f"slice({self._leaf(leaf.start)}, {self._leaf(leaf.stop)}, {self._leaf(leaf.step)})"

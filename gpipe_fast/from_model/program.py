@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gpipe_fast.from_model.cut import cut
-from gpipe_fast.from_model.dataflow import Dataflow
+from gpipe_fast.from_model.dataflow import Dataflow, Ref
 from gpipe_fast.from_model.evaluate import Evaluation
 from gpipe_fast.from_model.layer import make_layer
+from gpipe_fast.from_model.losses import Rule
 from gpipe_fast.from_model.outputs import outputs_of, put_together
+from gpipe_fast.from_model.record import open_dataclass
 from gpipe_fast.layers.structure import replicate
 
 # Makes a pipeline of layers: `GPipe`, with the user's options.
@@ -34,48 +36,80 @@ class Program:
     def __init__(
         self,
         flow: Dataflow,
-        split: Sequence[int],
+        split: Collection[int],
+        lengths: Sequence[int],
         blocks: Sequence[nn.Module],
-        names: Sequence[str],
         output_names: Sequence[str],
         loss: str,
+        output_class: type | None,
         make_pipeline: MakePipeline,
     ) -> None:
+        self._output_class = output_class
         self.flow, self.split = flow, frozenset(split)
-        found = outputs_of(flow, output_names, split, loss, ())
+        found = outputs_of(flow, output_names, split, loss, lengths)
         self.outputs = list(found.values())
         parts = cut(flow, blocks, list(found))
         dims = {output.ref: output.dim for output in self.outputs}
         made = [*(make_layer(flow, part) for part in parts[:-1]), make_layer(flow, parts[-1], dims)]
         self.layers = [layer for layer, _ in made]
         self._owned = [owned for _, owned in made]
-        titles = ["start", *(name.replace(".", "_") for name in names), "end"]
-        self.pipeline = make_pipeline(nn.Sequential(OrderedDict(zip(titles, self.layers, strict=True))))
+        self.pipeline = make_pipeline(nn.Sequential(*self.layers))
         for owned in self._owned:
             owned.give_back()
 
-    def __call__(self, inputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Any:
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        parts: Sequence[Sequence[Tensor]],
+        sizes: Sequence[tuple[int, ...]],
+    ) -> Any:
         """Runs the pipeline on one mini-batch.
 
         Args:
             inputs: the input tensors.
             parts: the input tensors of each micro-batch.
-            sizes: how many samples each micro-batch has.
+            sizes: the sizes of each micro-batch that numbers of the record follow; the batch size first.
         """
         for owned in self._owned:
             owned.take()
+        passed = tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
+        return self._combined(self.pipeline(passed), parts, sizes)
+
+    def put_together(
+        self, returned: Sequence[Any], parts: Sequence[Sequence[Tensor]], sizes: Sequence[tuple[int, ...]]
+    ) -> Any:
+        """Returns what the pipeline returns, from what the plain model returns for each micro-batch."""
+        leaves = [pytree.tree_leaves(open_dataclass(each)) for each in returned]
+        places = {leaf.index: i for i, leaf in reversed([*enumerate(self.flow.result.leaves)]) if _is_ref(leaf)}
+        columns = [[each[places[output.ref]] for each in leaves] for output in self.outputs]
+        tensors = [
+            torch.stack(column) if output.dim is None else torch.cat([x.movedim(output.dim, 0) for x in column])
+            for output, column in zip(self.outputs, columns, strict=True)
+        ]
+        return self._combined(tensors, parts, sizes)
+
+    def _combined(
+        self,
+        tensors: Sequence[Tensor],
+        parts: Sequence[Sequence[Tensor]],
+        sizes: Sequence[tuple[int, ...]],
+    ) -> Any:
         counts = [
-            [self._count(output.rule, part, size) for part, size in zip(parts, sizes, strict=True)]
+            [self._count(output.rule, part, each) for part, each in zip(parts, sizes, strict=True)]
             if output.rule is not None and output.rule.kind == "targets"
             else []
             for output in self.outputs
         ]
-        passed = tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
-        tensors = self.pipeline(passed)
-        return put_together(self.flow.result, self.outputs, tensors, sizes, counts)
+        batch_sizes = [each[0] for each in sizes]
+        found = put_together(self.flow.result, self.outputs, tensors, batch_sizes, counts)
+        return found if self._output_class is None else self._output_class(**found)
 
-    def _count(self, rule: Any, part: Sequence[Tensor], size: int) -> int:
-        known = dict(enumerate(part))
+    def _count(self, rule: Rule, part: Sequence[Tensor], sizes: Sequence[int]) -> int:
+        assert rule.targets is not None
         with torch.no_grad():
-            targets = Evaluation(self.flow, known, (size,), part[0].device).value(rule.targets)
-        return int(rule.count(targets))
+            evaluation = Evaluation(self.flow, dict(enumerate(part)), sizes, part[0].device)
+            return rule.count(evaluation.value(rule.targets))
+
+
+def _is_ref(leaf: Any) -> bool:
+    return isinstance(leaf, Ref)

@@ -584,6 +584,7 @@ def _fake_tensors(
 def _restored_attributes(names: dict[nn.Module, str]) -> Iterator[Callable[[Recorder], None]]:
     """Restores the attributes of modules; yields a check that nothing was written that calls would miss."""
     before = {module: dict(vars(module)) for module in names}
+    hooks = [(each, dict(each)) for m in names for each in (m._forward_hooks, m._forward_pre_hooks)]
     containers = {
         id(value): (f"{name}.{key}".lstrip("."), value, _contents(value))
         for module, name in names.items()
@@ -616,6 +617,10 @@ def _restored_attributes(names: dict[nn.Module, str]) -> Iterator[Callable[[Reco
                 state.update(attributes)
         for _, value, contents in containers.values():
             _restore(value, contents)
+        for table, entries in hooks:  # transformers adds hooks when it is first asked for hidden states
+            if table.keys() != entries.keys():
+                table.clear()
+                table.update(entries)
 
 
 _TABLES = frozenset(vars(nn.Module()))
