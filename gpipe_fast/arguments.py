@@ -136,18 +136,19 @@ def checked_batch_dim(batch_dim: int | Iterable[int]) -> BatchDim:
     return dims
 
 
-def check_module(module: nn.Sequential) -> None:
+def check_module(module: nn.Sequential, hint: str = "") -> None:
     """Checks that the module is a sequence of layers that can be partitioned.
+
+    Args:
+        module: the module.
+        hint: what to do with another module, at the end of the message.
 
     Raises:
         TypeError: `module` is not a ``Sequential``, or its skip connections do not match.
         ValueError: a layer occurs twice, or is None.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError(
-            f"module must be nn.Sequential to be partitioned, got {type(module).__name__}; for other modules, "
-            "call GPipe.from_model(module, args=(x,))"
-        )
+        raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}{hint}")
     if len(list(module.children())) != len(module):
         raise ValueError(
             f"module with duplicate children is not supported; {len(list(module.children()))} of its "

@@ -49,7 +49,7 @@ from gpipe_fast.stages import checked_placement, resolve_balance, resolve_device
 from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.unsupported import global_hook, has_observers, without_observers
-from gpipe_fast.usage_warnings import warn_idle_stages, warn_sequence_first
+from gpipe_fast.usage_warnings import warn_idle_stages, warn_sequence_first, warn_square_input
 from gpipe_fast.user_warning import warn_user
 
 # Attributes that a copy creates anew.
@@ -115,6 +115,7 @@ class GPipe(CallSettings, CallPreparation, Container):
 
     Attributes:
         backend: As passed.
+        checks_usage: Whether the next call checks for mistakes that work, as the first one does.
         grad_dtype: As passed.
         transport: As passed.
     """
@@ -140,7 +141,7 @@ class GPipe(CallSettings, CallPreparation, Container):
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.batch_dim = batch_dim
-        check_module(module)
+        check_module(module, "; other modules are cut into layers by GPipe.from_model(module, args=(x,))")
         self._user_devices = resolve_devices(devices)
         self._balance, self._devices = checked_placement(
             list(module.named_children()), balance, self._user_devices
@@ -156,7 +157,7 @@ class GPipe(CallSettings, CallPreparation, Container):
         self.threads_per_stage = None
         self._capture = bool(capture)
         self._warned_of_idle_stages = False
-        self._check_sequence_first = True
+        self.checks_usage = True
         self._balance_pending = balance is None and len(self._balance) > 1
         self._register_layers(module)
         if self._deferred_batch_norm:
@@ -186,7 +187,7 @@ class GPipe(CallSettings, CallPreparation, Container):
     ) -> Any:
         """Makes a pipeline of a model that is not an ``nn.Sequential``, from an example of its arguments.
 
-        The model is called once on stand-ins without elements, to see which modules its forward calls, in which
+        The model is called on stand-ins without elements, to see which modules its forward calls, in which
         order, and what it computes between them. It is cut before and after each block, such as the layers of
         a Transformer::
 
@@ -421,9 +422,10 @@ class GPipe(CallSettings, CallPreparation, Container):
         chunks = self._num_chunks(inputs.batch_size)
         if self._balance_pending and inputs.batch_size and self._has_data():
             self._balance_by_time(inputs, chunks)
-        if self._check_sequence_first:
-            self._check_sequence_first = False
+        if self.checks_usage:
+            self.checks_usage = False
             warn_sequence_first([stage.layers for stage in self._stages], inputs.dims)
+            warn_square_input(inputs)
         checkpoint = checkpoint_policy(self.checkpoint, self.training and torch.is_grad_enabled())
         return Call(inputs, chunks, self._threads(), checkpoint, self._state)
 

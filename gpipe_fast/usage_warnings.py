@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 
 from gpipe_fast.layers.layer_title import layer_title
-from gpipe_fast.layers.structure import BatchDims
+from gpipe_fast.layers.structure import BatchDims, Inputs
 from gpipe_fast.schedule import bubble
 from gpipe_fast.user_warning import warn_user
 
@@ -53,6 +53,22 @@ def warn_sequence_first(stages: Iterable[Sequence[nn.Module]], dims: BatchDims) 
                     "layer transposes the input; pass batch_dim=1 to GPipe, or batch_first=True to the layer"
                 )
             number += 1
+
+
+def warn_square_input(inputs: Inputs) -> None:
+    """Warns of a square input that is split: a mask of positions, if sequences are as long as the batch is large.
+
+    Args:
+        inputs: the arguments of a call.
+    """
+    batch, *others = inputs.tensors[0].shape
+    for index, (tensor, dim) in enumerate(zip(inputs.tensors, inputs.dims.inputs, strict=True)):
+        if index and dim == 0 and batch in others[:1] and tuple(tensor.shape) == (batch, batch):
+            warn_user(
+                f"input {index} of shape {list(tensor.shape)} is split into micro-batches, because its first "
+                "dimension has the batch's size; if that is by chance, as of a mask of positions, wrap it in "
+                "gpipe_fast.replicate(...)"
+            )
 
 
 def _flatten_sequentials(layer: nn.Module) -> Iterator[nn.Module]:

@@ -66,7 +66,7 @@ def _modules_of(model: nn.Module, entry: Any) -> list[nn.Module]:
         )
     if entry not in set(model.modules()):
         raise ValueError(f"blocks: a {type(entry).__name__} was passed that is no module of the model")
-    return list(entry) if _is_list(entry) else [entry]
+    return list(entry.children()) if _is_list(entry) else [entry]
 
 
 def check_calls(flow: Dataflow, blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
@@ -83,9 +83,7 @@ def check_calls(flow: Dataflow, blocks: Sequence[nn.Module], names: dict[nn.Modu
             raise Refused(f"block {names[block]} ({type(block).__name__}) {how} in a call of the model")
     if called != list(blocks):
         at = next(i for i, (a, b) in enumerate(zip(called, blocks, strict=True)) if a is not b)
-        raise Refused(
-            f"blocks are called out of order: {names[called[at]]} comes before {names[blocks[at]]}"
-        )
+        raise Refused(f"blocks are called out of order: {names[called[at]]} comes before {names[blocks[at]]}")
 
 
 def find_blocks(model: nn.Module, record: RecordCalls, needed: int) -> tuple[list[nn.Module], set[nn.Module]]:

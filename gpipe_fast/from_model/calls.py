@@ -120,7 +120,9 @@ class Calls:
                 f"balance must add up to the {blocks} blocks, or to {len(layers)} with the layer before and the "
                 f"layer after them; got {balance}, which adds up to {sum(balance)}"
             )
-        return self._make_pipeline(layers, balance)
+        pipeline = self._make_pipeline(layers, balance)
+        pipeline.checks_usage = False  # which inputs are split is known
+        return pipeline
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to copy or pickle: without programs, which are made on demand."""
@@ -195,7 +197,8 @@ class _CallOf:
         self._calls, self._model, self._inputs = calls, model, inputs
         self._names = {module: name for name, module in model.named_modules()}
         self._whole = frozenset(i for i, dim in enumerate(inputs.dims.inputs) if dim is None)
-        self._device = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
+        found = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
+        self._device = torch.device("cpu") if found.type == "meta" else found
         self._output: Any = None
 
     def find(self) -> tuple[Kind, Program, Parts]:
@@ -326,7 +329,7 @@ class _CallOf:
         chunks = calls.chunks
         if chunks == "auto":
             chunks = max(1, min(4 * calls.num_stages, tensors[min(kind.split)].shape[0]))
-        split = {i: tensors[i].chunk(chunks) for i in kind.split}
+        split = {i: tensors[i].chunk(int(chunks)) for i in kind.split}
         count = len(split[min(kind.split)])
         parts = [[split[i][m] if i in split else x for i, x in enumerate(tensors)] for m in range(count)]
         if kind.counts_items and kind.paths:
@@ -335,7 +338,7 @@ class _CallOf:
         return parts
 
     @staticmethod
-    def sizes(kind: Kind, parts: Parts) -> list[tuple[int, ...]]:
+    def sizes(kind: Kind, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, ...]]:
         """Returns the sizes of each micro-batch that numbers of a record follow: batch size and lengths."""
         first = min(kind.split)
         lengths = tuple(parts[0][group[0][0]].shape[group[0][1]] for group in kind.lengths)
@@ -444,7 +447,9 @@ class _CallOf:
         tensors = self._inputs.tensors
         return self._record(tensors, _decide_by(tensors, self._device), opened, blocks)[0]
 
-    def _record(self, tensors: Sequence[Tensor], decide: Any, opened: Any, blocks: Any) -> tuple[Dataflow, Any]:
+    def _record(
+        self, tensors: Sequence[Tensor], decide: Any, opened: Any, blocks: Any
+    ) -> tuple[Dataflow, Any]:
         call = self._model, self._model.forward, self._build, tensors
         return record(*call, set(opened), set(blocks), self._device, decide)
 
@@ -483,15 +488,19 @@ def _decide_by(tensors: Sequence[Tensor], device: torch.device) -> Any:
 
     def decide(target: Any, arguments: Nested, recorder: Recorder) -> Any:
         flow = Dataflow(
-            recorder.num_inputs, tuple(recorder.values), tuple(recorder.calls), arguments, (), _NO_SURROUNDINGS
+            recorder.num_inputs,
+            tuple(recorder.values),
+            tuple(recorder.calls),
+            arguments,
+            (),
+            _NO_SURROUNDINGS,
         )
         known = _known(tensors)
 
         def answer(draw: Any) -> Any:
-            evaluation = Evaluation(flow, known, (), known_device, draw=draw, read=recorder.tensors)
+            evaluation = Evaluation(flow, known, (), device, draw=draw, read=recorder.tensors)
             return evaluation.call(target, arguments)
 
-        known_device = device if device.type != "meta" else torch.device("cpu")
         with torch.no_grad():
             try:
                 return answer(None)

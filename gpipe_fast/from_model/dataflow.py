@@ -130,7 +130,7 @@ class Call:
         mutates: the numbers of the values that it changes in place.
         surroundings: the modes around it.
         place: where the user's code makes it.
-        keeps_state: whether it is a block, or a module with buffers, and is made even if its result is unused.
+        keeps_state: whether it is made even if its result is unused, as of a block or a module with buffers.
     """
 
     target: Any
@@ -229,7 +229,7 @@ class Dataflow:
         return False
 
     def pruned(self) -> Dataflow:
-        """Returns the record without what has no effect: decisions that depend on no input, and unused calls.
+        """Returns the record without what has no effect: decisions that no input affects, and unused calls.
 
         Calls that draw random numbers, that have buffers or that are blocks have an effect.
         """
@@ -266,7 +266,9 @@ class Dataflow:
         return Dataflow(
             self.num_inputs,
             tuple(
-                replace(self.values[ref], storage=storages.setdefault(self.values[ref].storage, len(storages)))
+                replace(
+                    self.values[ref], storage=storages.setdefault(self.values[ref].storage, len(storages))
+                )
                 for ref in live
             ),
             tuple(

@@ -1,4 +1,4 @@
-"""Computes single values of a record from its input tensors, such as a loss's targets or a branch's condition."""
+"""Computes single values of a record from its inputs, such as the targets of a loss."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ class Evaluation:
             if autocast is not None
             else contextlib.nullcontext(),
         ):
-            returned = self._draw(call) if call.draws and self._draw else self.call(call.target, call.arguments)
+            returned = (
+                self._draw(call) if call.draws and self._draw else self.call(call.target, call.arguments)
+            )
         leaves = torch.utils._pytree.tree_leaves(returned)
         for leaf, value in zip(call.result.leaves, leaves, strict=True):
             if isinstance(leaf, Ref):

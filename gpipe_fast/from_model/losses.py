@@ -6,6 +6,7 @@ combination of the values for its parts. So a rule is exact, or there is none.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -82,9 +83,9 @@ def cross_entropies(flow: Dataflow, ref: int) -> list[CrossEntropy]:
         if arguments is None:
             continue
         logits, targets, ignored = arguments
-        if isinstance(logits, Ref) and isinstance(targets, Ref):
-            if not flow.values[targets.index].dtype.is_floating_point:
-                found.append(CrossEntropy(call, logits.index, targets.index, ignored))
+        are_values = isinstance(logits, Ref) and isinstance(targets, Ref)
+        if are_values and not flow.values[targets.index].dtype.is_floating_point:
+            found.append(CrossEntropy(call, logits.index, targets.index, ignored))
     return found
 
 
@@ -153,9 +154,7 @@ class _Check:
             if not batch_dims(flow.values[r]):
                 columns[r] = [self._random(flow, r, (1, *static_sizes), None)] * len(_PARTS)
                 continue
-            columns[r] = [
-                self._random(flow, r, (part, *static_sizes), classes.get(r)) for part in _PARTS
-            ]
+            columns[r] = [self._random(flow, r, (part, *static_sizes), classes.get(r)) for part in _PARTS]
         wholes = {
             r: torch.cat(parts, batch_dims(flow.values[r])[0]) if batch_dims(flow.values[r]) else parts[0]
             for r, parts in columns.items()
@@ -167,9 +166,7 @@ class _Check:
         self.whole = self._evaluate(flow, ref, wholes, (sum(_PARTS), *static_sizes))
         self.targets = {r: columns[r] for r in classes}
 
-    def _random(
-        self, flow: Dataflow, ref: int, sizes: Sequence[int], mean: CrossEntropy | None
-    ) -> Tensor:
+    def _random(self, flow: Dataflow, ref: int, sizes: Sequence[int], mean: CrossEntropy | None) -> Tensor:
         value = flow.values[ref]
         shape = [size if isinstance(size, int) else size.at(sizes) for size in value.shape]
         if value.dtype.is_floating_point:
@@ -189,11 +186,13 @@ class _Check:
 
     def holds(self, rule: Rule) -> bool:
         """Returns whether a rule gives the whole's value from those of the parts."""
-        counts = [rule.count(part) for part in self.targets.get(rule.targets or 0, [])] if (
-            rule.kind == "targets"
-        ) else []
+        counts = (
+            [rule.count(part) for part in self.targets.get(rule.targets or 0, [])]
+            if (rule.kind == "targets")
+            else []
+        )
         weights = rule.weights(_PARTS, counts)
-        combined = sum(weight * part for weight, part in zip(weights, self.parts, strict=True))
+        combined = combine(torch.stack(self.parts), weights)
         return torch.allclose(combined, self.whole, rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
@@ -204,15 +203,13 @@ def _made(calls: Sequence[Call]) -> Iterator[int]:
 
 def combine(parts: Tensor, weights: Sequence[float]) -> Tensor:
     """Returns the weighted sum of the values of micro-batches, added up from the first one on."""
-    kept = [part if weight == 1 else part * weight for part, weight in zip(parts, weights, strict=True) if weight]
-    found = kept[0]
-    for part in kept[1:]:
-        found = found + part
-    return found
+    kept = [
+        part if weight == 1 else part * weight for part, weight in zip(parts, weights, strict=True) if weight
+    ]
+    return functools.reduce(torch.add, kept)
 
 
 def uses(flow: Dataflow, ref: int, inputs: Sequence[int]) -> bool:
     """Returns whether a value is computed from one of some inputs after the last value with a batch."""
     calls = _calls_without_batch(flow, ref)
     return any(r in inputs for call in calls for r in call.arguments.refs())
-

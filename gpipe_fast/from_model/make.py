@@ -8,7 +8,6 @@ from typing import Any, Literal
 from torch import nn
 
 from gpipe_fast.arguments import checked_checkpoint, checked_chunks
-from gpipe_fast.devices import Device
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.calls import Calls, MakePipeline
 from gpipe_fast.from_model.dataflow import Refused
@@ -18,7 +17,17 @@ from gpipe_fast.user_warning import warn_user
 
 _GUIDE = "docs/guide/not_sequential.md"
 # Packages whose modules have quantized weights.
-_QUANTIZERS = ("bitsandbytes", "torchao", "auto_gptq", "gptqmodel", "awq", "hqq", "optimum.quanto", "aqlm", "eetq")
+_QUANTIZERS = (
+    "bitsandbytes",
+    "torchao",
+    "auto_gptq",
+    "gptqmodel",
+    "awq",
+    "hqq",
+    "optimum.quanto",
+    "aqlm",
+    "eetq",
+)
 
 
 def make_pipelined(
@@ -37,7 +46,9 @@ def make_pipelined(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if STATE in vars(model):
-        raise ValueError(f"this {type(model).__name__} is pipelined already; call model.plain() for a plain one")
+        raise ValueError(
+            f"this {type(model).__name__} is pipelined already; call model.plain() for a plain one"
+        )
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple of positional arguments, got {type(args).__name__}; pass (x,)")
     if kwargs is not None and not isinstance(kwargs, dict):

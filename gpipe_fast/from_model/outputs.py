@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Output:
 
 
 def outputs_of(
-    flow: Dataflow, names: Sequence[str], split: Sequence[int], loss: str, static_sizes: Sequence[int]
+    flow: Dataflow, names: Sequence[str], split: Collection[int], loss: str, static_sizes: Sequence[int]
 ) -> dict[int, Output]:
     """Returns the tensors that a model returns, by the numbers of their values.
 
@@ -58,7 +58,7 @@ def outputs_of(
 
 
 def _output(
-    flow: Dataflow, name: str, ref: int, split: Sequence[int], loss: str, static_sizes: Sequence[int]
+    flow: Dataflow, name: str, ref: int, split: Collection[int], loss: str, static_sizes: Sequence[int]
 ) -> Output | None:
     dims = batch_dims(flow.values[ref])
     if len(dims) == 1:

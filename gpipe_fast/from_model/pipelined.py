@@ -1,11 +1,11 @@
 """A user's model whose forward runs its blocks as a pipeline.
 
-It is an object of a subclass of the model's class, and shares the attributes of the user's object, ``__dict__``
-itself. So the two have the same parameters, modules and mode, and differ in their forward alone::
+It is an object of a subclass of the model's class, and has the ``__dict__`` of the user's object, not a copy.
+So the two have the same parameters, modules and mode, and differ in their forward alone::
 
-    user's model  ───────▶ { _parameters, _modules, training, config, ... } ◀─────── pipelined model
-    LlamaForCausalLM                                                                 (Pipelined, LlamaForCausalLM)
-    .forward: plain                                                                  .forward: the pipeline
+    user's model  ─────▶ { _parameters, _modules, training, config, ... } ◀───── pipelined model
+    LlamaForCausalLM                                                          (Pipelined, LlamaForCausalLM)
+    .forward: plain                                                           .forward: the pipeline
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import nn
 from gpipe_fast.arguments import checked_checkpoint, checked_chunks, checked_threads_per_stage
 from gpipe_fast.from_model.calls import Calls
 from gpipe_fast.user_warning import warn_user
+from gpipe_fast.weights.load import Initialize, load_weights
+from gpipe_fast.weights.source import Source
 
 STATE = "_gpipe_fast"
 
@@ -32,6 +34,14 @@ class Pipelined(nn.Module):
         Its parameters, modules and mode are those of the pipelined model, also after later changes.
         """
         return _sharing(self, self._plain_class)
+
+    def plain_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the plain model on one micro-batch after the other, and returns what a call returns.
+
+        Random numbers are those of a call after the same ``torch.manual_seed``, so that the two can be
+        compared.
+        """
+        return self._calls.loop(self.plain(), args, kwargs)
 
     @property
     def pipeline(self) -> Any:
@@ -74,6 +84,13 @@ class Pipelined(nn.Module):
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
         return list(self.pipeline.devices)
+
+    def load_weights(self, source: Source, *, strict: bool = True, init: Initialize | None = None) -> Any:
+        """Loads a state dict or a file, stage by stage, as `GPipe.load_weights` does; with the model's names.
+
+        Of a model of transformers, ``init=model._init_weights`` sets the buffers that files lack.
+        """
+        return load_weights(self, source, self.pipeline._placement, strict, init)
 
     def cuda(self, device: Any = None) -> NoReturn:
         """Raises TypeError: every stage has its own device. Pass ``devices`` to `GPipe.from_model`."""
@@ -141,14 +158,18 @@ def _new(cls: type[nn.Module]) -> nn.Module:
 
 
 @functools.cache
-def _pipelined_class(cls: type[nn.Module]) -> type[Pipelined]:
+def _pipelined_class(cls: Any) -> type[Pipelined]:
     """Returns the class of pipelined models of a class; named like that class, for configurations."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._calls.run(self.plain(), args, kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    attributes: dict[str, Any] = {"forward": functools.wraps(cls.forward)(forward), "_plain_class": cls, **names}
+    attributes: dict[str, Any] = {
+        "forward": functools.wraps(cls.forward)(forward),
+        "_plain_class": cls,
+        **names,
+    }
     if hasattr(cls, "gradient_checkpointing_enable"):
         attributes |= {f.__name__: f for f in (gradient_checkpointing_enable, gradient_checkpointing_disable)}
     found: type[Pipelined] = type(cls)(cls.__name__, (Pipelined, cls), attributes)

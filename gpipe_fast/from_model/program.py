@@ -46,7 +46,7 @@ class Program:
     ) -> None:
         self._output_class = output_class
         self.flow, self.split = flow, frozenset(split)
-        found = outputs_of(flow, output_names, split, loss, lengths)
+        found = outputs_of(flow, output_names, self.split, loss, lengths)
         self.outputs = list(found.values())
         parts = cut(flow, blocks, list(found))
         dims = {output.ref: output.dim for output in self.outputs}
@@ -80,10 +80,14 @@ class Program:
     ) -> Any:
         """Returns what the pipeline returns, from what the plain model returns for each micro-batch."""
         leaves = [pytree.tree_leaves(open_dataclass(each)) for each in returned]
-        places = {leaf.index: i for i, leaf in reversed([*enumerate(self.flow.result.leaves)]) if _is_ref(leaf)}
+        places = {
+            leaf.index: i for i, leaf in reversed([*enumerate(self.flow.result.leaves)]) if _is_ref(leaf)
+        }
         columns = [[each[places[output.ref]] for each in leaves] for output in self.outputs]
         tensors = [
-            torch.stack(column) if output.dim is None else torch.cat([x.movedim(output.dim, 0) for x in column])
+            torch.stack(column)
+            if output.dim is None
+            else torch.cat([x.movedim(output.dim, 0) for x in column])
             for output, column in zip(self.outputs, columns, strict=True)
         ]
         return self._combined(tensors, parts, sizes)

@@ -1,8 +1,8 @@
 """Records a call of a model on stand-ins: tensors with shapes and dtypes, but without elements.
 
-The model's own forward runs once, as Python code, so its branches are those of a plain call. Blocks, and other
-modules that contain no block, are single calls of the record; what runs between them is recorded function by
-function, as PyTorch's functions are called, and not as the operators that these are made of.
+The model's own forward runs once, as Python code, so its branches are those of a plain call. Blocks, and
+other modules that contain no block, are single calls of the record. What runs between them is recorded as
+calls of PyTorch's functions, and not as calls of the operators of which these consist.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ Decide = Callable[[Any, Nested, "Recorder"], Any]
 
 
 class StandIn(Tensor):
-    """A tensor that the model's forward sees in place of a value. Functions of PyTorch get its fake tensor."""
+    """A tensor that forward sees in place of a value. Functions of PyTorch get its fake tensor."""
 
     fake: Tensor
-    index: int
+    number: int
 
     @staticmethod
-    def of(fake: Tensor, index: int) -> StandIn:
+    def of(fake: Tensor, number: int) -> StandIn:
         """Returns a stand-in for a value."""
-        found: StandIn = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        found: StandIn = Tensor._make_wrapper_subclass(
             StandIn,
             fake.shape,
             strides=fake.stride(),
@@ -89,23 +89,27 @@ class StandIn(Tensor):
             device=fake.device,
             requires_grad=fake.requires_grad,
         )
-        found.fake, found.index = fake, index
+        found.fake, found.number = fake, number
         return found
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StandIn(<{self.index}>, {tuple(self.shape)})"
+        return f"StandIn(<{self.number}>, {tuple(self.shape)})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise Refused(f"{func} runs between blocks where PyTorch shows no function call, at {place()}")
 
 
 class _Spy(TorchDispatchMode):
     """Notes whether random numbers are drawn."""
 
-    draws = False
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.draws = self.draws or is_random(func, args, kwargs or {})
@@ -184,10 +188,10 @@ class Recorder(TorchFunctionMode):
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, StandIn):
-            return Ref(leaf.index)
+            return Ref(leaf.number)
         if isinstance(leaf, Tensor):
             if id(leaf) in self._stand_ins:
-                return Ref(self._stand_ins[id(leaf)].index)
+                return Ref(self._stand_ins[id(leaf)].number)
             owner = self._owners.get(id(leaf))
             if owner is None:
                 raise Refused(
@@ -265,7 +269,7 @@ class Recorder(TorchFunctionMode):
                 owner = self._owners[identity]
                 name = f"{self.names[owner.owner]}.{owner.name}".lstrip(".")
                 raise Refused(f"{name} is changed in place between blocks, at {place()}")
-            mutates.append(self._stand_ins[identity].index)
+            mutates.append(self._stand_ins[identity].number)
         result = self._stand_ins_for(returned)
         keeps_state = isinstance(target, nn.Module) and (
             target in self._blocks or any(True for _ in target.buffers())
@@ -335,7 +339,9 @@ class Recorder(TorchFunctionMode):
                 returned = module.forward(*map_tensors(_zeros, args), **map_tensors(_zeros, kwargs))
         except Exception:
             raise first_error from None
-        return map_tensors(lambda x: _fake(x.detach().requires_grad_(x.requires_grad), self._mode, self._device), returned)
+        return map_tensors(
+            lambda x: _fake(x.detach().requires_grad_(x.requires_grad), self._mode, self._device), returned
+        )
 
     def _real_tensors(self, module: nn.Module) -> list[Tensor]:
         names = [*module._parameters, *module._buffers]
@@ -381,7 +387,8 @@ def _real_tensors(module: nn.Module, tensors: Callable[[Owned], Tensor]) -> Iter
     """Puts the real tensors of a module back for a block, with copies of its buffers."""
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     for inner in module.modules():
-        for table in (inner._parameters, inner._buffers):
+        tables: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
+        for table in tables:
             for name, fake in table.items():
                 if fake is not None:
                     before.append((table, name, fake))
@@ -559,7 +566,8 @@ def _fake_tensors(
     fakes: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in names:
-        for table in (module._parameters, module._buffers, vars(module)):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for table in tables:
             for name, tensor in table.items():
                 if isinstance(tensor, Tensor):
                     before.append((table, name, tensor))
@@ -571,8 +579,8 @@ def _fake_tensors(
         real = {(id(table), name): tensor for table, name, tensor in before}
 
         def read(owned: Owned) -> Tensor:
-            tables = (owned.owner._parameters, owned.owner._buffers, vars(owned.owner))
-            return next(real[id(t), owned.name] for t in tables if (id(t), owned.name) in real)
+            own = (owned.owner._parameters, owned.owner._buffers, vars(owned.owner))
+            return next(real[id(t), owned.name] for t in own if (id(t), owned.name) in real)
 
         yield read
     finally:
@@ -635,7 +643,7 @@ def _contents(container: Any) -> Any:
 def _restore(container: Any, contents: Any) -> None:
     if _contents(container) == contents:
         return
-    known = {entry if isinstance(container, dict) else entry for entry in contents}
+    known = set(contents)
     if isinstance(container, dict):
         for key in [key for key, value in container.items() if (key, id(value)) not in known]:
             del container[key]

@@ -1,4 +1,4 @@
-"""What the code between blocks may read besides tensors: attributes of modules, and of their configurations."""
+"""What the code between blocks may read besides tensors: attributes of modules and configurations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ def attributes_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     found: list[Any] = []
     seen: set[int] = set()
     for module in modules:
-        found += [id(module), type(module).forward, len(module._forward_hooks), len(module._forward_pre_hooks)]
+        found += [
+            id(module),
+            type(module).forward,
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+        ]
         for name, value in vars(module).items():
             if name not in _TABLES:
                 found.append(name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_fast.arguments import check_inputs
 from gpipe_fast.devices import devices_differ
+from gpipe_fast.from_model.pipelined import Pipelined
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.layers.batchnorm import statistics_names
 from gpipe_fast.layers.skip import Key, declared, skip_scope
@@ -94,7 +95,7 @@ class Report:
 
 
 def verify(
-    model: GPipe,
+    model: Any,
     *args: Any,
     loss_fn: Callable[[Any], Tensor] | None = None,
     chunks: int | Literal["auto"] | None = None,
@@ -113,7 +114,7 @@ def verify(
         print(gpipe_fast.verify(model, tokens, mask=mask, loss_fn=loss_fn, all=True))
 
     Args:
-        model: the pipeline to verify.
+        model: the pipeline to verify; or a model of ``GPipe.from_model``, compared with the plain model.
         args: the positional arguments of ``model``; gradients of tensors that require one are compared, too.
             The last one may be ``loss_fn``.
         loss_fn: a function from the output of ``model`` to a tensor with one element. It is called twice,
@@ -133,7 +134,8 @@ def verify(
             a lazy module is uninitialized; run a batch through the plain layers first.
         RuntimeError: ``model`` cannot be traced and has ``backend='aten'``.
     """
-    if not isinstance(model, GPipe):
+    is_sequence = isinstance(model, GPipe)
+    if not is_sequence and not isinstance(model, Pipelined):
         raise TypeError(
             f"verify compares a GPipe with its plain loop, got {type(model).__name__}; wrap it, "
             "GPipe(nn.Sequential(...))"
@@ -141,18 +143,21 @@ def verify(
     args, loss_fn = _separate_loss(args, loss_fn)
     if not args and kwargs.keys() == {"input"}:  # GPipe.forward() does the same
         args, kwargs = (kwargs["input"],), {}
-    inputs = Inputs.of(args, kwargs, model.batch_dim)
-    check_inputs(inputs, model.devices)
+    inputs = Inputs.of(args, kwargs, model.batch_dim if is_sequence else 0)
+    if is_sequence:
+        check_inputs(inputs, model.devices)
+    pipeline: GPipe = model if is_sequence else model.pipeline
     with contextlib.ExitStack() as stack:
-        num_microbatches = stack.enter_context(_fixed_settings(model, inputs.batch_size, chunks))
+        num_microbatches = stack.enter_context(_fixed_settings(model, pipeline, inputs.batch_size, chunks))
         ours = _step(model, model, inputs, loss_fn)
-        expected = _step(model, _loop(model, inputs, num_microbatches), inputs, loss_fn)
+        plain = _loop(model, inputs, num_microbatches) if is_sequence else model.plain_loop
+        expected = _step(model, plain, inputs, loss_fn)
     not_compared = (
-        {f"buffer {name}" for name in statistics_names(model)} if model._deferred_batch_norm else set()
+        {f"buffer {name}" for name in statistics_names(model)} if pipeline._deferred_batch_norm else set()
     )
     names = [name for name in {**expected, **ours} if name not in not_compared]
     rows = [_row(name, ours.get(name), expected.get(name)) for name in names]
-    tied = {f"gradient of {name}": stages for name, stages in _tied_parameters(model).items()}
+    tied = {f"gradient of {name}": stages for name, stages in _tied_parameters(model, pipeline).items()}
     rows = [row if row.equal or row.name not in tied else _explain_tied(row, tied[row.name]) for row in rows]
     return Report(tuple(rows), num_microbatches, all)
 
@@ -172,13 +177,13 @@ def _separate_loss(
     )
 
 
-def _tied_parameters(model: GPipe) -> dict[str, list[int]]:
+def _tied_parameters(model: nn.Module, pipeline: GPipe) -> dict[str, list[int]]:
     """Returns the parameters that several stages share: the indices of these stages by parameter name."""
     stages: dict[Tensor, list[int]] = {}
-    for stage, partition in enumerate(model.partitions):
+    for stage, partition in enumerate(pipeline.partitions):
         for parameter in partition.parameters():
             stages.setdefault(parameter, []).append(stage)
-    return {name: stages[p] for name, p in model.named_parameters() if len(stages[p]) > 1}
+    return {name: stages[p] for name, p in model.named_parameters() if len(stages.get(p, ())) > 1}
 
 
 def _explain_tied(row: Row, stages: list[int]) -> Row:
@@ -190,22 +195,24 @@ def _explain_tied(row: Row, stages: list[int]) -> Row:
 
 
 @contextlib.contextmanager
-def _fixed_settings(model: GPipe, batch: int, chunks: int | Literal["auto"] | None) -> Iterator[int]:
+def _fixed_settings(
+    model: Any, pipeline: GPipe, batch: int, chunks: int | Literal["auto"] | None
+) -> Iterator[int]:
     """Fixes all settings that affect bits, for a block; yields the number of micro-batches."""
-    before = model.chunks, model.threads_per_stage, model._warned_of_idle_stages, torch.get_num_threads()
+    before = model.chunks, model.threads_per_stage, pipeline._warned_of_idle_stages, torch.get_num_threads()
     cached = torch.is_autocast_cache_enabled()
     try:
-        model.chunks = model.chunks if chunks is None else chunks
-        model._warned_of_idle_stages = True  # suppresses the warning, since this is not training
-        model.threads_per_stage = before[1] or max(1, before[3] // max(1, len(model.balance)))
+        model.chunks = pipeline.chunks = model.chunks if chunks is None else chunks
+        pipeline._warned_of_idle_stages = True  # suppresses the warning, since this is not training
+        model.threads_per_stage = before[1] or max(1, before[3] // max(1, len(pipeline.balance)))
         torch.set_num_threads(model.threads_per_stage)
         # A weight in autocast's cache would accumulate the gradients of several micro-batches.
         torch.set_autocast_cache_enabled(False)
         with torch.inference_mode(False):  # also enables gradients
-            yield len(torch.empty(batch).chunk(model._num_chunks(batch)))
+            yield len(torch.empty(batch).chunk(pipeline._num_chunks(batch)))
     finally:
         torch.set_autocast_cache_enabled(cached)
-        model.chunks, model.threads_per_stage, model._warned_of_idle_stages, _ = before
+        model.chunks, model.threads_per_stage, pipeline._warned_of_idle_stages, _ = before
         torch.set_num_threads(before[3])
 
 
@@ -257,7 +264,7 @@ def _on_device(layer: nn.Module, device: torch.device) -> Callable[..., Any]:
 
 
 def _step(
-    model: GPipe, run: Callable[..., Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]
+    model: nn.Module, run: Callable[..., Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]
 ) -> _StepTensors:
     """Runs one step of ``run``, which has the layers of ``model``, and restores all state afterwards."""
     with _restoring_state(model, inputs.tensors), torch.random.fork_rng(devices=[]):

@@ -413,7 +413,7 @@ class _PositionTracker:
 
 
 class _BlockTracker(_PositionTracker):
-    """Hooks of a plain model and its blocks; the layers of `GPipe.from_model` also have what is around blocks.
+    """Hooks of a plain model and its blocks, for the layers of `GPipe.from_model`.
 
     Layer 0 ends where the first block begins, layer k where block k ends.
     """
