@@ -223,13 +223,13 @@ class GPipe(CallSettings, CallPreparation, Container):
             fuse: As for `GPipe`.
 
         Returns:
-            The pipelined model. Its attributes ``chunks``, ``checkpoint`` and ``threads_per_stage`` may be set;
+            The pipelined model. Its ``chunks``, ``checkpoint`` and ``threads_per_stage`` may be set;
             ``pipeline`` is the `GPipe` that ran last.
 
         Raises:
             TypeError: ``model`` is not a module, or another argument has a wrong type.
-            ValueError: an argument is invalid, ``blocks`` names no blocks, or the model is quantized or has hooks
-                of accelerate.
+            ValueError: an argument is invalid, ``blocks`` names no blocks, or the model is quantized or has
+                hooks of accelerate.
             RuntimeError: The model cannot be cut; the message says what stands in the way.
         """
         places = resolve_devices(devices)

@@ -56,7 +56,7 @@ def warn_sequence_first(stages: Iterable[Sequence[nn.Module]], dims: BatchDims) 
 
 
 def warn_square_input(inputs: Inputs) -> None:
-    """Warns of a square input that is split: a mask of positions, if sequences are as long as the batch is large.
+    """Warns of a square input that is split: a mask of positions, if there are as many of them as samples.
 
     Args:
         inputs: the arguments of a call.

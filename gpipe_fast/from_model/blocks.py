@@ -16,8 +16,6 @@ Blocks = str | nn.Module | type[nn.Module] | Iterable[Any]
 # Records a call of the model, given the modules that are recorded by what they call, and the blocks.
 RecordCalls = Callable[[Set[nn.Module], Set[nn.Module]], Dataflow]
 
-PAGE = "docs/guide/not_sequential.md"
-
 
 def opened_for(model: nn.Module, blocks: Iterable[nn.Module]) -> set[nn.Module]:
     """Returns the modules that contain blocks, which are recorded by what they call."""
@@ -44,7 +42,8 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     for block in found:
         inner = next((m for m in found if m is not block and m in set(block.modules())), None)
         if inner is not None:
-            raise ValueError(f"block {names[inner]} is inside of block {names[block]}; name one of them")
+            outer = names[block] or type(block).__name__
+            raise ValueError(f"block {names[inner]} is inside of block {outer}; name one of them")
     return list(dict.fromkeys(found))
 
 

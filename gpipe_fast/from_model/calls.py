@@ -32,6 +32,7 @@ MakePipeline = Callable[[nn.Sequential, list[int] | None], Any]
 _MAX_KINDS = 256
 _MAX_PROGRAMS = 32
 _NUM_ITEMS = "num_items_in_batch"
+_GUIDE = "docs/guide/not_sequential.md"
 
 # The input tensors of each micro-batch.
 Parts = list[list[Tensor]]
@@ -117,8 +118,8 @@ class Calls:
             balance[-1] += 1
         elif balance is not None and sum(balance) != len(layers):
             raise ValueError(
-                f"balance must add up to the {blocks} blocks, or to {len(layers)} with the layer before and the "
-                f"layer after them; got {balance}, which adds up to {sum(balance)}"
+                f"balance must add up to the {blocks} blocks, or to {len(layers)} with the layers before and "
+                f"after them, got {balance}, which adds up to {sum(balance)}"
             )
         pipeline = self._make_pipeline(layers, balance)
         pipeline.checks_usage = False  # which inputs are split is known
@@ -142,8 +143,7 @@ class Calls:
         """
         inputs = _inputs(model, args, kwargs)
         call = _CallOf(self, model, inputs)
-        with TRACING_LOCK:
-            kind, program, parts = call.find()
+        kind, program, parts = self._find(call)
         pipeline = program.pipeline
         pipeline.chunks, pipeline.checkpoint = self.chunks, self.checkpoint
         pipeline.threads_per_stage = self.threads_per_stage
@@ -157,20 +157,28 @@ class Calls:
         return returned
 
     def loop(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a mini-batch by the plain model, one micro-batch after the other, and returns what `run` does."""
+        """Runs the micro-batches by the plain model, one after the other, and returns what `run` does."""
         inputs = _inputs(model, args, kwargs)
         call = _CallOf(self, model, inputs)
-        with TRACING_LOCK:
-            kind, program, parts = call.find()
+        kind, program, parts = self._find(call)
         with keyed_rng(model):  # type: ignore[arg-type]
             returned = [call.plain(part) for part in parts]
         return program.put_together(returned, parts, call.sizes(kind, parts))
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes the program of a call, and finds the blocks if the user names none."""
-        inputs = _inputs(model, args, kwargs)
-        with TRACING_LOCK:
-            _CallOf(self, model, inputs).find()
+        self._find(_CallOf(self, model, _inputs(model, args, kwargs)))
+
+    @staticmethod
+    def _find(call: _CallOf) -> tuple[Kind, Program, Parts]:
+        try:
+            with TRACING_LOCK:
+                return call.find()
+        except Refused as refused:
+            raise RuntimeError(
+                f"{call.title} cannot be cut into layers: {refused}; name others with blocks=..., or write the "
+                f"layers yourself ({_GUIDE})"
+            ) from None
 
 
 def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -195,6 +203,7 @@ class _CallOf:
 
     def __init__(self, calls: Calls, model: nn.Module, inputs: Inputs) -> None:
         self._calls, self._model, self._inputs = calls, model, inputs
+        self.title = type(model).__name__
         self._names = {module: name for name, module in model.named_modules()}
         self._whole = frozenset(i for i, dim in enumerate(inputs.dims.inputs) if dim is None)
         found = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
@@ -230,11 +239,17 @@ class _CallOf:
     def _new_kind(self) -> Kind:
         calls, tensors = self._calls, self._inputs.tensors
         self._check_hooks()
+        splits = list(self._possible_splits())
+        if not splits:
+            raise ValueError(
+                "a call needs at least one tensor with a batch dimension, got "
+                f"{[list(x.shape) for x in tensors]}; pass a batch of samples"
+            )
         if not calls.blocks:
             calls.blocks, calls._opened = find_blocks(self._model, self._record_whole, calls._needed)
         lengths = self._length_groups()
         first_error: Exception | None = None
-        for split in self._possible_splits():
+        for split in splits:
             for groups in (lengths, []) if lengths else ([],):
                 try:
                     return self._kind_of(split, groups)
@@ -242,13 +257,9 @@ class _CallOf:
                     raise
                 except Exception as error:  # the model's own, for inputs of shapes that do not fit together
                     first_error = first_error or error
-        if first_error is None:
-            raise ValueError(
-                "a call needs at least one tensor with a batch dimension, got "
-                f"{[list(x.shape) for x in tensors]}"
-            )
         if isinstance(first_error, Differs):
             raise Refused(f"for another batch size, forward {first_error}") from None
+        assert first_error is not None
         raise first_error
 
     def _length_groups(self) -> list[Group]:
@@ -375,9 +386,9 @@ class _CallOf:
         if all(program is found[0] for program in found):
             return found[0]
         warn_user(
-            "forward reads numbers from its input tensors, and does something else for some micro-batches than "
-            "for others, as transformers does for a mask that masks nothing; now all micro-batches do what the "
-            "whole mini-batch does, and the last bits may differ"
+            "forward does something else for some micro-batches than for others, as transformers does for a "
+            "mask that masks nothing; now all do what the whole mini-batch does, and last bits may differ "
+            "from the plain loop's"
         )
         return self._path(kind, [*self._inputs.tensors, *parts[0][len(self._inputs.tensors) :]], parts)
 
@@ -417,7 +428,7 @@ class _CallOf:
     # Records.
 
     def _flow(self, kind: Kind, tensors: Sequence[Tensor], parts: Parts) -> Dataflow:
-        """Records a call with these tensors, and with other sizes; returns what all records have in common."""
+        """Records a call with these tensors, and with other sizes; returns what all records share."""
         opened, blocks = self._calls._opened, self._calls.blocks
         flow, self._output = self._record(tensors, _decide_by(tensors, self._device), opened, blocks)
         check_calls(flow, blocks, self._names)
@@ -458,8 +469,8 @@ class _CallOf:
         for module in self._calls._opened:
             if module is not self._model and (module._forward_hooks or module._forward_pre_hooks):
                 raise Refused(
-                    f"{self._names.get(module)} ({type(module).__name__}) contains blocks and has hooks, which "
-                    "would not be called; register them on its blocks or on the model"
+                    f"{self._names.get(module)} ({type(module).__name__}) contains blocks and has hooks, "
+                    "which would not be called; register them on its blocks or on the model"
                 )
 
 

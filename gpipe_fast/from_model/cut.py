@@ -118,8 +118,7 @@ def size_source(flow: Dataflow, size: int, refs: Iterable[int]) -> tuple[int, in
 
 def _input_with(flow: Dataflow, size: int) -> int:
     found = size_source(flow, size, range(flow.num_inputs))
-    if found is None:
-        raise Refused("a size that numbers follow is the size of no input")
+    assert found is not None  # sizes are those of inputs
     return found[0]
 
 

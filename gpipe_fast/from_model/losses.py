@@ -206,7 +206,8 @@ def combine(parts: Tensor, weights: Sequence[float]) -> Tensor:
     kept = [
         part if weight == 1 else part * weight for part, weight in zip(parts, weights, strict=True) if weight
     ]
-    return functools.reduce(torch.add, kept)
+    total: Tensor = functools.reduce(torch.add, kept)
+    return total
 
 
 def uses(flow: Dataflow, ref: int, inputs: Sequence[int]) -> bool:

@@ -10,12 +10,10 @@ from torch import nn
 from gpipe_fast.arguments import checked_checkpoint, checked_chunks
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.calls import Calls, MakePipeline
-from gpipe_fast.from_model.dataflow import Refused
 from gpipe_fast.from_model.outputs import LOSSES
 from gpipe_fast.from_model.pipelined import STATE, pipelined
 from gpipe_fast.user_warning import warn_user
 
-_GUIDE = "docs/guide/not_sequential.md"
 # Packages whose modules have quantized weights.
 _QUANTIZERS = (
     "bitsandbytes",
@@ -69,13 +67,7 @@ def make_pipelined(
         warn_user("the model's gradient checkpointing becomes checkpoint='always'")
     sizes = None if balance is None else list(balance)
     calls = Calls(model, blocks, sizes, num_devices, loss, checked_chunks(chunks), checkpoint, make_pipeline)
-    try:
-        calls.prepare(model, args, kwargs or {})
-    except Refused as refused:
-        raise RuntimeError(
-            f"{type(model).__name__} cannot be cut into layers: {refused}; name other blocks with blocks=..., or "
-            f"write the layers yourself ({_GUIDE})"
-        ) from None
+    calls.prepare(model, args, kwargs or {})
     return pipelined(model, calls)
 
 
@@ -83,8 +75,8 @@ def _refuse_hooks_of_accelerate(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "_hf_hook"):
             raise ValueError(
-                f"{name or type(model).__name__} has a hook of accelerate, as device_map='auto' leaves; load the "
-                "model without device_map, or call accelerate.hooks.remove_hook_from_submodules(model) first"
+                f"{name or type(model).__name__} has a hook of accelerate, as device_map='auto' leaves; load "
+                "the model without device_map, or call accelerate.hooks.remove_hook_from_submodules(model)"
             )
 
 

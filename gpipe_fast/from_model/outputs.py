@@ -67,8 +67,8 @@ def _output(
         if loss == "per-microbatch":
             return None
         raise Refused(
-            f"output {name} compares samples: its dimensions {dims} follow the batch size, and micro-batches do "
-            "not have all of it; pass loss='per-microbatch' to GPipe.from_model to get None in its place, and "
+            f"output {name} compares samples: its dimensions {dims} follow the batch size, so no micro-batch "
+            "has all of it; pass loss='per-microbatch' to GPipe.from_model to get None in its place, and "
             "compute it from the model's other outputs"
         )
     if not flow.depends_on([ref], split):
@@ -79,8 +79,9 @@ def _output(
     if loss == "per-microbatch":
         return Output(ref, None, Rule("samples"))
     raise Refused(
-        f"output {name} of a batch does not follow from those of its micro-batches; pass loss='per-microbatch' "
-        "to GPipe.from_model to average it over micro-batches, or compute it from the model's other outputs"
+        f"output {name} of a batch does not follow from those of its micro-batches; pass "
+        "loss='per-microbatch' to GPipe.from_model to average it over micro-batches, or compute it from the "
+        "model's other outputs"
     )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from gpipe_fast.arguments import checked_checkpoint, checked_chunks, checked_threads_per_stage
 from gpipe_fast.from_model.calls import Calls
+from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.user_warning import warn_user
 from gpipe_fast.weights.load import Initialize, load_weights
 from gpipe_fast.weights.source import Source
@@ -136,8 +137,8 @@ def gradient_checkpointing_disable(self: Pipelined) -> None:
 
 def _deny_moving() -> NoReturn:
     raise TypeError(
-        "denied to move parameters and buffers, because every stage has its own device; pass devices=[...] to "
-        "GPipe.from_model"
+        "denied to move parameters and buffers, because every stage has its own device; pass devices=[...] "
+        "to GPipe.from_model"
     )
 
 
@@ -157,20 +158,24 @@ def _new(cls: type[nn.Module]) -> nn.Module:
     return object.__new__(_pipelined_class(cls))
 
 
-@functools.cache
+_classes: dict[type[nn.Module], type[Pipelined]] = {}
+
+
 def _pipelined_class(cls: Any) -> type[Pipelined]:
     """Returns the class of pipelined models of a class; named like that class, for configurations."""
+    if cls in _classes:
+        return _classes[cls]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._calls.run(self.plain(), args, kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     attributes: dict[str, Any] = {
-        "forward": functools.wraps(cls.forward)(forward),
+        "forward": functools.wraps(cls.forward)(uncompiled(forward)),
         "_plain_class": cls,
         **names,
     }
     if hasattr(cls, "gradient_checkpointing_enable"):
         attributes |= {f.__name__: f for f in (gradient_checkpointing_enable, gradient_checkpointing_disable)}
-    found: type[Pipelined] = type(cls)(cls.__name__, (Pipelined, cls), attributes)
-    return found
+    _classes[cls] = type(cls)(cls.__name__, (Pipelined, cls), attributes)
+    return _classes[cls]

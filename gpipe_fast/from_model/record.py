@@ -443,8 +443,8 @@ def _refuse_collectors() -> None:
     names = [key for key in found or () if not key.startswith("_")]
     if names:
         raise Refused(
-            f"{' and '.join(names)} would be collected inside of blocks; leave output_{names[0]} off, or call "
-            "model.plain() for such an output"
+            f"{' and '.join(names)} would be collected inside of blocks; leave output_{names[0]} off, or "
+            "call model.plain() for such an output"
         )
 
 

@@ -1,0 +1,452 @@
+"""Models of `GPipe.from_model` against their plain forward: outputs, loss, every gradient and buffer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import gpipe_fast
+from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from tests.reference import SEED
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+BATCH, LENGTH, VOCABULARY = 9, 8, 30
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+UNTIED = {"tie_word_embeddings": False}
+Inputs = Mapping[str, Any]
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+TOKENS = numbers(BATCH, LENGTH)
+LABELS = torch.where(noise(BATCH, LENGTH) > 0.5, -100, TOKENS)
+PADDING = (torch.arange(LENGTH) < 6).long().expand(BATCH, LENGTH).contiguous()
+IMAGES = noise(BATCH, 3, 16, 16)
+CLASSES = numbers(BATCH) % 2
+
+
+def transformers(name: str, **sizes: Any) -> nn.Module:
+    """Returns a small model of transformers with random weights, in training mode."""
+    package = pytest.importorskip("transformers")
+    torch.manual_seed(SEED)
+    model_class = getattr(package, name)
+    config: Any = model_class.config_class(**sizes)
+    return model_class(config).train()
+
+
+def decoder(name: str, **sizes: Any) -> nn.Module:
+    common = {"vocab_size": VOCABULARY, **SIZES, **SPECIAL, "attention_dropout": 0.1}
+    return transformers(name, **(common | UNTIED | sizes))
+
+
+def gpt2(**sizes: Any) -> nn.Module:
+    own = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 3, "n_head": 2}
+    return transformers("GPT2LMHeadModel", vocab_size=VOCABULARY, **own, **SPECIAL, **(UNTIED | sizes))
+
+
+def bert(name: str, **sizes: Any) -> nn.Module:
+    return transformers(name, vocab_size=VOCABULARY, max_position_embeddings=20, **SIZES, **UNTIED, **sizes)
+
+
+def encoder_decoder(name: str, **sizes: Any) -> nn.Module:
+    common = {
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "decoder_start_token_id": 0,
+        **SPECIAL,
+    }
+    return transformers(name, **(common | sizes))
+
+
+def with_labels(*keys: str) -> dict[str, Any]:
+    known = {"input_ids": TOKENS, "labels": LABELS, "attention_mask": PADDING}
+    return {key: known[key] for key in keys}
+
+
+# The loss uses the number of targets; or it is a mean over targets; or there is none.
+ITEMS, MEAN, NONE = "items", "mean", "none"
+Case = tuple[Callable[[], nn.Module], Inputs, str]
+CAUSAL = with_labels("input_ids", "labels")
+MASKED = with_labels("input_ids", "labels", "attention_mask")
+KEY_VALUES = {"num_key_value_heads": 2}
+CASES: dict[str, Case] = {
+    "GPT-2": (gpt2, CAUSAL, ITEMS),
+    "GPT-2 without labels": (gpt2, with_labels("input_ids"), NONE),
+    "Llama": (lambda: decoder("LlamaForCausalLM"), CAUSAL, ITEMS),
+    "Llama with padding": (lambda: decoder("LlamaForCausalLM"), MASKED, ITEMS),
+    "BERT": (lambda: bert("BertForMaskedLM"), MASKED, MEAN),
+    "BERT, one class each": (
+        lambda: bert("BertForSequenceClassification"),
+        {"input_ids": TOKENS, "attention_mask": PADDING, "labels": CLASSES},
+        MEAN,
+    ),
+    "RoBERTa": (lambda: bert("RobertaForMaskedLM"), MASKED, MEAN),
+    "Qwen2": (lambda: decoder("Qwen2ForCausalLM", **KEY_VALUES), CAUSAL, ITEMS),
+    "Qwen3": (lambda: decoder("Qwen3ForCausalLM", head_dim=8, **KEY_VALUES), CAUSAL, ITEMS),
+    "Mistral": (lambda: decoder("MistralForCausalLM", sliding_window=4, **KEY_VALUES), CAUSAL, ITEMS),
+    "Gemma": (lambda: decoder("GemmaForCausalLM", head_dim=8, **KEY_VALUES), CAUSAL, ITEMS),
+    "Mixtral": (lambda: decoder("MixtralForCausalLM", num_local_experts=3, **KEY_VALUES), CAUSAL, ITEMS),
+    "Mamba": (
+        lambda: transformers(
+            "MambaForCausalLM",
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=2,
+            state_size=4,
+            **UNTIED,
+            **SPECIAL,
+        ),
+        CAUSAL,
+        ITEMS,
+    ),
+    "Whisper": (
+        lambda: encoder_decoder(
+            "WhisperForConditionalGeneration", max_source_positions=8, max_target_positions=16, num_mel_bins=4
+        ),
+        {"input_features": noise(BATCH, 4, 16), "labels": LABELS},
+        MEAN,
+    ),
+    "ViT": (
+        lambda: transformers(
+            "ViTForImageClassification", image_size=16, patch_size=8, hidden_dropout_prob=0.1, **SIZES
+        ),
+        {"pixel_values": IMAGES, "labels": CLASSES},
+        MEAN,
+    ),
+    "CLIP's text tower": (
+        lambda: transformers(
+            "CLIPTextModel", vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **SIZES, **SPECIAL
+        ),
+        with_labels("input_ids", "attention_mask"),
+        NONE,
+    ),
+    "CLIP's vision tower": (
+        lambda: transformers("CLIPVisionModel", image_size=16, patch_size=8, **SIZES),
+        {"pixel_values": IMAGES},
+        NONE,
+    ),
+    # Tied: the embedding of the encoder and that of the decoder are one.
+    "T5": (
+        lambda: transformers(
+            "T5ForConditionalGeneration",
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            decoder_start_token_id=0,
+        ),
+        CAUSAL,
+        MEAN,
+    ),
+    "BART": (lambda: encoder_decoder("BartForConditionalGeneration"), CAUSAL, MEAN),
+}
+
+
+def vision(name: str, *args: Any, **sizes: Any) -> Case:
+    def make() -> nn.Module:
+        package = pytest.importorskip("torchvision")
+        torch.manual_seed(SEED)
+        module: Any = package.models
+        for part in name.split("."):
+            module = getattr(module, part)
+        return module(*args, **sizes).train()
+
+    return make, {"x": noise(BATCH, 3, 32, 32)}, NONE
+
+
+def convnext() -> nn.Module:
+    module = importlib.import_module("torchvision.models.convnext")
+    torch.manual_seed(SEED)
+    return module.ConvNeXt([module.CNBlockConfig(8, 16, 2), module.CNBlockConfig(16, None, 1)], num_classes=4)
+
+
+CASES |= {
+    "torchvision's ResNet": vision("resnet18", num_classes=4, width_per_group=64),
+    "torchvision's ConvNeXt": (convnext, {"x": noise(BATCH, 3, 32, 32)}, NONE),
+    "torchvision's DenseNet": vision(
+        "DenseNet", growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=4
+    ),
+    "torchvision's ViT": vision(
+        "VisionTransformer",
+        32,
+        16,
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=16,
+        mlp_dim=32,
+        dropout=0.1,
+        num_classes=4,
+    ),
+    "torchvision's Swin": vision("SwinTransformer", [4, 4], 8, [1, 2], [2, 2], [4, 4], num_classes=4),
+    "torchvision's MobileNet": vision("mobilenet_v2", num_classes=4, width_mult=0.1),
+}
+
+
+class UNet(nn.Module):
+    """Skips in forward, batch norm, and an in-place ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([self.block(3, 4), self.block(4, 8)])
+        self.middle = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ModuleList([self.block(16, 4), self.block(8, 4)])
+        self.head = nn.Conv2d(4, 2, 1)
+
+    @staticmethod
+    def block(inputs: int, outputs: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for block in self.up:
+            x = block(torch.cat([F.interpolate(x, scale_factor=2), skips.pop()], 1))
+        return self.head(x)
+
+
+class EncoderDecoder(nn.Module):
+    """Every block of the decoder reads the encoder's output, and a mask that is not split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(VOCABULARY, 8), nn.Embedding(VOCABULARY, 8)
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+
+    def forward(self, source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+        memory = self.source(source)
+        for block in self.encoder:
+            memory = block(memory)
+        x = F.dropout(self.target(target), 0.1, self.training)
+        for block in self.decoder:
+            x = block(x, memory, tgt_mask=mask)
+        return x
+
+
+class TwoOfEach(nn.Module):
+    """Two inputs, and two outputs in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.side = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        side = self.side(y)
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + side
+        return {"x": x, "more": (side.mean(1), None, 3)}
+
+
+class Experts(nn.Module):
+    """A mixture of experts with soft gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
+        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities = []
+        for gate, experts in zip(self.gates, self.experts, strict=True):
+            share = gate(x).softmax(-1)
+            probabilities.append(share)
+            x = x + sum(share[:, i, None] * expert(x) for i, expert in enumerate(experts))
+        return x, torch.stack(probabilities, 1)
+
+
+# The mask is as large as the batch.
+MASK = torch.full((BATCH, BATCH), -torch.inf).triu(1)
+CASES |= {
+    "U-Net": (UNet, {"x": IMAGES}, NONE),
+    "encoder and decoder": (
+        EncoderDecoder,
+        {"source": numbers(BATCH, 5), "target": numbers(BATCH, BATCH), "mask": MASK},
+        NONE,
+    ),
+    "two inputs and two outputs": (TwoOfEach, {"x": noise(BATCH, 4), "y": noise(BATCH, 6)}, NONE),
+    "mixture of experts": (Experts, {"x": noise(BATCH, 4)}, NONE),
+}
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def num_targets(labels: Tensor, loss: str) -> int:
+    """Returns how many targets count; causal models shift them."""
+    counted = labels[..., 1:] if loss == ITEMS else labels
+    return int((counted != -100).sum())
+
+
+def plain_step(model: Any, inputs: Inputs, loss: str, chunks: int) -> dict[str, Any]:
+    """A step of the plain model over micro-batches, with the loss of the whole mini-batch."""
+    split = {key: x.chunk(chunks) for key, x in inputs.items() if x is not MASK}
+    count = len(next(iter(split.values())))
+    parts = [{key: split[key][m] if key in split else x for key, x in inputs.items()} for m in range(count)]
+    more = {"use_cache": False} if getattr(getattr(model, "config", None), "use_cache", False) else {}
+    total = num_targets(inputs["labels"], loss) if loss != NONE else 0
+    if loss == ITEMS:
+        more["num_items_in_batch"] = total
+    torch.manual_seed(SEED)
+    with gpipe_fast.keyed_rng(model):
+        outputs = [model(**part, **more) for part in parts]
+    if loss == NONE:
+        columns = zip(*map(tensors, outputs), strict=True)
+        return step_of(model, [torch.cat(column) for column in columns], None)
+    weights = [num_targets(p["labels"], loss) / total if loss == MEAN else 1 for p in parts]
+    weighted = [o.loss * w if w != 1 else o.loss for o, w in zip(outputs, weights, strict=True)]
+    others = [[x for x in tensors(o) if x is not o.loss] for o in outputs]
+    return step_of(model, [torch.cat(c) for c in zip(*others, strict=True)], sum(weighted[1:], weighted[0]))
+
+
+def pipelined_step(model: Any, inputs: Inputs, loss: str) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    output = model(**inputs)
+    found = None if loss == NONE else output.loss
+    return step_of(model, [x for x in tensors(output) if x is not found], found)
+
+
+def step_of(model: nn.Module, outputs: Sequence[Tensor], loss: Tensor | None) -> dict[str, Any]:
+    """Runs the backward; returns outputs, loss, gradients and buffers, and restores the buffers."""
+    model.zero_grad()
+    objective = sum(x.square().mean() for x in outputs if x.requires_grad) if loss is None else loss
+    objective.backward()
+    found: dict[str, Any] = {f"output {i}": x.detach() for i, x in enumerate(outputs)}
+    found["loss"] = objective.detach()
+    found |= {
+        f"gradient of {n}": None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
+    }
+    return found | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def unequal(ours: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    assert ours.keys() == expected.keys()
+    both = ((name, ours[name], expected[name]) for name in expected)
+    return [n for n, a, b in both if not (a is b if a is None or b is None else torch.equal(a, b))]
+
+
+def pipeline_of(case: Case, stages: int, chunks: int, **options: Any) -> Any:
+    make, inputs, _ = case
+    torch.manual_seed(SEED)
+    devices = ["cpu"] * stages
+    return GPipe.from_model(make().train(), kwargs=dict(inputs), devices=devices, chunks=chunks, **options)
+
+
+def compare(case: Case, stages: int, chunks: int, mode: str) -> Any:
+    """Asserts that a step of a pipelined model equals one of the plain model."""
+    _, inputs, loss = case
+    model = pipeline_of(case, stages, chunks, checkpoint=mode)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    ours = pipelined_step(model, inputs, loss)
+    model.load_state_dict(state)
+    expected = plain_step(model.plain(), inputs, loss, chunks)
+    different = unequal(ours, expected)
+    tied = tied_across_stages(model)
+    for name in different:
+        assert name.removeprefix("gradient of ") in tied, different
+        torch.testing.assert_close(ours[name], expected[name])
+    return model
+
+
+def tied_across_stages(model: Any) -> set[str]:
+    """Returns the parameters that several stages have, whose gradient is summed in another order."""
+    owners: dict[Tensor, int] = {}
+    for partition in model.pipeline.partitions:
+        for parameter in partition.parameters():
+            owners[parameter] = owners.get(parameter, 0) + 1
+    return {name for name, parameter in model.named_parameters() if owners.get(parameter, 0) > 1}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_equals_that_of_the_plain_model(name: str) -> None:
+    # Batch norm needs more than one sample.
+    chunks = 2 if name.startswith("torchvision") else 5
+    compare(CASES[name], stages=2, chunks=chunks, mode="except_last")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mode", CHECKPOINT_MODES)
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama with padding", "BERT"])
+def test_equal_for_every_mode(name: str, stages: int, chunks: int, mode: str) -> None:
+    compare(CASES[name], stages, chunks, mode)
+
+
+@pytest.mark.parametrize("make", [lambda: gpt2(tie_word_embeddings=True)])
+def test_tied_weights_in_one_stage_are_equal(make: Callable[[], nn.Module]) -> None:
+    model = compare((make, CAUSAL, ITEMS), stages=1, chunks=2, mode="always")
+    assert tied_across_stages(model) == set()
+
+
+def test_blocks_run_as_programs_and_equal_blocks_are_traced_once() -> None:
+    model = pipeline_of(CASES["GPT-2"], 2, 2, backend="aten", balance=[2, 1])
+    model(**CAUSAL)
+    assert [type(layer).__name__ for layer in model.pipeline] == ["Glue", *["GPT2Block"] * 3, "Glue"]
+    assert type(model.pipeline[1]) is type(model.pipeline[2])
+
+
+def test_evaluation_without_gradients_and_another_length() -> None:
+    model = pipeline_of(CASES["Llama"], 2, 2).eval()
+    plain = model.plain()
+    for length in (LENGTH, 5, 6, 7):
+        tokens = TOKENS[:, :length]
+        with torch.no_grad():
+            output = model(input_ids=tokens)
+            expected = torch.cat([plain(input_ids=part).logits for part in tokens.chunk(2)])
+        assert output.loss is None
+        assert torch.equal(output.logits, expected)
+    # One for training, one for the first length, and one for all lengths.
+    assert len(model._calls._programs) == 3
+
+
+def test_a_mask_that_masks_nothing_is_left_out_as_in_plain_calls() -> None:
+    model = pipeline_of(CASES["Llama with padding"], 2, 2).eval()
+    plain = model.plain()
+    with torch.no_grad():
+        for mask in (PADDING, torch.ones_like(PADDING), PADDING):
+            ours = model(input_ids=TOKENS, attention_mask=mask).logits
+            parts = zip(TOKENS.chunk(2), mask.chunk(2), strict=True)
+            expected = torch.cat([plain(input_ids=x, attention_mask=m).logits for x, m in parts])
+            assert torch.equal(ours, expected)
+
+
+def test_verify_compares_with_the_plain_model() -> None:
+    model = pipeline_of(CASES["BERT"], 2, 2)
+    report = gpipe_fast.verify(model, **MASKED, loss_fn=lambda output: output.loss)
+    assert report, report
+    with torch.no_grad():
+        model.bert.encoder.layer[0].output.dense.weight.mul_(1.5)
+    assert gpipe_fast.verify(model, **MASKED, loss_fn=lambda output: output.loss, chunks=3)
