@@ -176,8 +176,8 @@ class Calls:
                 return call.find()
         except Refused as refused:
             raise RuntimeError(
-                f"{call.title} cannot be cut into layers: {refused}; name others with blocks=..., or write the "
-                f"layers yourself ({_GUIDE})"
+                f"{call.title} cannot be cut into layers: {refused}; name others with blocks=..., or write "
+                f"the layers yourself ({_GUIDE})"
             ) from None
 
 

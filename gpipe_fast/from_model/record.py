@@ -72,6 +72,10 @@ _CONSTANTS = (
 Decide = Callable[[Any, Nested, "Recorder"], Any]
 
 
+class _Hidden(Exception):
+    """Raised by an operator that is called by no function that PyTorch shows."""
+
+
 class StandIn(Tensor):
     """A tensor that forward sees in place of a value. Functions of PyTorch get its fake tensor."""
 
@@ -101,7 +105,9 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise Refused(f"{func} runs between blocks where PyTorch shows no function call, at {place()}")
+        if _active.recorder is not None:
+            _active.recorder.hidden = f"{func} at {place()}"
+        raise _Hidden
 
 
 class _Spy(TorchDispatchMode):
@@ -156,6 +162,7 @@ class Recorder(TorchFunctionMode):
         self.decisions: list[Decision] = []
         self.num_inputs = 0
         self.is_in_module = False
+        self.hidden = ""  # a call that PyTorch does not show, as in TorchScript
         self._stand_ins: dict[int, StandIn] = {}
         self._storages: dict[int, int] = {}
         self._keep_alive: list[Any] = []
@@ -508,6 +515,12 @@ def record(
         try:
             with recorder:
                 returned = forward(*args, **kwargs)
+        except Exception:
+            if not recorder.hidden:
+                raise
+            raise Refused(
+                f"{recorder.hidden} runs between blocks, where PyTorch shows no call of a function"
+            ) from None
         finally:
             _active.recorder = None
         if [x._version for x in fakes] != versions:

@@ -138,7 +138,8 @@ def with_hooks_of(name: str) -> object:
 
 
 def collecting() -> object:
-    collector: ContextVar[Any] = ContextVar("collector", default={"hidden_states": []})
+    collector: ContextVar[Any] = ContextVar("collector")
+    collector.set({"hidden_states": []})
     module = types.SimpleNamespace(_active_collector=collector)
     with mock.patch.dict(sys.modules, {"transformers.utils.output_capturing": module}):
         return cut(Between())
@@ -288,7 +289,7 @@ OF_MODELS = [
     case("denied to move", "devices=[...]", move, "cuda"),
     case("a set is passed between modules", "", lambda: _Writer._nested(mock.Mock(), {1, 2})),
     case("a set is returned by a module", "", lambda: list(_paths({1, 2}, "r"))),
-    case("where PyTorch shows no function call", "blocks=...", scripted),
+    case("where PyTorch shows no call of a function", "blocks=...", scripted),
     case("output [1] is a parameter", "read it from the model", lambda: cut(ReturnsParameter())),
     case("got a Linear", "expected layer 0", out_of_order),
 ]
