@@ -11,7 +11,7 @@ from gpipe_fast.arguments import checked_checkpoint, checked_chunks
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.calls import Calls, MakePipeline
 from gpipe_fast.from_model.outputs import LOSSES
-from gpipe_fast.from_model.pipelined import STATE, pipelined
+from gpipe_fast.from_model.pipelined import Pipelined, pipelined
 from gpipe_fast.user_warning import warn_user
 
 # Packages whose modules have quantized weights.
@@ -43,7 +43,7 @@ def make_pipelined(
     """Returns the pipelined model; the arguments are those of `GPipe.from_model`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    if STATE in vars(model):
+    if isinstance(model, Pipelined):
         raise ValueError(
             f"this {type(model).__name__} is pipelined already; call model.plain() for a plain one"
         )

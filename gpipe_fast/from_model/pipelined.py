@@ -23,17 +23,24 @@ from gpipe_fast.user_warning import warn_user
 from gpipe_fast.weights.load import Initialize, load_weights
 from gpipe_fast.weights.source import Source
 
+# The attribute that tells `keyed_rng` the blocks of a plain model.
 STATE = "_gpipe_fast"
 
 
 class Pipelined(nn.Module):
     """Base of the classes of pipelined models, which `gpipe_fast.GPipe.from_model` makes."""
 
+    # Not in `__dict__`, which the user's model and other pipelines of it have, too.
+    __slots__ = ("_calls",)
+    _calls: Calls
+    _plain_class: type[nn.Module]
+
     def plain(self) -> Any:
         """Returns the plain model: another object with the same attributes, whose forward is the model's own.
 
         Its parameters, modules and mode are those of the pipelined model, also after later changes.
         """
+        vars(self)[STATE] = self._calls  # for `keyed_rng`
         return _sharing(self, self._plain_class)
 
     def plain_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,15 +120,12 @@ class Pipelined(nn.Module):
             _deny_moving()
         return super().to(*args, **kwargs)
 
-    @property
-    def _calls(self) -> Calls:
-        found: Calls = vars(self)[STATE]
-        return found
-
-    _plain_class: type[nn.Module]
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _new, (self._plain_class,), dict(vars(self))
+        return _new, (self._plain_class,), {**vars(self), STATE: self._calls}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._calls = state[STATE]
 
 
 def gradient_checkpointing_enable(self: Pipelined, *args: Any, **kwargs: Any) -> None:
@@ -144,8 +148,10 @@ def _deny_moving() -> NoReturn:
 
 def pipelined(model: nn.Module, calls: Calls) -> Any:
     """Returns the pipelined model that shares the attributes of a model."""
+    found: Any = _sharing(model, _pipelined_class(type(model)))
+    found._calls = calls
     vars(model)[STATE] = calls
-    return _sharing(model, _pipelined_class(type(model)))
+    return found
 
 
 def _sharing(model: nn.Module, cls: type[nn.Module]) -> nn.Module:

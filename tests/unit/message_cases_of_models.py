@@ -176,9 +176,7 @@ def move(method: str) -> object:
 
 
 def again() -> object:
-    model = Between()
-    cut(model)
-    return cut(model)
+    return cut(cut(Between()))
 
 
 def with_a_cache() -> object:
