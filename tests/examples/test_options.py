@@ -29,6 +29,7 @@ TWO_STAGES = {
     "gpt": ["--stages=2"],
     "resnet": ["--balance", "9", "9"],
     "torchgpipe_migration": ["--steps=1"],
+    "transformers_from_model": ["--stages=2"],
     "transformers_gpt2": ["--stages=2"],
     "transformers_llama": ["--stages=2"],
     "unet": ["--balance", "4", "4"],
