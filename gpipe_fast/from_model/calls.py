@@ -85,8 +85,11 @@ class Calls:
     ) -> None:
         self.loss, self.chunks, self.checkpoint = loss, chunks, checkpoint
         self.threads_per_stage: int | None = None
-        self.blocks: list[nn.Module] = [] if blocks is None else named_blocks(model, blocks)
-        self._opened = opened_for(model, self.blocks)
+        self._named = blocks
+        self.blocks: list[nn.Module] = []
+        self._opened: set[nn.Module] = set()  # without the model itself
+        if blocks is not None:
+            self.set_blocks(model, named_blocks(model, blocks))
         self._needed = len(balance) if balance is not None else num_devices or 2
         self._balance = balance
         self._make_pipeline = make_pipeline
@@ -98,6 +101,13 @@ class Calls:
         self._kinds: OrderedDict[Any, Kind] = OrderedDict()
         self._programs: list[Program] = []
         self._lengths: dict[Any, tuple[list[torch.Size], list[Group]]] = {}
+
+    def set_blocks(
+        self, model: nn.Module, blocks: list[nn.Module], opened: set[nn.Module] | None = None
+    ) -> None:
+        """Sets the blocks, and the modules that are recorded by what they call."""
+        self.blocks = blocks
+        self._opened = (opened_for(model, blocks) if opened is None else opened) - {model}
 
     @property
     def program(self) -> Program:
@@ -230,7 +240,7 @@ class _CallOf:
             for x in self._inputs.tensors
         )
         modes = surroundings(self._device), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-        attributes = attributes_of(self._calls._opened)
+        attributes = attributes_of([self._model, *self._calls._opened])
         more = self._device, self._whole, modes, attributes, self._calls.chunks if shapes else None
         return self._inputs.structure, tensors, more
 
@@ -245,8 +255,12 @@ class _CallOf:
                 "a call needs at least one tensor with a batch dimension, got "
                 f"{[list(x.shape) for x in tensors]}; pass a batch of samples"
             )
-        if not calls.blocks:
-            calls.blocks, calls._opened = find_blocks(self._model, self._record_whole, calls._needed)
+        if not calls.blocks or not self._names.keys() >= set(calls.blocks):
+            if calls._named is not None:
+                calls.set_blocks(self._model, named_blocks(self._model, calls._named))
+            else:
+                found = find_blocks(self._model, self._record_whole, calls._needed)
+                calls.set_blocks(self._model, *found)
         lengths = self._length_groups()
         first_error: Exception | None = None
         for split in splits:
@@ -462,12 +476,12 @@ class _CallOf:
         self, tensors: Sequence[Tensor], decide: Any, opened: Any, blocks: Any
     ) -> tuple[Dataflow, Any]:
         call = self._model, self._model.forward, self._build, tensors
-        return record(*call, set(opened), set(blocks), self._device, decide)
+        return record(*call, {self._model, *opened}, set(blocks), self._device, decide)
 
     def _check_hooks(self) -> None:
         """Refuses hooks on modules that contain blocks, because such modules are not called as a whole."""
         for module in self._calls._opened:
-            if module is not self._model and (module._forward_hooks or module._forward_pre_hooks):
+            if module._forward_hooks or module._forward_pre_hooks:
                 raise Refused(
                     f"{self._names.get(module)} ({type(module).__name__}) contains blocks and has hooks, "
                     "which would not be called; register them on its blocks or on the model"

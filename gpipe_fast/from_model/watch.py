@@ -23,7 +23,7 @@ def attributes_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     seen: set[int] = set()
     for module in modules:
         found += [
-            id(module),
+            id(module._modules),
             type(module).forward,
             len(module._forward_hooks),
             len(module._forward_pre_hooks),

@@ -1,0 +1,115 @@
+"""Blocks are found: lists of modules that are called in order, or the modules that a model calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+
+
+class TwoLists(nn.Module):
+    """An encoder and a decoder; the blocks of the decoder contain lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.decoder = nn.ModuleList(Inner() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.encoder, *self.decoder):
+            x = block(x)
+        return x
+
+
+class Inner(nn.Module):
+    """A block with a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[1](self.parts[0](x))
+
+
+class Shared(nn.Module):
+    """One layer that is called three times, as of ALBERT, in a module that has most parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.layer = nn.Linear(4, 4)
+        self.body.forward = lambda x: self.body.layer(self.body.layer(self.body.layer(x)))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class Convolutions(nn.Module):
+    """A plain convolutional net, without a list, and with a module without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pool, self.second = nn.Conv2d(4, 4, 1), nn.MaxPool2d(1), nn.Conv2d(4, 4, 1)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.second(self.pool(F.relu(self.first(x[:, :, None, None])))))
+
+
+class Unordered(nn.Module):
+    """A list that is called in another order beside one that is called in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists = nn.ModuleDict(
+            {name: nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for name in ("turned", "ordered")}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.lists["turned"][::-1], *self.lists["ordered"]):
+            x = block(x)
+        return x
+
+
+SEQUENTIAL = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "stages", "names"),
+    [
+        (TwoLists, 2, ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]),
+        # More stages than blocks: the lists in the blocks instead.
+        (TwoLists, 5, ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]),
+        (Shared, 2, ["body.layer", "body.layer", "body.layer", "head"]),
+        (Convolutions, 2, ["first", "second"]),
+        (Unordered, 2, ["lists.ordered.0", "lists.ordered.1"]),
+        (lambda: SEQUENTIAL, 2, ["0", "1", "2"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_blocks_of_a_model(make: Callable[[], nn.Module], stages: int, names: list[str]) -> None:
+    plain = make()
+    model = GPipe.from_model(plain, (torch.randn(4, 4),), devices=["cpu"] * stages, chunks=2)
+    known = {module: name for name, module in plain.named_modules()}
+    assert [known[block] for block in model._calls.blocks] == names
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("blocks", ["decoder", [nn.Linear], Inner, ["encoder", "decoder.0"]])
+def test_named_blocks(blocks: object) -> None:
+    plain = TwoLists()
+    model = GPipe.from_model(
+        plain, (torch.randn(4, 4),), blocks=blocks, balance=[1, 1] if blocks in ("decoder", Inner) else None
+    )
+    number = {"decoder": 2, Inner: 2}.get(blocks if isinstance(blocks, (str, type)) else "")
+    assert number is None or len(model._calls.blocks) == number
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(model(x), plain(x))

@@ -1,0 +1,181 @@
+"""A pipelined model is the user's model, apart from its forward."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe, replicate
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
+X = torch.randn(6, 4)
+
+
+class Net(nn.Module):
+    """Blocks, a parameter and a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.power = 1
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, negate: bool = False) -> Tensor:
+        """Documented."""
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * self.scale**self.power
+        x = x if mask is None else x @ mask
+        return -x if negate else x
+
+    def gradient_checkpointing_enable(self) -> None:
+        raise AssertionError
+
+
+def pipelined(model: nn.Module | None = None, *args: Any, **options: Any) -> Any:
+    options = {"devices": ["cpu", "cpu"], "chunks": 2, "balance": [2, 1], **options}
+    return GPipe.from_model(model or Net(), args or (X,), **options)
+
+
+def test_it_has_the_class_names_parameters_and_attributes() -> None:
+    plain = Net()
+    model = pipelined(plain)
+    assert isinstance(model, Net)
+    assert str(type(model)) == str(Net)
+    assert model.forward.__doc__ == "Documented."
+    assert dict(model.named_parameters()) == dict(plain.named_parameters())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    model.power, model.note = 3, "x"
+    assert (plain.power, plain.note) == (3, "x")
+    assert plain.eval() is not model
+    assert not model.training
+
+
+def test_only_its_forward_runs_the_pipeline() -> None:
+    plain = Net()
+    model = pipelined(plain)
+    assert type(plain) is Net
+    assert type(model.plain()) is Net
+    assert torch.equal(model.plain()(X), plain(X))
+    expected = torch.cat([plain(part) for part in X.chunk(2)])
+    assert torch.equal(model(X), expected)
+    assert model.balance == [3, 2]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_pipelines_of_their_own(again: Any) -> None:
+    model = pipelined()
+    copied = again(model)
+    with torch.no_grad():
+        copied.scale.mul_(2)
+    assert not torch.equal(copied(X), model(X))
+    assert torch.equal(copied(X), torch.cat([copied.plain()(part) for part in X.chunk(2)]))
+    assert copied.blocks[0] is not model.blocks[0]
+
+
+def test_several_pipelines_of_one_model() -> None:
+    plain = Net()
+    models = [pipelined(plain, chunks=chunks) for chunks in (1, 2, 3)]
+    for model, chunks in zip(models, (1, 2, 3), strict=True):
+        assert model.chunks == chunks
+        assert torch.equal(model(X), torch.cat([plain(part) for part in X.chunk(chunks)]))
+
+
+def test_a_changed_attribute_that_forward_reads_is_noticed() -> None:
+    model = pipelined()
+    before = model(X)
+    model.power = 2
+    assert torch.equal(model(X), torch.cat([model.plain()(part) for part in X.chunk(2)]))
+    assert not torch.equal(model(X), before)
+    copied = copy.deepcopy(model)
+    copied.power = 3
+    assert torch.equal(copied(X), torch.cat([copied.plain()(part) for part in X.chunk(2)]))
+    model.blocks[1] = nn.Identity()
+    assert torch.equal(model(X), torch.cat([model.plain()(part) for part in X.chunk(2)]))
+
+
+def test_a_replaced_parameter_between_blocks_is_noticed() -> None:
+    model = pipelined()
+    model.scale = nn.Parameter(torch.ones(4))
+    model(X).sum().backward()
+    assert model.scale.grad is not None
+    assert torch.equal(model(X), torch.cat([model.plain()(part) for part in X.chunk(2)]))
+
+
+def test_arguments_of_other_kinds_than_the_example() -> None:
+    model = pipelined()
+    mask = torch.randn(4, 4)
+    assert torch.equal(model(X, mask), torch.cat([model.plain()(part, mask) for part in X.chunk(2)]))
+    assert torch.equal(model(x=X, negate=True), -model(X))
+    with pytest.raises(TypeError, match="colour"):
+        model(X, colour=1)
+
+
+def test_a_square_input_is_whole_unless_it_is_a_batch() -> None:
+    mask, x = torch.randn(4, 4), X[:4]
+    model = pipelined(None, x, mask)
+    expected = torch.cat([model.plain()(part, mask) for part in x.chunk(2)])
+    assert torch.equal(model(x, mask), expected)
+    assert torch.equal(model(x, replicate(mask)), expected)
+    assert model._calls.program.split == {0}
+
+
+def test_hooks_of_blocks_and_of_the_model_are_called() -> None:
+    model, seen = pipelined(), []
+    model.blocks[1].register_forward_hook(lambda *args: seen.append("block"))
+    model.register_forward_hook(lambda *args: seen.append("model"))
+    with pytest.warns(UserWarning, match="runs in Python"):
+        model(X)
+    assert seen == ["block", "block", "model"]
+
+
+def test_settings_may_be_set_between_calls() -> None:
+    model = pipelined()
+    model.chunks, model.checkpoint, model.threads_per_stage = 3, "never", 1
+    model(X)
+    pipeline = model.pipeline
+    assert (pipeline.chunks, pipeline.checkpoint, pipeline.threads_per_stage) == (3, "never", 1)
+    with pytest.raises(ValueError, match="chunks"):
+        model.chunks = 0
+    with pytest.warns(UserWarning, match="checkpoint='always'"):
+        model.gradient_checkpointing_enable()
+    assert model.checkpoint == "always"
+    model.gradient_checkpointing_disable()
+    assert model.checkpoint == "never"
+
+
+def test_it_is_cast_but_not_moved() -> None:
+    model = pipelined()
+    assert model.to(torch.float64)(X.double()).dtype == torch.float64
+    for move in (lambda: model.to("cpu"), model.cpu, lambda: model.to(device="cpu")):
+        with pytest.raises(TypeError, match="denied to move"):
+            move()
+
+
+def test_weights_of_a_model_on_the_meta_device_are_loaded() -> None:
+    weights = Net().state_dict()
+    with torch.device("meta"):
+        model = pipelined(Net(), torch.empty(6, 4))
+    model.load_weights(weights)
+    plain = Net()
+    plain.load_state_dict(weights)
+    assert torch.equal(model(X), torch.cat([plain(part) for part in X.chunk(2)]))
+
+
+def test_averages_are_accepted_knowingly() -> None:
+    class Spread(Net):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            y = super().forward(x)
+            return {"spread": y.std(), "pairs": y @ y.T, "y": y}
+
+    plain = Spread()
+    output = pipelined(plain, loss="per-microbatch")(X)
+    parts = [plain(part) for part in X.chunk(2)]
+    assert output["pairs"] is None
+    assert torch.equal(output["spread"], parts[0]["spread"] * 0.5 + parts[1]["spread"] * 0.5)
+    assert torch.equal(output["y"], torch.cat([part["y"] for part in parts]))
