@@ -115,7 +115,6 @@ class GPipe(CallSettings, CallPreparation, Container):
 
     Attributes:
         backend: As passed.
-        checks_usage: Whether the next call checks for mistakes that work, as the first one does.
         grad_dtype: As passed.
         transport: As passed.
     """
@@ -157,7 +156,7 @@ class GPipe(CallSettings, CallPreparation, Container):
         self.threads_per_stage = None
         self._capture = bool(capture)
         self._warned_of_idle_stages = False
-        self.checks_usage = True
+        self._checks_usage = True
         self._balance_pending = balance is None and len(self._balance) > 1
         self._register_layers(module)
         if self._deferred_batch_norm:
@@ -422,8 +421,8 @@ class GPipe(CallSettings, CallPreparation, Container):
         chunks = self._num_chunks(inputs.batch_size)
         if self._balance_pending and inputs.batch_size and self._has_data():
             self._balance_by_time(inputs, chunks)
-        if self.checks_usage:
-            self.checks_usage = False
+        if self._checks_usage:
+            self._checks_usage = False
             warn_sequence_first([stage.layers for stage in self._stages], inputs.dims)
             warn_square_input(inputs)
         checkpoint = checkpoint_policy(self.checkpoint, self.training and torch.is_grad_enabled())

@@ -132,7 +132,7 @@ class Calls:
                 f"after them, got {balance}, which adds up to {sum(balance)}"
             )
         pipeline = self._make_pipeline(layers, balance)
-        pipeline.checks_usage = False  # which inputs are split is known
+        pipeline._checks_usage = False  # which inputs are split is known
         return pipeline
 
     def __getstate__(self) -> dict[str, Any]:

@@ -193,6 +193,13 @@ class Recorder(TorchFunctionMode):
         leaves, spec = pytree.tree_flatten(value)
         return Nested(tuple(map(self._leaf, leaves)), spec)
 
+    def _is_nested(self, value: Any) -> bool:
+        try:
+            self.nested(value)
+        except Refused:
+            return False
+        return True
+
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, StandIn):
             return Ref(leaf.number)
@@ -312,7 +319,10 @@ class Recorder(TorchFunctionMode):
         try:
             arguments = self.nested((args, kwargs))
         except Refused as refused:
-            return self._open(module, args, kwargs, str(refused))
+            odd = next(each for each, value in _named(args, kwargs) if not self._is_nested(value))
+            return self._open(
+                module, args, kwargs, f"{refused}, as {odd}; it may be a side channel between blocks"
+            )
         fakes, fake_kwargs = self._fakes((args, kwargs))
         before = pytree.tree_flatten((fakes, fake_kwargs))
         tensors = [x for x in before[0] if isinstance(x, Tensor)]
@@ -368,10 +378,8 @@ class Recorder(TorchFunctionMode):
         if same:
             return
         was = pytree.tree_unflatten(before[0], before[1])
-        args, kwargs = after
-        named = [(f"argument {i}", x, y) for i, (x, y) in enumerate(zip(args, was[0], strict=True))]
-        named += [(repr(key), kwargs[key], was[1][key]) for key in kwargs]
-        written = [key for key, x, y in named if not _same(x, y)]
+        pairs = zip(_named(*after), _named(*was), strict=True)
+        written = [name for (name, x), (_, y) in pairs if not _same(x, y)]
         raise Refused(
             f"{name} writes to {', '.join(written)}, which it gets as an argument: a side channel between "
             "blocks, which may run at the same time"
@@ -406,6 +414,14 @@ def _real_tensors(module: nn.Module, tensors: Callable[[Owned], Tensor]) -> Iter
     finally:
         for table, name, fake in before:
             table[name] = fake
+
+
+def _named(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the arguments of a call with their names."""
+    return [
+        *((f"argument {i}", value) for i, value in enumerate(args)),
+        *((repr(k), kwargs[k]) for k in kwargs),
+    ]
 
 
 def _same(x: Any, y: Any) -> bool:
@@ -551,7 +567,8 @@ def _patched() -> Iterator[None]:
     with (
         mock.patch.object(nn.Module, "__call__", _call_module),
         mock.patch.object(Function, "apply", classmethod(_apply_function)),
-        torch.enable_grad() if torch.is_inference_mode_enabled() else contextlib.nullcontext(),
+        torch.set_grad_enabled(torch.is_grad_enabled()),  # as before, also outside of inference mode
+        torch.inference_mode(False),  # whose tensors do not count changes in place
     ):
         try:
             yield

@@ -271,7 +271,11 @@ OF_MODELS = [
     case("calls another function at", "blocks=...", after(branch_by_batch)),
     case("which depends on a Linear", "blocks=...", between(lambda m, x: x if x.sum() > 0 else -x)),
     case("writes to 'shared'", "side channel", lambda: cut(Shares(dict))),
-    case("block blocks.0: a Pair is passed", "blocks=...", lambda: cut(Shares(Pair(3)))),
+    case(
+        "block blocks.0: a Pair is passed",
+        "as 'shared'; it may be a side channel",
+        lambda: cut(Shares(Pair(3))),
+    ),
     case("writes to seen, a side channel", "blocks=...", between(append)),
     case("sets last, a side effect", "blocks=...", between(set_attribute)),
     case("running is changed in place", "blocks=...", with_a_buffer),

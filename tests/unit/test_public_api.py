@@ -37,6 +37,12 @@ gpipe_fast
     extend(self, sequential: object) -> NoReturn
     extra_repr(self) -> str
     forward(self, *args: Any, **kwargs: Any) -> Any
+    from_model(model: nn.Module, args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None, *, blocks: Blocks | None = None,
+        balance: Iterable[int] | None = None, devices: Iterable[Device] | None = None,
+        chunks: int | Literal['auto'] = 1, checkpoint: str = 'except_last', loss: str = 'exact',
+        grad_dtype: torch.dtype | None = None, backend: str = 'auto', capture: bool = True,
+        transport: str = 'auto', fuse: bool | None = None) -> Any
     fuse: property, may be set
     insert(self, index: object, module: object) -> NoReturn
     load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
@@ -56,7 +62,7 @@ gpipe_fast
   is_recomputing() -> bool
   keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRandomMode]
   replicate(value: object) -> Any
-  verify(model: GPipe, *args: Any, loss_fn: Callable[[Any], Tensor] | None = None,
+  verify(model: Any, *args: Any, loss_fn: Callable[[Any], Tensor] | None = None,
       chunks: int | Literal['auto'] | None = None, all: bool = False, **kwargs: Any) -> Report
 gpipe_fast.skip
   class Namespace() -> None
