@@ -34,6 +34,7 @@ from gpipe_fast.from_model.dataflow import (
     Slice,
     Surroundings,
 )
+from gpipe_fast.from_model.watch import Identity
 
 
 class GlueLayer(nn.Module):
@@ -108,7 +109,7 @@ _CLASSES_LIMIT = 512
 
 
 def _class_of(name: str, source: str, constants: dict[str, Any]) -> type[GlueLayer]:
-    key = (name, source, tuple((key, _Identity(value)) for key, value in constants.items()))
+    key = (name, source, tuple((key, Identity(value)) for key, value in constants.items()))
     if key not in _classes:
         while len(_classes) >= _CLASSES_LIMIT:
             del _classes[next(iter(_classes))]
@@ -120,19 +121,6 @@ def _class_of(name: str, source: str, constants: dict[str, Any]) -> type[GlueLay
             name, (GlueLayer,), {"forward": scope["forward"], "__module__": __name__, "source": source}
         )
     return _classes[key]
-
-
-class _Identity:
-    """Compares an object by identity, and keeps it alive."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value is other._value
 
 
 # Functions of Tensor that are operators; those of the second table take their arguments in the other order.

@@ -1,40 +1,80 @@
-"""What the code between blocks may read besides tensors: attributes of modules and configurations."""
+"""What the code between blocks may read besides tensors: attributes of modules, configurations, variables.
+
+Of the functions that a forward calls, only their identity is compared, and not what they read in turn.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from gpipe_fast.trace.repeatable import nested_code
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _TABLES = frozenset(vars(nn.Module())) - {"training"} | {"_gpipe_fast"}
+_NOT_WALKED = (nn.Module, Tensor, type, ModuleType, logging.Logger)
 # How deep objects in attributes of modules are looked into.
 _DEPTH = 4
 
 
-def attributes_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """Returns the attributes of modules, as a key: another key means that forward may do something else.
+class Identity:
+    """Compares an object by identity, and keeps it alive, so that no other object gets its address."""
 
-    Plain values are compared by value, containers and objects such as configurations by what they contain,
-    and everything else by identity.
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self._value is other._value
+
+
+def attributes_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """Returns what the forwards of modules may read, as a key: another key means that one may do otherwise.
+
+    These are the modules' attributes, and the global and outer variables that their forwards name. Plain
+    values are compared by value, containers and objects such as configurations by what they contain, and
+    everything else by identity.
     """
     found: list[Any] = []
     seen: set[int] = set()
     for module in modules:
+        forward = type(module).forward
         found += [
-            id(module._modules),
-            type(module).forward,
+            Identity(module._modules),
+            forward,
             len(module._forward_hooks),
             len(module._forward_pre_hooks),
         ]
+        for variable in _variables_of(forward):
+            found.extend(_walk(variable, seen, _DEPTH))
         for name, value in vars(module).items():
             if name not in _TABLES:
                 found.append(name)
                 found.extend(_walk(value, seen, _DEPTH))
         for name, child in module._modules.items():
-            found += [name, id(child), child is not None and child.training]
+            found += [name, Identity(child), child is not None and child.training]
     return tuple(found)
+
+
+def _variables_of(forward: Any) -> Iterator[Any]:
+    """Yields the global and outer variables that a forward, and what decorators have wrapped, name."""
+    while isinstance(forward, FunctionType):
+        names = [name for code in nested_code(forward.__code__) for name in code.co_names]
+        yield from (forward.__globals__[name] for name in names if name in forward.__globals__)
+        for cell in forward.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                yield cell.cell_contents
+        yield from (forward.__defaults__, forward.__kwdefaults__)
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def _walk(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
@@ -42,13 +82,13 @@ def _walk(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
         yield type(value)
         yield value
         return
-    yield id(value)
-    if id(value) in seen or not depth or isinstance(value, (nn.Module, Tensor, type)):
+    yield Identity(value)
+    if id(value) in seen or not depth or isinstance(value, _NOT_WALKED):
         return
     seen.add(id(value))
     if isinstance(value, dict):
         for key, item in value.items():
-            yield key if isinstance(key, _PLAIN) else id(key)
+            yield key if isinstance(key, _PLAIN) else Identity(key)
             yield from _walk(item, seen, depth - 1)
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield len(value)

@@ -99,6 +99,31 @@ def test_a_changed_attribute_that_forward_reads_is_noticed() -> None:
     assert torch.equal(model(X), torch.cat([model.plain()(part) for part in X.chunk(2)]))
 
 
+SETTINGS = {"scale": 1.0}
+
+
+class ReadsVariables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.change = torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.change(block(x)) * SETTINGS["scale"]
+        return x
+
+
+def test_changed_variables_and_functions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = pipelined(ReadsVariables())
+    for number in (1.0, 2.0, 3.0):
+        monkeypatch.setitem(SETTINGS, "scale", number)
+        assert torch.equal(model(X), model.plain_loop(X))
+    for number in (1.0, 2.0, 3.0, 4.0):  # the address of a function that is gone is used again
+        model.change = lambda x, by=number: torch.sigmoid(x) * by
+        assert torch.equal(model(X), model.plain_loop(X))
+
+
 def test_a_replaced_parameter_between_blocks_is_noticed() -> None:
     model = pipelined()
     model.scale = nn.Parameter(torch.ones(4))
