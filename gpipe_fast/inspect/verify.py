@@ -21,6 +21,7 @@ from gpipe_fast.layers.batchnorm import statistics_names
 from gpipe_fast.layers.skip import Key, declared, skip_scope
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call_unpacked, flatten
 from gpipe_fast.randomness.random import keyed_rng
+from gpipe_fast.runtime.stage import exact_autocast
 
 # Output tensors, loss, gradients and buffers of one step, by name.
 _StepTensors = dict[str, Tensor]
@@ -291,8 +292,10 @@ def _step(
                 "and parameters that require one), so there is no backward to compare; compute the loss "
                 "from the output, without detach(), and let parameters or inputs require gradients"
             )
-        # backward() would add to existing gradients and run their hooks.
-        gradients = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
+        # backward() would add to existing gradients and run their hooks. Under autocast, the plain loop's
+        # backward would round differently; the pipeline's is not affected by it.
+        with exact_autocast(()):
+            gradients = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
         outputs, structure = flatten(output)
         names = [_indexed_name("output", i, structure != ONE_TENSOR) for i in range(len(outputs))]
         result: _StepTensors = {name: o.detach().clone() for name, o in zip(names, outputs, strict=True)}

@@ -93,6 +93,21 @@ class Complex(nn.Module):
         return torch.complex(x, x + 1)
 
 
+class DropoutAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+        return y.transpose(1, 2).flatten(2)
+
+
+def test_verify_runs_the_backward_outside_of_autocast() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), DropoutAttention(), nn.Linear(8, 8), DropoutAttention())
+    pipe = GPipe(layers, [2, 2], chunks=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = verify(pipe, torch.randn(8, 5, 8), squared_loss)
+    assert report, report
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_complex_outputs_are_compared(dtype: torch.dtype) -> None:
     pipe, x = GPipe(mlp().append(Complex()).to(dtype), [2, 4], chunks=2), features().to(dtype)
