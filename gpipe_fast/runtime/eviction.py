@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import Compiler
-from gpipe_fast.runtime.compiled import CompiledStage, GradientStrides
+from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
 from gpipe_fast.runtime.footprint import plan_bytes
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.segments import Segments
 
 
 @dataclass
-class KnownPlan:
-    """A cached plan.
+class KnownPlans:
+    """The plans of one signature and checkpoint mode.
 
     Attributes:
-        plan: the plan.
-        stages: the compiled stages of the plan.
-        layouts: the latest gradient layouts of the stages, when the plan was made.
-        num_changes: the number of changes of any layouts until these were compared last.
+        segment_keys: the keys of the compiled stages.
+        by_layouts: the plans, by the latest layouts of the gradients that arrive at these stages.
     """
 
-    plan: PlannedCall
-    stages: Sequence[CompiledStage]
-    layouts: Sequence[GradientStrides | None]
-    num_changes: int
+    segment_keys: Sequence[SegmentKey]
+    by_layouts: Cache[Hashable, PlannedCall]
+
+    def stages(self) -> set[CompiledStage]:
+        """Returns the compiled stages of all plans."""
+        return {stage for _, plan in self.by_layouts.entries() for stage in plan.compiled_stages()}
 
 
 class Eviction:
@@ -41,11 +41,11 @@ class Eviction:
         limit: the limit in bytes, for plans and for templates each. The latest plan is kept even if it alone
             exceeds the limit, and so are the templates of layers with a plan: without them, every further
             size would need a trace.
-        num_evicted: the number of plans evicted so far.
+        num_evicted: the number of signatures evicted so far.
     """
 
     def __init__(
-        self, limit: int, plans: Cache[Any, KnownPlan], compiler: Compiler, segments: Sequence[Segments]
+        self, limit: int, plans: Cache[Any, KnownPlans], compiler: Compiler, segments: Sequence[Segments]
     ) -> None:
         self.limit = limit
         self.num_evicted = 0
@@ -55,7 +55,7 @@ class Eviction:
 
     def num_bytes(self) -> int:
         """Returns an estimate of the bytes of all plans, programs and graphs, without the templates."""
-        actions = (sum(map(len, known.plan.schedule.stages)) for _, known in self._plans.entries())
+        actions = (sum(map(len, plan.schedule.stages)) for plan in self._all_plans())
         return self._compiler.num_bytes() + sum(map(plan_bytes, actions))
 
     def template_bytes(self) -> int:
@@ -64,7 +64,7 @@ class Eviction:
 
     def num_kept(self) -> int:
         """Returns the number of plans that are kept."""
-        return len(self._plans)
+        return len(self._all_plans())
 
     def run(self, latest: PlannedCall | None) -> None:
         """Forgets the least recently used stages, plans and templates until the rest is within the limit.
@@ -84,26 +84,32 @@ class Eviction:
             if stage not in used:
                 self._forget([stage])
                 for key, known in self._plans.entries():
-                    if not known.stages and known.plan is not latest:
+                    if not known.segment_keys and not _has(known, latest):
                         self._plans.pop(key, None)
                 return True
         return False
 
     def _forget_plan(self, latest: PlannedCall | None) -> bool:
-        """Forgets the least recently used plan."""
+        """Forgets the least recently used plans: those of one signature."""
         for key, known in self._plans.entries():
-            if known.plan is not latest:
+            if not _has(known, latest):
                 self._plans.pop(key, None)
-                used = self._used()
-                self._forget([stage for stage in known.stages if stage not in used])
+                self._forget(list(known.stages() - self._used()))
                 self.num_evicted += 1
                 return True
         return False
 
     def _used(self) -> set[CompiledStage]:
-        return {stage for _, known in self._plans.entries() for stage in known.stages}
+        return {stage for plan in self._all_plans() for stage in plan.compiled_stages()}
+
+    def _all_plans(self) -> list[PlannedCall]:
+        return [plan for _, known in self._plans.entries() for _, plan in known.by_layouts.entries()]
 
     def _forget(self, stages: Sequence[CompiledStage]) -> None:
         self._compiler.forget(stages)
         for segments in self._segments:
             segments.forget({stage.segment_key for stage in stages})
+
+
+def _has(known: KnownPlans, plan: PlannedCall | None) -> bool:
+    return any(each is plan for _, each in known.by_layouts.entries())

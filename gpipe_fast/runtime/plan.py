@@ -17,7 +17,7 @@ from gpipe_fast.layers.batchnorm import Statistics, statistics_indices
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import BatchDims, Structure
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
-from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of
 from gpipe_fast.schedule import Schedule, fill_drain
 from gpipe_fast.strides import share_memory
@@ -49,6 +49,8 @@ class PlannedCall:
         schedule: the schedule of its actions.
         draws: whether any operator draws random numbers; None if known only at run time.
         compiled: the compiled stages for the first micro-batch, and for the last; None if not compiled.
+        segment_keys: the keys of the compiled stages.
+        unfused_layers: the names of layers whose attention with dropout runs without a fused kernel on a GPU.
         obstacle: why the plan is valid for one call only; empty if it is not.
     """
 
@@ -56,6 +58,8 @@ class PlannedCall:
     schedule: Schedule
     draws: bool | None
     compiled: Sequence[Sequence[CompiledStage]] | None
+    segment_keys: Sequence[SegmentKey] = ()
+    unfused_layers: Sequence[str] = ()
     obstacle: str = ""
 
     @property
@@ -68,14 +72,6 @@ class PlannedCall:
     def compiled_stages(self) -> list[CompiledStage]:
         """Returns the compiled stages of all micro-batches, each once."""
         return list(dict.fromkeys(stage for pipeline in self.compiled or () for stage in pipeline))
-
-    def unfused_layers(self) -> list[str]:
-        """Returns the names of layers whose attention with dropout runs without a fused kernel on a GPU."""
-        return [
-            f"stage {index}, {layer_title(each.stage.first_layer + layer, each.stage.layers[layer])}"
-            for index, each in enumerate(self.compiled[0] if self.compiled else ())
-            for layer in each.traced.ports.unfused_layers
-        ]
 
 
 # By skip connection, the stashed tensor or None, and whether the tensor needs a gradient.
@@ -148,8 +144,21 @@ def make_plan(
     )
     if known is None:
         return PlannedCall(native, schedule, None, None)
+    distinct = list(dict.fromkeys((*known[0], *known[-1])))
+    for stage in distinct:
+        stage.traced.drop_graph()
     draws = any(stage.draws() for stage in known[0])
-    return PlannedCall(native, schedule, draws, (known[0], known[-1]))
+    keys = [stage.segment_key for stage in distinct]
+    return PlannedCall(native, schedule, draws, (known[0], known[-1]), keys, _unfused_layers(known[0]))
+
+
+def _unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
+    """Returns the names of layers whose attention with dropout runs without a fused kernel on a GPU."""
+    return [
+        f"stage {index}, {layer_title(each.stage.first_layer + layer, each.stage.layers[layer])}"
+        for index, each in enumerate(compiled)
+        for layer in each.traced.ports.unfused_layers
+    ]
 
 
 def _num_samples(dims: BatchDims, microbatch: BoundarySpec) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,9 +21,9 @@ from gpipe_fast.runtime.compiled import (
     CACHE_LIMIT,
     CompiledStage,
     GradientLayoutHistory,
-    GradientStrides,
+    SegmentKey,
 )
-from gpipe_fast.runtime.eviction import Eviction, KnownPlan
+from gpipe_fast.runtime.eviction import Eviction, KnownPlans
 from gpipe_fast.runtime.footprint import limit_bytes
 from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.module_warnings import ModuleWarnings
@@ -35,8 +35,9 @@ from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.traceability import check_initialized
 
-# The maximum number of plans that a module caches.
-_MAX_PLANS = 32
+# The maximum number of signatures whose plans a module caches, and of plans of each, for gradients in other
+# layouts.
+_MAX_PLANS, _MAX_LAYOUTS = 32, 8
 
 
 _BUSY = "another thread runs layers of the model; wait until its call has ended"
@@ -61,7 +62,7 @@ class Call:
     state: ModuleState
 
     def key(self) -> _Key:
-        """Returns the cache key of the call's plan under the calling thread's modes."""
+        """Returns the cache key of the call's plans under the calling thread's modes."""
         inputs, state = self.inputs, self.state
         boundary = _boundary(inputs.tensors, inputs.tensors, inputs.structure)
         signature = Signature(boundary, inputs.dims, self.chunks, self.threads, state.modes, state.key)
@@ -101,7 +102,7 @@ class Signature:
     layers: StateKey
 
 
-# A plan's cache key.
+# The cache key of plans.
 _Key = tuple[Signature, Checkpoint]
 
 
@@ -138,15 +139,15 @@ class Planner:
             Segments(stage, f"stage {i}", shared, functools.partial(self.module_warnings.add, i, stage), lock)
             for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
-        self._plans: Cache[_Key, KnownPlan] = Cache(_MAX_PLANS)
+        self._plans: Cache[_Key, KnownPlans] = Cache(_MAX_PLANS)
         self.eviction = Eviction(
             limit_bytes(p for stage in stages for p in parameters_of(stage.layers)),
             self._plans,
             self._compiler,
             self._segments,
         )
-        # The latest call and its plan, because comparing one key is cheaper than hashing it.
-        self._latest: tuple[_Key, KnownPlan] | None = None
+        # The latest key, number of changes of layouts, and plan: comparing a key is cheaper than hashing it.
+        self._latest: tuple[_Key, int, PlannedCall] | None = None
 
     def plan(self, call: Call) -> PlannedCall:
         """Returns the plan for a call, from the cache or newly made.
@@ -159,32 +160,30 @@ class Planner:
         """
         if self._lowering_pending.is_set():
             self._lower_requested()
-        key, latest = call.key(), self._latest
-        known = latest[1] if latest is not None and latest[0] == key else self._plans.lookup(key)
-        if known is None or not self._is_current(known):
-            self.latest = plan = self._make(call)
-            if plan.obstacle:
-                return plan
-            stages = plan.compiled_stages()
-            known = KnownPlan(plan, stages, self._layouts(stages), self._layout_history.num_changes)
+        key, num_changes = call.key(), self._layout_history.num_changes
+        if self._latest is not None and self._latest[:2] == (key, num_changes):
+            self.latest = plan = self._latest[2]
+            return plan
+        known = self._plans.lookup(key)
+        found = None if known is None else known.by_layouts.lookup(self._layouts(known.segment_keys))
+        plan = self._make(call) if found is None else found
+        self.latest = plan
+        if plan.obstacle:
+            return plan
+        if found is None:
             call.state.update_key()  # captures have added guards
-            key = call.key()
-            self._plans[key] = known
+            before, key = key, call.key()
+            if known is None or key != before:
+                self._plans[key] = known = KnownPlans(plan.segment_keys, Cache(_MAX_LAYOUTS))
+            known.by_layouts[self._layouts(known.segment_keys)] = plan
             self.eviction.run(plan)
-        self.latest, self._latest = known.plan, (key, known)
-        return known.plan
+        self._latest = key, num_changes, plan
+        return plan
 
-    def _is_current(self, known: KnownPlan) -> bool:
-        """Returns whether gradients still arrive in the layouts that a plan was made for."""
-        num_changes = self._layout_history.num_changes
-        if known.num_changes != num_changes:
-            if self._layouts(known.stages) != known.layouts:
-                return False
-            known.num_changes = num_changes
-        return True
-
-    def _layouts(self, stages: Sequence[CompiledStage]) -> list[GradientStrides | None]:
-        return [self._layout_history.get(stage.segment_key) for stage in stages]
+    def _layouts(self, segment_keys: Sequence[SegmentKey]) -> Hashable:
+        """Returns the latest layouts in which gradients arrived at stages."""
+        found = map(self._layout_history.get, segment_keys)
+        return tuple(None if strides is None else tuple(strides.items()) for strides in found)
 
     def _lower_requested(self) -> None:
         """Lowers the runs of layers that ran in Python because their inputs were new."""
@@ -217,9 +216,7 @@ class Planner:
                     obstacle = self._checked_reason(compiled)
             plan = self._make_plan(call, compiled)
             if plan.compiled is not None:
-                self.module_warnings.add_unfused(plan.unfused_layers())
-                for stage in plan.compiled_stages():
-                    stage.traced.drop_graph()
+                self.module_warnings.add_unfused(plan.unfused_layers)
                 for own in self.stages:
                     own.arena.release_cached()  # the cached blocks have the sizes of other plans
             return replace(plan, obstacle=obstacle)
