@@ -13,6 +13,7 @@ import gc
 import pickle
 import random
 import sys
+from collections import deque
 from collections.abc import Collection, Iterable
 from types import FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
@@ -28,27 +29,26 @@ _ATOMIC = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
 
 
 class PythonGenerators:
-    """The generators that modules can draw from: those in their reach, and global ones of packages in it."""
+    """The generators that modules can draw from: those in their reach, and global ones of packages in it.
+
+    In a large program, modules reach more values than are searched: the nearest are, breadth-first, and the
+    global generators count as in reach.
+    """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
         """Searches the modules for generators."""
         self._modules = modules
         found = _reachable(modules)
-        self._complete = len(found) < _MAX_VALUES
+        is_complete = len(found) < _MAX_VALUES
         self._found = [value for value in found if _is_generator(value)]
         packages = {value.__name__.partition(".")[0] for value in found if isinstance(value, ModuleType)}
-        if "random" in packages:
+        if "random" in packages or not is_complete:
             self._found.append(random._inst)
-        if "numpy" in packages:
+        if "numpy" in packages or (not is_complete and "numpy.random" in sys.modules):
             self._found.append(sys.modules["numpy"].random.mtrand._rand)
 
     def states(self) -> dict[int, object]:
-        """Returns the generators' states as comparable values; takes 10 to 30 µs per generator.
-
-        If not all generators are known, no two results are equal.
-        """
-        if not self._complete:
-            return {0: object()}
+        """Returns the generators' states as comparable values; takes 10 to 30 µs per generator."""
         replaceable = [v for module in self._modules for v in vars(module).values() if _is_generator(v)]
         return {id(generator): _state_of(generator) for generator in (*self._found, *replaceable)}
 
@@ -70,9 +70,9 @@ def _state_of(generator: Any) -> object:
 def _reachable(roots: Iterable[object]) -> Collection[Any]:
     """Returns the values that some values can reach by attributes, elements, closures and named variables."""
     found: dict[int, Any] = {}
-    pending = list(roots)
+    pending = deque(roots)
     while pending and len(found) < _MAX_VALUES:
-        value = pending.pop()
+        value = pending.popleft()
         if not isinstance(value, _ATOMIC) and id(value) not in found:
             found[id(value)] = value
             pending += _referents(value)
