@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 
 from gpipe_fast import progress, switches
@@ -69,7 +70,9 @@ def capture_layers(
             random_mode = KeyedRandomMode(key, on_gpu=on_gpu)
             random_mode.enter_layer(index)
             if index + 1 < len(layers):
-                with _fake_tensors(layer, mode), mode, random_mode:
+                # Some fake kernels, as of padding, keep symbols only under PyTorch's dispatcher in Python.
+                symbolic = contextlib.nullcontext() if mode.shape_env is None else enable_python_dispatcher()
+                with _fake_tensors(layer, mode), mode, random_mode, symbolic:
                     value, stashed = captured.run(layer, args, kwargs, popped, mode.from_tensor)
                 skips.update(zip(stashes, stashed, strict=True))
         except Refused as refused:

@@ -242,19 +242,23 @@ class SymbolicInputs:
     def __init__(self, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]) -> None:
         self._env = ShapeEnv()
         self.mode = RealLayouts(self._env)
-        self.inputs = tuple(
-            self.mode.from_tensor(
-                tensor,
-                static_shapes=False,
-                source=ConstantSource(f"input_{index}"),
-                symbolic_context=StatelessSymbolicContext(
-                    [DimDynamic.DUCK if varies else DimDynamic.STATIC for varies in dims]
-                ),
-            )
-            for index, (tensor, dims) in enumerate(zip(inputs, varying, strict=True))
-        )
+        self.inputs = tuple(map(self._fake, range(len(inputs)), inputs, varying))
         self._sizes = tuple(tuple(map(_symbol, fake.shape)) for fake in self.inputs)
         self._strides = tuple(tuple(map(_symbol, fake.stride())) for fake in self.inputs)
+
+    def _fake(self, index: int, tensor: Tensor, varying: Sequence[bool]) -> Tensor:
+        if not tensor.dim():  # PyTorch would make the element of an integer a symbol, too
+            with self.mode:
+                scalar = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+            return scalar.requires_grad_(tensor.requires_grad)
+        return self.mode.from_tensor(
+            tensor,
+            static_shapes=False,
+            source=ConstantSource(f"input_{index}"),
+            symbolic_context=StatelessSymbolicContext(
+                [DimDynamic.DUCK if varies else DimDynamic.STATIC for varies in varying]
+            ),
+        )
 
     def symbols(self) -> Symbols | None:
         """Returns the symbols and their guards after the trace; None if a size depends on data."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class TraceMode:
             is_absent: whether tensors are on a device that the machine need not have; then no operator runs.
         """
         self.mode = RealLayouts(runs_kernels=not is_absent)
-        self.key = self.mode.from_tensor(_empty_key(), static_shapes=True)
+        self.key: Tensor = self.mode.from_tensor(_empty_key(), static_shapes=True)
 
     def empty(
         self,
@@ -359,6 +360,7 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
 
     for tangent in module.graph.find_nodes(op="placeholder"):
         remove_arrive(tangent)
+    _remove_whole_slices(module.graph)
     *_, result = module.graph.nodes
     (results,) = result.args
     assert isinstance(results, (list, tuple))
@@ -377,6 +379,27 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
         stage.copy_inputs,
         stage.unfused_layers,
     )
+
+
+def _remove_whole_slices(graph: fx.Graph) -> None:
+    """Removes slices of whole dimensions, which PyTorch records only if sizes are symbols."""
+    for node in graph.nodes:
+        first = _SLICES.get(node.target)
+        if first is None:
+            continue
+        given = list(node.args[first:])
+        start, end, step = given + [None, None, 1][len(given) :]
+        if start in (None, 0) and end in (None, sys.maxsize) and step == 1:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+# The position of the argument ``start``, if there is one.
+_SLICES: dict[Any, int] = {
+    torch.ops.aten.alias.default: 1,
+    torch.ops.aten.slice.Tensor: 2,
+    torch.ops.aten.slice_backward.default: 3,
+}
 
 
 def _before_clone(output: PortNode) -> PortNode:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import gpipe_fast
 from gpipe_fast import GPipe
 from gpipe_fast.runtime.compile import Compiler, TracedStage
 from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
@@ -122,6 +123,38 @@ def test_token_views_of_longer_sequences_share_a_template() -> None:
         x = tokens(4, length + 1)[:, :-1]
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
     assert compiler_of(pipe).num_traces <= 2 * 3
+
+
+class Slices(nn.Module):
+    """Slices whole and other dimensions; gets a number of the whole mini-batch."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, number = inputs
+        y = x[:, :, :] * x[..., 0:, :] / number
+        return F.pad(y[:], (0, 0, 0, 1))[:, 1:, :].contiguous().tanh(), number
+
+
+class First(nn.Module):
+    """Returns the first of its inputs."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        return inputs[0]
+
+
+def test_whole_slices_and_numbers_as_inputs_do_not_prevent_templates() -> None:
+    layers = nn.Sequential(Slices(), Slices(), First())
+    pipe = GPipe(layers, [1, 2], chunks=2)
+    number = torch.tensor(3)
+    for length in (5, 9, 7, 12, 30):
+        x = features(4, length).requires_grad_()
+        own = pipe((x, gpipe_fast.replicate(number)))
+        (gradient,) = torch.autograd.grad(own.square().sum(), x)
+        parts = [layers((part, number)) for part in x.chunk(2)]
+        (expected,) = torch.autograd.grad(sum(part.square().sum() for part in parts), x)
+        assert torch.equal(own, torch.cat(parts))
+        assert torch.equal(gradient, expected)
+    # Two lengths, a template, and one for the layout in which the first gradient arrived.
+    assert compiler_of(pipe).num_instantiated >= 2 * 2
 
 
 def test_length_one_has_a_trace_of_its_own() -> None:
