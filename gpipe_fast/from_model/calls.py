@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -27,6 +28,8 @@ from gpipe_fast.user_warning import warn_user
 
 # Makes a pipeline of layers with a balance: `GPipe`, with the user's other options.
 MakePipeline = Callable[[nn.Sequential, list[int] | None], Any]
+
+_log = logging.getLogger("gpipe_fast")
 
 # The maximum numbers of kinds of calls, and of programs, that are kept.
 _MAX_KINDS = 256
@@ -160,8 +163,7 @@ class Calls:
         pipeline.training = model.training
         if self._settled and pipeline.balance != self._balance:
             pipeline.balance = self._balance
-        inputs_and_items = [*inputs.tensors, *parts[0][len(inputs.tensors) :]]
-        returned = program(inputs_and_items, parts, call.sizes(kind, parts))
+        returned = program(call.inputs_and_items(parts), parts, call.sizes(kind, parts))
         if not self._settled:  # the first call measures the layers
             self._balance, self._settled = pipeline.balance, True
         return returned
@@ -173,10 +175,14 @@ class Calls:
         kind, program, parts = self._find(call)
         with keyed_rng(model):  # type: ignore[arg-type]
             returned = [call.plain(part) for part in parts]
-        return program.put_together(returned, parts, call.sizes(kind, parts))
+        return program.put_together(returned, call.inputs_and_items(parts), parts, call.sizes(kind, parts))
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes the program of a call, and finds the blocks if the user names none."""
+        if getattr(getattr(model, "config", None), "use_cache", False):
+            _log.info(
+                "%s: a pipeline keeps no cache of earlier tokens, so use_cache is off", type(model).__name__
+            )
         self._find(_CallOf(self, model, _inputs(model, args, kwargs)))
 
     @staticmethod
@@ -194,8 +200,9 @@ class Calls:
 def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Returns the arguments of a call, without a cache and with the number of targets as a tensor."""
     kwargs = dict(kwargs)
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", False) and kwargs.get("use_cache") is None:
+    if kwargs.get("use_cache"):
+        warn_user("a pipeline keeps no cache of earlier tokens: use_cache=True becomes use_cache=False")
+    if getattr(getattr(model, "config", None), "use_cache", False) or kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     if kwargs.get("past_key_values") is not None:
         raise ValueError(
@@ -362,6 +369,11 @@ class _CallOf:
             parts = [[*part, items] for part in parts]
         return parts
 
+    def inputs_and_items(self, parts: Parts) -> list[Tensor]:
+        """Returns the call's inputs, and the number of targets if it is one."""
+        tensors = self._inputs.tensors
+        return [*tensors, *parts[0][len(tensors) :]]
+
     @staticmethod
     def sizes(kind: Kind, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, ...]]:
         """Returns the sizes of each micro-batch that numbers of a record follow: batch size and lengths."""
@@ -404,7 +416,7 @@ class _CallOf:
             "mask that masks nothing; now all do what the whole mini-batch does, and last bits may differ "
             "from the plain loop's"
         )
-        return self._path(kind, [*self._inputs.tensors, *parts[0][len(self._inputs.tensors) :]], parts)
+        return self._path(kind, self.inputs_and_items(parts), parts)
 
     def _path(self, kind: Kind, tensors: Sequence[Tensor], parts: Parts) -> Program:
         for flow, program in kind.paths:

@@ -123,69 +123,6 @@ def _class_of(name: str, source: str, constants: dict[str, Any]) -> type[GlueLay
     return _classes[key]
 
 
-# Functions of Tensor that are operators; those of the second table take their arguments in the other order.
-_OPERATORS = {
-    f"__{name.strip('_')}__": getattr(operator, name)
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "and_",
-        "or_",
-        "xor",
-        "lshift",
-        "rshift",
-        "neg",
-        "pos",
-        "invert",
-        "abs",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "getitem",
-        "setitem",
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-    ]
-}
-_REFLECTED = {
-    f"__r{name.strip('_')}__": getattr(operator, name)
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "and_",
-        "or_",
-        "xor",
-        "lshift",
-        "rshift",
-    ]
-}
-
-
 class _Writer:
     """Writes a layer's code.
 
@@ -277,12 +214,8 @@ class _Writer:
         if name == "__get__":  # an attribute such as x.T
             return f"{codes[0]}.{target.__self__.__name__}"
         if getattr(Tensor, name, None) is target:
-            if name == "__getitem__" and all(map(_is_full, call.arguments.leaves[1:])):
-                return codes[0]  # PyTorch traces x[:, :] as nothing, but only if sizes are constant
-            if name in _OPERATORS:
-                return f"{self._function(_OPERATORS[name])}({', '.join(codes)})"
-            if name in _REFLECTED:
-                return f"{self._function(_REFLECTED[name])}({codes[1]}, {codes[0]})"
+            if name == "__getitem__":
+                return f"{codes[0]}[{codes[1]}]"
             return f"{codes[0]}.{name}({', '.join([*codes[1:], *named])})"
         return f"{self._function(target)}({', '.join([*codes, *named])})"
 
@@ -352,10 +285,6 @@ class _Writer:
             inner = ", ".join(f"{key}={self._nested(each)}" for key, each in value.items())
             return f"{self._constant(type(value))}({inner})"
         raise Refused(f"a {type(value).__name__} is passed between modules")
-
-
-def _is_full(leaf: Any) -> bool:
-    return isinstance(leaf, Slice) and leaf.start in (None, 0) and leaf.stop is None and leaf.step is None
 
 
 class _Code:

@@ -30,32 +30,33 @@ class Rule:
     """How values of micro-batches are combined.
 
     Attributes:
-        kind: ``'sum'``; ``'samples'``, the mean over samples; or ``'targets'``, the mean over the targets
-            of a cross-entropy that count.
-        targets: the number of the value that has the targets.
+        kind: ``'sum'``; ``'samples'``, the mean over samples; ``'targets'``, the mean over the targets of a
+            cross-entropy that count; or ``'quotient'``, a sum that is divided by a value of the inputs.
+        ref: the number of the value that has the targets, or by which is divided; else None.
         ignored: the target that does not count.
     """
 
     kind: str
-    targets: int | None = None
+    ref: int | None = None
     ignored: int = -100
 
-    def weights(self, sizes: Sequence[int], counts: Sequence[int]) -> list[float]:
+    def weights(self, sizes: Sequence[int], measures: Sequence[float], whole: float) -> list[float]:
         """Returns the weight of each micro-batch.
 
         Args:
             sizes: how many samples each micro-batch has.
-            counts: how many targets of each count.
+            measures: the measure of each, if the rule has a value.
+            whole: that of the mini-batch.
         """
         if self.kind == "sum":
             return [1.0] * len(sizes)
-        numbers = counts if self.kind == "targets" else sizes
-        total = sum(numbers)
-        return [number / total if total else 1.0 / len(numbers) for number in numbers]
+        if self.ref is None:
+            measures, whole = sizes, sum(sizes)
+        return [measure / whole if whole else 1.0 / len(measures) for measure in measures]
 
-    def count(self, targets: Tensor) -> int:
-        """Returns how many targets count."""
-        return int((targets != self.ignored).sum())
+    def measure(self, value: Tensor) -> float:
+        """Returns how many targets count, or by what is divided."""
+        return float(value) if self.kind == "quotient" else int((value != self.ignored).sum())
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,16 @@ def cross_entropies(flow: Dataflow, ref: int) -> list[CrossEntropy]:
     return found
 
 
+def _divisors(flow: Dataflow, ref: int) -> Iterator[int]:
+    """Returns the values by which is divided on the way to a value without batch."""
+    for call in _calls_without_batch(flow, ref):
+        if call.target in _DIVISIONS:
+            divisor = call.arguments.leaves[1]
+            if isinstance(divisor, Ref) and not flow.values[divisor.index].requires_grad:
+                yield divisor.index
+
+
+_DIVISIONS = (Tensor.__truediv__, Tensor.div, Tensor.divide, Tensor.true_divide, torch.div, torch.true_divide)
 _FUNCTIONS = (F.cross_entropy, F.nll_loss)
 _SIGNATURES = {function: inspect.signature(function) for function in _FUNCTIONS}
 
@@ -131,6 +142,7 @@ def find_rule(flow: Dataflow, ref: int, static_sizes: Sequence[int]) -> Rule | N
     rules = [Rule("sum"), Rule("samples")]
     if len(means) == 1:
         rules.append(Rule("targets", means[0].targets, means[0].ignored))
+    rules += [Rule("quotient", divisor) for divisor in _divisors(flow, ref)]
     try:
         checks = [_Check(flow, ref, means, static_sizes, seed) for seed in range(2)]
     except Exception:  # what the random numbers stand for is unknown, so no rule can be checked
@@ -159,12 +171,14 @@ class _Check:
             r: torch.cat(parts, batch_dims(flow.values[r])[0]) if batch_dims(flow.values[r]) else parts[0]
             for r, parts in columns.items()
         }
-        self.parts = [
-            self._evaluate(flow, ref, {r: column[i] for r, column in columns.items()}, (part, *static_sizes))
-            for i, part in enumerate(_PARTS)
+        known = [{r: column[i] for r, column in columns.items()} for i in range(len(_PARTS))]
+        evaluations = [
+            Evaluation(flow, values, (size, *static_sizes), torch.device("cpu"), modules=True)
+            for values, size in zip([*known, wholes], [*_PARTS, sum(_PARTS)], strict=True)
         ]
-        self.whole = self._evaluate(flow, ref, wholes, (sum(_PARTS), *static_sizes))
-        self.targets = {r: columns[r] for r in classes}
+        with torch.no_grad():
+            *self.parts, self.whole = (each.value(ref).double() for each in evaluations)
+        self._evaluations = evaluations
 
     def _random(self, flow: Dataflow, ref: int, sizes: Sequence[int], mean: CrossEntropy | None) -> Tensor:
         value = flow.values[ref]
@@ -180,20 +194,17 @@ class _Check:
         dropped.view(-1)[0] = False  # so that no part is without targets
         return torch.where(dropped, mean.ignored, classes).to(value.dtype)
 
-    def _evaluate(self, flow: Dataflow, ref: int, known: dict[int, Tensor], sizes: Sequence[int]) -> Tensor:
-        with torch.no_grad():
-            return Evaluation(flow, known, sizes, torch.device("cpu"), modules=True).value(ref).double()
-
     def holds(self, rule: Rule) -> bool:
         """Returns whether a rule gives the whole's value from those of the parts."""
-        counts = (
-            [rule.count(part) for part in self.targets.get(rule.targets or 0, [])]
-            if (rule.kind == "targets")
-            else []
-        )
-        weights = rule.weights(_PARTS, counts)
-        combined = combine(torch.stack(self.parts), weights)
+        *measures, whole = self._measures(rule)
+        combined = combine(torch.stack(self.parts), rule.weights(_PARTS, measures, whole))
         return torch.allclose(combined, self.whole, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+    def _measures(self, rule: Rule) -> list[float]:
+        if rule.ref is None:
+            return [0.0] * (len(_PARTS) + 1)
+        with torch.no_grad():
+            return [rule.measure(each.value(rule.ref)) for each in self._evaluations]
 
 
 def _made(calls: Sequence[Call]) -> Iterator[int]:

@@ -74,7 +74,7 @@ def _output(
     if not flow.depends_on([ref], split):
         return Output(ref, None, None)
     rule = find_rule(flow, ref, static_sizes)
-    if rule is not None and (rule.targets is None or _is_known(flow, rule.targets)):
+    if rule is not None and (rule.ref is None or _is_known(flow, rule.ref)):
         return Output(ref, None, rule)
     if loss == "per-microbatch":
         return Output(ref, None, Rule("samples"))
@@ -102,8 +102,7 @@ def put_together(
     result: Nested,
     outputs: Sequence[Output],
     tensors: Sequence[Tensor],
-    sizes: Sequence[int],
-    counts: Sequence[Sequence[int]],
+    weights: Sequence[Sequence[float]],
 ) -> Any:
     """Returns what the model returns for the whole mini-batch.
 
@@ -111,17 +110,16 @@ def put_together(
         result: what the model returned when it was recorded.
         outputs: the tensors in it.
         tensors: each of them, concatenated over micro-batches along the first dimension.
-        sizes: how many samples each micro-batch has.
-        counts: for each output, how many targets of each micro-batch count.
+        weights: for each output, those of the micro-batches by its rule.
     """
     found: dict[int, Tensor] = {}
-    for output, tensor, count in zip(outputs, tensors, counts, strict=True):
+    for output, tensor, of_parts in zip(outputs, tensors, weights, strict=True):
         if output.dim is not None:
             found[output.ref] = tensor.movedim(0, output.dim) if output.dim else tensor
         elif output.rule is None:
             found[output.ref] = tensor[0]
         else:
-            found[output.ref] = combine(tensor, output.rule.weights(sizes, count))
+            found[output.ref] = combine(tensor, of_parts)
     return result.build(lambda leaf: found.get(leaf.index) if isinstance(leaf, Ref) else leaf)
 
 

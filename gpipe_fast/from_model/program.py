@@ -73,10 +73,14 @@ class Program:
         for owned in self._owned:
             owned.take()
         passed = tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
-        return self._combined(self.pipeline(passed), parts, sizes)
+        return self._combined(self.pipeline(passed), inputs, parts, sizes)
 
     def put_together(
-        self, returned: Sequence[Any], parts: Sequence[Sequence[Tensor]], sizes: Sequence[tuple[int, ...]]
+        self,
+        returned: Sequence[Any],
+        inputs: Sequence[Tensor],
+        parts: Sequence[Sequence[Tensor]],
+        sizes: Sequence[tuple[int, ...]],
     ) -> Any:
         """Returns what the pipeline returns, from what the plain model returns for each micro-batch."""
         leaves = [pytree.tree_leaves(open_dataclass(each)) for each in returned]
@@ -90,29 +94,31 @@ class Program:
             else torch.cat([x.movedim(output.dim, 0) for x in column])
             for output, column in zip(self.outputs, columns, strict=True)
         ]
-        return self._combined(tensors, parts, sizes)
+        return self._combined(tensors, inputs, parts, sizes)
 
     def _combined(
         self,
         tensors: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         parts: Sequence[Sequence[Tensor]],
         sizes: Sequence[tuple[int, ...]],
     ) -> Any:
-        counts = [
-            [self._count(output.rule, part, each) for part, each in zip(parts, sizes, strict=True)]
-            if output.rule is not None and output.rule.kind == "targets"
-            else []
-            for output in self.outputs
-        ]
         batch_sizes = [each[0] for each in sizes]
-        found = put_together(self.flow.result, self.outputs, tensors, batch_sizes, counts)
+        whole = sum(batch_sizes), *sizes[0][1:]
+        given = [*zip(parts, sizes, strict=True), (inputs, whole)]
+        weights = []
+        for output in self.outputs:
+            rule, measures = output.rule, [0.0] * len(given)
+            if rule is not None and rule.ref is not None:
+                measures = [self._measure(rule, rule.ref, *each) for each in given]
+            weights.append([] if rule is None else rule.weights(batch_sizes, measures[:-1], measures[-1]))
+        found = put_together(self.flow.result, self.outputs, tensors, weights)
         return found if self._output_class is None else self._output_class(**found)
 
-    def _count(self, rule: Rule, part: Sequence[Tensor], sizes: Sequence[int]) -> int:
-        assert rule.targets is not None
+    def _measure(self, rule: Rule, ref: int, inputs: Sequence[Tensor], sizes: Sequence[int]) -> float:
         with torch.no_grad():
-            evaluation = Evaluation(self.flow, dict(enumerate(part)), sizes, part[0].device)
-            return rule.count(evaluation.value(rule.targets))
+            evaluation = Evaluation(self.flow, dict(enumerate(inputs)), sizes, inputs[0].device)
+            return rule.measure(evaluation.value(ref))
 
 
 def _is_ref(leaf: Any) -> bool:

@@ -40,6 +40,10 @@ def masked_mean(x: Tensor, y: Tensor) -> Tensor:
     return (x.mean(-1) * y).sum() / y.sum()
 
 
+def masked_sum_of_means(x: Tensor, y: Tensor) -> Tensor:
+    return (x.mean(-1) * y).sum() / y.sum() + x.mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "targets", "kind"),
     [
@@ -53,11 +57,14 @@ def masked_mean(x: Tensor, y: Tensor) -> Tensor:
         (lambda x, y: 2 * F.cross_entropy(x.flatten(0, 1), y.flatten()), CLASSES, "targets"),
         (lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum"), CLASSES, "sum"),
         (causal, CLASSES, "targets"),
+        (masked_mean, CLASSES, "quotient"),
+        (lambda x, y: (x[..., 0] * y).sum() / (y.sum().clamp(min=1) + 1e-6), CLASSES, "quotient"),
         # None of these is a sum over samples, divided by something that the inputs decide.
         (lambda x, y: F.mse_loss(x, y).sqrt(), NUMBERS, None),
         (lambda x, y: x.std(), NUMBERS, None),
         (lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()) + x.mean(), CLASSES, None),
-        (masked_mean, CLASSES, None),
+        (masked_sum_of_means, CLASSES, None),
+        (lambda x, y: x.square().sum() / x.abs().sum(), NUMBERS, None),
         (lambda x, y: x.softmax(0).amax(), NUMBERS, None),
     ],
 )
@@ -67,10 +74,12 @@ def test_the_rule_of_a_loss(loss: Loss, targets: Tensor, kind: str | None) -> No
 
 
 def test_weights() -> None:
-    assert Rule("sum").weights([2, 1], []) == [1, 1]
-    assert Rule("samples").weights([3, 1], []) == [0.75, 0.25]
-    assert Rule("targets", 0).weights([3, 1], [1, 3]) == [0.25, 0.75]
-    assert Rule("targets", 0, ignored=-1).count(torch.tensor([-1, 0, -100])) == 2
+    assert Rule("sum").weights([2, 1], [0, 0], 0) == [1, 1]
+    assert Rule("samples").weights([3, 1], [0, 0], 0) == [0.75, 0.25]
+    assert Rule("targets", 0).weights([3, 1], [1, 3], 4) == [0.25, 0.75]
+    assert Rule("targets", 0, ignored=-1).measure(torch.tensor([-1, 0, -100])) == 2
+    # A part that is divided by at least 1.
+    assert Rule("quotient", 0).weights([3, 1], [4.0, 1.0], 4.0) == [1.0, 0.25]
 
 
 def test_a_part_without_targets_has_no_part_in_the_sum() -> None:

@@ -1,0 +1,88 @@
+"""A record is cut after each block; values that later layers read are carried to them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.from_model.cut import Part, cut
+from gpipe_fast.from_model.dataflow import Refused
+from tests.unit.from_model.recording import Calls, record_of
+
+X = torch.empty(4, 3)
+
+
+def parts_of(function: Callable[..., Any], blocks: Sequence[nn.Module], *more: nn.Module) -> list[Part]:
+    flow = record_of(Calls(function, [*blocks, *more]), X, blocks=blocks)
+    return cut(flow, blocks, list(flow.result.refs()))
+
+
+def names(part: Part) -> list[str]:
+    return [getattr(call.target, "__name__", type(call.target).__name__) for call in part.calls]
+
+
+def linears(count: int) -> list[nn.Module]:
+    return [nn.Linear(3, 3) for _ in range(count)]
+
+
+def test_functions_stay_before_the_block_that_follows_them() -> None:
+    first, second = linears(2)
+    parts = parts_of(lambda x: torch.sin(second(torch.tanh(first(torch.exp(x))))), [first, second])
+    assert [names(part) for part in parts] == [["exp"], ["Linear"], ["tanh", "Linear"], ["sin"]]
+    assert [part.block for part in parts] == [None, first, second, None]
+
+
+def test_a_value_is_carried_until_its_last_use() -> None:
+    blocks = linears(3)
+
+    def forward(x: Tensor) -> Tensor:
+        shared, y = x * 2, x
+        for index, block in enumerate(blocks):
+            y = block(y)
+            if index < 2:
+                y = y + shared
+        return y
+
+    parts = parts_of(forward, blocks)
+    assert [len(part.given) for part in parts] == [1, 2, 2, 2, 1]
+    # Those that are read longest come first, so that layers with equal code get equal positions.
+    assert parts[1].given[0] == parts[2].given[0]
+    for before, after in itertools.pairwise(parts):
+        assert before.returned == after.given
+
+
+def test_an_unused_input_is_not_carried() -> None:
+    blocks = linears(2)
+    flow = record_of(Calls(lambda x, y: blocks[1](blocks[0](x)), blocks), X, X, blocks=blocks)
+    parts = cut(flow, blocks, list(flow.result.refs()))
+    assert [len(part.given) for part in parts] == [2, 1, 1, 1]
+
+
+def test_a_change_in_place_within_a_layer_is_kept() -> None:
+    blocks = linears(2)
+
+    def forward(x: Tensor) -> Tensor:
+        y = blocks[0](x)
+        y += 1
+        return blocks[1](y)
+
+    assert [names(part) for part in parts_of(forward, blocks)] == [[], ["Linear"], ["add_", "Linear"], []]
+
+
+def test_a_change_in_place_of_an_alias_from_another_layer_is_refused() -> None:
+    blocks = linears(2)
+
+    def forward(x: Tensor) -> Tensor:
+        base = x * 2
+        alias = base[:, :2]
+        y = blocks[0](x)
+        base += 1
+        return blocks[1](y + base) + alias.sum()
+
+    with pytest.raises(Refused, match=r"is changed in place at .*test_cut\.py"):
+        parts_of(forward, blocks)

@@ -1,0 +1,76 @@
+"""Single values of a record are computed from its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_fast.from_model.evaluate import Evaluation, Unknown
+from tests.unit.from_model.recording import Calls, record_of
+
+X = torch.randn(4, 3)
+CPU = torch.device("cpu")
+
+
+def value_of(function: Callable[..., Any], *modules: nn.Module, **options: Any) -> Tensor:
+    flow = record_of(Calls(function, modules), X)
+    (ref,) = flow.result.refs()
+    return Evaluation(flow, {0: X}, (), CPU, **options).value(ref)
+
+
+def test_a_value_follows_from_functions_and_parameters() -> None:
+    assert torch.equal(value_of(lambda x: torch.stack(x.unbind(1), 1)[:, 1:] * 2), X[:, 1:] * 2)
+    assert torch.equal(
+        value_of(lambda x: torch.arange(3, device=x.device) + x.long()), torch.arange(3) + X.long()
+    )
+
+
+def test_changes_in_place_before_and_after_an_alias_are_made() -> None:
+    def forward(x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        row = y[0]
+        row += 1
+        y[1] = x[1]
+        return y.sum(1)
+
+    assert torch.equal(value_of(forward), forward(X))
+
+
+def test_each_call_is_made_once() -> None:
+    def forward(x: Tensor) -> Tensor:
+        y = x.clone()
+        y.add_(1)
+        return y + y * y
+
+    assert torch.equal(value_of(forward), forward(X))
+
+
+def test_modes_of_calls_are_kept() -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x.T
+
+    assert value_of(forward).dtype == torch.bfloat16
+
+
+def test_modules_and_random_numbers_are_unknown_unless_allowed() -> None:
+    linear = nn.Linear(3, 3)
+    with pytest.raises(Unknown, match="a Linear, called at"):
+        value_of(lambda x: linear(x) + 1, linear)
+    assert torch.equal(value_of(lambda x: linear(x) + 1, linear, modules=True), linear(X) + 1)
+    with pytest.raises(Unknown, match="random numbers, drawn at"):
+        value_of(lambda x: F.dropout(x, 0.5))
+    assert torch.equal(
+        value_of(lambda x: torch.rand(3) + x, draw=lambda call: torch.zeros(3)), torch.zeros(3) + X
+    )
+
+
+def test_an_unknown_input() -> None:
+    flow = record_of(Calls(lambda x, y: x + y), X, X)
+    with pytest.raises(Unknown, match="an input"):
+        Evaluation(flow, {0: X}, (), CPU).value(next(iter(flow.result.refs())))

@@ -1,0 +1,121 @@
+"""What a model returns is put together from what its micro-batches return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.from_model.outputs import leaf_names
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
+X, CLASSES = torch.randn(6, 4), torch.tensor([0, 1, -100, 2, 1, 0])
+
+
+@dataclass
+class Result:
+    """What a model may return."""
+
+    y: Any
+    first: Any = None
+
+
+class Net(nn.Module):
+    """Two blocks, and a function of the input and their output."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.function = function
+
+    def forward(self, x: Tensor, classes: Tensor | None = None) -> Any:
+        y = torch.tanh(self.blocks[1](self.blocks[0](x)))
+        return self.function(x, y) if classes is None else self.function(x, y, classes)
+
+
+def output_of(function: Any, *inputs: Tensor, **options: Any) -> tuple[Any, Any]:
+    """Returns what the pipeline of 4 and 2 samples returns, and what the model returns for the whole."""
+    model = Net(function)
+    inputs = inputs or (X,)
+    pipe = GPipe.from_model(model, inputs, devices=["cpu"] * 2, balance=[1, 1], chunks=2, **options)
+    return pipe(*inputs), model(*inputs)
+
+
+def test_tensors_are_concatenated_along_the_batch_wherever_it_is() -> None:
+    found, expected = output_of(lambda x, y: {"y": y, "t": y.T, "more": [x * 2, (None, 3)]})
+    assert found.keys() == expected.keys()
+    for key in ("y", "t"):
+        torch.testing.assert_close(found[key], expected[key])
+    assert torch.equal(found["more"][0], X * 2)
+    assert found["more"][1] == (None, 3)
+
+
+def test_the_class_of_the_output_is_kept() -> None:
+    found, expected = output_of(lambda x, y: Result(y))
+    assert type(found) is Result
+    torch.testing.assert_close(found.y, expected.y)
+    assert found.first is None
+
+
+def test_a_value_that_is_no_function_of_the_batch_is_returned_once() -> None:
+    found, _ = output_of(lambda x, y: (y, torch.arange(3)))
+    assert torch.equal(found[1], torch.arange(3))
+
+
+LOSSES = {
+    "a mean over samples": lambda x, y: (y, y.square().mean()),
+    "a sum": lambda x, y: (y, y.square().sum()),
+    "a mean of means": lambda x, y: (y, y.square().mean(1).mean() + y.abs().mean()),
+    "a number of samples": lambda x, y: (y, y.square().sum() / x.shape[0]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("samples", [6, 5])
+def test_a_loss_is_that_of_the_whole(name: str, samples: int) -> None:
+    found, expected = output_of(LOSSES[name], X[:samples])
+    torch.testing.assert_close(found[1], expected[1])
+
+
+def test_a_mean_over_targets_that_count() -> None:
+    found, expected = output_of(lambda x, y, c: (y, F.cross_entropy(y, c)), X, CLASSES)
+    torch.testing.assert_close(found[1], expected[1])
+    half = [F.cross_entropy(expected[0][s], CLASSES[s]) for s in (slice(0, 3), slice(3, 6))]
+    assert not torch.allclose(found[1], sum(half) / 2)
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_a_masked_mean_also_if_a_micro_batch_has_no_target(clamped: bool) -> None:
+    def function(x: Tensor, y: Tensor, c: Tensor) -> Any:
+        mask = (c > 0).float()
+        total = mask.sum().clamp(min=1) if clamped else mask.sum()
+        return y, (y.square().mean(1) * mask).sum() / total
+
+    found, expected = output_of(function, X, torch.tensor([0, 0, 0, 2, 1, 0]))
+    torch.testing.assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: (y, y.std()),
+        lambda x, y: (y, y.max()),
+        lambda x, y: (y, y.square().mean().sqrt()),
+        lambda x, y, c: (y, F.cross_entropy(y, c, weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))),
+    ],
+)
+def test_a_value_that_does_not_follow_is_refused_or_averaged(function: Any) -> None:
+    inputs = (X, CLASSES) if function.__code__.co_argcount == 3 else (X,)
+    with pytest.raises(RuntimeError, match=r"\[1\]|compares|does not follow|no module has"):
+        output_of(function, *inputs)
+
+
+def test_names_of_leaves() -> None:
+    value = {"loss": 1, "more": (2, [3])}
+    assert leaf_names(value) == ["loss", "more[0]", "more[1][0]"]
+    assert leaf_names(3) == ["tensor"]
