@@ -28,6 +28,7 @@ BENCHMARKS = {
     "signature": "overhead of a call before any stage runs",
     "step": "steps of GPT blocks compared with torch.distributed.pipelining, torchgpipe and plain PyTorch",
     "tracing": "time to trace and lower GPT blocks",
+    "training-step": "peak memory and time of whole training steps: the loss outside, or in the last stage",
     "traffic": "bytes that fused backward kernels of recomputed segments read and write",
 }
 

@@ -17,6 +17,7 @@ from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import verify_skippables
 from gpipe_fast.layers.structure import BatchDim, CallArguments, Inputs
+from gpipe_fast.schedule import SCHEDULES
 
 BACKENDS = ("auto", "aten", "eager")
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -100,6 +101,17 @@ def checked_transport(transport: str) -> str:
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is not one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     return transport
+
+
+def checked_schedule(schedule: str) -> str:
+    """Returns the name of the schedule of a step.
+
+    Raises:
+        ValueError: `schedule` is not one of `SCHEDULES`.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is not one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}")
+    return schedule
 
 
 def checked_threads_per_stage(threads: int | None) -> int | None:

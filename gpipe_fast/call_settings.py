@@ -10,6 +10,7 @@ from gpipe_fast.arguments import (
     checked_batch_dim,
     checked_checkpoint,
     checked_chunks,
+    checked_schedule,
     checked_threads_per_stage,
 )
 from gpipe_fast.layers.structure import BatchDim
@@ -38,6 +39,19 @@ class CallSettings:
     @chunks.setter
     def chunks(self, chunks: int | Literal["auto"]) -> None:
         self._chunks = checked_chunks(chunks)
+
+    @property
+    def schedule(self) -> str:
+        """The order of forwards and backwards in `step`: 'gpipe' or '1f1b'; may be set between calls.
+
+        Raises:
+            ValueError: On assignment, the value is invalid. The old value is kept.
+        """
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: str) -> None:
+        self._schedule = checked_schedule(schedule)
 
     @property
     def batch_dim(self) -> BatchDim:

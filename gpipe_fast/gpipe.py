@@ -6,6 +6,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -47,6 +48,7 @@ from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.stages import checked_placement, resolve_balance, resolve_devices, stages_of
 from gpipe_fast.trace.layer_states import LayerStates
+from gpipe_fast.training.step import Given, Training
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.unsupported import global_hook, has_observers, without_observers
 from gpipe_fast.usage_warnings import warn_idle_stages, warn_sequence_first, warn_square_input
@@ -57,10 +59,10 @@ _NOT_COPIED = frozenset(
     {"_layers", "_stages", "_connections", "_state", "_planner", "_pipeline", "_python_workers"}
 )
 # A copied `_compiled_call_impl` would call the original module; nn.Module does not copy it either.
-_NOT_COPIED |= {"_hook_planner", "_compiled_call_impl"}
+_NOT_COPIED |= {"_hook_planner", "_compiled_call_impl", "_trainers"}
 
 
-class GPipe(CallSettings, CallPreparation, Container):
+class GPipe(CallSettings, CallPreparation, Training, Container):
     """Trains a sequence of layers as a pipeline of stages over micro-batches.
 
     Outputs, gradients and buffers equal those of ``torch.cat([module(c) for c in x.chunk(chunks)])``, bit for
@@ -104,6 +106,9 @@ class GPipe(CallSettings, CallPreparation, Container):
         transport: How boundary tensors move between stages on GPUs. ``'auto'`` passes them on by reference
             within a device, copies them between devices with peer access, and otherwise through pinned host
             memory. ``'peer'`` and ``'pinned'`` force one kind of copy, also within a device.
+        schedule: The order in which `step` runs forwards and backwards: ``'gpipe'``, all forwards before the
+            first backward; or ``'1f1b'``, which runs each backward as early as possible, so that a stage
+            keeps at most one micro-batch for itself and for each later stage. May be set between calls.
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, its skip connections do not match, or ``batch_dim`` is
@@ -134,6 +139,7 @@ class GPipe(CallSettings, CallPreparation, Container):
         capture: bool = True,
         transport: str = "auto",
         fuse: bool | None = None,
+        schedule: str = "gpipe",
     ) -> None:
         super().__init__()
         # Check in torchgpipe's order, then our own arguments; the module is unchanged until all checks pass.
@@ -151,12 +157,14 @@ class GPipe(CallSettings, CallPreparation, Container):
         self.backend = checked_backend(backend)
         self.grad_dtype = checked_grad_dtype(grad_dtype)
         self.transport = checked_transport(transport)
+        self.schedule = schedule
         self._fuse = fuse is None or bool(fuse)
         self._connections = connections_of(self._balance, self._devices, skips_of(module), self.transport)
         self.threads_per_stage = None
         self._capture = bool(capture)
         self._warned_of_idle_stages = False
         self._checks_usage = True
+        self._trainers: dict[Any, Any] = {}
         self._balance_pending = balance is None and len(self._balance) > 1
         self._register_layers(module)
         if self._deferred_batch_norm:
@@ -183,6 +191,7 @@ class GPipe(CallSettings, CallPreparation, Container):
         capture: bool = True,
         transport: str = "auto",
         fuse: bool | None = None,
+        schedule: str = "gpipe",
     ) -> Any:
         """Makes a pipeline of a model that is not an ``nn.Sequential``, from an example of its arguments.
 
@@ -220,6 +229,7 @@ class GPipe(CallSettings, CallPreparation, Container):
             capture: As for `GPipe`.
             transport: As for `GPipe`.
             fuse: As for `GPipe`.
+            schedule: As for `GPipe`.
 
         Returns:
             The pipelined model. Its ``chunks``, ``checkpoint`` and ``threads_per_stage`` may be set;
@@ -235,7 +245,8 @@ class GPipe(CallSettings, CallPreparation, Container):
         options = {"grad_dtype": grad_dtype, "backend": backend, "capture": capture, "transport": transport}
         make = functools.partial(cls, devices=places, fuse=fuse, **options)  # type: ignore[arg-type]
         number = None if places is None else len(places)
-        return make_pipelined(model, args, kwargs, blocks, balance, number, chunks, checkpoint, loss, make)
+        settings = chunks, checkpoint, schedule, loss
+        return make_pipelined(model, args, kwargs, blocks, balance, number, *settings, make)
 
     def _open_pipeline(self) -> Pipeline:
         pipeline = open_pipeline(max(1, len(self._balance)), self._python_workers, self.transport)
@@ -271,6 +282,7 @@ class GPipe(CallSettings, CallPreparation, Container):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._trainers = {}
         self._python_workers = PythonWorkers()
         self._pipeline = self._open_pipeline()
         self._rebuild_stages()
@@ -322,13 +334,16 @@ class GPipe(CallSettings, CallPreparation, Container):
         """
         if not len(self):
             return pass_through(args, kwargs, self._batch_dim)
-        inputs = self._checked_inputs(args, kwargs)
+        return self._run(self._checked_inputs(args, kwargs))
+
+    def _run(self, inputs: Inputs, given: Given | None = None) -> Any:
+        """Runs the forward of a mini-batch; with ``given``, also its backward."""
         observed = has_observers(inputs.tensors, self.modules)
         with TRACING_LOCK:
             if observed:
-                plan = without_observers(self._plan, inputs, global_hook())
+                plan = without_observers(self._plan, inputs, global_hook(), given)
             else:
-                call = self._describe(inputs)
+                call = self._describe(inputs, given)
                 plan = self._planner.plan(call)
             parameters, buffers, pipeline = self._state.parameters, self._state.buffers, self._pipeline
             state = self._state if self._planner.module_warnings.in_python else None
@@ -339,7 +354,14 @@ class GPipe(CallSettings, CallPreparation, Container):
             self._emit_warnings()
         # A plan without random operators does not advance PyTorch's generator.
         key = MinibatchKey() if plan.draws is None else minibatch_key() if plan.draws else 0
-        outputs, structure = pipeline.forward(plan.native, inputs.tensors, parameters, buffers, key)
+        tensors = parameters, buffers, key
+        if given is None:
+            outputs, structure = pipeline.forward(plan.native, inputs.tensors, *tensors)
+        else:
+            gradients = given.gradients(plan.schedule.num_microbatches, plan.first_output())
+            outputs, structure = pipeline.step(
+                plan.native, inputs.tensors, given.tensors, gradients, *tensors
+            )
         if state is not None:
             with TRACING_LOCK:  # a trace by another thread replaces parameters meanwhile
                 is_changed = state.is_changed()
@@ -409,13 +431,13 @@ class GPipe(CallSettings, CallPreparation, Container):
             while pending:
                 warn_user(pending.pop(0))
 
-    def _plan(self, inputs: Inputs, hook: str | None = None) -> PlannedCall:
+    def _plan(self, inputs: Inputs, hook: str | None = None, given: Given | None = None) -> PlannedCall:
         """Returns the plan for these inputs and the present layers, under this global module hook if any."""
-        call = self._describe(inputs)
+        call = self._describe(inputs, given)
         planner = self._planner if hook is None else self._planner_under_hook(hook)
         return planner.plan(call)
 
-    def _describe(self, inputs: Inputs) -> Call:
+    def _describe(self, inputs: Inputs, given: Given | None = None) -> Call:
         """Returns a call with these inputs, for the present layers and settings."""
         self._detect_changes()
         chunks = self._num_chunks(inputs.batch_size)
@@ -426,7 +448,40 @@ class GPipe(CallSettings, CallPreparation, Container):
             warn_sequence_first([stage.layers for stage in self._stages], inputs.dims)
             warn_square_input(inputs)
         checkpoint = checkpoint_policy(self.checkpoint, self.training and torch.is_grad_enabled())
-        return Call(inputs, chunks, self._threads(), checkpoint, self._state)
+        call = Call(inputs, chunks, self._threads(), checkpoint, self._state)
+        return call if given is None else replace(call, given=given.tensors, order=given.order)
+
+    def _with_loss(self, layer: nn.Module) -> GPipe:
+        """As for `Training._with_loss`."""
+        children = dict(self.named_children())
+        name = next(name for name in ("loss", "loss_of_step", "_") if name not in children)
+        balance = [*self._balance[:-1], self._balance[-1] + 1]
+        found = GPipe(
+            nn.Sequential(OrderedDict(children | {name: layer})),
+            balance,
+            devices=self._devices,
+            deferred_batch_norm=self._deferred_batch_norm,
+            grad_dtype=self.grad_dtype,
+            backend=self.backend,
+            capture=self._capture,
+            transport=self.transport,
+            fuse=self._fuse,
+        )
+        found._checks_usage, found._warned_of_idle_stages = False, True  # this pipeline does
+        return found
+
+    def _configure(self, trainer: GPipe) -> bool:
+        """As for `Training._configure`."""
+        trainer.chunks, trainer.checkpoint, trainer.batch_dim = self.chunks, self.checkpoint, self.batch_dim
+        trainer.threads_per_stage, trainer.training = self.threads_per_stage, self.training
+        *layers, _ = trainer._modules.values()
+        is_placed = [*trainer._balance[:-1], trainer._balance[-1] - 1] == self._balance
+        return is_placed and layers == list(self._modules.values())
+
+    def _prepare_step(self, inputs: Inputs) -> None:
+        """As for `Training._prepare_step`."""
+        with TRACING_LOCK:
+            self._describe(inputs)
 
     def _planner_under_hook(self, hook: str) -> Planner:
         """Returns the planner that runs all layers in Python, so that global module hooks are called."""

@@ -137,6 +137,21 @@ void bind_pipeline(py::module_& m) {
             return std::make_pair(std::move(outputs.tensors), unwrap_object(outputs.form->structure));
           },
           py::arg("plan"), py::arg("inputs"), py::arg("parameters"), py::arg("buffers"), py::arg("key"))
+      .def(
+          "step",
+          [](Pipeline& pipeline, const std::shared_ptr<Plan>& plan, const Tensors& inputs,
+             const Tensors& given, const std::vector<Tensors>& gradients, const Tensors& parameters,
+             const Tensors& buffers, const std::variant<int64_t, std::function<int64_t()>>& key) {
+            Boundary outputs;
+            {
+              const py::gil_scoped_release no_gil;
+              outputs =
+                  pipeline.step(plan, inputs, given, gradients, parameters, buffers, to_key_function(key));
+            }
+            return std::make_pair(std::move(outputs.tensors), unwrap_object(outputs.form->structure));
+          },
+          py::arg("plan"), py::arg("inputs"), py::arg("given"), py::arg("gradients"), py::arg("parameters"),
+          py::arg("buffers"), py::arg("key"))
       .def("record", &Pipeline::record, py::arg("events_per_stage"), no_gil)
       .def("recorded", &Pipeline::recorded, no_gil)
       .def("events", &events)

@@ -284,6 +284,9 @@ void bind_plan(py::module_& m) {
   def_write_only(plan, "num_skips", &Plan::num_skips);
   def_write_only(plan, "forward", &Plan::forward);
   def_write_only(plan, "backward", &Plan::backward);
+  def_write_only(plan, "step", &Plan::step);
+  def_write_only(plan, "given_skips", &Plan::given_skips);
+  def_write_only(plan, "given_dims", &Plan::given_dims);
   def_write_only(plan, "num_threads", &Plan::num_threads);
   def_write_only(plan, "inputs", &Plan::inputs);
   def_write_only(plan, "split_dims", &Plan::split_dims);

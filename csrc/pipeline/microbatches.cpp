@@ -22,6 +22,13 @@ Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
 
 }  // namespace
 
+std::vector<Tensors> split_along(const Tensors& tensors, const std::vector<std::optional<int64_t>>& dims,
+                                 int64_t num_parts) {
+  return split_tensors(tensors, num_parts, [&](size_t i) {
+    return dims[i] ? tensors[i].chunk(num_parts, *dims[i]) : Tensors(num_parts, tensors[i]);
+  });
+}
+
 PartLengths lengths_of(const std::vector<Boundary>& parts, int64_t dim) {
   PartLengths sizes(parts.front().tensors.size());
   for (size_t i = 0; i < sizes.size(); ++i) {

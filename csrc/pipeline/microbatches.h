@@ -25,6 +25,10 @@ std::vector<Tensors> split_tensors(const Tensors& tensors, int64_t num_parts, co
   return microbatches;
 }
 
+// Splits each tensor along its dimension; nullopt: every micro-batch gets the whole tensor.
+std::vector<Tensors> split_along(const Tensors& tensors, const std::vector<std::optional<int64_t>>& dims,
+                                 int64_t num_parts);
+
 // Lengths of the concatenated parts, by tensor and micro-batch.
 using PartLengths = std::vector<std::vector<int64_t>>;
 PartLengths lengths_of(const std::vector<Boundary>& parts, int64_t dim);

@@ -45,7 +45,7 @@ MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Tra
     StageState& stage = stages_[i];
     stage.index = static_cast<int32_t>(i);
     stage.device = plan.device;
-    stage.needs_backward = plan_->backward != nullptr;
+    stage.needs_backward = plan_->has_backward();
     stage.key = key;
     // Holds tensor_data(), so that `p.data = ...` between forward and backward does not affect the backward.
     for (int64_t index : plan.parameters) stage.parameters.push_back(parameters.at(index).tensor_data());

@@ -65,6 +65,13 @@ class MiniBatch final : public Work {
   // precision than their parameter's. `caller_streams`: the calling thread's streams.
   Gradients end_backward(const std::vector<Stream>& caller_streams);
 
+  // Takes the inputs of a run of forwards and backwards: the first stage's boundary inputs, the given skip tensors and
+  // the gradients of the outputs, each by micro-batch.
+  void begin_step(std::vector<Tensors> microbatches, std::vector<Tensors> given,
+                  std::vector<Tensors> gradients);
+  // The gradients that a step has computed, until a backward takes them.
+  std::optional<Gradients> step_gradients;
+
   // Frees the tensors that a backward with `retain` kept.
   void release();
 
@@ -96,6 +103,8 @@ class MiniBatch final : public Work {
 
   enum class Phase { idle, forward, backward };
 
+  // Sets the gradients of the last stage's outputs, and those of the parameters to none.
+  void set_gradients(std::vector<Tensors> microbatches, bool retain);
   // Returns a stage's random keys, one row for each segment that needs one; undefined if none does, or if the stage's
   // chains are not known.
   at::Tensor host_keys(size_t stage);

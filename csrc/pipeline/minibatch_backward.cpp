@@ -38,18 +38,35 @@ void MiniBatch::begin_backward(std::vector<Tensors> microbatches, bool retain) {
       for (const SegmentContext& context : microbatch_state.contexts) context.segment->check_buffers(stage);
     }
   }
+  for (StageState& stage : stages_) stage.release_programs();
+  set_gradients(std::move(microbatches), retain);
+  thread_state_.emplace(plan_->num_threads);
+  phase_ = Phase::backward;
+}
+
+void MiniBatch::begin_step(std::vector<Tensors> microbatches, std::vector<Tensors> given,
+                           std::vector<Tensors> gradients) {
+  begin_forward(std::move(microbatches));
+  for (size_t m = 0; m < given.size(); ++m) {
+    for (size_t i = 0; i < given[m].size(); ++i) {
+      Skip& skip = skips_[m].at(plan_->given_skips.at(i));
+      skip.tensor = std::move(given[m][i]);
+      skip.stage = stages_.back().index;  // the caller gives it on the last stage's device
+    }
+  }
+  set_gradients(std::move(gradients), /*retain=*/false);
+}
+
+void MiniBatch::set_gradients(std::vector<Tensors> microbatches, bool retain) {
   for (StageState& stage : stages_) {
     stage.backward = {Tensors(stage.parameters.size())};
     stage.retains_graph = retain;
-    stage.release_programs();
   }
   for (size_t m = 0; m < microbatches.size(); ++m) {
     stages_.back().microbatch_states[m].tangents = std::move(microbatches[m]);
   }
-  thread_state_.emplace(plan_->num_threads);
   used_no_fallback_ = true;
   gradients_on_callers_ = false;
-  phase_ = Phase::backward;
 }
 
 void MiniBatch::release() {

@@ -180,6 +180,12 @@ Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& grad
   return block_if_closed([&] { return run_backward_step(minibatch, gradients, sizes, retain); });
 }
 
+Boundary Pipeline::step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
+                        const std::vector<Tensors>& gradients, const Tensors& parameters,
+                        const Tensors& buffers, const std::function<int64_t()>& key) {
+  return block_if_closed([&] { return run_step(plan, inputs, given, gradients, parameters, buffers, key); });
+}
+
 // Runs `body`; if memory runs out, frees the graphs and runs it once more. Plans with layers in Python are not
 // repeated, because the layers may behave differently the second time.
 template <class Body>
@@ -230,11 +236,7 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
   const int64_t num_parts = plan->num_microbatches();
   const std::vector<Stream>& caller_streams = minibatch->caller_streams();
   const GraphRun graph_run{*minibatch, inputs, 0, [&](const Tensors& tensors) {
-                             return split_tensors(tensors, num_parts, [&](size_t i) {
-                               const std::optional<int64_t>& dim = plan->split_dims[i];
-                               return dim ? tensors[i].chunk(num_parts, *dim)
-                                          : Tensors(num_parts, tensors[i]);
-                             });
+                             return split_along(tensors, plan->split_dims, num_parts);
                            }};
   const bool captured = may_use_graphs() && graph_cache_->has_forward(*plan);
   minibatch->begin_forward(captured ? std::vector<Tensors>(num_parts) : graph_run.split_tensors(inputs));
@@ -251,6 +253,53 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
   return parts;
 }
 
+Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
+                            const Tensors& given, const std::vector<Tensors>& gradients,
+                            const Tensors& parameters, const Tensors& buffers,
+                            const std::function<int64_t()>& key) {
+  create_transport(*plan);
+  const auto minibatch = std::make_shared<MiniBatch>(plan, transport_, parameters, buffers, key);
+  const int64_t num_parts = plan->num_microbatches();
+  Boundary outputs;
+  PartLengths sizes;
+  {
+    const EngineLock lock(*this);
+    check_open();
+    transport_->check_alive();
+    std::vector<Boundary> parts;  // freed after the guard has noticed that a device failed
+    AbandonOnError guard{*transport_, *minibatch};
+    minibatch->begin_step(split_along(inputs, plan->split_dims, num_parts),
+                          split_along(given, plan->given_dims, num_parts), gradients);
+    run(*plan->step, *minibatch);
+    parts = minibatch->take_outputs();
+    for (const Boundary& part : parts) {
+      for (const at::Tensor& tensor : part.tensors)
+        transport_->hand_over(tensor, minibatch->caller_streams());
+    }
+    // Checked before the buffers are written, because it may throw.
+    if (plan->check_outputs) plan->check_outputs(parts);
+    outputs = concatenate(parts, plan->cat_dim);
+    minibatch->end_forward();
+    minibatch->step_gradients = minibatch->end_backward(minibatch->caller_streams());
+    guard.done = true;
+    sizes = lengths_of(parts, plan->cat_dim);
+    for (Boundary& part : parts) free_shared(part.tensors);
+  }
+  connect_to_graph(outputs, inputs, parameters, shared_from_this(), minibatch, std::move(sizes));
+  return outputs;
+}
+
+Pipeline::Gradients Pipeline::combined(MiniBatch::Gradients found, const Plan& plan,
+                                       const std::vector<Stream>& caller_streams) const {
+  for (const Tensors& tensors : found.inputs) {
+    for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, caller_streams);
+  }
+  for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, caller_streams);
+  Gradients result{combine_gradients(found.inputs, plan.split_dims), std::move(found.parameters)};
+  for (Tensors& tensors : found.inputs) free_shared(tensors);
+  return result;
+}
+
 Pipeline::Gradients Pipeline::run_backward_step(MiniBatch& minibatch, const Tensors& gradients,
                                                 const PartLengths& sizes, bool retain) {
   const BackwardStreams streams(transport_->caller_streams(), minibatch.caller_streams());
@@ -263,6 +312,12 @@ Pipeline::Gradients Pipeline::run_backward_step(MiniBatch& minibatch, const Tens
                            },
                            retain};
   Gradients result;
+  if (minibatch.step_gradients) {
+    result = combined(std::move(*minibatch.step_gradients), plan, caller_streams);
+    minibatch.step_gradients.reset();
+    end.succeed();
+    return result;
+  }
   {
     const EngineLock lock(*this);
     check_open();
@@ -282,13 +337,7 @@ Pipeline::Gradients Pipeline::run_backward_step(MiniBatch& minibatch, const Tens
         run(*plan.backward, minibatch);
         if (graph_cache_) graph_cache_->after_backward(graph_run);
       }
-      MiniBatch::Gradients found = minibatch.end_backward(caller_streams);
-      for (const Tensors& tensors : found.inputs) {
-        for (const at::Tensor& tensor : tensors) transport_->hand_over(tensor, caller_streams);
-      }
-      for (const at::Tensor& tensor : found.parameters) transport_->hand_over(tensor, caller_streams);
-      result = {combine_gradients(found.inputs, plan.split_dims), std::move(found.parameters)};
-      for (Tensors& tensors : found.inputs) free_shared(tensors);
+      result = combined(minibatch.end_backward(caller_streams), plan, caller_streams);
     });
     if (!retain) minibatch.release();
     guard.done = true;
@@ -321,7 +370,7 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
   if (graph_cache_) graph_cache_->before_run();
   transport_->begin_run(caller_streams);
   AtEnd end([&](bool failed) { transport_->end_run(caller_streams, failed); });
-  if (&actions == minibatch.plan()->forward.get()) {
+  if (&actions != minibatch.plan()->backward.get()) {
     minibatch.make_random_keys();
     minibatch.replicate();
   }

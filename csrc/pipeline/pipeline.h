@@ -39,6 +39,14 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // outputs' lengths by micro-batch. `retain`: another backward may follow.
   Gradients backward(MiniBatch& minibatch, const Tensors& gradients, const PartLengths& sizes, bool retain);
 
+  // Runs forward and backward of one mini-batch in one run, in the order of the plan's step. `given`: the tensors of
+  // the plan's given skips, on the last stage's device. `gradients`: those of the outputs, by micro-batch. The outputs
+  // are connected to the autograd graph; its backward only returns the gradients, whatever it gets. If the run fails,
+  // nothing has changed.
+  Boundary step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
+                const std::vector<Tensors>& gradients, const Tensors& parameters, const Tensors& buffers,
+                const std::function<int64_t()>& key);
+
   // Call when the interpreter exits: cancels the current run, and makes later runs of this thread throw. Other threads
   // that use the pipeline block until the process ends, like threads that request the GIL of an exiting interpreter.
   void close();
@@ -71,6 +79,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
                             const std::function<int64_t()>& key);
   Gradients run_backward_step(MiniBatch& minibatch, const Tensors& gradients, const PartLengths& sizes,
                               bool retain);
+  Boundary run_step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
+                    const std::vector<Tensors>& gradients, const Tensors& parameters, const Tensors& buffers,
+                    const std::function<int64_t()>& key);
   void check_open() const;
   void create_transport(const Plan& plan);
   // Returns the outputs by micro-batch. May capture a second mini-batch of the plan first.
@@ -79,6 +90,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   bool may_use_graphs() const;
   template <class Body>
   void retry_without_graphs(const Plan& plan, MiniBatch& minibatch, const Body& body);
+  // Hands the gradients over to the callers' streams, and combines those of the inputs.
+  Gradients combined(MiniBatch::Gradients found, const Plan& plan,
+                     const std::vector<Stream>& caller_streams) const;
   // Runs the actions uncaptured.
   void run(const Actions& actions, MiniBatch& minibatch);
 

@@ -63,6 +63,12 @@ struct Plan {
   int64_t num_skips = 0;  // skip connections in the module
   std::shared_ptr<const Actions> forward;
   std::shared_ptr<const Actions> backward;  // null in inference
+  // Both in one run, for Pipeline::step(); else null.
+  std::shared_ptr<const Actions> step;
+  // The skip connections whose tensors the caller gives, such as the targets of a loss, and the dimension along which
+  // each tensor is split; nullopt if every micro-batch gets it whole.
+  std::vector<int64_t> given_skips;
+  std::vector<std::optional<int64_t>> given_dims;
   int num_threads = 1;  // intra-op threads of each stage; programs were lowered for this number
   std::shared_ptr<const BoundaryForm> inputs;
   // The dimension along which each input is split; nullopt if every micro-batch gets the whole input.
@@ -73,6 +79,8 @@ struct Plan {
   std::function<void(const std::vector<Boundary>&)> check_outputs;
 
   bool is_lowered() const;
+  // Returns whether a backward may follow a forward.
+  bool has_backward() const { return backward != nullptr || step != nullptr; }
   int64_t num_microbatches() const { return static_cast<int64_t>(stages.front().chains.size()); }
 };
 

@@ -72,6 +72,7 @@ class Calls:
         loss: ``'exact'`` or ``'per-microbatch'``.
         chunks: the number of micro-batches.
         checkpoint: which micro-batches recompute.
+        schedule: the order of forwards and backwards in a step.
         make_pipeline: makes a pipeline of layers.
     """
 
@@ -84,9 +85,10 @@ class Calls:
         loss: str,
         chunks: int | Literal["auto"],
         checkpoint: str,
+        schedule: str,
         make_pipeline: MakePipeline,
     ) -> None:
-        self.loss, self.chunks, self.checkpoint = loss, chunks, checkpoint
+        self.loss, self.chunks, self.checkpoint, self.schedule = loss, chunks, checkpoint, schedule
         self.threads_per_stage: int | None = None
         self._named = blocks
         self.blocks: list[nn.Module] = []
@@ -154,16 +156,28 @@ class Calls:
             args: its positional arguments.
             kwargs: its keyword arguments.
         """
-        inputs = _inputs(model, args, kwargs)
-        call = _CallOf(self, model, inputs)
+        return self._run(model, args, kwargs, lambda program, *given: program(*given))
+
+    def step(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_output: bool
+    ) -> tuple[list[Tensor], Any]:
+        """Runs forward and backward of a mini-batch, as `Program.step` does; other arguments as of `run`."""
+        found: tuple[list[Tensor], Any] = self._run(
+            model, args, kwargs, lambda program, *given: program.step(*given, keeps_output)
+        )
+        return found
+
+    def _run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
+        call = _CallOf(self, model, _inputs(model, args, kwargs))
         kind, program, parts = self._find(call)
         pipeline = program.pipeline
+        pipeline.schedule = self.schedule
         pipeline.chunks, pipeline.checkpoint = self.chunks, self.checkpoint
         pipeline.threads_per_stage = self.threads_per_stage
         pipeline.training = model.training
         if self._settled and pipeline.balance != self._balance:
             pipeline.balance = self._balance
-        returned = program(call.inputs_and_items(parts), parts, call.sizes(kind, parts))
+        returned = run(program, call.inputs_and_items(parts), parts, call.sizes(kind, parts))
         if not self._settled:  # the first call measures the layers
             self._balance, self._settled = pipeline.balance, True
         return returned

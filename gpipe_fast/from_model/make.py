@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from gpipe_fast.arguments import checked_checkpoint, checked_chunks
+from gpipe_fast.arguments import checked_checkpoint, checked_chunks, checked_schedule
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.calls import Calls, MakePipeline
 from gpipe_fast.from_model.outputs import LOSSES
@@ -37,6 +37,7 @@ def make_pipelined(
     num_devices: int | None,
     chunks: int | Literal["auto"],
     checkpoint: str,
+    schedule: str,
     loss: str,
     make_pipeline: MakePipeline,
 ) -> Any:
@@ -60,13 +61,14 @@ def make_pipelined(
         )
     _refuse_hooks_of_accelerate(model)
     _refuse_quantized(model)
-    checkpoint = checked_checkpoint(checkpoint)
+    checkpoint, schedule = checked_checkpoint(checkpoint), checked_schedule(schedule)
     if getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()  # type: ignore[operator]
         checkpoint = "always"
         warn_user("the model's gradient checkpointing becomes checkpoint='always'")
     sizes = None if balance is None else list(balance)
-    calls = Calls(model, blocks, sizes, num_devices, loss, checked_chunks(chunks), checkpoint, make_pipeline)
+    chunks = checked_chunks(chunks)
+    calls = Calls(model, blocks, sizes, num_devices, loss, chunks, checkpoint, schedule, make_pipeline)
     calls.prepare(model, args, kwargs or {})
     return pipelined(model, calls)
 

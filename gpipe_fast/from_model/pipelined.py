@@ -16,7 +16,12 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from gpipe_fast.arguments import checked_checkpoint, checked_chunks, checked_threads_per_stage
+from gpipe_fast.arguments import (
+    checked_checkpoint,
+    checked_chunks,
+    checked_schedule,
+    checked_threads_per_stage,
+)
 from gpipe_fast.from_model.calls import Calls
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.user_warning import warn_user
@@ -51,6 +56,37 @@ class Pipelined(nn.Module):
         """
         return self._calls.loop(self.plain(), args, kwargs)
 
+    def step(
+        self,
+        *args: Any,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs forward and backward of one mini-batch, in the order of ``schedule``, as `GPipe.step` does.
+
+        The loss is the model's own. Outputs leave no stage, unless they are returned.
+
+        Args:
+            args: Positional arguments of the model.
+            losses: A list to which the part of each micro-batch in the loss is appended.
+            return_outputs: Whether to return what the model returns, too.
+            kwargs: Keyword arguments of the model, such as the labels.
+
+        Returns:
+            The loss of the mini-batch, a detached 0-dimensional tensor; with ``return_outputs``, a tuple of
+            it and what the model returns, without gradients.
+
+        Raises:
+            ValueError: The model does not return one loss.
+            RuntimeError: Gradients are disabled; or as for a call.
+        """
+        each, output = self._calls.step(self.plain(), args, kwargs, return_outputs)
+        if losses is not None:
+            losses += each
+        total = functools.reduce(torch.add, each)
+        return (total, output) if return_outputs else total
+
     @property
     def pipeline(self) -> Any:
         """The `GPipe` of the latest call, for `doctor`, `recording` and so on. Its layers hold the blocks."""
@@ -73,6 +109,15 @@ class Pipelined(nn.Module):
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
         self._calls.checkpoint = checked_checkpoint(checkpoint)
+
+    @property
+    def schedule(self) -> str:
+        """The order of forwards and backwards in `step`, as of `GPipe`; may be set between calls."""
+        return self._calls.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: str) -> None:
+        self._calls.schedule = checked_schedule(schedule)
 
     @property
     def threads_per_stage(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,9 +15,10 @@ from gpipe_fast.from_model.dataflow import Dataflow, Ref
 from gpipe_fast.from_model.evaluate import Evaluation
 from gpipe_fast.from_model.layer import make_layer
 from gpipe_fast.from_model.losses import Rule
-from gpipe_fast.from_model.outputs import outputs_of, put_together
+from gpipe_fast.from_model.outputs import Output, outputs_of, put_together
 from gpipe_fast.from_model.record import open_dataclass
 from gpipe_fast.layers.structure import replicate
+from gpipe_fast.training.losses import Loss
 
 # Makes a pipeline of layers: `GPipe`, with the user's options.
 MakePipeline = Callable[[nn.Sequential], Any]
@@ -75,6 +77,44 @@ class Program:
         passed = tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
         return self._combined(self.pipeline(passed), inputs, parts, sizes)
 
+    def step(
+        self,
+        inputs: Sequence[Tensor],
+        parts: Sequence[Sequence[Tensor]],
+        sizes: Sequence[tuple[int, ...]],
+        keeps_output: bool,
+    ) -> tuple[list[Tensor], Any]:
+        """Runs forward and backward of one mini-batch; arguments as of a call.
+
+        Returns:
+            The loss of each micro-batch, multiplied by its weight, and what the model returns, or None.
+
+        Raises:
+            ValueError: the model does not return one loss.
+        """
+        index, output = self._loss()
+        weights = self._weights(output, inputs, parts, sizes)
+        for owned in self._owned:
+            owned.take()
+        total = functools.partial(_element, index)
+        loss = Loss(total, _one, (_element, index))
+        passed = tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
+        each, found = self.pipeline._step((passed,), {}, loss, total, None, keeps_output, weights)
+        return each, self._combined(found, inputs, parts, sizes) if keeps_output else None
+
+    def _loss(self) -> tuple[int, Output]:
+        """Returns the only output that is a loss, and its index among the outputs."""
+        values = self.flow.values
+        found = [
+            (i, each) for i, each in enumerate(self.outputs) if each.rule and values[each.ref].requires_grad
+        ]
+        if len(found) != 1:
+            raise ValueError(
+                f"a step needs one loss, but the model returns {len(found)} numbers with a gradient; pass "
+                "the labels, or compute the loss from the model's output"
+            )
+        return found[0]
+
     def put_together(
         self,
         returned: Sequence[Any],
@@ -103,22 +143,40 @@ class Program:
         parts: Sequence[Sequence[Tensor]],
         sizes: Sequence[tuple[int, ...]],
     ) -> Any:
-        batch_sizes = [each[0] for each in sizes]
-        whole = sum(batch_sizes), *sizes[0][1:]
-        given = [*zip(parts, sizes, strict=True), (inputs, whole)]
-        weights = []
-        for output in self.outputs:
-            rule, measures = output.rule, [0.0] * len(given)
-            if rule is not None and rule.ref is not None:
-                measures = [self._measure(rule, rule.ref, *each) for each in given]
-            weights.append([] if rule is None else rule.weights(batch_sizes, measures[:-1], measures[-1]))
+        weights = [self._weights(output, inputs, parts, sizes) for output in self.outputs]
         found = put_together(self.flow.result, self.outputs, tensors, weights)
         return found if self._output_class is None else self._output_class(**found)
+
+    def _weights(
+        self,
+        output: Output,
+        inputs: Sequence[Tensor],
+        parts: Sequence[Sequence[Tensor]],
+        sizes: Sequence[tuple[int, ...]],
+    ) -> list[float]:
+        """Returns the weight of each micro-batch in an output; empty if the output has the batch."""
+        rule = output.rule
+        if rule is None:
+            return []
+        batch_sizes = [each[0] for each in sizes]
+        given = [*zip(parts, sizes, strict=True), (inputs, (sum(batch_sizes), *sizes[0][1:]))]
+        measures = [0.0] * len(given)
+        if rule.ref is not None:
+            measures = [self._measure(rule, rule.ref, *each) for each in given]
+        return rule.weights(batch_sizes, measures[:-1], measures[-1])
 
     def _measure(self, rule: Rule, ref: int, inputs: Sequence[Tensor], sizes: Sequence[int]) -> float:
         with torch.no_grad():
             evaluation = Evaluation(self.flow, dict(enumerate(inputs)), sizes, inputs[0].device)
             return rule.measure(evaluation.value(ref))
+
+
+def _element(index: int, outputs: Sequence[Tensor]) -> Tensor:
+    return outputs[index]
+
+
+def _one(target: Any) -> float:
+    return 1.0
 
 
 def _is_ref(leaf: Any) -> bool:

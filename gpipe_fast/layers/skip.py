@@ -22,6 +22,10 @@ class Namespace:
     id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
 
+# The namespace of tensors that the caller gives, and no layer stashes, such as the target of a loss.
+GIVEN = Namespace()
+
+
 class Key(NamedTuple):
     """The identity of a skip tensor.
 
@@ -320,7 +324,7 @@ def verify_skippables(module: nn.Module) -> None:
                 mismatches.append(
                     f"'{name}' redeclared '{key.name}' as poppable but not isolated by namespace"
                 )
-            elif key not in stashed:
+            elif key not in stashed and key.namespace != GIVEN:
                 mismatches.append(f"'{name}' declared '{key.name}' as poppable but it was not stashed")
             else:
                 popped.add(key)
@@ -351,7 +355,7 @@ class Skip:
 
     Attributes:
         key: the identity of its tensor.
-        source: index of the layer that stashes the tensor.
+        source: index of the layer that stashes the tensor; -1 if the caller gives it.
         target: index of the layer that pops the tensor.
         stash_order: position in the order of all stashes.
     """
@@ -374,7 +378,7 @@ def skips_of(layers: Iterable[nn.Module]) -> list[Skip]:
         stashes, pops = declared(layer)
         internal_keys = set(stashes) & set(pops)
         for key in (key for key in pops if key not in internal_keys):
-            source, stash_order = sources[key]
+            source, stash_order = (-1, -1) if key.namespace == GIVEN else sources[key]
             found.append(Skip(key, source, index, stash_order))
         sources |= {key: (index, next(order)) for key in stashes if key not in internal_keys}
     return found

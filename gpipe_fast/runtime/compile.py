@@ -25,7 +25,7 @@ from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
 from gpipe_fast.runtime.footprint import graph_bytes, template_program_bytes
 from gpipe_fast.runtime.plan_log import layers_title, log_graph
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
-from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, given_skips
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.layer_states import StateKey
@@ -86,7 +86,8 @@ class Compiler:
 
         Args:
             stages: the pipeline.
-            microbatches: the inputs of the first stage for each micro-batch; only the last may differ.
+            microbatches: the inputs of the first stage for each micro-batch, and the skip tensors that the
+                caller gives; only the last may differ.
             layout_history: the history of gradient layouts; None if every boundary gradient arrives in the
                 layout of its boundary activation.
             cat_dim: the dimension along which outputs are joined.
@@ -94,9 +95,12 @@ class Compiler:
         pipelines: list[list[CompiledStage]] = []
         for inputs in dict.fromkeys((microbatches[0], microbatches[-1])):
             compiled: list[CompiledStage] = []
-            stashed: dict[int, tuple[TensorSpec | None, Stage]] = {}
+            first, given = inputs.split_skips()
+            stashed: dict[int, tuple[TensorSpec | None, Stage]] = {
+                number: (spec, stages[-1]) for number, spec in zip(given_skips(stages), given, strict=True)
+            }
             for index, stage in enumerate(stages):
-                received = _received(compiled[-1], stage) if compiled else inputs
+                received = _received(compiled[-1], stage) if compiled else first
                 skips = [at_receiver(*stashed.pop(number), stage) for number in stage.pops]
                 segment_key = SegmentKey.of(stage, received.with_skips(skips), TorchModes.now())
                 found = self.compiled(stage, segment_key)

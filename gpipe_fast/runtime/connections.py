@@ -78,6 +78,8 @@ def connections_of(
     stage_of = [i for i, size in enumerate(balance) for _ in range(size)]
     skips_by_pair: dict[tuple[int, int], list[int]] = {}
     for number, skip in enumerate(skips):
+        if skip.source < 0:
+            continue
         pair = stage_of[skip.source], stage_of[skip.target]
         if pair[0] != pair[1]:
             skips_by_pair.setdefault(pair, []).append(number)

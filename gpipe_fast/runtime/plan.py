@@ -18,13 +18,25 @@ from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import BatchDims, Structure
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
-from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of
-from gpipe_fast.schedule import Schedule, fill_drain
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of, given_skips
+from gpipe_fast.schedule import SCHEDULES, Schedule, fill_drain
 from gpipe_fast.strides import share_memory
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 
 # Slots of a connection in inference, where no backward keeps boundary activations of all micro-batches alive.
 _SLOTS_IN_INFERENCE = 4
+
+
+class Order(NamedTuple):
+    """How a step runs forwards and backwards.
+
+    Attributes:
+        schedule: the name of the schedule, one of `SCHEDULES`.
+        given_dims: the dimension along which each given skip tensor is split; None if it is not.
+    """
+
+    schedule: str
+    given_dims: tuple[int | None, ...]
 
 
 class StageOutputs(NamedTuple):
@@ -52,6 +64,7 @@ class PlannedCall:
         segment_keys: the keys of the compiled stages.
         unfused_layers: the names of layers whose attention with dropout runs without a fused kernel on a GPU.
         obstacle: why the plan is valid for one call only; empty if it is not.
+        is_step: whether forwards and backwards are one run.
     """
 
     native: _extension.Plan
@@ -61,6 +74,7 @@ class PlannedCall:
     segment_keys: Sequence[SegmentKey] = ()
     unfused_layers: Sequence[str] = ()
     obstacle: str = ""
+    is_step: bool = False
 
     @property
     def stage_outputs(self) -> list[list[StageOutputs]] | None:
@@ -68,6 +82,18 @@ class PlannedCall:
         if self.compiled is None:
             return None
         return [[StageOutputs.from_compiled(stage) for stage in pipeline] for pipeline in self.compiled]
+
+    def first_output(self) -> Tensor:
+        """Returns an uninitialized tensor like the first output of the last layer, which a step needs.
+
+        Raises:
+            ValueError: nothing requires a gradient.
+        """
+        if not self.is_step:
+            raise ValueError("a step computes gradients, but no parameter and no input requires one")
+        if self.compiled is None:  # known only at run time
+            return torch.empty(1)
+        return self.compiled[0][-1].outputs.tensors[0].example()
 
     def compiled_stages(self) -> list[CompiledStage]:
         """Returns the compiled stages of all micro-batches, each once."""
@@ -98,18 +124,21 @@ def make_plan(
     num_threads: int,
     dims: BatchDims,
     known: Sequence[Sequence[CompiledStage]] | None,
+    order: Order | None = None,
 ) -> PlannedCall:
     """Makes the plan of a mini-batch.
 
     Args:
         stages: the stages of the pipeline.
         finders: the segment finder of each stage.
-        microbatches: for each micro-batch, the specs of the first stage's inputs; only the last may differ.
+        microbatches: for each micro-batch, the specs of the first stage's inputs, and of the skip tensors
+            that the caller gives; only the last may differ.
         saved_fractions: for each micro-batch, the fraction of activations that it saves.
         num_threads: intra-op threads of each stage; the count that the stages were compiled with.
         dims: the dimensions along which inputs are split and outputs are concatenated.
         known: the compiled stages of each micro-batch; None if the boundary tensors between stages are known
             only at run time.
+        order: the order of forwards and backwards of a step; None if the caller runs them apart.
 
     Raises:
         TypeError: the last layer returns no tensor.
@@ -117,7 +146,8 @@ def make_plan(
             shares a parameter with a stage on another device.
         ValueError: two stages share a buffer, and one of them could write it.
     """
-    inputs, lengths = microbatches[0], [_num_samples(dims, each) for each in microbatches]
+    inputs, _ = microbatches[0].split_skips()
+    lengths = [_num_samples(dims, each) for each in microbatches]
     if known is None:
         _check_no_replicas(stages)
     else:
@@ -125,7 +155,8 @@ def make_plan(
         _check_outputs(outputs, dims.outputs, lengths)
     _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
     training = _needs_backward(stages, inputs, known)
-    schedule, forward, backward = _schedule_parts(len(stages), saved_fractions, training)
+    is_step = order is not None and training
+    schedule, actions = _schedule_parts(len(stages), saved_fractions, training, order)
     native = _extension.Plan(
         stages=[
             _extension.StagePlan(**own, chains=chains, has_fixed_chains=known is not None, finder=finder)
@@ -134,8 +165,9 @@ def make_plan(
             )
         ],
         num_skips=len(stages[0].skips),
-        forward=forward,
-        backward=backward,
+        **actions,
+        given_skips=given_skips(stages),
+        given_dims=() if order is None else order.given_dims,
         num_threads=num_threads,
         inputs=form_of(inputs),
         split_dims=dims.inputs,
@@ -143,13 +175,14 @@ def make_plan(
         check_outputs=None if known is not None else partial(_check_boundaries, dims.outputs, lengths),
     )
     if known is None:
-        return PlannedCall(native, schedule, None, None)
+        return PlannedCall(native, schedule, None, None, is_step=is_step)
     distinct = list(dict.fromkeys((*known[0], *known[-1])))
     for stage in distinct:
         stage.traced.drop_graph()
     draws = any(stage.draws() for stage in known[0])
     keys = [stage.segment_key for stage in distinct]
-    return PlannedCall(native, schedule, draws, (known[0], known[-1]), keys, _unfused_layers(known[0]))
+    unfused = _unfused_layers(known[0])
+    return PlannedCall(native, schedule, draws, (known[0], known[-1]), keys, unfused, is_step=is_step)
 
 
 def _unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
@@ -163,7 +196,7 @@ def _unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
 
 def _num_samples(dims: BatchDims, microbatch: BoundarySpec) -> int:
     """Returns the number of samples of a micro-batch."""
-    specs = zip(microbatch.tensors, dims.inputs, strict=True)
+    specs = zip(microbatch.split_skips()[0].tensors, dims.inputs, strict=True)
     return next(spec.shape[dim] for spec, dim in specs if dim is not None)
 
 
@@ -212,6 +245,14 @@ def _check_no_replicas(stages: Sequence[Stage]) -> None:
                 f"parameter with layers on another device, but are on {stage.device}: all layers must run "
                 "as C++ programs for that, but one runs in Python; keep the layers that share it in one stage"
             )
+
+
+class _Actions(TypedDict):
+    """The actions of the C++ Plan."""
+
+    forward: _extension.Actions | None
+    backward: _extension.Actions | None
+    step: _extension.Actions | None
 
 
 class _StageArguments(TypedDict):
@@ -283,18 +324,20 @@ def is_replica(parameter: Tensor, stage: Stage) -> bool:
 
 
 def _schedule_parts(
-    num_stages: int, saved_fractions: Sequence[SavedFraction], training: bool
-) -> tuple[Schedule, _extension.Actions, _extension.Actions | None]:
-    """Returns the schedule, and its forward and backward parts for C++; None for no backward."""
-    schedule = fill_drain(
-        num_stages,
-        len(saved_fractions),
-        slots=None if training else _SLOTS_IN_INFERENCE,
-        backward=training,
-        recomputed=[m for m, saved_fraction in enumerate(saved_fractions) if has_recompute(saved_fraction)],
-    )
+    num_stages: int, saved_fractions: Sequence[SavedFraction], training: bool, order: Order | None
+) -> tuple[Schedule, _Actions]:
+    """Returns the schedule, and its actions for C++: forwards and backwards apart, or those of a step."""
+    sizes = num_stages, len(saved_fractions)
+    recomputed = [m for m, saved_fraction in enumerate(saved_fractions) if has_recompute(saved_fraction)]
+    none: _Actions = {"forward": None, "backward": None, "step": None}
+    if order is not None and training:
+        schedule = SCHEDULES[order.schedule](*sizes, recomputed=recomputed)
+        return schedule, {**none, "step": _extension_actions(schedule)}
+    slots = None if training else _SLOTS_IN_INFERENCE
+    schedule = fill_drain(*sizes, slots=slots, backward=training, recomputed=recomputed)
     forward = _extension_actions(schedule.forward_part() if training else schedule)
-    return schedule, forward, _extension_actions(schedule.backward_part()) if training else None
+    backward = _extension_actions(schedule.backward_part()) if training else None
+    return schedule, {**none, "forward": forward, "backward": backward}
 
 
 def _used_tensors(

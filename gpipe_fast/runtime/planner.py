@@ -27,7 +27,7 @@ from gpipe_fast.runtime.eviction import Eviction, KnownPlans
 from gpipe_fast.runtime.footprint import limit_bytes
 from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.module_warnings import ModuleWarnings
-from gpipe_fast.runtime.plan import PlannedCall, check_placed, make_plan
+from gpipe_fast.runtime.plan import Order, PlannedCall, check_placed, make_plan
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, intra_op_threads
 from gpipe_fast.runtime.state import ModuleState
@@ -53,6 +53,8 @@ class Call:
         threads: intra-op threads of each stage.
         checkpoint: the fraction of activations that micro-batches save.
         state: the state of the layers.
+        given: the skip tensors that the caller gives.
+        order: the order of forwards and backwards of a step; None for a forward.
     """
 
     inputs: Inputs
@@ -60,20 +62,27 @@ class Call:
     threads: int
     checkpoint: Checkpoint
     state: ModuleState
+    given: tuple[Tensor, ...] = ()
+    order: Order | None = None
 
     def key(self) -> _Key:
         """Returns the cache key of the call's plans under the calling thread's modes."""
         inputs, state = self.inputs, self.state
-        boundary = _boundary(inputs.tensors, inputs.tensors, inputs.structure)
-        signature = Signature(boundary, inputs.dims, self.chunks, self.threads, state.modes, state.key)
+        boundary = _with_given(_boundary(inputs.tensors, inputs.tensors, inputs.structure), self.given)
+        signature = Signature(
+            boundary, inputs.dims, self.chunks, self.threads, state.modes, state.key, self.order
+        )
         return signature, self.checkpoint
 
     @functools.cached_property
     def microbatches(self) -> list[BoundarySpec]:
         """For each micro-batch, the specs of the first stage's inputs."""
         tensors, structure, dims = self.inputs
-        parts = dims.split([x.detach() for x in tensors], self.chunks)
-        return [_boundary(part, tensors, structure) for part in parts]
+        given_dims = () if self.order is None else self.order.given_dims
+        both = BatchDims((*dims.inputs, *given_dims))
+        parts = both.split([x.detach() for x in (*tensors, *self.given)], self.chunks)
+        count = len(tensors)
+        return [_with_given(_boundary(part[:count], tensors, structure), part[count:]) for part in parts]
 
     @property
     def saved_fractions(self) -> list[SavedFraction]:
@@ -92,6 +101,7 @@ class Signature:
         threads: intra-op threads of each stage.
         modes: PyTorch's modes.
         layers: the state of the layers.
+        order: the order of forwards and backwards of a step; None for a forward.
     """
 
     inputs: BoundarySpec
@@ -100,6 +110,7 @@ class Signature:
     threads: int
     modes: TorchModes
     layers: StateKey
+    order: Order | None
 
 
 # The cache key of plans.
@@ -261,7 +272,9 @@ class Planner:
                 if untraceable is not None:
                     raise RuntimeError(_failure_message(CompilationFailure(index, untraceable), self.stages))
         dims, fractions = call.inputs.dims, call.saved_fractions
-        return make_plan(self.stages, searches, call.microbatches, fractions, call.threads, dims, known)
+        return make_plan(
+            self.stages, searches, call.microbatches, fractions, call.threads, dims, known, call.order
+        )
 
     def _searches(self, call: Call, failure: CompilationFailure | None) -> list[SegmentSearch]:
         # Programs are lowered for the intra-op thread count of the stages' workers.
@@ -296,6 +309,10 @@ def _boundary(tensors: Sequence[Tensor], originals: Sequence[Tensor], structure:
     grad = torch.is_grad_enabled()
     specs = tuple(TensorSpec.of(t, grad and w.requires_grad) for t, w in zip(tensors, originals, strict=True))
     return BoundarySpec(specs, structure)
+
+
+def _with_given(boundary: BoundarySpec, given: Sequence[Tensor]) -> BoundarySpec:
+    return boundary.with_skips([TensorSpec.of(x, False) for x in given]) if given else boundary
 
 
 def _failure_message(failure: CompilationFailure, stages: Sequence[Stage]) -> str:

@@ -313,6 +313,11 @@ class Stage:
         return _indices(buffers_of(self.layers), buffers_of(self.whole.layers))
 
 
+def given_skips(stages: Sequence[Stage]) -> list[int]:
+    """Returns the numbers of the skip connections whose tensors the caller gives."""
+    return [number for number, skip in enumerate(stages[0].skips) if skip.source < 0]
+
+
 def _indices(tensors: Sequence[Tensor], among: Sequence[Tensor]) -> list[int]:
     position = {id(tensor): index for index, tensor in enumerate(among)}
     return [position[id(tensor)] for tensor in tensors]

@@ -7,6 +7,20 @@ gpipe_fast, and any package may import it.
 
 from gpipe_fast.schedule.actions import BACKWARD, TRANSFERS, Action, Kind
 from gpipe_fast.schedule.fill_drain import bubble, fill_drain
+from gpipe_fast.schedule.one_f_one_b import one_f_one_b
 from gpipe_fast.schedule.schedule import Schedule
 
-__all__ = ["BACKWARD", "TRANSFERS", "Action", "Kind", "Schedule", "bubble", "fill_drain"]
+SCHEDULES = {"gpipe": fill_drain, "1f1b": one_f_one_b}
+"""The schedules of a step, by name."""
+
+__all__ = [
+    "BACKWARD",
+    "SCHEDULES",
+    "TRANSFERS",
+    "Action",
+    "Kind",
+    "Schedule",
+    "bubble",
+    "fill_drain",
+    "one_f_one_b",
+]

@@ -206,6 +206,27 @@ CASES |= {
 }
 
 
+def timm(name: str, **options: Any) -> Case:
+    def make() -> nn.Module:
+        package = pytest.importorskip("timm")
+        torch.manual_seed(SEED)
+        model: nn.Module = package.create_model(name, num_classes=4, **options).train()
+        return model
+
+    return make, {"x": noise(BATCH, 3, 32, 32)}, NONE
+
+
+CASES |= {
+    "timm's ResNet": timm("resnet10t"),
+    "timm's ConvNeXt": timm("convnext_atto", drop_path_rate=0.2, depths=(1, 1, 2, 1), dims=(8, 8, 16, 16)),
+    "timm's ViT": timm(
+        "vit_tiny_patch16_224", img_size=32, embed_dim=16, num_heads=2, depth=3, proj_drop_rate=0.1
+    ),
+    "timm's MobileNet": timm("mobilenetv3_small_050"),
+    "timm's MLP-Mixer": timm("mixer_s16_224", img_size=32, num_blocks=3),
+}
+
+
 class UNet(nn.Module):
     """Skips in forward, batch norm, and an in-place ReLU."""
 
@@ -392,7 +413,7 @@ def tied_across_stages(model: Any) -> set[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_equals_that_of_the_plain_model(name: str) -> None:
     # Batch norm needs more than one sample.
-    chunks = 2 if name.startswith("torchvision") else 5
+    chunks = 2 if name.startswith(("torchvision", "timm")) else 5
     compare(CASES[name], stages=2, chunks=chunks, mode="except_last")
 
 
@@ -409,6 +430,48 @@ def test_equal_for_every_mode(name: str, stages: int, chunks: int, mode: str) ->
 def test_tied_weights_in_one_stage_are_equal(make: Callable[[], nn.Module]) -> None:
     model = compare((make, CAUSAL, ITEMS), stages=1, chunks=2, mode="always")
     assert tied_across_stages(model) == set()
+
+
+TIED = {
+    "GPT-2": (lambda: gpt2(tie_word_embeddings=True), "transformer.wte.weight"),
+    "Llama": (
+        lambda: decoder("LlamaForCausalLM", num_hidden_layers=3, tie_word_embeddings=True),
+        "model.embed_tokens.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", TIED)
+def test_the_gradient_of_tied_weights_is_the_sum_of_those_of_the_stages(name: str, stages: int) -> None:
+    make, embedding = TIED[name]
+    model = pipeline_of((make, CAUSAL, ITEMS), stages, chunks=5, balance=[1] * (stages - 1) + [4 - stages])
+    ours = pipelined_step(model, CAUSAL, ITEMS)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    untied = plain_step(model.plain(), CAUSAL, ITEMS, chunks=5)
+    untied[f"gradient of {embedding}"] += untied.pop("gradient of lm_head.weight")
+    assert unequal(ours, untied) == []
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama with padding", "BERT", "ViT"])
+def test_a_whole_step_equals_that_of_the_plain_model(name: str) -> None:
+    _, inputs, loss = CASES[name]
+    model = pipeline_of(CASES[name], 2, 5)
+    torch.manual_seed(SEED)
+    model.zero_grad()
+    found, output = model.step(**inputs, return_outputs=True)
+    assert type(output) is type(model.plain()(**inputs))
+    assert torch.equal(output.loss, found)
+    tensors_of_step = [x for x in tensors(output) if x is not output.loss]
+    ours: dict[str, Any] = {f"output {i}": x for i, x in enumerate(tensors_of_step)} | {"loss": found}
+    ours |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    expected = plain_step(model.plain(), inputs, loss, 5)
+    assert unequal(ours, {key: expected[key] for key in ours}) == []
+    model.schedule = "1f1b"
+    losses: list[Tensor] = []
+    torch.manual_seed(SEED)
+    assert torch.equal(model.step(**inputs, losses=losses), found)
+    assert len(losses) == 5
 
 
 def test_blocks_run_as_programs_and_equal_blocks_are_traced_once() -> None:

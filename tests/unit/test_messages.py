@@ -19,12 +19,13 @@ from tests.unit.message_cases import OF_ARGUMENTS, Case
 from tests.unit.message_cases_of_fusion import OF_FUSION, WARNINGS_OF_FUSION
 from tests.unit.message_cases_of_layers import OF_LAYERS, WARNINGS_OF_LAYERS
 from tests.unit.message_cases_of_models import OF_MODELS, WARNINGS_OF_MODELS
+from tests.unit.message_cases_of_training import OF_TRAINING
 from tests.unit.message_cases_of_weights import OF_WEIGHTS
 
 # One worker of pytest-xdist runs all cases, and so runs each of them once.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("messages")]
 
-ERRORS = [*OF_ARGUMENTS, *OF_LAYERS, *OF_FUSION, *OF_WEIGHTS, *OF_MODELS]
+ERRORS = [*OF_ARGUMENTS, *OF_LAYERS, *OF_FUSION, *OF_WEIGHTS, *OF_MODELS, *OF_TRAINING]
 WARNINGS = [*WARNINGS_OF_LAYERS, *WARNINGS_OF_FUSION, *WARNINGS_OF_MODELS]
 PACKAGE = Path(gpipe_fast.__file__).parent
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,54 @@
+"""1F1B: every stage runs a backward as soon as it can, so that it keeps at most K micro-batches.
+
+K = 3 stages, M = 4 micro-batches; a column is one tick::
+
+    stage 0  0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
+    stage 1   .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3
+    stage 2   .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+
+Source: PipeDream-Flush in arXiv 2006.09503, section 3.2. Gradients are added up in the order of the
+micro-batches, and not in the opposite order as by fill-drain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from gpipe_fast.schedule.actions import Action, backward_steps, forward_steps
+from gpipe_fast.schedule.schedule import Schedule
+
+
+def one_f_one_b(
+    num_stages: int, num_microbatches: int, *, slots: int | None = None, recomputed: Collection[int] = ()
+) -> Schedule:
+    """Returns the schedule 1F1B.
+
+    Args:
+        num_stages: K.
+        num_microbatches: M.
+        slots: boundary tensors that may wait on a connection, in one direction; None means M: no SEND waits.
+        recomputed: the micro-batches that recompute.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+    stages = []
+    for stage in range(num_stages):
+        ahead = min(num_stages - stage, num_microbatches)  # forwards before the first backward
+        order = [(False, m) for m in range(ahead)]
+        for m in range(num_microbatches):
+            order.append((True, m))
+            if m + ahead < num_microbatches:
+                order.append((False, m + ahead))
+        stages.append(
+            tuple(
+                Action(stage, kind, m)
+                for is_backward, m in order
+                for kind in (
+                    backward_steps(stage, num_stages, recompute=m in recomputed, split=stage > 0)
+                    if is_backward
+                    else forward_steps(stage, num_stages)
+                )
+            )
+        )
+    return Schedule(tuple(stages), num_microbatches, num_microbatches if slots is None else slots)

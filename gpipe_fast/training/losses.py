@@ -1,0 +1,154 @@
+"""Losses as sums over micro-batches, divided once by a number of the whole mini-batch.
+
+A mean over unequal micro-batches, or over targets of which some do not count, is no mean of their means. A
+known loss is therefore computed as a sum, and divided by what PyTorch's mean divides the whole by.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Normalizer = float | Tensor | Callable[[Any], Any] | None
+
+# Losses of classes, and losses of elements: the functions, and the modules that call them.
+_OF_CLASSES: dict[Any, Any] = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
+_OF_ELEMENTS: dict[Any, Any] = {
+    nn.MSELoss: F.mse_loss,
+    nn.L1Loss: F.l1_loss,
+    nn.SmoothL1Loss: F.smooth_l1_loss,
+    nn.HuberLoss: F.huber_loss,
+    nn.BCELoss: F.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+    nn.PoissonNLLLoss: F.poisson_nll_loss,
+    nn.SoftMarginLoss: F.soft_margin_loss,
+}
+_FUNCTIONS = _OF_CLASSES | _OF_ELEMENTS
+
+
+class Loss(NamedTuple):
+    """A loss of a mini-batch: the sum of the losses of its micro-batches, divided by a number.
+
+    Attributes:
+        total: returns the loss of an output and its target, a 0-dimensional tensor.
+        divisor: returns the number, given the target of the mini-batch; a tensor if it depends on elements.
+        key: equal for losses that compute the same.
+    """
+
+    total: Callable[..., Tensor]
+    divisor: Callable[[Any], Any]
+    key: Hashable
+
+
+def loss_of(loss_fn: Any, normalizer: Normalizer) -> Loss:
+    """Returns a loss as a sum and a divisor.
+
+    Args:
+        loss_fn: a function of an output and a target; one of PyTorch's losses, or else a sum.
+        normalizer: the divisor, or a function of the target that returns it; None for that of the loss.
+
+    Raises:
+        TypeError: the loss is not a function.
+        ValueError: the reduction of the loss is not known, or is ``'none'``.
+    """
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn must be a function of an output and a target, got {type(loss_fn).__name__}; pass one "
+            "such as torch.nn.functional.cross_entropy"
+        )
+    function, arguments = _call_of(loss_fn)
+    divisor = _divisor_of(normalizer)
+    if function is None:
+        if divisor is None:
+            raise ValueError(
+                f"by what {_name(loss_fn)} divides is not known, so the losses of micro-batches cannot be "
+                "combined; let loss_fn return a sum, and pass normalizer=, a number or a function of the "
+                "target, by which the sum over the mini-batch is divided"
+            )
+        return Loss(loss_fn, divisor, _key_of(loss_fn))
+    reduction = arguments["reduction"]
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"loss_fn must reduce to a number, got reduction={reduction!r}; pass 'mean' or 'sum'"
+        )
+    if divisor is None and reduction == "sum":
+        divisor = _one
+    if divisor is None:
+        by = _number_of_classes if function in _OF_CLASSES.values() else _number_of_elements
+        divisor = functools.partial(by, arguments)
+    total = functools.partial(function, **{**arguments, "reduction": "sum"})
+    if function in _OF_ELEMENTS.values():
+        total = functools.partial(_of_equal_shapes, total)
+    key = function, *((name, _key_of(value)) for name, value in arguments.items())
+    return Loss(total, divisor, key)
+
+
+def _call_of(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the function of PyTorch that a loss calls, and its arguments; None if there is none."""
+    if type(loss_fn) in _FUNCTIONS:
+        function = _FUNCTIONS[type(loss_fn)]
+        names = [*inspect.signature(function).parameters][2:]
+        attributes = {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
+        return function, attributes
+    given: dict[str, Any] = {}
+    while isinstance(loss_fn, functools.partial) and not loss_fn.args:
+        given = {**loss_fn.keywords, **given}
+        loss_fn = loss_fn.func
+    if loss_fn not in _FUNCTIONS.values() or given.keys() & {"size_average", "reduce"}:
+        return None, {}
+    return loss_fn, {"reduction": "mean", **given}
+
+
+def _divisor_of(normalizer: Normalizer) -> Callable[[Any], Any] | None:
+    if normalizer is None or callable(normalizer):
+        return normalizer
+    return lambda target: normalizer
+
+
+def _one(target: Any) -> float:
+    return 1.0
+
+
+def _number_of_classes(arguments: dict[str, Any], target: Tensor) -> Any:
+    """Returns the number of targets that count, or the sum of their classes' weights."""
+    if target.is_floating_point():  # probabilities of classes, along dimension 1
+        return target.numel() / target.shape[1 if target.dim() > 1 else 0]
+    counts = target != arguments.get("ignore_index", -100)
+    weight = arguments.get("weight")
+    if weight is None:
+        return counts.sum()
+    return torch.where(counts, weight.to(target.device)[target.where(counts, 0)], 0).sum()
+
+
+def _number_of_elements(arguments: dict[str, Any], target: Tensor) -> int:
+    return target.numel()
+
+
+def _of_equal_shapes(total: Callable[..., Tensor], output: Tensor, target: Tensor) -> Tensor:
+    if output.shape != target.shape:
+        raise ValueError(
+            f"the output of shape {list(output.shape)} and the target of shape {list(target.shape)} differ; "
+            "reshape one of them, because the loss would compare all pairs"
+        )
+    return total(output, target)
+
+
+def _key_of(value: Any) -> Hashable:
+    """Returns a key by which functions that are made anew in each call, from the same line, are equal."""
+    if isinstance(value, functools.partial):
+        return _key_of(value.func), *map(_key_of, value.args), *map(_key_of, value.keywords.values())
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        cells = tuple(_key_of(cell.cell_contents) for cell in value.__closure__ or ())
+        return code, cells, tuple(map(_key_of, value.__defaults__ or ()))
+    return value if isinstance(value, (type(None), bool, int, float, str)) else id(value)
+
+
+def _name(loss_fn: Any) -> str:
+    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))

@@ -1,0 +1,199 @@
+"""`GPipe.step`: forward, loss and backward of a mini-batch in one call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.layers.structure import Inputs, LayerSequence
+from gpipe_fast.runtime.plan import Order
+from gpipe_fast.training.loss_layer import loss_layer
+from gpipe_fast.training.losses import Loss, Normalizer, loss_of
+from gpipe_fast.uncompiled import uncompiled
+
+# The maximum number of losses for which programs are kept.
+_MAX_LOSSES = 4
+
+
+class Given(NamedTuple):
+    """What a step gets besides the inputs of the first layer.
+
+    Attributes:
+        tensors: the tensors of the target, on the last stage's device.
+        order: the order of forwards and backwards.
+        divisor: by what the sum of the losses is divided.
+        weights: by what the loss of each micro-batch is multiplied before; None for 1.
+    """
+
+    tensors: tuple[Tensor, ...]
+    order: Order
+    divisor: Any
+    weights: Sequence[float] | None
+
+    def gradients(self, num_microbatches: int, like: Tensor) -> list[list[Tensor]]:
+        """Returns the gradient of the loss of each micro-batch."""
+        gradient = torch.ones_like(like) / self.divisor
+        return [[gradient * weight] for weight in self.weights or [1] * num_microbatches]
+
+
+class Training(LayerSequence):
+    """The method `step` of a pipeline."""
+
+    schedule: str
+    _trainers: dict[Any, Any]
+
+    def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        raise NotImplementedError
+
+    def _prepare_step(self, inputs: Inputs) -> None:
+        """Measures the balance, if it is not measured yet, and warns of what a call warns of."""
+        raise NotImplementedError
+
+    def _with_loss(self, layer: nn.Module) -> Any:
+        """Returns a pipeline of the same layers and a loss."""
+        raise NotImplementedError
+
+    def _configure(self, trainer: Any) -> bool:
+        """Gives a pipeline with a loss the present settings; returns whether its layers are still these."""
+        raise NotImplementedError
+
+    @uncompiled
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any],
+        normalizer: Normalizer = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs forward, loss and backward of one mini-batch, in the order of ``schedule``.
+
+        ::
+
+            loss = model.step(x, target=y, loss_fn=torch.nn.functional.cross_entropy)
+            optimizer.step()
+
+        Gradients are added to ``.grad``, as by ``loss_fn(model(x), y).backward()``, which they equal apart
+        from rounding. The loss is computed in the last stage for each micro-batch; the target goes there
+        alone, and outputs leave no stage. If anything fails, gradients and buffers are as before.
+
+        Losses of PyTorch with ``reduction='mean'`` are exact: `cross_entropy` and `nll_loss`, with ignored
+        targets and weights of classes, and losses of elements, such as `mse_loss`. Their sum over the
+        mini-batch is divided once by what the mean of the whole would be divided by.
+
+        Args:
+            args: The first layer's arguments, as for `forward`.
+            target: What the loss is computed with: tensors, nested in tuples, lists and dicts. Each tensor is
+                split like the inputs, unless it is wrapped by `replicate`. It must be on the last stage's
+                device. None: ``loss_fn`` gets the output alone.
+            loss_fn: A function of the last layer's output and the target: a loss of ``torch.nn`` or
+                ``torch.nn.functional``, also in a ``functools.partial``; or another function that returns a
+                sum, with a ``normalizer``.
+            normalizer: The number by which the sum of the losses is divided, or a function that returns it
+                for the target. By default that of the loss.
+            losses: A list to which the loss of each micro-batch is appended, divided like the sum.
+            return_outputs: Whether to return the outputs, too. In ``torch.distributed.pipelining``, the
+                default is True.
+            kwargs: Keyword arguments of the first layer.
+
+        Returns:
+            The loss of the mini-batch, a detached 0-dimensional tensor; with ``return_outputs``, a tuple of
+            it and the detached output.
+
+        Raises:
+            TypeError: As for `forward`; or ``loss_fn`` is not a function.
+            ValueError: As for `forward`; the target has another batch size, what ``loss_fn`` divides by is
+                not known, or nothing requires a gradient.
+            RuntimeError: As for `forward`; or gradients are disabled.
+        """
+        loss = loss_of(loss_fn, normalizer)
+        each, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs)
+        if losses is not None:
+            losses += each
+        total = functools.reduce(torch.add, each)
+        return (total, output) if return_outputs else total
+
+    def _step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Loss,
+        loss_fn: Any,
+        target: Any = None,
+        keeps_output: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> tuple[list[Tensor], Any]:
+        """Runs a step.
+
+        Args:
+            args: as for `step`.
+            kwargs: as for `step`.
+            loss: the loss.
+            loss_fn: the function of which it was made.
+            target: as for `step`.
+            keeps_output: whether to return the output.
+            weights: the weight of each micro-batch's loss; None for 1.
+
+        Returns:
+            The loss of each micro-batch, weighted and divided; and the output, or None.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "step computes gradients, which are disabled here; call it outside of torch.no_grad(), or "
+                "compute the loss of model(x) for the loss alone"
+            )
+        dim = self.batch_dim if isinstance(self.batch_dim, int) else self.batch_dim[0]
+        targets = None if target is None else Inputs.of((target,), {}, dim)
+        inputs = self._checked_inputs(args, kwargs)
+        self._prepare_step(inputs)
+        trainer = self._trainer(loss, loss_fn, targets, keeps_output, dim)
+        given: tuple[Tensor, ...] = ()
+        dims: tuple[int | None, ...] = ()
+        if targets is not None:
+            given, dims = tuple(x.detach() for x in targets.tensors), targets.dims.inputs
+            _check_targets(given, dims, inputs.batch_size, trainer.devices[-1])
+        order = Order(self.schedule, dims)
+        divisor = loss.divisor(target)
+        found = trainer._run(inputs, Given(given, order, divisor, weights))
+        parts, output = found if keeps_output else (found, None)
+        torch.autograd.backward(parts, torch.ones_like(parts))
+        each = (parts.detach().flatten() / divisor).unbind()
+        if weights is not None:
+            each = tuple(x * weight for x, weight in zip(each, weights, strict=True))
+        return list(each), output
+
+    def _trainer(self, loss: Loss, loss_fn: Any, targets: Inputs | None, keeps_output: bool, dim: int) -> Any:
+        """Returns the pipeline of the layers and the loss, with the present settings."""
+        structure = None if targets is None else targets.structure
+        key = loss.key, structure, keeps_output, dim
+        trainer, _ = self._trainers.pop(key, (None, None))
+        if trainer is None or not self._configure(trainer):
+            count = 0 if targets is None else len(targets.tensors)
+            trainer = self._with_loss(loss_layer(loss, structure, count, keeps_output, dim))
+            self._configure(trainer)
+        self._trainers[key] = trainer, loss_fn  # keeps the function alive, whose address may be in the key
+        while len(self._trainers) > _MAX_LOSSES:
+            del self._trainers[next(iter(self._trainers))]
+        return trainer
+
+
+def _check_targets(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], batch_size: int, device: torch.device
+) -> None:
+    for tensor, dim in zip(tensors, dims, strict=True):
+        if dim is not None and (tensor.dim() <= dim or tensor.shape[dim] != batch_size):
+            raise ValueError(
+                f"the target has a tensor of shape {list(tensor.shape)}, but the batch size is {batch_size}; "
+                "wrap it by gpipe_fast.replicate if every micro-batch needs it whole"
+            )
+        if tensor.device.type != device.type or (device.index is not None and tensor.device != device):
+            raise ValueError(
+                f"the target is on {tensor.device}, but the last stage is on {device}; call "
+                f".to({str(device)!r})"
+            )

@@ -1,0 +1,170 @@
+"""A pipelined model of transformers is still the user's: saved, loaded, extended, used to generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe_fast
+from gpipe_fast import GPipe
+from tests.equivalence.test_from_model import (
+    CAUSAL,
+    LENGTH,
+    SIZES,
+    SPECIAL,
+    TOKENS,
+    VOCABULARY,
+    decoder,
+    transformers,
+)
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+def llama(**sizes: Any) -> Any:
+    return decoder("LlamaForCausalLM", **sizes)
+
+
+def pipelined(model: nn.Module, **options: Any) -> Any:
+    return GPipe.from_model(model, kwargs=CAUSAL, devices=["cpu"] * 2, chunks=3, **options)
+
+
+def equals_the_plain_model(model: Any) -> bool:
+    return bool(gpipe_fast.verify(model, **CAUSAL, loss_fn=lambda output: output.loss))
+
+
+def test_it_is_saved_and_loaded_stage_by_stage(tmp_path: Path) -> None:
+    model = pipelined(llama())
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    config = type(model.config).from_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = model._plain_class(config).train()
+    loaded = pipelined(empty, balance=[1, 1])
+    loaded.load_weights(tmp_path / "model.safetensors.index.json", init=loaded._init_weights)
+    expected = model.plain().eval()(input_ids=TOKENS, use_cache=False).logits
+    assert torch.equal(loaded.plain().eval()(input_ids=TOKENS, use_cache=False).logits, expected)
+    again = model._plain_class.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(input_ids=TOKENS, use_cache=False).logits, expected)
+
+
+def test_training_is_resumed_with_the_optimizer() -> None:
+    def steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = model(**CAUSAL).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        return losses
+
+    def begin() -> tuple[Any, torch.optim.Optimizer]:
+        model = pipelined(llama(attention_dropout=0.0))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    model, optimizer = begin()
+    expected = steps(model, optimizer, 4)
+    first, optimizer = begin()
+    assert steps(first, optimizer, 2) == expected[:2]
+    saved = first.state_dict(), optimizer.state_dict()
+    second, optimizer = begin()
+    second.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert steps(second, optimizer, 2) == expected[2:]
+
+
+def test_text_is_generated_without_a_cache() -> None:
+    model = pipelined(llama()).eval()
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    expected = model.plain().generate(TOKENS[:3, :4], **options)
+    assert torch.equal(model.generate(TOKENS[:3, :4], use_cache=False, **options), expected)
+
+
+def test_a_cache_is_off_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "gpipe_fast"):
+        model = pipelined(llama())
+    assert "LlamaForCausalLM: a pipeline keeps no cache" in caplog.text
+    assert model(**CAUSAL).past_key_values is None
+    with pytest.warns(UserWarning, match="use_cache=True becomes use_cache=False"):
+        assert model(**CAUSAL, use_cache=True).past_key_values is None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_of_peft(when: str) -> None:
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    if when == "before":
+        model = pipelined(peft.get_peft_model(llama(), adapters).train())
+        trained = model
+    else:
+        model = pipelined(llama())
+        model(**CAUSAL)
+        trained = peft.get_peft_model(model, adapters).train()
+    trained(**CAUSAL).loss.backward()
+    with_gradient = {name for name, p in trained.named_parameters() if p.grad is not None}
+    assert with_gradient == {name for name, _ in trained.named_parameters() if "lora_" in name}
+    assert equals_the_plain_model(model)
+
+
+def test_a_side_channel_of_keys_and_values_is_refused() -> None:
+    sizes = {
+        **SIZES,
+        **SPECIAL,
+        "vocab_size": VOCABULARY,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "intermediate_size": [32] * 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    }
+    with pytest.raises(RuntimeError, match="side channel between blocks"):
+        pipelined(transformers("Gemma3nForCausalLM", **sizes))
+
+
+def test_losses_of_routers_are_refused_or_averaged() -> None:
+    model = decoder(
+        "MixtralForCausalLM", num_local_experts=3, num_key_value_heads=2, output_router_logits=True
+    )
+    with pytest.raises(RuntimeError, match=r"loss|router_logits"):
+        pipelined(model)
+
+
+def test_a_contrast_of_samples_is_refused_or_left_out() -> None:
+    own = {**SIZES, "projection_dim": 8}
+    text = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, **own, **SPECIAL}
+    vision = {"image_size": 16, "patch_size": 8, **own}
+    model = transformers("CLIPModel", text_config=text, vision_config=vision, projection_dim=8)
+    inputs = {"input_ids": TOKENS, "pixel_values": torch.randn(len(TOKENS), 3, 16, 16)}
+    with pytest.raises(RuntimeError, match="logits_per_image compares samples"):
+        GPipe.from_model(model, kwargs=inputs, devices=["cpu"] * 2, chunks=3)
+    accepted = GPipe.from_model(model, kwargs=inputs, devices=["cpu"] * 2, chunks=3, loss="per-microbatch")
+    output = accepted(**inputs)
+    assert output.logits_per_image is None
+    plain = [model(**{k: x[i : i + 3] for k, x in inputs.items()}).text_embeds for i in (0, 3, 6)]
+    assert torch.equal(output.text_embeds, torch.cat(plain))
+
+
+def test_quantized_modules_are_refused() -> None:
+    model = torch.ao.quantization.quantize_dynamic(llama().eval(), {nn.Linear})
+    with pytest.raises(ValueError, match="is quantized"):
+        pipelined(model)
+
+
+def test_gradient_checkpointing_becomes_that_of_the_pipeline() -> None:
+    model = llama()
+    model.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match="becomes checkpoint='always'"):
+        model = pipelined(model)
+    assert model.checkpoint == "always"
+    assert equals_the_plain_model(model)

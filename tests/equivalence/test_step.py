@@ -1,0 +1,272 @@
+"""`GPipe.step` against the plain loop that adds up gradients in the order of the schedule."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe_fast
+from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.layers.skip import pop, skippable, stash
+from gpipe_fast.schedule import SCHEDULES
+from tests.reference import SEED, unequal
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
+WIDTH, CLASSES = 6, 5
+X = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(CLASSES, (9,), generator=torch.Generator().manual_seed(2))
+Y[3] = -100
+
+
+@skippable(stash=["side"])
+class Stashes(nn.Module):
+    """A layer with a skip connection to the last one."""
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("side", x * 2)
+        return x
+
+
+@skippable(pop=["side"])
+class Pops(nn.Module):
+    """Adds the skip tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("side"))
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        Stashes(),
+        nn.BatchNorm1d(WIDTH),
+        nn.Dropout(0.2),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        Pops(),
+        nn.Linear(WIDTH, CLASSES),
+    )
+
+
+def state_of(model: nn.Module, loss: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = {"loss": loss.detach()}
+    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    return found | {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+
+
+def plain_step(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    chunks: int,
+    schedule: str,
+    total: Callable[..., Tensor],
+    divisor: Any,
+) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    model.zero_grad()
+    with gpipe_fast.keyed_rng(model):
+        losses = [total(model(a), b) / divisor for a, b in zip(x.chunk(chunks), y.chunk(chunks), strict=True)]
+    for loss in losses if schedule == "1f1b" else reversed(losses):
+        loss.backward()
+    return state_of(model, sum(losses[1:], losses[0]))
+
+
+def step(pipe: Any, x: Tensor, y: Tensor, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    pipe.zero_grad()
+    loss = pipe.step(x, target=y, **{"loss_fn": F.cross_entropy, **options})
+    return state_of(pipe, loss)
+
+
+cross_entropy = functools.partial(F.cross_entropy, reduction="sum")
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", CHECKPOINT_MODES)
+@pytest.mark.parametrize("chunks", [1, 2, 4, 7, 9])
+@pytest.mark.parametrize("balance", [[8], [3, 5], [2, 3, 3], [2, 2, 2, 2]])
+def test_a_step_equals_the_plain_loop(balance: list[int], chunks: int, mode: str, schedule: str) -> None:
+    x, y = (X, Y) if chunks < 5 else (X.repeat(2, 1), Y.repeat(2))  # batch norm needs more than one sample
+    plain, model = layers(), layers()
+    pipe = GPipe(
+        model, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=mode, schedule=schedule
+    )
+    for _ in range(2):
+        ours = step(pipe, x, y)
+        assert (
+            unequal(ours, plain_step(plain, x, y, chunks, schedule, cross_entropy, (y != -100).sum())) == []
+        )
+
+
+@pytest.mark.parametrize("backend", ["eager", "auto"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_layers_in_python(schedule: str, backend: str) -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if float(x.detach().sum()) > 0 else x * 3
+
+    def with_branch() -> nn.Sequential:
+        found = layers()
+        found.insert(4, Branches())
+        return found
+
+    plain = with_branch()
+    pipe = GPipe(with_branch(), [3, 6], devices=["cpu"] * 2, chunks=4, backend=backend, schedule=schedule)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *args, **options: None)
+        ours = step(pipe, X, Y)
+    assert unequal(ours, plain_step(plain, X, Y, 4, schedule, cross_entropy, (Y != -100).sum())) == []
+
+
+WEIGHTS = torch.rand(CLASSES, generator=torch.Generator().manual_seed(3)) + 0.5
+PROBABILITIES = torch.rand(9, CLASSES, generator=torch.Generator().manual_seed(4)).softmax(1)
+LOSSES: dict[str, tuple[Any, Tensor]] = {
+    "cross_entropy": (F.cross_entropy, Y),
+    "CrossEntropyLoss with weights": (nn.CrossEntropyLoss(weight=WEIGHTS), Y),
+    "smoothed": (functools.partial(F.cross_entropy, label_smoothing=0.1, weight=WEIGHTS), Y),
+    "another ignored class": (nn.CrossEntropyLoss(ignore_index=2), Y.clamp(min=0)),
+    "probabilities": (F.cross_entropy, PROBABILITIES),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), Y),
+    "mse_loss": (F.mse_loss, PROBABILITIES),
+    "HuberLoss": (nn.HuberLoss(delta=0.3), PROBABILITIES),
+    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), PROBABILITIES),
+}
+
+
+def without_norm() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mean_is_that_of_the_whole(name: str) -> None:
+    loss_fn, y = LOSSES[name]
+    pipe, plain = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=2), without_norm()
+    loss = pipe.step(X, target=y, loss_fn=loss_fn)
+    expected = loss_fn(plain(X), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_loss_of_ones_own_with_a_normalizer_and_nested_targets() -> None:
+    def loss(output: Tensor, target: dict[str, Any]) -> Tensor:
+        difference = (output - target["y"]).abs().sum(1)
+        return (difference * target["mask"][0]).sum() * target["factor"]
+
+    mask = (torch.arange(9) % 3 > 0).float()
+    target = {"y": PROBABILITIES, "mask": [mask], "factor": 2}
+    pipe, plain = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=4), without_norm()
+    losses: list[Tensor] = []
+    found, output = pipe.step(
+        X,
+        target=target,
+        loss_fn=loss,
+        normalizer=lambda target: target["mask"][0].sum(),
+        losses=losses,
+        return_outputs=True,
+    )
+    expected = loss(plain(X), target) / mask.sum()
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(output, plain(X).detach())
+    assert not output.requires_grad
+    assert len(losses) == 3
+    torch.testing.assert_close(sum(losses[1:], losses[0]), found)
+
+
+def test_gradients_accumulate_and_hooks_are_called() -> None:
+    pipe, seen = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=2), []
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy)
+    once = [p.grad.clone() for p in pipe.parameters()]
+    for parameter in pipe.parameters():
+        parameter.register_hook(lambda gradient: seen.append("tensor"))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy)
+    assert all(torch.equal(p.grad, g + g) for p, g in zip(pipe.parameters(), once, strict=True))
+    assert sorted(seen) == ["accumulated"] * 4 + ["tensor"] * 4
+
+
+def test_the_input_gets_a_gradient() -> None:
+    pipe, plain = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=2), without_norm()
+    ours, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
+    pipe.step(ours, target=Y, loss_fn=F.cross_entropy)
+    F.cross_entropy(plain(theirs), Y).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_failed_step_changes_nothing(schedule: str) -> None:
+    pipe = GPipe(layers(), [3, 5], devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy)
+    ((trainer, _),) = pipe._trainers.values()
+    before = {name: b.clone() for name, b in pipe.named_buffers()}
+    gradients = [p.grad.clone() for p in pipe.parameters()]
+    for action in ("0F2", "1F0", "1R1", "0B0", "1SEND_B2", "0RECV_B1"):
+        trainer._pipeline.inject_faults(faults=[(action, 0, "RuntimeError")])
+        with pytest.raises(RuntimeError, match="injected"):
+            pipe.step(X, target=Y, loss_fn=F.cross_entropy)
+        assert all(torch.equal(b, before[name]) for name, b in pipe.named_buffers())
+        assert all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), gradients, strict=True))
+    trainer._pipeline.inject_faults()
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy)
+
+
+def test_functions_made_in_each_call_share_programs() -> None:
+    pipe = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=2)
+    for _ in range(3):
+        pipe.step(X, target=Y, loss_fn=nn.CrossEntropyLoss())
+        pipe.step(X, target=Y, loss_fn=lambda a, b: F.cross_entropy(a, b, reduction="sum"), normalizer=8)
+    assert len(pipe._trainers) == 2
+
+
+def test_settings_and_layers_may_change_between_steps() -> None:
+    pipe, plain = GPipe(layers(), [3, 5], devices=["cpu"] * 2, chunks=2), layers()
+    for schedule, chunks, mode in (("gpipe", 2, "always"), ("1f1b", 4, "never"), ("gpipe", 1, "always")):
+        pipe.schedule, pipe.chunks, pipe.checkpoint = schedule, chunks, mode
+        ours = step(pipe, X, Y)
+        assert unequal(ours, plain_step(plain, X, Y, chunks, schedule, cross_entropy, 8)) == []
+    pipe.balance = [4, 4]
+    pipe.eval(), plain.eval()
+    ours = step(pipe, X, Y)
+    assert unequal(ours, plain_step(plain, X, Y, 1, "gpipe", cross_entropy, 8)) == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_1f1b_keeps_no_more_micro_batches_than_stages(schedule: str) -> None:
+    kept: list[int] = []
+
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Count.apply(x)
+
+    class Count(torch.autograd.Function):
+        live = 0
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            Count.live += 1
+            kept.append(Count.live)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            Count.live -= 1
+            return gradient * 1
+
+    model = nn.Sequential(nn.Linear(WIDTH, 8), Counts(), nn.Linear(8, CLASSES))
+    pipe = GPipe(
+        model, [2, 1], devices=["cpu"] * 2, chunks=8, checkpoint="never", backend="eager", schedule=schedule
+    )
+    pipe.step(X.repeat(2, 1)[:16], target=Y.repeat(2)[:16], loss_fn=F.cross_entropy)
+    assert max(kept) == (8 if schedule == "gpipe" else 2)

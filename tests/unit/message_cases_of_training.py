@@ -1,0 +1,49 @@
+"""Calls of `GPipe.step` that raise errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from tests.unit.message_cases import case
+
+X, Y = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
+
+
+def step(
+    loss_fn: Any = F.cross_entropy,
+    target: Any = Y,
+    frozen: bool = False,
+    schedule: str = "gpipe",
+    **more: Any,
+) -> object:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(not frozen)
+    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, schedule=schedule)
+    return pipe.step(X, target=target, loss_fn=loss_fn, **more)
+
+
+def without_gradients() -> object:
+    with torch.no_grad():
+        return step()
+
+
+def every_sample(output: Tensor, target: Tensor) -> Tensor:
+    return (output - 1).square().sum(1)
+
+
+OF_TRAINING = [
+    case("got '2f2b'", "'gpipe', '1f1b'", step, schedule="2f2b"),
+    case("which are disabled here", "outside of torch.no_grad()", without_gradients),
+    case("got int", "cross_entropy", step, 3),
+    case("by what <lambda> divides is not known", "pass normalizer=", step, lambda a, b: a.sum()),
+    case("got reduction='none'", "'mean' or 'sum'", step, nn.CrossEntropyLoss(reduction="none")),
+    case("[2, 3] and the target of shape [2, 1] differ", "reshape one", step, F.mse_loss, torch.ones(4, 1)),
+    case("with one element, got torch.Size([2])", "a sum", step, every_sample, normalizer=1),
+    case("of shape [3], but the batch size is 4", "replicate", step, target=Y[:3]),
+    case("the target is on meta", ".to('cpu')", step, target=Y.to("meta")),
+    case("no parameter and no input requires one", "", step, frozen=True),
+]
