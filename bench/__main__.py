@@ -16,6 +16,7 @@ BENCHMARKS = {
     "execution": "one stage's programs compared with eager autograd and boxed dispatch",
     "explain": "explanations of what is fused in models of transformers and torchvision; needs no GPU",
     "first-call": "first calls of three models, further sequence lengths, and the start of a process",
+    "from-model": "models of transformers by GPipe.from_model: what is recorded, times, memory to load",
     "fusion": "bytes and launches of stages with and without fused kernels, counted without a GPU",
     "interpreted": "one layer run in Python among lowered layers, compared with all layers in Python",
     "kernels": "every kernel on a GPU compared with eager PyTorch, Inductor, Liger-Kernel and a copy",
