@@ -35,7 +35,13 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _pipe(layers: nn.Sequential, schedule: str) -> Any:
     pipe = GPipe(
-        layers, BALANCE, devices=["cpu"] * 2, chunks=CHUNKS, checkpoint=MODE, schedule=schedule, backend="aten"
+        layers,
+        BALANCE,
+        devices=["cpu"] * 2,
+        chunks=CHUNKS,
+        checkpoint=MODE,
+        schedule=schedule,
+        backend="aten",
     )
     pipe.threads_per_stage = 1
     return pipe
@@ -74,7 +80,7 @@ CANDIDATES: dict[str, Callable[[nn.Sequential], Callable[[Tensor], Any]]] = {
 
 
 def measure(name: str) -> dict[str, float]:
-    """Returns the peak (MiB) of activations in later steps, above what is resident between steps, and times."""
+    """Returns the peak (MiB) of a step's activations, above what is resident between steps, and its time."""
     torch.manual_seed(0)
     layers = gpt(BLOCKS, WIDTH, 8, VOCABULARY, LENGTH)
     step, tokens = CANDIDATES[name](layers), torch.randint(VOCABULARY, (BATCH, LENGTH))
@@ -118,11 +124,11 @@ def main() -> None:
         "Whole training steps",
         ["step", "peak of activations, MiB", "relative to the first", "seconds"],
         rows,
-        f"A GPT of {BLOCKS} blocks of width {WIDTH} with {VOCABULARY:,} classes; {BATCH} x {LENGTH} tokens in "
-        f"{CHUNKS} micro-batches, two stages on the CPU with one thread each, checkpoint='{MODE}'; gradients "
-        "are kept from step to step. The peak is that of resident memory during a step, above what is resident "
-        f"before it: the largest of {STEPS} steps after two others. Medians of {PROCESSES} processes, by "
-        "turns.\n",
+        f"A GPT of {BLOCKS} blocks of width {WIDTH} with {VOCABULARY:,} classes; {BATCH} x {LENGTH} tokens "
+        f"in {CHUNKS} micro-batches, two stages on the CPU with one thread each, checkpoint='{MODE}'; "
+        "gradients are kept from step to step. The peak is that of resident memory during a step, above what "
+        f"is resident before it: the largest of {STEPS} steps after two others. Medians of {PROCESSES} "
+        "processes, by turns.\n",
     )
 
 

@@ -33,6 +33,20 @@ class Number(NamedTuple):
         pairs = sum(f * size * batch[0] for f, size in zip(self.products, lengths, strict=True))
         return self.constant + single + pairs
 
+    def __str__(self) -> str:
+        """Returns the number as a sum, with ``B`` for the batch size and ``L1`` for the first length."""
+        names = ["B", *(f"L{i}" for i in range(1, len(self.factors)))]
+        terms = [
+            "*".join([str(factor)] * (factor != 1) + [names[size] for size in sizes])
+            for sizes, factor in self.terms().items()
+        ]
+        return " + ".join([*terms, str(self.constant)] if self.constant or not terms else terms)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is the batch size."""
+        return self.terms() == {(0,): 1} and not self.constant
+
     @property
     def follows_batch(self) -> bool:
         """Whether it depends on the batch size."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_fast.from_model.batch import Differs, batch_dims, probes_for, unify
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
-from gpipe_fast.from_model.dataflow import Dataflow, Nested, Refused
+from gpipe_fast.from_model.dataflow import Dataflow, Nested, Owned, Refused
 from gpipe_fast.from_model.evaluate import Evaluation, Unknown
 from gpipe_fast.from_model.losses import cross_entropies, uses
 from gpipe_fast.from_model.outputs import leaf_names
@@ -91,6 +91,9 @@ class Calls:
         self.loss, self.chunks, self.checkpoint, self.schedule = loss, chunks, checkpoint, schedule
         self.threads_per_stage: int | None = None
         self._named = blocks
+        self._measured = balance is None
+        self._balance: list[int] | None = None
+        self._settled = False
         self.blocks: list[nn.Module] = []
         self._opened: set[nn.Module] = set()  # without the model itself
         if blocks is not None:
@@ -99,7 +102,6 @@ class Calls:
         self._balance = balance
         self._make_pipeline = make_pipeline
         self._takes_items: bool | None = None
-        self._settled = False
         self._forget()
 
     def _forget(self) -> None:
@@ -111,6 +113,8 @@ class Calls:
         self, model: nn.Module, blocks: list[nn.Module], opened: set[nn.Module] | None = None
     ) -> None:
         """Sets the blocks, and the modules that are recorded by what they call."""
+        if self._measured:  # for other blocks
+            self._balance, self._settled = None, False
         self.blocks = blocks
         self._opened = (opened_for(model, blocks) if opened is None else opened) - {model}
 
@@ -261,7 +265,11 @@ class _CallOf:
             for x in self._inputs.tensors
         )
         modes = surroundings(self._device), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-        attributes = attributes_of([self._model, *self._calls._opened])
+        opened = [self._model, *self._calls._opened]
+        attributes = (
+            attributes_of(opened),
+            tuple((p.dtype, p.requires_grad) for p in self._model.parameters()),
+        )
         more = self._device, self._whole, modes, attributes, self._calls.chunks if shapes else None
         return self._inputs.structure, tensors, more
 
@@ -348,7 +356,7 @@ class _CallOf:
         try:
             parts = [[*part, torch.tensor(1)] for part in parts]
             counted = self._flow(found, parts[0], parts)
-        except TypeError:  # forward does not take it
+        except Exception:  # forward does not take it
             self._calls._takes_items = False
             return None
         if not any(uses(counted, ref, [items]) for ref in self._scalars(counted)):
@@ -439,17 +447,19 @@ class _CallOf:
         return self._add_path(kind, self._flow(kind, tensors, parts))
 
     def _holds(self, flow: Dataflow, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
-        evaluation = Evaluation(flow, _known(tensors), sizes, self._device)
+        read = _read_with_data
+        evaluation = Evaluation(flow, _known(tensors), sizes, self._device, read=read)
         with torch.no_grad():
             return all(evaluation.call(each.target, each.arguments) == each.answer for each in flow.decisions)
 
     def _add_path(self, kind: Kind, flow: Dataflow) -> Program:
         calls = self._calls
-        known = (p for p in calls._programs if p.split == kind.split)
+        opened = open_dataclass(self._output)
+        output_class = None if opened is self._output else type(self._output)
+        known = (p for p in calls._programs if p.split == kind.split and p.output_class is output_class)
         unconditional = dataclasses.replace(flow, decisions=()).pruned()
         program = next((p for p in known if _same(p.flow, unconditional)), None)
         if program is None:
-            opened = open_dataclass(self._output)
             program = Program(
                 unconditional,
                 kind.split,
@@ -457,7 +467,7 @@ class _CallOf:
                 calls.blocks,
                 leaf_names(opened),
                 calls.loss,
-                None if opened is self._output else type(self._output),
+                output_class,
                 calls.new_pipeline,
             )
             calls._programs.append(program)
@@ -507,7 +517,8 @@ class _CallOf:
     def _check_hooks(self) -> None:
         """Refuses hooks on modules that contain blocks, because such modules are not called as a whole."""
         for module in self._calls._opened:
-            if module._forward_hooks or module._forward_pre_hooks:
+            tables = module._forward_hooks, module._forward_pre_hooks
+            if any(tables) or module._backward_hooks or module._backward_pre_hooks:
                 raise Refused(
                     f"{self._names.get(module)} ({type(module).__name__}) contains blocks and has hooks, "
                     "which would not be called; register them on its blocks or on the model"
@@ -516,6 +527,10 @@ class _CallOf:
 
 def _known(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     return dict(enumerate(map(_with_data, tensors)))
+
+
+def _read_with_data(owned: Owned) -> Tensor:
+    return _with_data(owned.read())
 
 
 def _with_data(tensor: Tensor) -> Tensor:
@@ -549,7 +564,8 @@ def _decide_by(tensors: Sequence[Tensor], device: torch.device) -> Any:
         known = _known(tensors)
 
         def answer(draw: Any) -> Any:
-            evaluation = Evaluation(flow, known, (), device, draw=draw, read=recorder.tensors)
+            read = lambda owned: _with_data(recorder.tensors(owned))  # noqa: E731
+            evaluation = Evaluation(flow, known, (), device, draw=draw, read=read)
             return evaluation.call(target, arguments)
 
         with torch.no_grad():

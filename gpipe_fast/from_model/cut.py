@@ -132,8 +132,9 @@ def _check_in_place(
                 storage = flow.values[ref].storage
                 aliases = [r for r in made_in if r != ref and flow.values[r].storage == storage]
                 if any(made_in[r] < index <= last_use.get(r, -1) for r in aliases):
+                    shape = ", ".join(map(str, flow.values[ref].shape))
                     raise Refused(
-                        f"a tensor of shape {list(flow.values[ref].shape)} is changed in place at "
-                        f"{call.place}, in another layer than the one that made it and an alias of it; "
+                        f"a tensor of shape [{shape}] is changed in place at {call.place}, in "
+                        "another layer than the one that made it and an alias of it; "
                         "copy it first, as by x = x + y in place of x += y"
                     )

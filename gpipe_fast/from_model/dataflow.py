@@ -211,8 +211,8 @@ class Dataflow:
                     found.setdefault(ref, index)
         return found
 
-    def depends_on(self, refs: Iterable[int], inputs: Container[int], draws: bool = True) -> bool:
-        """Returns whether values depend on one of some inputs or, if ``draws``, on random numbers."""
+    def depends_on(self, refs: Iterable[int], inputs: Container[int]) -> bool:
+        """Returns whether values depend on one of some inputs, or on random numbers."""
         producers = self.producers()
         wanted, seen = list(refs), set[int]()
         while wanted:
@@ -223,18 +223,35 @@ class Dataflow:
                 continue
             seen.add(ref)
             call = self.calls[producers[ref]]
-            if call.draws and draws:
+            if call.draws:
                 return True
             wanted += call.arguments.refs()
         return False
 
+    def _may_change(self, arguments: Nested) -> bool:
+        """Returns whether an input, or a tensor of a module, affects arguments."""
+        producers, inputs = self.producers(), range(self.num_inputs)
+        wanted, seen = [arguments], set[int]()
+        while wanted:
+            nested = wanted.pop()
+            if any(isinstance(leaf, Owned) for leaf in nested.leaves):
+                return True
+            for ref in nested.refs():
+                if ref in inputs:
+                    return True
+                index = producers.get(ref)
+                if index is not None and index not in seen:
+                    seen.add(index)
+                    wanted.append(self.calls[index].arguments)
+        return False
+
     def pruned(self) -> Dataflow:
-        """Returns the record without what has no effect: decisions that no input affects, and unused calls.
+        """Returns the record without what has no effect: decisions that are always equal, and unused calls.
 
         Calls that draw random numbers, that have buffers or that are blocks have an effect.
         """
         inputs = range(self.num_inputs)
-        guards = [d for d in self.decisions if self.depends_on(d.arguments.refs(), inputs, draws=False)]
+        guards = [d for d in self.decisions if self._may_change(d.arguments)]
         live = {*inputs, *self.result.refs(), *(ref for d in guards for ref in d.arguments.refs())}
         storages = {self.values[ref].storage for ref in live}
         calls: list[Call] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast.from_model.batch import batch_dims
-from gpipe_fast.from_model.dataflow import Call, Dataflow, Ref
+from gpipe_fast.from_model.dataflow import Call, Dataflow, Owned, Ref
 from gpipe_fast.from_model.evaluate import Evaluation
 
 # Batch sizes of the parts on which a rule is checked, and the error that sums in float32 may have.
-_PARTS = (1, 3, 2)
+_PARTS = (1, 2)
 _TOLERANCE = 1e-5
 
 
@@ -34,11 +34,13 @@ class Rule:
             cross-entropy that count; or ``'quotient'``, a sum that is divided by a value of the inputs.
         ref: the number of the value that has the targets, or by which is divided; else None.
         ignored: the target that does not count.
+        weight: returns the weights of classes, or None.
     """
 
     kind: str
     ref: int | None = None
     ignored: int = -100
+    weight: Callable[[], Tensor | None] = lambda: None
 
     def weights(self, sizes: Sequence[int], measures: Sequence[float], whole: float) -> list[float]:
         """Returns the weight of each micro-batch.
@@ -56,7 +58,12 @@ class Rule:
 
     def measure(self, value: Tensor) -> float:
         """Returns how many targets count, or by what is divided."""
-        return float(value) if self.kind == "quotient" else int((value != self.ignored).sum())
+        if self.kind == "quotient":
+            return float(value)
+        counts, weight = value != self.ignored, self.weight()
+        if weight is None:
+            return int(counts.sum())
+        return float(torch.where(counts, weight.to(value.device)[value.where(counts, 0)], 0).sum())
 
 
 @dataclass(frozen=True)
@@ -68,25 +75,36 @@ class CrossEntropy:
         logits: the number of the value that has the logits.
         targets: the number of the value that has the classes.
         ignored: the class that does not count.
+        weight: returns the weights of classes, or None.
+        is_mean: whether it is a mean over targets.
     """
 
     call: Call
     logits: int
     targets: int
     ignored: int
+    weight: Callable[[], Tensor | None]
+    is_mean: bool
 
 
 def cross_entropies(flow: Dataflow, ref: int) -> list[CrossEntropy]:
     """Returns the cross-entropies with classes as targets from which a value without batch follows."""
     found = []
     for call in _calls_without_batch(flow, ref):
-        arguments = _cross_entropy_arguments(call)
-        if arguments is None:
+        given = _cross_entropy_arguments(call)
+        if given is None:
             continue
-        logits, targets, ignored = arguments
+        logits, targets, weight = given["input"], given["target"], given.get("weight")
         are_values = isinstance(logits, Ref) and isinstance(targets, Ref)
         if are_values and not flow.values[targets.index].dtype.is_floating_point:
-            found.append(CrossEntropy(call, logits.index, targets.index, ignored))
+            module = call.target if call.is_module else None
+            if module is not None:
+                read: Any = functools.partial(getattr, module, "weight")
+            else:
+                read = weight.read if isinstance(weight, Owned) else functools.partial(_given, weight)
+            is_mean = (given["reduction"] if module is None else module.reduction) == "mean"
+            ignored = given["ignore_index"] if module is None else module.ignore_index
+            found.append(CrossEntropy(call, logits.index, targets.index, ignored, read, is_mean))
     return found
 
 
@@ -104,16 +122,18 @@ _FUNCTIONS = (F.cross_entropy, F.nll_loss)
 _SIGNATURES = {function: inspect.signature(function) for function in _FUNCTIONS}
 
 
-def _cross_entropy_arguments(call: Call) -> tuple[Any, Any, int] | None:
+def _given(weight: Any) -> Any:
+    return weight
+
+
+def _cross_entropy_arguments(call: Call) -> dict[str, Any] | None:
     args, kwargs = call.arguments.build(lambda leaf: leaf)
     if isinstance(call.target, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        given = inspect.signature(call.target.forward).bind(*args, **kwargs).arguments
-        return given["input"], given["target"], call.target.ignore_index
+        return dict(inspect.signature(call.target.forward).bind(*args, **kwargs).arguments)
     if call.target in _FUNCTIONS:
         bound = _SIGNATURES[call.target].bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        return given["input"], given["target"], given["ignore_index"]
+        return dict(bound.arguments)
     return None
 
 
@@ -130,6 +150,82 @@ def _calls_without_batch(flow: Dataflow, ref: int) -> list[Call]:
     return [flow.calls[index] for index in sorted(found)]
 
 
+# Functions that add up, or that combine sums linearly. Others, as a square root, do not commute with sums.
+_REDUCTIONS = frozenset({"sum", "mean", "dot", "trace", "einsum", "kl_div"})
+_REDUCTIONS |= {"binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy"}
+_LINEAR = frozenset(
+    [
+        "sum",
+        "mean",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "true_divide",
+        "divide",
+        "__radd__",
+        "__rsub__",
+        "__rmul__",
+        "__truediv__",
+        "__mul__",
+        "__add__",
+        "__sub__",
+        "add_",
+        "sub_",
+        "mul_",
+        "div_",
+        "rsub",
+        "multiply",
+        "subtract",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "to",
+        "type",
+        "type_as",
+        "view",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "flatten",
+        "expand",
+        "contiguous",
+        "clone",
+        "alias",
+        "detach",
+        "stack",
+        "cat",
+        "unbind",
+        "__getitem__",
+        "item",
+    ]
+)
+
+
+def _is_linear(flow: Dataflow, ref: int) -> bool:
+    """Returns whether a value without a batch follows from sums and means over the batch linearly.
+
+    Values of inputs alone, by which may be divided, may follow in any way.
+    """
+    calls = _calls_without_batch(flow, ref)
+    divisors = {index for each in _divisors(flow, ref) for index in _indices_for(flow, each)}
+    for call in calls:
+        name = getattr(call.target, "__name__", type(call.target).__name__)
+        if any(batch_dims(flow.values[r]) for r in call.arguments.refs()):
+            if not (name in _REDUCTIONS or name.endswith(("_loss", "Loss"))):
+                return False
+        elif name not in _LINEAR and not divisors.issuperset(call.result.refs()):
+            return False
+    return True
+
+
+def _indices_for(flow: Dataflow, ref: int) -> set[int]:
+    """Returns the values without a batch that a value without a batch follows from, and itself."""
+    return {r for call in _calls_without_batch(flow, ref) for r in call.result.refs()}
+
+
 def find_rule(flow: Dataflow, ref: int, static_sizes: Sequence[int]) -> Rule | None:
     """Returns the rule for a value without a batch dimension; None if it cannot be combined.
 
@@ -138,31 +234,46 @@ def find_rule(flow: Dataflow, ref: int, static_sizes: Sequence[int]) -> Rule | N
         ref: the value's number.
         static_sizes: the other sizes that numbers follow.
     """
+    if not _is_linear(flow, ref):
+        return None
     means = cross_entropies(flow, ref)
     rules = [Rule("sum"), Rule("samples")]
-    if len(means) == 1:
-        rules.append(Rule("targets", means[0].targets, means[0].ignored))
+    weighted = [mean for mean in means if mean.is_mean and mean.weight() is not None]
+    if weighted:  # the check would not see the weight of a rare class
+        rules.clear()
+    if len(means) == 1 and not isinstance(means[0].weight(), Ref):
+        rules.append(Rule("targets", means[0].targets, means[0].ignored, means[0].weight))
     rules += [Rule("quotient", divisor) for divisor in _divisors(flow, ref)]
     try:
         checks = [_Check(flow, ref, means, static_sizes, seed) for seed in range(2)]
+        return next((rule for rule in rules if all(check.holds(rule) for check in checks)), None)
     except Exception:  # what the random numbers stand for is unknown, so no rule can be checked
         return None
-    fitting = [rule for rule in rules if all(check.holds(rule) for check in checks)]
-    return fitting[0] if fitting else None
+
+
+def concatenates(flow: Dataflow, ref: int, dim: int, static_sizes: Sequence[int]) -> bool:
+    """Returns whether a value of a batch is the concatenation of those of its parts, checked as a rule is."""
+    try:
+        check = _Check(flow, ref, [], static_sizes, seed=0)
+    except Exception:
+        return False
+    found = torch.cat(check.parts, dim)
+    return found.shape == check.whole.shape and torch.allclose(found, check.whole, _TOLERANCE, _TOLERANCE)
 
 
 class _Check:
-    """Values for the parts of a random batch, and for the whole."""
+    """A value for the parts of a random batch, and for the whole.
+
+    What modules return, inputs and random numbers are replaced by random numbers.
+    """
 
     def __init__(
         self, flow: Dataflow, ref: int, means: Sequence[CrossEntropy], static_sizes: Sequence[int], seed: int
     ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        calls = _calls_without_batch(flow, ref)
-        first = sorted({r for call in calls for r in call.arguments.refs()} - set(_made(calls)))
         classes = {mean.targets: mean for mean in means}
         columns: dict[int, list[Tensor]] = {}
-        for r in first:
+        for r in _sources(flow, ref, classes):
             if not batch_dims(flow.values[r]):
                 columns[r] = [self._random(flow, r, (1, *static_sizes), None)] * len(_PARTS)
                 continue
@@ -172,13 +283,12 @@ class _Check:
             for r, parts in columns.items()
         }
         known = [{r: column[i] for r, column in columns.items()} for i in range(len(_PARTS))]
-        evaluations = [
+        self._evaluations = [
             Evaluation(flow, values, (size, *static_sizes), torch.device("cpu"), modules=True)
             for values, size in zip([*known, wholes], [*_PARTS, sum(_PARTS)], strict=True)
         ]
         with torch.no_grad():
-            *self.parts, self.whole = (each.value(ref).double() for each in evaluations)
-        self._evaluations = evaluations
+            *self.parts, self.whole = (each.value(ref).double() for each in self._evaluations)
 
     def _random(self, flow: Dataflow, ref: int, sizes: Sequence[int], mean: CrossEntropy | None) -> Tensor:
         value = flow.values[ref]
@@ -190,8 +300,10 @@ class _Check:
             return torch.randint(0, 2, shape, generator=self._generator).to(value.dtype)
         count = flow.values[mean.logits].shape[1 if len(flow.values[mean.logits].shape) > 1 else 0]
         classes = torch.randint(0, count, shape, generator=self._generator)
-        dropped = torch.rand(shape, generator=self._generator) < 0.4
-        dropped.view(-1)[0] = False  # so that no part is without targets
+        # So that the numbers of targets that count are not as those of samples, and no part is without.
+        dropped = torch.zeros(shape, dtype=torch.bool)
+        if sizes[0] > 1:
+            dropped.view(-1)[1::2] = True
         return torch.where(dropped, mean.ignored, classes).to(value.dtype)
 
     def holds(self, rule: Rule) -> bool:
@@ -207,9 +319,25 @@ class _Check:
             return [rule.measure(each.value(rule.ref)) for each in self._evaluations]
 
 
-def _made(calls: Sequence[Call]) -> Iterator[int]:
-    for call in calls:
-        yield from call.result.refs()
+def _sources(flow: Dataflow, ref: int, stops: Container[int]) -> list[int]:
+    """Returns the values that a value follows from: what modules return, inputs and random numbers.
+
+    Modules that reduce the batch, as those of losses, are passed like functions.
+    """
+    producers = flow.producers()
+    wanted, seen, found = [ref], set[int](), set[int]()
+    while wanted:
+        each = wanted.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        call = flow.calls[producers[each]] if each in producers else None
+        reduces = call is not None and not any(batch_dims(flow.values[r]) for r in call.result.refs())
+        if each in stops or call is None or call.draws or (call.is_module and not reduces):
+            found.add(each)
+        else:
+            wanted += call.arguments.refs()
+    return sorted(found)
 
 
 def combine(parts: Tensor, weights: Sequence[float]) -> Tensor:

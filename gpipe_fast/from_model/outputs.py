@@ -6,12 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gpipe_fast.from_model.batch import batch_dims
-from gpipe_fast.from_model.dataflow import Dataflow, Nested, Owned, Ref, Refused
-from gpipe_fast.from_model.losses import Rule, combine, find_rule
+from gpipe_fast.from_model.batch import at_sizes, batch_dims
+from gpipe_fast.from_model.dataflow import Dataflow, Device, Nested, Owned, Ref, Refused, Slice
+from gpipe_fast.from_model.losses import Rule, combine, concatenates, find_rule
 
 LOSSES = ("exact", "per-microbatch")
 
@@ -62,7 +63,16 @@ def _output(
 ) -> Output | None:
     dims = batch_dims(flow.values[ref])
     if len(dims) == 1:
-        return Output(ref, dims[0], None)
+        size = flow.values[ref].shape[dims[0]]
+        if size.is_batch or concatenates(flow, ref, dims[0], static_sizes):
+            return Output(ref, dims[0], None)
+        if loss == "per-microbatch":
+            return None
+        raise Refused(
+            f"output {name} has a dimension of size {size}, where B is the batch size, and the samples of "
+            "micro-batches would come in another order; return a dimension for the batch alone, or pass "
+            "loss='per-microbatch' to GPipe.from_model to get None in its place"
+        )
     if dims:
         if loss == "per-microbatch":
             return None
@@ -103,6 +113,7 @@ def put_together(
     outputs: Sequence[Output],
     tensors: Sequence[Tensor],
     weights: Sequence[Sequence[float]],
+    sizes: Sequence[int],
 ) -> Any:
     """Returns what the model returns for the whole mini-batch.
 
@@ -111,6 +122,7 @@ def put_together(
         outputs: the tensors in it.
         tensors: each of them, concatenated over micro-batches along the first dimension.
         weights: for each output, those of the micro-batches by its rule.
+        sizes: the sizes of the mini-batch that numbers of the record follow.
     """
     found: dict[int, Tensor] = {}
     for output, tensor, of_parts in zip(outputs, tensors, weights, strict=True):
@@ -120,7 +132,17 @@ def put_together(
             found[output.ref] = tensor[0]
         else:
             found[output.ref] = combine(tensor, of_parts)
-    return result.build(lambda leaf: found.get(leaf.index) if isinstance(leaf, Ref) else leaf)
+    device = tensors[0].device if tensors else torch.device("cpu")
+
+    def leaf_of(leaf: Any) -> Any:
+        leaf = at_sizes(leaf, sizes)
+        if isinstance(leaf, Ref):
+            return found.get(leaf.index)
+        if isinstance(leaf, Slice):
+            return slice(leaf.start, leaf.stop, leaf.step)
+        return device if isinstance(leaf, Device) else leaf
+
+    return result.build(leaf_of)
 
 
 def leaf_names(value: Any) -> list[str]:

@@ -31,6 +31,7 @@ class Program:
         flow: the record.
         split: the numbers of the inputs that are split into micro-batches.
         outputs: the tensors that the model returns.
+        output_class: the class of the object that it returns, if PyTorch does not flatten it; else None.
         layers: the layers.
         pipeline: the `GPipe` of these layers.
     """
@@ -46,7 +47,7 @@ class Program:
         output_class: type | None,
         make_pipeline: MakePipeline,
     ) -> None:
-        self._output_class = output_class
+        self.output_class = output_class
         self.flow, self.split = flow, frozenset(split)
         found = outputs_of(flow, output_names, self.split, loss, lengths)
         self.outputs = list(found.values())
@@ -144,8 +145,14 @@ class Program:
         sizes: Sequence[tuple[int, ...]],
     ) -> Any:
         weights = [self._weights(output, inputs, parts, sizes) for output in self.outputs]
-        found = put_together(self.flow.result, self.outputs, tensors, weights)
-        return found if self._output_class is None else self._output_class(**found)
+        whole = sum(each[0] for each in sizes), *sizes[0][1:]
+        found = put_together(self.flow.result, self.outputs, tensors, weights, whole)
+        if self.output_class is None:
+            return found
+        output: Any = object.__new__(self.output_class)  # which was initialised when its parts were made
+        for name, value in found.items():
+            object.__setattr__(output, name, value)
+        return output
 
     def _weights(
         self,

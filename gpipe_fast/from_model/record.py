@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import enum
+import functools
 import inspect
 import random
 import sys
@@ -166,13 +167,14 @@ class Recorder(TorchFunctionMode):
         self._stand_ins: dict[int, StandIn] = {}
         self._storages: dict[int, int] = {}
         self._keep_alive: list[Any] = []
-        self._owners: dict[int, Owned] = {
-            id(tensor): Owned(module, name)
-            for module in reversed(names)
-            for table in (module._parameters, module._buffers, vars(module))
-            for name, tensor in table.items()
-            if isinstance(tensor, Tensor)
-        }
+        self._owners: dict[int, Owned] = {}
+        self._owned_storages: dict[int, Owned] = {}
+        for module in reversed(names):
+            for table in (module._parameters, module._buffers, vars(module)):
+                for name, tensor in table.items():
+                    if isinstance(tensor, Tensor):
+                        owned = self._owners[id(tensor)] = Owned(module, name)
+                        self._owned_storages[tensor.untyped_storage()._cdata] = owned
 
     def stand_in(self, fake: Tensor) -> StandIn:
         """Returns the stand-in for a fake tensor; makes one if there is none."""
@@ -232,7 +234,9 @@ class Recorder(TorchFunctionMode):
             return repr(args[0])
         fakes, fake_kwargs = self._fakes((args, kwargs))
         tensors = [x for x in pytree.tree_leaves((fakes, fake_kwargs)) if isinstance(x, Tensor)]
-        versions = [x._version for x in tensors]
+        versions = list(map(_version, tensors))
+        if getattr(func, "__name__", "") in _CHANGES_OF_SHAPE:
+            raise Refused(f"{func.__name__} is called between blocks at {place()}; use the form without '_'")
         spy = _Spy()
         try:
             with self._mode, spy:
@@ -241,7 +245,7 @@ class Recorder(TorchFunctionMode):
             return self._decision(func, self.nested((args, kwargs)))
         except DynamicOutputShapeException as error:
             raise Refused(f"the shape of a tensor depends on its elements at {place()} ({error})") from None
-        changed = {id(x) for x, before in zip(tensors, versions, strict=True) if x._version != before}
+        changed = self._changed(tensors, versions)
         made = [x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor)]
         if not made and not changed:
             if getattr(func, "__name__", "") in _REFUSED_METHODS:
@@ -252,6 +256,20 @@ class Recorder(TorchFunctionMode):
             # `x.contiguous()` returns x itself, or another tensor, depending on sizes.
             returned = pytree.tree_map_only(Tensor, self._another, returned)
         return self._record(func, arguments, returned, spy.draws, changed)
+
+    def _changed(self, tensors: Sequence[Tensor], versions: Sequence[int]) -> set[int]:
+        """Returns the identities of the tensors that were changed in place since they had these versions.
+
+        Raises:
+            Refused: one of them shares memory with a tensor of a module.
+        """
+        changed = [x for x, before in zip(tensors, versions, strict=True) if _version(x) != before]
+        for tensor in changed:
+            owner = self._owned_storages.get(tensor.untyped_storage()._cdata)
+            if owner is not None:
+                name = f"{self.names[owner.owner]}.{owner.name}".lstrip(".")
+                raise Refused(f"{name} is changed in place between blocks, at {place()}")
+        return set(map(id, changed))
 
     def _another(self, fake: Tensor) -> Tensor:
         """Returns a tensor that is not recorded yet: an alias of one that is."""
@@ -277,13 +295,7 @@ class Recorder(TorchFunctionMode):
         return pytree.tree_map(stand_in, value)
 
     def _record(self, target: Any, arguments: Nested, returned: Any, draws: bool, changed: Set[int]) -> Any:
-        mutates = []
-        for identity in changed:
-            if identity in self._owners:
-                owner = self._owners[identity]
-                name = f"{self.names[owner.owner]}.{owner.name}".lstrip(".")
-                raise Refused(f"{name} is changed in place between blocks, at {place()}")
-            mutates.append(self._stand_ins[identity].number)
+        mutates = [self._stand_ins[identity].number for identity in changed]
         result = self._stand_ins_for(returned)
         keeps_state = isinstance(target, nn.Module) and (
             target in self._blocks or any(True for _ in target.buffers())
@@ -304,10 +316,24 @@ class Recorder(TorchFunctionMode):
         self.decisions.append(Decision(func, arguments, answer, place()))
         return answer
 
+    @contextlib.contextmanager
+    def in_module(self) -> Iterator[None]:
+        """Records nothing in a block, and leaves Python's generator as it is."""
+        state = random.getstate()
+        self.is_in_module = True
+        try:
+            with torch.overrides._pop_mode_temporarily():
+                yield
+        finally:
+            self.is_in_module = False
+            random.setstate(state)
+
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Records a call of a module, or calls it if it is recorded by what it calls."""
         if module in self._opened:
             return _original_call(module, *args, **kwargs)
+        if type(module).__call__ is not nn.Module.__call__:
+            return self._open(module, args, kwargs, "its class has a __call__ of its own")
         name = self.names.get(module)
         if name is None:
             if any(True for _ in (*module.parameters(), *module.buffers())):
@@ -326,16 +352,12 @@ class Recorder(TorchFunctionMode):
         fakes, fake_kwargs = self._fakes((args, kwargs))
         before = pytree.tree_flatten((fakes, fake_kwargs))
         tensors = [x for x in before[0] if isinstance(x, Tensor)]
-        versions = [x._version for x in tensors]
+        versions = list(map(_version, tensors))
         spy = _Spy()
-        self.is_in_module = True
-        try:
-            with torch.overrides._pop_mode_temporarily():
-                returned = self._run(module, spy, fakes, fake_kwargs)
-        finally:
-            self.is_in_module = False
+        with self.in_module():
+            returned = self._run(module, spy, fakes, fake_kwargs)
         self._check_channels(name or type(module).__name__, (args, kwargs), before, (fakes, fake_kwargs))
-        changed = {id(x) for x, v in zip(tensors, versions, strict=True) if x._version != v}
+        changed = self._changed(tensors, versions)
         try:
             return self._record(module, arguments, returned, spy.draws, changed)
         except Refused as refused:
@@ -432,6 +454,28 @@ def _same(x: Any, y: Any) -> bool:
 # Methods that return no tensor, and do something that a record does not repeat.
 _REFUSED_METHODS = frozenset({"register_hook", "backward", "retain_grad", "__set__", "numpy", "data_ptr"})
 
+# Methods that change the shape of a tensor, or cut it from the graph, in place.
+_CHANGES_OF_SHAPE = frozenset(
+    [
+        "detach_",
+        "transpose_",
+        "t_",
+        "squeeze_",
+        "unsqueeze_",
+        "swapaxes_",
+        "swapdims_",
+        "resize_",
+        "resize_as_",
+        "set_",
+        "as_strided_",
+    ]
+)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 _original_call = nn.Module.__call__
 
 
@@ -455,7 +499,8 @@ def _apply_function(function: type[Function], *args: Any, **kwargs: Any) -> Any:
     recorder = _active.recorder
     if recorder is None or recorder.is_in_module:
         return _original_apply(function, *args, **kwargs)
-    with torch.overrides._pop_mode_temporarily():
+    recorder.nested((args, kwargs))  # refuses modules as arguments, as of a checkpoint
+    with recorder.in_module():
         return recorder.call(_APPLY.__get__(None, function), args, kwargs)
 
 
@@ -564,17 +609,59 @@ def open_dataclass(value: Any) -> Any:
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
     generator, state = torch.get_rng_state(), random.getstate()
-    with (
-        mock.patch.object(nn.Module, "__call__", _call_module),
-        mock.patch.object(Function, "apply", classmethod(_apply_function)),
-        torch.set_grad_enabled(torch.is_grad_enabled()),  # as before, also outside of inference mode
-        torch.inference_mode(False),  # whose tensors do not count changes in place
-    ):
+    grad = torch.is_grad_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.Module, "__call__", _call_module))
+        stack.enter_context(mock.patch.object(Function, "apply", classmethod(_apply_function)))
+        for each in _user_functions(Function):
+            wrapped = staticmethod(_refusing_bound(each, each.forward))
+            stack.enter_context(mock.patch.object(each, "forward", wrapped))
+        for owner in (torch, torch.random):
+            for name in ("manual_seed", "set_rng_state"):
+                stack.enter_context(mock.patch.object(owner, name, _seeding(getattr(owner, name))))
+        stack.enter_context(torch.inference_mode(False))  # whose tensors do not count changes in place
+        stack.enter_context(torch.set_grad_enabled(grad))
         try:
             yield
+            if random.getstate() != state:
+                raise Refused("forward draws from Python's random between blocks, which would be drawn once")
         finally:
             torch.set_rng_state(generator)
             random.setstate(state)
+
+
+def _user_functions(base: type[Function]) -> Iterator[type[Function]]:
+    """Yields the functions with a backward of their own that are not PyTorch's."""
+    for each in base.__subclasses__():
+        if not each.__module__.startswith("torch.") and "forward" in vars(each):
+            yield each
+        yield from _user_functions(each)
+
+
+def _refusing_bound(function: type[Function], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that is refused between blocks, where nothing else shows a bound `apply`."""
+
+    @functools.wraps(forward)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        recorder = _active.recorder
+        if recorder is not None and not recorder.is_in_module:
+            name = function.__name__
+            raise Refused(f"{name}.apply was bound to a variable before; write {name}.apply(...) in forward")
+        return forward(*args, **kwargs)
+
+    return refusing
+
+
+def _seeding(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that seeds PyTorch's generator, unless it is called between blocks."""
+
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        recorder = _active.recorder
+        if recorder is not None and not recorder.is_in_module:
+            raise Refused(f"forward seeds PyTorch's generator between blocks, at {place()}")
+        return function(*args, **kwargs)
+
+    return seed
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:

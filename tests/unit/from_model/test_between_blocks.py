@@ -1,0 +1,312 @@
+"""Odd code between blocks: its results are those of the plain loop, or it is refused."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_fast import GPipe
+from gpipe_fast.from_model.outputs import LOSSES
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+X = torch.randn(7, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(6, (7,), generator=torch.Generator().manual_seed(2))
+
+
+class Model(nn.Module):
+    """Four blocks, and a function of the model and of their output."""
+
+    alpha = 1.0
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.drop = nn.Dropout(0.0)
+        self.register_buffer("buffer", torch.zeros(6))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.function, self.other = function, None
+
+    def forward(self, x: Tensor, *more: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.function(self, x, *more)
+
+
+def pipelined(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    inputs = inputs or (X,)
+    return GPipe.from_model(Model(function), inputs, devices=["cpu"] * 2, balance=[2, 2], chunks=3, **options)
+
+
+def equals_the_loop(model: Any, *inputs: Any) -> bool:
+    inputs = inputs or (X,)
+    ours = pytree.tree_leaves(model(*inputs))
+    theirs = pytree.tree_leaves(model.plain_loop(*inputs))
+    pairs = zip(ours, theirs, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+def test_gradients_are_as_disabled_in_a_record_as_in_the_call() -> None:
+    with torch.no_grad():
+        model = pipelined(lambda m, x: x * 2 if torch.is_grad_enabled() else x)
+        assert equals_the_loop(model)
+    assert equals_the_loop(model)
+    with torch.inference_mode():
+        assert equals_the_loop(model)
+
+
+class Straight(torch.autograd.Function):
+    """A function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+bound = Straight.apply
+
+
+def test_a_backward_of_ones_own_is_called() -> None:
+    model = pipelined(lambda m, x: x + Straight.apply(x))
+    gradients = []
+    for run in (model, model.plain()):
+        model.zero_grad()
+        for part in X.chunk(3) if run is not model else [X]:
+            run(part).sum().backward()
+        gradients.append(model.blocks[0][0].weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+
+
+def clamp_weights(model: Any, x: Tensor) -> Tensor:
+    model.blocks[0][0].weight.data.clamp_(-0.1, 0.1)
+    return x
+
+
+def update_view(model: Any, x: Tensor) -> Tensor:
+    model.buffer[:2].copy_(x.detach().mean(0)[:2])
+    return x + model.buffer
+
+
+def seeds(model: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return x + torch.rand(6)
+
+
+def draws_in_python(model: Any, x: Tensor) -> Tensor:
+    return x * 2 if random.random() < 0.5 else x
+
+
+class Calls(nn.Linear):
+    """A module with a ``__call__`` of its own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) + 1
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "a bound apply": (lambda m, x: x + bound(x), "Straight.apply was bound"),
+    "a view of a buffer": (update_view, "buffer is changed in place"),
+    "data of a parameter": (clamp_weights, "weight is changed in place"),
+    "detach_": (lambda m, x: x.tanh().detach_(), "detach_ is called"),
+    "transpose_": (lambda m, x: x.tanh().transpose_(0, 1), "transpose_ is called"),
+    "a seed": (seeds, "seeds PyTorch's generator"),
+    "Python's random": (draws_in_python, "Python's random"),
+    "a reentrant checkpoint": (lambda m, x: checkpoint(m.drop, x, use_reentrant=True), "is passed between"),
+    "two batches": (lambda m, x: torch.cat([x, -x]), r"size 2\*B"),
+    "time first": (lambda m, x: x.view(-1, 2, 3).transpose(0, 1).reshape(-1, 3), "another order"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_pipeline_would_not_repeat_is_refused(name: str) -> None:
+    function, message = REFUSED[name]
+    with pytest.raises(RuntimeError, match=message):
+        pipelined(function)
+
+
+@dataclass
+class Doubles:
+    """An output that changes itself, and has an attribute that is no argument."""
+
+    y: Any
+    z: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.y, self.z = self.y * 2, self.y
+
+
+EQUAL: dict[str, Callable[..., Any]] = {
+    "inference mode": lambda m, x: x + inferred(x),
+    "batch before length": lambda m, x: x.view(-1, 2, 3).reshape(-1, 3),
+    "a number and a shape": lambda m, x: (x, x.dtype, None, 3),
+}
+
+
+def inferred(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x * 2
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_odd_code_equals_the_plain_loop(name: str) -> None:
+    assert equals_the_loop(pipelined(EQUAL[name]))
+
+
+def test_a_module_with_a_call_of_its_own_is_called_once() -> None:
+    class Before(Model):
+        def __init__(self) -> None:
+            super().__init__(lambda m, x: x)
+            self.first = Calls(6, 6)
+
+        def forward(self, x: Tensor, *more: Any) -> Any:
+            return super().forward(self.first(x))
+
+    model = GPipe.from_model(Before(), (X,), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+    assert equals_the_loop(model)
+
+
+def test_outputs_of_dataclasses_are_initialised_once() -> None:
+    model = pipelined(lambda m, x: Doubles(x))
+    output = model(X)
+    assert type(output) is Doubles
+    assert torch.equal(output.y, torch.cat([model.plain()(part).y for part in X.chunk(3)]))
+    assert torch.equal(output.z * 2, output.y)
+
+
+def test_numbers_that_follow_the_batch_are_those_of_the_whole() -> None:
+    model = pipelined(lambda m, x: (x, x.shape[0], x.device))
+    assert model(X)[1:] == (7, torch.device("cpu"))
+
+
+def freeze(model: Any) -> None:
+    model.scale.requires_grad_(False)
+
+
+CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], object]]] = {
+    "a buffer that is read": (lambda m, x: x * 2 if bool(m.buffer[0]) else x, lambda m: m.buffer.fill_(1)),
+    "a parameter that is read": (
+        lambda m, x: x * m.scale.item(),
+        lambda m: nn.init.constant_(m.scale, 3.0),
+    ),
+    "an attribute of a module": (lambda m, x: x * (1 + m.drop.p), lambda m: setattr(m.drop, "p", 0.5)),
+    "an attribute of the class": (lambda m, x: x * m.alpha, lambda m: setattr(Model, "alpha", 2.0)),
+    "an array": (
+        lambda m, x: x * float(m.other[0]) if m.other is not None else x,
+        lambda m: setattr(m, "other", np.array([3.0])),
+    ),
+    "a deque": (lambda m, x: x * (m.other or [1])[-1], lambda m: setattr(m, "other", deque([2]))),
+    "whether a parameter has a gradient": (lambda m, x: x * 2 if m.scale.requires_grad else x, freeze),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_after_the_first_call_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, change = CHANGES[name]
+    monkeypatch.setattr(Model, "alpha", 1.0)
+    model = pipelined(function)
+    assert equals_the_loop(model)
+    change(model)
+    assert equals_the_loop(model)
+
+
+def test_an_array_that_is_changed_in_place_is_noticed() -> None:
+    model = pipelined(lambda m, x: x * float(m.other[0]) if m.other is not None else x)
+    model.other = np.array([3.0])
+    assert equals_the_loop(model)
+    model.other[0] = 4.0
+    assert equals_the_loop(model)
+
+
+def test_a_dtype_that_changes_is_noticed() -> None:
+    model = pipelined(lambda m, x: x.to(m.scale.dtype) * 1.1)
+    assert model(X).dtype == torch.float32
+    model.to(torch.bfloat16)
+    assert model(X.bfloat16()).dtype == torch.bfloat16
+
+
+def test_removed_blocks() -> None:
+    model = GPipe.from_model(Model(lambda m, x: x), (X,), devices=["cpu"] * 2, chunks=3)
+    assert equals_the_loop(model)
+    del model.blocks[2]
+    assert equals_the_loop(model)
+
+
+def test_backward_hooks_of_modules_that_contain_blocks_are_refused() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model(lambda m, x: x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = Outer()
+    model.inner.register_full_backward_hook(lambda module, gradients, outputs: None)
+    with pytest.raises(RuntimeError, match=r"inner .* contains blocks and has hooks"):
+        GPipe.from_model(model, (X,), blocks="inner.blocks", devices=["cpu"] * 2, chunks=3)
+
+
+WEIGHTS = torch.ones(6)
+WEIGHTS[5] = 0.01
+NO_SUMS: dict[str, Callable[..., Any]] = {
+    "abs": lambda m, x: x.mean().abs(),
+    "relu": lambda m, x: F.relu(x.mean()),
+    "flooding": lambda m, x: (F.cross_entropy(x, torch.zeros_like(x[:, 0]).long()) - 0.9).abs() + 0.9,
+    "free bits": lambda m, x: x.square().mean(0).clamp(min=0.05).sum(),
+    "any": lambda m, x: (x > 0.5).any().float(),
+    "contrast": lambda m, x: -F.log_softmax(x @ x.T, -1).diagonal().mean(),
+    "variance": lambda m, x: (x - x.mean(0)).square().mean(),
+    "softmax over samples": lambda m, x: (x[:, 1] * F.softmax(x[:, 0], 0)).sum(),
+    "maximum": lambda m, x: (x / x.abs().max()).mean(),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_a_loss_that_is_no_sum_over_samples_is_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match="does not follow"):
+        pipelined(NO_SUMS[name])
+    assert "per-microbatch" in LOSSES
+    pipelined(NO_SUMS[name], loss="per-microbatch")(X)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_weights_of_classes(changed: bool) -> None:
+    class Weighted(Model):
+        def __init__(self) -> None:
+            super().__init__(lambda m, x, y: m.loss(x, y))
+            self.loss = nn.CrossEntropyLoss(weight=torch.ones(6) if changed else WEIGHTS)
+
+    model = GPipe.from_model(Weighted(), (X, Y), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+    if changed:
+        model(X, Y)
+        model.loss.weight.copy_(torch.arange(6.0))
+    for targets in (Y, torch.full((7,), 5), torch.tensor([5, 5, 5, 0, 0, 0, 1])):
+        torch.testing.assert_close(model(X, targets), model.plain()(X, targets))
+
+
+def test_a_keyword_that_forward_asserts_to_be_absent() -> None:
+    class Strict(Model):
+        def forward(self, x: Tensor, *more: Any, **others: Any) -> Any:
+            assert not others, "unexpected"
+            return super().forward(x, *more)
+
+    model = GPipe.from_model(
+        Strict(lambda m, x, y: F.cross_entropy(x, y)), (X, Y), devices=["cpu"] * 2, balance=[2, 2], chunks=3
+    )
+    torch.testing.assert_close(model(X, Y), model.plain()(X, Y))
