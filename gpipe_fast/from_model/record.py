@@ -163,6 +163,7 @@ class Recorder(TorchFunctionMode):
         self.decisions: list[Decision] = []
         self.num_inputs = 0
         self.is_in_module = False
+        self.calling: nn.Module | None = None  # whose call is not recorded
         self.hidden = ""  # a call that PyTorch does not show, as in TorchScript
         self._stand_ins: dict[int, StandIn] = {}
         self._storages: dict[int, int] = {}
@@ -331,16 +332,14 @@ class Recorder(TorchFunctionMode):
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Records a call of a module, or calls it if it is recorded by what it calls."""
         if module in self._opened:
-            return _original_call(module, *args, **kwargs)
-        if type(module).__call__ is not nn.Module.__call__:
-            return self._open(module, args, kwargs, "its class has a __call__ of its own")
+            return _unrecorded(module)(*args, **kwargs)
         name = self.names.get(module)
         if name is None:
             if any(True for _ in (*module.parameters(), *module.buffers())):
                 raise Refused(
                     f"a {type(module).__name__} that is no submodule of the model is called at {place()}"
                 )
-            return _original_call(module, *args, **kwargs)  # as nn.CrossEntropyLoss() in a forward
+            return _unrecorded(module)(*args, **kwargs)  # as nn.CrossEntropyLoss() in a forward
         _refuse_collectors()
         try:
             arguments = self.nested((args, kwargs))
@@ -365,9 +364,11 @@ class Recorder(TorchFunctionMode):
 
     def _run(self, module: nn.Module, spy: _Spy, args: Any, kwargs: Any) -> Any:
         """Runs a module on fake tensors; or on zeros, where shapes depend on elements, as by a router."""
+        has_own_call = type(module).__call__ is not nn.Module.__call__
+        run: Any = functools.partial(type(module).__call__, module) if has_own_call else module.forward
         try:
             with self._mode, spy:
-                return module.forward(*args, **kwargs)
+                return run(*args, **kwargs)
         except Exception as error:
             tensors = [t for m in module.modules() for t in self._real_tensors(m)]
             if any(t.is_meta for t in tensors):
@@ -375,7 +376,7 @@ class Recorder(TorchFunctionMode):
             first_error = error
         try:
             with _real_tensors(module, self.tensors), spy:
-                returned = module.forward(*map_tensors(_zeros, args), **map_tensors(_zeros, kwargs))
+                returned = run(*map_tensors(_zeros, args), **map_tensors(_zeros, kwargs))
         except Exception:
             raise first_error from None
         return map_tensors(
@@ -391,7 +392,7 @@ class Recorder(TorchFunctionMode):
         if module in self._blocks:
             raise Refused(f"block {self.names[module]}: {reason}")
         with mock.patch.object(self, "_opened", self._opened | {module}):
-            return _original_call(module, *args, **kwargs)
+            return _unrecorded(module)(*args, **kwargs)
 
     def _check_channels(self, name: str, arguments: Any, before: Any, after: Any) -> None:
         """Checks that a module has not changed the containers among its arguments."""
@@ -488,11 +489,39 @@ _APPLY = inspect.getattr_static(Function, "apply")
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     recorder = _active.recorder
-    if recorder is None:
-        return _original_call(module, *args, **kwargs)
-    if recorder.is_in_module:
+    if recorder is not None and recorder.is_in_module:
         return module.forward(*args, **kwargs)  # hooks get real tensors only
+    if recorder is None or module is recorder.calling:
+        return _original_call(module, *args, **kwargs)
     return recorder.call_module(module, args, kwargs)
+
+
+def _recorded_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a ``__call__`` of a class, as of checkpointed layers of transformers, that is recorded."""
+
+    @functools.wraps(original)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder = _active.recorder
+        if recorder is None or recorder.is_in_module or module is recorder.calling:
+            return original(module, *args, **kwargs)
+        return recorder.call_module(module, args, kwargs)
+
+    return call
+
+
+def _unrecorded(module: nn.Module) -> Callable[..., Any]:
+    """Returns a function that calls a module without recording the call itself."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = _active.recorder
+        assert recorder is not None
+        before, recorder.calling = recorder.calling, module
+        try:
+            return type(module).__call__(module, *args, **kwargs)
+        finally:
+            recorder.calling = before
+
+    return call
 
 
 def _apply_function(function: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -565,7 +594,11 @@ def record(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     names = {module: name for name, module in model.named_modules()}
-    with _fake_tensors(names, mode, device) as tensors, _restored_attributes(names) as check, _patched():
+    with (
+        _fake_tensors(names, mode, device) as tensors,
+        _restored_attributes(names) as check,
+        _patched({type(module) for module in names}),
+    ):
         recorder = Recorder(names, opened, blocks, mode, device, decide, tensors)
         fakes = [_fake(x, mode, device) for x in inputs]
         args, kwargs = build([recorder.stand_in(x) for x in fakes])
@@ -607,11 +640,16 @@ def open_dataclass(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _patched() -> Iterator[None]:
+def _patched(classes: Set[type[nn.Module]]) -> Iterator[None]:
     generator, state = torch.get_rng_state(), random.getstate()
     grad = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.Module, "__call__", _call_module))
+        bases = {base for cls in classes for base in cls.__mro__[: cls.__mro__.index(nn.Module)]}
+        for base in bases:
+            if "__call__" in vars(base):
+                call = _recorded_call(vars(base)["__call__"])
+                stack.enter_context(mock.patch.object(base, "__call__", call))
         stack.enter_context(mock.patch.object(Function, "apply", classmethod(_apply_function)))
         for each in _user_functions(Function):
             wrapped = staticmethod(_refusing_bound(each, each.forward))

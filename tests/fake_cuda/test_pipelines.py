@@ -13,6 +13,7 @@ import pytest
 
 from gpipe_fast import build_info
 from gpipe_fast.inspect.architectures import describe_code
+from gpipe_fast.schedule import SCHEDULES
 from tests.fake_cuda import process
 from tests.fake_cuda.build import can_build
 from tests.fake_cuda.race_detector import Line, check, read
@@ -49,6 +50,19 @@ def train(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
 @pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
 def test_models_equal_the_plain_loop_without_races(devices: str, train: Runs) -> None:
     assert check(train("/".join(MODELS), devices, "never", "except_last", "always", late=1)) == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_whole_steps_equal_the_plain_loop_without_races(schedule: str, train: Runs) -> None:
+    assert check(train("mlp/skips/dropout", FOUR_DEVICES, schedule, "never", "always", late=1)) == []
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
+def test_all_models_in_whole_steps(devices: str, schedule: str, train: Runs) -> None:
+    models = "/".join(model for model in MODELS if model not in ("tied", "several"))
+    assert check(train(models, devices, "own_streams", schedule, "except_last", late=1)) == []
 
 
 @pytest.mark.extended

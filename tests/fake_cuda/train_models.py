@@ -4,7 +4,8 @@
 four stages on four DEVICES (``cuda:0,cpu,..``), and compares parameters, buffers and gradients with the plain
 loop on the same devices. Words: a checkpoint mode (one run for each); ``captured``: steps must be captured
 and replayed as graphs; ``own_streams``: the caller uses own streams; ``failures``: workers are delayed, and
-failing steps run in between; ``peer`` and ``pinned``: force a transport. Prints the differences, or "equal".
+failing steps run in between; ``gpipe`` and ``1f1b``: whole steps; ``peer`` and ``pinned``: force a
+transport. Prints the differences, or "equal".
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.arguments import TRANSPORTS
 from gpipe_fast.layers.skip import pop, skippable, stash
+from gpipe_fast.schedule import SCHEDULES
 from tests.internals import inject_delays, inject_failure, pipeline_of
 
 BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 5
@@ -246,6 +248,10 @@ class MovingSequential(nn.Sequential):
         return value
 
 
+def weighted_squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output.square().flatten(1).sum(1) * target).sum()
+
+
 class TrainingRun:
     """A model with its optimizer and input."""
 
@@ -266,6 +272,18 @@ class TrainingRun:
 
     def backward(self, y: Tensor) -> None:
         y.square().mean().backward()
+
+    def step(self, target: Tensor) -> None:
+        """Runs a whole step."""
+        self.model.step(self.x, target=target, loss_fn=weighted_squares, normalizer=BATCH)
+
+    def loop(self, target: Tensor, schedule: str) -> None:
+        """Runs the plain loop, whose backwards come in the order of a schedule."""
+        parts = zip(self.x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)
+        with keyed_rng(self.model):
+            losses = [weighted_squares(self.model(x), part) / BATCH for x, part in parts]
+        for loss in losses if schedule == "1f1b" else reversed(losses):
+            loss.backward()
 
     def update(self) -> None:
         """Overwrites everything that the step has read, without synchronization."""
@@ -313,7 +331,7 @@ def unequal(
             layer.to(devices[index // 2])
     # The host waits for tensors that a stage on the CPU receives, and for values that Python layers read.
     may_wait = model in IN_PYTHON or "cpu" in devices
-    x = batch_of(model).to(devices[0])
+    x, target = batch_of(model).to(devices[0]), torch.rand(BATCH).to(devices[-1])
     ours, plain = TrainingRun(pipeline, x), TrainingRun(MovingSequential(layers, devices), x)
     # Gradients of a shared parameter are added in a different order.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
@@ -330,11 +348,14 @@ def unequal(
         captures = step == FIRST_CAPTURED and keywords.get("capture")
         begin = b"begin\tmay wait" if may_wait or captures else b"begin"
         mark(begin if step > 1 else b"plan")
-        ours.backward(pipeline(ours.x))
+        ours.step(target) if "schedule" in keywords else ours.backward(pipeline(ours.x))
         mark(b"end")
         torch.manual_seed(step)
-        with keyed_rng(plain.model):
-            plain.backward(torch.cat([plain.model(part) for part in plain.x.chunk(CHUNKS)]))
+        if "schedule" in keywords:
+            plain.loop(target, str(keywords["schedule"]))
+        else:
+            with keyed_rng(plain.model):
+                plain.backward(torch.cat([plain.model(part) for part in plain.x.chunk(CHUNKS)]))
         state, expected = ours.state(), plain.state()
         assert state.keys() == expected.keys()
         for name, tensor in state.items():
@@ -354,9 +375,12 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
     found = []
-    modes = [word for word in words if word not in ("own_streams", "captured", "failures", *TRANSPORTS)]
+    others = "own_streams", "captured", "failures", *TRANSPORTS, *SCHEDULES
+    modes = [word for word in words if word not in others]
     transport = next((word for word in words if word in TRANSPORTS), "auto")
-    keywords = {"transport": transport, "capture": "captured" in words}
+    keywords: dict[str, object] = {"transport": transport, "capture": "captured" in words}
+    for schedule in SCHEDULES.keys() & set(words):
+        keywords["schedule"] = schedule
     with contextlib.ExitStack() as stack:
         if "own_streams" in words:
             for device in {device for device in devices.split(",") if device != "cpu"}:
