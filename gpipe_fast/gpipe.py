@@ -468,6 +468,9 @@ class GPipe(CallSettings, CallPreparation, Training, Container):
             fuse=self._fuse,
         )
         found._checks_usage, found._warned_of_idle_stages = False, True  # this pipeline does
+        # Its runs are those of this pipeline, for recordings.
+        found._python_workers, found._pipeline = self._python_workers, self._pipeline
+        found._rebuild_stages()
         return found
 
     def _configure(self, trainer: GPipe) -> bool:

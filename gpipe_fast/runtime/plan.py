@@ -152,7 +152,7 @@ def make_plan(
         _check_no_replicas(stages)
     else:
         outputs = [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in known]
-        _check_outputs(outputs, dims.outputs, lengths)
+        _check_outputs(outputs, dims.outputs, lengths, order is not None)
     _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
     training = _needs_backward(stages, inputs, known)
     is_step = order is not None and training
@@ -172,7 +172,9 @@ def make_plan(
         inputs=form_of(inputs),
         split_dims=dims.inputs,
         cat_dim=dims.outputs,
-        check_outputs=None if known is not None else partial(_check_boundaries, dims.outputs, lengths),
+        check_outputs=None
+        if known is not None
+        else partial(_check_boundaries, dims.outputs, lengths, order is not None),
     )
     if known is None:
         return PlannedCall(native, schedule, None, None, is_step=is_step)
@@ -370,15 +372,24 @@ def _extension_actions(schedule: Schedule) -> _extension.Actions:
     )
 
 
-def _check_boundaries(dim: int, lengths: Sequence[int], microbatches: Sequence[_extension.Boundary]) -> None:
+def _check_boundaries(
+    dim: int, lengths: Sequence[int], is_step: bool, microbatches: Sequence[_extension.Boundary]
+) -> None:
     """Checks that the outputs of a run can be concatenated, as `_check_outputs` does."""
-    _check_outputs([(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches], dim, lengths)
+    found = [(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches]
+    _check_outputs(found, dim, lengths, is_step)
 
 
 def _check_outputs(
-    microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]], dim: int, lengths: Sequence[int]
+    microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]],
+    dim: int,
+    lengths: Sequence[int],
+    is_step: bool,
 ) -> None:
-    """Checks that outputs can be concatenated along ``dim``; ``lengths`` are the micro-batches' samples."""
+    """Checks that outputs can be concatenated along ``dim``; ``lengths`` are the micro-batches' samples.
+
+    The first output of a step is the loss.
+    """
     structure, shapes = microbatches[0]
     for other, _ in microbatches:
         if other != structure:
@@ -402,7 +413,7 @@ def _check_outputs(
             )
     if dim != 0:  # along dimension 0, an output's length may differ from its input's, as in a loop
         for (_, each), length in zip(microbatches, lengths, strict=True):
-            for index, shape in enumerate(each):
+            for index, shape in list(enumerate(each))[is_step:]:
                 _check_batched(index, shape, dim, length)
 
 

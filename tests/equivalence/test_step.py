@@ -222,6 +222,52 @@ def test_a_failed_step_changes_nothing(schedule: str) -> None:
     pipe.step(X, target=Y, loss_fn=F.cross_entropy)
 
 
+def test_a_weight_of_two_stages() -> None:
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        model[2].weight = model[0].weight
+        return model
+
+    pipe, plain = GPipe(tied(), [2, 2], devices=["cpu"] * 2, chunks=4, schedule="1f1b"), tied()
+    pipe.step(X, target=X, loss_fn=F.mse_loss)
+    F.mse_loss(plain(X), X).backward()
+    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_another_batch_dimension_and_autocast() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1).float(), target.flatten(), reduction="sum")
+
+    pipe = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=2, batch_dim=1)
+    x, y = X[:8].expand(3, 8, WIDTH).contiguous(), Y[:8].expand(3, 8).clamp(min=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, output = pipe.step(x, target=y, loss_fn=loss, normalizer=24, return_outputs=True)
+        expected = loss(pipe(x), y) / 24
+    torch.testing.assert_close(found, expected.detach())
+    assert output.shape == (3, 8, CLASSES)
+    assert output.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_is_recorded_as_one_run(schedule: str) -> None:
+    pipe = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    with pipe.recording() as recording:
+        pipe.step(X, target=Y, loss_fn=F.cross_entropy)
+    assert {event.run for event in recording.latest.values()} == {1}
+    actions = [str(event.action) for event in recording.stages[1] if not event.is_wait]
+    early = actions.index("1B0" if "1B0" in actions else "1I0") < actions.index("1F2")
+    assert early == (schedule == "1f1b")
+
+
+def test_the_balance_is_measured_by_the_first_step() -> None:
+    pipe = GPipe(layers(), devices=["cpu"] * 2, chunks=2)
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy)
+    assert not pipe._balance_pending
+    assert sum(pipe.balance) == 8
+
+
 def test_functions_made_in_each_call_share_programs() -> None:
     pipe = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=2)
     for _ in range(3):
