@@ -19,7 +19,11 @@ from gpipe_fast.schedule.schedule import Schedule
 
 
 def one_f_one_b(
-    num_stages: int, num_microbatches: int, *, slots: int | None = None, recomputed: Collection[int] = ()
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    slots: int | None = None,
+    recomputed: Collection[int] | None = None,
 ) -> Schedule:
     """Returns the schedule 1F1B.
 
@@ -27,7 +31,7 @@ def one_f_one_b(
         num_stages: K.
         num_microbatches: M.
         slots: boundary tensors that may wait on a connection, in one direction; None means M: no SEND waits.
-        recomputed: the micro-batches that recompute.
+        recomputed: the micro-batches that recompute; as for `fill_drain`, backwards are split if given.
 
     Raises:
         ValueError: a number is not positive.
@@ -35,6 +39,7 @@ def one_f_one_b(
     stages = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage, num_microbatches)  # forwards before the first backward
+        is_split = stage > 0 and recomputed is not None
         order = [(False, m) for m in range(ahead)]
         for m in range(num_microbatches):
             order.append((True, m))
@@ -45,7 +50,7 @@ def one_f_one_b(
                 Action(stage, kind, m)
                 for is_backward, m in order
                 for kind in (
-                    backward_steps(stage, num_stages, recompute=m in recomputed, split=stage > 0)
+                    backward_steps(stage, num_stages, recompute=m in (recomputed or ()), split=is_split)
                     if is_backward
                     else forward_steps(stage, num_stages)
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import types
 from collections.abc import Callable
@@ -101,6 +102,30 @@ def between(function: Callable[[Any, Tensor], Any]) -> Callable[[], object]:
 
 def after(function: Callable[[Tensor, Tensor], Any], **options: Any) -> Callable[[], object]:
     return lambda: cut(After(function), **options)
+
+
+class Bound(torch.autograd.Function):
+    """A function whose apply is bound before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+bound = Bound.apply
+
+
+def seed(model: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return x
+
+
+def draw(model: Any, x: Tensor) -> Tensor:
+    return x * random.random()
 
 
 def set_attribute(model: Any, x: Tensor) -> Tensor:
@@ -278,7 +303,13 @@ OF_MODELS = [
     ),
     case("writes to seen, a side channel", "blocks=...", between(append)),
     case("sets last, a side effect", "blocks=...", between(set_attribute)),
-    case("running is changed in place", "blocks=...", with_a_buffer),
+    case("bias is changed in place between blocks", "blocks=...", with_a_buffer),
+    case("apply was bound to a variable", "write Bound.apply(...)", between(lambda m, x: bound(x))),
+    case("detach_ is called between blocks", "without '_'", between(lambda m, x: x.tanh().detach_())),
+    case("seeds PyTorch's generator", "blocks=...", between(seed)),
+    case("draws from Python's random", "blocks=...", between(draw)),
+    case("of size 2*B", "to get None in its place", after(lambda x, y: torch.cat([y, -y]))),
+    case("returns 0 numbers with a gradient", "pass the labels", lambda: cut(Between()).step(X)),
     case("forward changes an input tensor in place", "blocks=...", after(lambda x, y: y + x.add_(1))),
     case("in another layer than the one that made it", "copy it first", lambda: cut(InPlace())),
     case("that no module has as an attribute", "register it as a buffer", between(unknown_tensor)),
@@ -325,7 +356,12 @@ def square_mask() -> None:
     )
 
 
+def with_use_cache() -> None:
+    cut(Between())(X, use_cache=True)
+
+
 WARNINGS_OF_MODELS: list[Case] = [
+    case("use_cache=True becomes use_cache=False", "keeps no cache", with_use_cache),
     case("becomes checkpoint='always'", "gradient checkpointing", enable_gradient_checkpointing, True),
     case(
         "sets its checkpoint='always'", "gradient_checkpointing_enable", enable_gradient_checkpointing, False

@@ -23,7 +23,7 @@ gpipe_fast
       batch_dim: int | Iterable[int] = 0, checkpoint: str = 'except_last',
       deferred_batch_norm: bool = False, grad_dtype: torch.dtype | None = None,
       backend: str = 'auto', capture: bool = True, transport: str = 'auto',
-      fuse: bool | None = None) -> None
+      fuse: bool | None = None, schedule: str = 'gpipe') -> None
     append(self, module: object) -> NoReturn
     balance: property, may be set
     batch_dim: property, may be set
@@ -42,7 +42,7 @@ gpipe_fast
         balance: Iterable[int] | None = None, devices: Iterable[Device] | None = None,
         chunks: int | Literal['auto'] = 1, checkpoint: str = 'except_last', loss: str = 'exact',
         grad_dtype: torch.dtype | None = None, backend: str = 'auto', capture: bool = True,
-        transport: str = 'auto', fuse: bool | None = None) -> Any
+        transport: str = 'auto', fuse: bool | None = None, schedule: str = 'gpipe') -> Any
     fuse: property, may be set
     insert(self, index: object, module: object) -> NoReturn
     load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
@@ -53,6 +53,10 @@ gpipe_fast
     pop(self, key: object = -1) -> NoReturn
     prepare(self, *args: Any, also: Sequence[Any] = (), **kwargs: Any) -> None
     recording(self) -> AbstractContextManager[Recording]
+    schedule: property, may be set
+    step(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any],
+        normalizer: Normalizer = None, losses: list[Tensor] | None = None,
+        return_outputs: bool = False, **kwargs: Any) -> Any
     threads_per_stage: property, may be set
     to(self, *args: Any, **kwargs: Any) -> Self
   build_info(...)
@@ -119,6 +123,7 @@ gpipe_fast.schedule
     parse(text: str) -> Action
   BACKWARD: tuple
   enum Kind: F, R, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B
+  SCHEDULES: dict
   class Schedule(stages: tuple[tuple[Action, ...], ...], num_microbatches: int,
       slots: int) -> None
     backward_part(self) -> Schedule
@@ -134,6 +139,8 @@ gpipe_fast.schedule
   bubble(num_stages: int, num_microbatches: int) -> float
   fill_drain(num_stages: int, num_microbatches: int, *, slots: int | None = None,
       backward: bool = True, recomputed: Collection[int] | None = None) -> Schedule
+  one_f_one_b(num_stages: int, num_microbatches: int, *, slots: int | None = None,
+      recomputed: Collection[int] | None = None) -> Schedule
 gpipe_fast.verify
   class Report(rows: tuple[Row, ...], num_microbatches: int, show_all: bool = False) -> None
     headline: property

@@ -77,7 +77,7 @@ def test_the_text_repeats_the_times_without_micro_batches() -> None:
 def test_the_number_of_compared_layers_and_models_is_that_of_the_censuses() -> None:
     classes = re.search(r"(\d+) classes", (ROOT / "bench/results/census.md").read_text())
     models = tables_of((ROOT / "bench/results/census_torchvision.md").read_text())[0]
-    equal = [row for row in models if row["against the plain loop"] == "equal"]
+    equal = [row for row in models if row["compared with the plain loop"] == "equal"]
     assert classes is not None
     text = " ".join(TEXT.split())
     assert f"{classes[1]} layer classes of `torch.nn`, {len(equal)} models of torchvision" in text
