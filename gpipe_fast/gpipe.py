@@ -358,7 +358,7 @@ class GPipe(CallSettings, CallPreparation, Training, Container):
         if given is None:
             outputs, structure = pipeline.forward(plan.native, inputs.tensors, *tensors)
         else:
-            gradients = given.gradients(plan.schedule.num_microbatches, plan.first_output())
+            gradients = given.gradients(plan.schedule.num_microbatches, plan.first_output(self._stages[-1]))
             outputs, structure = pipeline.step(
                 plan.native, inputs.tensors, given.tensors, gradients, *tensors
             )

@@ -83,16 +83,20 @@ class PlannedCall:
             return None
         return [[StageOutputs.from_compiled(stage) for stage in pipeline] for pipeline in self.compiled]
 
-    def first_output(self) -> Tensor:
-        """Returns an uninitialized tensor like the first output of the last layer, which a step needs.
+    def first_output(self, stage: Stage) -> Tensor:
+        """Returns an uninitialized tensor like the first output of the last layer: the loss of a step.
+
+        Args:
+            stage: the last stage. If its outputs are known only at run time, its parameters tell the dtype.
 
         Raises:
             ValueError: nothing requires a gradient.
         """
         if not self.is_step:
             raise ValueError("a step computes gradients, but no parameter and no input requires one")
-        if self.compiled is None:  # known only at run time
-            return torch.empty(1)
+        if self.compiled is None:
+            is_double = any(p.dtype == torch.float64 for p in parameters_of(stage.layers))
+            return torch.empty(1, dtype=torch.float64 if is_double else torch.float32, device=stage.device)
         return self.compiled[0][-1].outputs.tensors[0].example()
 
     def compiled_stages(self) -> list[CompiledStage]:

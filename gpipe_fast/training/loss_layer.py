@@ -6,6 +6,7 @@ import functools
 from collections.abc import Generator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -54,6 +55,8 @@ def _layer_class(num_tensors: int) -> type[Skippable]:
                     f"loss_fn must return a tensor with one element, got {getattr(loss, 'shape', loss)}; let "
                     "it return a sum"
                 )
+            if loss.dtype in (torch.bfloat16, torch.float16):
+                loss = loss.float()  # sums over micro-batches are
             loss = loss.reshape([1] * (self.dim + 1))
             if not self.keeps_output:
                 return loss

@@ -27,16 +27,18 @@ class Given(NamedTuple):
         order: the order of forwards and backwards.
         divisor: by what the sum of the losses is divided.
         weights: by what the loss of each micro-batch is multiplied before; None for 1.
+        dim: the dimension along which losses are concatenated.
     """
 
     tensors: tuple[Tensor, ...]
     order: Order
     divisor: Any
     weights: Sequence[float] | None
+    dim: int
 
     def gradients(self, num_microbatches: int, like: Tensor) -> list[list[Tensor]]:
         """Returns the gradient of the loss of each micro-batch."""
-        gradient = torch.ones_like(like) / self.divisor
+        gradient = (torch.ones_like(like) / self.divisor).view([1] * (self.dim + 1))
         return [[gradient * weight] for weight in self.weights or [1] * num_microbatches]
 
 
@@ -160,7 +162,7 @@ class Training(LayerSequence):
             _check_targets(given, dims, inputs.batch_size, trainer.devices[-1])
         order = Order(self.schedule, dims)
         divisor = loss.divisor(target)
-        found = trainer._run(inputs, Given(given, order, divisor, weights))
+        found = trainer._run(inputs, Given(given, order, divisor, weights, dim))
         parts, output = found if keeps_output else (found, None)
         torch.autograd.backward(parts, torch.ones_like(parts))
         each = (parts.detach().flatten() / divisor).unbind()

@@ -128,6 +128,21 @@ def test_layers_in_python(schedule: str, backend: str) -> None:
     assert unequal(ours, plain_step(plain, X, Y, 4, schedule, cross_entropy, (Y != -100).sum())) == []
 
 
+@pytest.mark.parametrize("backend", ["eager", "aten"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype, backend: str) -> None:
+    x = X.to(dtype)
+    plain = without_norm().to(dtype)
+    pipe = GPipe(without_norm().to(dtype), [1, 2], devices=["cpu"] * 2, chunks=3, backend=backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *args, **options: None)
+        ours = step(pipe, x, Y)
+    expected = plain_step(plain, x, Y, 3, "gpipe", cross_entropy, (Y != -100).sum())
+    assert ours.pop("loss").dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+    expected.pop("loss")
+    assert unequal(ours, expected) == []
+
+
 WEIGHTS = torch.rand(CLASSES, generator=torch.Generator().manual_seed(3)) + 0.5
 PROBABILITIES = torch.rand(9, CLASSES, generator=torch.Generator().manual_seed(4)).softmax(1)
 LOSSES: dict[str, tuple[Any, Tensor]] = {
