@@ -25,7 +25,7 @@ from gpipe_fast import GPipe
 
 VOCABULARY, WIDTH, BLOCKS, BATCH, LENGTH, CHUNKS = 32_000, 256, 4, 16, 256, 8
 BALANCE = [3, 4]
-STEPS, PROCESSES = 5, 3
+STEPS, PROCESSES = 3, 2
 MODE = "except_last"
 
 
