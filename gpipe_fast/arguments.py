@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, NoReturn
 
@@ -71,9 +71,7 @@ def checked_backend(backend: str) -> str:
     Raises:
         ValueError: `backend` is not one of `BACKENDS`.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is not one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    return backend
+    return _one_of("backend", backend, BACKENDS)
 
 
 def switched_backend(backend: str) -> str:
@@ -98,9 +96,7 @@ def checked_transport(transport: str) -> str:
     Raises:
         ValueError: `transport` is not one of `TRANSPORTS`.
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport is not one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
-    return transport
+    return _one_of("transport", transport, TRANSPORTS)
 
 
 def checked_schedule(schedule: str) -> str:
@@ -109,9 +105,13 @@ def checked_schedule(schedule: str) -> str:
     Raises:
         ValueError: `schedule` is not one of `SCHEDULES`.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is not one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}")
-    return schedule
+    return _one_of("schedule", schedule, SCHEDULES)
+
+
+def _one_of(argument: str, value: str, choices: Collection[str]) -> str:
+    if value not in choices:
+        raise ValueError(f"{argument} is not one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
 
 
 def checked_threads_per_stage(threads: int | None) -> int | None:

@@ -234,7 +234,6 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
                                             const GraphCache::MakeMiniBatch& make_other) {
   const std::shared_ptr<const Plan>& plan = minibatch->plan();
   const int64_t num_parts = plan->num_microbatches();
-  const std::vector<Stream>& caller_streams = minibatch->caller_streams();
   const GraphRun graph_run{*minibatch, inputs, 0, [&](const Tensors& tensors) {
                              return split_along(tensors, plan->split_dims, num_parts);
                            }};
@@ -246,9 +245,13 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
   }
   run(*plan->forward, *minibatch);
   if (graph_cache_) graph_cache_->after_forward(plan);
-  std::vector<Boundary> parts = minibatch->take_outputs();
+  return take_outputs(*minibatch);
+}
+
+std::vector<Boundary> Pipeline::take_outputs(MiniBatch& minibatch) const {
+  std::vector<Boundary> parts = minibatch.take_outputs();
   for (const Boundary& part : parts) {
-    for (const at::Tensor& tensor : part.tensors) transport_->hand_over(tensor, caller_streams);
+    for (const at::Tensor& tensor : part.tensors) transport_->hand_over(tensor, minibatch.caller_streams());
   }
   return parts;
 }
@@ -271,11 +274,7 @@ Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tenso
     minibatch->begin_step(split_along(inputs, plan->split_dims, num_parts),
                           split_along(given, plan->given_dims, num_parts), gradients);
     run(*plan->step, *minibatch);
-    parts = minibatch->take_outputs();
-    for (const Boundary& part : parts) {
-      for (const at::Tensor& tensor : part.tensors)
-        transport_->hand_over(tensor, minibatch->caller_streams());
-    }
+    parts = take_outputs(*minibatch);
     // Checked before the buffers are written, because it may throw.
     if (plan->check_outputs) plan->check_outputs(parts);
     outputs = concatenate(parts, plan->cat_dim);

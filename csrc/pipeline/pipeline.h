@@ -90,6 +90,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   bool may_use_graphs() const;
   template <class Body>
   void retry_without_graphs(const Plan& plan, MiniBatch& minibatch, const Body& body);
+  // Returns the outputs by micro-batch, handed over to the callers' streams.
+  std::vector<Boundary> take_outputs(MiniBatch& minibatch) const;
   // Hands the gradients over to the callers' streams, and combines those of the inputs.
   Gradients combined(MiniBatch::Gradients found, const Plan& plan,
                      const std::vector<Stream>& caller_streams) const;

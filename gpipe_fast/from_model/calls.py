@@ -392,7 +392,7 @@ class _CallOf:
         return parts
 
     def inputs_and_items(self, parts: Parts) -> list[Tensor]:
-        """Returns the call's inputs, and the number of targets if it is one."""
+        """Returns the call's inputs, and the number of targets if that is an input."""
         tensors = self._inputs.tensors
         return [*tensors, *parts[0][len(tensors) :]]
 
@@ -447,8 +447,7 @@ class _CallOf:
         return self._add_path(kind, self._flow(kind, tensors, parts))
 
     def _holds(self, flow: Dataflow, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
-        read = _read_with_data
-        evaluation = Evaluation(flow, _known(tensors), sizes, self._device, read=read)
+        evaluation = Evaluation(flow, _known(tensors), sizes, self._device, read=_read_with_data)
         with torch.no_grad():
             return all(evaluation.call(each.target, each.arguments) == each.answer for each in flow.decisions)
 
@@ -564,8 +563,9 @@ def _decide_by(tensors: Sequence[Tensor], device: torch.device) -> Any:
         known = _known(tensors)
 
         def answer(draw: Any) -> Any:
-            read = lambda owned: _with_data(recorder.tensors(owned))  # noqa: E731
-            evaluation = Evaluation(flow, known, (), device, draw=draw, read=read)
+            evaluation = Evaluation(
+                flow, known, (), device, draw=draw, read=lambda owned: _with_data(recorder.tensors(owned))
+            )
             return evaluation.call(target, arguments)
 
         with torch.no_grad():

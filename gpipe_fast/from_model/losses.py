@@ -32,7 +32,7 @@ class Rule:
     Attributes:
         kind: ``'sum'``; ``'samples'``, the mean over samples; ``'targets'``, the mean over the targets of a
             cross-entropy that count; or ``'quotient'``, a sum that is divided by a value of the inputs.
-        ref: the number of the value that has the targets, or by which is divided; else None.
+        ref: the number of the value that has the targets, or the divisor; else None.
         ignored: the target that does not count.
         weight: returns the weights of classes, or None.
     """
@@ -57,7 +57,7 @@ class Rule:
         return [measure / whole if whole else 1.0 / len(measures) for measure in measures]
 
     def measure(self, value: Tensor) -> float:
-        """Returns how many targets count, or by what is divided."""
+        """Returns the number of targets that count, their weights' sum, or the divisor."""
         if self.kind == "quotient":
             return float(value)
         counts, weight = value != self.ignored, self.weight()
@@ -109,7 +109,7 @@ def cross_entropies(flow: Dataflow, ref: int) -> list[CrossEntropy]:
 
 
 def _divisors(flow: Dataflow, ref: int) -> Iterator[int]:
-    """Returns the values by which is divided on the way to a value without batch."""
+    """Returns the divisors of the divisions from which a value without a batch follows."""
     for call in _calls_without_batch(flow, ref):
         if call.target in _DIVISIONS:
             divisor = call.arguments.leaves[1]

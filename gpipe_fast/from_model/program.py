@@ -98,7 +98,7 @@ class Program:
         for owned in self._owned:
             owned.take()
         total = functools.partial(_element, index)
-        loss = Loss(total, _one, (_element, index))
+        loss = Loss(total, (_element, index))
         passed = tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
         each, found = self.pipeline._step((passed,), {}, loss, total, None, keeps_output, weights)
         return each, self._combined(found, inputs, parts, sizes) if keeps_output else None
@@ -161,7 +161,7 @@ class Program:
         parts: Sequence[Sequence[Tensor]],
         sizes: Sequence[tuple[int, ...]],
     ) -> list[float]:
-        """Returns the weight of each micro-batch in an output; empty if the output has the batch."""
+        """Returns the weight of each micro-batch in an output; empty if they are concatenated."""
         rule = output.rule
         if rule is None:
             return []
@@ -180,10 +180,6 @@ class Program:
 
 def _element(index: int, outputs: Sequence[Tensor]) -> Tensor:
     return outputs[index]
-
-
-def _one(target: Any) -> float:
-    return 1.0
 
 
 def _is_ref(leaf: Any) -> bool:

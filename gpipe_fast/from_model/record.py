@@ -662,7 +662,9 @@ def _patched(classes: Set[type[nn.Module]]) -> Iterator[None]:
         try:
             yield
             if random.getstate() != state:
-                raise Refused("forward draws from Python's random between blocks, which would be drawn once")
+                raise Refused(
+                    "forward draws from Python's random between blocks; later calls would repeat the draw"
+                )
         finally:
             torch.set_rng_state(generator)
             random.setstate(state)
@@ -677,7 +679,7 @@ def _user_functions(base: type[Function]) -> Iterator[type[Function]]:
 
 
 def _refusing_bound(function: type[Function], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward that is refused between blocks, where nothing else shows a bound `apply`."""
+    """Returns a forward that raises between blocks, where a bound `apply` is not recorded."""
 
     @functools.wraps(forward)
     def refusing(*args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ def _layer_class(num_tensors: int) -> type[Skippable]:
                     "it return a sum"
                 )
             if loss.dtype in (torch.bfloat16, torch.float16):
-                loss = loss.float()  # sums over micro-batches are
+                loss = loss.float()  # the losses of micro-batches are added up in float32
             loss = loss.reshape([1] * (self.dim + 1))
             if not self.keeps_output:
                 return loss

@@ -37,13 +37,13 @@ class Loss(NamedTuple):
 
     Attributes:
         total: returns the loss of an output and its target, a 0-dimensional tensor.
-        divisor: returns the number, given the target of the mini-batch; a tensor if it depends on elements.
         key: equal for losses that compute the same.
+        divisor: returns the number, given the target of the mini-batch; a tensor if it depends on elements.
     """
 
     total: Callable[..., Tensor]
-    divisor: Callable[[Any], Any]
     key: Hashable
+    divisor: Callable[[Any], Any] = lambda target: 1.0
 
 
 def loss_of(loss_fn: Any, normalizer: Normalizer) -> Loss:
@@ -67,26 +67,24 @@ def loss_of(loss_fn: Any, normalizer: Normalizer) -> Loss:
     if function is None:
         if divisor is None:
             raise ValueError(
-                f"by what {_name(loss_fn)} divides is not known, so the losses of micro-batches cannot be "
+                f"the divisor of {_name(loss_fn)} is not known, so the losses of micro-batches cannot be "
                 "combined; let loss_fn return a sum, and pass normalizer=, a number or a function of the "
                 "target, by which the sum over the mini-batch is divided"
             )
-        return Loss(loss_fn, divisor, _key_of(loss_fn))
+        return Loss(loss_fn, _key_of(loss_fn), divisor)
     reduction = arguments["reduction"]
     if reduction not in ("mean", "sum"):
         raise ValueError(
             f"loss_fn must reduce to a number, got reduction={reduction!r}; pass 'mean' or 'sum'"
         )
-    if divisor is None and reduction == "sum":
-        divisor = _one
-    if divisor is None:
+    if divisor is None and reduction == "mean":
         by = _number_of_classes if function in _OF_CLASSES.values() else _number_of_elements
         divisor = functools.partial(by, arguments)
     total = functools.partial(function, **{**arguments, "reduction": "sum"})
     if function in _OF_ELEMENTS.values():
         total = functools.partial(_of_equal_shapes, total)
     key = function, *((name, _key_of(value)) for name, value in arguments.items())
-    return Loss(total, divisor, key)
+    return Loss(total, key) if divisor is None else Loss(total, key, divisor)
 
 
 def _call_of(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
@@ -109,10 +107,6 @@ def _divisor_of(normalizer: Normalizer) -> Callable[[Any], Any] | None:
     if normalizer is None or callable(normalizer):
         return normalizer
     return lambda target: normalizer
-
-
-def _one(target: Any) -> float:
-    return 1.0
 
 
 def _number_of_classes(arguments: dict[str, Any], target: Tensor) -> Any:

@@ -39,7 +39,9 @@ class Given(NamedTuple):
     def gradients(self, num_microbatches: int, like: Tensor) -> list[list[Tensor]]:
         """Returns the gradient of the loss of each micro-batch."""
         gradient = (torch.ones_like(like) / self.divisor).view([1] * (self.dim + 1))
-        return [[gradient * weight] for weight in self.weights or [1] * num_microbatches]
+        if self.weights is None:
+            return [[gradient]] * num_microbatches
+        return [[gradient * weight] for weight in self.weights]
 
 
 class Training(LayerSequence):
@@ -110,7 +112,7 @@ class Training(LayerSequence):
 
         Raises:
             TypeError: As for `forward`; or ``loss_fn`` is not a function.
-            ValueError: As for `forward`; the target has another batch size, what ``loss_fn`` divides by is
+            ValueError: As for `forward`; the target has another batch size, the divisor of ``loss_fn`` is
                 not known, or nothing requires a gradient.
             RuntimeError: As for `forward`; or gradients are disabled.
         """

@@ -223,7 +223,7 @@ CASES |= {
         "vit_tiny_patch16_224", img_size=32, embed_dim=16, num_heads=2, depth=3, proj_drop_rate=0.1
     ),
     "timm's MobileNet": timm("mobilenetv3_small_050"),
-    "timm's MLP-Mixer": timm("mixer_s16_224", img_size=32, num_blocks=3),
+    "timm's MLP-Mixer": timm("mixer_s16_224", img_size=32),
 }
 
 

@@ -39,7 +39,7 @@ OF_TRAINING = [
     case("got '2f2b'", "'gpipe', '1f1b'", step, schedule="2f2b"),
     case("which are disabled here", "outside of torch.no_grad()", without_gradients),
     case("got int", "cross_entropy", step, 3),
-    case("by what <lambda> divides is not known", "pass normalizer=", step, lambda a, b: a.sum()),
+    case("the divisor of <lambda> is not known", "pass normalizer=", step, lambda a, b: a.sum()),
     case("got reduction='none'", "'mean' or 'sum'", step, nn.CrossEntropyLoss(reduction="none")),
     case("[2, 3] and the target of shape [2, 1] differ", "reshape one", step, F.mse_loss, torch.ones(4, 1)),
     case("with one element, got torch.Size([2])", "a sum", step, every_sample, normalizer=1),
