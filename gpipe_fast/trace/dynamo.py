@@ -20,6 +20,7 @@ import re
 import sys
 import types
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -301,6 +302,8 @@ def capture(
             sources = _sources(output)
             module = None if found.backend_input is None else found.backend_input.graph_module
             guards = _guards(output, module, entry, layer, observed.looked_for_keys)
+            # A cycle that no collection finds: it leads through autograd's graph of a fake argument.
+            output.output_graph.shape_env.tracked_fakes = None
         except Refused:
             raise
         except Exception as error:
@@ -706,12 +709,25 @@ def _name_of(source: Source) -> str:
     return str(name if isinstance(name, str) else name())
 
 
+class _Checks(CheckFunctionManager):
+    """Guards whose memory is released with them.
+
+    PyTorch's finalizers, which invalidate its own cached code, would keep the guards and their graph as long
+    as the objects that they compare: for modules and classes, until the process ends.
+    """
+
+    def id_ref(self, obj: object, obj_str: str) -> int:
+        with contextlib.suppress(TypeError):  # as for a bool
+            self._weakrefs.setdefault(id(obj), weakref.ref(obj))
+        return id(obj)
+
+
 def _manager(graph: Any, entry: types.FunctionType, guards: Sequence[Guard]) -> Check:
     """Builds the check of some of a graph's guards."""
     before, graph._guards = graph._guards, GuardsSet(OrderedSet(guards))
     skips, graph.skip_guards_check = graph.skip_guards_check, True  # the check would also measure its time
     try:
-        manager = CheckFunctionManager(entry.__code__, graph).guard_manager
+        manager = _Checks(entry.__code__, graph).guard_manager
     finally:
         graph._guards, graph.skip_guards_check = before, skips
     check: Check = manager.root.check

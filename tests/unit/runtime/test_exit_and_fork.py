@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpipe_fast import GPipe
 from tests.internals import inject_failure
@@ -64,8 +66,14 @@ def make_and_drop(number: int, model: nn.Sequential, x: Tensor) -> None:
     model.zero_grad()
 
 
+def collect_all() -> None:
+    """Collects garbage, and what that garbage has kept alive."""
+    while gc.collect():
+        pass
+
+
 def resident_bytes() -> int:
-    gc.collect()
+    collect_all()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -119,6 +127,20 @@ def test_dropped_pipelines_release_threads_and_memory(count: int) -> None:
     threads, bytes_each = in_own_process("growth_of_dropped_pipelines", count)
     assert threads == 0
     assert bytes_each < MAX_BYTES
+
+
+def test_dropped_pipelines_leave_no_graphs_and_fake_tensors() -> None:
+    model, x = wide(), torch.randn(512, 256)
+
+    def num_objects() -> int:
+        collect_all()
+        return sum(issubclass(type(each), (fx.Node, FakeTensor, ShapeEnv)) for each in gc.get_objects())
+
+    make_and_drop(0, model, x)
+    before = num_objects()
+    for number in range(8):
+        make_and_drop(number, model, x)
+    assert num_objects() <= before
 
 
 @pytest.mark.extended
