@@ -46,8 +46,9 @@ class RealLayouts(FakeTensorMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if all(map(_is_strictly_contiguous, tensors)) and not _is_mixed_batch_norm(func, tensors):
             return fake
-        # A kernel for gradients may read out of bounds where the forward's kernel would have raised.
-        if any(0 in map(hint, tensor.shape) for tensor in tensors):
+        # A kernel for gradients may read out of bounds where the forward's kernel would have raised. In eval
+        # mode, a batch norm saves empty statistics.
+        if any(0 in map(hint, t.shape) for t in tensors if not (t.dim() == 1 and _is_batch_norm(func))):
             return fake
         try:
             with _disable_current_modes(), torch.no_grad():
@@ -73,7 +74,11 @@ def _may_differ_from_real(func: Any) -> bool:
 
 def _is_mixed_batch_norm(func: OpOverload[Any, Any], tensors: list[Tensor]) -> bool:
     """Returns whether an operator is a batch norm with input and weights of different dtypes (autocast)."""
-    return "batch_norm" in func.__name__ and len({t.dtype for t in tensors if t.is_floating_point()}) > 1
+    return _is_batch_norm(func) and len({t.dtype for t in tensors if t.is_floating_point()}) > 1
+
+
+def _is_batch_norm(func: OpOverload[Any, Any]) -> bool:
+    return "batch_norm" in func.__name__
 
 
 def _is_strictly_contiguous(tensor: Tensor) -> bool:

@@ -179,6 +179,15 @@ def test_two_alternating_losses_beside_layers_in_python_equal_the_plain_loop(
             ), step_index
 
 
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_a_batch_norm_in_eval_mode_equals_the_plain_loop(loss: str) -> None:
+    torch.manual_seed(SEED)
+    layers = nn.Sequential(*MENU["convolution"](), *MENU["batch norm"]()).eval()
+    pipe = GPipe(layers, [3], chunks=1)
+    for _ in range(2):
+        assert compare_steps(layers, pipe, features(), loss) == []
+
+
 def test_equal_gradient_layouts_share_one_trace_and_alternating_losses_stay_cached() -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
     pipe = GPipe(layers, [1, 2], chunks=M)
