@@ -106,6 +106,7 @@ class Role(enum.Enum):
     INPUT = ...
     OUTPUT = ...
     SAVED = ...
+    HELD = ...
     TANGENT = ...
     INPUT_GRADIENT = ...
 
@@ -117,7 +118,11 @@ class ProgramWithPorts:
 
 class ProgramPair:
     def __init__(
-        self, forward: ProgramWithPorts, backward: ProgramWithPorts | None, gradients: Sequence[int]
+        self,
+        forward: ProgramWithPorts,
+        backward: ProgramWithPorts | None,
+        weights: ProgramWithPorts | None,
+        gradients: Sequence[int],
     ) -> None: ...
 
 class BoundaryForm:
@@ -175,7 +180,9 @@ class PythonSegment(Segment):
     ) -> None: ...
 
 class Actions:
-    def __init__(self, stages: Sequence[Sequence[tuple[str, int, int]]], num_slots: int) -> None: ...
+    def __init__(
+        self, stages: Sequence[Sequence[tuple[str, int, int]]], num_slots: int, groups: Sequence[int]
+    ) -> None: ...
 
 class StagePlan:
     def __init__(
@@ -201,6 +208,7 @@ class Plan:
         forward: Actions | None,
         backward: Actions | None,
         step: Actions | None,
+        defers_weights: bool,
         given_skips: Sequence[int],
         given_dims: Sequence[int | None],
         num_threads: int,

@@ -17,7 +17,7 @@ from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import verify_skippables
 from gpipe_fast.layers.structure import BatchDim, CallArguments, Inputs
-from gpipe_fast.schedule import SCHEDULES
+from gpipe_fast.schedule import SCHEDULES, Schedule, ScheduleChoice
 
 BACKENDS = ("auto", "aten", "eager")
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -99,12 +99,20 @@ def checked_transport(transport: str) -> str:
     return _one_of("transport", transport, TRANSPORTS)
 
 
-def checked_schedule(schedule: str) -> str:
-    """Returns the name of the schedule of a step.
+def checked_schedule(schedule: ScheduleChoice) -> ScheduleChoice:
+    """Returns the schedule of a step.
 
     Raises:
-        ValueError: `schedule` is not one of `SCHEDULES`.
+        TypeError: `schedule` is neither a name, nor a schedule, nor a function.
+        ValueError: `schedule` is a name that is not in `SCHEDULES`.
     """
+    if isinstance(schedule, Schedule) or (callable(schedule) and not isinstance(schedule, type)):
+        return schedule
+    if not isinstance(schedule, str):
+        raise TypeError(
+            f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, a gpipe_fast.schedule.Schedule, or "
+            f"a function of the numbers of stages and micro-batches that returns one, got {schedule!r}"
+        )
     return _one_of("schedule", schedule, SCHEDULES)
 
 

@@ -15,6 +15,7 @@ from gpipe_fast.arguments import (
 )
 from gpipe_fast.layers.structure import BatchDim
 from gpipe_fast.runtime.stage import TRACING_LOCK
+from gpipe_fast.schedule import ScheduleChoice
 
 
 class CallSettings:
@@ -41,16 +42,17 @@ class CallSettings:
         self._chunks = checked_chunks(chunks)
 
     @property
-    def schedule(self) -> str:
-        """The order of forwards and backwards in `step`: 'gpipe' or '1f1b'; may be set between calls.
+    def schedule(self) -> ScheduleChoice:
+        """The order of forwards and backwards in `step`; may be set between calls.
 
         Raises:
-            ValueError: On assignment, the value is invalid. The old value is kept.
+            TypeError: On assignment, as for `GPipe`. The old value is kept.
+            ValueError: On assignment, the name is unknown. The old value is kept.
         """
         return self._schedule
 
     @schedule.setter
-    def schedule(self, schedule: str) -> None:
+    def schedule(self, schedule: ScheduleChoice) -> None:
         self._schedule = checked_schedule(schedule)
 
     @property

@@ -46,6 +46,7 @@ from gpipe_fast.runtime.planner import Call, Planner
 from gpipe_fast.runtime.recording import Recording, kernel_names, record
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.runtime.state import ModuleState
+from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.stages import checked_placement, resolve_balance, resolve_devices, stages_of
 from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.training.step import Given, Training
@@ -106,9 +107,12 @@ class GPipe(CallSettings, CallPreparation, Training, Container):
         transport: How boundary tensors move between stages on GPUs. ``'auto'`` passes them on by reference
             within a device, copies them between devices with peer access, and otherwise through pinned host
             memory. ``'peer'`` and ``'pinned'`` force one kind of copy, also within a device.
-        schedule: The order in which `step` runs forwards and backwards: ``'gpipe'``, all forwards before the
-            first backward; or ``'1f1b'``, which runs each backward as early as possible, so that a stage
-            keeps at most one micro-batch for itself and for each later stage. May be set between calls.
+        schedule: The order in which `step` runs forwards and backwards. ``'gpipe'``: all forwards before the
+            first backward. ``'1f1b'``: each backward as early as possible, so that a stage keeps at most one
+            micro-batch for itself and for each later stage. ``'zb-h1'``: 1F1B, with weight gradients computed
+            where a stage would wait. ``'interleaved'``: 1F1B for several stages on each device, which take
+            turns. Or a ``gpipe_fast.schedule.Schedule``, or a function of the number of stages and of
+            micro-batches that returns one. May be set between calls.
 
     Raises:
         TypeError: ``module`` is not a ``Sequential``, its skip connections do not match, or ``batch_dim`` is
@@ -139,7 +143,7 @@ class GPipe(CallSettings, CallPreparation, Training, Container):
         capture: bool = True,
         transport: str = "auto",
         fuse: bool | None = None,
-        schedule: str = "gpipe",
+        schedule: ScheduleChoice = "gpipe",
     ) -> None:
         super().__init__()
         # Check in torchgpipe's order, then our own arguments; the module is unchanged until all checks pass.
@@ -191,7 +195,7 @@ class GPipe(CallSettings, CallPreparation, Training, Container):
         capture: bool = True,
         transport: str = "auto",
         fuse: bool | None = None,
-        schedule: str = "gpipe",
+        schedule: ScheduleChoice = "gpipe",
     ) -> Any:
         """Makes a pipeline of a model that is not an ``nn.Sequential``, from an example of its arguments.
 

@@ -40,7 +40,8 @@ const std::map<std::string, ActionKind>& action_kinds() {
 
 // Returns the actions of every stage, given as (kind, micro-batch, rank).
 std::shared_ptr<Actions> make_actions(
-    const std::vector<std::vector<std::tuple<std::string, int32_t, int64_t>>>& stages, int64_t num_slots) {
+    const std::vector<std::vector<std::tuple<std::string, int32_t, int64_t>>>& stages, int64_t num_slots,
+    std::vector<int32_t> groups) {
   std::vector<std::vector<Action>> result;
   for (const auto& list : stages) {
     const int32_t stage = static_cast<int32_t>(result.size());
@@ -49,7 +50,7 @@ std::shared_ptr<Actions> make_actions(
       actions.push_back({action_kinds().at(kind), stage, microbatch, rank});
     }
   }
-  return std::make_shared<Actions>(std::move(result), num_slots);
+  return std::make_shared<Actions>(std::move(result), num_slots, std::move(groups));
 }
 
 // Forwards calls to a gpipe_fast.runtime.python_layers.PythonLayers.
@@ -173,6 +174,7 @@ void bind_programs(py::module_& m) {
       .value("INPUT", Role::input)
       .value("OUTPUT", Role::output)
       .value("SAVED", Role::saved)
+      .value("HELD", Role::held)
       .value("TANGENT", Role::tangent)
       .value("INPUT_GRADIENT", Role::input_gradient);
   py::class_<Port>(m, "Port").def(py::init([](Role role, int64_t index) { return Port{role, index}; }),
@@ -185,11 +187,11 @@ void bind_programs(py::module_& m) {
           py::arg("program"), py::arg("inputs"), py::arg("outputs"));
   py::class_<ProgramPair, std::shared_ptr<ProgramPair>>(m, "ProgramPair")
       .def(py::init([](ProgramWithPorts forward, std::optional<ProgramWithPorts> backward,
-                       std::vector<int64_t> gradients) {
+                       std::optional<ProgramWithPorts> weights, std::vector<int64_t> gradients) {
              return ProgramPair{std::move(forward), std::move(backward).value_or(ProgramWithPorts{}),
-                                std::move(gradients)};
+                                std::move(weights).value_or(ProgramWithPorts{}), std::move(gradients)};
            }),
-           py::arg("forward"), py::arg("backward"), py::arg("gradients"));
+           py::arg("forward"), py::arg("backward"), py::arg("weights"), py::arg("gradients"));
 }
 
 void bind_boundaries(py::module_& m) {
@@ -275,7 +277,7 @@ void bind_plan(py::module_& m) {
   bind_segments(m);
   bind_stage_plan(m);
   py::class_<Actions, std::shared_ptr<Actions>>(m, "Actions")
-      .def(py::init(&make_actions), py::arg("stages"), py::arg("num_slots"));
+      .def(py::init(&make_actions), py::arg("stages"), py::arg("num_slots"), py::arg("groups"));
   py::class_<Plan, std::shared_ptr<Plan>> plan(m, "Plan");
   plan.def(py::init(&from_keywords<Plan>));
   plan.def_property("stages", nullptr, [](Plan& self, const std::vector<std::shared_ptr<StagePlan>>& stages) {
@@ -285,6 +287,7 @@ void bind_plan(py::module_& m) {
   def_write_only(plan, "forward", &Plan::forward);
   def_write_only(plan, "backward", &Plan::backward);
   def_write_only(plan, "step", &Plan::step);
+  def_write_only(plan, "defers_weights", &Plan::defers_weights);
   def_write_only(plan, "given_skips", &Plan::given_skips);
   def_write_only(plan, "given_dims", &Plan::given_dims);
   def_write_only(plan, "num_threads", &Plan::num_threads);

@@ -2,7 +2,10 @@
 
 #include "check.h"
 
+#include <algorithm>
 #include <array>
+#include <map>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -14,8 +17,8 @@ std::string Action::name() const {
   return std::to_string(stage) + kKinds.at(static_cast<size_t>(kind)) + std::to_string(microbatch);
 }
 
-Actions::Actions(std::vector<std::vector<Action>> stages, int64_t num_slots)
-    : stages_(std::move(stages)), num_slots_(num_slots) {
+Actions::Actions(std::vector<std::vector<Action>> stages, int64_t num_slots, std::vector<int32_t> groups)
+    : stages_(std::move(stages)), num_slots_(num_slots), groups_(std::move(groups)) {
   GPIPE_CHECK_ARG(!stages_.empty(), "a pipeline must have at least one stage, got none");
   GPIPE_CHECK_ARG(num_slots > 0, "at least one slot is required, got ", num_slots);
   const int32_t last = num_stages() - 1;
@@ -37,6 +40,27 @@ Actions::Actions(std::vector<std::vector<Action>> stages, int64_t num_slots)
   }
   check_connection(-1, ActionKind::send_forward, 0, ActionKind::recv_forward);
   check_connection(last + 1, ActionKind::send_backward, last, ActionKind::recv_backward);
+  assign_turns();
+}
+
+void Actions::assign_turns() {
+  if (groups_.empty()) {
+    groups_.resize(stages_.size());
+    std::iota(groups_.begin(), groups_.end(), 0);
+  }
+  GPIPE_CHECK_ARG(groups_.size() == stages_.size(), "there are ", stages_.size(), " stages, but groups of ",
+                  groups_.size());
+  std::map<int32_t, std::map<int64_t, Action*>> by_group;  // by rank
+  for (int32_t stage = 0; stage < num_stages(); ++stage) {
+    GPIPE_CHECK_ARG(groups_[stage] >= 0 && groups_[stage] < num_stages(), "stage ", stage,
+                    " cannot be in group ", groups_[stage]);
+    if (std::count(groups_.begin(), groups_.end(), groups_[stage]) == 1) continue;
+    for (Action& action : stages_[stage]) by_group[groups_[stage]][action.rank] = &action;
+  }
+  for (const auto& [group, actions] : by_group) {
+    int64_t turn = 0;
+    for (const auto& [rank, action] : actions) action->turn = turn++;
+  }
 }
 
 void Actions::check_connection(int32_t sender, ActionKind send, int32_t receiver, ActionKind receive) const {

@@ -25,6 +25,8 @@ struct Action {
   int32_t microbatch;
   // Position in schedule order: unique, and higher than the rank of every action that this one waits for.
   int64_t rank;
+  // Position among the actions of its group; -1 if its stage is alone in it. See Actions.
+  int64_t turn = -1;
 
   // Returns the name in the notation of torch.distributed.pipelining: 2F0 is stage 2, forward, micro-batch 0.
   std::string name() const;
@@ -35,17 +37,22 @@ class Actions {
  public:
   // Throws std::invalid_argument unless sends and receives match in order and the ranks rule out a deadlock.
   // `num_slots`: how many boundary tensors may be in flight between two stages in one direction.
-  Actions(std::vector<std::vector<Action>> stages, int64_t num_slots);
+  // `groups`: the group of each stage, below the number of stages; empty if each stage is alone. The actions of a group
+  // run one at a time, in the order of their ranks.
+  Actions(std::vector<std::vector<Action>> stages, int64_t num_slots, std::vector<int32_t> groups = {});
 
   const std::vector<Action>& of(int32_t stage) const { return stages_[stage]; }
   int32_t num_stages() const { return static_cast<int32_t>(stages_.size()); }
   int64_t num_slots() const { return num_slots_; }
+  int32_t group(int32_t stage) const { return groups_[stage]; }
 
  private:
+  void assign_turns();
   void check_connection(int32_t sender, ActionKind send, int32_t receiver, ActionKind receive) const;
 
   std::vector<std::vector<Action>> stages_;
   int64_t num_slots_;
+  std::vector<int32_t> groups_;
 };
 
 }  // namespace gpipe_fast

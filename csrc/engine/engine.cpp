@@ -31,6 +31,7 @@ struct Engine::Pool {
         cores(num_stages),
         forward(num_stages),
         backward(num_stages),
+        turns(num_stages),
         recorders(num_stages) {
     for (Recorder& recorder : recorders) recorder.resize(recorded);
     try {
@@ -102,8 +103,8 @@ struct Engine::Pool {
     Slots* const slots = slots_of(action);
     const int64_t run = generation.load(std::memory_order_relaxed);
     int64_t begin = recorder.enabled() ? now() : 0;
-    if (slots != nullptr) {
-      const bool ready = wait(*slots, action);
+    if (slots != nullptr || action.turn >= 0) {
+      const bool ready = wait_for_turn(action) && (slots == nullptr || wait(*slots, action));
       if (recorder.enabled()) {
         const int64_t end = now();
         recorder.add({action, run, true, begin, end});
@@ -114,6 +115,7 @@ struct Engine::Pool {
     work->run(action, token);
     if (recorder.enabled()) recorder.add({action, run, false, begin, now()});
     if (slots != nullptr) is_send(action) ? slots->send() : slots->receive();
+    if (action.turn >= 0) turns[actions->group(action.stage)].pass();
     return true;
   }
 
@@ -136,6 +138,11 @@ struct Engine::Pool {
     return action.kind == ActionKind::send_forward || action.kind == ActionKind::send_backward;
   }
 
+  bool wait_for_turn(const Action& action) {
+    return action.turn < 0 ||
+           turns[actions->group(action.stage)].wait_for(action.turn, action.rank, cancellation);
+  }
+
   bool wait(Slots& slots, const Action& action) {
     return is_send(action) ? slots.wait_for_room(actions->num_slots(), action.rank, cancellation)
                            : slots.wait_for_tensor(action.rank, cancellation);
@@ -154,6 +161,7 @@ struct Engine::Pool {
     cancellation.cancel_from(rank);
     for (Slots& slots : forward) slots.wake();
     for (Slots& slots : backward) slots.wake();
+    for (Turns& own : turns) own.wake();
   }
 
   void start_run(const Actions& new_actions, Work& new_work) {
@@ -161,6 +169,7 @@ struct Engine::Pool {
     work = &new_work;
     for (Slots& slots : forward) slots.reset();
     for (Slots& slots : backward) slots.reset();
+    for (Turns& own : turns) own.reset();
     running.store(static_cast<int32_t>(threads.size()), std::memory_order_relaxed);
     generation.fetch_add(1, std::memory_order_seq_cst);
     start.wake();
@@ -178,6 +187,7 @@ struct Engine::Pool {
 
   std::vector<Slots> forward;   // [stage]: from this stage to the next
   std::vector<Slots> backward;  // [stage]: from this stage to the previous one
+  std::vector<Turns> turns;     // [group]
   std::vector<Recorder> recorders;
 
   std::atomic<int64_t> generation{0};

@@ -1,6 +1,7 @@
-// Slots: room for boundary tensors between two neighbouring stages, and the only place where these synchronize.
+// What stages synchronize through: slots, which are room for boundary tensors between two neighbouring stages; and the
+// turns of stages that run one at a time.
 //
-// There is one object for each connection and direction. The tensors are stored with the receiver; slots only count
+// There is one object Slots for each connection and direction. The tensors are stored with the receiver; slots only count
 // them:
 //
 //   sent 5, received 3, capacity 4:   two tensors wait, two more may be sent before the sender has to wait
@@ -30,6 +31,29 @@ class Cancellation {
 
  private:
   std::atomic<int64_t> from_{kNothing};
+};
+
+// The order in which the actions of a group of stages run.
+class Turns {
+ public:
+  // Waits for a turn. Returns false if `cancellation` covered `rank` first.
+  bool wait_for(int64_t turn, int64_t rank, const Cancellation& cancellation) {
+    auto reached = [&] { return next_.load(std::memory_order_seq_cst) == turn; };
+    waiter_.wait([&] { return reached() || cancellation.covers(rank); });
+    return reached();
+  }
+  // Everything that the caller wrote before is visible to the action that has the next turn.
+  void pass() {
+    next_.fetch_add(1, std::memory_order_seq_cst);
+    waiter_.wake();
+  }
+
+  void wake() { waiter_.wake(); }
+  void reset() { next_.store(0, std::memory_order_relaxed); }
+
+ private:
+  std::atomic<int64_t> next_{0};
+  Waiter waiter_;
 };
 
 // First in, first out; one sender, one receiver.

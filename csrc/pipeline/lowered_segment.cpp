@@ -26,6 +26,8 @@ const at::Tensor& find(const Port& port, const SegmentContext& context, const Te
       return context.inputs.at(port.index);
     case Role::saved:
       return context.saved.at(port.index);
+    case Role::held:
+      return context.held.at(port.index);
     case Role::tangent:
       return tangents.at(port.index);
     default:
@@ -134,6 +136,21 @@ void LoweredSegment::open(const SegmentCall& call) const {
   const ProgramWithPorts& program = programs->backward;
   if (!program.program) return;
   StageState& stage = call.stage;
+  std::unique_ptr<StartedBackward>& open = stage.backward.open;
+  if (defers_weights()) {
+    stage.bind(program.program);
+    open = std::make_unique<StartedBackward>(*program.program, 0);  // accumulates nothing
+  } else {
+    open = start(program, stage);
+  }
+  for (size_t i = 0; i < program.inputs.size(); ++i) {
+    if (program.inputs[i].role != Role::tangent) open->run.take(i, find(program.inputs[i], call.context, {}));
+  }
+  open->run.execute(Part::early, &call.token);
+}
+
+std::unique_ptr<StartedBackward> LoweredSegment::start(const ProgramWithPorts& program,
+                                                       StageState& stage) const {
   BackwardState& state = stage.backward;
   stage.bind(program.program);
   size_t defined = 0;
@@ -151,16 +168,9 @@ void LoweredSegment::open(const SegmentCall& call) const {
     }
     from_python = false;
   }
-  if (from_python || (defined != 0 && defined != programs->gradients.size())) {
-    state.open = std::make_unique<StartedBackward>(*program.program, state.gradients.size());
-  } else {
-    state.open = std::make_unique<StartedBackward>(*program.program, state.gradients, defined == 0);
-  }
-  for (size_t i = 0; i < program.inputs.size(); ++i) {
-    if (program.inputs[i].role != Role::tangent)
-      state.open->run.take(i, find(program.inputs[i], call.context, {}));
-  }
-  state.open->run.execute(Part::early, &call.token);
+  if (from_python || (defined != 0 && defined != programs->gradients.size()))
+    return std::make_unique<StartedBackward>(*program.program, state.gradients.size());
+  return std::make_unique<StartedBackward>(*program.program, state.gradients, defined == 0);
 }
 
 Tensors LoweredSegment::backward(const SegmentCall& call, const Tensors& output_gradients,
@@ -180,24 +190,70 @@ Tensors LoweredSegment::backward(const SegmentCall& call, const Tensors& output_
     boundary.insert(boundary.end(), results.begin(), results.end());
   }
   Tensors gradients;
-  for (size_t i = 0; i < results.size(); ++i) store_at(gradients, program.outputs[i].index, results[i]);
+  for (size_t i = 0; i < results.size(); ++i) {
+    const Port& port = program.outputs[i];
+    store_at(port.role == Role::held ? call.context.held : gradients, port.index, results[i]);
+  }
+  if (defers_weights()) {
+    run.execute(Part::rest, &call.token);
+    run.finish();
+    call.stage.backward.open.reset();
+    keep_for_weights(call.stage, call.context, output_gradients);
+  }
   if (with_parameters) finish(call);
   return gradients;
 }
 
-void LoweredSegment::finish(const SegmentCall& call) const {
-  BackwardState& state = call.stage.backward;
-  StartedBackward& open = *state.open;
-  open.run.execute(Part::rest, &call.token);
-  open.run.finish();
-  if (!open.separate.empty()) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for (int64_t index : programs->gradients) {
-      at::Tensor& gradient = state.gradients[index];
-      gradient = gradient.defined() ? at::add(gradient, open.separate[index]) : open.separate[index];
+// Keeps the gradients of outputs if the program of weights reads them, and frees what it does not read.
+void LoweredSegment::keep_for_weights(const StageState& stage, SegmentContext& context,
+                                      const Tensors& tangents) const {
+  context.tangents = tangents;
+  context.has_deferred_weights = true;
+  const auto keep = [&](Tensors& tensors, Role role) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const auto reads = [&](const Port& port) {
+        return port.role == role && static_cast<size_t>(port.index) == i;
+      };
+      if (std::none_of(programs->weights.inputs.begin(), programs->weights.inputs.end(), reads))
+        tensors[i].reset();
     }
+  };
+  keep(context.tangents, Role::tangent);
+  if (stage.retains_graph) return;
+  keep(context.inputs, Role::input);
+  keep(context.buffers, Role::buffer);
+  keep(context.saved, Role::saved);
+}
+
+void LoweredSegment::finish(const SegmentCall& call) const {
+  StageState& stage = call.stage;
+  if (!defers_weights()) {
+    if (!stage.backward.open) return;
+    complete(*stage.backward.open, stage, call.token);
+    stage.backward.open.reset();
+    return;
   }
-  state.open.reset();
+  SegmentContext& context = call.context;
+  if (!std::exchange(context.has_deferred_weights, false)) return;
+  const std::unique_ptr<StartedBackward> started = start(programs->weights, stage);
+  for (size_t i = 0; i < programs->weights.inputs.size(); ++i)
+    started->run.take(i, find(programs->weights.inputs[i], context, context.tangents));
+  started->run.execute(Part::early, &call.token);
+  started->run.execute(Part::results, &call.token);
+  complete(*started, stage, call.token);
+  context.tangents.clear();
+  context.held.clear();
+}
+
+void LoweredSegment::complete(StartedBackward& started, StageState& stage, CancellationToken& token) const {
+  started.run.execute(Part::rest, &token);
+  started.run.finish();
+  if (started.separate.empty()) return;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (int64_t index : programs->gradients) {
+    at::Tensor& gradient = stage.backward.gradients[index];
+    gradient = gradient.defined() ? at::add(gradient, started.separate[index]) : started.separate[index];
+  }
 }
 
 std::shared_ptr<Arena> LoweredSegment::arena() const { return programs->forward.program->arena(); }

@@ -13,6 +13,8 @@
 
 namespace gpipe_fast {
 
+struct StartedBackward;
+
 // A program and the roles of its inputs and outputs.
 struct ProgramWithPorts {
   std::shared_ptr<Program> program;
@@ -21,11 +23,14 @@ struct ProgramWithPorts {
 };
 
 // A forward program and its backward program. Either the forward saves tensors that the backward reads, or the
-// forward saves nothing and the backward recomputes. In inference there is no backward.
+// forward saves nothing and the backward recomputes. In inference there is no backward. If there is a program of
+// weights, it accumulates the gradients of parameters, from values that the backward returns, and the backward
+// computes those of inputs.
 struct ProgramPair {
   ProgramWithPorts forward;
   ProgramWithPorts backward;
-  std::vector<int64_t> gradients;  // indices of the parameters whose gradients the backward accumulates
+  ProgramWithPorts weights;
+  std::vector<int64_t> gradients;  // indices of the parameters whose gradients are accumulated
 };
 
 class LoweredSegment final : public Segment {
@@ -39,6 +44,7 @@ class LoweredSegment final : public Segment {
   void open(const SegmentCall& call) const override;
   Tensors backward(const SegmentCall& call, const Tensors& output_gradients,
                    bool with_parameters) const override;
+  bool defers_weights() const override { return programs->weights.program != nullptr; }
   void finish(const SegmentCall& call) const override;
   std::shared_ptr<Arena> arena() const override;
 
@@ -54,6 +60,11 @@ class LoweredSegment final : public Segment {
 
  private:
   void keep_only(const StageState& stage, SegmentContext& context) const;
+  // Starts a run that accumulates the gradients of parameters.
+  std::unique_ptr<StartedBackward> start(const ProgramWithPorts& program, StageState& stage) const;
+  void keep_for_weights(const StageState& stage, SegmentContext& context, const Tensors& tangents) const;
+  // Completes a run and adds up its gradients.
+  void complete(StartedBackward& run, StageState& stage, CancellationToken& token) const;
 };
 
 }  // namespace gpipe_fast

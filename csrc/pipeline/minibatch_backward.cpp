@@ -139,8 +139,7 @@ void MiniBatch::backward(const Action& action, CancellationToken& token) {
       backward_inputs(action, /*with_parameters=*/true, token);
       break;
     default:
-      if (stage.backward.open)
-        microbatch_state.contexts.front().segment->finish(call(microbatch_state.contexts.front()));
+      microbatch_state.contexts.front().segment->finish(call(microbatch_state.contexts.front()));
   }
   if (!stage.retains_graph) microbatch_state.contexts.clear();
 }
@@ -176,7 +175,9 @@ Tensors MiniBatch::run_segment_backward(const SegmentCall& call, Tensors tangent
     context.segment->check_buffers(call.stage);
     used_no_fallback_ = false;
   }
-  return context.segment->backward(call, tangents, with_parameters);
+  // Between an I and its W, a segment that does not defer weights may not leave its backward open.
+  const bool is_complete = plan_->defers_weights && !context.segment->defers_weights();
+  return context.segment->backward(call, tangents, with_parameters || is_complete);
 }
 
 }  // namespace gpipe_fast

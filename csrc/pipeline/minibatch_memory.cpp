@@ -69,7 +69,8 @@ int64_t MiniBatch::kept_bytes() const {
   for (const StageState& stage : stages_) {
     for (const MicroBatchState& microbatch_state : stage.microbatch_states) {
       for (const SegmentContext& context : microbatch_state.contexts) {
-        for (const Tensors* tensors : {&context.inputs, &context.buffers, &context.saved})
+        for (const Tensors* tensors :
+             {&context.inputs, &context.buffers, &context.saved, &context.tangents, &context.held})
           bytes.add(*tensors);
       }
     }
@@ -86,7 +87,7 @@ std::string MiniBatch::describe_memory(int32_t index) const {
     int64_t own = element_bytes(microbatch_state.received.tensors);
     for (const SegmentContext& context : microbatch_state.contexts) {
       own += element_bytes(context.inputs);
-      saved.add(context.saved);
+      for (const Tensors* tensors : {&context.saved, &context.tangents, &context.held}) saved.add(*tensors);
     }
     boundary = std::max(boundary, own);
   }

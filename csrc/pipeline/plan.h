@@ -65,6 +65,7 @@ struct Plan {
   std::shared_ptr<const Actions> backward;  // null in inference
   // Both in one run, for Pipeline::step(); else null.
   std::shared_ptr<const Actions> step;
+  bool defers_weights = false;  // in the step, a stage computes other things between an I and its W
   // The skip connections whose tensors the caller gives, such as the targets of a loss, and the dimension along which
   // each tensor is split; nullopt if every micro-batch gets it whole.
   std::vector<int64_t> given_skips;

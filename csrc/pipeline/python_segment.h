@@ -44,6 +44,7 @@ class PythonSegment final : public Segment {
   void check_buffers(const StageState& stage) const override {}
   void open(const SegmentCall& call) const override {}
   Tensors backward(const SegmentCall& call, const Tensors& tangents, bool with_parameters) const override;
+  bool defers_weights() const override { return false; }
   void finish(const SegmentCall& call) const override {}
 
   std::shared_ptr<PythonLayers> layers;

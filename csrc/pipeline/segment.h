@@ -22,6 +22,10 @@ struct SegmentContext {
   // Kept by lowered layers: tensors that their backward, or the fallback segment's, reads.
   Tensors inputs, buffers, saved;
   at::Tensor key;
+  // Kept from a backward without `with_parameters` to finish(), if the segment defers weights: what its program of
+  // weights reads besides the above.
+  Tensors tangents, held;
+  bool has_deferred_weights = false;
   PythonObject kept;  // kept by layers in Python
   // The forms of the segment's inputs, if it pops skip tensors, and of its outputs, if it stashes some; else null.
   std::shared_ptr<const BoundaryForm> input_form, output_form;
@@ -59,7 +63,9 @@ class Segment {
   // Returns the gradients of its inputs, given those of its outputs, at least one of which is defined. With
   // `with_parameters`, also accumulates the gradients of its parameters; otherwise finish() does.
   virtual Tensors backward(const SegmentCall& call, const Tensors& tangents, bool with_parameters) const = 0;
-  // Runs the rest of a backward without `with_parameters`.
+  // Returns whether other segments may run between a backward without `with_parameters` and finish().
+  virtual bool defers_weights() const = 0;
+  // Runs the rest of a backward without `with_parameters`, if there is one.
   virtual void finish(const SegmentCall& call) const = 0;
 
   // Returns the scratch memory of its programs; null if it has none.

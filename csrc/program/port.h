@@ -12,6 +12,7 @@ enum class Role : uint8_t {
   input,           // boundary activation from the previous stage
   output,          // boundary activation for the next stage
   saved,           // saved by the forward for the backward
+  held,            // held by the backward for the gradients of parameters
   tangent,         // boundary gradient from the next stage
   input_gradient,  // boundary gradient for the previous stage
 };

@@ -24,6 +24,7 @@ from gpipe_fast.from_model.watch import attributes_of
 from gpipe_fast.layers.structure import Inputs, arguments_of
 from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.runtime.stage import TRACING_LOCK
+from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.user_warning import warn_user
 
 # Makes a pipeline of layers with a balance: `GPipe`, with the user's other options.
@@ -85,7 +86,7 @@ class Calls:
         loss: str,
         chunks: int | Literal["auto"],
         checkpoint: str,
-        schedule: str,
+        schedule: ScheduleChoice,
         make_pipeline: MakePipeline,
     ) -> None:
         self.loss, self.chunks, self.checkpoint, self.schedule = loss, chunks, checkpoint, schedule

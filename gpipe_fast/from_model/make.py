@@ -12,6 +12,7 @@ from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.calls import Calls, MakePipeline
 from gpipe_fast.from_model.outputs import LOSSES
 from gpipe_fast.from_model.pipelined import Pipelined, pipelined
+from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.user_warning import warn_user
 
 # Packages whose modules have quantized weights.
@@ -37,7 +38,7 @@ def make_pipelined(
     num_devices: int | None,
     chunks: int | Literal["auto"],
     checkpoint: str,
-    schedule: str,
+    schedule: ScheduleChoice,
     loss: str,
     make_pipeline: MakePipeline,
 ) -> Any:

@@ -23,6 +23,7 @@ from gpipe_fast.arguments import (
     checked_threads_per_stage,
 )
 from gpipe_fast.from_model.calls import Calls
+from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.user_warning import warn_user
 from gpipe_fast.weights.load import Initialize, load_weights
@@ -111,12 +112,12 @@ class Pipelined(nn.Module):
         self._calls.checkpoint = checked_checkpoint(checkpoint)
 
     @property
-    def schedule(self) -> str:
+    def schedule(self) -> ScheduleChoice:
         """The order of forwards and backwards in `step`, as of `GPipe`; may be set between calls."""
         return self._calls.schedule
 
     @schedule.setter
-    def schedule(self, schedule: str) -> None:
+    def schedule(self, schedule: ScheduleChoice) -> None:
         self._calls.schedule = checked_schedule(schedule)
 
     @property

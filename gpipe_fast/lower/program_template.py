@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -40,14 +40,22 @@ _MAX_MISSES = 8
 # Programs that save nothing or everything. Between them, PyTorch's min-cut reads sizes, not formulas.
 _FRACTIONS = (FULL_RECOMPUTE, NO_RECOMPUTE)
 
-ProgramsOfStage = tuple[ProgramIR, ProgramIR | None]
+# The forward, the backward, and what it leaves to a later program, as in `SplitGraphs`.
+ProgramsOfStage = tuple[ProgramIR, ProgramIR | None, ProgramIR | None]
 
 
 def lower_graphs(
-    forward: StageGraph, backward: StageGraph | None, accumulation: AccumulationPolicy
+    forward: StageGraph,
+    backward: StageGraph | None,
+    accumulation: AccumulationPolicy,
+    weights: StageGraph | None = None,
 ) -> ProgramsOfStage:
-    """Lowers the forward and the backward of a stage; only the backward accumulates gradients."""
-    return lower(forward), None if backward is None else lower(backward, accumulation)
+    """Lowers the graphs of a stage; the forward accumulates no gradients."""
+    return (
+        lower(forward),
+        None if backward is None else lower(backward, accumulation),
+        None if weights is None else lower(weights, accumulation),
+    )
 
 
 class ProgramTemplate:
@@ -115,12 +123,25 @@ class _Variant:
     evaluate: Evaluator
     forward: ProgramTemplate
     backward: ProgramTemplate | None
+    weights: ProgramTemplate | None
 
     def at(self, instance: Instance) -> ProgramsOfStage | None:
         numbers = self.evaluate(instance.values)
         if numbers is None:
             return None
-        return self.forward.at(numbers), None if self.backward is None else self.backward.at(numbers)
+        return (
+            self.forward.at(numbers),
+            None if self.backward is None else self.backward.at(numbers),
+            None if self.weights is None else self.weights.at(numbers),
+        )
+
+
+class _Key(NamedTuple):
+    """What programs depend on besides the template; as for `split`."""
+
+    saved_fraction: SavedFraction
+    accumulation: AccumulationPolicy
+    defers_weights: bool
 
 
 class ProgramTemplates:
@@ -130,13 +151,13 @@ class ProgramTemplates:
         """Makes an empty set of programs."""
         self._template = template
         # None for programs that cannot be lowered with formulas.
-        self._variants: dict[tuple[SavedFraction, AccumulationPolicy], tuple[_Variant, ...] | None] = {}
-        self._num_misses: Counter[tuple[SavedFraction, AccumulationPolicy]] = Counter()
+        self._variants: dict[_Key, tuple[_Variant, ...] | None] = {}
+        self._num_misses: Counter[_Key] = Counter()
 
     def num_values(self) -> int:
         """Returns the number of values of the programs with formulas."""
         variants = [variant for kept in list(self._variants.values()) for variant in kept or ()]
-        programs = [p for variant in variants for p in (variant.forward, variant.backward)]
+        programs = [p for each in variants for p in (each.forward, each.backward, each.weights)]
         return sum(program.num_values for program in programs if program is not None)
 
     @classmethod
@@ -149,16 +170,21 @@ class ProgramTemplates:
         return found
 
     def at(
-        self, instance: Instance, saved_fraction: SavedFraction, accumulation: AccumulationPolicy
+        self,
+        instance: Instance,
+        saved_fraction: SavedFraction,
+        accumulation: AccumulationPolicy,
+        defers_weights: bool = False,
     ) -> ProgramsOfStage:
-        """Returns the forward and the backward program of an instance, as if it had been lowered.
+        """Returns the programs of an instance, as if it had been lowered.
 
         Args:
             instance: an instance of the template.
             saved_fraction: as for `split`.
             accumulation: how gradients of parameters are accumulated.
+            defers_weights: as for `split`.
         """
-        key = (saved_fraction, accumulation)
+        key = _Key(saved_fraction, accumulation, defers_weights)
         variants = self._variants.setdefault(key, () if saved_fraction in _FRACTIONS else None)
         for variant in variants or ():
             programs = variant.at(instance)
@@ -166,41 +192,38 @@ class ProgramTemplates:
                 self._add(key, variant)
                 self._num_misses[key] = 0
                 return programs
-        expected = _lower(instance.joint, saved_fraction, accumulation)
+        expected = _lower(instance.joint, key)
         if variants is not None and self._num_misses[key] < _MAX_MISSES:
             self._num_misses[key] += 1
-            found = self._lower_with_formulas(instance, *key)
+            found = self._lower_with_formulas(instance, key)
             if found is None or not are_equal(found.at(instance), expected):
                 self._variants[key] = None
             else:
                 self._add(key, found)
         return expected
 
-    def _add(self, key: tuple[SavedFraction, AccumulationPolicy], latest: _Variant) -> None:
+    def _add(self, key: _Key, latest: _Variant) -> None:
         """Makes a variant the first; another thread may do the same, so that no tuple is changed."""
         others = (variant for variant in self._variants[key] or () if variant is not latest)
         self._variants[key] = (latest, *others)[:_MAX_VARIANTS]
 
-    def _lower_with_formulas(
-        self, instance: Instance, saved_fraction: SavedFraction, accumulation: AccumulationPolicy
-    ) -> _Variant | None:
+    def _lower_with_formulas(self, instance: Instance, key: _Key) -> _Variant | None:
         try:
             joint, formulas = self._template.with_formulas(instance.values)
-            parts = split(joint, saved_fraction)
+            parts = split(joint, key.saved_fraction, defers_weights=key.defers_weights)
             forward = ProgramTemplate(*lower_unplaced(parts.forward_saving, AccumulationPolicy()))
-            backward = None
-            if parts.backward is not None:
-                backward = ProgramTemplate(*lower_unplaced(parts.backward, accumulation))
+            backward, weights = (
+                None if graph is None else ProgramTemplate(*lower_unplaced(graph, key.accumulation))
+                for graph in (parts.backward, parts.weights)
+            )
         except (CannotExpressError, TypeError):  # an operation that formulas lack
             return None
-        return _Variant(formulas.evaluator(), forward, backward)
+        return _Variant(formulas.evaluator(), forward, backward, weights)
 
 
-def _lower(
-    joint: JointGraph, saved_fraction: SavedFraction, accumulation: AccumulationPolicy
-) -> ProgramsOfStage:
-    parts = split(joint, saved_fraction)
-    return lower_graphs(parts.forward_saving, parts.backward, accumulation)
+def _lower(joint: JointGraph, key: _Key) -> ProgramsOfStage:
+    parts = split(joint, key.saved_fraction, defers_weights=key.defers_weights)
+    return lower_graphs(parts.forward_saving, parts.backward, key.accumulation, parts.weights)
 
 
 def are_equal(a: Any, b: Any) -> bool:

@@ -24,7 +24,7 @@ class StageGraph:
     """One of the graphs that a stage runs.
 
     Attributes:
-        name: ``forward``, ``forward_saving``, ``backward`` or ``backward_recompute``.
+        name: ``forward``, ``forward_saving``, ``backward``, ``backward_recompute`` or ``weights``.
         module: the graph and its constants.
         inputs: the placeholders; several may share a port when parameters are tied.
         outputs: the results.
@@ -68,21 +68,26 @@ class SplitGraphs:
         backward: computes the gradients from ``saved``, boundary inputs and boundary gradients; None in
             inference.
         saved: the tensors saved per micro-batch, besides the boundary inputs.
+        weights: computes the gradients of parameters, from what ``backward`` reads and from values that it
+            returns in addition to the gradients of inputs, the held values; None if ``backward`` computes all
+            gradients.
     """
 
     forward: StageGraph
     forward_saving: StageGraph
     backward: StageGraph | None
     saved: tuple[SavedTensor, ...]
+    weights: StageGraph | None = None
 
 
-def split(joint: JointGraph, saved_fraction: SavedFraction) -> SplitGraphs:
+def split(joint: JointGraph, saved_fraction: SavedFraction, *, defers_weights: bool = False) -> SplitGraphs:
     """Splits a joint graph into forward and backward.
 
     Args:
         joint: the joint graph of a traced stage.
         saved_fraction: the fraction of activations to save; strictly between 0 and 1, PyTorch's min-cut
             partitioner chooses the activations (``activation_memory_budget``).
+        defers_weights: whether gradients of parameters get a graph of their own.
 
     Raises:
         ValueError: ``saved_fraction`` is not within 0 and 1.
@@ -99,9 +104,46 @@ def split(joint: JointGraph, saved_fraction: SavedFraction) -> SplitGraphs:
     kept = _values_to_save(joint, len(results), saved_fraction)
     ports = [PortNode(GraphPort(GraphRole.SAVED, i), node) for i, node in enumerate(kept)]
     name = "backward" if kept or saved_fraction > FULL_RECOMPUTE else "backward_recompute"
-    backward = _extract(joint, name, [*joint.inputs, *ports], gradients)
+    given = [*joint.inputs, *ports]
     saving = _extract(joint, "forward_saving", arguments, [*results, *ports]) if kept else forward
-    return SplitGraphs(forward, saving, backward, tuple(_describe_saved(node) for node in kept))
+    saved = tuple(_describe_saved(node) for node in kept)
+    of_weights = [n for n in gradients if n.port.role is GraphRole.PARAMETER_GRADIENT]
+    if not defers_weights or not of_weights:
+        return SplitGraphs(forward, saving, _extract(joint, name, given, gradients), saved)
+    of_inputs = [n for n in gradients if n.port.role is GraphRole.INPUT_GRADIENT]
+    held = [
+        PortNode(GraphPort(GraphRole.HELD, i), node)
+        for i, node in enumerate(_values_to_hold(joint, given, of_inputs, of_weights))
+    ]
+    backward = _extract(joint, name, given, [*of_inputs, *held])
+    weights = _extract(joint, "weights", [*given, *held], of_weights)
+    return SplitGraphs(forward, saving, backward, saved, weights)
+
+
+def _values_to_hold(
+    joint: JointGraph,
+    inputs: Iterable[PortNode],
+    of_inputs: Iterable[PortNode],
+    of_weights: Iterable[PortNode],
+) -> list[fx.Node]:
+    """Returns the values that the gradients of parameters are computed from, as ``_values_to_save``.
+
+    What needs no boundary gradient is not computed again, because a kernel that rounds in another way might
+    then decide differently.
+    """
+    given = {n.node: n.port for n in inputs}
+    before = _needed_nodes(given, (n.node for n in of_inputs))
+    needed = _needed_nodes(given, (n.node for n in of_weights))
+    after_tangents = {node for node, port in given.items() if port.role is GraphRole.TANGENT}
+    nodes = [n for n in joint.module.graph.nodes if n in needed and n not in given]
+    for node in nodes:
+        if after_tangents.isdisjoint(node.all_input_nodes):
+            before.add(node)
+        else:
+            after_tangents.add(node)
+    read = {a for n in nodes if n not in before for a in n.all_input_nodes} | {n.node for n in of_weights}
+    bases = {source_of(n).base for n in read if n in before}
+    return [n for n in nodes if n in bases and isinstance(n.meta.get("val"), AnyTensor)]
 
 
 def _values_to_save(joint: JointGraph, num_results: int, saved_fraction: SavedFraction) -> list[fx.Node]:

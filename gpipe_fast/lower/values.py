@@ -62,7 +62,7 @@ class GraphValues:
             if port.role in _PARAMETERS:
                 self.index[node] = self.add(str(port), _PARAMETERS[port.role], like, index=port.index)
             else:
-                saved = int(port.role is GraphRole.SAVED)
+                saved = int(port.role in (GraphRole.SAVED, GraphRole.HELD))
                 self.index[node] = self.add(str(port), StorageKind.INPUT, like, index=saved)
                 inputs.append(port)
         self._program.inputs = tuple(inputs)

@@ -99,11 +99,13 @@ class LoweredStage:
     Attributes:
         forward: the forward program that saves what ``backward`` reads.
         backward: the backward program; None in inference, and if no tensor needs a gradient.
+        weights: the program that computes gradients of parameters later; None if ``backward`` does.
         replaced: what fused kernels replaced in each graph, by its name.
     """
 
     forward: ProgramIR
     backward: ProgramIR | None
+    weights: ProgramIR | None
     replaced: Mapping[str, Sequence[Replaced]]
 
 
@@ -118,7 +120,7 @@ class TracedStage:
         loader: loads kernels on the stage's device; None if no kernel can run there.
         hoist_casts: whether casts of parameters happen once per run of the stage, not in each micro-batch.
         origin: the layers that the graph was made for; equal layers share it.
-        lowered: the lowered stages, by the fraction of activations that a micro-batch saves.
+        lowered: the lowered stages, by the arguments of ``lower``.
     """
 
     graph: JointGraph | Instance
@@ -127,7 +129,7 @@ class TracedStage:
     loader: KernelLoader | None = None
     hoist_casts: bool = False
     origin: str = ""
-    lowered: dict[SavedFraction, LoweredStage] = field(default_factory=dict)
+    lowered: dict[tuple[SavedFraction, bool], LoweredStage] = field(default_factory=dict)
 
     def serves(self, stage: Stage) -> bool:
         """Returns whether the trace may be used for a stage that equals the traced one."""
@@ -150,7 +152,8 @@ class TracedStage:
     def num_bytes(self) -> int:
         """Returns an estimate of the bytes of the lowered stages, without the graph."""
         lowered = list(self.lowered.values())
-        return sum(program_bytes(p) for each in lowered for p in (each.forward, each.backward))
+        programs = (p for each in lowered for p in (each.forward, each.backward, each.weights))
+        return sum(map(program_bytes, programs))
 
     def written_graph(self) -> JointGraph | None:
         """Returns the graph if it is in memory."""
@@ -168,38 +171,41 @@ class TracedStage:
         return self.graph.ports if isinstance(self.graph, Instance) else TracedPorts.of_graph(self.graph)
 
     @collector_paused()
-    def lower(self, saved_fraction: SavedFraction) -> LoweredStage:
-        """Splits and lowers the joint graph, once per fraction (see ``split``)."""
-        found = self.lowered.get(saved_fraction)  # another thread may drop it
+    def lower(self, saved_fraction: SavedFraction, defers_weights: bool = False) -> LoweredStage:
+        """Splits and lowers the joint graph, once for the same arguments (see ``split``)."""
+        key = saved_fraction, defers_weights
+        found = self.lowered.get(key)  # another thread may drop it
         if found is None:
-            found = self.lowered[saved_fraction] = self._lower(saved_fraction)
+            found = self.lowered[key] = self._lower(*key)
         return found
 
-    def _lower(self, saved_fraction: SavedFraction) -> LoweredStage:
+    def _lower(self, saved_fraction: SavedFraction, defers_weights: bool) -> LoweredStage:
         graph = self.graph
         if isinstance(graph, Instance) and self.fusion is None and not self.hoist_casts:
             progress.step("lowering")
             templates = ProgramTemplates.of(graph.template)
-            return LoweredStage(*templates.at(graph, saved_fraction, self.accumulation), {})
-        parts, fused = self.fuse(saved_fraction)
+            return LoweredStage(*templates.at(graph, saved_fraction, self.accumulation, defers_weights), {})
+        parts, fused = self.fuse(saved_fraction, defers_weights=defers_weights)
         progress.step("lowering")
         forward, backward, replaced = parts.forward_saving, parts.backward, {}
         if fused is not None:
             replaced = {each.graph.name: each.replaced for each in fused}
             forward, backward = fused[0].graph, fused[-1].graph if backward else None
-        return LoweredStage(*lower_graphs(forward, backward, self.accumulation), replaced)
+        programs = lower_graphs(forward, backward, self.accumulation, parts.weights)
+        return LoweredStage(*programs, replaced)
 
     def fuse(
-        self, saved_fraction: SavedFraction, explain: bool = False
+        self, saved_fraction: SavedFraction, explain: bool = False, defers_weights: bool = False
     ) -> tuple[SplitGraphs, Sequence[Fused] | None]:
         """Splits the joint graph, and fuses its parts; None for parts that are left as they are.
 
         Args:
             saved_fraction: as for ``split``.
             explain: whether to find out why nodes are left.
+            defers_weights: as for ``split``.
         """
         joint = hoist_parameter_casts(self.joint) if self.hoist_casts else self.joint
-        parts = split(joint, saved_fraction)
+        parts = split(joint, saved_fraction, defers_weights=defers_weights)
         if self.fusion is None:
             return parts, None
         return parts, self.fusion.fuse(parts.forward_saving, parts.backward, explain)
@@ -233,7 +239,7 @@ class CompiledStage:
         self._reached: list[int] = (
             list(traced.ports.of(GraphRole.PARAMETER_GRADIENT)) if base is None else base._reached
         )
-        self._segments: dict[SavedFraction, Segment] = {}
+        self._segments: dict[tuple[SavedFraction, bool], Segment] = {}
         self._native_bytes = 0
 
     @property
@@ -258,14 +264,15 @@ class CompiledStage:
         """Returns the outputs whose gradients differ in layout from the output, or do not arrive."""
         return self.traced.ports.gradient_layouts(gradients)
 
-    def segment(self, saved_fraction: SavedFraction) -> Segment:
-        """Returns the segment with this stage's programs for one saved fraction; builds it on first use."""
-        if saved_fraction not in self._segments:
+    def segment(self, saved_fraction: SavedFraction, defers_weights: bool = False) -> Segment:
+        """Returns the segment with this stage's programs for one split; builds it on first use."""
+        key = saved_fraction, defers_weights
+        if key not in self._segments:
             progress.step("splitting", self.stage.first_layer, len(self.stage.layers))
-            lowered = self.traced.lower(saved_fraction)
-            self._segments[saved_fraction] = self._build(lowered)
-            self._native_bytes += native_bytes(lowered.forward) + native_bytes(lowered.backward)
-        return self._segments[saved_fraction]
+            lowered = self.traced.lower(*key)
+            self._segments[key] = self._build(lowered)
+            self._native_bytes += sum(map(native_bytes, (lowered.forward, lowered.backward, lowered.weights)))
+        return self._segments[key]
 
     def num_bytes(self) -> int:
         """Returns an estimate of the bytes of the C++ programs, without those of the trace."""
@@ -310,12 +317,14 @@ class CompiledStage:
             )
             return ProgramWithPorts(native, inputs, outputs)
 
-        forward, backward = with_ports(lowered.forward), lowered.backward
-        if backward is None:
-            return ProgramPair(forward, None, [])
-        return ProgramPair(
-            forward, with_ports(backward), [segment_key.parameters[index] for index in backward.gradients]
+        forward, backward, weights = (
+            None if program is None else with_ports(program)
+            for program in (lowered.forward, lowered.backward, lowered.weights)
         )
+        last = lowered.weights or lowered.backward
+        gradients = () if last is None else last.gradients
+        assert forward is not None
+        return ProgramPair(forward, backward, weights, [segment_key.parameters[i] for i in gradients])
 
 
 def _layout(tensor: AnyTensor) -> Layout:

@@ -19,7 +19,7 @@ from gpipe_fast.layers.structure import BatchDims, Structure
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of, given_skips
-from gpipe_fast.schedule import SCHEDULES, Schedule, fill_drain
+from gpipe_fast.schedule import Schedule, ScheduleChoice, fill_drain, schedule_for
 from gpipe_fast.strides import share_memory
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 
@@ -31,11 +31,11 @@ class Order(NamedTuple):
     """How a step runs forwards and backwards.
 
     Attributes:
-        schedule: the name of the schedule, one of `SCHEDULES`.
+        schedule: the schedule, as for `schedule_for`.
         given_dims: the dimension along which each given skip tensor is split; None if it is not.
     """
 
-    schedule: str
+    schedule: ScheduleChoice
     given_dims: tuple[int | None, ...]
 
 
@@ -160,16 +160,21 @@ def make_plan(
     _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
     training = _needs_backward(stages, inputs, known)
     is_step = order is not None and training
-    schedule, actions = _schedule_parts(len(stages), saved_fractions, training, order)
+    schedule, actions = _schedule_parts(stages, saved_fractions, training, order)
+    defers = is_step and schedule.defers_weights
     native = _extension.Plan(
         stages=[
             _extension.StagePlan(**own, chains=chains, has_fixed_chains=known is not None, finder=finder)
             for own, chains, finder in zip(
-                _stage_arguments(stages), _chains(stages, saved_fractions, known), finders, strict=True
+                _stage_arguments(stages),
+                _chains(stages, saved_fractions, known, defers),
+                finders,
+                strict=True,
             )
         ],
         num_skips=len(stages[0].skips),
         **actions,
+        defers_weights=defers,
         given_skips=given_skips(stages),
         given_dims=() if order is None else order.given_dims,
         num_threads=num_threads,
@@ -210,13 +215,14 @@ def _chains(
     stages: Sequence[Stage],
     saved_fractions: Sequence[SavedFraction],
     known: Sequence[Sequence[CompiledStage]] | None,
+    defers_weights: bool,
 ) -> list[list[list[_extension.Segment]]]:
     """Returns the chain of segments of each stage, by micro-batch."""
     if known is None:
         return [[[] for _ in saved_fractions] for _ in stages]
     return [
         [
-            [pipeline[index].segment(saved_fraction)]
+            [pipeline[index].segment(saved_fraction, defers_weights)]
             for pipeline, saved_fraction in zip(known, saved_fractions, strict=True)
         ]
         for index in range(len(stages))
@@ -329,17 +335,39 @@ def is_replica(parameter: Tensor, stage: Stage) -> bool:
     return devices_differ(parameter.device, stage.device)
 
 
+def schedule_of(stages: Sequence[Stage], order: Order, saved_fractions: Sequence[SavedFraction]) -> Schedule:
+    """Returns the schedule of a step.
+
+    Raises:
+        TypeError: as for `schedule_for`.
+        ValueError: as for `schedule_for`.
+    """
+    return schedule_for(
+        order.schedule,
+        len(stages),
+        len(saved_fractions),
+        num_devices=len({stage.device for stage in stages}),
+        recomputed=_recomputed(saved_fractions),
+    )
+
+
+def _recomputed(saved_fractions: Sequence[SavedFraction]) -> list[int]:
+    return [m for m, saved_fraction in enumerate(saved_fractions) if has_recompute(saved_fraction)]
+
+
 def _schedule_parts(
-    num_stages: int, saved_fractions: Sequence[SavedFraction], training: bool, order: Order | None
+    stages: Sequence[Stage],
+    saved_fractions: Sequence[SavedFraction],
+    training: bool,
+    order: Order | None,
 ) -> tuple[Schedule, _Actions]:
     """Returns the schedule, and its actions for C++: forwards and backwards apart, or those of a step."""
-    sizes = num_stages, len(saved_fractions)
-    recomputed = [m for m, saved_fraction in enumerate(saved_fractions) if has_recompute(saved_fraction)]
     none: _Actions = {"forward": None, "backward": None, "step": None}
     if order is not None and training:
-        schedule = SCHEDULES[order.schedule](*sizes, recomputed=recomputed)
+        schedule = schedule_of(stages, order, saved_fractions)
         return schedule, {**none, "step": _extension_actions(schedule)}
-    slots = None if training else _SLOTS_IN_INFERENCE
+    slots, recomputed = None if training else _SLOTS_IN_INFERENCE, _recomputed(saved_fractions)
+    sizes = len(stages), len(saved_fractions)
     schedule = fill_drain(*sizes, slots=slots, backward=training, recomputed=recomputed)
     forward = _extension_actions(schedule.forward_part() if training else schedule)
     backward = _extension_actions(schedule.backward_part()) if training else None
@@ -370,9 +398,11 @@ def _index_by_id(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 
 def _extension_actions(schedule: Schedule) -> _extension.Actions:
-    ranks = {action: rank for rank, action in enumerate(schedule.order())}
+    position = {action: i for i, action in enumerate(schedule.order())}
     return _extension.Actions(
-        [[(a.kind.value, a.microbatch, ranks[a]) for a in stage] for stage in schedule.stages], schedule.slots
+        [[(a.kind.value, a.microbatch, position[a]) for a in stage] for stage in schedule.stages],
+        schedule.slots,
+        [schedule.rank_of[stage] for stage in range(schedule.num_stages)],
     )
 
 

@@ -27,7 +27,7 @@ from gpipe_fast.runtime.eviction import Eviction, KnownPlans
 from gpipe_fast.runtime.footprint import limit_bytes
 from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.module_warnings import ModuleWarnings
-from gpipe_fast.runtime.plan import Order, PlannedCall, check_placed, make_plan
+from gpipe_fast.runtime.plan import Order, PlannedCall, check_placed, make_plan, schedule_of
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, intra_op_threads
 from gpipe_fast.runtime.state import ModuleState
@@ -211,6 +211,8 @@ class Planner:
         then, or if a trace failed: the reason may be the call's inputs, for which the layer then raises.
         """
         check_placed(self.stages)
+        if call.order is not None:
+            schedule_of(self.stages, call.order, call.saved_fractions)  # raises before any layer is traced
         eager = self.backend == "eager"
         with contextlib.ExitStack() as held:
             idle = eager or all(segments.try_lock(held) for segments in self._segments)

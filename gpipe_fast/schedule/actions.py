@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -39,6 +40,9 @@ TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 BACKWARD = (Kind.R, Kind.RECV_B, Kind.B, Kind.I, Kind.SEND_B, Kind.W)
 """The kinds of actions that run after the loss."""
 
+COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
+"""The kinds of actions that a schedule puts in order; the others follow from them."""
+
 _ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|[FRBIW])([0-9]+)")
 
 
@@ -66,6 +70,23 @@ class Action:
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
 
+# Cells of torch.distributed.pipelining without a counterpart here: actions of FSDP, and several that overlap.
+_OF_FSDP = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
+def parse_cell(text: str) -> list[Action]:
+    """Parses a cell of a CSV of torch.distributed.pipelining: no action, one, or some that overlap.
+
+    Raises:
+        ValueError: the text is not a cell.
+    """
+    if not text or _OF_FSDP.fullmatch(text):
+        return []
+    overlap = _OVERLAP.fullmatch(text)
+    return [Action.parse(part) for part in (overlap[1].split(";") if overlap else [text])]
+
+
 def tick(action: Action) -> float:
     """Returns a nominal duration: 1 for a forward, a backward or a part of a backward, 0 for a transfer."""
     return 0.0 if action.kind in TRANSFERS else 1.0
@@ -81,3 +102,26 @@ def backward_steps(stage: int, num_stages: int, *, recompute: bool, split: bool)
     before = [Kind.R] * recompute + [Kind.RECV_B] * (stage < num_stages - 1)
     send = [Kind.SEND_B] * (stage > 0)
     return [*before, Kind.I, *send, Kind.W] if split else [*before, Kind.B, *send]
+
+
+def with_transfers(action: Action, last: int, splits: bool, recomputed: Collection[int]) -> list[Action]:
+    """Returns a forward or backward together with the actions that it needs just before and after it.
+
+    Args:
+        action: an F, B, I or W.
+        last: the last stage.
+        splits: whether a B that sends a boundary gradient becomes an I and a W.
+        recomputed: the micro-batches that recompute.
+    """
+    stage, m = action.stage, action.microbatch
+    if action.kind is Kind.F:
+        kinds = forward_steps(stage, last + 1)
+    elif action.kind is Kind.W:
+        kinds = [Kind.W]
+    else:
+        is_input = action.kind is Kind.I
+        split = is_input or (splits and stage > 0)
+        kinds = backward_steps(stage, last + 1, recompute=m in recomputed, split=split)
+        if is_input:
+            kinds.remove(Kind.W)
+    return [Action(stage, kind, m) for kind in kinds]

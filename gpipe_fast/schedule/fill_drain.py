@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from gpipe_fast.schedule.actions import Action, backward_steps, forward_steps
+from gpipe_fast.schedule.actions import Action, Kind
 from gpipe_fast.schedule.schedule import Schedule
 
 
@@ -40,19 +40,10 @@ def fill_drain(
     Raises:
         ValueError: a number is not positive.
     """
-    stages = []
-    for stage in range(num_stages):
-        actions = [
-            Action(stage, kind, m)
-            for m in range(num_microbatches)
-            for kind in forward_steps(stage, num_stages)
-        ]
-        for m in reversed(range(num_microbatches)) if backward else ():
-            split = stage > 0 and recomputed is not None
-            kinds = backward_steps(stage, num_stages, recompute=m in (recomputed or ()), split=split)
-            actions += [Action(stage, kind, m) for kind in kinds]
-        stages.append(tuple(actions))
-    return Schedule(tuple(stages), num_microbatches, num_microbatches if slots is None else slots)
+    forwards, backwards = range(num_microbatches), reversed(range(num_microbatches))
+    order = [(Kind.F, m) for m in forwards] + [(Kind.B, m) for m in backwards if backward]
+    ranks = ([Action(stage, kind, m) for kind, m in order] for stage in range(num_stages))
+    return Schedule.of(ranks, num_microbatches, slots=slots, recomputed=recomputed)
 
 
 def bubble(num_stages: int, num_microbatches: int) -> float:

@@ -13,8 +13,9 @@ micro-batches, and not in the opposite order as by fill-drain.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import zip_longest
 
-from gpipe_fast.schedule.actions import Action, backward_steps, forward_steps
+from gpipe_fast.schedule.actions import Action, Kind
 from gpipe_fast.schedule.schedule import Schedule
 
 
@@ -36,24 +37,12 @@ def one_f_one_b(
     Raises:
         ValueError: a number is not positive.
     """
-    stages = []
+    ranks = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage, num_microbatches)  # forwards before the first backward
-        is_split = stage > 0 and recomputed is not None
-        order = [(False, m) for m in range(ahead)]
-        for m in range(num_microbatches):
-            order.append((True, m))
-            if m + ahead < num_microbatches:
-                order.append((False, m + ahead))
-        stages.append(
-            tuple(
-                Action(stage, kind, m)
-                for is_backward, m in order
-                for kind in (
-                    backward_steps(stage, num_stages, recompute=m in (recomputed or ()), split=is_split)
-                    if is_backward
-                    else forward_steps(stage, num_stages)
-                )
-            )
+        forwards, backwards = (
+            [Action(stage, kind, m) for m in range(num_microbatches)] for kind in (Kind.F, Kind.B)
         )
-    return Schedule(tuple(stages), num_microbatches, num_microbatches if slots is None else slots)
+        pairs = zip_longest(backwards, forwards[ahead:])
+        ranks.append([*forwards[:ahead], *(action for pair in pairs for action in pair if action)])
+    return Schedule.of(ranks, num_microbatches, slots=slots, recomputed=recomputed)

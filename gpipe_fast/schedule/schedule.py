@@ -1,89 +1,177 @@
-"""Schedules: the actions of every stage, which are validated, ordered, timed and drawn."""
+"""Schedules: the actions of every rank, which are validated, ordered, timed and drawn."""
 
 from __future__ import annotations
 
+import csv
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import accumulate, chain, pairwise
+from io import StringIO
+from itertools import accumulate, chain, pairwise, zip_longest
 
 from gpipe_fast.schedule.actions import (
     BACKWARD,
+    COMPUTE,
     Action,
     Kind,
     backward_steps,
     forward_steps,
+    parse_cell,
     tick,
+    with_transfers,
 )
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every stage, in the order in which the stage runs them. Every instance is valid.
+    """The actions of every rank, in the order in which it runs them. Every instance is valid.
 
-    A schedule has forwards, backwards or both, of every micro-batch on every stage; a backward is a B, or an
-    I and a W, and an R may precede it. A RECV waits for its SEND. A SEND waits while all slots of its
-    connection are taken; a slot is taken from the end of a SEND to the end of its RECV.
+    A rank runs one stage, or several in turn. A schedule has forwards, backwards or both, of every
+    micro-batch on every stage; a backward is a B, or an I and a W, and an R may precede it. A RECV waits for
+    its SEND. A SEND waits while all slots of its connection are taken; a slot is taken from the end of a SEND
+    to the end of its RECV.
 
     Attributes:
-        stages: actions by stage.
+        ranks: actions by rank.
         num_microbatches: M.
         slots: boundary tensors that may wait on a connection, in one direction.
 
     Raises:
-        ValueError: a stage lacks or misplaces an action, a connection reorders tensors, or a deadlock exists.
+        ValueError: a stage lacks or misplaces an action or has two ranks, a connection reorders tensors, or a
+            deadlock exists. The message ends with a drawing in which the action is marked.
     """
 
-    stages: tuple[tuple[Action, ...], ...]
+    ranks: tuple[tuple[Action, ...], ...]
     num_microbatches: int
     slots: int
 
     def __post_init__(self) -> None:
-        for name in ("num_stages", "num_microbatches", "slots"):
+        for name in ("num_microbatches", "num_stages", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         backward = any(action.kind in BACKWARD for action in self._actions)
         forward = not backward or any(action.kind not in BACKWARD for action in self._actions)
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                if self.rank_of[action.stage] != rank:
+                    raise self._fault(f"stage {action.stage} runs on two ranks", action)
         for stage, actions in enumerate(self.stages):
-            _check_stage(stage, actions, self.num_stages, self.num_microbatches, forward, backward)
+            self._check_stage(stage, actions, forward, backward)
         for i, j in chain(*(zip(*pair, strict=True) for pair in self._transfers())):
             send, receive = self._actions[i], self._actions[j]
             if send.microbatch != receive.microbatch:
-                raise ValueError(f"{receive} would receive from {send}, but a connection keeps its order")
+                raise self._fault(
+                    f"{receive} would receive from {send}, but a connection keeps its order", receive
+                )
         self.order()
 
     @classmethod
+    def of(
+        cls,
+        ranks: Iterable[Iterable[Action]],
+        num_microbatches: int | None = None,
+        *,
+        slots: int | None = None,
+        recomputed: Collection[int] | None = None,
+    ) -> Schedule:
+        """Returns a schedule of forwards and backwards, and adds the transfers.
+
+        Args:
+            ranks: for each rank, its F, B, I and W in order; other actions are left out.
+            num_microbatches: M; None for as many as occur.
+            slots: boundary tensors that may wait on a connection, in one direction; None means M.
+            recomputed: the micro-batches that recompute. If given, an R comes before a backward receives its
+                boundary gradient, and a B that sends one is split into an I and a W, so that no action waits
+                for a tensor that it does not need.
+
+        Raises:
+            ValueError: the schedule is invalid.
+        """
+        rows = [[action for action in row if action.kind in COMPUTE] for row in ranks]
+        if num_microbatches is None:
+            num_microbatches = max((action.microbatch for action in chain(*rows)), default=0) + 1
+        last = max((action.stage for action in chain(*rows)), default=-1)
+        parts = recomputed is not None, frozenset(recomputed or ())
+        full = tuple(tuple(chain(*(with_transfers(a, last, *parts) for a in row))) for row in rows)
+        return cls(full, num_microbatches, num_microbatches if slots is None else slots)
+
+    @classmethod
     def parse(cls, text: str, *, slots: int | None = None) -> Schedule:
-        """Parses one row of comma-separated actions per stage; ignores blanks. ``slots`` defaults to M.
+        """Parses one row of comma-separated actions per rank; ignores blanks. ``slots`` defaults to M.
 
         Raises:
             ValueError: a cell is not an action, or the schedule is invalid.
         """
         rows = [row.split(",") for row in text.splitlines() if row.strip()]
-        stages = tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows)
-        num_microbatches = max((action.microbatch for action in chain(*stages)), default=0) + 1
-        return cls(stages, num_microbatches, num_microbatches if slots is None else slots)
+        ranks = tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows)
+        num_microbatches = max((action.microbatch for action in chain(*ranks)), default=0) + 1
+        return cls(ranks, num_microbatches, num_microbatches if slots is None else slots)
+
+    @classmethod
+    def from_csv(cls, text: str) -> Schedule:
+        """Parses a CSV of ``torch.distributed.pipelining``, as its ``_dump_csv`` writes it.
+
+        Both of its dialects are read, ``compute_only`` and ``compute_comms``. Transfers are set anew, and
+        actions of FSDP are left out. ``Schedule.of`` sets where a boundary tensor is received; where several
+        actions overlap, they run one after another.
+
+        Raises:
+            ValueError: a cell is not an action, or the schedule is invalid.
+        """
+        rows = [[cell.strip() for cell in row] for row in csv.reader(StringIO(text))]
+        return cls.of([action for cell in row for action in parse_cell(cell)] for row in rows if any(row))
 
     def csv(self) -> str:
-        """Returns the schedule as text that `parse` reads."""
-        return "\n".join(",".join(map(str, actions)) for actions in self.stages)
+        """Returns the schedule as text that `parse` reads, in the dialect ``compute_comms``.
+
+        ``torch.distributed.pipelining`` reads it if there is no R.
+        """
+        return "\n".join(",".join(map(str, actions)) for actions in self.ranks)
 
     def __str__(self) -> str:
         """Draws forwards and backwards on a time axis of ticks, as in `fill_drain`."""
         ends = self.times()
-        rows = [{int(ends[a]) - 1: str(a) for a in actions if tick(a)} for actions in self.stages]
+        rows = [{int(ends[a]) - 1: str(a) for a in actions if tick(a)} for actions in self.ranks]
         width = max(len(cell) for row in rows for cell in row.values())
-        label = len(f"stage {self.num_stages - 1}  ")
+        name = "stage" if self.ranks == self.stages else "rank"
+        label = len(f"{name} {len(rows) - 1}  ")
         cells = [[row.get(now, ".").center(width) for now in range(max(row) + 1)] for row in rows]
-        return "\n".join(f"stage {i}".ljust(label) + " ".join(row).rstrip() for i, row in enumerate(cells))
+        return "\n".join(f"{name} {i}".ljust(label) + " ".join(row).rstrip() for i, row in enumerate(cells))
+
+    @cached_property
+    def stages(self) -> tuple[tuple[Action, ...], ...]:
+        """Actions by stage."""
+        found: list[list[Action]] = [[] for _ in range(self.num_stages)]
+        for action in self._actions:
+            found[action.stage].append(action)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def rank_of(self) -> dict[int, int]:
+        """The rank of each stage."""
+        found: dict[int, int] = {}
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                found.setdefault(action.stage, rank)
+        return found
 
     @property
+    def defers_weights(self) -> bool:
+        """Whether a stage computes anything between an I and its W."""
+        for actions in self.stages:
+            computed = [action for action in actions if action.kind in COMPUTE]
+            for before, action in pairwise(computed):
+                if action.kind is Kind.W and before != Action(action.stage, Kind.I, action.microbatch):
+                    return True
+        return False
+
+    @cached_property
     def num_stages(self) -> int:
         """The number of stages, K."""
-        return len(self.stages)
+        return max((action.stage for action in self._actions), default=-1) + 1
 
     def order(self) -> tuple[Action, ...]:
         """Returns all actions in schedule order: each follows everything that it waits for.
@@ -130,19 +218,19 @@ class Schedule:
         return most
 
     def _part(self, *, backward: bool) -> Schedule:
-        for before, after in chain(*map(pairwise, self.stages)):
+        for before, after in chain(*map(pairwise, self.ranks)):
             if before.kind in BACKWARD and after.kind not in BACKWARD:
                 raise ValueError(f"{after} comes after {before}, so the loss cannot come in between")
-        stages = tuple(tuple(a for a in row if (a.kind in BACKWARD) == backward) for row in self.stages)
-        if not any(stages):
+        ranks = tuple(tuple(a for a in row if (a.kind in BACKWARD) == backward) for row in self.ranks)
+        if not any(ranks):
             raise ValueError(f"the schedule has no {'backwards' if backward else 'forwards'}")
-        return Schedule(stages, self.num_microbatches, self.slots)
+        return Schedule(ranks, self.num_microbatches, self.slots)
 
     # The methods below represent an action by its index in _actions.
 
     @cached_property
     def _actions(self) -> list[Action]:
-        return list(chain(*self.stages))
+        return list(chain(*self.ranks))
 
     def _transfers(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yields the SENDs and the RECVs of every connection and direction, in the order of their stages."""
@@ -154,7 +242,7 @@ class Schedule:
             yield found[stage, Kind.SEND_B], found[stage - 1, Kind.RECV_B]
 
     def _waits(self, slots: int) -> list[int]:
-        """Returns the action for which each action waits, besides the one before it in its stage, or -1."""
+        """Returns the action for which each action waits, besides the one before it in its rank, or -1."""
         waits = [-1] * len(self._actions)
         for sends, receives in self._transfers():
             for send, receive in zip(sends, receives, strict=True):
@@ -167,34 +255,37 @@ class Schedule:
     def _order(self) -> list[int]:
         """The schedule order: among the actions that are ready, the first by `_key` comes next."""
         waits = self._waits(self.slots)
-        following = list(accumulate(map(len, self.stages), initial=0))  # the next action of each stage
+        following = list(accumulate(map(len, self.ranks), initial=0))  # the next action of each rank
         limits = following[1:]
-        free = [0.0] * self.num_stages  # the tick at which each stage is free
+        free = [0.0] * len(self.ranks)  # the tick at which each rank is free
         ends = {-1: 0.0}  # the other keys are in schedule order
-        ready: list[tuple[float, bool, int, int]] = []  # at most one action of a stage
-        idle = set(range(self.num_stages))  # the stages without a ready action
+        ready: list[tuple[float, bool, int, int]] = []  # at most one action of a rank
+        idle = set(range(len(self.ranks)))  # the ranks without a ready action
 
-        def check_ready(stage: int) -> None:
-            i = following[stage]
-            if stage in idle and i < limits[stage] and waits[i] in ends:
-                free[stage] = max(free[stage], ends[waits[i]])
-                heappush(ready, self._key(i, free[stage]))
-                idle.remove(stage)
+        def check_ready(rank: int) -> None:
+            i = following[rank]
+            if rank in idle and i < limits[rank] and waits[i] in ends:
+                free[rank] = max(free[rank], ends[waits[i]])
+                heappush(ready, self._key(i, free[rank]))
+                idle.remove(rank)
 
-        for stage in range(self.num_stages):
-            check_ready(stage)
+        for rank in range(len(self.ranks)):
+            check_ready(rank)
         while ready:
             i = heappop(ready)[-1]
             stage = self._actions[i].stage
-            ends[i] = free[stage] = free[stage] + tick(self._actions[i])
-            following[stage] += 1
-            idle.add(stage)
+            rank = self.rank_of[stage]
+            ends[i] = free[rank] = free[rank] + tick(self._actions[i])
+            following[rank] += 1
+            idle.add(rank)
             for near in range(max(stage - 1, 0), min(stage + 2, self.num_stages)):
-                check_ready(near)
+                check_ready(self.rank_of[near])
         stuck = [i for i, limit in zip(following, limits, strict=False) if i < limit]
         if stuck:
             names = (f"{self._actions[i]} waits for {self._actions[waits[i]]}" for i in stuck)
-            raise ValueError(f"deadlock with {self.slots} slots: {', '.join(names)}")
+            raise self._fault(
+                f"deadlock with {self.slots} slots: {', '.join(names)}", *(self._actions[i] for i in stuck)
+            )
         return list(ends)[1:]
 
     def _key(self, i: int, begin: float) -> tuple[float, bool, int, int]:
@@ -206,33 +297,49 @@ class Schedule:
 
     def _ends(self, seconds: Callable[[Action], float], waits: list[int]) -> list[float]:
         ends = [0.0] * (len(self._actions) + 1)  # the last element, at index -1, stays 0
-        free = [0.0] * self.num_stages
+        free = [0.0] * len(self.ranks)
         for i in self._order:
-            action = self._actions[i]
-            ends[i] = free[action.stage] = max(free[action.stage], ends[waits[i]]) + seconds(action)
+            rank = self.rank_of[self._actions[i].stage]
+            ends[i] = free[rank] = max(free[rank], ends[waits[i]]) + seconds(self._actions[i])
         return ends[:-1]
 
+    def _check_stage(self, stage: int, actions: Sequence[Action], forward: bool, backward: bool) -> None:
+        """Raises unless a stage has one forward, one backward, or both, of every micro-batch, in order."""
+        found: dict[int, list[Action]] = {m: [] for m in range(self.num_microbatches)}
+        for action in actions:
+            if action.microbatch not in found:
+                raise self._fault(
+                    f"{action} belongs to none of the {self.num_microbatches} micro-batches", action
+                )
+            found[action.microbatch].append(action)
+        for microbatch, own in found.items():
+            parts = {action.kind for action in own}
+            split = not parts.isdisjoint({Kind.I, Kind.W})
+            kinds = forward_steps(stage, self.num_stages) * forward
+            kinds += backward_steps(stage, self.num_stages, recompute=Kind.R in parts, split=split) * backward
+            needed = [Action(stage, kind, microbatch) for kind in kinds]
+            if own != needed:
+                names = " ".join(map(str, own)) or "nothing"
+                different = [a for a, b in zip_longest(own, needed) if a != b]
+                raise self._fault(
+                    f"stage {stage} does {names}, where it has to do {' '.join(map(str, needed))}",
+                    *[action for action in different[:1] if action is not None],
+                )
 
-def _check_stage(
-    stage: int,
-    actions: Sequence[Action],
-    num_stages: int,
-    num_microbatches: int,
-    forward: bool,
-    backward: bool,
-) -> None:
-    """Raises unless a stage has one forward, one backward, or both, of every micro-batch, in order."""
-    found: dict[int, list[Action]] = {m: [] for m in range(num_microbatches)}
-    for action in actions:
-        if action.microbatch not in found:
-            raise ValueError(f"{action} belongs to none of the {num_microbatches} micro-batches")
-        found[action.microbatch].append(action)
-    for microbatch, own in found.items():
-        parts = {action.kind for action in own}
-        split = not parts.isdisjoint({Kind.I, Kind.W})
-        kinds = forward_steps(stage, num_stages) * forward
-        kinds += backward_steps(stage, num_stages, recompute=Kind.R in parts, split=split) * backward
-        needed = [Action(stage, kind, microbatch) for kind in kinds]
-        if own != needed:
-            names = " ".join(map(str, own)) or "nothing"
-            raise ValueError(f"stage {stage} does {names}, where it has to do {' '.join(map(str, needed))}")
+    def _fault(self, message: str, *actions: Action) -> ValueError:
+        """Returns an error whose message ends with a drawing in which actions are marked."""
+        if not actions:
+            return ValueError(message)
+        lines = [message]
+        for rank, row in enumerate(self.ranks):
+            at = next((i for i, action in enumerate(row) if action in actions), None)
+            begin = max(0, (at or 0) - _NUM_AROUND)
+            shown = row[begin : begin + 2 * _NUM_AROUND + 1]
+            cells = [f">{action}<" if begin + i == at else str(action) for i, action in enumerate(shown)]
+            dots = ["..."] * (begin > 0), ["..."] * (begin + len(shown) < len(row))
+            lines.append(" ".join([f"rank {rank} ", *dots[0], *cells, *dots[1]]))
+        return ValueError("\n".join(lines))
+
+
+# The number of actions that an error's drawing shows before and after the marked one.
+_NUM_AROUND = 4

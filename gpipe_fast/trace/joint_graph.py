@@ -23,6 +23,7 @@ class GraphRole(str, Enum):
     INPUT = "input"
     OUTPUT = "output"
     SAVED = "saved"
+    HELD = "held"
     TANGENT = "tangent"
     PARAMETER_GRADIENT = "parameter_gradient"
     INPUT_GRADIENT = "input_gradient"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gpipe_fast.layers.structure import Inputs, LayerSequence
 from gpipe_fast.runtime.plan import Order
+from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.training.loss_layer import loss_layer
 from gpipe_fast.training.losses import Loss, Normalizer, loss_of
 from gpipe_fast.uncompiled import uncompiled
@@ -47,7 +48,7 @@ class Given(NamedTuple):
 class Training(LayerSequence):
     """The method `step` of a pipeline."""
 
-    schedule: str
+    schedule: ScheduleChoice
     _trainers: dict[Any, Any]
 
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

@@ -16,7 +16,8 @@
 namespace gpipe_fast {
 
 inline Shape draw_shape(Random& random, int32_t num_stages) {
-  return {num_stages, 1 + random_below(random, 8), 1 + random_below(random, 4)};
+  const int32_t num_groups = random() % 2 ? 1 + random_below(random, num_stages) : 0;
+  return {num_stages, 1 + random_below(random, 8), 1 + random_below(random, 4), num_groups};
 }
 inline Order draw_order(Random& random) { return static_cast<Order>(random() % 3); }
 

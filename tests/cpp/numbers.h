@@ -87,7 +87,10 @@ struct PlannedFailures {
 class NumberWork final : public Work {
  public:
   NumberWork(const Shape& shape, int64_t num_slots, Random& random, PlannedFailures planned = {})
-      : last_(shape.num_stages - 1), planned_(std::move(planned)), stages_(shape.num_stages) {
+      : last_(shape.num_stages - 1),
+        planned_(std::move(planned)),
+        stages_(shape.num_stages),
+        turns_(shape.num_groups) {
     for (Stage& stage : stages_) {
       stage.random.seed(random());
       stage.activations.assign(shape.num_microbatches, kNone);
@@ -111,6 +114,8 @@ class NumberWork final : public Work {
     Stage& stage = stages_[k];
     CHECK(stage.worker == std::this_thread::get_id());
     stage.ran.push_back(action.rank);
+    if (action.turn == 0) turns_[k % turns_.size()] = 0;  // of an earlier run
+    if (action.turn >= 0) CHECK(turns_[k % turns_.size()]++ == action.turn);
     random_delay(stage.random);
     while (action.rank == planned_.endless_rank) {
       token.check();
@@ -142,6 +147,7 @@ class NumberWork final : public Work {
         CHECK(false);  // recompute and split backward actions are not generated; the engine treats them alike
     }
     random_delay(stage.random);
+    if (action.turn >= 0) CHECK(turns_[k % turns_.size()] == action.turn + 1);
   }
 
   // Checks that every run entered each stage once and that its actions ran in order; with `complete`, that all ran.
@@ -181,6 +187,7 @@ class NumberWork final : public Work {
   PlannedFailures planned_;
   std::vector<Stage> stages_;
   std::vector<Edge> forward_, backward_;  // by receiving stage
+  std::vector<int64_t> turns_;            // by group: the number of actions so far; not atomic on purpose
 };
 
 }  // namespace gpipe_fast

@@ -22,6 +22,7 @@ struct Shape {
   int32_t num_stages;
   int32_t num_microbatches;
   int64_t num_slots;
+  int32_t num_groups = 0;  // stage k is in group k % num_groups; 0: each stage is alone
 };
 
 // Simulates a pipeline: repeatedly picks a random stage and one of its feasible next actions, until all actions are
@@ -53,7 +54,12 @@ class ScheduleGenerator {
   // Returns a random schedule. If a fixed order needs more than the shape's capacity, uses the capacity it needs.
   Actions generate(Random& random) {
     for (;; ++shape_.num_slots) {
-      if (auto stages = simulate(random)) return Actions(std::move(*stages), shape_.num_slots);
+      auto stages = simulate(random);
+      if (!stages) continue;
+      std::vector<int32_t> groups;
+      for (int32_t k = 0; shape_.num_groups > 0 && k < shape_.num_stages; ++k)
+        groups.push_back(k % shape_.num_groups);
+      return Actions(std::move(*stages), shape_.num_slots, std::move(groups));
     }
   }
 

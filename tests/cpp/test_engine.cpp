@@ -286,6 +286,8 @@ void test_invalid_arguments_throw() {
       std::fprintf(stderr, "got      \"%s\"\nexpected \"%s\"\n", got.c_str(), message.c_str());
     CHECK(got == message);
   }
+  CHECK(error_message([] { Actions({{}, {}}, 1, {0}); }) == "there are 2 stages, but groups of 1");
+  CHECK(error_message([] { Actions({{}, {}}, 1, {0, 2}); }) == "stage 1 cannot be in group 2");
   CHECK(error_message([] { Engine(0); }) == "an engine must have at least one stage, got 0");
   CHECK(error_message([] { Engine(1).record(-1); }) == "cannot keep -1 events");
   struct Nothing final : Work {

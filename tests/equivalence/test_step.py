@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ import gpipe_fast
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.skip import pop, skippable, stash
-from gpipe_fast.schedule import SCHEDULES
+from gpipe_fast.schedule import SCHEDULES, Action, Kind, Schedule
 from tests.reference import SEED, unequal
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
@@ -75,7 +77,7 @@ def plain_step(
     model.zero_grad()
     with gpipe_fast.keyed_rng(model):
         losses = [total(model(a), b) / divisor for a, b in zip(x.chunk(chunks), y.chunk(chunks), strict=True)]
-    for loss in losses if schedule == "1f1b" else reversed(losses):
+    for loss in reversed(losses) if schedule == "gpipe" else losses:
         loss.backward()
     return state_of(model, sum(losses[1:], losses[0]))
 
@@ -106,6 +108,87 @@ def test_a_step_equals_the_plain_loop(balance: list[int], chunks: int, mode: str
         assert (
             unequal(ours, plain_step(plain, x, y, chunks, schedule, cross_entropy, (y != -100).sum())) == []
         )
+
+
+def drawn_schedule(seed: int, num_stages: int, num_microbatches: int) -> Schedule:
+    """Returns a random schedule: with one or two stages on a rank, and with or without split backwards."""
+    draw = random.Random(seed)
+    num_ranks = draw.choice([n for n in (num_stages, num_stages - 1, num_stages // 2) if n])
+    rank_of = [draw.randrange(num_ranks) for _ in range(num_stages)]
+    splits = [[draw.random() < 0.6 for _ in range(num_microbatches)] for _ in range(num_stages)]
+    ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
+    done: set[Action] = set()
+
+    def ready(stage: int, kind: Kind, m: int) -> bool:
+        last, split = stage == num_stages - 1, splits[stage][m]
+        after = {Action(stage + 1, Kind.B, m), Action(stage + 1, Kind.I, m)}
+        return {
+            Kind.F: (stage == 0 or Action(stage - 1, Kind.F, m) in done)
+            and (m == 0 or Action(stage, Kind.F, m - 1) in done),
+            Kind.B: not split and Action(stage, Kind.F, m) in done and (last or not after.isdisjoint(done)),
+            Kind.I: split and Action(stage, Kind.F, m) in done and (last or not after.isdisjoint(done)),
+            Kind.W: Action(stage, Kind.I, m) in done,
+        }[kind]
+
+    sizes = range(num_stages), (Kind.F, Kind.B, Kind.I, Kind.W), range(num_microbatches)
+    left = [Action(*parts) for parts in itertools.product(*sizes)]
+    # Connections keep the order, so that all stages run backwards in that of the last one.
+    order: list[int] = []
+
+    def is_next(action: Action) -> bool:
+        if action.kind in (Kind.F, Kind.W) or action.stage == num_stages - 1:
+            return True
+        begun = {a.microbatch for a in done if a.stage == action.stage and a.kind in (Kind.B, Kind.I)}
+        return next(m for m in order if m not in begun) == action.microbatch
+
+    while options := [a for a in left if ready(a.stage, a.kind, a.microbatch) and is_next(a)]:
+        action = draw.choice(options)
+        left.remove(action)
+        done.add(action)
+        ranks[rank_of[action.stage]].append(action)
+        if action.kind in (Kind.B, Kind.I) and action.stage == num_stages - 1:
+            order.append(action.microbatch)
+    return Schedule.of([row for row in ranks if row], num_microbatches)
+
+
+def gradients_in_order(
+    model: nn.Sequential, balance: list[int], schedule: Schedule, x: Tensor, y: Tensor, divisor: Any
+) -> dict[str, Any]:
+    """Adds up the gradients of each stage in the order in which it computes those of weights."""
+    torch.manual_seed(SEED)
+    with gpipe_fast.keyed_rng(model):
+        parts = zip(*(t.chunk(schedule.num_microbatches) for t in (x, y)), strict=True)
+        losses = [cross_entropy(model(a), b) / divisor for a, b in parts]
+    each = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    sums: dict[str, Any] = {"loss": sum(losses[1:], losses[0]).detach()}
+    ends = list(itertools.accumulate(balance))
+    for position, (name, _) in enumerate(model.named_parameters()):
+        stage = next(i for i, end in enumerate(ends) if int(name.split(".")[0]) < end)
+        order = [a.microbatch for a in schedule.stages[stage] if a.kind in (Kind.B, Kind.W)]
+        sums[f"gradient of {name}"] = functools.reduce(torch.add, (each[m][position] for m in order))
+    return sums | {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("seed", range(40))
+def test_a_schedule_of_the_user_equals_the_plain_loop(seed: int) -> None:
+    balance = [[8], [3, 5], [2, 3, 3], [2, 2, 2, 2]][seed % 4]
+    chunks, mode = (1, 2, 3, 4)[seed // 4 % 4], CHECKPOINT_MODES[seed % 3]
+    schedule = drawn_schedule(seed, len(balance), chunks)
+    x, y = X[:8], Y[:8]
+    pipe = GPipe(
+        layers(),
+        balance,
+        devices=["cpu"] * len(balance),
+        chunks=chunks,
+        checkpoint=mode,
+        schedule=schedule,
+    )
+    for _ in range(2):
+        ours = step(pipe, x, y)
+    plain = layers()
+    gradients_in_order(plain, balance, schedule, x, y, 7)
+    assert unequal(ours, gradients_in_order(plain, balance, schedule, x, y, (y != -100).sum())) == []
 
 
 @pytest.mark.parametrize("backend", ["eager", "auto"])
@@ -227,7 +310,8 @@ def test_a_failed_step_changes_nothing(schedule: str) -> None:
     ((trainer, _),) = pipe._trainers.values()
     before = {name: b.clone() for name, b in pipe.named_buffers()}
     gradients = [p.grad.clone() for p in pipe.parameters()]
-    for action in ("0F2", "1F0", "1R1", "0B0", "1SEND_B2", "0RECV_B1"):
+    backward = ("0I0", "0W1", "1W2") if schedule == "zb-h1" else ("0B0",)
+    for action in ("0F2", "1F0", "1R1", *backward, "1SEND_B2", "0RECV_B1"):
         trainer._pipeline.inject_faults(faults=[(action, 0, "RuntimeError")])
         with pytest.raises(RuntimeError, match="injected"):
             pipe.step(X, target=Y, loss_fn=F.cross_entropy)
@@ -273,7 +357,7 @@ def test_a_step_is_recorded_as_one_run(schedule: str) -> None:
     assert {event.run for event in recording.latest.values()} == {1}
     actions = [str(event.action) for event in recording.stages[1] if not event.is_wait]
     early = actions.index("1B0" if "1B0" in actions else "1I0") < actions.index("1F2")
-    assert early == (schedule == "1f1b")
+    assert early == (schedule != "gpipe")
 
 
 def test_the_balance_is_measured_by_the_first_step() -> None:
@@ -304,7 +388,7 @@ def test_settings_and_layers_may_change_between_steps() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_1f1b_keeps_no_more_micro_batches_than_stages(schedule: str) -> None:
+def test_all_but_gpipe_keep_no_more_micro_batches_than_stages(schedule: str) -> None:
     kept: list[int] = []
 
     class Counts(nn.Module):

@@ -4,7 +4,7 @@
 four stages on four DEVICES (``cuda:0,cpu,..``), and compares parameters, buffers and gradients with the plain
 loop on the same devices. Words: a checkpoint mode (one run for each); ``captured``: steps must be captured
 and replayed as graphs; ``own_streams``: the caller uses own streams; ``failures``: workers are delayed, and
-failing steps run in between; ``gpipe`` and ``1f1b``: whole steps; ``peer`` and ``pinned``: force a
+failing steps run in between; names of schedules: whole steps; ``peer`` and ``pinned``: force a
 transport. Prints the differences, or "equal".
 """
 
@@ -282,7 +282,7 @@ class TrainingRun:
         parts = zip(self.x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)
         with keyed_rng(self.model):
             losses = [weighted_squares(self.model(x), part) / BATCH for x, part in parts]
-        for loss in losses if schedule == "1f1b" else reversed(losses):
+        for loss in reversed(losses) if schedule == "gpipe" else losses:
             loss.backward()
 
     def update(self) -> None:

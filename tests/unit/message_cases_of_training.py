@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.schedule import Schedule, fill_drain, interleaved
 from tests.unit.message_cases import case
 
 X, Y = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
@@ -18,7 +19,7 @@ def step(
     loss_fn: Any = F.cross_entropy,
     target: Any = Y,
     frozen: bool = False,
-    schedule: str = "gpipe",
+    schedule: Any = "gpipe",
     **more: Any,
 ) -> object:
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(not frozen)
@@ -35,8 +36,17 @@ def every_sample(output: Tensor, target: Tensor) -> Tensor:
     return (output - 1).square().sum(1)
 
 
+DESCENDING = Schedule.from_csv("0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0")
+
 OF_TRAINING = [
     case("got '2f2b'", "'gpipe', '1f1b'", step, schedule="2f2b"),
+    case("got 3", "a function of the numbers of stages and micro-batches", step, schedule=3),
+    case("got int", "by Schedule.of", step, schedule=lambda num_stages, num_microbatches: 3),
+    case("has 1 stages and 2", "a function of both numbers", step, schedule=fill_drain(1, 2)),
+    case("micro-batches [1, 0] and backwards", "in ascending order", step, schedule=DESCENDING),
+    case("micro-batches [0, 1] and no backwards", "", step, schedule=fill_drain(2, 2, backward=False)),
+    case("got 3 stages for 2 ranks", "a multiple of 2", interleaved, 3, 2, num_ranks=2),
+    case("stage 0 runs on two ranks", "rank 1  >0F1<", Schedule.parse, "0F0\n0F1"),
     case("which are disabled here", "outside of torch.no_grad()", without_gradients),
     case("got int", "cross_entropy", step, 3),
     case("the divisor of <lambda> is not known", "pass normalizer=", step, lambda a, b: a.sum()),

@@ -23,7 +23,7 @@ gpipe_fast
       batch_dim: int | Iterable[int] = 0, checkpoint: str = 'except_last',
       deferred_batch_norm: bool = False, grad_dtype: torch.dtype | None = None,
       backend: str = 'auto', capture: bool = True, transport: str = 'auto',
-      fuse: bool | None = None, schedule: str = 'gpipe') -> None
+      fuse: bool | None = None, schedule: ScheduleChoice = 'gpipe') -> None
     append(self, module: object) -> NoReturn
     balance: property, may be set
     batch_dim: property, may be set
@@ -42,7 +42,8 @@ gpipe_fast
         balance: Iterable[int] | None = None, devices: Iterable[Device] | None = None,
         chunks: int | Literal['auto'] = 1, checkpoint: str = 'except_last', loss: str = 'exact',
         grad_dtype: torch.dtype | None = None, backend: str = 'auto', capture: bool = True,
-        transport: str = 'auto', fuse: bool | None = None, schedule: str = 'gpipe') -> Any
+        transport: str = 'auto', fuse: bool | None = None,
+        schedule: ScheduleChoice = 'gpipe') -> Any
     fuse: property, may be set
     insert(self, index: object, module: object) -> NoReturn
     load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
@@ -124,22 +125,32 @@ gpipe_fast.schedule
   BACKWARD: tuple
   enum Kind: F, R, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B
   SCHEDULES: dict
-  class Schedule(stages: tuple[tuple[Action, ...], ...], num_microbatches: int,
+  class Schedule(ranks: tuple[tuple[Action, ...], ...], num_microbatches: int,
       slots: int) -> None
     backward_part(self) -> Schedule
     critical_path(self, seconds: Callable[[Action], float] = tick) -> float
     csv(self) -> str
+    defers_weights: property
     forward_part(self) -> Schedule
-    num_stages: property
+    from_csv(text: str) -> Schedule
+    of(ranks: Iterable[Iterable[Action]], num_microbatches: int | None = None, *,
+        slots: int | None = None, recomputed: Collection[int] | None = None) -> Schedule
     order(self) -> tuple[Action, ...]
     parse(text: str, *, slots: int | None = None) -> Schedule
     slots_needed(self, seconds: Callable[[Action], float] = tick) -> int
     times(self, seconds: Callable[[Action], float] = tick) -> dict[Action, float]
+  ScheduleChoice: UnionType
   TRANSFERS: tuple
   bubble(num_stages: int, num_microbatches: int) -> float
   fill_drain(num_stages: int, num_microbatches: int, *, slots: int | None = None,
       backward: bool = True, recomputed: Collection[int] | None = None) -> Schedule
+  interleaved(num_stages: int, num_microbatches: int, *, num_ranks: int | None = None,
+      slots: int | None = None, recomputed: Collection[int] | None = None) -> Schedule
   one_f_one_b(num_stages: int, num_microbatches: int, *, slots: int | None = None,
+      recomputed: Collection[int] | None = None) -> Schedule
+  schedule_for(choice: ScheduleChoice, num_stages: int, num_microbatches: int, *,
+      num_devices: int = 1, recomputed: Collection[int] | None = None) -> Schedule
+  zb_h1(num_stages: int, num_microbatches: int, *, slots: int | None = None,
       recomputed: Collection[int] | None = None) -> Schedule
 gpipe_fast.verify
   class Report(rows: tuple[Row, ...], num_microbatches: int, show_all: bool = False) -> None
