@@ -216,7 +216,13 @@ def train_both(c: Combination) -> tuple[Result, Result]:
     """Trains a pipeline and the plain loop, and returns both results."""
     baseline = PlainLoop(*c.build())
     pipe = GPipe(nn.Sequential(*c.build()), list(c.balance), chunks=c.chunks, backend=c.backend)
-    return train(pipe, c), train(baseline, c)
+    try:
+        expected = train(baseline, c)
+    except RuntimeError as error:
+        if "could not create a primitive" in str(error):
+            pytest.skip(f"PyTorch has no kernel for this processor: {error}")
+        raise
+    return train(pipe, c), expected
 
 
 @pytest.mark.sampled(10)
