@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from gpipe_fast.from_model.batch import Differs, batch_dims, probes_for, unify
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
@@ -164,11 +165,16 @@ class Calls:
         return self._run(model, args, kwargs, lambda program, *given: program(*given))
 
     def step(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_output: bool
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        keeps_output: bool,
+        scaler: GradScaler | None,
     ) -> tuple[list[Tensor], Any]:
         """Runs forward and backward of a mini-batch, as `Program.step` does; other arguments as of `run`."""
         found: tuple[list[Tensor], Any] = self._run(
-            model, args, kwargs, lambda program, *given: program.step(*given, keeps_output)
+            model, args, kwargs, lambda program, *given: program.step(*given, keeps_output, scaler)
         )
         return found
 

@@ -15,6 +15,8 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from gpipe_fast.arguments import (
     checked_checkpoint,
@@ -24,6 +26,7 @@ from gpipe_fast.arguments import (
 )
 from gpipe_fast.from_model.calls import Calls
 from gpipe_fast.schedule import ScheduleChoice
+from gpipe_fast.training.update import checked_update
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.user_warning import warn_user
 from gpipe_fast.weights.load import Initialize, load_weights
@@ -62,6 +65,9 @@ class Pipelined(nn.Module):
         *args: Any,
         losses: list[torch.Tensor] | None = None,
         return_outputs: bool = False,
+        optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None,
+        max_norm: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs forward and backward of one mini-batch, in the order of ``schedule``, as `GPipe.step` does.
@@ -72,6 +78,9 @@ class Pipelined(nn.Module):
             args: Positional arguments of the model.
             losses: A list to which the part of each micro-batch in the loss is appended.
             return_outputs: Whether to return what the model returns, too.
+            optimizer: As for `GPipe.step`.
+            scaler: As for `GPipe.step`.
+            max_norm: As for `GPipe.step`.
             kwargs: Keyword arguments of the model, such as the labels.
 
         Returns:
@@ -79,10 +88,14 @@ class Pipelined(nn.Module):
             it and what the model returns, without gradients.
 
         Raises:
-            ValueError: The model does not return one loss.
+            TypeError: ``optimizer``, ``scaler`` or ``max_norm`` has a wrong type; or as for a call.
+            ValueError: The model does not return one loss; or the optimizer or ``max_norm`` is invalid, as
+                for `GPipe.step`.
             RuntimeError: Gradients are disabled; or as for a call.
         """
-        each, output = self._calls.step(self.plain(), args, kwargs, return_outputs)
+        update = checked_update(self, optimizer, scaler, max_norm)
+        each, output = self._calls.step(self.plain(), args, kwargs, return_outputs, scaler)
+        update.run()
         if losses is not None:
             losses += each
         total = functools.reduce(torch.add, each)

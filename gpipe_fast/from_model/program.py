@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from gpipe_fast.from_model.cut import cut
@@ -84,8 +85,9 @@ class Program:
         parts: Sequence[Sequence[Tensor]],
         sizes: Sequence[tuple[int, ...]],
         keeps_output: bool,
+        scaler: GradScaler | None,
     ) -> tuple[list[Tensor], Any]:
-        """Runs forward and backward of one mini-batch; arguments as of a call.
+        """Runs forward and backward of one mini-batch; arguments as of a call, and as of `GPipe.step`.
 
         Returns:
             The loss of each micro-batch, multiplied by its weight, and what the model returns, or None.
@@ -100,7 +102,7 @@ class Program:
         total = functools.partial(_element, index)
         loss = Loss(total, (_element, index))
         passed = tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
-        each, found = self.pipeline._step((passed,), {}, loss, total, None, keeps_output, weights)
+        each, found = self.pipeline._step((passed,), {}, loss, total, None, keeps_output, weights, scaler)
         return each, self._combined(found, inputs, parts, sizes) if keeps_output else None
 
     def _loss(self) -> tuple[int, Output]:

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from gpipe_fast.layers.structure import Inputs, LayerSequence
 from gpipe_fast.runtime.plan import Order
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.training.loss_layer import loss_layer
 from gpipe_fast.training.losses import Loss, Normalizer, loss_of
+from gpipe_fast.training.update import checked_update
 from gpipe_fast.uncompiled import uncompiled
 
 # The maximum number of losses for which programs are kept.
@@ -29,6 +32,7 @@ class Given(NamedTuple):
         divisor: by what the sum of the losses is divided.
         weights: by what the loss of each micro-batch is multiplied before; None for 1.
         dim: the dimension along which losses are concatenated.
+        scaler: multiplies the loss before its backward; None for 1.
     """
 
     tensors: tuple[Tensor, ...]
@@ -36,10 +40,14 @@ class Given(NamedTuple):
     divisor: Any
     weights: Sequence[float] | None
     dim: int
+    scaler: GradScaler | None = None
 
     def gradients(self, num_microbatches: int, like: Tensor) -> list[list[Tensor]]:
-        """Returns the gradient of the loss of each micro-batch."""
-        gradient = (torch.ones_like(like) / self.divisor).view([1] * (self.dim + 1))
+        """Returns the gradient of the loss of each micro-batch, in the order in which autograd multiplies."""
+        gradient = torch.ones_like(like)
+        if self.scaler is not None:
+            gradient = self.scaler.scale(gradient)
+        gradient = (gradient / self.divisor).view([1] * (self.dim + 1))
         if self.weights is None:
             return [[gradient]] * num_microbatches
         return [[gradient * weight] for weight in self.weights]
@@ -75,18 +83,22 @@ class Training(LayerSequence):
         normalizer: Normalizer = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = False,
+        optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None,
+        max_norm: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs forward, loss and backward of one mini-batch, in the order of ``schedule``.
 
         ::
 
-            loss = model.step(x, target=y, loss_fn=torch.nn.functional.cross_entropy)
-            optimizer.step()
+            optimizer.zero_grad()
+            loss = model.step(x, target=y, loss_fn=torch.nn.functional.cross_entropy, optimizer=optimizer)
 
         Gradients are added to ``.grad``, as by ``loss_fn(model(x), y).backward()``, which they equal apart
         from rounding. The loss is computed in the last stage for each micro-batch; the target goes there
-        alone, and outputs leave no stage. If anything fails, gradients and buffers are as before.
+        alone, and outputs leave no stage. If anything fails, gradients and buffers are as before; if the
+        optimizer fails, the gradients are in ``.grad``.
 
         Losses of PyTorch with ``reduction='mean'`` are exact: `cross_entropy` and `nll_loss`, with ignored
         targets and weights of classes, and losses of elements, such as `mse_loss`. Their sum over the
@@ -105,6 +117,13 @@ class Training(LayerSequence):
             losses: A list to which the loss of each micro-batch is appended, divided like the sum.
             return_outputs: Whether to return the outputs, too. In ``torch.distributed.pipelining``, the
                 default is True.
+            optimizer: Runs its ``step()`` once all gradients are in ``.grad``, where they stay. By default
+                the caller does.
+            scaler: A ``torch.amp.GradScaler``. It multiplies the loss, as ``scaler.scale(loss).backward()``
+                does; with an optimizer, ``scaler.step(optimizer)`` and ``scaler.update()`` take the place of
+                ``optimizer.step()``. The returned losses are not multiplied.
+            max_norm: The maximum norm of the gradients of the optimizer's parameters together, to which
+                ``torch.nn.utils.clip_grad_norm_`` clips them, unscaled, before the update.
             kwargs: Keyword arguments of the first layer.
 
         Returns:
@@ -112,13 +131,17 @@ class Training(LayerSequence):
             it and the detached output.
 
         Raises:
-            TypeError: As for `forward`; or ``loss_fn`` is not a function.
+            TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``optimizer``, ``scaler`` or
+                ``max_norm`` has a wrong type.
             ValueError: As for `forward`; the target has another batch size, the divisor of ``loss_fn`` is
-                not known, or nothing requires a gradient.
+                not known, or nothing requires a gradient; the optimizer has no parameter of the model; or
+                ``max_norm`` is negative, NaN, or passed without an optimizer.
             RuntimeError: As for `forward`; or gradients are disabled.
         """
+        update = checked_update(self, optimizer, scaler, max_norm)
         loss = loss_of(loss_fn, normalizer)
-        each, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs)
+        each, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs, scaler=scaler)
+        update.run()
         if losses is not None:
             losses += each
         total = functools.reduce(torch.add, each)
@@ -133,8 +156,9 @@ class Training(LayerSequence):
         target: Any = None,
         keeps_output: bool = False,
         weights: Sequence[float] | None = None,
+        scaler: GradScaler | None = None,
     ) -> tuple[list[Tensor], Any]:
-        """Runs a step.
+        """Runs a step without its update.
 
         Args:
             args: as for `step`.
@@ -144,15 +168,11 @@ class Training(LayerSequence):
             target: as for `step`.
             keeps_output: whether to return the output.
             weights: the weight of each micro-batch's loss; None for 1.
+            scaler: as for `step`.
 
         Returns:
             The loss of each micro-batch, weighted and divided; and the output, or None.
         """
-        if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "step computes gradients, which are disabled here; call it outside of torch.no_grad(), or "
-                "compute the loss of model(x) for the loss alone"
-            )
         dim = self.batch_dim if isinstance(self.batch_dim, int) else self.batch_dim[0]
         targets = None if target is None else Inputs.of((target,), {}, dim)
         inputs = self._checked_inputs(args, kwargs)
@@ -165,7 +185,7 @@ class Training(LayerSequence):
             _check_targets(given, dims, inputs.batch_size, trainer.devices[-1])
         order = Order(self.schedule, dims)
         divisor = loss.divisor(target)
-        found = trainer._run(inputs, Given(given, order, divisor, weights, dim))
+        found = trainer._run(inputs, Given(given, order, divisor, weights, dim, scaler))
         parts, output = found if keeps_output else (found, None)
         torch.autograd.backward(parts, torch.ones_like(parts))
         each = (parts.detach().flatten() / divisor).unbind()

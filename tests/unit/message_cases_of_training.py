@@ -13,6 +13,7 @@ from gpipe_fast.schedule import Schedule, fill_drain, interleaved
 from tests.unit.message_cases import case
 
 X, Y = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
+OF_ANOTHER_MODEL = torch.optim.SGD(nn.Linear(3, 3).parameters())
 
 
 def step(
@@ -25,6 +26,13 @@ def step(
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(not frozen)
     pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, schedule=schedule)
     return pipe.step(X, target=target, loss_fn=loss_fn, **more)
+
+
+def step_of_an_optimizer(max_norm: Any) -> object:
+    layer = nn.Linear(3, 3)
+    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"])
+    optimizer = torch.optim.SGD(layer.parameters())
+    return pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer, max_norm=max_norm)
 
 
 def without_gradients() -> object:
@@ -56,4 +64,11 @@ OF_TRAINING = [
     case("of shape [3], but the batch size is 4", "replicate", step, target=Y[:3]),
     case("the target is on meta", ".to('cpu')", step, target=Y.to("meta")),
     case("no parameter and no input requires one", "", step, frozen=True),
+    case("got type", "torch.optim.AdamW(model.parameters())", step, optimizer=torch.optim.SGD),
+    case("none of the optimizer's 2 parameters", "of model.parameters()", step, optimizer=OF_ANOTHER_MODEL),
+    case("got float", "torch.amp.GradScaler('cuda'), or 'cpu'", step, scaler=2.0**16),
+    case("got str", "the maximum norm", step_of_an_optimizer, "inf"),
+    case("at least 0, got -1.0", "pass None", step_of_an_optimizer, -1.0),
+    case("at least 0, got nan", "pass None", step_of_an_optimizer, float("nan")),
+    case("got max_norm=1.0 without one", "pass optimizer=", step, max_norm=1.0),
 ]

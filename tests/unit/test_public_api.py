@@ -57,7 +57,8 @@ gpipe_fast
     schedule: property, may be set
     step(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any],
         normalizer: Normalizer = None, losses: list[Tensor] | None = None,
-        return_outputs: bool = False, **kwargs: Any) -> Any
+        return_outputs: bool = False, optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None, max_norm: float | None = None, **kwargs: Any) -> Any
     threads_per_stage: property, may be set
     to(self, *args: Any, **kwargs: Any) -> Self
   build_info(...)

@@ -1,0 +1,320 @@
+"""Steps with an optimizer against the plain loop in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils import _pytree as pytree
+
+import gpipe_fast
+from gpipe_fast import GPipe
+from gpipe_fast.schedule import SCHEDULES
+from tests.reference import SEED
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
+WIDTH, CLASSES, BATCH, CHUNKS, STEPS = 6, 5, 11, 4, 50  # micro-batches of 3, 3, 3 and 2 samples
+OVERFLOW = 7  # the step in which the loss of one micro-batch is infinite, if the recipe has a scaler
+Target = dict[str, Tensor]
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH),
+        nn.Dropout(0.2),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, CLASSES),
+    )
+
+
+def pipeline(stages: int = 2, **options: Any) -> GPipe:
+    balance = {1: [6], 2: [3, 3], 3: [2, 2, 2]}[stages]
+    return GPipe(layers(), balance, devices=["cpu"] * stages, chunks=CHUNKS, **options)
+
+
+def weighted(output: Tensor, target: Target) -> Tensor:
+    """A sum of losses of samples, each with a weight of its own."""
+    return (F.cross_entropy(output, target["y"], reduction="none") * target["weight"]).sum()
+
+
+def batches(steps: int = STEPS, overflow: int | None = None) -> Iterator[tuple[Tensor, Target]]:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        x, weight = torch.randn(BATCH, WIDTH, generator=generator), torch.rand(BATCH, generator=generator)
+        if step == overflow:
+            weight[4] = torch.inf
+        yield x, {"y": torch.randint(CLASSES, (BATCH,), generator=generator), "weight": weight}
+
+
+def sum_of_weights(target: Target) -> Tensor:
+    return target["weight"].sum().clamp(max=1e3)
+
+
+@dataclass
+class Recipe:
+    """What updates the parameters.
+
+    Attributes:
+        optimizer: makes an optimizer of a model's parameters.
+        scaler: makes a gradient scaler.
+        max_norm: the maximum norm of gradients.
+        scheduler: whether the learning rates follow a schedule.
+    """
+
+    optimizer: Callable[[nn.Module], Optimizer]
+    scaler: Callable[[], GradScaler | None] = field(default=lambda: None)
+    max_norm: float | None = None
+    scheduler: bool = False
+
+
+def scaler() -> GradScaler:
+    """A scaler whose scale is no power of two, so that the order of products shows, and which grows."""
+    return GradScaler("cpu", init_scale=3000.0, growth_interval=5)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def two_groups(model: nn.Module) -> Optimizer:
+    *rest, last = model.children()
+    before = [p for layer in rest for p in layer.parameters()]
+    groups = [{"params": before, "lr": 1e-3}, {"params": last.parameters(), "weight_decay": 0.3}]
+    return AdamW(groups, lr=1e-2)
+
+
+RECIPES = {
+    "AdamW": Recipe(adamw),
+    "SGD with momentum": Recipe(sgd),
+    "clipping": Recipe(sgd, max_norm=0.3),
+    "scaler": Recipe(adamw, scaler),
+    "scaler and clipping": Recipe(sgd, scaler, max_norm=0.3),
+    "scaler and fused AdamW": Recipe(lambda model: AdamW(model.parameters(), lr=1e-2, fused=True), scaler),
+    "disabled scaler": Recipe(sgd, lambda: GradScaler("cpu", enabled=False), max_norm=0.3),
+    "two groups and a scheduler": Recipe(two_groups, scheduler=True),
+    "everything": Recipe(two_groups, scaler, max_norm=0.3, scheduler=True),
+}
+
+
+class Training:
+    """50 steps by a recipe.
+
+    Attributes:
+        state: losses, parameters, gradients, buffers, and the state of optimizer and scaler, by name.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.model, self.recipe = model, recipe
+        self.optimizer, self.scaler = recipe.optimizer(model), recipe.scaler()
+        self.state: dict[str, Any] = {}
+
+    def run(self, step: Callable[[Training, Tensor, Target], Tensor]) -> dict[str, Any]:
+        recipe = self.recipe
+        scheduler = CosineAnnealingLR(self.optimizer, STEPS) if recipe.scheduler else None
+        scales = self.scaler is not None and self.scaler.is_enabled()
+        torch.manual_seed(SEED)
+        for index, (x, target) in enumerate(batches(overflow=OVERFLOW if scales else None)):
+            self.optimizer.zero_grad()
+            self.state[f"loss of step {index}"] = step(self, x, target)
+            if scheduler is not None:
+                scheduler.step()
+        self.state |= {f"gradient of {name}": p.grad for name, p in self.model.named_parameters()}
+        self.state |= self.model.state_dict()
+        found = [self.optimizer.state_dict(), None if self.scaler is None else self.scaler.state_dict()]
+        return self.state | {f"state {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(found))}
+
+
+def plain_step(training: Training, losses: list[Tensor], schedule: str) -> Tensor:
+    """The end of a plain step: backwards in the order of the schedule, and the update."""
+    plain_backward(training, losses, schedule)
+    recipe, optimizer, scaler = training.recipe, training.optimizer, training.scaler
+    if recipe.max_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, recipe.max_norm)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    return total(losses)
+
+
+def plain_backward(training: Training, losses: list[Tensor], schedule: str = "gpipe") -> None:
+    scaler = training.scaler
+    for loss in losses if schedule == "1f1b" else reversed(losses):
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def plain_forward(
+    model: nn.Module, x: Tensor, target: Target, chunks: int = CHUNKS
+) -> tuple[list[Tensor], Tensor]:
+    """Returns the losses of the micro-batches, and the output of the mini-batch."""
+    divisor = sum_of_weights(target)
+    with gpipe_fast.keyed_rng(model):
+        outputs = [model(part) for part in x.chunk(chunks)]
+    targets = zip(target["y"].chunk(chunks), target["weight"].chunk(chunks), strict=True)
+    pairs = zip(outputs, targets, strict=True)
+    return [weighted(out, {"y": y, "weight": w}) / divisor for out, (y, w) in pairs], torch.cat(outputs)
+
+
+def total(losses: list[Tensor]) -> Tensor:
+    return sum(losses[1:], losses[0]).detach()
+
+
+def unequal(ours: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    assert ours.keys() == expected.keys()
+    return [name for name, value in ours.items() if not same(value, expected[name])]
+
+
+def same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return bool(a == b)
+    return a.dtype == b.dtype and torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_50_steps_equal_those_of_the_plain_loop(name: str, schedule: str, stages: int) -> None:
+    recipe = RECIPES[name]
+
+    def step(training: Training, x: Tensor, target: Target) -> Tensor:
+        found: Tensor = training.model.step(  # type: ignore[operator]
+            x,
+            target=target,
+            loss_fn=weighted,
+            normalizer=sum_of_weights,
+            optimizer=training.optimizer,
+            scaler=training.scaler,
+            max_norm=recipe.max_norm,
+        )
+        return found
+
+    def plain(training: Training, x: Tensor, target: Target) -> Tensor:
+        return plain_step(training, plain_forward(training.model, x, target)[0], schedule)
+
+    ours = Training(pipeline(stages, schedule=schedule), recipe)
+    expected = Training(layers(), recipe)
+    found = ours.run(step)
+    assert unequal(found, expected.run(plain)) == []
+    if recipe.scaler is scaler:
+        assert found[f"loss of step {OVERFLOW}"] == torch.inf
+        assert ours.scaler is not None
+        assert 3000 < ours.scaler.get_scale() < 3000 * 2**9  # it grew, and was halved once
+
+
+class Net(nn.Module):
+    """A model that is no `nn.Sequential`, and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return {"loss": F.cross_entropy(x, labels), "logits": x}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["clipping", "scaler and clipping"])
+def test_50_steps_of_a_model_that_is_not_sequential(name: str, schedule: str) -> None:
+    recipe = RECIPES[name]
+
+    def inputs(x: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        return x * target["weight"][:, None].clamp(max=1e30), target["y"]
+
+    def step(training: Training, x: Tensor, target: Target) -> Tensor:
+        x, labels = inputs(x, target)
+        options = {"optimizer": training.optimizer, "scaler": training.scaler, "max_norm": recipe.max_norm}
+        found: Tensor = training.model.step(x, labels=labels, **options)  # type: ignore[operator]
+        return found
+
+    def plain(training: Training, x: Tensor, target: Target) -> Tensor:
+        x, labels = inputs(x, target)
+        parts = zip(x.chunk(CHUNKS), labels.chunk(CHUNKS), strict=True)
+        losses = [training.model(a, b)["loss"] * (len(b) / BATCH) for a, b in parts]
+        return plain_step(training, losses, schedule)
+
+    example = {"x": torch.randn(BATCH, WIDTH), "labels": torch.zeros(BATCH, dtype=torch.int64)}
+    model = GPipe.from_model(
+        Net(), kwargs=example, balance=[2, 1], devices=["cpu"] * 2, chunks=CHUNKS, schedule=schedule
+    )
+    expected = Training(Net(), recipe).run(plain)
+    assert unequal(Training(model, recipe).run(step), expected) == []
+
+
+X, TARGET = next(batches(1))
+STEP: dict[str, Any] = {"target": TARGET, "loss_fn": weighted, "normalizer": sum_of_weights}
+
+
+def test_scaled_gradients_accumulate_until_the_update() -> None:
+    recipe = Recipe(sgd, scaler, max_norm=0.3)
+    ours, plain = Training(pipeline(), recipe), Training(layers(), recipe)
+    ours.model.chunks = 1
+    torch.manual_seed(SEED)
+    first = ours.model.step(X, **STEP, scaler=ours.scaler)
+    options = {"optimizer": ours.optimizer, "scaler": ours.scaler, "max_norm": recipe.max_norm}
+    second = ours.model.step(X, **STEP, **options)
+    torch.manual_seed(SEED)
+    losses, _ = plain_forward(plain.model, X, TARGET, chunks=1)
+    plain_backward(plain, losses)
+    assert torch.equal(first, total(losses))
+    losses, _ = plain_forward(plain.model, X, TARGET, chunks=1)
+    assert torch.equal(second, plain_step(plain, losses, "gpipe"))
+    assert unequal(dict(ours.model.state_dict()), dict(plain.model.state_dict())) == []
+
+
+def test_a_step_that_fails_updates_nothing() -> None:
+    pipe = pipeline(schedule="1f1b")
+    optimizer, own = adamw(pipe), scaler()
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    pipe._pipeline.inject_faults(faults=[("0B2", 0, "RuntimeError")])
+    losses: list[Tensor] = []
+    with pytest.raises(RuntimeError, match="injected"):
+        pipe.step(X, **STEP, optimizer=optimizer, scaler=own, max_norm=1.0, losses=losses)
+    pipe._pipeline.inject_faults()
+    assert unequal(dict(pipe.state_dict()), before) == []
+    assert (losses, optimizer.state_dict()["state"], own.get_scale()) == ([], {}, 3000)
+    assert all(p.grad is None for p in pipe.parameters())
+    pipe.step(X, **STEP, optimizer=optimizer, scaler=own, max_norm=1.0, losses=losses)
+    assert len(losses) == CHUNKS
+
+
+def test_an_optimizer_that_raises_leaves_the_gradients() -> None:
+    pipe, other = pipeline(), pipeline()
+    optimizer, losses = sgd(pipe), []
+
+    def refuse(*args: Any) -> None:
+        raise KeyError("refused")
+
+    optimizer.register_step_pre_hook(refuse)
+    torch.manual_seed(SEED)
+    with pytest.raises(KeyError, match="refused"):
+        pipe.step(X, **STEP, optimizer=optimizer, losses=losses)
+    torch.manual_seed(SEED)
+    other.step(X, **STEP)
+    assert losses == []
+    for ours, theirs in zip(pipe.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+        assert torch.equal(ours, theirs)
