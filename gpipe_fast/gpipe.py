@@ -341,7 +341,7 @@ class GPipe(CallSettings, CallPreparation, Training, Container):
         return self._run(self._checked_inputs(args, kwargs))
 
     def _run(self, inputs: Inputs, given: Given | None = None) -> Any:
-        """Runs the forward of a mini-batch; with ``given``, also its backward."""
+        """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
         observed = has_observers(inputs.tensors, self.modules)
         with TRACING_LOCK:
             if observed:
@@ -362,7 +362,10 @@ class GPipe(CallSettings, CallPreparation, Training, Container):
         if given is None:
             outputs, structure = pipeline.forward(plan.native, inputs.tensors, *tensors)
         else:
-            gradients = given.gradients(plan.schedule.num_microbatches, plan.first_output(self._stages[-1]))
+            gradients = []
+            if torch.is_grad_enabled():
+                like = plan.first_output(self._stages[-1])
+                gradients = given.gradients(plan.schedule.num_microbatches, like)
             outputs, structure = pipeline.step(
                 plan.native, inputs.tensors, given.tensors, gradients, *tensors
             )

@@ -361,7 +361,10 @@ def _schedule_parts(
     training: bool,
     order: Order | None,
 ) -> tuple[Schedule, _Actions]:
-    """Returns the schedule, and its actions for C++: forwards and backwards apart, or those of a step."""
+    """Returns the schedule, and its actions for C++: forwards and backwards apart, or those of a step.
+
+    Without gradients, a step has forwards only.
+    """
     none: _Actions = {"forward": None, "backward": None, "step": None}
     if order is not None and training:
         schedule = schedule_of(stages, order, saved_fractions)
@@ -369,6 +372,8 @@ def _schedule_parts(
     slots, recomputed = None if training else _SLOTS_IN_INFERENCE, _recomputed(saved_fractions)
     sizes = len(stages), len(saved_fractions)
     schedule = fill_drain(*sizes, slots=slots, backward=training, recomputed=recomputed)
+    if order is not None:  # without gradients
+        return schedule, {**none, "step": _extension_actions(schedule)}
     forward = _extension_actions(schedule.forward_part() if training else schedule)
     backward = _extension_actions(schedule.backward_part()) if training else None
     return schedule, {**none, "forward": forward, "backward": backward}

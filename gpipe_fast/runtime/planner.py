@@ -211,7 +211,7 @@ class Planner:
         then, or if a trace failed: the reason may be the call's inputs, for which the layer then raises.
         """
         check_placed(self.stages)
-        if call.order is not None:
+        if call.order is not None and torch.is_grad_enabled():
             schedule_of(self.stages, call.order, call.saved_fractions)  # raises before any layer is traced
         eager = self.backend == "eager"
         with contextlib.ExitStack() as held:

@@ -1,4 +1,4 @@
-"""`GPipe.step`: forward, loss and backward of a mini-batch in one call."""
+"""`GPipe.step`: forward, loss and backward of a mini-batch in one call; `GPipe.evaluate`: its loss alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Given(NamedTuple):
 
 
 class Training(LayerSequence):
-    """The method `step` of a pipeline."""
+    """The methods `step` and `evaluate` of a pipeline."""
 
     schedule: ScheduleChoice
     _trainers: dict[Any, Any]
@@ -147,6 +147,53 @@ class Training(LayerSequence):
         total = functools.reduce(torch.add, each)
         return (total, output) if return_outputs else total
 
+    @uncompiled
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any],
+        normalizer: Normalizer = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns the loss of one mini-batch, computed as by `step`, without gradients.
+
+        ::
+
+            model.eval()
+            loss = model.evaluate(x, target=y, loss_fn=torch.nn.functional.cross_entropy)
+
+        Outputs leave no stage, and nothing is saved for a backward. The mode is not switched: in training
+        mode, layers draw random numbers and write buffers, as in a call under ``torch.no_grad()``.
+
+        Args:
+            args: As for `step`.
+            target: As for `step`.
+            loss_fn: As for `step`.
+            normalizer: As for `step`.
+            losses: As for `step`.
+            return_outputs: As for `step`.
+            kwargs: As for `step`.
+
+        Returns:
+            As for `step`.
+
+        Raises:
+            TypeError: As for `forward`; or ``loss_fn`` is not a function.
+            ValueError: As for `forward`; the target has another batch size, or the divisor of ``loss_fn`` is
+                not known.
+            RuntimeError: As for `forward`.
+        """
+        loss = loss_of(loss_fn, normalizer)
+        with torch.no_grad():
+            each, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs)
+            total = functools.reduce(torch.add, each)
+        if losses is not None:
+            losses += each
+        return (total, output) if return_outputs else total
+
     def _step(
         self,
         args: tuple[Any, ...],
@@ -158,7 +205,7 @@ class Training(LayerSequence):
         weights: Sequence[float] | None = None,
         scaler: GradScaler | None = None,
     ) -> tuple[list[Tensor], Any]:
-        """Runs a step without its update.
+        """Runs a step without its update; if gradients are disabled, the forward and the loss alone.
 
         Args:
             args: as for `step`.
@@ -187,7 +234,8 @@ class Training(LayerSequence):
         divisor = loss.divisor(target)
         found = trainer._run(inputs, Given(given, order, divisor, weights, dim, scaler))
         parts, output = found if keeps_output else (found, None)
-        torch.autograd.backward(parts, torch.ones_like(parts))
+        if torch.is_grad_enabled():
+            torch.autograd.backward(parts, torch.ones_like(parts))
         each = (parts.detach().flatten() / divisor).unbind()
         if weights is not None:
             each = tuple(x * weight for x, weight in zip(each, weights, strict=True))

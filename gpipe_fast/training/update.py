@@ -52,7 +52,7 @@ def checked_update(model: nn.Module, optimizer: Any, scaler: Any, max_norm: Any)
     if not torch.is_grad_enabled():
         raise RuntimeError(
             "step computes gradients, which are disabled here; call it outside of torch.no_grad(), or "
-            "compute the loss of model(x) for the loss alone"
+            "compute the loss of model(x), or model.evaluate(x, ...), for the loss alone"
         )
     if optimizer is not None:
         _check_optimizer(model, optimizer)

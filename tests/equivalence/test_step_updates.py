@@ -1,4 +1,4 @@
-"""Steps with an optimizer against the plain loop in the order of the schedule."""
+"""Steps with an optimizer, and evaluations, against the plain loop in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -318,3 +318,67 @@ def test_an_optimizer_that_raises_leaves_the_gradients() -> None:
     for ours, theirs in zip(pipe.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("backend", ["aten", "eager"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_an_evaluation_equals_the_plain_loop(stages: int, backend: str, training: bool) -> None:
+    pipe, plain = pipeline(stages, backend=backend).train(training), layers().train(training)
+    losses: list[Tensor] = []
+    torch.manual_seed(SEED)
+    found, output = pipe.evaluate(X, **STEP, losses=losses, return_outputs=True)
+    random_state = torch.get_rng_state()
+    torch.manual_seed(SEED)
+    assert torch.equal(random_state, torch.get_rng_state()) == (not training)
+    with torch.no_grad():
+        expected, outputs = plain_forward(plain, X, TARGET)
+    assert torch.equal(found, total(expected))
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert torch.equal(output, outputs)
+    assert unequal(dict(pipe.named_buffers()), dict(plain.named_buffers())) == []
+    assert not any(x.requires_grad for x in (found, output, *losses))
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_evaluations_between_steps_change_nothing() -> None:
+    def trained(evaluates: bool) -> dict[str, Tensor]:
+        pipe = pipeline(schedule="1f1b")
+        optimizer = sgd(pipe)
+        torch.manual_seed(SEED)
+        for x, target in batches(4):
+            optimizer.zero_grad()
+            options: dict[str, Any] = {**STEP, "target": target}
+            pipe.step(x, **options, optimizer=optimizer)
+            gradients = [p.grad.clone() for p in pipe.parameters()]
+            if evaluates:
+                pipe.eval().evaluate(x, **options)
+                with torch.inference_mode():
+                    pipe.evaluate(x, **options)
+                pipe.train()
+            assert all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), gradients, strict=True))
+        return dict(pipe.state_dict())
+
+    assert unequal(trained(evaluates=True), trained(evaluates=False)) == []
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_evaluation_runs_forwards_alone(frozen: bool) -> None:
+    pipe = pipeline(stages=3).requires_grad_(not frozen)
+    with pipe.recording() as recording:
+        pipe.evaluate(X, **STEP)
+    kinds = {event.action.kind.value for stage in recording.stages for event in stage}
+    assert kinds == {"F", "SEND_F", "RECV_F"}
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_an_evaluation_that_fails_changes_nothing(backend: str) -> None:
+    pipe = pipeline(backend=backend)
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    pipe._pipeline.inject_faults(faults=[("1F2", 0, "RuntimeError")])
+    with pytest.raises(RuntimeError, match="injected"):
+        pipe.evaluate(X, **STEP)
+    pipe._pipeline.inject_faults()
+    assert unequal(dict(pipe.state_dict()), before) == []
+    pipe.evaluate(X, **STEP)

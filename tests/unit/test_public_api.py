@@ -33,6 +33,9 @@ gpipe_fast
     cpu(self) -> NoReturn
     cuda(self, device: int | torch.device | None = None) -> NoReturn
     devices: property, may be set
+    evaluate(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any],
+        normalizer: Normalizer = None, losses: list[Tensor] | None = None,
+        return_outputs: bool = False, **kwargs: Any) -> Any
     explain(self, *args: Any, device: Device | None = None, **kwargs: Any) -> Explanation
     extend(self, sequential: object) -> NoReturn
     extra_repr(self) -> str
