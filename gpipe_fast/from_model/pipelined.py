@@ -60,6 +60,7 @@ class Pipelined(nn.Module):
         """
         return self._calls.loop(self.plain(), args, kwargs)
 
+    @uncompiled
     def step(
         self,
         *args: Any,

@@ -68,6 +68,46 @@ def test_a_compiled_pipeline_is_opaque_to_dynamo(
     assert len(frames) <= 2
 
 
+class WithLoss(nn.Module):
+    """Returns the square of what its layers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def whole_step(x: Tensor) -> Callable[[], Tensor]:
+    pipe = GPipe(mlp(), [2, 3], chunks=4, backend="aten")
+    return lambda: pipe.step(x, loss_fn=torch.sum, normalizer=2) * 2
+
+
+def evaluation(x: Tensor) -> Callable[[], Tensor]:
+    pipe = GPipe(mlp(), [2, 3], chunks=4, backend="aten")
+    return lambda: pipe.evaluate(x, loss_fn=torch.sum, normalizer=2) * 2
+
+
+def step_of_a_model(x: Tensor) -> Callable[[], Tensor]:
+    model = GPipe.from_model(WithLoss(), (x,), devices=["cpu"] * 2, balance=[2, 3], chunks=4, backend="aten")
+    return lambda: model.step(x) * 2
+
+
+@pytest.mark.parametrize("make", [whole_step, evaluation, step_of_a_model])
+def test_steps_are_opaque_to_dynamo(
+    make: Callable[[Tensor], Callable[[], Tensor]], frames: list[str]
+) -> None:
+    call = make(features())
+    expected = call()
+    frames.clear()  # those of captures of layers
+    assert torch.equal(torch.compile(call, backend="eager")(), expected)
+    assert own_frames(frames) == []
+    assert len(frames) <= 2
+
+
 class InputAndDouble(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, 2 * x
