@@ -158,7 +158,7 @@ def plain_step(training: Training, losses: list[Tensor], schedule: str) -> Tenso
 
 def plain_backward(training: Training, losses: list[Tensor], schedule: str = "gpipe") -> None:
     scaler = training.scaler
-    for loss in losses if schedule == "1f1b" else reversed(losses):
+    for loss in reversed(losses) if schedule == "gpipe" else losses:
         (loss if scaler is None else scaler.scale(loss)).backward()
 
 
