@@ -39,6 +39,7 @@ ProgramWithPorts = _C.ProgramWithPorts
 Program = _C.Program
 PythonSegment = _C.PythonSegment
 GraphReport = _C.GraphReport
+InferenceStream = _C.InferenceStream
 Role = _C.Role
 Segment = _C.Segment
 Snapshot = _C.Snapshot

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_fast._extension import Pipeline, PythonWorkers
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
@@ -38,16 +38,17 @@ from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
-from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call, Planner
+from gpipe_fast.runtime.prepared_call import PreparedCall
 from gpipe_fast.runtime.recording import Recording, kernel_names, record
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.stages import checked_placement, resolve_balance, resolve_devices, stages_of
+from gpipe_fast.streaming import Streaming
 from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.training.step import Given, Training
 from gpipe_fast.uncompiled import uncompiled
@@ -63,7 +64,7 @@ _NOT_COPIED = frozenset(
 _NOT_COPIED |= {"_hook_planner", "_compiled_call_impl", "_trainers"}
 
 
-class GPipe(CallSettings, CallPreparation, Training, Container):
+class GPipe(CallSettings, CallPreparation, Streaming, Training, Container):
     """Trains a sequence of layers as a pipeline of stages over micro-batches.
 
     Outputs, gradients and buffers equal those of ``torch.cat([module(c) for c in x.chunk(chunks)])``, bit for
@@ -342,42 +343,42 @@ class GPipe(CallSettings, CallPreparation, Training, Container):
 
     def _run(self, inputs: Inputs, given: Given | None = None) -> Any:
         """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
-        observed = has_observers(inputs.tensors, self.modules)
-        with TRACING_LOCK:
-            if observed:
-                plan = without_observers(self._plan, inputs, global_hook(), given)
-            else:
-                call = self._describe(inputs, given)
-                plan = self._planner.plan(call)
-            parameters, buffers, pipeline = self._state.parameters, self._state.buffers, self._pipeline
-            state = self._state if self._planner.module_warnings.in_python else None
-            if state is not None:
-                state.watch()
-        module_warnings = self._planner.module_warnings.pending
-        if module_warnings or left_out.pending:
-            self._emit_warnings()
-        # A plan without random operators does not advance PyTorch's generator.
-        key = MinibatchKey() if plan.draws is None else minibatch_key() if plan.draws else 0
-        tensors = parameters, buffers, key
+        call = self._prepare_call(inputs, given)
+        plan = call.plan
         if given is None:
-            outputs, structure = pipeline.forward(plan.native, inputs.tensors, *tensors)
+            tensors = call.parameters, call.buffers, call.key()
+            outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors)
         else:
             gradients = []
             if torch.is_grad_enabled():
                 like = plan.first_output(self._stages[-1])
                 gradients = given.gradients(plan.schedule.num_microbatches, like)
-            outputs, structure = pipeline.step(
+            tensors = call.parameters, call.buffers, call.key()
+            outputs, structure = call.pipeline.step(
                 plan.native, inputs.tensors, given.tensors, gradients, *tensors
             )
-        if state is not None:
-            with TRACING_LOCK:  # a trace by another thread replaces parameters meanwhile
-                is_changed = state.is_changed()
-            if is_changed:
-                raise RuntimeError(
-                    "a layer that runs in Python changed what other layers read, during the call; these may "
-                    "have run without the change; pass backend='eager' to GPipe to run all layers in Python"
-                )
-        if module_warnings or left_out.pending:
+        return self._finish_call(call, outputs, structure)
+
+    def _prepare_call(self, inputs: Inputs, given: Given | None = None) -> PreparedCall:
+        """As for `Streaming._prepare_call`."""
+        observed = has_observers(inputs.tensors, self.modules)
+        with TRACING_LOCK:
+            if observed:
+                plan = without_observers(self._plan, inputs, global_hook(), given)
+            else:
+                plan = self._planner.plan(self._describe(inputs, given))
+            state = self._state if self._planner.module_warnings.in_python else None
+            call = PreparedCall(plan, self._pipeline, self._state.parameters, self._state.buffers, state)
+            if state is not None:
+                state.watch()
+        if self._planner.module_warnings.pending or left_out.pending:
+            self._emit_warnings()
+        return call
+
+    def _finish_call(self, call: PreparedCall, outputs: list[Tensor], structure: Any) -> Any:
+        """As for `Streaming._finish_call`."""
+        call.check_unchanged()
+        if self._planner.module_warnings.pending or left_out.pending:
             self._emit_warnings()
         return outputs[0] if structure is ONE_TENSOR else structure.build_unaliased(outputs)
 

@@ -3,6 +3,7 @@
 #include "bindings/python_workers.h"
 
 #include "pipeline/autograd.h"
+#include "pipeline/inference_stream.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/settings.h"
 
@@ -162,6 +163,38 @@ void bind_pipeline(py::module_& m) {
       .def("graph_reports", &Pipeline::graph_reports, no_gil)
       .def("close", &Pipeline::close, no_gil)
       .def("after_fork", &Pipeline::after_fork);
+  const auto destroy_stream = [](InferenceStream* stream) {
+    if (stream->is_copy_of_parents()) return;
+    std::optional<py::gil_scoped_release> no_gil;
+    if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
+    delete stream;
+  };
+  py::class_<InferenceStream, std::shared_ptr<InferenceStream>>(m, "InferenceStream")
+      .def(py::init([destroy_stream](std::shared_ptr<Pipeline> pipeline) {
+             return std::shared_ptr<InferenceStream>(new InferenceStream(std::move(pipeline)),
+                                                     destroy_stream);
+           }),
+           py::arg("pipeline"))
+      .def(
+          "push",
+          [](InferenceStream& stream, const std::shared_ptr<Plan>& plan, Tensors inputs,
+             const Tensors& parameters, const Tensors& buffers,
+             const std::variant<int64_t, std::function<int64_t()>>& key) {
+            const py::gil_scoped_release no_gil;
+            stream.push(plan, std::move(inputs), parameters, buffers, to_key_function(key));
+          },
+          py::arg("plan"), py::arg("inputs"), py::arg("parameters"), py::arg("buffers"), py::arg("key"))
+      .def("pop",
+           [](InferenceStream& stream) {
+             Boundary outputs;
+             {
+               const py::gil_scoped_release no_gil;
+               outputs = stream.pop();
+             }
+             return std::make_pair(std::move(outputs.tensors), unwrap_object(outputs.form->structure));
+           })
+      .def("wait_for_all", &InferenceStream::wait_for_all, no_gil)
+      .def("close", &InferenceStream::close, no_gil);
   m.def("route", &route, py::arg("sender"), py::arg("receiver"), py::arg("transport"));
   m.def("kept_bytes", &kept_bytes, py::arg("output"), no_gil);
   m.def("operator_settings", [] { return py::bytes(operator_settings()); });

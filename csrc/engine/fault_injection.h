@@ -20,6 +20,8 @@ struct FaultInjection {
   uint64_t seed = 0;
   int64_t max_delay_us = 0;  // before and after every action, thus also before a send or receive ends
   std::vector<Fault> faults;
+
+  bool empty() const { return max_delay_us == 0 && faults.empty(); }
 };
 
 // Runs the inner work with injected delays and failures.

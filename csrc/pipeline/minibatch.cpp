@@ -169,6 +169,18 @@ void MiniBatch::end_forward() {
   can_run_backward_ = true;
 }
 
+void MiniBatch::end_stage_forward(int32_t index) {
+  StageState& stage = stages_[index];
+  stage.release_programs();
+  for (size_t i = 0; i < stage.module_buffers.size(); ++i) {
+    GPIPE_CHECK(
+        stage.forward.buffers[i].is_same(stage.module_buffers[i]), "stage ", index,
+        " writes a buffer of shape ", stage.module_buffers[i].sizes(),
+        " in its forward, as batch norm does in training mode, and model.stream() runs later mini-batches "
+        "before the buffer is written; call model.eval(), or model(x) for each mini-batch");
+  }
+}
+
 void MiniBatch::record_buffer_versions() {
   for (StageState& stage : stages_) {
     for (const MicroBatchState& microbatch_state : stage.microbatch_states) {

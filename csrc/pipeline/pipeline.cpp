@@ -18,37 +18,6 @@
 namespace gpipe_fast {
 namespace {
 
-// Rethrows the error, and adds the action and, if a program reported it, the layer to its message; layers in Python
-// add a note with the same text (gpipe_fast/runtime/python_layers.py). Uses the c10::Error subclass of the same kind,
-// if there is one, because PyTorch's autograd turns every other type into a RuntimeError. PyTorch's CPU allocator
-// throws a plain c10::Error; only its message shows that memory ran out.
-[[noreturn]] void raise(const Failure& failure, const MiniBatch& minibatch) {
-  const Action& action = failure.action;
-  std::string where = "in action " + action.name();
-  if (!failure.layer_title.empty()) {
-    where += ": stage " + std::to_string(action.stage) + ", " + failure.layer_title + ", micro-batch " +
-             std::to_string(action.microbatch);
-  }
-  auto with = [&](const std::exception& error) { return std::string(error.what()) + " (" + where + ")"; };
-  try {
-    std::rethrow_exception(failure.error);
-  } catch (c10::OutOfMemoryError& error) {
-    error.add_context(where + "; " + minibatch.describe_memory(action.stage));
-    throw;
-  } catch (c10::Error& error) {
-    const bool out_of_memory = error.msg().find("DefaultCPUAllocator") != std::string::npos;
-    error.add_context(out_of_memory ? where + "; " + minibatch.describe_memory(action.stage) : where);
-    throw;
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, with(error));
-  } catch (const std::out_of_range& error) {
-    TORCH_CHECK_INDEX(false, with(error));
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(with(error));
-  }
-  std::abort();  // unreachable: exceptions without a message were rethrown unchanged
-}
-
 // Scope guard: makes streams the calling thread's current streams.
 class CurrentStreams {
  public:
@@ -135,38 +104,58 @@ struct AbandonOnError {
 
 }  // namespace
 
-// A lock on the engine for one thread. Waiting for it polls, so it can be interrupted. Throws if a signal handler
-// starts a run while its own thread waits for one.
-class Pipeline::EngineLock {
- public:
-  explicit EngineLock(Pipeline& pipeline) : pipeline_(pipeline) {
-    GPIPE_CHECK(pipeline.running_thread_.load() != std::this_thread::get_id(),
-                "a pipeline was called from within its own run, by a signal handler");
-    while (!pipeline.mutex_.try_lock_for(kPollInterval)) pipeline.poll_();
-    pipeline.running_thread_.store(std::this_thread::get_id());
+Pipeline::EngineLock::EngineLock(Pipeline& pipeline, const std::function<void()>& poll)
+    : pipeline_(pipeline) {
+  GPIPE_CHECK(pipeline.running_thread_.load() != std::this_thread::get_id(),
+              "a pipeline was called from within its own run, by a signal handler");
+  if (!pipeline.mutex_.try_lock()) {
+    struct Waiting {
+      explicit Waiting(Pipeline& pipeline) : pipeline(pipeline) { add(1); }
+      ~Waiting() { add(-1); }
+      void add(int difference) const {
+        pipeline.num_waiting_.fetch_add(difference, std::memory_order_seq_cst);
+        pipeline.stream_changed_.wake();
+      }
+      Pipeline& pipeline;
+    } waiting(pipeline);
+    while (!pipeline.mutex_.try_lock_for(kPollInterval)) poll();
   }
-  ~EngineLock() {
-    pipeline_.running_thread_.store(std::thread::id());
-    pipeline_.mutex_.unlock();
-  }
-  EngineLock(const EngineLock&) = delete;
-  EngineLock& operator=(const EngineLock&) = delete;
+  pipeline.running_thread_.store(std::this_thread::get_id());
+}
 
- private:
-  Pipeline& pipeline_;
-};
+Pipeline::EngineLock::~EngineLock() {
+  pipeline_.running_thread_.store(std::thread::id());
+  pipeline_.mutex_.unlock();
+}
 
 Pipeline::Pipeline(int32_t num_stages, std::function<void()> poll, TransportChoice transport)
     : engine_(num_stages), transport_choice_(transport), poll_(std::move(poll)) {}
 
-template <class Body>
-auto Pipeline::block_if_closed(const Body& body) {
-  try {
-    return body();
-  } catch (const Closed&) {
-  } catch (const Cancelled&) {  // closed during a capture
+void Pipeline::raise(const Failure& failure, const MiniBatch& minibatch) {
+  const Action& action = failure.action;
+  std::string where = "in action " + action.name();
+  if (!failure.layer_title.empty()) {
+    where += ": stage " + std::to_string(action.stage) + ", " + failure.layer_title + ", micro-batch " +
+             std::to_string(action.microbatch);
   }
-  for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+  auto with = [&](const std::exception& error) { return std::string(error.what()) + " (" + where + ")"; };
+  try {
+    std::rethrow_exception(failure.error);
+  } catch (c10::OutOfMemoryError& error) {
+    error.add_context(where + "; " + minibatch.describe_memory(action.stage));
+    throw;
+  } catch (c10::Error& error) {
+    const bool out_of_memory = error.msg().find("DefaultCPUAllocator") != std::string::npos;
+    error.add_context(out_of_memory ? where + "; " + minibatch.describe_memory(action.stage) : where);
+    throw;
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, with(error));
+  } catch (const std::out_of_range& error) {
+    TORCH_CHECK_INDEX(false, with(error));
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(with(error));
+  }
+  std::abort();  // unreachable: exceptions without a message were rethrown unchanged
 }
 
 Boundary Pipeline::forward(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
@@ -360,8 +349,7 @@ void Pipeline::create_transport(const Plan& plan) {
 
 // Runs with injected faults, and recorded runs, are uncaptured.
 bool Pipeline::may_use_graphs() const {
-  return graph_cache_ && capture_ && fault_injection_.max_delay_us == 0 && fault_injection_.faults.empty() &&
-         engine_.recorded() == 0;
+  return graph_cache_ && capture_ && fault_injection_.empty() && engine_.recorded() == 0;
 }
 
 void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
@@ -374,8 +362,7 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
     minibatch.replicate();
   }
   FaultInjectingWork faulty(minibatch, fault_injection_);
-  const bool plain = fault_injection_.max_delay_us == 0 && fault_injection_.faults.empty();
-  Work& work = plain ? static_cast<Work&>(minibatch) : faulty;
+  Work& work = fault_injection_.empty() ? static_cast<Work&>(minibatch) : faulty;
   try {
     if (auto failure = engine_.run(actions, work, poll_)) raise(*failure, minibatch);
   } catch (const Cancelled&) {
@@ -402,6 +389,8 @@ void Pipeline::check_open() const {
 void Pipeline::after_fork() {
   new (&mutex_) std::timed_mutex;  // a thread of the parent may have held it
   running_thread_.store(std::thread::id());
+  num_waiting_ = 0;
+  new (&stream_changed_) Waiter;
   engine_.after_fork();
 }
 

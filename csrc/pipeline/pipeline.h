@@ -3,12 +3,15 @@
 
 #include "engine/engine.h"
 #include "engine/fault_injection.h"
+#include "engine/waiter.h"
 #include "pipeline/graph_cache.h"
 #include "pipeline/microbatches.h"
 #include "pipeline/minibatch.h"
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -18,7 +21,8 @@
 
 namespace gpipe_fast {
 
-// Thread safe. Programs and their memory serve one run at a time, so a lock serializes the runs of several threads.
+// Thread safe. Programs and their memory serve one run at a time, so a lock serializes the runs of several threads. An
+// inference stream gives the lock up when another thread waits for it.
 class Pipeline : public std::enable_shared_from_this<Pipeline> {
  public:
   // The thread that waits for a run calls `poll` about every 20 ms. An exception from `poll` ends the run.
@@ -69,7 +73,21 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::vector<GraphReport> graph_reports();
 
  private:
-  class EngineLock;
+  friend class InferenceStream;
+
+  // A lock on the engine for one thread. Waiting for it polls, so it can be interrupted. Throws if a signal handler
+  // starts a run while its own thread waits for one.
+  class EngineLock {
+   public:
+    EngineLock(Pipeline& pipeline, const std::function<void()>& poll);
+    explicit EngineLock(Pipeline& pipeline) : EngineLock(pipeline, pipeline.poll_) {}
+    ~EngineLock();
+    EngineLock(const EngineLock&) = delete;
+    EngineLock& operator=(const EngineLock&) = delete;
+
+   private:
+    Pipeline& pipeline_;
+  };
   struct Closed {};  // unwinds a thread whose pipeline was closed
 
   template <class Body>
@@ -82,6 +100,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   Boundary run_step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
                     const std::vector<Tensors>& gradients, const Tensors& parameters, const Tensors& buffers,
                     const std::function<int64_t()>& key);
+  // Rethrows the error of an action, with a message that names the action.
+  [[noreturn]] static void raise(const Failure& failure, const MiniBatch& minibatch);
   void check_open() const;
   void create_transport(const Plan& plan);
   // Returns the outputs by micro-batch. May capture a second mini-batch of the plan first.
@@ -100,15 +120,32 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
   std::timed_mutex mutex_;
   std::atomic<std::thread::id> running_thread_{};
+  std::atomic<int> num_waiting_{0};  // threads that wait for the lock
+  Waiter stream_changed_;  // where an inference stream and its caller wait for each other, and for the above
   Engine engine_;
   const TransportChoice transport_choice_;
   std::once_flag transport_created_;
   std::shared_ptr<const Transport> transport_;
-  std::unique_ptr<GraphCache> graph_cache_;  // null on the CPU
+  std::unique_ptr<GraphCache> graph_cache_;        // null on the CPU
+  std::shared_ptr<const Actions> stream_actions_;  // of an inference stream's runs; null before the first
   bool capture_ = true;
   std::function<void()> poll_;
   FaultInjection fault_injection_;
   std::optional<std::thread::id> closed_by_;
 };
 
+template <class Body>
+auto Pipeline::block_if_closed(const Body& body) {
+  try {
+    return body();
+  } catch (const Closed&) {
+  } catch (const Cancelled&) {  // closed during a capture
+  }
+  for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+}
+
+// Rethrows the error, and adds the action and, if a program reported it, the layer to its message; layers in Python
+// add a note with the same text (gpipe_fast/runtime/python_layers.py). Uses the c10::Error subclass of the same kind,
+// if there is one, because PyTorch's autograd turns every other type into a RuntimeError. PyTorch's CPU allocator
+// throws a plain c10::Error; only its message shows that memory ran out.
 }  // namespace gpipe_fast

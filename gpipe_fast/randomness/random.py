@@ -49,15 +49,16 @@ def minibatch_key() -> int:
 class MinibatchKey:
     """A mini-batch's key: given, or drawn by the first call. Thread-safe."""
 
-    def __init__(self, key: int | None = None) -> None:
+    def __init__(self, key: int | None = None, draw: Callable[[], int] = minibatch_key) -> None:
         self._lock = threading.Lock()
         self._key = key
+        self._draw = draw
 
     def __call__(self) -> int:
         """Returns the key."""
         with self._lock:
             if self._key is None:
-                self._key = minibatch_key()
+                self._key = self._draw()
             return self._key
 
 

@@ -191,6 +191,11 @@ class Planner:
         self._latest = key, num_changes, plan
         return plan
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next plan for inputs like the latest needs no trace, as far as is known."""
+        return not self._lowering_pending.is_set() and not (self.latest and self.latest.obstacle)
+
     def _layouts(self, segment_keys: Sequence[SegmentKey]) -> Hashable:
         """Returns the latest layouts in which gradients arrived at stages."""
         found = map(self._layout_history.get, segment_keys)

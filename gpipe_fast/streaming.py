@@ -1,0 +1,198 @@
+"""`GPipe.stream`: inference on many mini-batches that follow one another without draining the pipeline.
+
+The generator reads ahead. With ``depth=2`` it reads two mini-batches before it yields the first result, and
+then another one after each result, which the stages compute meanwhile::
+
+    batches   0 1 │   2 │   3 │     │
+    stage 0     0   1     2     3
+    stage 1         0     1     2     3
+    yields        0     1     2     3
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe_fast._extension import InferenceStream
+from gpipe_fast.arguments import pass_through
+from gpipe_fast.layers.structure import Inputs, LayerSequence
+from gpipe_fast.randomness.random import minibatch_key
+from gpipe_fast.runtime.planner import Planner
+from gpipe_fast.runtime.prepared_call import PreparedCall
+from gpipe_fast.uncompiled import uncompiled
+
+
+class Streaming(LayerSequence):
+    """The method `stream` of a pipeline."""
+
+    _planner: Planner
+    _balance: list[int]
+
+    def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        raise NotImplementedError
+
+    def _prepare_call(self, inputs: Inputs) -> PreparedCall:
+        """Returns the call for these inputs, the present layers and the present settings."""
+        raise NotImplementedError
+
+    def _finish_call(self, call: PreparedCall, outputs: list[Tensor], structure: Any) -> Any:
+        """Returns what a call returns, after the checks and warnings that follow its run."""
+        raise NotImplementedError
+
+    @uncompiled
+    def stream(self, batches: Iterable[Any], *, depth: int | None = None) -> Iterator[Any]:
+        """Yields the result of the model for each mini-batch of an iterable, in order, without gradients.
+
+        Stages go on with the next mini-batch while later stages still compute the one before, so that the
+        pipeline does not drain between mini-batches, as it does between calls::
+
+            model.eval()
+            for y in model.stream(loader, depth=8):
+                ...
+
+        Results equal those of calls of the model under ``torch.no_grad()``, bit for bit, also with random
+        layers in train mode. A mini-batch that is read must not be changed before its result is yielded, and
+        neither must parameters.
+
+        If a mini-batch fails, or the iterable does, the error is raised after the results of the mini-batches
+        before were yielded. A generator that is closed or dropped cancels what is in flight. Calls of the
+        model meanwhile, also steps and other streams, first wait until the mini-batches in flight are
+        complete.
+
+        Args:
+            batches: The inputs. A tuple contains the positional arguments of a call, a dict its keyword
+                arguments; any other value is the only argument. Each is split into micro-batches as by
+                `forward`.
+            depth: The maximum number of mini-batches that are read and not yielded, which bounds memory. By
+                default two per stage, at least two.
+
+        Returns:
+            A generator.
+
+        Raises:
+            TypeError: ``batches`` is a tensor, or not iterable. From the generator: as for `forward`.
+            ValueError: ``depth`` is not a positive integer. From the generator: as for `forward`.
+            RuntimeError: From the generator: as for `forward`; the forward writes a buffer, as batch norm
+                does in train mode; stages were moved to other devices; or, under train mode, mini-batches
+                draw random numbers in another order than calls.
+        """
+        if isinstance(batches, Tensor):
+            raise TypeError(
+                f"batches must be an iterable of mini-batches, got a tensor of shape {list(batches.shape)}; "
+                "pass [x]"
+            )
+        if depth is None:
+            depth = max(2, 2 * len(self._balance))
+        if type(depth) is not int or depth < 1:
+            raise ValueError(f"depth must be a positive integer or None, got {depth!r}")
+        if not len(self):
+            return (pass_through(*_arguments(batch), self.batch_dim) for batch in batches)
+        return _results(self, iter(batches), depth)
+
+
+def _results(model: Streaming, batches: Iterator[Any], depth: int) -> Iterator[Any]:
+    """Yields the results. In flight are the calls that were begun and not yielded, at most ``depth``."""
+    stream, error, is_exhausted = _Stream(model), None, False
+    try:
+        while True:
+            while not is_exhausted and stream.num_in_flight < depth:
+                stream.check_unchanged()
+                try:
+                    stream.begin(next(batches))
+                except StopIteration:
+                    is_exhausted = True
+                except Exception as found:  # of this mini-batch: the results before come first
+                    error, is_exhausted = found, True
+            if stream.num_in_flight:
+                yield stream.finish()
+            elif error is not None:
+                raise error
+            else:
+                return
+    finally:
+        stream.close()
+        error = None  # otherwise its traceback refers to this frame, which refers to it
+
+
+class _Stream:
+    """The calls in flight."""
+
+    def __init__(self, model: Streaming) -> None:
+        self._model = model
+        self._native: InferenceStream | None = None
+        self._calls: deque[PreparedCall] = deque()
+        self._order = _KeyOrder()
+        self._num_begun = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._calls)
+
+    def check_unchanged(self) -> None:
+        """Checks that no layer in Python has changed what others read; the next call forgets their state."""
+        if self._calls:
+            self._calls[-1].check_unchanged()
+
+    def begin(self, batch: Any) -> None:
+        """Begins the call for a mini-batch."""
+        model = self._model
+        args, kwargs = _arguments(batch)
+        if self._native is not None and not model._planner.is_settled:
+            self._native.wait_for_all()  # so that layers can be traced, which is impossible while they run
+        with torch.no_grad():
+            inputs = model._checked_inputs(args, kwargs)
+            call = model._prepare_call(inputs)
+            if self._native is None:
+                self._pipeline = call.pipeline
+                self._native = InferenceStream(call.pipeline)
+            elif call.pipeline is not self._pipeline:
+                raise RuntimeError(
+                    "the stages were moved to other devices while a stream is open; open another with "
+                    "model.stream()"
+                )
+            key = call.key(functools.partial(self._order.draw, self._num_begun))
+            self._native.push(call.plan.native, inputs.tensors, call.parameters, call.buffers, key)
+        self._num_begun += 1
+        self._calls.append(call)
+
+    def finish(self) -> Any:
+        """Waits for the oldest call, and returns its result."""
+        assert self._native is not None
+        outputs, structure = self._native.pop()
+        return self._model._finish_call(self._calls.popleft(), outputs, structure)
+
+    def close(self) -> None:
+        """Cancels the calls in flight."""
+        if self._native is not None:
+            self._native.close()
+
+
+class _KeyOrder:
+    """Draws the keys of mini-batches, whose order must be that of calls: layers in Python draw them late."""
+
+    def __init__(self) -> None:
+        self._latest = -1
+
+    def draw(self, index: int) -> int:
+        """Draws the key of the mini-batch with this index, which is called once."""
+        if index < self._latest:
+            raise RuntimeError(
+                f"mini-batch {index} of the stream draws its first random number after mini-batch "
+                f"{self._latest} has drawn one, and calls would draw in their order; call model.eval(), or "
+                "model(x) for each mini-batch"
+            )
+        self._latest = index
+        return minibatch_key()
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the positional and keyword arguments of the call for a mini-batch."""
+    if isinstance(batch, dict):
+        return (), batch
+    return (batch if type(batch) is tuple else (batch,)), {}
