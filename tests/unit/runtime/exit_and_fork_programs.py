@@ -188,6 +188,52 @@ def forks_to_end(variant: str, count: str) -> None:
     os._exit(0)
 
 
+streams: list[Iterator[Tensor]] = []
+
+
+def with_streams(states: str, count: str) -> None:
+    """Forks children that have an open stream at exit, or the copy of a stream of the parent."""
+    model.eval()
+    items = [x] * 5000
+
+    def consume(delay: float) -> None:
+        for _ in pipe.stream(items):
+            time.sleep(delay)
+
+    def child(state: str, seconds: float) -> None:
+        inject_delays(pipe, 0, 2000)
+        if state == "daemon":
+            threading.Thread(target=consume, args=(seconds,), daemon=True).start()
+            time.sleep(0.05 + seconds)
+            return
+        if state == "copy":
+            with suppress(RuntimeError):
+                next(streams[0])
+                raise AssertionError
+            if seconds:
+                streams.clear()
+        own = pipe.stream(items)
+        next(own)
+        remove_faults(pipe)
+        if state == "copy":
+            with torch.no_grad():
+                assert torch.equal(next(own), pipe(x))
+        streams.append(own)
+
+    def children() -> Iterator[tuple[str, str]]:
+        for state in states.split("+"):
+            if state == "copy":
+                inject_delays(pipe, 0, 2000)
+                streams.append(pipe.stream(items, depth=8))
+                next(streams[0])
+            for number in range(int(count)):
+                yield state, in_child(partial(child, state, 0.003 * number))
+
+    with torch.no_grad():
+        pipe(x)
+    report(children())
+
+
 class Features(Dataset[Tensor]):
     """Mini-batches that a pipeline computes in the data loader's worker."""
 
@@ -229,6 +275,7 @@ PROGRAMS = {
     "forks": forks,
     "forks_to_end": forks_to_end,
     "data_loader": data_loader,
+    "streams": with_streams,
 }
 
 if __name__ == "__main__":

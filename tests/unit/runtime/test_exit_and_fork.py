@@ -265,6 +265,16 @@ def test_the_interpreter_exits_a_hundred_times_while_a_daemon_thread_trains() ->
 PARENT_STATES = ["new", "used", "half", "computing", "delayed"]
 
 
+# A stream at exit: open, iterated by a daemon thread, or the copy of the parent's.
+STREAM_STATES = ["open", "daemon", "copy"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.soak)])
+def test_the_interpreter_exits_while_a_stream_is_open(count: int) -> None:
+    check_children(STREAM_STATES, "streams", count)
+
+
 @pytest.mark.extended
 def test_forked_children_train() -> None:
     """Children get the parent's bits with their own workers, and the parent still works."""
