@@ -18,6 +18,7 @@ BENCHMARKS = {
     "first-call": "first calls of three models, further sequence lengths, and the start of a process",
     "from-model": "models of transformers by GPipe.from_model: what is recorded, times, memory to load",
     "fusion": "bytes and launches of stages with and without fused kernels, counted without a GPU",
+    "inference-stream": "inference on many mini-batches: GPipe.stream compared with a call for each",
     "interpreted": "one layer run in Python among lowered layers, compared with all layers in Python",
     "kernels": "every kernel on a GPU compared with eager PyTorch, Inductor, Liger-Kernel and a copy",
     "lengths": "training steps on sequences of varying length",
